@@ -1,0 +1,76 @@
+# make quickstart   three phases on a laptop CPU, a table, a report, and what to type next
+# make test         the default test suite
+# make check        lint, types, floors
+# make bench        speed of sampling and learning, where benchmarks/ is
+# make lock         requirements.lock from fresh, newest packages within the bounds
+# make setup        .venv alone; every target above does it by itself
+
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+CPU_TORCH := https://download.pytorch.org/whl/cpu
+QUICK := runs/quickstart
+
+# Tiny models are slower on many threads than on one.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: setup quickstart test check bench lock
+.DELETE_ON_ERROR:
+
+setup: $(STAMP)
+
+# Linux without an NVIDIA GPU gets PyTorch's CPU build, if its index answers; it is a tenth of the size.
+$(STAMP): requirements.txt requirements-dev.txt requirements.lock
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or later is needed, $(PYTHON) is {v[0]}.{v[1]}: write e.g. make setup PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	@index=; if [ "$$(uname -s)" = Linux ] && [ ! -e /dev/nvidia0 ] && ! command -v nvidia-smi >/dev/null && \
+	  $(PY) -c 'from urllib.request import urlopen; urlopen("$(CPU_TORCH)/torch/", timeout=5)' 2>/dev/null; \
+	  then index="--extra-index-url $(CPU_TORCH)"; fi; set -x; $(PY) -m pip install $$index -c requirements.lock torch
+	$(PY) -m pip install -c requirements.lock -r requirements.txt -r requirements-dev.txt
+	@touch $@
+
+# Each phase is a file that exists once it is finished: a second call goes on where the first one stopped.
+quickstart: $(STAMP)
+	@if [ -f $(QUICK)/report.html ]; then echo "The quickstart is complete. To start anew: rm -r $(QUICK)"; \
+	  else $(MAKE) --no-print-directory $(QUICK)/report.html; fi
+	@printf '%s\n' "" "Table and curves: $(QUICK)/report.html      Numbers: $(QUICK)/results.json" "" \
+	  "Chat with the result:  $(PY) inference_with_improved_settings.py --config configs/quickstart/chat.yaml" \
+	  "Watch it play:         $(PY) inference_with_improved_settings.py --config configs/quickstart/chat.yaml --play frozen_lake" \
+	  "Another seed:          $(PY) train_phase3_starpo.py --config configs/quickstart/phase3_starpo.yaml seed=1 output_dir=runs/seed1" \
+	  "The real thing:        $(PY) train_phase1_sft.py      (needs a GPU and the network)"
+
+$(QUICK)/base/manifest.json:
+	$(PY) -m posttrain.embedded --out $(QUICK)/base
+
+$(QUICK)/phase1/final/manifest.json: | $(QUICK)/base/manifest.json
+	$(PY) train_phase1_sft.py --config configs/quickstart/phase1_sft.yaml --resume
+
+$(QUICK)/phase2/final/manifest.json: | $(QUICK)/phase1/final/manifest.json
+	$(PY) train_phase2_dpo.py --config configs/quickstart/phase2_dpo.yaml --resume
+
+$(QUICK)/phase3/final/manifest.json: | $(QUICK)/phase2/final/manifest.json
+	$(PY) train_phase3_starpo.py --config configs/quickstart/phase3_starpo.yaml --resume
+
+$(QUICK)/report.html: | $(QUICK)/phase3/final/manifest.json
+	$(PY) evaluate_model.py --config configs/quickstart/evaluate.yaml --overwrite
+
+test: $(STAMP)
+	$(PY) -m pytest
+
+check: $(STAMP)
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/pyright --pythonpath $(PY)
+	$(PY) -m pytest tests/test_floors.py
+
+bench: $(STAMP)
+	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(PY) $$file; done
+
+# Exact versions of a fresh environment, without what only this machine has (local builds, pip itself).
+lock:
+	$(PYTHON) -m venv .lock-venv
+	.lock-venv/bin/python -m pip install -r requirements.txt -r requirements-dev.txt
+	.lock-venv/bin/python -m pip freeze --exclude pip --exclude setuptools | sed -e 's/+[a-z0-9.]*$$//' -e '/^nvidia-/d' \
+	  -e '/^triton==/d' -e '/^cuda-/d' -e '/ @ /d' > requirements.lock
+	rm -r .lock-venv

@@ -1,0 +1,264 @@
+"""Can the model cross the ice?  gymnasium's FrozenLake on random maps, told in text.
+
+A level is a map of S (start), G (goal), H (hole) and F (frozen) in which a path leads from S to G.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from gymnasium.envs.toy_text import frozen_lake
+
+from envs.base import OBSERVATIONS, TextWorld, canonical, known, with_symbols
+
+SYMBOLS = {"player": "P", "ice": "_", "hole": "O", "goal": "G", "dead": "X", "arrived": "*", "edge": "#"}
+MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}  # gymnasium's order: 0, 1, 2, 3
+DISCOUNT = 0.95  # the expert without a deadline prefers the shorter of two equally safe ways
+
+
+class Lake(NamedTuple):
+    """Which levels there are: Lake(size=4, frozen=0.8, corners=False)."""
+
+    size: int
+    frozen: float
+    corners: bool
+
+
+class FrozenLake(TextWorld):
+    """Walk to the goal, keep out of the holes; reward 1 at the goal, 0 elsewhere.
+
+    `corners=True` starts top left with the goal bottom right, otherwise both are anywhere. `slippery=True` moves as
+    intended with probability `success_rate`, else to either side of it.
+    """
+
+    name = "frozen_lake"
+    actions = tuple(MOVES)
+
+    def __init__(
+        self,
+        size: int = 4,
+        frozen: float = 0.8,
+        corners: bool = False,
+        slippery: bool = False,
+        success_rate: float = 0.8,
+        observation: str = "neighbours",
+        symbols: Mapping[str, str] | None = None,
+        separator: str = " ",
+        render_mode: str | None = None,
+    ):
+        if size < 2 or not 0 < frozen <= 1 or not 0 <= success_rate <= 1:
+            raise ValueError(
+                f"frozen_lake needs size >= 2, 0 < frozen <= 1 and 0 <= success_rate <= 1, not size={size}, "
+                f"frozen={frozen}, success_rate={success_rate}."
+            )
+        self.side = size
+        self.observation = known("observation", observation, OBSERVATIONS)
+        self.symbols = with_symbols(SYMBOLS, symbols)
+        self.separator = separator
+        self.chance = float(success_rate) if slippery else 1.0
+        longest = max(map(len, self.symbols.values())) + len(separator)
+        length = 256 + size * size * (longest + 2 * len(str(size)) + 4)
+        super().__init__(render_mode, Lake(size, frozen, corners), [*self.symbols.values(), separator], length)
+
+    @classmethod
+    def draw(cls, config: Lake, rng: np.random.Generator) -> list[tuple[str, ...]]:
+        cells = np.where(rng.random(config.size**2) < config.frozen, "F", "H")
+        start, goal = (0, -1) if config.corners else rng.choice(config.size**2, 2, replace=False)
+        cells[start], cells[goal] = "S", "G"
+        text = "".join(cells)
+        rows = tuple(text[i : i + config.size] for i in range(0, len(text), config.size))
+        return [rows] if steps_to_goal(rows)[int(start)] >= 0 else []
+
+    @classmethod
+    def key_of(cls, level: tuple[str, ...]) -> str:
+        return canonical(level)
+
+    def begin(self, level: tuple[str, ...]) -> None:
+        self.level = level
+        self.cells = "".join(level)
+        self.goal = self.cells.index("G")
+        self.position = self.cells.index("S")
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        before, name = self.position, self.canonical_action(action)
+        reward, terminated = 0.0, self.cells[before] in "GH"
+        if name is not None:
+            outcomes = transitions(self.level, self.chance)[before][self.actions.index(name)]
+            drawn = 0 if len(outcomes) == 1 else self.noise.choice(len(outcomes), p=[o[0] for o in outcomes])
+            _, state, paid, ended = outcomes[drawn]
+            self.position, reward, terminated = int(state), float(paid), bool(ended)
+        info = {
+            "success": self.position == self.goal,
+            "action_is_valid": name is not None,
+            "action_is_effective": self.position != before,
+            "failure": "hole" if self.cells[self.position] == "H" else "",
+        }
+        return self.observe(), reward, terminated, False, info
+
+    # -- text ------------------------------------------------------------------------------------------------------
+
+    def _symbol(self, cell: int | None) -> str:
+        return self.symbols["edge" if cell is None else {"H": "hole", "G": "goal"}.get(self.cells[cell], "ice")]
+
+    def _neighbour(self, direction: str) -> int | None:
+        row, column = divmod(self.position, self.side)
+        row, column = row + MOVES[direction][0], column + MOVES[direction][1]
+        return row * self.side + column if 0 <= row < self.side and 0 <= column < self.side else None
+
+    def _at(self, cell: int) -> str:
+        return f"{cell // self.side} {cell % self.side}"
+
+    def observe(self) -> str:
+        positions = f"You {self._at(self.position)} Goal {self._at(self.goal)}"
+        if self.observation == "neighbours":
+            beside = [f"{direction} {self._symbol(self._neighbour(direction))}" for direction in self.actions]
+            return " ".join([positions, *beside])
+        holes = " ; ".join(self._at(i) for i, cell in enumerate(self.cells) if cell == "H")
+        coordinates = f"{positions} Holes {holes or 'none'}"
+        if self.observation == "coordinates":
+            return coordinates
+        symbols = [self._symbol(i) for i in range(len(self.cells))]
+        symbols[self.position] = self.symbols[{"H": "dead", "G": "arrived"}.get(self.cells[self.position], "player")]
+        rows = [self.separator.join(symbols[i : i + self.side]) for i in range(0, len(symbols), self.side)]
+        return "\n".join(rows if self.observation == "grid" else [coordinates, *rows])
+
+    def rules(self) -> str:
+        s = self.symbols
+        parts = ["Walk over the frozen lake to the goal. A hole ends the game."]
+        if self.observation != "grid":
+            parts.append(f"Positions are row column, 0 0 the top left of {self.side} x {self.side} cells.")
+        if self.observation == "neighbours":
+            parts.append(f"Cells beside you: {s['ice']} ice, {s['hole']} hole, {s['goal']} goal, {s['edge']} edge.")
+        elif self.observation != "coordinates":
+            parts.append(
+                f"Cells: {s['player']} you, {s['ice']} ice, {s['hole']} hole, {s['goal']} goal, "
+                f"{s['dead']} you in a hole, {s['arrived']} you at the goal."
+            )
+        if self.chance < 1:
+            parts.append(f"You slip: a move goes as meant with chance {self.chance:g}, else to one side of it.")
+        parts.append(f"Actions: {', '.join(self.actions)}.")
+        return " ".join(parts)
+
+    def state_key(self) -> str:
+        return f"{self.cells.replace('S', 'F')} {self.position}"  # where the walk began changes no future
+
+    def level_key(self) -> str:
+        return self.key_of(self.level)
+
+    # -- players ---------------------------------------------------------------------------------------------------
+
+    def cues(self) -> dict[str, tuple[str, ...]]:
+        """`goal`: moves that come nearer, holes or not. `safe`: moves onto a cell that is no hole."""
+        here, there = divmod(self.position, self.side), divmod(self.goal, self.side)
+        way = (there[0] - here[0], there[1] - here[1])
+        goal = [d for d, (down, right) in MOVES.items() if down * way[0] + right * way[1] > 0]
+        cells = {d: self._neighbour(d) for d in self.actions}
+        safe = [d for d, cell in cells.items() if cell is not None and self.cells[cell] != "H"]
+        return {"goal": tuple(goal), "safe": tuple(safe)}
+
+    def players(self) -> dict[str, str]:
+        """`goal` walks to the goal blind to holes; `safe` avoids holes blind to the goal."""
+        cues = self.cues()
+        return {"random": self._any_of(()), "goal": self._any_of(cues["goal"]), "safe": self._any_of(cues["safe"])}
+
+    def expert(self, horizon: int | None = None) -> str:
+        """The action with the best chance to arrive within `horizon` moves; without a deadline, soon."""
+        values, odds = lake_model(self.level, self.chance)
+        if horizon is None:
+            values = values_without_deadline(self.level, self.chance)
+        else:
+            values = values_within(self.level, self.chance, horizon - 1)
+        return self.actions[int(np.argmax(np.round(odds[:, self.position] @ values, 12)))]
+
+    def optimal_success(self, horizon: int) -> float:
+        """The chance of the best player to arrive from here within `horizon` moves (finite value iteration)."""
+        return float(values_within(self.level, self.chance, horizon)[self.position])
+
+    def optimal_length(self) -> int:
+        """Moves from here to the goal on dry feet if nothing slips; -1 when there is no way."""
+        return steps_to_goal(self.level)[self.position]
+
+    def render(self) -> np.ndarray:
+        from PIL import Image
+
+        size = 64
+        frame = Image.new("RGB", (self.side * size, self.side * size))
+        for i, cell in enumerate(self.cells):
+            x, y = i % self.side * size, i // self.side * size
+            frame.paste(picture("tile_hole" if cell == "H" else "tile_ice", (size, size)), (x, y))
+            for image, there, box in (("goal_flag", i == self.goal, (32, 42)), ("agent", i == self.position, (48, 44))):
+                if there:
+                    overlay = picture(image, box)
+                    frame.paste(overlay, (x + (size - box[0]) // 2, y + (size - box[1]) // 2), overlay)
+        return np.asarray(frame)
+
+
+@lru_cache(maxsize=4096)
+def transitions(level: tuple[str, ...], chance: float) -> dict[int, dict[int, list[tuple[float, int, float, bool]]]]:
+    """gymnasium's own table: state -> action -> [(probability, next state, reward, ended)]."""
+    return frozen_lake.FrozenLakeEnv(desc=list(level), is_slippery=chance < 1, success_rate=chance).P
+
+
+@lru_cache(maxsize=4096)
+def lake_model(level: tuple[str, ...], chance: float) -> tuple[np.ndarray, np.ndarray]:
+    """The table as arrays: success if time is up, shape (states,), and odds, shape (actions, states, next states)."""
+    cells = "".join(level)
+    odds = np.zeros((len(MOVES), len(cells), len(cells)))
+    for state, by_action in transitions(level, chance).items():
+        for action, outcomes in by_action.items():
+            for probability, following, _, _ in outcomes:
+                odds[action, state, following] += probability
+    return np.array([float(cell == "G") for cell in cells]), odds
+
+
+@lru_cache(maxsize=1 << 16)
+def values_within(level: tuple[str, ...], chance: float, horizon: int) -> np.ndarray:
+    """V_h(s) = max_a sum_s' P(s'|s,a) V_{h-1}(s'), V_0 = [s is the goal]; goal and holes are absorbing."""
+    value, odds = lake_model(level, chance)
+    for _ in range(horizon):
+        value = (odds @ value).max(0)
+    return value
+
+
+@lru_cache(maxsize=4096)
+def values_without_deadline(level: tuple[str, ...], chance: float) -> np.ndarray:
+    """Discounted value iteration to convergence, the goal worth 1."""
+    value, odds = lake_model(level, chance)
+    goal = value == 1
+    while True:
+        update = np.where(goal, 1.0, DISCOUNT * (odds @ value).max(0))
+        if np.abs(update - value).max() < 1e-10:
+            return update
+        value = update
+
+
+@lru_cache(maxsize=4096)
+def steps_to_goal(level: tuple[str, ...]) -> list[int]:
+    """Per cell the moves to the goal around the holes, -1 where there is no way (breadth first, from the goal)."""
+    size, cells = len(level), "".join(level)
+    steps = [-1] * len(cells)
+    queue = deque([cells.index("G")])
+    steps[queue[0]] = 0
+    while queue:
+        cell = queue.popleft()
+        for down, right in MOVES.values():
+            row, column = cell // size + down, cell % size + right
+            there = row * size + column
+            if 0 <= row < size and 0 <= column < size and cells[there] != "H" and steps[there] < 0:
+                steps[there] = steps[cell] + 1
+                queue.append(there)
+    return steps
+
+
+@lru_cache(maxsize=64)
+def picture(name: str, size: tuple[int, int]) -> Any:
+    """One of gymnasium's own pictures (read here, since its renderer needs pygame)."""
+    from PIL import Image
+
+    with Image.open(Path(frozen_lake.__file__).parent / "img" / f"{name}.png") as image:
+        return image.convert("RGBA").resize(size)

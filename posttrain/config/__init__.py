@@ -1,0 +1,83 @@
+"""What may a run be told, and what is it told?  Schemas of the five scripts; YAML files and overrides on top of them.
+
+    python train_phase1_sft.py --config configs/quickstart/phase1_sft.yaml trainer.learning_rate=1e-3 seed=1
+
+Everything is strict: an unknown key, a wrong type or a value out of range is reported with its path, all at once.
+Nothing here imports torch, transformers or trl: `--help`, `--print-config` and every error answer in under a second.
+"""
+
+from posttrain.config.loading import dump, load, resolve, run
+from posttrain.config.schemas import (
+    AlgorithmSection,
+    ChatRun,
+    ChatSection,
+    CheckpointSection,
+    DataSection,
+    DPORun,
+    EvaluateRun,
+    EvaluationSection,
+    FilterSection,
+    LoraSection,
+    MathSuite,
+    ModelSection,
+    NamedSampling,
+    PreferenceSuite,
+    ProtocolSection,
+    RecallSuite,
+    RepetitionSuite,
+    RolloutSection,
+    Run,
+    SamplingSection,
+    Section,
+    Settings,
+    SFTRun,
+    Source,
+    StarPORun,
+    StarPOTrainerSection,
+    Suite,
+    SuitesSection,
+    TranscriptSection,
+    WorldSection,
+    WorldSuite,
+)
+from posttrain.config.trl_fields import SET_BY_SCRIPTS, trl_fields
+
+__all__ = [
+    "SET_BY_SCRIPTS",
+    "AlgorithmSection",
+    "ChatRun",
+    "ChatSection",
+    "CheckpointSection",
+    "DPORun",
+    "DataSection",
+    "EvaluateRun",
+    "EvaluationSection",
+    "FilterSection",
+    "LoraSection",
+    "MathSuite",
+    "ModelSection",
+    "NamedSampling",
+    "PreferenceSuite",
+    "ProtocolSection",
+    "RecallSuite",
+    "RepetitionSuite",
+    "RolloutSection",
+    "Run",
+    "SFTRun",
+    "SamplingSection",
+    "Section",
+    "Settings",
+    "Source",
+    "StarPORun",
+    "StarPOTrainerSection",
+    "Suite",
+    "SuitesSection",
+    "TranscriptSection",
+    "WorldSection",
+    "WorldSuite",
+    "dump",
+    "load",
+    "resolve",
+    "run",
+    "trl_fields",
+]

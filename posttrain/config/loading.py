@@ -1,0 +1,261 @@
+"""What is a run told?  YAML < dotted overrides on the command line, every error at once with its path, exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from posttrain.config.schemas import Section, hint
+from posttrain.config.trl_fields import SET_BY_SCRIPTS, TRLFields
+from posttrain.config.yaml_file import StrictLoader, read_yaml
+from posttrain.types import UserError
+
+Config = TypeVar("Config", bound=Section)
+
+
+def run(main: Callable[[], None]) -> NoReturn:
+    """Call `main`; what the user can mend becomes one paragraph on stderr and exit code 2, Ctrl-C exit code 130."""
+    try:
+        main()
+    except UserError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    sys.exit(0)
+
+
+def load(
+    schema: type[Config],
+    default: str | Path,
+    argv: list[str] | None = None,
+    add_arguments: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> tuple[Config, argparse.Namespace]:
+    """The run's config from a YAML file and dotted overrides, and whatever flags `add_arguments` declared."""
+    parser = argparse.ArgumentParser(
+        description=(schema.__doc__ or "").strip(),
+        epilog="keys of the YAML file and of the overrides:\n" + "\n".join(_describe(schema)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. seed=1, or model.tuning=lora")
+    parser.add_argument("--config", default=str(default), metavar="FILE", help="YAML file (default: %(default)s)")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved config as YAML and stop")
+    if add_arguments:
+        add_arguments(parser)
+    args = parser.parse_intermixed_args(argv)
+    cfg = resolve(schema, args.config, args.overrides)
+    if args.print_config:
+        print(dump(cfg), end="")
+        sys.exit(0)
+    return cfg, args
+
+
+def resolve(schema: type[Config], file: str | Path, overrides: list[str] | None = None) -> Config:
+    """The validated config of one YAML file under some overrides: preset < file < overrides."""
+    given = read_yaml(Path(file))
+    problems: list[str] = []
+    changed: list[tuple[str, ...]] = []
+    for text in overrides or ():
+        try:
+            changed.append(_override(given, text))
+        except UserError as problem:
+            problems.append(str(problem))
+    try:
+        config = schema.model_validate(_merge(schema.underlay(given), given))
+    except ValidationError as error:
+        problems += _explain_all(schema, error, changed)
+    else:
+        if not problems:
+            return config
+    raise UserError("\n  ".join([f"{file} and its overrides cannot be used as they are:", *problems]))
+
+
+def dump(cfg: BaseModel) -> str:
+    """YAML that `resolve` reads back to the same config."""
+    return yaml.safe_dump(cfg.model_dump(), sort_keys=False, allow_unicode=True, width=120)
+
+
+def _override(given: dict[str, Any], text: str) -> tuple[str, ...]:
+    """Write one `a.b.0.c=value` into the nested dicts and lists of `given`; returns its path."""
+    key, equals, value = text.partition("=")
+    path = tuple(key.strip().split("."))
+    if not equals or not all(path):
+        raise UserError(f"`{text}` is no override: write KEY=VALUE with a dotted key, e.g. trainer.learning_rate=1e-5.")
+    try:
+        new = yaml.load(value, StrictLoader)
+    except yaml.YAMLError as error:
+        raise UserError(f"The value of `{text}` is not YAML: {' '.join(str(error).split())}") from None
+    at: Any = given
+    for depth, name in enumerate(path):
+        above = ".".join(path[:depth])
+        if isinstance(at, list) and not (name.isdigit() and int(name) < len(at)):
+            raise UserError(f"`{text}`: {above} is a list of {len(at)}, so `{name}` must be a number below {len(at)}.")
+        if not isinstance(at, dict | list):
+            raise UserError(f"`{text}`: {above} is {_short(at)} and has no keys.")
+        key_here: Any = int(name) if isinstance(at, list) else name
+        if depth == len(path) - 1:
+            at[key_here] = new
+        elif isinstance(at, dict) and at.get(key_here) is None:
+            at[key_here] = {}
+        at = at[key_here]
+    return path
+
+
+def _merge(under: Any, over: Any) -> Any:
+    """`over` laid on `under`: sections key by key, everything else (lists too) whole."""
+    if not (isinstance(under, dict) and isinstance(over, dict)):
+        return over
+    return under | {key: _merge(under[key], value) if key in under else value for key, value in over.items()}
+
+
+# ------------------------------------------------------------------------------------------------- errors and help
+
+_WORDING = {
+    "string_type": "should be text",
+    "int_type": "should be a whole number",
+    "float_type": "should be a number",
+    "bool_type": "should be true or false",
+    "list_type": "should be a list",
+    "dict_type": "should be a section",
+    "model_type": "should be a section",
+    "too_short": "must not be empty",
+    "string_too_short": "must not be empty",
+}
+
+
+def _explain_all(schema: type[BaseModel], error: ValidationError, changed: list[tuple[str, ...]]) -> list[str]:
+    """One line per wrong key: where it is, what is wrong, what to write instead."""
+    lines: dict[str, list[str]] = {}
+    for problem in error.errors(include_url=False):
+        path = _path(schema, problem["loc"])
+        where = ".".join(path) or "the whole"
+        if any(path[: len(start)] == start for start in changed):
+            where += " (on the command line)"
+        lines.setdefault(where, []).append(_explain(schema, path, problem))
+    return [f"{where}: {', or '.join(texts)}" for where, texts in lines.items()]
+
+
+def _path(schema: type[BaseModel], place: tuple[int | str, ...]) -> tuple[str, ...]:
+    """pydantic's place without what it adds below a key that may have one of several types."""
+    here: Any = schema
+    path: list[str] = []
+    for name in place:
+        path.append(str(name))
+        if isinstance(here, TRLFields):
+            break
+        if isinstance(here, type) and name in here.model_fields:
+            field = here.model_fields[str(name)]
+            here = _field_inside(field)
+            if here is None and typing.get_origin(field.annotation) not in (list, dict):
+                break
+    return tuple(path)
+
+
+def _explain(schema: type[BaseModel], path: tuple[str, ...], problem: Any) -> str:
+    kind, value = problem["type"], problem["input"]
+    if kind == "extra_forbidden":
+        return _unknown(schema, path)
+    if kind == "missing":
+        return f"missing ({_at(schema, path[:-1]).model_fields[path[-1]].description})"
+    if kind == "text":
+        return problem["ctx"]["text"]
+    if kind == "literal_error":
+        choices = re.findall(r"'([^']*)'", problem["ctx"]["expected"])
+        return f"{_short(value)} is not one of {', '.join(choices)}{hint(str(value), choices)}"
+    text = _WORDING.get(kind) or problem["msg"].removeprefix("Input ")
+    text += f", but is {_short(value)}"
+    if kind == "string_type" and isinstance(value, bool | int | float):
+        text += f""" (in quotes it is text: '{value}' in a file, "'{value}'" on the command line)"""
+    return text
+
+
+def _unknown(schema: type[BaseModel], path: tuple[str, ...]) -> str:
+    name, parent = path[-1], _at(schema, path[:-1])
+    if isinstance(parent, TRLFields) and name in SET_BY_SCRIPTS:
+        return f"not set here: {SET_BY_SCRIPTS[name]}"
+    if close := difflib.get_close_matches(name, _keys(parent), n=1):
+        return f"unknown key; did you mean `{close[0]}`?"
+    keys = list(_paths(schema))
+    names = [key.split(".")[-1] for key in keys]
+    if close := difflib.get_close_matches(name, names, n=1, cutoff=0.8):
+        return f"unknown key here; did you mean `{keys[names.index(close[0])]}`?"
+    if isinstance(parent, TRLFields):
+        return f"unknown key; {parent.source.split(':')[1]} of the installed TRL has no such field"
+    return f"unknown key; there are {', '.join(_keys(parent))}"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        return "a section"
+    if isinstance(value, list):
+        return "a list"
+    return "empty" if value is None else repr(value)[:80]
+
+
+def _inside(annotation: Any) -> Any:
+    """The section, list item or TRLFields behind an annotation such as `list[World] | None`; None for a plain value."""
+    if isinstance(annotation, TRLFields) or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        return annotation
+    return next((found for part in typing.get_args(annotation) if (found := _inside(part)) is not None), None)
+
+
+def _field_inside(field: FieldInfo) -> Any:
+    return next((mark for mark in field.metadata if isinstance(mark, TRLFields)), None) or _inside(field.annotation)
+
+
+def _at(schema: type[BaseModel], path: tuple[str, ...]) -> Any:
+    """The section (or TRLFields) at a path; list positions and free names are passed over."""
+    here: Any = schema
+    for name in path:
+        if isinstance(here, type) and name in here.model_fields:
+            here = _field_inside(here.model_fields[name])
+    return here
+
+
+def _keys(section: Any) -> list[str]:
+    if isinstance(section, TRLFields):
+        return list(section.allowed())
+    return list(section.model_fields) if section is not None else []
+
+
+def _paths(schema: type[BaseModel], start: str = "") -> Iterator[str]:
+    """Every dotted key of a schema, sections included, TRL's fields included."""
+    for name, field in schema.model_fields.items():
+        yield start + name
+        inside = _field_inside(field)
+        if isinstance(inside, TRLFields):
+            yield from (f"{start}{name}.{key}" for key in inside.allowed())
+        elif inside is not None:
+            yield from _paths(inside, f"{start}{name}.")
+
+
+def _describe(schema: type[BaseModel], depth: int = 1) -> Iterator[str]:
+    """The lines of --help: keys indented by section, with type, default and meaning."""
+    for name, field in schema.model_fields.items():
+        inside, pad = _field_inside(field), "  " * depth
+        if isinstance(inside, type):
+            yield f"{pad}{name}:  {field.description}"
+            yield from _describe(inside, depth + 1)
+            continue
+        default = "required" if field.is_required() else yaml.safe_dump(field.default, default_flow_style=True)
+        yield f"{pad}{name}: {_type_name(field.annotation)}  {field.description} [{default.splitlines()[0]}]"
+
+
+def _type_name(annotation: Any) -> str:
+    if typing.get_origin(annotation) is Literal:
+        return "|".join(map(str, typing.get_args(annotation)))
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return "|".join("null" if part is type(None) else _type_name(part) for part in typing.get_args(annotation))
+    return {str: "text", int: "whole number", float: "number", bool: "true|false"}.get(annotation, "section or list")

@@ -1,0 +1,477 @@
+"""What may each of the five scripts be told?  One class per script, one per section, a description on every key."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import AfterValidator, BaseModel, BeforeValidator, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from posttrain.config.trl_fields import STRICT, TRLFields
+from posttrain.config.yaml_file import read_yaml
+from posttrain.types import SamplingParams
+
+PRESETS = Path(__file__).parents[2] / "configs" / "presets"
+
+
+def Field(description: str, default: Any = ..., **limits: Any) -> Any:
+    """pydantic's Field with the description first, because here no key goes without one."""
+    return pydantic.Field(default, description=description, **limits)
+
+
+class Section(BaseModel):
+    model_config = STRICT
+
+    @classmethod
+    def underlay(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Keys to lay under the given ones, which win; a run that knows presets looks them up here."""
+        return {}
+
+
+def wrong(text: str) -> PydanticCustomError:
+    """An error that a validator raises: what is wrong and what to write instead."""
+    return PydanticCustomError("text", "{text}", {"text": text})
+
+
+def hint(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean `{close[0]}`?" if close else ""
+
+
+# --------------------------------------------------------------------------------------------- sections that runs share
+
+
+class LoraSection(Section):
+    r: int = Field("rank of the adapter", 16, ge=1)
+    alpha: int = Field("scale of the adapter: its output is multiplied by alpha / r", 32, ge=1)
+    dropout: float = Field("dropout on the adapter's input", 0.0, ge=0, lt=1)
+    target_modules: str | list[str] = Field("which layers get an adapter: all-linear, or a list of names", "all-linear")
+
+
+class ModelSection(Section):
+    name_or_path: str = Field("Hub id, or the folder that the previous phase handed over", min_length=1)
+    revision: str | None = Field("commit of the Hub repository; null takes the newest", None)
+    trust_remote_code: bool = Field("run the Python code of the Hub repository; needs a pinned revision", False)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("precision the weights are loaded in", "auto")
+    attn_implementation: str = Field("attention kernel: sdpa, eager, or one that transformers can fetch", "sdpa")
+    tuning: Literal["full", "lora", "qlora"] = Field("train all weights, an adapter, or an adapter on 4 bits", "full")
+    lora: LoraSection = Field("the adapter, used with tuning lora or qlora", LoraSection())
+
+    @model_validator(mode="after")
+    def _pinned(self) -> ModelSection:
+        pinned = re.fullmatch(r"[0-9a-f]{40}", self.revision or "") or Path(self.name_or_path).is_dir()
+        if self.trust_remote_code and not pinned:
+            raise wrong(
+                "trust_remote_code runs somebody's code on this machine: write the 40-digit commit you have read "
+                "as model.revision",
+            )
+        return self
+
+
+class ChatSection(Section):
+    template: str | None = Field("path of a Jinja chat template; null keeps the model's own if usable, else ours", None)
+
+
+class WorldSection(Section):
+    name: str = Field("a world of envs/, e.g. frozen_lake", min_length=1)
+    weight: float = Field("share of the groups that play it, relative to the other worlds", 1.0, gt=0)
+    groups: int | None = Field("a fixed number of groups a step, instead of a share by weight", None, ge=1)
+    options: dict[str, Any] = Field("keyword arguments of the world, e.g. {size: 4}", {})
+
+
+def _named(world: Any) -> Any:
+    """`- sokoban` in a list of worlds is short for `- name: sokoban`."""
+    return {"name": world} if isinstance(world, str) else world
+
+
+World = Annotated[WorldSection, BeforeValidator(_named)]
+
+
+class ProtocolSection(Section):
+    """The fields of envs.protocol.Protocol, name by name (a test compares them)."""
+
+    max_turns: int = Field("turns after which an episode is truncated", 8, ge=1)
+    max_actions_per_turn: int = Field("actions that count in one answer; the rest is ignored", 1, ge=1)
+    max_actions: int = Field("actions after which an episode is truncated", 8, ge=1)
+    think: bool = Field("ask for <think>..</think> before <answer>..</answer>", True)
+    format_penalty: float = Field("added to the reward for each turn without a valid action", -0.1, le=0)
+    max_penalised_turns: int = Field("turns of one episode that can be penalised", 3, ge=0)
+    action_sep: str = Field("text between two actions of one answer", "||", min_length=1)
+
+
+class SamplingSection(Section):
+    temperature: float = Field("0 is greedy, 1 is the model's own distribution", 1.0, ge=0)
+    top_k: int = Field("keep the k likeliest tokens; 0 keeps all", 0, ge=0)
+    top_p: float = Field("keep the likeliest tokens that make up this probability", 1.0, gt=0, le=1)
+    repetition_penalty: float = Field("divides the score of tokens already seen; 1 is off", 1.0, ge=1)
+
+    def params(self, max_new_tokens: int) -> SamplingParams:
+        """The same as the sampler takes it."""
+        return SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            repetition_penalty=self.repetition_penalty,
+        )
+
+
+class Run(Section):
+    """What every script knows about its run."""
+
+    output_dir: str = Field("folder of this run; one in use is never overwritten", min_length=1)
+    seed: int = Field("everything random is derived from it", 0, ge=0)
+    device: Literal["auto", "cpu", "cuda"] = Field("auto takes the GPU if there is one", "auto")
+    run_name: str | None = Field("name on the dashboard; null takes the name of output_dir", None)
+    hardware: str = Field("free text: what this file was written for and how long it takes there", "")
+    report_to: Literal["trackio", "wandb", "none"] = Field(
+        "dashboard; trackio is local and makes no network call", "trackio"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- phases 1 and 2
+
+# Which kinds of source each phase reads, and which filter options belong to which kind (with their defaults).
+SFT_KINDS = ("openmathinstruct", "capybara", "messages", "demonstrations")
+DPO_KINDS = ("ultrafeedback", "preferences")
+_KIND_OPTIONS: dict[str, dict[str, Any]] = {
+    "openmathinstruct": {"code": "drop", "max_per_question": 4},
+    "capybara": {"min_turns": 1},
+    "ultrafeedback": {"min_margin": 0.0},
+    "messages": {},
+    "preferences": {"min_margin": 0.0},
+    "demonstrations": {"worlds": []},
+}
+
+
+class Source(Section):
+    """One data set: Source(kind="capybara", path="trl-lib/Capybara", rows=12000)."""
+
+    kind: Literal["openmathinstruct", "capybara", "ultrafeedback", "messages", "preferences", "demonstrations"] = Field(
+        "the schema of its rows, which decides the loader and its filters"
+    )
+    path: str = Field("Hub id, a local .jsonl or .parquet file, or `embedded` (generated here)", min_length=1)
+    rows: int | None = Field("rows kept after filtering, sampled by seed; null keeps all", None, ge=1)
+    weight: float = Field("how often its rows are seen in one epoch: 2 twice, 0.5 half of them", 1.0, gt=0)
+    code: Literal["drop", "mask"] | None = Field(
+        "openmathinstruct: drop solutions with code, or keep them with the interpreter's output masked", None
+    )
+    max_per_question: int | None = Field("openmathinstruct: solutions kept of one question", None, ge=1)
+    min_turns: int | None = Field("capybara: shortest dialogue, in assistant turns", None, ge=1)
+    min_margin: float | None = Field(
+        "ultrafeedback, preferences: score_chosen - score_rejected is above it", None, ge=0
+    )
+    worlds: list[str] | None = Field("demonstrations: names of the worlds that are played", None)
+
+    @model_validator(mode="after")
+    def _own_options(self) -> Source:
+        own = _KIND_OPTIONS[self.kind]
+        for name in {option for options in _KIND_OPTIONS.values() for option in options}:
+            if name in own and getattr(self, name) is None:
+                setattr(self, name, own[name])
+            elif name not in own and getattr(self, name) is not None:
+                kinds = " and ".join(kind for kind, options in _KIND_OPTIONS.items() if name in options)
+                raise wrong(f"`{name}` belongs to the kind {kinds}, not to {self.kind}")
+        if self.kind == "demonstrations" and not self.worlds:
+            raise wrong("name the worlds that are demonstrated, e.g. `worlds: [frozen_lake]`")
+        return self
+
+
+class DataSection(Section):
+    sources: list[Source] = Field("one or more data sets, mixed", min_length=1)
+    eval_fraction: float = Field("share of the questions (prompts) held out for the evaluation loss", 0.02, gt=0, lt=1)
+    eval_rows: int | None = Field("hold out this many rows instead of a share", None, ge=1)
+    max_length: int = Field("longest row in tokens", 2048, ge=8)
+    seed: int = Field("chooses rows and the held-out split; independent of the run's seed", 0, ge=0)
+    decontaminate: bool = Field("drop rows that share 13 words in a row with an evaluation set", True)
+
+
+def _of_kind(*kinds: str) -> AfterValidator:
+    def check(data: DataSection) -> DataSection:
+        for n, source in enumerate(data.sources):
+            if source.kind not in kinds:
+                raise wrong(f"sources.{n}.kind is {source.kind}; this phase reads {', '.join(kinds)}")
+        return data
+
+    return AfterValidator(check)
+
+
+class SFTRun(Run):
+    """Phase 1."""
+
+    model: ModelSection = Field("the model that is trained")
+    chat: ChatSection = Field("how messages become tokens", ChatSection())
+    data: Annotated[DataSection, _of_kind(*SFT_KINDS)] = Field("what it is trained on")
+    trainer: Annotated[dict[str, Any], TRLFields("trl/trainer/sft_config.py:SFTConfig")] = Field(
+        "any field of trl.SFTConfig under its own name", {}
+    )
+
+
+class DPORun(Run):
+    """Phase 2; `model.name_or_path` is the folder phase 1 handed over."""
+
+    model: ModelSection = Field("the model that is trained, and the reference it starts from")
+    chat: ChatSection = Field("how messages become tokens; must be what phase 1 used", ChatSection())
+    data: Annotated[DataSection, _of_kind(*DPO_KINDS)] = Field("the preference pairs")
+    trainer: Annotated[dict[str, Any], TRLFields("trl/trainer/dpo_config.py:DPOConfig")] = Field(
+        "any field of trl.DPOConfig under its own name", {}
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ phase 3: StarPO
+
+
+class RolloutSection(Section):
+    groups: int = Field("P: levels played in one step", 32, ge=1)
+    num_generations: int = Field("G: episodes of each level, which form a group", 8, ge=2)
+    temperature: float = Field("of the rollouts; 1 is the policy itself", 1.0, gt=0)
+    max_completion_length: int = Field("new tokens in one turn", 64, ge=1)
+    max_context: int = Field("tokens of a whole episode, prompt included", 1024, ge=8)
+    slots: int | None = Field("conversations that run at the same time; null takes all of a step", None, ge=1)
+    engine: Literal["auto", "slots", "replay"] = Field("slots keeps the KV cache across turns, replay re-reads", "auto")
+
+    @model_validator(mode="after")
+    def _room(self) -> RolloutSection:
+        if self.max_completion_length >= self.max_context:
+            raise wrong("max_completion_length (one turn) must be smaller than max_context (the episode)")
+        return self
+
+
+class FilterSection(Section):
+    metric: Literal["reward_std"] = Field(
+        "what groups are ranked by: the spread of the raw reward in the group", "reward_std"
+    )
+    strategy: Literal["none", "top_k", "top_p"] = Field(
+        "keep all groups, the best share `value` of the groups, or the fewest with the share `value` of the metric",
+        "none",
+    )
+    value: float = Field("the share, see strategy", 0.5, gt=0, le=1)
+    keep_zero: bool = Field("let groups without any spread through as well; they carry no signal", False)
+
+
+def presets() -> list[str]:
+    return sorted(file.stem for file in PRESETS.glob("*.yaml"))
+
+
+class AlgorithmSection(Section):
+    preset: str | None = Field("configs/presets/NAME.yaml is laid under the keys of this file", None)
+    advantage: Literal["grpo"] = Field("how rewards become advantages", "grpo")
+    advantage_std: bool = Field("divide by the group's standard deviation; false is Dr. GRPO's choice", True)
+    loss_type: Literal["ppo_clip"] = Field("the policy loss", "ppo_clip")
+    aggregation: Literal["token_mean"] = Field(
+        "mean over the sampled tokens of the whole step, all ranks", "token_mean"
+    )
+    epsilon: float = Field("lower clip: the ratio counts from 1 - epsilon", 0.2, gt=0, lt=1)
+    epsilon_high: float = Field("upper clip: the ratio counts up to 1 + epsilon_high", 0.28, gt=0)
+    beta: float = Field("weight of the KL to the starting model; must be 0 for now, the loop has no reference", 0.0)
+    entropy_coef: float = Field("weight of the entropy bonus", 0.0, ge=0)
+    num_iterations: int = Field("passes over one rollout", 1, ge=1)
+    minibatches: int = Field("optimizer steps in one pass", 1, ge=1)
+    filter: FilterSection = Field("which groups are trained on", FilterSection())
+    max_empty_steps: int = Field("stop after so many steps in a row in which no group passed the filter", 5, ge=1)
+    mask_truncated: bool = Field("leave episodes that a limit ended out of the loss", False)
+
+    @field_validator("preset")
+    @classmethod
+    def _known_preset(cls, name: str | None) -> str | None:
+        if name is not None and name not in presets():
+            raise wrong(f"there is no preset `{name}`, only {', '.join(presets())}{hint(name, presets())}")
+        return name
+
+    @field_validator("beta")
+    @classmethod
+    def _no_kl(cls, beta: float) -> float:
+        if beta != 0.0:
+            raise wrong("must be 0: the loop keeps no reference model yet, so there is no KL term")
+        return beta
+
+
+class StarPOTrainerSection(Section):
+    learning_rate: float = Field("peak learning rate", 1e-6, gt=0)
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = Field(
+        "after the warm-up; linear and cosine end at 0", "constant"
+    )
+    warmup_steps: int = Field("steps over which the learning rate rises from 0", 0, ge=0)
+    max_steps: int = Field("rollouts, each followed by its update", 200, ge=1)
+    micro_batch_tokens: int = Field(
+        "token budget of one forward and backward; changes memory, not the result", 8192, ge=1
+    )
+    optim: Literal["adamw_torch", "adamw_8bit", "paged_adamw_8bit"] = Field(
+        "optimizer; 8 bits need bitsandbytes", "adamw_torch"
+    )
+    adam_beta1: float = Field("decay of the first moment", 0.9, ge=0, lt=1)
+    adam_beta2: float = Field("decay of the second moment", 0.999, ge=0, lt=1)
+    weight_decay: float = Field("decoupled weight decay", 0.0, ge=0)
+    max_grad_norm: float = Field("gradients are clipped to this norm", 1.0, gt=0)
+    bf16: bool = Field("bfloat16 autocast; only where the GPU has it", False)
+    gradient_checkpointing: bool = Field("recompute activations to save memory", False)
+
+
+class EvaluationSection(Section):
+    every: int = Field("steps between two evaluations; there is one before the first step, too", 10, ge=1)
+    episodes: int = Field("held-out episodes of each world", 128, ge=1)
+    temperature: float = Field("of these episodes; 0 is greedy", 0.5, ge=0)
+    split: Literal["validation", "test"] = Field("levels that choose the best checkpoint", "validation")
+    final_episodes: int = Field("episodes of each world after the last step", 256, ge=1)
+    final_split: Literal["validation", "test"] = Field("levels of the last evaluation", "test")
+
+
+class CheckpointSection(Section):
+    every: int = Field("steps between two checkpoints", 10, ge=1)
+    keep: int = Field("checkpoints kept beside the best", 2, ge=1)
+
+
+class TranscriptSection(Section):
+    every: int = Field("steps between two sets of transcripts", 10, ge=1)
+    count: int = Field("whole episodes written each time", 4, ge=0)
+
+
+class StarPORun(Run):
+    """Phase 3; `model.name_or_path` is the folder phase 2 handed over."""
+
+    model: ModelSection = Field("the policy")
+    chat: ChatSection = Field("how messages become tokens; must be what phases 1 and 2 used", ChatSection())
+    worlds: list[World] = Field("the worlds that are played, mixed", min_length=1)
+    protocol: ProtocolSection = Field("turns, answer format and penalties", ProtocolSection())
+    rollout: RolloutSection = Field("how episodes are sampled", RolloutSection())
+    algorithm: AlgorithmSection = Field("how episodes become an update", AlgorithmSection())
+    trainer: StarPOTrainerSection = Field("the optimizer, under TRL's names", StarPOTrainerSection())
+    evaluation: EvaluationSection = Field("held-out levels", EvaluationSection())
+    checkpoint: CheckpointSection = Field("what is kept to resume from", CheckpointSection())
+    transcripts: TranscriptSection = Field("whole episodes to read", TranscriptSection())
+
+    @classmethod
+    def underlay(cls, given: dict[str, Any]) -> dict[str, Any]:
+        algorithm = given.get("algorithm")
+        name = algorithm.get("preset") if isinstance(algorithm, dict) else None
+        return read_yaml(PRESETS / f"{name}.yaml") if name in presets() else {}
+
+
+# --------------------------------------------------------------------------------------------------- evaluator and chat
+
+
+class NamedSampling(SamplingSection):
+    name: str = Field("column of the table, e.g. greedy", min_length=1)
+
+
+class Settings(Section):
+    """Which of the run's sampling settings a suite is measured under, and which of them stands in the table."""
+
+    settings: list[str] | None = Field("names of the sampling settings used; null uses all", None, min_length=1)
+    headline: str | None = Field("name of the setting shown in the table; null shows the first", None)
+
+
+class Suite(Settings):
+    n: int = Field("prompts", 200, ge=1)
+    n_others: int | None = Field("prompts under the settings that are not in the table; null asks all", None, ge=1)
+    max_new_tokens: int = Field("longest answer", 256, ge=1)
+
+
+class MathSuite(Suite):
+    sources: list[str] = Field(
+        "embedded, gsm8k, math500, or local files with question and answer", ["embedded"], min_length=1
+    )
+    instruction: str = Field("added to each question, e.g. how to mark the answer", "")
+
+
+class RepetitionSuite(Suite):
+    source: str = Field("embedded, or a local file with the column prompt", "embedded")
+    equal_length: int = Field("also count repetition on the first so many tokens of every answer", 60, ge=8)
+
+
+class RecallSuite(Suite):
+    source: str = Field("embedded, or a local file with messages and answer", "embedded")
+
+
+class PreferenceSuite(Section):
+    source: str = Field("embedded, or a local file with UltraFeedback's columns", "embedded")
+    n: int = Field("held-out pairs", 200, ge=1)
+    reference: str | None = Field("name of the checkpoint rewards are measured against; null has none", None)
+
+
+class WorldSuite(Settings):
+    worlds: list[World] = Field("the worlds that are played", min_length=1)
+    protocol: ProtocolSection = Field("turns, answer format and penalties; as in phase 3", ProtocolSection())
+    episodes: int = Field("held-out levels of each world", 256, ge=1)
+    episodes_others: int | None = Field("levels under the settings that are not in the table", None, ge=1)
+    split: Literal["validation", "test"] = Field("which levels", "test")
+    max_completion_length: int = Field("new tokens in one turn", 64, ge=1)
+    max_context: int = Field("tokens of a whole episode, prompt included", 1024, ge=8)
+
+
+class SuitesSection(Section):
+    math: MathSuite | None = Field("share of right answers; null leaves it out", None)
+    repetition: RepetitionSuite | None = Field("how much open answers repeat themselves; null leaves it out", None)
+    recall: RecallSuite | None = Field("memory of earlier turns; null leaves it out", None)
+    preferences: PreferenceSuite | None = Field("share of pairs ranked right; null leaves it out", None)
+    worlds: WorldSuite | None = Field("success in the worlds; null leaves it out", None)
+
+
+class EvaluateRun(Run):
+    """The evaluator; the first checkpoint is the one that the others are compared with."""
+
+    checkpoints: dict[str, str] = Field(
+        "name: folder or Hub id, in the order of the table; the first is the base", min_length=1
+    )
+    chat: ChatSection = Field("template for a checkpoint that has none", ChatSection())
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("precision the weights are loaded in", "auto")
+    attn_implementation: str = Field("attention kernel", "sdpa")
+    batch_size: int = Field("answers and episodes that are sampled at the same time", 64, ge=1)
+    settings: list[NamedSampling] = Field("sampling settings, one column each", min_length=1)
+    suites: SuitesSection = Field("what is measured")
+    bootstrap_samples: int = Field("resamples behind each interval of a difference", 2000, ge=100)
+    goals: bool = Field("check the results against the quickstart's goals", False)
+    report: bool = Field("write report.html, one file with curves, table and episodes", True)
+    workers: int = Field("processes that judge mathematics, each killed after 2 s on one answer", 2, ge=1)
+
+    @model_validator(mode="after")
+    def _known_names(self) -> EvaluateRun:
+        known = [setting.name for setting in self.settings]
+        if len(set(known)) < len(known):
+            raise wrong(f"two of the settings have the same name: {', '.join(known)}")
+        for key in type(self.suites).model_fields:
+            suite = getattr(self.suites, key)
+            if isinstance(suite, Settings):
+                for name in [*(suite.settings or []), *([suite.headline] if suite.headline else [])]:
+                    if name not in known:
+                        raise wrong(f"suites.{key} names the setting `{name}`, not in {', '.join(known)}")
+                if suite.headline and suite.settings and suite.headline not in suite.settings:
+                    raise wrong(f"suites.{key}.headline is `{suite.headline}`, which its own settings leave out")
+        reference = self.suites.preferences.reference if self.suites.preferences else None
+        if reference is not None and reference not in self.checkpoints:
+            raise wrong(f"suites.preferences.reference is `{reference}`, not in {', '.join(self.checkpoints)}")
+        return self
+
+
+class ChatRun(Section):
+    """Chat in the terminal, and watching the model play."""
+
+    model: ModelSection = Field("the model that answers")
+    chat: ChatSection = Field("how messages become tokens", ChatSection())
+    device: Literal["auto", "cpu", "cuda"] = Field("auto takes the GPU if there is one", "auto")
+    seed: int = Field("everything random is derived from it", 0, ge=0)
+    hardware: str = Field("free text: what this file was written for", "")
+    system: str | None = Field("system message; null sends none", None)
+    max_new_tokens: int = Field("longest answer", 512, ge=1)
+    preset: str = Field("the preset that answers unless --compare asks for two", "improved")
+    presets: dict[str, SamplingSection] = Field(
+        "sampling settings by name",
+        {
+            "improved": SamplingSection(repetition_penalty=1.15, temperature=0.7, top_p=0.9, top_k=50),
+            "plain": SamplingSection(),
+        },
+        min_length=1,
+    )
+    worlds: list[World] = Field("options of the worlds for --play; others are played as they come", [])
+    protocol: ProtocolSection = Field("turns and answer format for --play; as in phase 3", ProtocolSection())
+    max_completion_length: int = Field("new tokens in one turn of --play", 64, ge=1)
+
+    @model_validator(mode="after")
+    def _known_preset(self) -> ChatRun:
+        if self.preset not in self.presets:
+            raise wrong(f"there is no preset `{self.preset}`; there are {', '.join(self.presets)}")
+        return self

@@ -1,0 +1,140 @@
+"""Which keys may the section `trainer` hold?  TRL's field names and types, read from its source, never imported."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict, GetCoreSchemaHandler, create_model
+from pydantic_core import CoreSchema, core_schema
+
+from posttrain.types import UserError
+
+# No unknown keys, no silent conversion (`4e4` is no whole number, `yes` no boolean), no nan.
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+# Keys of TRL's dataclass that a script sets itself, and what to write instead.
+SET_BY_SCRIPTS = {
+    "output_dir": "it is the key `output_dir` at the top level",
+    "seed": "it is the key `seed` at the top level",
+    "data_seed": "it follows from the key `seed` at the top level",
+    "run_name": "it is the key `run_name` at the top level",
+    "report_to": "it is the key `report_to` at the top level",
+    "project": "the script names the project",
+    "disable_tqdm": "the scripts have a progress bar of their own",
+    "use_cpu": "write `device: cpu` at the top level",
+    "max_length": "it is `data.max_length`",
+    "truncation_mode": "long rows are cut or dropped while the data is read, see `data.max_length`",
+    "trust_remote_code": "it is `model.trust_remote_code`",
+    "model_init_kwargs": "the keys are in the section `model`",
+    "chat_template_path": "it is `chat.template`",
+    "eos_token": "the stop token belongs to the chat template, see `chat.template`",
+    "pad_token": "the padding token belongs to the tokenizer",
+    "assistant_only_loss": "only the assistant's tokens are trained, always",
+    "completion_only_loss": "only the assistant's tokens are trained, always",
+    "dataset_text_field": "the data is tokenised before TRL sees it; its columns are in the section `data`",
+    "dataset_kwargs": "the data is tokenised before TRL sees it; its columns are in the section `data`",
+    "dataset_num_proc": "the data is tokenised before TRL sees it",
+    "remove_unused_columns": "the script knows which columns it needs",
+    "precompute_ref_log_probs": "phase 2 always takes the reference from the policy in memory",
+    "sync_ref_model": "phase 2 always takes the reference from the policy in memory",
+    "resume_from_checkpoint": "use the flag --resume",
+    "do_train": "the script trains",
+    "do_eval": "evaluation is on whenever `eval_strategy` is not `no`",
+    "do_predict": "evaluate_model.py does that",
+}
+# What TRL's dataclasses inherit from, the base class first; later fields replace earlier ones, as in Python.
+_BASES = ("transformers/training_args.py:TrainingArguments", "trl/trainer/base_config.py:_BaseConfig")
+_ENUM_FILES = ("transformers/trainer_utils.py", "transformers/training_args.py")
+
+
+@functools.cache
+def trl_fields(source: str) -> dict[str, Any]:
+    """Field name -> type of one TRL config such as "trl/trainer/sft_config.py:SFTConfig", read without importing TRL.
+
+    A type this reader does not know becomes Any; an enum or a field with `choices` becomes the Literal of its values.
+    """
+    enums = {
+        node.name: Literal[tuple(v for stmt in node.body if (v := _constant(stmt)) is not None)]  # type: ignore[misc]
+        for file in _ENUM_FILES
+        for node in _parse(file).body
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "ExplicitEnum" for base in node.bases)
+    }
+    known = {"str": str, "int": int, "float": float, "bool": bool, "None": None, "dict": dict, "list": list} | enums
+    fields: dict[str, Any] = {}
+    for place in (*_BASES, source):
+        file, name = place.split(":")
+        body = next(node.body for node in _parse(file).body if isinstance(node, ast.ClassDef) and node.name == name)
+        for stmt in body:
+            if isinstance(stmt, ast.AnnAssign) and isinstance(stmt.target, ast.Name):
+                fields[stmt.target.id] = _choices(stmt.value) or _type(stmt.annotation, known)
+    return fields
+
+
+@functools.cache
+def _parse(file: str) -> ast.Module:
+    package, _, rest = file.partition("/")
+    spec = importlib.util.find_spec(package)  # finds a top-level package without running it
+    if spec is None or spec.origin is None:
+        raise UserError(
+            f"The package `{package}` is not installed, so the section `trainer` cannot be checked: run `make setup`."
+        )
+    return ast.parse((Path(spec.origin).parent / rest).read_text(encoding="utf-8"))
+
+
+def _constant(stmt: ast.stmt) -> Any:
+    return stmt.value.value if isinstance(stmt, ast.Assign) and isinstance(stmt.value, ast.Constant) else None
+
+
+def _choices(value: ast.expr | None) -> Any:
+    """The Literal of `field(default=..., metadata={"choices": [...]})` and of its default; None without choices."""
+    given = {word.arg: word.value for word in value.keywords} if isinstance(value, ast.Call) else {}
+    metadata, default = given.get("metadata"), given.get("default")
+    for key, choices in zip(metadata.keys, metadata.values, strict=True) if isinstance(metadata, ast.Dict) else ():
+        if isinstance(key, ast.Constant) and key.value == "choices" and isinstance(choices, ast.List):
+            also = [default.value] if isinstance(default, ast.Constant) else []
+            return Literal[(*ast.literal_eval(choices), *also)]  # type: ignore[misc]
+    return None
+
+
+def _type(node: ast.expr, known: dict[str, Any]) -> Any:
+    if isinstance(node, ast.Constant) and node.value is None:
+        return None
+    if isinstance(node, ast.Name):
+        return known.get(node.id, Any)
+    if isinstance(node, ast.BinOp):
+        parts = [_type(side, known) for side in (node.left, node.right)]
+        if any(typing.get_origin(part) is Literal for part in parts):
+            parts = [part for part in parts if part is not str]  # `SchedulerType | str` means a name of SchedulerType
+        return typing.Union[tuple(parts)]  # noqa: UP007 - built at run time
+    if isinstance(node, ast.Subscript):
+        base, inside = ast.unparse(node.value), node.slice
+        if base == "list":
+            return list[_type(inside, known)]  # type: ignore[misc]
+        if base == "Literal":
+            return Literal[ast.literal_eval(inside)]  # type: ignore[misc]
+        return known.get(base, Any)
+    return Any
+
+
+class TRLFields:
+    """Marks a dict whose keys are the fields of one TRL dataclass, e.g. "trl/trainer/dpo_config.py:DPOConfig"."""
+
+    def __init__(self, source: str):
+        self.source = source
+
+    def allowed(self) -> dict[str, Any]:
+        return {name: kind for name, kind in trl_fields(self.source).items() if name not in SET_BY_SCRIPTS}
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, given: dict[str, Any]) -> dict[str, Any]:
+        allowed = self.allowed()
+        fields: dict[str, Any] = {name: (allowed[name], ...) for name in given if name in allowed}
+        create_model("trainer", __config__=STRICT, **fields).model_validate(given)
+        return given

@@ -1,0 +1,79 @@
+"""Is a row known from an evaluation set?  If 13 words in a row agree, it is (Brown et al., arXiv 2005.14165, app. C).
+
+A question of fewer words counts as known when a user's message is that question, punctuation and case apart.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterable
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants
+
+from posttrain import embedded
+from posttrain.data import reading
+from posttrain.data.filters import Row
+
+N = 13
+EMBEDDED_PROBLEMS = 500  # of each kind
+WORD = re.compile(r"\w+")
+
+
+def words(text: str) -> list[str]:
+    """words("It's 1,000!") -> ["it", "s", "1", "000"]."""
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", text)
+    return WORD.findall(text.lower())
+
+
+class EvaluationQuestions:
+    """The questions that no training row may contain; `notes` say which sets they are, and which could not be had."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self._ngrams: set[tuple[str, ...]] = set()
+        self._short: set[tuple[str, ...]] = set()
+
+    def add(self, name: str, questions: Iterable[str]) -> None:
+        """Take in one evaluation set."""
+        count = 0
+        for question in questions:
+            said = words(question)
+            if len(said) < N:
+                self._short.add(tuple(said))
+            else:
+                self._ngrams.update(zip(*(said[i:] for i in range(N)), strict=False))
+            count += 1
+        self.notes.append(f"Checked against {count:,} questions of {name}.")
+
+    def seen_in(self, row: Row) -> bool:
+        """Whether any text of the row holds 13 words of a question, or a user asks a short one."""
+        for messages in row.dialogues:
+            for message in messages:
+                said = words(message["content"])
+                if not self._ngrams.isdisjoint(zip(*(said[i:] for i in range(N)), strict=False)):
+                    return True
+                if message["role"] == "user" and len(said) < N and tuple(said) in self._short:
+                    return True
+        return False
+
+
+def evaluation_questions(paths: Iterable[str], seed: int) -> EvaluationQuestions:
+    """What the sources at these paths must be checked against: the embedded problems, the real sets, or both."""
+    paths, known = set(paths), EvaluationQuestions()
+    if reading.EMBEDDED in paths:
+        splits = ("unseen_questions", "unseen_operands")
+        problems = [p["question"] for split in splits for p in embedded.math_problems(EMBEDDED_PROBLEMS, seed, split)]
+        known.add("the embedded evaluation", problems)
+    if paths - {reading.EMBEDDED}:
+        for name, (hub, column) in reading.EVALUATION.items():
+            try:
+                if not (Path(constants.HF_HUB_CACHE) / f"datasets--{hub.path.replace('/', '--')}").is_dir():
+                    HfApi().repo_info(hub.path, repo_type="dataset", timeout=10)  # load_dataset would retry for long
+                known.add(name, reading.load_hub(hub)[column])
+            except reading.HUB_ERRORS as error:
+                reason = " ".join(str(error).split())[:80] or type(error).__name__
+                known.notes.append(f"NOT checked against {name}: {hub.path} could not be loaded ({reason}).")
+    return known

@@ -1,0 +1,140 @@
+r"""Which rows are good enough to train on?  One function per kind: a row in, a `Row` or the reason to drop it out.
+
+Reasons are short and fixed, because the table counts them: "not exactly one \boxed", "empty content", ...
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from posttrain.chat import Message
+from posttrain.config import Source
+from posttrain.metrics import MathJudge, last_boxed
+
+BOX = re.compile(r"\\boxed\s*\{")
+AFTER_BOX = re.compile(r"[\s.$!]*(\\[)\]])?[\s.$!]*")  # what may close the sentence or the formula around the box
+PRINTED = re.compile(r"<llm-code-output>.*?</llm-code-output>", re.DOTALL)
+
+
+class Row(NamedTuple):
+    """What is kept: one dialogue, or chosen and rejected, and the question, which decides the side of the split."""
+
+    question: str
+    dialogues: list[list[Message]]
+
+
+Check = Callable[[dict[str, Any], Source, MathJudge], Row | str]
+
+
+def openmathinstruct(row: dict[str, Any], source: Source, judge: MathJudge) -> Row | str:
+    """A question and a worked solution whose one box, at its end, holds the expected answer."""
+    question, solution = row["question"], row["generated_solution"]
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": solution}]
+    if fault := _fault(messages):
+        return fault
+    if not row["is_correct"]:
+        return "marked as wrong"
+    if row["error_message"] not in ("", None, "<not_executed>"):
+        return "its code failed"
+    if "<llm-code" in solution:
+        if source.code == "drop":
+            return "uses code"
+        # What the interpreter printed is read, not written: the model must not learn to invent it.
+        spans = [list(match.span()) for match in PRINTED.finditer(solution)]
+        if len(spans) != solution.count("<llm-code-output>") or len(spans) != solution.count("</llm-code-output>"):
+            return "broken code block"
+        messages[1]["mask_spans"] = spans
+    boxes = list(BOX.finditer(solution))
+    held = last_boxed(solution)
+    if len(boxes) != 1 or solution.count("\\boxed") != 1 or held is None:
+        return r"not exactly one \boxed"
+    last_brace = solution.rindex("}")
+    if solution[boxes[0].end() : last_brace].strip() != held or not AFTER_BOX.fullmatch(solution, last_brace + 1):
+        return "text after the box"
+    if not judge.correct(solution, str(row["expected_answer"])):
+        return "box is not the expected answer"
+    return Row(question, [messages])
+
+
+def dialogue(row: dict[str, Any], source: Source, judge: MathJudge) -> Row | str:
+    """User and assistant in turn, after a system message perhaps; the held-out split goes by the first user message."""
+    messages = _plain(row["messages"])
+    if fault := _fault(messages):
+        return fault
+    if sum(message["role"] == "assistant" for message in messages) < (source.min_turns or 1):
+        return f"fewer than {source.min_turns} answers"
+    return Row(next(message["content"] for message in messages if message["role"] == "user"), [messages])
+
+
+def preference(row: dict[str, Any], source: Source, judge: MathJudge) -> Row | str:
+    """Two different answers to the same prompt, the chosen one scored higher (local pairs may come without scores).
+
+    A `prompt` beside whole dialogues, as UltraFeedback has it, is ignored: it repeats their first message as a string.
+    """
+    chosen, rejected = (_whole(row[name], row.get("prompt")) for name in ("chosen", "rejected"))
+    for messages in (chosen, rejected):
+        if fault := _fault(messages):
+            return fault
+    if chosen[:-1] != rejected[:-1]:
+        return "two different prompts"
+    if chosen[-1]["content"].strip() == rejected[-1]["content"].strip():
+        return "identical answers"
+    scores: list[Any] = [row.get("score_chosen"), row.get("score_rejected")]
+    margin = source.min_margin or 0.0
+    if all(isinstance(score, int | float) for score in scores):
+        if not float(scores[0]) - float(scores[1]) > margin:
+            return f"score margin not above {margin:g}"
+    elif source.kind == "ultrafeedback" or margin > 0 or scores != [None, None]:
+        return "no scores"
+    return Row("\n".join(message["content"] for message in chosen[:-1]), [chosen, rejected])
+
+
+CHECKS: dict[str, Check] = {
+    "openmathinstruct": openmathinstruct,
+    "capybara": dialogue,
+    "messages": dialogue,
+    "demonstrations": dialogue,
+    "ultrafeedback": preference,
+    "preferences": preference,
+}
+
+
+def _fault(messages: Sequence[Message]) -> str | None:
+    """Why these messages are no dialogue that can be trained on; None if they are one."""
+    contents = [message["content"] for message in messages]
+    if not all(isinstance(content, str) and _is_unicode(content) for content in contents):
+        return "content is no text"
+    if not all(map(str.strip, contents)):
+        return "empty content"
+    roles = [message["role"] for message in messages]
+    turns = roles[1:] if roles[:1] == ["system"] else roles
+    if not turns or turns[-1] != "assistant":
+        return "does not end with the assistant"
+    if turns != ["user", "assistant"] * (len(turns) // 2):
+        return "roles do not alternate"
+    return None
+
+
+def _is_unicode(text: str) -> bool:
+    """False for half a surrogate pair, which JSON can spell and no tokenizer can read."""
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _plain(messages: Sequence[dict[str, Any]]) -> list[Message]:
+    """Role, content and mask_spans; what else a set keeps in its messages would only be in the way."""
+    return [
+        {"role": message["role"], "content": message["content"]}
+        | ({"mask_spans": message["mask_spans"]} if message.get("mask_spans") else {})
+        for message in messages
+    ]
+
+
+def _whole(answer: Any, prompt: Any) -> list[Message]:
+    """A dialogue from any of: whole messages; a prompt and the last message; a prompt and an answer as strings."""
+    messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else _plain(answer)
+    if messages and messages[0]["role"] == "assistant" and prompt:
+        before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _plain(prompt)
+        return [*before, *messages]
+    return messages

@@ -1,0 +1,281 @@
+"""How do sources become a training set?  Read, filter, draw by seed, tokenise, hold out by question, mix by weight.
+
+Which rows are drawn depends on their content and the seed, not on their order, nor on PYTHONHASHSEED:
+
+    every row of a source ── filters, no duplicate, at most k of a question ── in the order of address(seed, row)
+        ── not in an evaluation set, short enough, until `rows` are found ── split by address(seed, question)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import random
+from collections.abc import Callable
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+from datasets import Dataset, Features, List, Value
+from rich.console import Console
+
+from posttrain.chat import Chat
+from posttrain.config import DataSection, Source
+from posttrain.data import reading
+from posttrain.data.contamination import EvaluationQuestions, evaluation_questions
+from posttrain.data.filters import CHECKS, Row
+from posttrain.data.table import FilterTable, SourceReport
+from posttrain.metrics import MathJudge
+from posttrain.runlog import is_main_process
+from posttrain.types import UserError, address
+
+ENCODE_AT_ONCE = 512
+
+TokenRow = tuple[np.ndarray, ...]  # one row of the dataset, column by column
+Encode = Callable[[list[Row], Chat, int], list["Sample | str"]]
+
+SFT_COLUMNS = Features({"input_ids": List(Value("int32")), "assistant_masks": List(Value("int8"))})
+PREFERENCE_COLUMNS = Features({name: List(Value("int32")) for name in ("prompt_ids", "chosen_ids", "rejected_ids")})
+
+
+class SFTData(NamedTuple):
+    """Rows of input_ids and assistant_masks (1 on what is trained), and what became of the rest."""
+
+    train: Dataset
+    eval: Dataset
+    table: FilterTable
+
+
+class PreferenceData(NamedTuple):
+    """Rows of prompt_ids, chosen_ids and rejected_ids, the last two with their stop token."""
+
+    train: Dataset
+    eval: Dataset
+    table: FilterTable
+
+
+class Sample(NamedTuple):
+    """A row as token ids, with what the table counts of it."""
+
+    columns: TokenRow
+    tokens: int
+    trained: int
+    truncated: bool = False
+
+
+def load_sft(data: DataSection, chat: Chat) -> SFTData:
+    """Conversations for phase 1; prints the table, and raises UserError where nothing would be trained."""
+    return SFTData(*_load(data, chat, encode_dialogues, SFT_COLUMNS))
+
+
+def load_preferences(data: DataSection, chat: Chat) -> PreferenceData:
+    """Pairs for phase 2; prints the table, and raises UserError where nothing would be trained."""
+    return PreferenceData(*_load(data, chat, encode_pairs, PREFERENCE_COLUMNS))
+
+
+def _load(data: DataSection, chat: Chat, encode: Encode, columns: Features) -> tuple[Dataset, Dataset, FilterTable]:
+    paths = [source.path for source in data.sources]
+    known = evaluation_questions(paths, data.seed) if data.decontaminate else EvaluationQuestions()
+    table = FilterTable(notes=known.notes or ["NOT checked against any evaluation set: data.decontaminate is false."])
+    kept: list[list[tuple[str, Sample]]] = []
+    with MathJudge() as judge:
+        for number, source in enumerate(data.sources):
+            report = SourceReport(source.path, source.kind, reading.licence(source))
+            table.sources.append(report)
+            rows = _draw(source, f"data.sources.{number}", data.seed, judge, report)
+            kept.append(_tokenise(rows, source, chat, data.max_length, encode, known, report))
+
+    held_out = _held_out(kept, data)
+    train: list[TokenRow] = []
+    evaluation: list[TokenRow] = []
+    for source, report, samples in zip(data.sources, table.sources, kept, strict=True):
+        mine = [sample for question, sample in samples if question not in held_out]
+        evaluation += [sample.columns for question, sample in samples if question in held_out]
+        epoch = _weighted(mine, source.weight)
+        train += [sample.columns for sample in epoch]
+        report.train, report.held_out, report.per_epoch = len(mine), len(samples) - len(mine), len(epoch)
+        report.truncated = sum(sample.truncated for _, sample in samples)
+        report.tokens = sum(sample.tokens for sample in epoch)
+        report.trained_tokens = sum(sample.trained for sample in epoch)
+    random.Random(address(data.seed, "mix")).shuffle(train)
+
+    if is_main_process():
+        Console().print(table)
+    _require_something(table)
+    return _dataset(train, columns), _dataset(evaluation, columns), table
+
+
+# From a source to the rows that may be used, in the order in which they are drawn
+
+
+def _draw(source: Source, key: str, seed: int, judge: MathJudge, report: SourceReport) -> list[Row]:
+    """Good rows, none twice, at most k of a question, in an order that the seed chooses.
+
+    Only the k rows of each question that come first in that order are ever held, so a stream of millions fits.
+    """
+    check, seen, arrival = CHECKS[source.kind], set(), count()
+    most = 1 if source.kind == "ultrafeedback" else source.max_per_question
+    queues: dict[object, list[tuple[int, int, Row]]] = {}  # per question, the last in order on top
+    for raw in reading.read(source, key, seed):
+        report.read += 1
+        row = check(raw, source, judge)
+        if isinstance(row, str):
+            report.drop(row)
+            continue
+        digest = _digest("\x1e".join(m["role"] + "\x1f" + m["content"] for one in row.dialogues for m in one))
+        if digest in seen:
+            report.drop("seen before")
+            continue
+        seen.add(digest)
+        entry = (-address(seed, "draw", digest), next(arrival), row)
+        queue = queues.setdefault(row.question if most else None, [])
+        if most is None or len(queue) < most:
+            heapq.heappush(queue, entry)
+        else:
+            heapq.heappushpop(queue, entry)
+            report.drop(f"more than {most} of one question")
+    return [row for *_, row in sorted((entry for queue in queues.values() for entry in queue), reverse=True)]
+
+
+def _tokenise(
+    rows: list[Row],
+    source: Source,
+    chat: Chat,
+    max_length: int,
+    encode: Encode,
+    known: EvaluationQuestions,
+    report: SourceReport,
+) -> list[tuple[str, Sample]]:
+    """The first `rows` rows that are in no evaluation set and short enough, as (question, tokens)."""
+    kept: list[tuple[str, Sample]] = []
+    most = source.rows or len(rows)
+    for at in range(0, len(rows), ENCODE_AT_ONCE):
+        if len(kept) == most:
+            break
+        clean = []
+        for row in rows[at : at + ENCODE_AT_ONCE]:
+            if known.seen_in(row):
+                report.drop("in an evaluation set")
+            else:
+                clean.append(row)
+        for row, sample in zip(clean, encode(clean, chat, max_length), strict=True):
+            if len(kept) == most:
+                report.drop("not drawn")
+            elif isinstance(sample, str):
+                report.drop(sample)
+            else:
+                kept.append((" ".join(row.question.casefold().split()), sample))
+    report.drop("not drawn", max(0, report.read - sum(report.dropped.values()) - len(kept)))
+    return kept
+
+
+# Token ids
+
+
+def encode_dialogues(rows: list[Row], chat: Chat, max_length: int) -> list[Sample | str]:
+    """Ids and mask; a row that is too long ends with the last answer that fits whole, or is dropped if none does."""
+    samples: list[Sample | str] = []
+    for encoded in chat.encode_batch([row.dialogues[0] for row in rows]):
+        ids, mask = np.array(encoded.ids, np.int32), np.array(encoded.mask, np.int8)
+        whole = len(ids)
+        if whole > max_length:
+            ends = np.flatnonzero((ids == chat.stop_id) & (mask == 1)) + 1
+            fitting = ends[ends <= max_length]
+            whole = int(fitting[-1]) if len(fitting) else 0
+        trained = int(mask[:whole].sum())
+        if whole == 0:
+            samples.append(f"longer than {max_length} tokens")
+        elif trained == 0:
+            samples.append("no trained token")
+        else:
+            samples.append(Sample((ids[:whole], mask[:whole]), whole, trained, whole < len(ids)))
+    return samples
+
+
+def encode_pairs(rows: list[Row], chat: Chat, max_length: int) -> list[Sample | str]:
+    """Ids of the prompt up to the header of the answer, and of both answers with their stop tokens; none is cut."""
+    encoded = iter(chat.encode_batch([messages for row in rows for messages in row.dialogues]))
+    samples: list[Sample | str] = []
+    for chosen, rejected in zip(encoded, encoded, strict=True):
+        prompt, better = _last_answer(chosen.ids, chosen.mask)
+        same_prompt, worse = _last_answer(rejected.ids, rejected.mask)
+        trained = len(better) + len(worse)
+        if min(len(better), len(worse)) == 0:
+            samples.append("no trained token")
+            continue
+        assert np.array_equal(prompt, same_prompt), "a template wrote the same prompt in two ways"
+        if len(prompt) + max(len(better), len(worse)) > max_length:
+            samples.append(f"longer than {max_length} tokens")
+        elif np.array_equal(better, worse):
+            samples.append("identical answers")
+        else:
+            samples.append(Sample((prompt, better, worse), 2 * len(prompt) + trained, trained))
+    return samples
+
+
+def _last_answer(ids: list[int], mask: list[bool]) -> tuple[np.ndarray, np.ndarray]:
+    """Splits in front of the last run of trained tokens and drops what the template writes behind it."""
+    end = len(mask) - mask[::-1].index(True) if True in mask else len(mask)
+    start = end
+    while start > 0 and mask[start - 1]:
+        start -= 1
+    return np.array(ids[:start], np.int32), np.array(ids[start:end], np.int32)
+
+
+# The held-out split, and what an epoch sees
+
+
+def _held_out(kept: list[list[tuple[str, Sample]]], data: DataSection) -> set[str]:
+    """The questions whose rows are evaluated on: a share of all questions, or as many as make up `eval_rows` rows.
+
+    A question has its place by its own text and the seed, so it is on the same side in every source.
+    """
+    rows: dict[str, int] = {}
+    for question, _ in (one for samples in kept for one in samples):
+        rows[question] = rows.get(question, 0) + 1
+    places = {question: address(data.seed, "held out", question) for question in rows}
+    if data.eval_rows is None:
+        return {question for question, place in places.items() if place < data.eval_fraction * 2**63}
+    chosen: set[str] = set()
+    found = 0
+    for question in sorted(places, key=places.__getitem__):
+        if found >= data.eval_rows:
+            break
+        chosen.add(question)
+        found += rows[question]
+    return chosen
+
+
+def _weighted(samples: list[Sample], weight: float) -> list[Sample]:
+    """`weight` times each sample: whole times all of them, and once more the first for what is left of the weight."""
+    whole = int(weight)
+    return samples * whole + samples[: round((weight - whole) * len(samples))]
+
+
+def _require_something(table: FilterTable) -> None:
+    for number, report in enumerate(table.sources):
+        if report.train + report.held_out == 0:
+            raise UserError(
+                f"Nothing is left of data.sources.{number}: {report.summary()}. Check that `kind` and `path` fit, and "
+                "loosen the filter that took the rows (for long rows, data.max_length), or remove this source."
+            )
+    if sum(report.train for report in table.sources) == 0:
+        held_out = sum(report.held_out for report in table.sources)
+        raise UserError(
+            f"All {held_out} rows are held out, none is left to train on. Write a smaller data.eval_fraction or "
+            "data.eval_rows, or add data."
+        )
+    if table.trained_tokens == 0:
+        raise UserError(
+            "An epoch would hold no trained token, because the weights of the sources round down to no row at all. "
+            "Write a larger data.sources.N.weight, or add data."
+        )
+
+
+def _dataset(rows: list[TokenRow], columns: Features) -> Dataset:
+    """In memory: nothing is written to the user's Hugging Face cache."""
+    return Dataset.from_dict({name: [row[n] for row in rows] for n, name in enumerate(columns)}, features=columns)
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

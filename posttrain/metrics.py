@@ -1,0 +1,239 @@
+"""How often does a text repeat itself, is an answer right, and how sure may one be of either?
+
+Repetition is counted on token ids without the stop token. Every figure comes with an interval at 95 %. Answers are
+judged by math-verify in a process of its own, because its parser can hang on what a model may write.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import select
+import subprocess
+import sys
+from collections.abc import Hashable, Iterable, Sequence
+from statistics import NormalDist, fmean
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING or __name__ != "__main__":  # the worker below runs this file alone, without the package
+    from posttrain.types import UserError
+
+Z_95 = NormalDist().inv_cdf(0.975)
+JUDGE_SECONDS = 2.0  # an honest answer takes a millisecond
+JUDGE_START_SECONDS = 60.0  # the worker's own imports, on a busy machine
+JUDGE_MEMORY = 4 << 30  # bytes of address space
+LONGEST_ANSWER = 1000  # characters; nothing longer is an answer
+WHOLE_NUMBER = re.compile(r"-?[0-9]{1,18}")
+
+# --------------------------------------------------------------------------------------------------------- repetition
+
+
+def _ngrams(ids: Sequence[Hashable], n: int) -> list[tuple[Hashable, ...]]:
+    return list(zip(*(ids[i:] for i in range(n)), strict=False))
+
+
+def seq_rep_n(ids: Sequence[int], n: int = 4) -> float:
+    """1 - distinct n-grams / all n-grams (Welleck et al., arXiv 1908.04319, eq. 11); 0 for fewer than n tokens."""
+    ngrams = _ngrams(ids, n)
+    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
+
+
+def distinct_n(texts: Iterable[Sequence[int]], n: int) -> float:
+    """Distinct n-grams of all texts together / their tokens (Li et al., arXiv 1510.03055, section 5.4).
+
+    It falls as texts are added, so compare it between equally many of them only; 0 when there is no token at all.
+    """
+    texts = list(texts)
+    tokens = sum(map(len, texts))
+    return len({gram for ids in texts for gram in _ngrams(ids, n)}) / tokens if tokens else 0.0
+
+
+def longest_repeat(ids: Sequence[int]) -> int:
+    """Tokens of the longest span that occurs twice, overlaps allowed: abcab has 2 (ab), aaaa has 3 (aaa)."""
+
+    def repeats(length: int) -> bool:
+        spans = [tuple(ids[i : i + length]) for i in range(len(ids) - length + 1)]
+        return len(set(spans)) < len(spans)
+
+    known, impossible = 0, len(ids)  # a span that occurs twice holds shorter ones that do, so halving finds the limit
+    while impossible - known > 1:
+        middle = (known + impossible) // 2
+        known, impossible = (middle, impossible) if repeats(middle) else (known, middle)
+    return known
+
+
+def at_equal_length(
+    left: Sequence[Sequence[int]], right: Sequence[Sequence[int]], limit: int | None = None
+) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
+    """Both lists with each pair cut to the shorter of the two (and to `limit` tokens).
+
+    Longer texts repeat more whatever wrote them, so a model could look better by falling silent; after this cut it
+    cannot.
+    """
+    lengths = [min(len(a), len(b), limit or len(a)) for a, b in zip(left, right, strict=True)]
+    return (
+        [ids[:length] for ids, length in zip(left, lengths, strict=True)],
+        [ids[:length] for ids, length in zip(right, lengths, strict=True)],
+    )
+
+
+def repetition(texts: Sequence[Sequence[int]], finished: Sequence[bool], first: int = 60) -> dict[str, float]:
+    """All repetition figures of a set of texts (ids without the stop token), each a mean over texts but distinct-n.
+
+    {"seq_rep_4": 0.11, "seq_rep_4_first": 0.04, "distinct_1": 0.2, "distinct_2": 0.5, "longest_repeat": 6.1,
+     "never_stops": 0.02, "tokens": 74.3}    `..._first` looks at the first 60 tokens alone.
+    """
+    assert len(texts) == len(finished) > 0
+    return {
+        "seq_rep_4": fmean(map(seq_rep_n, texts)),
+        "seq_rep_4_first": fmean(seq_rep_n(ids[:first]) for ids in texts),
+        "distinct_1": distinct_n(texts, 1),
+        "distinct_2": distinct_n(texts, 2),
+        "longest_repeat": fmean(map(longest_repeat, texts)),
+        "never_stops": 1 - fmean(map(float, finished)),
+        "tokens": fmean(map(len, texts)),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------- intervals
+
+
+class Interval(NamedTuple):
+    """A figure and where it lies at 95 %: Interval(value=0.62, low=0.55, high=0.68)."""
+
+    value: float
+    low: float
+    high: float
+
+
+def wilson(successes: int, n: int) -> tuple[float, float]:
+    """Wilson's score interval at 95 % for a share (1927): honest at 0 % and 100 %, where p +- 2 SE is not."""
+    assert 0 <= successes <= n and n > 0
+    share, z2 = successes / n, Z_95 * Z_95
+    centre = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = Z_95 * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n)) / (1 + z2 / n)
+    # at the ends the exact bound is the share itself; rounding would leave it beside
+    return (0.0 if successes == 0 else centre - half, 1.0 if successes == n else centre + half)
+
+
+def bootstrap_mean(values: Sequence[float], seed: int, rounds: int = 4000) -> Interval:
+    """The mean and its percentile bootstrap interval at 95 %: `rounds` resamples, the same for the same seed."""
+    sample, rng = np.asarray(values, dtype=float), np.random.default_rng(seed)
+    assert sample.ndim == 1 and len(sample) > 0
+    means = [sample[rng.integers(len(sample), size=(100, len(sample)))].mean(1) for _ in range(max(1, rounds // 100))]
+    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
+    return Interval(float(sample.mean()), float(low), float(high))
+
+
+def paired_bootstrap(before: Sequence[float], after: Sequence[float], seed: int, rounds: int = 4000) -> Interval:
+    """mean(after) - mean(before), and its interval when the same item i was given to both (items are resampled)."""
+    assert len(before) == len(after)
+    return bootstrap_mean(np.subtract(after, before, dtype=float).tolist(), seed, rounds)
+
+
+# ------------------------------------------------------------------------------------------------------------ answers
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last complete \boxed{...} of a text holds, braces balanced; None without one."""
+    for match in reversed(list(re.finditer(r"\\boxed\s*\{", text))):
+        depth = 1
+        for end in range(match.end(), min(len(text), match.end() + LONGEST_ANSWER + 1)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                return text[match.end() : end].strip()
+    return None
+
+
+class MathJudge:
+    r"""Says whether the last \boxed{} of a text equals an answer; what does not come to a verdict in 2 s is wrong.
+
+        with MathJudge() as judge:
+            judge.correct(r"3+4=7. The answer is \boxed{7.0}.", "7")                 # True
+            judge.correct_many([(r"\boxed{\frac12}", "0.5"), ("no box", "3")])       # [True, False]
+    The worker is a fresh Python that imports math-verify alone: no torch, no copy of this process's memory. It is
+    killed when it takes too long and started again for the next answer. `restarts` counts how often.
+    """
+
+    def __init__(self, seconds: float = JUDGE_SECONDS) -> None:
+        self.seconds = seconds
+        self.restarts = 0
+        self._worker: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> MathJudge:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def correct(self, text: str, answer: str) -> bool:
+        """Whether the text's last box holds this answer."""
+        given = last_boxed(text)
+        if given is None:
+            return False
+        if "".join(given.split()) == "".join(answer.split()):
+            return True  # also where math-verify could read neither, such as a name
+        if WHOLE_NUMBER.fullmatch(given) and WHOLE_NUMBER.fullmatch(answer):
+            return int(given) == int(answer)  # most answers are: no need to ask
+        return self._ask(given, answer)
+
+    def correct_many(self, pairs: Iterable[tuple[str, str]]) -> list[bool]:
+        """`correct` for each (text, answer); one that hangs costs its 2 s and no other its verdict."""
+        return [self.correct(text, answer) for text, answer in pairs]
+
+    def close(self) -> None:
+        """End the worker; the next question would start another."""
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker.communicate()
+            self._worker = None
+
+    def _ask(self, given: str, answer: str) -> bool:
+        if self._worker is not None and self._worker.poll() is not None:
+            self.close()
+        if self._worker is None:
+            # -P keeps this file's folder off the path, where types.py would stand in for the standard library's
+            command, pipe = [sys.executable, "-P", __file__], subprocess.PIPE
+            self._worker = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+            if self._line(JUDGE_START_SECONDS) != "ready":
+                self.close()
+                raise UserError(
+                    "math-verify, which judges answers, does not start. `python -c 'import math_verify'` says why; "
+                    "`pip install -r requirements.txt` installs it."
+                )
+        assert self._worker.stdin is not None
+        self._worker.stdin.write(json.dumps([answer, given]).encode() + b"\n")
+        self._worker.stdin.flush()
+        verdict = self._line(self.seconds)
+        if verdict is None:
+            self.restarts += 1
+            self.close()
+        return verdict == "true"
+
+    def _line(self, seconds: float) -> str | None:
+        """The worker's next line; None when it said nothing in time or died."""
+        assert self._worker is not None and self._worker.stdout is not None
+        ready, _, _ = select.select([self._worker.stdout], [], [], seconds)
+        line = self._worker.stdout.readline() if ready else b""
+        return line.decode().strip() or None
+
+
+def _serve() -> None:
+    """The worker: a line of JSON [answer, given] in, "true" or "false" out, until the pipe closes."""
+    if sys.platform == "linux":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (JUDGE_MEMORY, JUDGE_MEMORY))
+    from math_verify import parse, verify
+
+    print("ready", flush=True)
+    for line in sys.stdin:
+        answer, given = (parse(rf"\boxed{{{text}}}", parsing_timeout=0) for text in json.loads(line))
+        print("true" if verify(answer, given, timeout_seconds=None) else "false", flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,360 @@
+"""How does a folder or a Hub name become a model that can be trained, and a trained model a folder again?
+
+Also `preflight`: everything that can be known to go wrong before a run starts, in one message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import torch
+import yaml
+from huggingface_hub import HfApi, constants, try_to_load_from_cache
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+import posttrain.convgpt  # noqa: F401  registers ConvGPT with the Auto classes
+from posttrain import checkpoint
+from posttrain.chat import Chat
+from posttrain.config import ModelSection
+from posttrain.types import UserError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def resolve_device(device: str) -> torch.device:
+    """"auto", "cpu" or "cuda" as this process's own device (torchrun numbers the GPUs of a machine in LOCAL_RANK)."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "device=cuda, but torch finds no CUDA GPU here. Write device=cpu (slow for a real model), or check "
+            "`nvidia-smi` and that torch was installed with CUDA."
+        )
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if device == "cuda" else torch.device("cpu")
+
+
+def has_bf16(device: torch.device) -> bool:
+    """True where bfloat16 is computed in hardware; a CPU takes it too, but slower than float32."""
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def load(
+    model: ModelSection, *, device: str, chat_template: str | None, training: bool = True
+) -> tuple[PreTrainedModel, Chat]:
+    """The model on its device, and the chat that speaks to it.
+
+    dtype "auto" is float32, so that training has full master weights (autocast supplies bfloat16); without `training`
+    it is bfloat16 on a GPU that has it.  For tuning=qlora the weights are 4-bit; the adapter comes from `peft_config`.
+    """
+    place = resolve_device(device)
+    chat = load_chat(model, chat_template)
+    dtype = torch.float32 if model.dtype == "auto" else getattr(torch, model.dtype)
+    if model.dtype == "auto" and not training and has_bf16(place):
+        dtype = torch.bfloat16
+    quantised: dict[str, Any] = {}
+    if training and model.tuning == "qlora":
+        quantised = {"quantization_config": _four_bit(place), "device_map": {"": place}}
+    if Path(model.name_or_path).is_dir():
+        _verify_if_sealed(Path(model.name_or_path))
+    net: Any = _load_weights(model, dtype, **quantised)
+    if len(chat.tokenizer) > net.get_input_embeddings().weight.shape[0]:
+        net.resize_token_embeddings(len(chat.tokenizer))
+    if not model.trust_remote_code and hasattr(net.config, "auto_map"):
+        del net.config.auto_map  # it names code files that are neither run here nor saved with the weights
+    _own_special_tokens(net, chat)
+    return (net if quantised else net.to(place)), chat
+
+
+def load_chat(model: ModelSection, chat_template: str | None) -> Chat:
+    """Tokenizer and template; UserError when a previous phase trained with another template."""
+    _check_source(model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            model.name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"The tokenizer of {model.name_or_path} cannot be loaded: {_one_line(error)}") from error
+    chat = Chat.load(tokenizer, chat_template)
+    chat.require_same_template(_previous_template(model), model.name_or_path)
+    return chat
+
+
+def peft_config(model: ModelSection, net: Any = None, chat: Chat | None = None) -> LoraConfig | None:
+    """What peft needs for tuning=lora or qlora; None for full fine-tuning.
+
+    Tokens that the chat had to add have no trained embedding yet: given net and chat, their rows are trained as well.
+    """
+    if model.tuning == "full":
+        return None
+    from peft import LoraConfig
+
+    rows = None
+    if chat is not None and chat.added_tokens:
+        ids = list(range(len(chat.tokenizer) - chat.added_tokens, len(chat.tokenizer)))
+        heads = [net.get_input_embeddings()]
+        heads += [] if net.config.tie_word_embeddings else [net.get_output_embeddings()]
+        rows = {name: ids for name, module in net.named_modules() if any(module is head for head in heads)}
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=model.lora.r,
+        lora_alpha=model.lora.alpha,
+        lora_dropout=model.lora.dropout,
+        target_modules=model.lora.target_modules,
+        trainable_token_indices=rows,
+    )
+
+
+def save(folder: Path, net: Any, chat: Chat, config: dict[str, Any], *, source: ModelSection, **meta: Any) -> Path:
+    """Hand a phase's result over: whole weights, tokenizer, template, the config that made them, manifest.
+
+    A LoRA adapter is merged into the weights (for QLoRA into the unquantised weights of `source`, since 4-bit ones
+    would round the result) and kept by itself in `adapter/` beside the folder.
+    """
+    if source.tuning != "full":
+        from peft import PeftModel
+
+        adapter = net
+        checkpoint.save(Path(folder).with_name("adapter"), lambda out: adapter.save_pretrained(out), **meta)
+        if source.tuning == "qlora":
+            whole: Any = _load_weights(source, torch.float32)
+            if len(chat.tokenizer) > whole.get_input_embeddings().weight.shape[0]:
+                whole.resize_token_embeddings(len(chat.tokenizer))
+            net = PeftModel.from_pretrained(whole, str(Path(folder).with_name("adapter"))).merge_and_unload()
+        else:
+            net = adapter.merge_and_unload()
+    _own_special_tokens(net, chat)
+
+    def write(out: Path) -> None:
+        with no_bars():
+            net.save_pretrained(out)
+        chat.save(out)
+        (out / "run_config.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+
+    return checkpoint.save(folder, write, chat_template_sha256=chat.hash, **meta)
+
+
+@contextlib.contextmanager
+def no_bars() -> Iterator[None]:
+    """No bar for reading or writing a few files of this disk; downloads keep theirs."""
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.enable_progress_bar()
+
+
+def preflight(cfg: Any, *, resume: bool = False) -> None:
+    """Look at everything a run needs before it starts; all that is wrong comes back in one UserError."""
+    problems: list[str] = []
+
+    def passes(check: Callable[[], object]) -> bool:
+        try:
+            check()
+        except UserError as problem:
+            problems.append(str(problem))
+            return False
+        return True
+
+    models = [cfg.model] if hasattr(cfg, "model") else [ModelSection(name_or_path=p) for p in cfg.checkpoints.values()]
+    data_paths = [source.path for source in cfg.data.sources] if hasattr(cfg, "data") else []
+    passes(lambda: resolve_device(cfg.device))
+    passes(lambda: _check_libraries(cfg))
+    for path in data_paths:
+        passes(lambda path=path: _check_data_path(path))
+    found = [model for model in models if passes(lambda model=model: _check_source(model))]
+    if passes(lambda: _check_hub(found, data_paths)):
+        for model in found:
+            passes(lambda model=model: load_chat(model, cfg.chat.template))
+        if hasattr(cfg, "trainer"):
+            passes(lambda: checkpoint.needs_free_space(Path(cfg.output_dir), sum(_room(cfg, model) for model in found)))
+    if hasattr(cfg, "output_dir"):
+        passes(lambda: checkpoint.in_use(Path(cfg.output_dir), resume))
+    if len(problems) == 1:
+        raise UserError(problems[0])
+    if problems:
+        listed = "\n".join(f"{n}. {problem}" for n, problem in enumerate(problems, 1))
+        raise UserError(f"The run cannot start, for {len(problems)} reasons:\n{listed}")
+
+
+def _check_libraries(cfg: Any) -> None:
+    """What the config asks of the hardware and of bitsandbytes."""
+    if not hasattr(cfg, "trainer"):
+        return
+    optim, bf16 = _trainer(cfg, "optim"), _trainer(cfg, "bf16")
+    needs_bnb = [f"trainer.optim={optim}"] if "8bit" in str(optim) else []
+    needs_bnb += ["model.tuning=qlora"] if cfg.model.tuning == "qlora" else []
+    if needs_bnb and importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(
+            f"{' and '.join(needs_bnb)} needs bitsandbytes, which is not installed: `pip install bitsandbytes`, "
+            "or write trainer.optim=adamw_torch and model.tuning=lora."
+        )
+    if bf16 is True and (cfg.device == "cpu" or (cfg.device == "auto" and not torch.cuda.is_available())):
+        raise UserError(
+            "trainer.bf16=true, but there is no GPU that computes in bfloat16, and a CPU only imitates it, slower than "
+            "float32. Leave trainer.bf16 out (it is then switched on where the hardware has it) or write false."
+        )
+
+
+def _trainer(cfg: Any, name: str) -> Any:
+    """A key of the section `trainer`, which is TRL's dict in phases 1 and 2 and our own section in phase 3."""
+    return cfg.trainer.get(name) if isinstance(cfg.trainer, dict) else getattr(cfg.trainer, name, None)
+
+
+def _check_source(model: ModelSection) -> None:
+    """A local folder must be a checkpoint, a Hub name must look like one; the Hub itself is not asked."""
+    if model.trust_remote_code and not re.fullmatch(r"[0-9a-f]{40}", model.revision or ""):
+        raise UserError(
+            f"model.trust_remote_code=true runs code that {model.name_or_path} brings along, so it has to be pinned: "
+            "write model.revision=<the full 40-digit commit you have read>, or leave trust_remote_code off."
+        )
+    name, folder = model.name_or_path, Path(model.name_or_path)
+    if folder.is_file():
+        raise UserError(f"model.name_or_path={name} is a file. Name the folder that holds config.json and the weights.")
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(
+                f"model.name_or_path={name} is no checkpoint: it has no config.json. A phase hands over the folder "
+                "`final` inside its output_dir; an unfinished phase has none yet (finish it with --resume)."
+            )
+        if not list(folder.glob("*.safetensors")):
+            raise UserError(f"model.name_or_path={name} is no checkpoint: it holds no .safetensors weights.")
+        if (folder / checkpoint.MANIFEST).exists():
+            checkpoint.read_manifest(folder)
+        return
+    if not HUB_NAME.fullmatch(name) or folder.parts[-1] == "final" or folder.parent.is_dir():
+        raise UserError(
+            f"model.name_or_path={name} does not exist. It is where the previous phase's result would lie: run that "
+            "phase first, or name another checkpoint folder or a Hub model (model.name_or_path=...)."
+        )
+
+
+def _check_data_path(path: str) -> None:
+    """A local data file must be there; "embedded" needs nothing and a Hub name is checked with the Hub."""
+    if path != "embedded" and not Path(path).exists() and not HUB_NAME.fullmatch(path):
+        raise UserError(f"The data file {path} (data.sources) does not exist.")
+    if path != "embedded" and not Path(path).exists() and Path(path).suffix in {".jsonl", ".parquet"}:
+        raise UserError(f"The data file {path} (data.sources) does not exist.")
+
+
+def _check_hub(models: list[ModelSection], data_paths: list[str]) -> None:
+    """Every model and data set that has to come from the Hub must be on this disk already or within reach."""
+    asked = [("model", model.name_or_path, model.revision) for model in models]
+    asked += [("dataset", path, None) for path in dict.fromkeys(data_paths) if path != "embedded"]
+    asked = [one for one in asked if HUB_NAME.fullmatch(one[1]) and not Path(one[1]).exists() and not _in_cache(*one)]
+    for kind, name, revision in asked:
+        try:
+            HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=10)
+        except GatedRepoError as error:
+            raise UserError(
+                f"The {kind} {name} is gated: accept its terms at https://huggingface.co/{name} and log in "
+                "with `hf auth login`."
+            ) from error
+        except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+            raise UserError(f"The Hub has no {kind} {name} (or no such revision, or you may not see it).") from error
+        except (OSError, httpx.HTTPError) as error:
+            names = ", ".join(f"{kind} {name}" for kind, name, _ in asked)
+            raise UserError(
+                f"Hugging Face cannot be reached, and this run needs from it: {names} ({_one_line(error)}). Connect "
+                "and start again; or download them elsewhere (`hf download NAME --local-dir FOLDER`, with "
+                "`--repo-type dataset` for data) and name the folders or files (model.name_or_path=..., data.sources); "
+                "or try the whole pipeline without a network: `make quickstart`."
+            ) from error
+
+
+def _in_cache(kind: str, name: str, revision: str | None) -> bool:
+    if kind == "model":
+        files = ("config.json", "model.safetensors")
+        return all(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files)
+    return (Path(constants.HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}" / "snapshots").is_dir()
+
+
+def _previous_template(model: ModelSection) -> str | None:
+    """The sha256 of the template that a phase of ours trained this checkpoint with; None for any other model."""
+    folder = Path(model.name_or_path)
+    if not (folder / checkpoint.MANIFEST).exists():
+        return None
+    meta = checkpoint.read_manifest(folder)["meta"]
+    return None if meta.get("phase") == "base" else meta.get("chat_template_sha256")
+
+
+def _verify_if_sealed(folder: Path) -> None:
+    """A checkpoint of ours must be whole; one that came from elsewhere has no manifest to check."""
+    if (folder / checkpoint.MANIFEST).exists():
+        checkpoint.verify(folder)
+
+
+def _load_weights(model: ModelSection, dtype: torch.dtype, **more: Any) -> PreTrainedModel:
+    try:
+        config = AutoConfig.from_pretrained(
+            model.name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+        with no_bars() if Path(model.name_or_path).is_dir() else contextlib.nullcontext():
+            return AutoModelForCausalLM.from_pretrained(
+                model.name_or_path,
+                config=config,
+                revision=model.revision,
+                trust_remote_code=model.trust_remote_code,
+                attn_implementation=model.attn_implementation,
+                use_safetensors=True,
+                dtype=dtype,
+                **more,
+            )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"{model.name_or_path} is no checkpoint that can be loaded: {_one_line(error)}") from error
+
+
+def _four_bit(place: torch.device) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    compute = torch.bfloat16 if has_bf16(place) else torch.float32
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
+    )
+
+
+def _own_special_tokens(net: Any, chat: Chat) -> None:
+    """Model and chat agree on padding and stop; the sampling habits of the model's maker are not carried along."""
+    net.config.pad_token_id, net.config.eos_token_id = chat.pad_id, chat.stop_id
+    net.generation_config = GenerationConfig(
+        bos_token_id=net.config.bos_token_id, pad_token_id=chat.pad_id, eos_token_id=chat.stop_id
+    )
+
+
+def _room(cfg: Any, model: ModelSection) -> int:
+    """Bytes that a run's checkpoints may take: weights and two moments each, one more while it is being written."""
+    kept = cfg.checkpoint.keep + 1 if hasattr(cfg, "checkpoint") else _trainer(cfg, "save_total_limit") or 2
+    weights = 4 * _parameters(model)
+    return weights + (kept + 1) * (3 * weights if model.tuning == "full" else weights // 5)
+
+
+def _parameters(model: ModelSection) -> int:
+    """How many numbers the weight files hold, by their headers; 0 for a model that is not on this disk yet."""
+    folder = Path(model.name_or_path)
+    files = list(folder.glob("*.safetensors")) if folder.is_dir() else []
+    total = 0
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as weights:
+                names = weights.keys()
+                total += sum(torch.Size(weights.get_slice(name).get_shape()).numel() for name in names)
+        except SafetensorError as error:
+            raise UserError(f"{file} is no weight file: {_one_line(error)}") from error
+    return total
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"

@@ -1,0 +1,73 @@
+"""Which share of the work is mine?  The few collective operations of a run on several processes, no-ops on one.
+
+Processes come from `torchrun` or `accelerate launch`. Gradients are summed by hand after the last micro-batch, so ranks
+may hold different numbers of micro-batches, or none, and no rank ever waits for a batch another does not have.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def start(device: torch.device) -> None:
+    """Join the other processes when this one was launched among several."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+
+
+def stop() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def mine(count: int) -> range:
+    """The indices out of `count` that this process works on."""
+    return range(rank(), count, size())
+
+
+def gather(items: list[Any]) -> list[Any]:
+    """Every process's items, dealt out by `mine`, in their original order, on every process."""
+    if size() == 1:
+        return items
+    parts: list[list[Any]] = [[] for _ in range(size())]
+    dist.all_gather_object(parts, items)
+    return [parts[i % size()][i // size()] for i in range(sum(map(len, parts)))]
+
+
+def total(value: float, device: torch.device) -> float:
+    """The sum of one number over all processes."""
+    if size() == 1:
+        return value
+    summed = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(summed)
+    return summed.item()
+
+
+def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Add up every process's gradients in place; a process without a batch contributes zero."""
+    if size() == 1:
+        return
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad)
+
+
+def barrier() -> None:
+    if size() > 1:
+        dist.barrier()

@@ -1,0 +1,68 @@
+"""What does the policy say now about the tokens it sampled?  Log-probs and entropies of trained tokens, and only of those.
+
+Shapes: B rows, T tokens of the longest row, S trained tokens of all rows one after another, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from transformers import PreTrainedModel
+from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+VOCABULARY_CHUNK = 8192  # columns of the logits that exist at any one time
+
+
+def microbatches(lengths: Sequence[int], token_budget: int) -> Iterator[list[int]]:
+    """Indices of rows of similar length, each batch within `token_budget` padded tokens (a longer row goes alone)."""
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if batch and lengths[batch[0]] * (len(batch) + 1) > token_budget:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def token_logprobs(
+    model: PreTrainedModel, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]], temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log pi(token | everything before it) and the entropy there, both (S,), in row order, with gradient.
+
+    Rows are padded on the right, which a causal model cannot see, so no attention mask is needed. The output layer
+    is applied to the positions that predict a trained token alone and in vocabulary chunks: no [B, T, V] exists.
+    """
+    width = max(map(len, rows))
+    ids_BT = torch.zeros(len(rows), width, dtype=torch.long)
+    mask_BT = torch.zeros(len(rows), width, dtype=torch.bool)
+    for i, (row, mask) in enumerate(zip(rows, masks, strict=True)):
+        ids_BT[i, : len(row)] = torch.tensor(row)
+        mask_BT[i, : len(row)] = torch.tensor(mask)
+    assert not mask_BT[:, 0].any(), "the first token of a conversation is never sampled"
+    ids_BT, mask_BT = ids_BT.to(model.device), mask_BT.to(model.device)
+    predicts_BT = mask_BT.roll(-1, 1)
+    hidden_BTD = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
+    head = model.get_output_embeddings()
+    config = model.config.get_text_config()
+    logprobs_S, entropy_S, *_ = ChunkedLogProbFunction.apply(
+        hidden_BTD[predicts_BT],
+        head.weight,
+        head.bias,
+        ids_BT[mask_BT],
+        temperature,
+        VOCABULARY_CHUNK,
+        getattr(config, "final_logit_softcapping", None),
+        _logit_scale(config),
+        ("entropy",),
+    )
+    return logprobs_S, entropy_S
+
+
+def _logit_scale(config: object) -> float:
+    """The factor some architectures put on their logits (Cohere, Granite, Falcon-H1 and their kin)."""
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        if getattr(config, name, None) is not None:
+            return float(getattr(config, name))
+    return 1.0 / float(getattr(config, "logits_scaling", None) or 1.0)

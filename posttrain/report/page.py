@@ -1,0 +1,410 @@
+"""What does a person see first?  report.html, section by section, from the files of a run."""
+
+from __future__ import annotations
+
+import base64
+import html
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from posttrain import runlog
+from posttrain.report import charts
+from posttrain.report.episodes import gif, replay
+from posttrain.report.tables import (
+    Figure,
+    Results,
+    Row,
+    colour,
+    columns,
+    every_setting,
+    figure_of,
+    percent,
+    points,
+    readable,
+    span,
+    what,
+)
+from posttrain.types import UserError
+
+SHOWN_CHARACTERS = 420  # of one answer
+SAMPLES = 2  # prompts shown of each part
+# Curves by title: (key in metrics.jsonl, label); `*` stands for the name of a world.
+CURVES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
+    ("Loss", (("loss", "training"), ("eval_loss", "held out"))),
+    ("Next token right", (("mean_token_accuracy", "training"), ("eval_mean_token_accuracy", "held out"))),
+    ("Pairs ranked right", (("rewards/accuracies", "training"), ("eval_rewards/accuracies", "held out"))),
+    ("Reward margin", (("rewards/margins", "training"), ("eval_rewards/margins", "held out"))),
+    ("Success, held-out levels", (("evaluation/*/success", "*"),)),
+    ("Success while training", (("rollout/*/success", "*"),)),
+    ("Spread of reward in a group", (("rollout/in_group_std", "mean over groups"),)),
+    ("Groups without any spread", (("rollout/zero_variance_groups", "share"),)),
+    ("Entropy", (("policy/entropy", "of trained tokens"), ("entropy", "of trained tokens"))),
+    ("Invalid turns", (("rollout/invalid_turns", "share"),)),
+    ("Tokens per turn", (("rollout/response_tokens", "training"),)),
+)
+
+
+def build(folder: Path) -> Path:
+    """Write report.html beside results.json and return its path."""
+    folder = Path(folder)
+    results, transcripts = read(folder)
+    sections = [
+        ("Results", headline(results)),
+        ("Goals", goals(results)),
+        ("What changed from phase to phase", differences(results)),
+        ("The worlds, beside other players", worlds(results)),
+        ("Before and after, on the same level", episodes(results, transcripts)),
+        ("Learning curves", curves(results, folder)),
+        ("Samples", samples(results, transcripts)),
+        ("Every sampling setting", settings(results)),
+        ("What to type next", commands(results, folder)),
+        ("How this was measured", provenance(results)),
+    ]
+    shown = [(f"s{number}", title, body) for number, (title, body) in enumerate(sections) if body]
+    links = "".join(f'<a href="#{place}">{text(title)}</a>' for place, title, _ in shown)
+    cards = "".join(f'<section id="{place}"><h2>{text(title)}</h2>{body}</section>' for place, title, body in shown)
+    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+    name = folder.resolve().name
+    page = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{text(name)}: what each phase changed</title><style>{style}</style></head><body><main>"
+        f'<header><p class="kicker">{text(name)}</p><h1>What each phase changed</h1>'
+        f'<p class="lead">{text(" → ".join(results["checkpoints"]))}, on held-out questions and levels, the same for '
+        f"every checkpoint. Intervals are at 95 %.</p><nav>{links}</nav></header>{cards}</main></body></html>\n"
+    )
+    path = folder / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def read(folder: Path) -> tuple[Results, list[Row]]:
+    """results.json and transcripts.jsonl; UserError when they are not what the evaluator writes."""
+    try:
+        results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        with (folder / "transcripts.jsonl").open(encoding="utf-8") as file:
+            transcripts = [json.loads(line) for line in file]
+        complete = {"checkpoints", "differences", "baselines", "config"} <= set(results)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{error.filename} does not exist, so there is nothing to report. `python evaluate_model.py "
+            f"output_dir={folder}` writes it."
+        ) from None
+    except json.JSONDecodeError:
+        complete = False
+    if not complete:
+        raise UserError(
+            f"The files in {folder} are damaged or not what evaluate_model.py writes. Measure again: "
+            f"python evaluate_model.py output_dir={folder} --overwrite"
+        )
+    return results, transcripts
+
+
+def text(value: object) -> str:
+    return html.escape(str(value))
+
+
+def chip(results: Results, name: str) -> str:
+    """A checkpoint's name in its colour."""
+    return f'<span class="chip" style="--c:{colour(results, name)}">{text(name)}</span>'
+
+
+def badge(kind: str, words: str) -> str:
+    return f'<span class="badge {kind}">{text(words)}</span>'
+
+
+def table(head: str, body: str, kind: str = "") -> str:
+    """A table that scrolls sideways on a narrow screen."""
+    return f'<div class="wide"><table class="{kind}"><tr>{head}</tr>{body}</table></div>'
+
+
+# ------------------------------------------------------------------------------------------------------- sections
+
+
+def headline(results: Results) -> str:
+    """The table: checkpoints down, figures across, each with its interval; then math by part."""
+    shown, entries = columns(results), results["checkpoints"]
+    best = {}
+    for column in shown:
+        values = [figure.value for entry in entries.values() if (figure := column.get(entry))]
+        if len(set(values)) > 1:
+            best[column.title] = min(values) if column.best_low else max(values)
+    head = "<th></th>"
+    for column in shown:
+        sampled = f"<br>sampled: {text(column.setting)}" if column.setting else ""
+        head += f"<th>{text(column.title)}<small>{text(column.note)}{sampled}</small></th>"
+    body = ""
+    for name, entry in entries.items():
+        body += f"<tr><th>{chip(results, name)}</th>"
+        for column in shown:
+            figure = column.get(entry)
+            assert figure is not None, "every checkpoint sits the whole exam"
+            top = ' class="best"' if best.get(column.title) == figure.value else ""
+            drawn = charts.bar(figure, colour(results, name))
+            body += f"<td{top}><b>{percent(figure.value)}</b><small>{span(figure)}</small>{drawn}</td>"
+        body += "</tr>"
+    return table(head, body, "headline") + math_parts(results)
+
+
+def math_parts(results: Results) -> str:
+    """Math by kind of problem: new questions, and operands never seen together, apart."""
+    entries = {name: entry["math"] for name, entry in results["checkpoints"].items() if "math" in entry}
+    parts = list(next(iter(entries.values()))["parts"]) if entries else []
+    if len(parts) < 2:
+        return ""
+    head = "<th></th>" + "".join(f"<th>{text(part.replace('_', ' '))}</th>" for part in parts) + "<th>together</th>"
+    body = ""
+    for name, entry in entries.items():
+        body += f"<tr><th>{chip(results, name)}</th>"
+        for found in (*entry["parts"].values(), entry):
+            figure = figure_of(found, "accuracy")
+            body += f"<td><b>{percent(figure.value)}</b><small>{span(figure)}, n {found['n']}</small></td>"
+        body += "</tr>"
+    return f"<h3>Math, by kind of problem</h3>{table(head, body)}"
+
+
+def goals(results: Results) -> str:
+    found = results.get("goals") or []
+    items = ""
+    for goal in found:
+        verdict = badge("yes", "✓ reached") if goal["reached"] else badge("no", "✗ not reached")
+        words = f"{text(goal['goal'])}<small>{text(goal['measured'])}</small>"
+        items += f"<li>{verdict}{chip(results, goal['phase'])}<span>{words}</span></li>"
+    reached = sum(goal["reached"] for goal in found)
+    return items and f'<p>{reached} of {len(found)} reached.</p><ul class="goals">{items}</ul>'
+
+
+def differences(results: Results) -> str:
+    """Paired differences between neighbours under the headline settings, as intervals around zero."""
+    neighbours = list(itertools.pairwise(results["checkpoints"]))
+    metrics = ("accuracy", "success", "failed", "equal_length")
+    shown = [
+        difference
+        for difference in results["differences"]
+        if (difference["from"], difference["to"]) in neighbours
+        and difference["metric"] in metrics
+        and is_headline(results, difference)
+    ]
+    if not shown:
+        return ""
+    reach = max(0.05, *(abs(difference[end]) for difference in shown for end in ("low", "high")))
+    body = ""
+    for difference in shown:
+        figure = figure_of(difference, "value")
+        less_is_better = difference["metric"] in ("equal_length", "failed")
+        kind = "flat"
+        if figure.low > 0 or figure.high < 0:
+            kind = "good" if (figure.value > 0) != less_is_better else "bad"
+        body += (
+            f"<tr><td>{chip(results, difference['from'])} → {chip(results, difference['to'])}</td>"
+            f'<td>{text(what(difference))}</td><td class="num"><b class="{kind}">{points(figure.value)}</b>'
+            f"<small>{points(figure.low)} to {points(figure.high)}</small></td>"
+            f'<td class="forest">{charts.forest(figure, reach, kind)}</td></tr>'
+        )
+    head = f"<th></th><th></th><th>difference</th><th>{points(-reach)} … {points(reach)}</th>"
+    return (
+        "<p>Percentage points, item by item on the same prompts, levels and seeds. Coloured where the interval leaves "
+        "zero out: green is better, red is worse. “At equal length” cuts both answers to the shorter one, so that "
+        f"nobody wins by falling silent.</p>{table(head, body, 'diff')}"
+    )
+
+
+def is_headline(results: Results, difference: Row) -> bool:
+    entry = results["checkpoints"][difference["to"]][difference["suite"]]
+    if difference["suite"] == "worlds":
+        entry = entry[difference["part"]]
+    return entry.get("setting", "") == difference["setting"]
+
+
+def worlds(results: Results) -> str:
+    """Every world's players, weak ones and expert, above the checkpoints."""
+    blocks = ""
+    for world, players in results["baselines"].items():
+        rows = ""
+        for name, found in players.items():
+            label = f'<span class="player">{text(name)}</span>'
+            rows += world_row(label, figure_of(found, "success"), "var(--muted)", failures(found))
+        for name, entry in results["checkpoints"].items():
+            found = entry["worlds"][world]
+            notes = [failures(found), f"{found['turns']:.1f} turns", f"{percent(found['invalid_turns'])} invalid turns"]
+            notes += [f"{found['crashed']} crashed"] if found["crashed"] else []
+            note = ", ".join(filter(None, notes))
+            rows += world_row(chip(results, name), figure_of(found, "success"), colour(results, name), note)
+        found = next(iter(results["checkpoints"].values()))["worlds"][world]
+        blocks += (
+            f'<div class="half"><h3>{text(readable(world))}</h3><p class="quiet">{found["episodes"]} episodes on '
+            f"{found['levels']} test levels, sampled: {text(found['setting'])}</p>"
+            f'<table class="worlds">{rows}</table></div>'
+        )
+    return blocks and f'<div class="halves">{blocks}</div>'
+
+
+def world_row(label: str, figure: Figure, paint: str, note: str) -> str:
+    return (
+        f'<tr><td>{label}</td><td class="num"><b>{percent(figure.value)}</b></td>'
+        f"<td>{charts.bar(figure, paint)}<small>{text(note)}</small></td></tr>"
+    )
+
+
+def failures(found: Row) -> str:
+    return ", ".join(f"{word} {percent(n / found['episodes'])}" for word, n in found.get("failures", {}).items())
+
+
+def episodes(results: Results, transcripts: Sequence[Row]) -> str:
+    """Per world a level that the last checkpoint solves and the one before it lost, and one that it loses still."""
+    names = list(results["checkpoints"])
+    if len(names) < 2:
+        return ""
+    blocks = ""
+    for world in results["baselines"]:
+        setting = results["checkpoints"][names[-1]]["worlds"][world]["setting"]
+        before, after = (
+            {
+                row["index"]: row
+                for row in transcripts
+                if (row["checkpoint"], row["suite"], row["part"], row["setting"]) == (name, "worlds", world, setting)
+                and not row["crashed"]
+            }
+            for name in names[-2:]
+        )
+        both = [number for number in before if number in after]
+        won = [number for number in both if after[number]["success"] and not before[number]["success"]]
+        lost = [number for number in both if not after[number]["success"]]
+        blocks += (
+            f'<h3>{text(readable(world))}</h3><p class="quiet">Of {len(both)} levels, {text(names[-1])} solved '
+            f"{len(won)} that {text(names[-2])} had lost, and lost {len(lost)}. Here is the first of each kind.</p>"
+        )
+        for title, numbers in (("Lost before, solved after", won), ("Still lost", lost)):
+            for number in numbers[:1]:
+                sides = "".join(episode(results, played[number]) for played in (before, after))
+                title = f"{title} <small>level {number}</small>"
+                blocks += f'<div class="level"><h4>{title}</h4><div class="halves">{sides}</div></div>'
+    return blocks
+
+
+def episode(results: Results, row: Row) -> str:
+    """The pictures as a GIF, and beside them what the model wrote."""
+    frames, turns = replay(results, row)
+    verdict = badge("yes", "solved") if row["success"] else badge("no", row["failure"] or "not solved")
+    items = "".join(
+        f'<li><q>{text(cut(said))}</q><span class="did">{text(", ".join(taken) or "no valid action")}</span></li>'
+        for said, taken in turns
+    )
+    picture = base64.b64encode(gif(frames)).decode()
+    return (
+        f'<div class="half"><p>{chip(results, row["checkpoint"])} {verdict}</p><div class="scene">'
+        f'<img alt="{text(row["part"])} played by {text(row["checkpoint"])}" src="data:image/gif;base64,{picture}">'
+        f"<ol>{items}</ol></div></div>"
+    )
+
+
+def cut(words: str) -> str:
+    return words if len(words) <= SHOWN_CHARACTERS else words[:SHOWN_CHARACTERS] + " …"
+
+
+def curves(results: Results, folder: Path) -> str:
+    """The curves of each phase from the metrics.jsonl beside its checkpoint."""
+    blocks = ""
+    for name, path in results["config"]["checkpoints"].items():
+        places = [Path(path).parent / "metrics.jsonl", folder / name / "metrics.jsonl"]
+        file = next((place for place in places if place.is_file()), None)
+        if file is None:
+            blocks += f'<h3>{chip(results, name)}</h3><p class="quiet">No metrics.jsonl beside {text(path)}.</p>'
+            continue
+        rows = runlog.read_metrics(file)
+        drawn = "".join(charts.lines(title, series(rows, keys)) for title, keys in CURVES)
+        drawn = drawn or f'<p class="quiet">{text(file)} holds no curve yet.</p>'
+        blocks += f'<h3>{chip(results, name)}</h3><div class="charts">{drawn}</div>'
+    return blocks
+
+
+def series(rows: Sequence[Row], keys: Sequence[tuple[str, str]]) -> dict[str, charts.Line]:
+    """label -> [(step, value), ...] of those of the keys that these rows have."""
+    found: dict[str, charts.Line] = {}
+    for row, (wanted, label) in itertools.product(rows, keys):
+        for key, value in row.items():
+            if matches(wanted, key) and isinstance(value, int | float) and math.isfinite(value):
+                found.setdefault(key.split("/")[1] if label == "*" else label, []).append((row["step"], value))
+    return {label.replace("_", " "): line for label, line in found.items()}
+
+
+def matches(wanted: str, key: str) -> bool:
+    """Whether a key is the wanted one, where `*` is one part of it: evaluation/*/success."""
+    parts, given = wanted.split("/"), key.split("/")
+    return len(parts) == len(given) and all(part in ("*", other) for part, other in zip(parts, given, strict=True))
+
+
+def samples(results: Results, transcripts: Sequence[Row]) -> str:
+    """The first prompts of each part, with every checkpoint's answer."""
+    blocks = ""
+    for suite, title in (("math", "Math"), ("recall", "Recall"), ("repetition", "Open question")):
+        entry = next(iter(results["checkpoints"].values())).get(suite)
+        asked: dict[tuple[str, int], list[Row]] = {}
+        for row in transcripts:
+            if row["suite"] == suite and entry and row["setting"] == entry["setting"] and row["index"] < SAMPLES:
+                asked.setdefault((row["part"], row["index"]), []).append(row)
+        for (part, _), rows in asked.items():
+            said = "".join(f'<p class="said {m["role"]}">{text(m["content"])}</p>' for m in rows[0]["messages"])
+            if "answer" in rows[0]:
+                said += f'<p class="quiet">expected: {text(rows[0]["answer"])}</p>'
+            about = f"{title}, {part.replace('_', ' ')}" if part else title
+            answers = "".join(answer(results, row) for row in rows)
+            blocks += f'<div class="sample"><h4>{text(about)}</h4>{said}{answers}</div>'
+    note = f"The first {SAMPLES} of each part of the exam, not picked. Every generation is in transcripts.jsonl."
+    return blocks and f'<p>{note}</p><div class="samples">{blocks}</div>'
+
+
+def answer(results: Results, row: Row) -> str:
+    marks = chip(results, row["checkpoint"])
+    if "accuracy" in row:
+        marks += badge("yes", "right") if row["accuracy"] else badge("no", "wrong")
+    else:
+        marks += badge("", f"repeats {percent(row['seq_rep_4'])}")
+    marks += badge("no", "never stops") if row["never_stops"] else ""
+    return f'<div class="answer">{marks}<p>{text(cut(row["text"])) or "<i>nothing</i>"}</p></div>'
+
+
+def settings(results: Results) -> str:
+    rows = "".join(
+        f"<tr><td>{chip(results, name)}</td><td>{text(figure)}</td><td>{text(setting or 'none')}</td>"
+        f'<td class="num"><b>{percent(value.value)}</b></td><td class="num">{span(value)}</td>'
+        f'<td class="num">{n}</td></tr>'
+        for name, figure, setting, value, n in every_setting(results)
+    )
+    head = "<th></th><th></th><th>setting</th><th>figure</th><th>95 %</th><th>n</th>"
+    return f"<details><summary>All figures under every setting</summary>{table(head, rows)}</details>"
+
+
+def commands(results: Results, folder: Path) -> str:
+    """What a reader would type next, ready to copy."""
+    last = list(results["config"]["checkpoints"].values())[-1]
+    chat = f"python inference_with_improved_settings.py model.name_or_path={last}"
+    lines = [("Talk to the result", chat)]
+    lines += [("The same question under both presets", f'{chat} --compare --prompt "Tell me about the old garden."')]
+    lines += [(f"Watch it play {name.replace('_', ' ')}", f"{chat} --play {name}") for name in results["baselines"]]
+    lines += [("Make this page again", f"python -m posttrain.report {folder}")]
+    lines += [("The reference run, on a GPU with a real model", "python train_phase1_sft.py")]
+    items = "".join(f"<li><span>{text(why)}</span><code>{text(command)}</code></li>" for why, command in lines)
+    return f'<ul class="commands">{items}</ul>'
+
+
+def provenance(results: Results) -> str:
+    config = results["config"]
+    knobs = ("temperature", "top_k", "top_p", "repetition_penalty")
+    facts = {
+        "Settings": "; ".join(
+            f"{setting['name']}: " + ", ".join(f"{knob.replace('_', ' ')} {setting[knob]:g}" for knob in knobs)
+            for setting in config["settings"]
+        ),
+        "Intervals": "95 %: Wilson for shares, bootstrap over items for repetition and paired differences",
+        "Repetition": "seq-rep-4 on token ids without the stop token: 1 - distinct 4-grams / all 4-grams",
+        "Commit": results["commit"] or "not a git checkout",
+        "Seed": config["seed"],
+        "Hardware": config["hardware"] or "not stated",
+        "Versions": ", ".join(f"{name} {version}" for name, version in results["versions"].items()),
+    }
+    rows = "".join(f"<tr><th>{text(name)}</th><td>{text(value)}</td></tr>" for name, value in facts.items())
+    return f'<table class="facts">{rows}</table>'

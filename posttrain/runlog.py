@@ -1,0 +1,260 @@
+"""How far is the run, how long will it take, and where are its numbers?
+
+One bar in the terminal, one row a report in `metrics.jsonl`, and the same row in a tracker (trackio by default: a
+local SQLite file and a local page, no account and no network).  Only the first process of a run writes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
+from rich.progress import Progress as RichProgress
+
+PLAIN_EVERY = 5.0  # seconds between two lines where there is no terminal to draw a bar in
+
+
+def is_main_process() -> bool:
+    """True in the one process that prints and writes (torchrun and accelerate number processes in RANK)."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def keep_private(output_dir: Path) -> None:
+    """Set, before any library reads them, the environment variables that keep a run on this machine.
+
+    No library reports its use anywhere, and trackio keeps its database beside the run (all phases of one experiment
+    share it, so they stand next to each other on its page).
+    """
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+    os.environ.setdefault("TRACKIO_DIR", str(Path(output_dir).resolve().parent / "trackio"))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # says at import that a CPU has no 4-bit GPU kernel
+
+
+class Progress:
+    """A bar with rate and time left; without a terminal, a plain line at most every five seconds.
+
+        with Progress(total=1300, title="phase 1", start=400) as progress:
+            progress.update(401, loss=2.31)
+    `start` is where a resumed run takes up: the rate counts only what this process did.
+    """
+
+    def __init__(
+        self, total: int, title: str, *, start: int = 0, unit: str = "step", console: Console | None = None
+    ) -> None:
+        self.total, self.title, self.start, self.unit = total, title, start, unit
+        self.done = start
+        self.began = time.monotonic()
+        self._console = console or Console(stderr=True)
+        self._figures: dict[str, float] = {}
+        self._spoke = -math.inf
+        self._bar: RichProgress | None = None
+        self._task: TaskID | None = None
+        if is_main_process() and self._console.is_terminal:
+            title_column, note_column = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
+            columns = (title_column, BarColumn(), MofNCompleteColumn(), note_column)
+            self._bar = RichProgress(*columns, console=self._console)
+            self._task = self._bar.add_task(title, total=total, completed=start, note="")
+            self._bar.start()
+
+    def update(self, done: int, **figures: float) -> None:
+        """Show that `done` of `total` are done; figures given earlier stay until they are given again."""
+        self.done = done
+        self._figures.update(figures)
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=done, total=self.total, note=self._note())
+        elif is_main_process() and time.monotonic() - self._spoke >= PLAIN_EVERY:
+            self._line()
+
+    def say(self, text: str) -> None:
+        """Print a line of its own above the bar."""
+        if is_main_process():
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Draw the last state; safe to call twice."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        elif self._spoke > -math.inf:
+            self._line()
+        self._spoke = -math.inf
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _line(self) -> None:
+        self._spoke = time.monotonic()
+        percent = 100 * self.done / self.total if self.total else 100
+        self.say(f"{self.title}: {self.done}/{self.total} {self.unit}s, {percent:.0f} %, {self._note()}")
+
+    def _note(self) -> str:
+        did, seconds = self.done - self.start, time.monotonic() - self.began
+        parts = []
+        if did > 0 and seconds > 0:
+            rate = did / seconds
+            speed = f"{rate:.1f} {self.unit}s/s" if rate >= 1 else f"{1 / rate:.1f} s/{self.unit}"
+            parts = [speed, f"{clock((self.total - self.done) / rate)} left"]
+        return ", ".join(parts + [f"{name} {value:.4g}" for name, value in self._figures.items()])
+
+
+def clock(seconds: float) -> str:
+    """Seconds as a clock reads them: clock(3725) -> '1:02:05', clock(65) -> '1:05'."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class MetricsFile:
+    """`metrics.jsonl`, one row a report: {"step": 120, "loss": 2.31, ...}; NaN and infinity are written as null.
+
+    A run that resumes at step k first drops the rows after k (and a row torn by a kill), so that every step stands in
+    the file once.  `after_step=None` starts the file anew.
+    """
+
+    def __init__(self, path: Path, after_step: int | None = None) -> None:
+        self.path = Path(path)
+        kept = []
+        if after_step is not None and self.path.exists():
+            kept = [row for row in read_metrics(self.path) if row["step"] <= after_step]
+        if is_main_process():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            unnamed = self.path.with_name(f"{self.path.name}.partial")
+            unnamed.write_text("".join(_row(row) for row in kept), encoding="utf-8")
+            unnamed.replace(self.path)
+
+    def write(self, row: Mapping[str, Any], step: int) -> None:
+        """Append one row; it is in the file when this returns."""
+        if is_main_process():
+            with self.path.open("a", encoding="utf-8") as out:
+                out.write(_row({"step": step, **row}))
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a `metrics.jsonl`; a last row that a kill tore in two is left out."""
+    lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _row(row: Mapping[str, Any]) -> str:
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+class Tracker(Protocol):
+    """Where the numbers go besides `metrics.jsonl`."""
+
+    def log(self, row: Mapping[str, Any], step: int) -> None: ...
+
+    def alert(self, title: str, text: str) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def start_tracker(report_to: str, *, project: str, run_name: str, config: dict[str, Any]) -> Tracker:
+    """Begin a run in trackio, wandb or nowhere ("none"); its name gets the time, so that no run adds to another."""
+    if report_to == "none" or not is_main_process():
+        return _Nowhere()
+    name = f"{run_name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    if report_to == "wandb":
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        return _Wandb(wandb, wandb.init(project=project, name=name, config=config))
+    import trackio
+
+    trackio.init(project=project, name=name, config=config, resume="never", embed=False)
+    return _Trackio()
+
+
+class _Nowhere:
+    def log(self, row: Mapping[str, Any], step: int) -> None:
+        pass
+
+    def alert(self, title: str, text: str) -> None:
+        if is_main_process():
+            print(f"{title}: {text}", file=sys.stderr)
+
+    def finish(self) -> None:
+        pass
+
+
+class _Trackio:
+    def log(self, row: Mapping[str, Any], step: int) -> None:
+        import trackio
+
+        trackio.log(dict(row), step=step)
+
+    def alert(self, title: str, text: str) -> None:
+        import trackio
+
+        trackio.alert(title, text)
+
+    def finish(self) -> None:
+        import trackio
+
+        trackio.finish()
+
+
+class _Wandb:
+    def __init__(self, module: Any, run: Any) -> None:
+        self.module, self.run = module, run
+
+    def log(self, row: Mapping[str, Any], step: int) -> None:
+        self.run.log(dict(row), step=step)
+
+    def alert(self, title: str, text: str) -> None:
+        self.run.alert(title=title, text=text)
+
+    def finish(self) -> None:
+        self.run.finish()
+
+
+class StopSignals:
+    """SIGTERM and SIGINT as a request to stop at the next safe place; the second one stops at once.
+
+    with StopSignals() as stop:
+        ...
+        if stop.requested: save; stop.leave()
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._before: dict[int, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        return self.number is not None
+
+    def leave(self) -> NoReturn:
+        """Exit as a process does that the signal killed: 143 for SIGTERM, 130 for SIGINT."""
+        raise SystemExit(128 + (self.number or signal.SIGTERM))
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            self.leave()
+        self.number = number
+        if is_main_process():
+            print("Stopping at the next safe place, with a checkpoint (once more to stop at once).", file=sys.stderr)

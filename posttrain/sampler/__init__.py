@@ -1,0 +1,30 @@
+"""How do conversations become tokens?  One interface, two engines: KV cache kept across turns, or the history replayed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel
+
+from posttrain.sampler.base import Sampler
+from posttrain.sampler.replay import ReplaySampler
+from posttrain.sampler.slots import SlotSampler, agrees_with_full_forward, supports
+from posttrain.types import UserError
+
+__all__ = ["ReplaySampler", "Sampler", "SlotSampler", "agrees_with_full_forward", "open_engine"]
+
+
+def open_engine(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, engine: str = "auto") -> Sampler:
+    """The engine asked for; `auto` takes the slot engine where a self-test on this very model proves it right."""
+    if engine == "replay":
+        return ReplaySampler(model, stop_ids, pad_id)
+    if supports(model) and agrees_with_full_forward(model, stop_ids, pad_id):
+        return SlotSampler(model, stop_ids, pad_id)
+    if engine == "slots":
+        raise UserError(
+            f"engine=slots keeps the KV cache across turns, which {type(model).__name__} does not allow (sliding"
+            " windows or a cache of its own). Write engine=replay, or engine=auto to let the self-test choose."
+        )
+    warnings.warn(f"{type(model).__name__}: no standard KV cache; every turn replays its history (slower)", stacklevel=2)
+    return ReplaySampler(model, stop_ids, pad_id)

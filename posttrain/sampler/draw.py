@@ -1,0 +1,75 @@
+"""Which token comes next?  One draw per row, from logits and an addressed seed; no global generator anywhere."""
+
+from __future__ import annotations
+
+import torch
+
+from posttrain.types import SamplingParams
+
+
+def uniforms(seeds_B: torch.Tensor, step: int) -> torch.Tensor:
+    """One uniform in [0, 1) per row, float64, shape (B,): splitmix64 of (row seed, position in the turn).
+
+    The number depends on nothing else, so a row draws the same whatever batch it is in (Steele et al. 2014,
+    "Fast splittable pseudorandom number generators").
+    """
+
+    def signed(word: int) -> int:  # torch knows no unsigned 64-bit arithmetic; in two's complement it is the same
+        return (word + (1 << 63)) % (1 << 64) - (1 << 63)
+
+    def shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
+        return (z >> bits) & ((1 << (64 - bits)) - 1)  # a logical shift: int64's own is arithmetic
+
+    z = seeds_B + signed((step + 1) * 0x9E3779B97F4A7C15)
+    z = (z ^ shifted(z, 30)) * signed(0xBF58476D1CE4E5B9)
+    z = (z ^ shifted(z, 27)) * signed(0x94D049BB133111EB)
+    z = z ^ shifted(z, 31)
+    return shifted(z, 11).double() * 2.0**-53
+
+
+def draw(
+    logits_BV: torch.Tensor,
+    params: SamplingParams,
+    uniform_B: torch.Tensor,
+    seen_BV: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens (B,) and their log-probs (B,) under softmax(logits / T), before penalty, top-k and top-p.
+
+    `seen_BV` is True where a token already occurs in the row (CTRL's repetition penalty, Keskar et al. 2019, eq. 5).
+    Inverse-CDF sampling: one uniform per row is enough.
+    """
+    logits_BV = logits_BV.float()
+    scaled_BV = logits_BV / params.temperature if params.temperature > 0 else logits_BV
+    logprobs_BV = scaled_BV.log_softmax(-1)
+    if params.repetition_penalty != 1.0:
+        assert seen_BV is not None
+        rate = params.repetition_penalty
+        punished_BV = torch.where(logits_BV > 0, logits_BV / rate, logits_BV * rate)
+        logits_BV = torch.where(seen_BV, punished_BV, logits_BV)
+        scaled_BV = logits_BV / params.temperature if params.temperature > 0 else logits_BV
+    if params.temperature == 0:
+        tokens_B = scaled_BV.argmax(-1)
+    elif params.top_k > 0 or params.top_p < 1.0:
+        tokens_B = _draw_filtered(scaled_BV, params, uniform_B)
+    else:
+        cdf_BV = scaled_BV.double().softmax(-1).cumsum(-1)
+        tokens_B = _invert(cdf_BV, uniform_B)
+    return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None]).squeeze(-1)
+
+
+def _draw_filtered(scaled_BV: torch.Tensor, params: SamplingParams, uniform_B: torch.Tensor) -> torch.Tensor:
+    """Top-k, then nucleus (Holtzman et al. 2020): tokens are sorted, so both filters are a prefix."""
+    k = min(params.top_k or scaled_BV.shape[-1], scaled_BV.shape[-1])
+    top_BK, index_BK = scaled_BV.topk(k, sorted=True)
+    probs_BK = top_BK.double().softmax(-1)
+    before_BK = probs_BK.cumsum(-1) - probs_BK
+    probs_BK = torch.where(before_BK < params.top_p, probs_BK, 0.0)
+    rank_B = _invert(probs_BK.cumsum(-1), uniform_B)
+    return index_BK.gather(-1, rank_B[:, None]).squeeze(-1)
+
+
+def _invert(cdf_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
+    """The first index whose cumulative probability exceeds u; a token of probability zero is never chosen."""
+    target_B1 = uniform_B[:, None].to(cdf_BV) * cdf_BV[:, -1:]
+    index_B = torch.searchsorted(cdf_BV, target_B1, right=True).squeeze(-1)
+    return index_B.clamp_(max=cdf_BV.shape[-1] - 1)

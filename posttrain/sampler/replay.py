@@ -1,0 +1,96 @@
+"""What if a model has no standard KV cache?  Replay the whole conversation each turn through `model.generate`.
+
+Slower than the slot engine by a factor that grows with the turns, but it works for every architecture that generates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from posttrain.sampler.draw import draw, uniforms
+from posttrain.types import Completion, SamplingParams
+
+
+class _OurDraw(LogitsProcessor):
+    """Draws the token itself and leaves `generate` (run greedily) no other choice."""
+
+    def __init__(self, params: SamplingParams, seeds_B: torch.Tensor, padding: list[int]) -> None:
+        self.params, self.seeds_B, self.padding = params, seeds_B, padding
+        self.tokens: list[torch.Tensor] = []
+        self.logprobs: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        seen_BV = None
+        if self.params.repetition_penalty != 1.0:
+            seen_BV = torch.zeros_like(scores, dtype=torch.bool)
+            for row, padding in enumerate(self.padding):
+                seen_BV[row, input_ids[row, padding:]] = True
+        uniform_B = uniforms(self.seeds_B, len(self.tokens))
+        tokens_B, logprobs_B = draw(scores, self.params, uniform_B, seen_BV)
+        self.tokens.append(tokens_B)
+        self.logprobs.append(logprobs_B)
+        forced = torch.full_like(scores, -torch.inf)
+        return forced.scatter_(-1, tokens_B[:, None], 0.0)
+
+
+class ReplaySampler:
+    """Keeps token ids only; every turn prefills the whole left-padded history with a fresh cache."""
+
+    def __init__(self, model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int) -> None:
+        self.model, self.stop_ids, self.pad_id = model, list(stop_ids), pad_id
+        self._ids: dict[int, list[int]] = {}
+        self._next = 0
+
+    def open(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        handles = list(range(self._next, self._next + len(prompts)))
+        self._next += len(prompts)
+        self._ids.update({handle: list(prompt) for handle, prompt in zip(handles, prompts, strict=True)})
+        return handles
+
+    def append(self, handle: int, ids: Sequence[int]) -> None:
+        self._ids[handle].extend(ids)
+
+    def close(self, handles: Sequence[int]) -> None:
+        for handle in handles:
+            del self._ids[handle]
+
+    @torch.no_grad()
+    def sample(self, handles: Sequence[int], params: SamplingParams, seeds: Sequence[int]) -> list[Completion]:
+        if not handles:
+            return []
+        device = self.model.device
+        rows = [self._ids[handle] for handle in handles]
+        width = max(map(len, rows))
+        ids_BT = torch.full((len(rows), width), self.pad_id)
+        mask_BT = torch.zeros((len(rows), width), dtype=torch.long)
+        for i, row in enumerate(rows):
+            ids_BT[i, width - len(row) :] = torch.tensor(row)
+            mask_BT[i, width - len(row) :] = 1
+        chooser = _OurDraw(params, torch.tensor(seeds, device=device), [width - len(row) for row in rows])
+        was_training = self.model.training
+        self.model.eval()
+        self.model.generate(
+            ids_BT.to(device),
+            attention_mask=mask_BT.to(device),
+            generation_config=GenerationConfig(
+                do_sample=False,
+                max_new_tokens=params.max_new_tokens,
+                eos_token_id=self.stop_ids,
+                pad_token_id=self.pad_id,
+                use_cache=True,
+            ),
+            logits_processor=LogitsProcessorList([chooser]),
+        )
+        self.model.train(was_training)
+        tokens_BN = torch.stack(chooser.tokens, 1).tolist()
+        logprobs_BN = torch.stack(chooser.logprobs, 1).tolist()
+        completions = []
+        for handle, tokens, logprobs in zip(handles, tokens_BN, logprobs_BN, strict=True):
+            stops = [n for n, token in enumerate(tokens) if token in self.stop_ids]
+            length = stops[0] + 1 if stops else len(tokens)
+            completions.append(Completion(tokens[:length], logprobs[:length], bool(stops)))
+            self._ids[handle].extend(tokens[:length])
+        return completions

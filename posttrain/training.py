@@ -1,0 +1,253 @@
+"""What do phases 1 and 2 put around TRL's trainers?  Arguments, progress, sealed checkpoints, an orderly stop.
+
+TRL trains; what is here lets a person watch it, lets a killed run go on where it was, and keeps every file checked.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import torch.distributed as dist
+import yaml
+from datasets import Dataset
+from transformers import PrinterCallback, Trainer, TrainerCallback
+
+from posttrain import checkpoint, models, runlog
+from posttrain.chat import Chat
+from posttrain.types import UserError
+
+RUN_CONFIG = "run_config.yaml"
+SHOWN = ("eval_loss", "eval_mean_token_accuracy", "eval_rewards/accuracies", "eval_rewards/margins")
+FREE_TO_CHANGE = ("output_dir", "run_name", "report_to", "hardware")  # what a resumed run may have otherwise
+
+
+def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed: Any) -> Any:
+    """TRL's SFTConfig or DPOConfig: the config's `trainer` section over what the device calls for, `fixed` over all.
+
+    bfloat16 only where the hardware computes it, and recomputing activations only where memory is scarce: TRL switches
+    both on everywhere, and on a CPU both only cost time.
+    """
+    defaults = {
+        "bf16": models.has_bf16(device),
+        "gradient_checkpointing": device.type == "cuda",
+        "dataloader_pin_memory": device.type == "cuda",
+        "save_total_limit": 2,
+        "ddp_find_unused_parameters": False,
+    }
+    fixed = {
+        "output_dir": str(cfg.output_dir),
+        "seed": cfg.seed,
+        "use_cpu": device.type == "cpu",
+        "report_to": "none",  # our own Reporter writes the numbers, once, for all trackers
+        "disable_tqdm": True,
+        "max_length": cfg.data.max_length,
+        **fixed,
+    }
+    # TRL itself uses this name, which transformers is about to change.
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
+    return kind(**{**defaults, **cfg.trainer, **fixed})
+
+
+def score_trained_positions_only() -> None:
+    """Let TRL project onto the vocabulary only the positions that have a label, on a CPU as it does on a GPU.
+
+    Prompts and padding are most of a batch of short dialogues. The loss is the same (a test compares), a step of a
+    tiny model takes two thirds of the time. TRL asks this private function about nothing else.
+    """
+    from trl.trainer import utils
+
+    assert hasattr(utils, "_use_triton"), "this TRL decides elsewhere which positions are scored"
+    utils._use_triton = lambda device: True  # pyright: ignore[reportPrivateImportUsage]
+
+
+def on_disk(rows: Dataset, folder: Path) -> Dataset:
+    """The same rows read from `folder`, beside which TRL then keeps the reference log-probs.
+
+    Kept in memory, every process would look for them in a temporary folder of its own, and a resumed run would compute
+    them once more.
+    """
+    if runlog.is_main_process():
+        datasets.disable_progress_bars()
+        rows.save_to_disk(folder)
+        datasets.enable_progress_bars()
+    barrier()
+    return Dataset.load_from_disk(str(folder))
+
+
+def fit(
+    trainer: Trainer, title: str, cfg: Any, *, resume: bool, check_first: Callable[[dict[str, Any]], None] | None = None
+) -> dict[str, float]:
+    """Train to the end and measure the held-out rows; a signal ends the process here, with a checkpoint.
+
+    `check_first(figures)` sees the very first step of a run and may raise.
+    """
+    output_dir = Path(cfg.output_dir)
+    settings = cfg.model_dump(mode="json")
+    say = print if runlog.is_main_process() else lambda _: None
+    newest = checkpoint.latest_good(output_dir, say=say) if resume else None
+    if resume:
+        say(f"Resuming from {newest}." if newest else "No whole checkpoint yet: starting from the beginning.")
+    if runlog.is_main_process():
+        remember_run(output_dir, settings)
+    name = cfg.run_name or output_dir.name
+    tracker = runlog.start_tracker(cfg.report_to, project="posttrain", run_name=name, config=settings)
+    say(f"{title}: {describe(trainer.model, trainer.args.device)}")
+    with runlog.StopSignals() as stop, models.no_bars():
+        reporter = Reporter(title, output_dir, tracker, stop, check_first)
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(reporter)
+        try:
+            trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
+            if reporter.stopped:
+                say(f"Stopped after step {trainer.state.global_step}. Go on with the same command and --resume.")
+                stop.leave()
+            return _held_out_figures(trainer)
+        finally:
+            reporter.close()
+
+
+def _held_out_figures(trainer: Trainer) -> dict[str, float]:
+    """The figures of the held-out rows after the last step, measured now unless that step has just done so."""
+    if trainer.eval_dataset is None:
+        return {}
+    measured = [row for row in trainer.state.log_history if "eval_loss" in row]
+    if measured and measured[-1]["step"] == trainer.state.global_step:
+        return measured[-1]
+    return trainer.evaluate()
+
+
+def hand_over(
+    trainer: Trainer, chat: Chat, cfg: Any, figures: dict[str, float], *, phase: str, next_phase: str, config_file: str
+) -> None:
+    """Write `<output_dir>/final` and say what to type next."""
+    barrier()
+    if not runlog.is_main_process():
+        return
+    final, step = Path(cfg.output_dir) / "final", trainer.state.global_step
+    models.save(final, trainer.model, chat, cfg.model_dump(mode="json"), source=cfg.model, phase=phase, step=step)
+    shown = ", ".join(f"{name.removeprefix('eval_')} {figures[name]:.4g}" for name in SHOWN if name in figures)
+    print(f"{phase} is done after {step} steps. Held-out rows: {shown or 'none'}.")
+    print(f"Handed over: {final}  (curves: {final.with_name('metrics.jsonl')})")
+    beside = Path(config_file).with_name(f"{next_phase}.yaml")
+    given = f" --config {beside}" if beside.is_file() else ""
+    print(f"Next: python train_{next_phase}.py{given} model.name_or_path={final}")
+
+
+def same_run(output_dir: Path, settings: dict[str, Any]) -> None:
+    """A resumed run must be the run that was begun: UserError with every setting that differs."""
+    begun = Path(output_dir) / RUN_CONFIG
+    if not begun.exists():  # a new run, or one killed before its first step
+        return
+    before, now = _flat(yaml.safe_load(begun.read_text(encoding="utf-8"))), _flat(settings)
+    keys = [key for key in sorted(before | now) if key.split(".")[0] not in FREE_TO_CHANGE]
+    differing = [key for key in keys if before.get(key) != now.get(key)]
+    changed = [f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in differing]
+    if changed:
+        raise UserError(
+            f"--resume goes on with the run in {output_dir} exactly as it was begun, but its settings differ: "
+            f"{'; '.join(changed)}. Use the old settings, or start a new run (output_dir=...)."
+        )
+
+
+def remember_run(output_dir: Path, settings: dict[str, Any]) -> None:
+    """Write the settings that `same_run` compares with, unless an earlier start of this run has."""
+    begun = Path(output_dir) / RUN_CONFIG
+    if not begun.exists():
+        begun.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+
+
+def _flat(tree: Any, path: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    if not isinstance(tree, dict):
+        return {path: tree}
+    parts = [_flat(sub, f"{path}.{name}" if path else name) for name, sub in tree.items()]
+    return {key: value for part in parts for key, value in part.items()}
+
+
+class Reporter(TrainerCallback):
+    """Bar, metrics.jsonl and tracker; seals each checkpoint; turns a signal into a checkpoint and a stop.
+
+    `check_first(row)` sees the figures of the very first step and may raise.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        output_dir: Path,
+        tracker: runlog.Tracker,
+        stop: runlog.StopSignals,
+        check_first: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        self.title, self.output_dir, self.tracker, self.stop = title, output_dir, tracker, stop
+        self.check_first = check_first
+        self.stopped = False
+        self.progress: runlog.Progress | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.metrics = runlog.MetricsFile(self.output_dir / "metrics.jsonl", after_step=state.global_step or None)
+        self.progress = runlog.Progress(state.max_steps, self.title, start=state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._show(state.global_step)
+        if _any_process(self.stop.requested):
+            self.stopped = control.should_save = control.should_training_stop = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        row = dict(logs or {})
+        if "train_runtime" in row:  # transformers' closing summary, which holds nothing new
+            return
+        if self.check_first is not None and state.global_step == 1 and "loss" in row:
+            self.check_first(row)
+        shown = {name: row[name] for name in ("loss", "eval_loss", "rewards/accuracies") if name in row}
+        self._show(state.global_step, **shown)
+        self.metrics.write(row, state.global_step)
+        self.tracker.log(row, state.global_step)
+        if not math.isfinite(row.get("loss", 0.0)):
+            self.tracker.alert(f"{self.title}: loss is not finite", f"step {state.global_step}: loss {row['loss']}")
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        barrier()  # every process has written its random state by now
+        if state.is_world_process_zero:
+            checkpoint.seal(self.output_dir / f"checkpoint-{state.global_step}", step=state.global_step)
+
+    def close(self) -> None:
+        """Whatever happened: leave the terminal and the tracker in order."""
+        if self.progress is not None:
+            self.progress.close()
+        self.tracker.finish()
+
+    def _show(self, step: int, **figures: float) -> None:
+        assert self.progress is not None
+        self.progress.update(step, **figures)
+
+
+def _any_process(flag: bool) -> bool:
+    """True on every process as soon as it is on one; a signal may reach only some of them."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return flag
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    votes = torch.tensor([int(flag)], device=device)
+    dist.all_reduce(votes, dist.ReduceOp.MAX)
+    return bool(votes.item())
+
+
+def barrier() -> None:
+    """Wait for the other processes, if there are any."""
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+
+
+def describe(net: Any, device: torch.device) -> str:
+    """What is about to train: "0.21 M parameters (all trained), cpu, 1 process"."""
+    parameters = list(net.parameters())
+    count, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    share = "all trained" if trained == count else f"{trained / 1e6:.2f} M trained"
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    return f"{count / 1e6:.2f} M parameters ({share}), {device}, {processes} process{'es' if processes > 1 else ''}"

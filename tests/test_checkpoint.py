@@ -1,0 +1,228 @@
+"""Does a damaged, unfinished or occupied folder always show, and does a whole one always verify?"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from posttrain import checkpoint
+from posttrain.types import UserError
+
+
+def write_files(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(bytes(range(256)) * 8)
+    (folder / "config.json").write_text('{"a": 1}')
+    (folder / "sub").mkdir()
+    (folder / "sub" / "x.txt").write_text("x")
+
+
+def test_save_gives_a_folder_that_verifies_and_leaves_nothing_else(tmp_path: Path) -> None:
+    folder = checkpoint.save(tmp_path / "run" / "final", write_files, phase="phase1", step=7)
+    manifest = checkpoint.verify(folder)
+    assert manifest["meta"] == {"phase": "phase1", "step": 7}
+    assert set(manifest["files"]) == {"model.safetensors", "config.json", "sub/x.txt"}
+    assert manifest["files"]["model.safetensors"]["bytes"] == 2048
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["final"]
+
+
+def test_save_replaces_an_older_checkpoint_as_a_whole(tmp_path: Path) -> None:
+    folder = checkpoint.save(tmp_path / "final", write_files)
+    checkpoint.save(folder, lambda out: (out / "only.txt").write_text("new"))
+    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "only.txt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+    checkpoint.verify(folder)
+
+
+def test_a_failed_write_leaves_the_old_checkpoint_and_its_remains_go_with_the_next(tmp_path: Path) -> None:
+    folder = checkpoint.save(tmp_path / "final", write_files)
+
+    def fail(out: Path) -> None:
+        (out / "half").write_text("half")
+        raise OSError("No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.save(folder, fail)
+    checkpoint.verify(folder)
+    checkpoint.save(folder, write_files)
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
+def test_every_flipped_byte_and_every_cut_is_noticed(tmp_path: Path) -> None:
+    folder = checkpoint.save(tmp_path / "final", write_files)
+    rng = random.Random(5)
+    for _ in range(100):
+        victim = folder / rng.choice(["model.safetensors", "config.json", "sub/x.txt"])
+        whole = victim.read_bytes()
+        place = rng.randrange(len(whole))
+        if rng.random() < 0.5:
+            victim.write_bytes(whole[:place])
+        else:
+            victim.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << rng.randrange(8))]) + whole[place + 1 :])
+        with pytest.raises(UserError, match="damaged"):
+            checkpoint.verify(folder)
+        victim.write_bytes(whole)
+    checkpoint.verify(folder)
+
+
+def test_a_kill_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "final", write_files, n=1).rename(tmp_path / ".final.partial-7-old")
+
+    def fail(out: Path) -> None:
+        raise OSError("No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.save(tmp_path / "final", fail)
+    assert checkpoint.verify(tmp_path / "final")["meta"] == {"n": 1}
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda f: (f / "config.json").unlink(), "config.json is missing"),
+        (lambda f: (f / "manifest.json").unlink(), "no complete checkpoint"),
+        (lambda f: (f / "manifest.json").write_text('{"files": {'), "cannot be read"),
+        (lambda f: (f / "manifest.json").write_text("[]"), "cannot be read"),
+        (lambda f: (f / "manifest.json").write_bytes(b"\xff\xfe"), "cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path: Path, harm, words: str) -> None:
+    folder = checkpoint.save(tmp_path / "final", write_files)
+    harm(folder)
+    with pytest.raises(UserError, match=words):
+        checkpoint.verify(folder)
+
+
+def test_verify_of_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        checkpoint.verify(tmp_path / "nowhere")
+
+
+def test_latest_good_goes_by_number_and_reports_the_broken_ones(tmp_path: Path) -> None:
+    for step in (5, 20, 100):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        write_files(folder)
+        checkpoint.seal(folder, step=step)
+    (tmp_path / "checkpoint-120").mkdir()  # a kill while it was written: no manifest
+    (tmp_path / "checkpoint-100" / "config.json").write_text('{"a": 2}')
+    heard: list[str] = []
+    assert checkpoint.latest_good(tmp_path, say=heard.append) == tmp_path / "checkpoint-20"
+    assert ["checkpoint-120" in heard[0], "checkpoint-100" in heard[1], len(heard)] == [True, True, 2]
+    assert checkpoint.latest_good(tmp_path / "empty", say=heard.append) is None
+
+
+def test_kill_during_save_leaves_the_old_checkpoint_whole(tmp_path: Path) -> None:
+    """The process dies by SIGKILL at random moments of one save after another."""
+    program = textwrap.dedent(
+        """
+        import sys
+        from pathlib import Path
+        from posttrain import checkpoint
+        folder, n = Path(sys.argv[1]), 0
+        def write(out):
+            for k in range(20):
+                (out / f"part{k}.bin").write_bytes(bytes([n % 256]) * 20000)
+        while True:
+            checkpoint.save(folder, write, n=n)
+            n += 1
+            print(n, flush=True)
+        """
+    )
+    rng = random.Random(1)
+    for _ in range(6):
+        with subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path / "final")],
+            stdout=subprocess.PIPE,
+            cwd=Path(checkpoint.__file__).parents[1],
+        ) as process:
+            assert process.stdout is not None
+            process.stdout.readline()  # at least one save is complete
+            try:
+                process.wait(timeout=rng.uniform(0.0, 0.2))
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+            process.wait()
+        survivors = [tmp_path / "final", *tmp_path.glob(".final.partial-*-old")]
+        good = [folder for folder in survivors if folder.is_dir() and (folder / "manifest.json").exists()]
+        assert good
+        manifest = checkpoint.verify(good[0])
+        assert len(manifest["files"]) == 20
+
+
+def test_claim_refuses_a_folder_in_use_and_changes_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match=r"--resume.*output_dir="):
+        checkpoint.claim(out, resume=False)
+    assert [path.name for path in out.iterdir()] == ["metrics.jsonl"]
+    checkpoint.claim(out, resume=True)
+    with pytest.raises(UserError, match="nothing to resume"):
+        checkpoint.claim(tmp_path / "other", resume=True)
+    with pytest.raises(UserError, match="is a file"):
+        checkpoint.claim(out / "metrics.jsonl", resume=False)
+
+
+def test_claim_refuses_while_another_process_writes(tmp_path: Path) -> None:
+    program = "import sys; from pathlib import Path; from posttrain import checkpoint; "
+    program += "checkpoint.claim(Path(sys.argv[1]), False); print('claimed', flush=True); sys.stdin.read()"
+    out = tmp_path / "run"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(out)],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        cwd=Path(checkpoint.__file__).parents[1],
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"claimed\n"
+        with pytest.raises(UserError, match="Another process"):
+            checkpoint.claim(out, resume=False)
+        process.kill()
+    checkpoint.claim(out, resume=False)  # the lock went with the process, however it ended
+    checkpoint.claim(out, resume=False)  # and a process may claim twice what is its own
+
+
+def test_free_space(tmp_path: Path) -> None:
+    checkpoint.needs_free_space(tmp_path / "not" / "yet" / "there", 1)
+    with pytest.raises(UserError, match="Too little disk space"):
+        checkpoint.needs_free_space(tmp_path / "not" / "yet" / "there", 10**18)
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_usable(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE stands in for the full disk: writes beyond 4 KB fail with an OSError."""
+    checkpoint.save(tmp_path / "final", write_files, n=1)
+    program = textwrap.dedent(
+        """
+        import resource, signal, sys
+        from pathlib import Path
+        from posttrain import checkpoint
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        checkpoint.save(Path(sys.argv[1]), lambda out: (out / "big").write_bytes(b"x" * 100000), n=2)
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "final")],
+        capture_output=True,
+        text=True,
+        cwd=Path(checkpoint.__file__).parents[1],
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert done.returncode == 1
+    assert "OSError" in done.stderr
+    assert checkpoint.verify(tmp_path / "final")["meta"] == {"n": 1}
+
+
+def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
+    folder = checkpoint.save(tmp_path / "final", write_files, chat_template_sha256="ab" * 32)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest == checkpoint.verify(folder)
+    assert manifest["format"] == 1

@@ -1,0 +1,465 @@
+"""Do the worlds keep the promises of envs/base.py, and are their optima optimal?"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
+from gymnasium.utils.env_checker import check_env
+
+from envs import SPLITS, base, check, frozen_lake, make, names, sokoban, split_of
+from envs.base import OBSERVATIONS, canonical
+
+ROOT = Path(__file__).parents[1]
+WORLDS = names()
+
+
+def wander(world, steps: int, seed: int = 0):
+    """Observations along a random walk that starts a new level whenever one ends."""
+    rng = np.random.default_rng(seed)
+    observation, _ = world.reset(seed=seed)
+    for step in range(steps):
+        yield observation
+        observation, _, terminated, _, _ = world.step(world.actions[rng.integers(len(world.actions))])
+        if terminated:
+            yield observation
+            observation, _ = world.reset(seed=seed + step + 1)
+
+
+def test_both_worlds_are_there():
+    assert {"frozen_lake", "sokoban"} <= set(WORLDS)
+
+
+@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+def test_gymnasiums_checker_has_nothing_to_say(name, observation):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        world = gymnasium.make(f"posttrain/{type(make(name)).__name__}-v0", observation=observation)
+        check_env(world.unwrapped)
+        observation_text, info = world.reset(seed=3)
+        for action in world.unwrapped.actions:
+            observation_text, _, terminated, truncated, info = world.step(action)
+            assert world.observation_space.contains(observation_text)
+            assert {"success", "action_is_valid", "action_is_effective", "failure"} <= set(info)
+            if terminated or truncated:
+                break
+
+
+@pytest.mark.parametrize("call", [lambda: make("frozenlake"), lambda: make("frozen_lake", observation="grit")])
+def test_a_misspelt_name_is_guessed(call):
+    with pytest.raises(ValueError, match=r'Did you mean "(frozen_lake|grid)"'):
+        call()
+
+
+def test_misspelt_options_symbols_and_splits_are_refused():
+    with pytest.raises(ValueError, match=r'"observaton".*Did you mean "observation"'):
+        make("frozen_lake", observaton="grid")
+    with pytest.raises(ValueError, match='Did you mean "player"'):
+        make("sokoban", symbols={"playr": "@"})
+    with pytest.raises(ValueError, match="share a symbol"):
+        make("sokoban", symbols={"player": "#"})
+    with pytest.raises(ValueError, match="one word"):
+        make("frozen_lake", symbols={"hole": "<think>"})
+    with pytest.raises(ValueError, match='no split "tests"'):
+        make("frozen_lake").reset(seed=0, options={"split": "tests"})
+    with pytest.raises(ValueError, match='no reset option "splt"'):
+        make("frozen_lake").reset(seed=0, options={"splt": "test"})
+    with pytest.raises(ValueError, match="min_length"):
+        make("sokoban", min_length=5, max_length=4)
+
+
+def test_a_world_without_levels_says_so():
+    with pytest.raises(ValueError, match="no level for the split"):
+        make("sokoban", size=5, boxes=8).reset(seed=0)
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_splits_are_disjoint_also_up_to_rotation_and_reflection(name):
+    world, keys = make(name), {}
+    for split in SPLITS:
+        for seed in range(150):
+            world.reset(seed=seed, options={"split": split})
+            assert split_of(world.level_key()) == split
+            keys.setdefault(split, set()).add(world.level_key())
+    assert not any(keys[a] & keys[b] for a, b in itertools.combinations(SPLITS, 2))
+    assert all(len(found) > 60 for found in keys.values()), "a split must not be a handful of levels"
+
+
+def test_split_shares_are_eighty_ten_ten():
+    counts = Counter(split_of(str(i)) for i in range(20_000))
+    assert [round(counts[split] / 20_000, 2) for split in SPLITS] == [0.80, 0.10, 0.10]
+
+
+def test_canonical_knows_all_eight_images():
+    rows = ["ab", "cd"]
+    images = ["ab cd", "ca db", "dc ba", "bd ac", "ba dc", "ac bd", "cd ab", "db ca"]
+    assert {canonical(image.split()) for image in images} == {canonical(rows)}
+    assert canonical(["ab", "dc"]) != canonical(rows)
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_default_split_is_train_and_reset_is_pure(name):
+    one, two = make(name), make(name)
+    for seed in range(20):
+        first, _ = one.reset(seed=seed)
+        two.reset(seed=seed + 1)
+        two.step(two.actions[0])
+        base.draw_level.cache_clear()
+        second, _ = two.reset(seed=seed, options={"split": "train"})
+        assert (first, one.state_key(), one.level_key()) == (second, two.state_key(), two.level_key())
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_levels_are_the_same_in_every_process(name):
+    code = f"from envs import make; from envs.check import digest; print(digest(make({name!r}), 10))"
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for hash_seed in ("0", "1")
+    }
+    assert digests == {check.digest(make(name), 10)}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_an_unknown_action_changes_nothing(name):
+    world = make(name)
+    world.reset(seed=5)
+    before = world.state_key()
+    observation, _, terminated, truncated, info = world.step("fly")
+    assert world.state_key() == before and observation == world.observe()
+    assert not (info["action_is_valid"] or info["action_is_effective"] or info["success"] or terminated or truncated)
+    assert world.step(f"  {world.actions[0].upper()} ")[4]["action_is_valid"], "case and blanks do not matter"
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_the_legend_follows_the_symbols(name):
+    cells = sorted({"frozen_lake": frozen_lake.SYMBOLS, "sokoban": sokoban.SYMBOLS}[name])
+    custom = {cell: f"{cell[0].upper()}{i}" for i, cell in enumerate(cells)}
+    for observation in OBSERVATIONS:
+        world = make(name, observation=observation, symbols=custom)
+        texts = list(wander(world, 400))
+        shown = {word for text in texts for word in text.split()} & set(custom.values())
+        assert bool(shown) == (observation != "coordinates")
+        assert all(f" {symbol} " in world.rules() for symbol in shown)
+        assert all(world.observation_space.contains(text) for text in texts)
+        defaults = set(make(name).symbols.values())
+        assert not any(defaults & set(text.split()) for text in texts)
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_every_cell_symbol_is_explained_in_the_default_alphabet_too(name):
+    for observation in ("grid", "both", "neighbours"):
+        world = make(name, observation=observation)
+        shown = {word for text in wander(world, 400) for word in text.split()} & set(world.symbols.values())
+        assert len(shown) > 2 and all(f" {symbol} " in world.rules() for symbol in shown)
+
+
+def test_observations_read_as_documented():
+    lake = make("frozen_lake")
+    lake.reset(seed=0)
+    lake.begin(("SFHF", "FFFF", "FHFF", "FFFG"))
+    lake.step("Right")
+    assert lake.observe() == "You 0 1 Goal 3 3 Left _ Down _ Right O Up #"
+    assert lake.thought() == "goal Down Right safe Left Down"
+    lake.observation = "both"
+    assert lake.observe() == "You 0 1 Goal 3 3 Holes 0 2 ; 2 1\n_ P O _\n_ _ _ _\n_ O _ _\n_ _ _ G"
+    room = make("sokoban", size=5)
+    room.reset(seed=0)
+    room.begin(("#####", "#@$.#", "#   #", "# # #", "#####"))
+    beside_box = "Left P Down _ Right O Up #"
+    assert room.observe() == f"You 1 1 Left # Down _ Right X Up # Box 1 2 {beside_box} Target 1 3"
+    assert room.thought() == "push Right"
+    room.step("Down")
+    assert room.thought() == "go Up free Down Right Up"
+    room.observation = "coordinates"
+    assert room.observe() == "You 2 1 Boxes 1 2 Targets 1 3 Walls 3 2"
+    room.observation, room.separator = "grid", ""
+    assert room.observe() == "#####\n#_XO#\n#P__#\n#_#_#\n#####"
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_weak_players_follow_their_cue_and_watching_them_changes_nothing(name):
+    watched, alone = make(name), make(name)
+    for seed in range(40):
+        watched.reset(seed=seed)
+        alone.reset(seed=seed)
+        for _ in range(4):
+            players, cues = watched.players(), watched.cues()
+            assert set(players.values()) <= set(watched.actions) and "random" in players
+            assert all(players[cue] in actions for cue, actions in cues.items() if actions)
+            assert watched.step("Up")[0] == alone.step("Up")[0]
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_no_weak_player_is_good_and_the_expert_is_perfect(name):
+    protocol = check.Protocol()
+    wins = {
+        player: sum(check.play(name, {}, player, protocol, seed, "validation").success for seed in range(150))
+        for player in ("expert", *check.make_ready(name, {}).players())
+    }
+    assert wins.pop("expert") == 150
+    assert wins["random"] < 0.35 * 150 and max(wins.values()) < 0.85 * 150
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_frames_are_pictures_of_the_state(name):
+    world = make(name, render_mode="rgb_array")
+    world.reset(seed=1)
+    before = world.render()
+    assert before.dtype == np.uint8 and before.ndim == 3 and before.shape[2] == 3 and before.std() > 10
+    world.step(world.expert())
+    assert not np.array_equal(before, world.render())
+
+
+# -- FrozenLake --------------------------------------------------------------------------------------------------------
+
+
+def expectimax(table, cells: str, state: int, horizon: int) -> float:
+    """The optimum straight from gymnasium's table, by recursion."""
+    if horizon == 0 or cells[state] in "GH":
+        return float(cells[state] == "G")
+    return max(
+        sum(p * expectimax(table, cells, following, horizon - 1) for p, following, _, _ in table[state][action])
+        for action in range(4)
+    )
+
+
+@pytest.mark.parametrize("chance", [1.0, 0.7, 1 / 3])
+def test_value_iteration_agrees_with_recursion_over_gymnasiums_table(chance):
+    world = make("frozen_lake", size=3, slippery=chance < 1, success_rate=chance)
+    for seed in range(6):
+        world.reset(seed=seed)
+        table = FrozenLakeEnv(desc=list(world.level), is_slippery=chance < 1, success_rate=chance).P
+        for horizon in range(4):
+            expected = expectimax(table, world.cells, world.position, horizon)
+            assert world.optimal_success(horizon) == pytest.approx(expected, abs=1e-12)
+
+
+def test_value_iteration_agrees_with_play():
+    world = make("frozen_lake", slippery=True, success_rate=0.6)
+    world.reset(seed=11)
+    promised, wins, games = world.optimal_success(6), 0, 1500
+    for game in range(games):
+        world.reset(seed=11, options={"noise_seed": game})
+        for left in range(6, 0, -1):
+            if world.step(world.expert(horizon=left))[2]:
+                break
+        wins += world.position == world.goal
+    assert 0.1 < promised < 0.98
+    assert abs(wins / games - promised) < 4 * np.sqrt(promised * (1 - promised) / games)
+
+
+def test_frozen_lake_levels_are_solvable_and_the_expert_takes_the_shortest_way():
+    world = make("frozen_lake")
+    starts = set()
+    for seed in range(100):
+        world.reset(seed=seed)
+        starts.add((world.position, world.goal))
+        length = world.optimal_length()
+        assert length > 0 and world.optimal_success(length) == 1 and world.optimal_success(length - 1) == 0
+        rewards = [world.step(world.expert())[1] for _ in range(length)]
+        assert rewards == [0.0] * (length - 1) + [1.0]
+    assert len(starts) > 50
+
+
+def test_frozen_lake_corners_size_and_holes():
+    world = make("frozen_lake", size=6, corners=True)
+    world.reset(seed=2)
+    assert (world.position, world.goal) == (0, 35)
+    world.begin(("SH", "FG"))
+    world.side = 2
+    _, reward, terminated, truncated, info = world.step("Right")
+    assert (reward, terminated, truncated, info["failure"], info["success"]) == (0.0, True, False, "hole", False)
+
+
+def test_members_of_a_group_share_the_level_but_not_the_slips():
+    world = make("frozen_lake", slippery=True, success_rate=0.34)
+
+    def walk(noise_seed: int) -> tuple[str, ...]:
+        first, _ = world.reset(seed=4, options={"noise_seed": noise_seed})
+        return (first, world.level_key(), *(world.step(action)[0] for action in world.actions))
+
+    walks = [walk(noise_seed) for noise_seed in range(8)]
+    assert len({walk[:2] for walk in walks}) == 1
+    assert len({walk[2:] for walk in walks}) > 3
+    assert walks == [walk(noise_seed) for noise_seed in range(8)]
+
+
+def test_state_key_tells_futures_apart_and_nothing_else():
+    world = make("frozen_lake")
+    world.reset(seed=0)
+    world.begin(("SFF", "FFF", "FFG"))
+    world.side = 3
+    world.step("Right")
+    here = world.state_key()
+    world.begin(("FSF", "FFF", "FFG"))
+    assert world.state_key() == here, "where the walk began does not matter"
+    world.begin(("FSF", "FFH", "FFG"))
+    assert world.state_key() != here
+
+
+# -- Sokoban -----------------------------------------------------------------------------------------------------------
+
+
+def brute_force(level: tuple[str, ...], depth: int) -> int | None:
+    """Length of the shortest solution by trying every sequence of moves; None if it is above `depth`."""
+    cells = {(r, c): letter for r, row in enumerate(level) for c, letter in enumerate(row)}
+    targets = {cell for cell, letter in cells.items() if letter in ".*+"}
+    boxes = {cell for cell, letter in cells.items() if letter in "$*"}
+    (player,) = (cell for cell, letter in cells.items() if letter in "@+")
+    for length in range(depth + 1):
+        for moves in itertools.product(((-1, 0), (1, 0), (0, -1), (0, 1)), repeat=length):
+            (r, c), now = player, set(boxes)
+            for down, right in moves:
+                there, beyond = (r + down, c + right), (r + 2 * down, c + 2 * right)
+                if cells[there] == "#" or (there in now and (cells[beyond] == "#" or beyond in now)):
+                    continue
+                if there in now:
+                    now = now - {there} | {beyond}
+                r, c = there
+            if now == targets:
+                return length
+    return None
+
+
+def test_the_solver_agrees_with_brute_force_on_random_rooms():
+    rng = random.Random(0)
+    lengths = Counter()
+    for trial in range(60):
+        boxes = 1 + trial % 2
+        cells = [(r, c) for r in range(1, 4) for c in range(1, 4)]
+        rng.shuffle(cells)
+        grid = [list("#####") if r in (0, 4) else list("#   #") for r in range(5)]
+        for letter in "@" + "$" * boxes + "." * boxes + "#" * rng.randrange(2):
+            r, c = cells.pop()
+            grid[r][c] = letter
+        level = tuple("".join(row) for row in grid)
+        solution = sokoban.solve(sokoban.Room.read(level), 5)
+        expected = brute_force(level, 5)
+        assert (None if solution is None else len(solution)) == expected, level
+        lengths[expected] += 1
+    assert len(lengths) > 3, "the rooms must try several lengths"
+
+
+def test_backward_search_agrees_with_the_solver():
+    solved = sokoban.Room.read(("######", "#@   #", "# *# #", "#    #", "######"))
+    layers = sokoban.backwards(solved, 50)
+    length = {state: i for i, layer in enumerate(layers) for state in layer}
+    assert len(length) == sum(map(len, layers)) and max(length.values()) < 50
+    free = set(range(30)) - solved.walls
+    for box, player in itertools.permutations(sorted(free), 2):
+        state = solved._replace(boxes=frozenset({box}), player=player)
+        solution = sokoban.solve(state)
+        assert length.get(state) == (None if solution is None else len(solution))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"min_length": 3, "max_length": 3}, {"size": 7, "boxes": 2, "min_length": 4, "max_length": 9}]
+)
+def test_levels_have_the_length_asked_for_and_the_expert_proves_it(options):
+    world, lengths = make("sokoban", **options), set()
+    for seed in range(25):
+        world.reset(seed=seed)
+        length = world.optimal_length()
+        lengths.add(length)
+        infos = [world.step(world.expert())[4] for _ in range(length)]
+        assert [info["success"] for info in infos] == [False] * (length - 1) + [True]
+    assert lengths == set(range(options.get("min_length", 1), options.get("max_length", 4) + 1))
+
+
+def test_sokoban_generation_leaves_the_global_generators_alone():
+    random.seed(7)
+    np.random.seed(7)
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    world = make("sokoban")
+    for seed in range(5):
+        base.draw_level.cache_clear()
+        world.reset(seed=seed)
+    assert sokoban.generate(sokoban.Rooms(5, 8, 1, 4, 20), 0) is None, "the generator's own failure is survived"
+    after = np.random.get_state()
+    assert random.getstate() == python_state
+    assert after[0] == numpy_state[0] and np.array_equal(after[1], numpy_state[1]) and after[2:] == numpy_state[2:]
+
+
+def test_sokoban_rewards_are_ragens_or_sparse():
+    level = ("#######", "#@$ . #", "#.   $#", "#     #", "#######")
+
+    def rewards(kind: str, moves: str) -> list[float]:
+        world = make("sokoban", size=7, boxes=2, reward=kind)
+        world.reset(seed=0)
+        world.begin(level)
+        names = {name[0]: name for name in world.actions}
+        return [world.step(names[move])[1] for move in moves]
+
+    # on, off (pushed past the target), blocked
+    assert rewards("dense", "RRRR") == [-0.1, 0.9, -1.1, -0.1]
+    assert rewards("sparse", "RRRR") == [0, 0, 0, 0]
+    world = make("sokoban", size=5)
+    world.reset(seed=0)
+    world.begin(("#####", "#@$.#", "#   #", "#   #", "#####"))
+    _, reward, terminated, truncated, info = world.step("Right")
+    assert (reward, terminated, truncated, info["success"], info["failure"]) == (10.9, True, False, True, "")
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_box_in_a_corner_is_a_deadlock(ends):
+    world = make("sokoban", size=5, deadlock_ends=ends)
+    world.reset(seed=0)
+    world.begin(("#####", "# .@#", "#  $#", "#   #", "#####"))
+    _, _, terminated, truncated, info = world.step("Down")
+    assert not truncated and info["deadlock"] and info["failure"] == "deadlock" and not info["success"]
+    assert terminated == ends
+    assert world.optimal_length() == -1 and world.optimal_success(99) == 0 and world.expert() in world.actions
+    world.begin(("#####", "# @ #", "# $ #", "# . #", "#####"))
+    assert not world.step("Down")[4]["deadlock"], "a box on a target is never stuck"
+
+
+# -- python -m envs.check ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_check_shows_an_episode_and_the_players(name, capsys):
+    assert check.main([name, "observation=grid", "--episodes", "5"]) == 0
+    shown = capsys.readouterr().out
+    assert "expert" in shown and "5/5" in shown and "random" in shown and "kept" in shown
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["frozenlake"], 'Did you mean "frozen_lake"'),
+        (["sokoban", "sise=6"], 'Did you mean "size"'),
+        (["sokoban", "size"], "name=value"),
+        (["sokoban", "size=big"], "'<' not supported"),
+        (["sokoban", "--split", "tset"], 'Did you mean "test"'),
+        (["sokoban", "--turns", "0"], "at least 1"),
+    ],
+)
+def test_check_refuses_nonsense_in_one_paragraph(arguments, says, capsys):
+    assert check.main(arguments) == 2
+    problem = capsys.readouterr().err
+    assert says in problem and problem.count("\n") == 1
+
+
+def test_check_notices_a_world_that_differs_between_processes(monkeypatch, capsys):
+    honest = frozen_lake.FrozenLake.observe
+    monkeypatch.setattr(frozen_lake.FrozenLake, "observe", lambda self: f"{honest(self)} here")
+    assert check.main(["frozen_lake", "--episodes", "2"]) == 1
+    assert "sees other levels" in " ".join(capsys.readouterr().out.split())

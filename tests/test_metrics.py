@@ -1,0 +1,202 @@
+"""Are the figures right that every result rests on?  Against slow references, TRL's code and published numbers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trl.rewards import get_repetition_penalty_reward
+
+from posttrain import metrics
+from posttrain.metrics import (
+    MathJudge,
+    at_equal_length,
+    bootstrap_mean,
+    distinct_n,
+    last_boxed,
+    longest_repeat,
+    paired_bootstrap,
+    repetition,
+    seq_rep_n,
+    wilson,
+)
+
+texts = st.lists(st.integers(0, 4), max_size=40)
+
+
+@given(texts, st.integers(1, 5))
+def test_seq_rep_agrees_with_trl(ids: list[int], n: int) -> None:
+    oracle = get_repetition_penalty_reward(ngram_size=n, max_penalty=-1.0)
+    assert seq_rep_n(ids, n) == pytest.approx(-oracle([ids])[0])
+
+
+def test_seq_rep_by_hand() -> None:
+    assert seq_rep_n([1, 2, 3, 4, 5], 4) == 0.0
+    assert seq_rep_n([7] * 8, 4) == pytest.approx(1 - 1 / 5)
+    assert seq_rep_n([1, 2, 1, 2, 1, 2], 4) == pytest.approx(1 - 2 / 3)
+    assert seq_rep_n([1, 2, 3], 4) == 0.0
+
+
+@given(st.lists(texts, max_size=5), st.integers(1, 3))
+def test_distinct_by_counting(many: list[list[int]], n: int) -> None:
+    counts: Counter[tuple[int, ...]] = Counter()
+    for ids in many:
+        for start in range(len(ids)):
+            if start + n <= len(ids):
+                counts[tuple(ids[start : start + n])] += 1
+    tokens = sum(len(ids) for ids in many)
+    assert distinct_n(many, n) == (len(counts) / tokens if tokens else 0.0)
+
+
+@given(texts)
+def test_longest_repeat_by_trying_all_pairs(ids: list[int]) -> None:
+    best = 0
+    for a in range(len(ids)):
+        for b in range(a + 1, len(ids)):
+            length = 0
+            while b + length < len(ids) and ids[a + length] == ids[b + length]:
+                length += 1
+            best = max(best, length)
+    assert longest_repeat(ids) == best
+
+
+def test_equal_length_removes_the_gain_of_silence() -> None:
+    loop = [1, 2, 3, 4] * 10
+    chatty, silent = at_equal_length([loop, [1, 2]], [loop[:8], [5, 6, 7]])
+    assert [len(ids) for ids in chatty] == [len(ids) for ids in silent] == [8, 2]
+    assert seq_rep_n(loop) > seq_rep_n(loop[:8])
+    assert seq_rep_n(chatty[0]) == seq_rep_n(silent[0])
+    assert [len(ids) for ids in at_equal_length([loop], [loop], limit=5)[0]] == [5]
+
+
+def test_repetition_summary() -> None:
+    figures = repetition([[1, 2] * 40, [1, 2, 3]], [False, True], first=6)
+    assert figures["never_stops"] == 0.5
+    assert figures["tokens"] == 41.5
+    assert figures["seq_rep_4"] == pytest.approx((1 - 2 / 77) / 2)
+    assert figures["seq_rep_4_first"] == pytest.approx((1 - 2 / 3) / 2)
+    assert figures["longest_repeat"] == 78 / 2
+    assert figures["distinct_1"] == 3 / 83
+
+
+@pytest.mark.parametrize(
+    ("successes", "n", "low", "high"),
+    [
+        # Newcombe 1998, Statistics in Medicine 17, table I, method 3 (score without continuity correction)
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0000, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
+def test_wilson_against_published_values(successes: int, n: int, low: float, high: float) -> None:
+    assert wilson(successes, n) == pytest.approx((low, high), abs=5e-5)
+    mirrored = wilson(n - successes, n)
+    assert mirrored == pytest.approx((1 - high, 1 - low), abs=5e-5)
+
+
+def test_bootstrap_is_seeded_and_covers() -> None:
+    rng = np.random.default_rng(3)
+    sample = rng.normal(0.4, 1.0, size=400).tolist()
+    interval = bootstrap_mean(sample, seed=1)
+    assert interval == bootstrap_mean(sample, seed=1) != bootstrap_mean(sample, seed=2)
+    error = 1.96 * float(np.std(sample)) / 20
+    assert interval.low == pytest.approx(np.mean(sample) - error, abs=0.02)
+    assert interval.high == pytest.approx(np.mean(sample) + error, abs=0.02)
+
+
+def test_bootstrap_interval_holds_the_truth_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(0)
+    held = 0
+    for trial in range(200):
+        interval = bootstrap_mean(rng.binomial(1, 0.3, size=150).tolist(), seed=trial, rounds=500)
+        held += interval.low <= 0.3 <= interval.high
+    assert 180 <= held <= 199
+
+
+def test_pairing_sharpens_a_difference() -> None:
+    rng = np.random.default_rng(1)
+    before = rng.normal(0, 1, size=200)
+    after = before + 0.1 + rng.normal(0, 0.05, size=200)
+    interval = paired_bootstrap(before.tolist(), after.tolist(), seed=0)
+    assert 0.08 < interval.low < interval.value < interval.high < 0.12
+    with pytest.raises(AssertionError):
+        paired_bootstrap([1.0], [1.0, 2.0], seed=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        (r"\boxed{3} or rather \boxed{4}", "4"),
+        (r"\boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed {\text{a}}", r"\text{a}"),
+        (r"\boxed{3} and \boxed{4", "3"),
+        ("no box", None),
+        (r"\boxed{" + "9" * 2000 + "}", None),
+        (r"\boxed{}", ""),
+    ],
+)
+def test_last_boxed(text: str, inside: str | None) -> None:
+    assert last_boxed(text) == inside
+
+
+def test_judge_knows_equal_answers() -> None:
+    cases = [
+        (r"3+4=7. The answer is \boxed{7}.", "7", True),
+        (r"\boxed{07}", "7", True),
+        (r"\boxed{7.0}", "7", True),
+        (r"\boxed{\frac12}", "0.5", True),
+        (r"\boxed{1,000}", "1000", True),
+        (r"\boxed{x+1}", "1+x", True),
+        (r"\boxed{ Evelyn }", "Evelyn", True),
+        (r"\boxed{-7}", "7", False),
+        (r"\boxed{8}", "7", False),
+        (r"the answer is 7", "7", False),
+        (r"\boxed{7} no, \boxed{8}", "7", False),
+    ]
+    with MathJudge() as judge:
+        assert judge.correct_many([(text, answer) for text, answer, _ in cases]) == [right for *_, right in cases]
+        assert judge.restarts == 0
+
+
+def test_judge_survives_what_hangs() -> None:
+    with MathJudge() as judge:
+        assert judge.correct(r"\boxed{0.50}", "1/2")  # starts the worker, whose imports are not what is timed here
+        assert judge._worker is not None
+        first = judge._worker.pid
+        began = time.monotonic()
+        assert not judge.correct(r"\boxed{9^{9^{9^9}}}", "7")
+        assert time.monotonic() - began < 3
+        assert judge.restarts == 1
+        with pytest.raises(ProcessLookupError):
+            os.kill(first, 0)
+        assert judge.correct_many([(r"\boxed{0.50}", "1/2"), (r"\boxed{2/4}", "0.5")]) == [True, True]
+        assert judge.restarts == 1
+
+
+def test_judge_starts_again_after_its_worker_died() -> None:
+    with MathJudge() as judge:
+        assert judge.correct(r"\boxed{1/2}", "0.5")
+        assert judge._worker is not None
+        judge._worker.kill()
+        judge._worker.wait()
+        assert judge.correct(r"\boxed{1/2}", "0.5")
+
+
+def test_judge_runs_no_code_and_imports_no_torch(tmp_path) -> None:
+    marker = tmp_path / "ran"
+    with MathJudge() as judge:
+        assert not judge.correct(rf"\boxed{{__import__('pathlib').Path('{marker}').touch()}}", "7")
+        assert not marker.exists()
+    code = "import sys, runpy; sys.stdin.close(); sys.stdin = open('/dev/null'); "
+    code += f"runpy.run_path({metrics.__file__!r}, run_name='__main__'); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "ready\n"

@@ -1,0 +1,138 @@
+"""Do the bar, the metrics file and the tracker tell the truth, without a terminal, after a kill, without a network?"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from posttrain import runlog
+
+
+def plain_console() -> tuple[Console, io.StringIO]:
+    text = io.StringIO()
+    return Console(file=text, force_terminal=False, width=200), text
+
+
+def test_without_a_terminal_lines_are_few_and_carry_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(runlog.time, "monotonic", lambda: now[0])
+    console, text = plain_console()
+    with runlog.Progress(total=400, title="phase 1", start=200, console=console) as progress:
+        for step in range(201, 401):
+            now[0] += 0.25
+            progress.update(step, loss=2.5)
+    lines = text.getvalue().splitlines()
+    assert lines[0] == "phase 1: 201/400 steps, 50 %, 4.0 steps/s, 0:50 left, loss 2.5"
+    assert lines[-1] == "phase 1: 400/400 steps, 100 %, 4.0 steps/s, 0:00 left, loss 2.5"
+    assert len(lines) == 11  # 50 seconds, one line every 5, and the last state
+
+
+def test_slow_steps_are_given_in_seconds_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(runlog.time, "monotonic", lambda: now[0])
+    console, text = plain_console()
+    with runlog.Progress(total=1000, title="t", console=console) as progress:
+        now[0] = 8.0
+        progress.update(2)
+    assert "4.0 s/step, 1:06:32 left" in text.getvalue()
+
+
+def test_with_a_terminal_a_bar_is_drawn_and_text_stands_above_it() -> None:
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=120)
+    with runlog.Progress(total=4, title="phase 1", console=console) as progress:
+        progress.say("[not markup] checkpoint-2 saved")
+        progress.update(4, loss=1.0)
+    assert "4/4" in text.getvalue()
+    assert "loss 1" in text.getvalue()
+    assert "[not markup] checkpoint-2 saved" in text.getvalue()
+
+
+def test_other_processes_are_silent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RANK", "1")
+    console, text = plain_console()
+    with runlog.Progress(total=4, title="t", console=console) as progress:
+        progress.update(4)
+        progress.say("hello")
+    runlog.MetricsFile(tmp_path / "metrics.jsonl").write({"loss": 1.0}, 1)
+    assert text.getvalue() == ""
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (65, "1:05"), (3725, "1:02:05"), (-3, "0:00")])
+def test_clock(seconds: float, text: str) -> None:
+    assert runlog.clock(seconds) == text
+
+
+def test_metrics_rows_and_resume(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    metrics = runlog.MetricsFile(path)
+    for step in range(1, 6):
+        metrics.write({"loss": 1.0 / step}, step)
+    with path.open("a") as out:
+        out.write('{"step": 6, "lo')  # a kill in the middle of a row
+    assert [row["step"] for row in runlog.read_metrics(path)] == [1, 2, 3, 4, 5]
+    metrics = runlog.MetricsFile(path, after_step=3)
+    metrics.write({"loss": float("nan"), "grad_norm": float("inf")}, 4)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert rows == [
+        {"step": 1, "loss": 1.0},
+        {"step": 2, "loss": 0.5},
+        {"step": 3, "loss": 1 / 3},
+        {"step": 4, "loss": None, "grad_norm": None},
+    ]
+    assert [path.name for path in path.parent.iterdir()] == ["metrics.jsonl"]
+
+
+def test_no_tracker_prints_its_alerts(capsys: pytest.CaptureFixture[str]) -> None:
+    tracker = runlog.start_tracker("none", project="p", run_name="r", config={})
+    tracker.log({"loss": 1.0}, 1)
+    tracker.alert("Loss", "is not finite")
+    tracker.finish()
+    assert capsys.readouterr().err == "Loss: is not finite\n"
+
+
+def test_trackio_stays_on_this_machine(tmp_path: Path) -> None:
+    """Two runs of the same name, every socket call recorded: no address is looked up, no run adds to the other."""
+    program = textwrap.dedent(
+        """
+        import sys
+        calls = []
+        sys.addaudithook(lambda name, args: calls.append((name, args)) if name.startswith("socket.") else None)
+        from pathlib import Path
+        from posttrain import runlog
+        runlog.keep_private(Path(sys.argv[1]) / "phase1")
+        for n in range(2):
+            tracker = runlog.start_tracker("trackio", project="posttrain", run_name="phase1", config={"a": n})
+            tracker.log({"loss": 1.5}, 1)
+            tracker.alert("Loss", "is high")
+            tracker.finish()
+            import time; time.sleep(1.1)
+        reached = [c for c in calls if c[0] in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname")]
+        assert not reached, reached
+        """
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TRACKIO_DIR"}
+    subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        check=True,
+        cwd=Path(runlog.__file__).parents[1],
+        env={**environment, "HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hf")},
+        timeout=120,
+    )
+    import sqlite3
+
+    with sqlite3.connect(tmp_path / "trackio" / "posttrain.db") as database:
+        runs = [name for (name,) in database.execute("select distinct run_name from metrics")]
+        rows = [json.loads(blob)["loss"] for (blob,) in database.execute("select metrics from metrics")]
+    assert len(runs) == 2
+    assert all(name.startswith("phase1-") for name in runs)
+    assert rows == [1.5, 1.5]

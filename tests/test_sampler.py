@@ -1,0 +1,196 @@
+"""Do both engines sample exactly what the plain model would, ragged, over several turns, whatever the batch?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.sampler import ReplaySampler, SlotSampler, agrees_with_full_forward, open_engine, slots
+from posttrain.sampler.draw import draw, uniforms
+from posttrain.types import SamplingParams, UserError
+
+VOCABULARY = 61
+STOP, PAD = 2, 0
+
+
+def build(kind: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "initializer_range": 0.3,
+        "max_position_embeddings": 512,
+        "pad_token_id": PAD,
+        "bos_token_id": 1,
+        "eos_token_id": STOP,
+    }
+    if kind == "llama":
+        return LlamaForCausalLM(LlamaConfig(hidden_size=32, **sizes)).eval()
+    if kind == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(hidden_size=32, **sizes)).eval()
+    tied = kind == "convgpt-tied"
+    config = ConvGPTConfig(hidden_size=256, conv_kernel_h_w=5, tie_word_embeddings=tied, **sizes)
+    return ConvGPTForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "convgpt", "convgpt-tied"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return build(request.param)
+
+
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 11, 12, 13], [5, 6, 7], [30, 31], [9, 8, 7, 6, 5, 4, 3, 11, 12, 13]]
+REPLIES = [[20, 21], [22], [23, 24, 25, 26], [27, 28], [29] * 7]
+
+
+def conversation(sampler, params: SamplingParams, turns: int = 3, rows: tuple[int, ...] = (0, 1, 2, 3, 4)):
+    handles = sampler.open([PROMPTS[row] for row in rows])
+    ids = [list(PROMPTS[row]) for row in rows]
+    spans = [[] for _ in rows]
+    for turn in range(turns):
+        active = list(range(len(rows)))[turn % 2 :]  # not every conversation takes part in every turn
+        seeds = [1000 * rows[i] + turn for i in active]
+        done = sampler.sample([handles[i] for i in active], params, seeds)
+        for i, completion in zip(active, done, strict=True):
+            spans[i].append((len(ids[i]), completion))
+            ids[i] += completion.ids + REPLIES[rows[i]]
+            sampler.append(handles[i], REPLIES[rows[i]])
+    sampler.close(handles)
+    return ids, spans
+
+
+@torch.no_grad()
+def check_logprobs(model: PreTrainedModel, ids, spans, temperature: float) -> None:
+    for row, row_spans in zip(ids, spans, strict=True):
+        logits = model(input_ids=torch.tensor([row])).logits[0].float()
+        logprobs = (logits / (temperature or 1.0)).log_softmax(-1)
+        for start, completion in row_spans:
+            for n, (token, logprob) in enumerate(zip(completion.ids, completion.logprobs, strict=True)):
+                assert logprobs[start + n - 1, token].item() == pytest.approx(logprob, abs=1e-4)
+                if temperature == 0:
+                    assert logits[start + n - 1].argmax().item() == token
+            assert completion.finished == (completion.ids[-1] == STOP)
+            assert STOP not in completion.ids[:-1]
+
+
+@pytest.mark.parametrize("engine", [SlotSampler, ReplaySampler])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_every_sampled_logprob_is_the_models_own(model: PreTrainedModel, engine: type, temperature: float) -> None:
+    params = SamplingParams(max_new_tokens=12, temperature=temperature)
+    ids, spans = conversation(engine(model, [STOP], PAD), params)
+    check_logprobs(model, ids, spans, temperature)
+
+
+def test_engines_agree_and_the_batch_does_not_matter(model: PreTrainedModel) -> None:
+    params = SamplingParams(max_new_tokens=10)
+    together, _ = conversation(SlotSampler(model, [STOP], PAD), params, turns=1)
+    replayed, _ = conversation(ReplaySampler(model, [STOP], PAD), params, turns=1)
+    assert together == replayed
+    for row in range(len(PROMPTS)):
+        alone, _ = conversation(SlotSampler(model, [STOP], PAD), params, turns=1, rows=(row,))
+        assert alone[0] == together[row]
+
+
+def test_a_small_prefill_budget_and_reused_slots_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    params = SamplingParams(max_new_tokens=10)
+    expected, _ = conversation(SlotSampler(model, [STOP], PAD), params)
+    monkeypatch.setattr(slots, "PREFILL_TOKENS", 4)
+    sampler = SlotSampler(model, [STOP], PAD)
+    keep = sampler.open([[40, 41, 42]])
+    sampler.sample(keep, params, [7])
+    assert conversation(sampler, params)[0] == expected  # a stranger keeps a slot of the same cache meanwhile
+    assert conversation(sampler, params)[0] == expected
+    sampler.close(keep)
+    assert sampler._order == [] and sampler._layers[0].keys is None
+
+
+def test_greedy_repeats_generate(model: PreTrainedModel) -> None:
+    sampler = SlotSampler(model, [STOP], PAD)
+    done = sampler.sample(sampler.open(PROMPTS), SamplingParams(max_new_tokens=15, temperature=0), [0] * len(PROMPTS))
+    config = GenerationConfig(do_sample=False, max_new_tokens=15, eos_token_id=STOP, pad_token_id=PAD)
+    for prompt, completion in zip(PROMPTS, done, strict=True):
+        expected = model.generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt) :]
+        assert completion.ids == expected.tolist()
+
+
+@pytest.mark.parametrize("penalty", [1.15, 2.0])
+def test_chat_settings_equal_transformers_processors(model: PreTrainedModel, penalty: float) -> None:
+    """Greedy with a repetition penalty is deterministic, so generate is an exact oracle for it."""
+    params = SamplingParams(max_new_tokens=15, temperature=0, repetition_penalty=penalty)
+    config = GenerationConfig(
+        do_sample=False, max_new_tokens=15, eos_token_id=STOP, pad_token_id=PAD, repetition_penalty=penalty
+    )
+    for engine in (SlotSampler, ReplaySampler):
+        sampler = engine(model, [STOP], PAD)
+        for prompt, completion in zip(PROMPTS, sampler.sample(sampler.open(PROMPTS), params, [0] * 5), strict=True):
+            expected = model.generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt) :]
+            assert completion.ids == expected.tolist()
+
+
+def test_eager_attention_gets_an_additive_mask() -> None:
+    model = build("qwen3")
+    params = SamplingParams(max_new_tokens=8)
+    expected, _ = conversation(SlotSampler(model, [STOP], PAD), params)
+    model.set_attn_implementation("eager")
+    assert conversation(SlotSampler(model, [STOP], PAD), params)[0] == expected
+
+
+def test_self_test_accepts_good_and_rejects_a_broken_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    assert agrees_with_full_forward(model, [STOP], PAD)
+    monkeypatch.setattr(slots._SlotLayer, "copy_rows", lambda *args: None)
+    assert not agrees_with_full_forward(model, [STOP], PAD)
+
+
+def test_sliding_windows_go_to_the_replay_engine() -> None:
+    config = Qwen3Config(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        intermediate_size=48, vocab_size=VOCABULARY, use_sliding_window=True, sliding_window=4, max_window_layers=1,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).eval()
+    assert isinstance(open_engine(model, [STOP], PAD, "auto"), ReplaySampler)
+    assert isinstance(open_engine(build("llama"), [STOP], PAD, "auto"), SlotSampler)
+    with pytest.raises(UserError, match="engine"):
+        open_engine(model, [STOP], PAD, "slots")
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 4096))
+def test_uniforms_are_splitmix64(seed: int, step: int) -> None:
+    word = (1 << 64) - 1
+    z = (seed + (step + 1) * 0x9E3779B97F4A7C15) & word
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & word
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & word
+    z ^= z >> 31
+    assert uniforms(torch.tensor([seed]), step).item() == (z >> 11) * 2.0**-53
+
+
+def test_draws_follow_the_law() -> None:
+    logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, -torch.inf]]).expand(40_000, -1)
+    seeds = torch.arange(40_000) * 7919
+    tokens, logprobs = draw(logits, SamplingParams(max_new_tokens=1), uniforms(seeds, 3))
+    expected = logits[0].softmax(-1)
+    observed = torch.bincount(tokens, minlength=5) / len(tokens)
+    assert torch.allclose(observed, expected, atol=0.01)
+    assert torch.allclose(logprobs.exp(), expected[tokens])
+    nucleus = draw(logits, SamplingParams(max_new_tokens=1, top_k=3, top_p=0.7), uniforms(seeds, 0))[0]
+    assert set(nucleus.tolist()) == {0, 3}
+
+
+@settings(max_examples=50)
+@given(st.lists(st.floats(-20, 20), min_size=2, max_size=9), st.floats(0, 1, exclude_max=True), st.integers(0, 9))
+def test_filters_never_choose_outside(values: list[float], uniform: float, top_k: int) -> None:
+    logits = torch.tensor([values])
+    params = SamplingParams(max_new_tokens=1, top_k=top_k, top_p=0.5)
+    token = draw(logits, params, torch.tensor([uniform], dtype=torch.float64))[0].item()
+    order = logits[0].sort(descending=True)
+    kept = order.values[: top_k or None].double().softmax(-1)
+    allowed = order.values[: int((kept.cumsum(-1) - kept < 0.5).sum())]
+    assert values[token] >= allowed[-1].item() - 1e-6

@@ -1,0 +1,70 @@
+"""Phase 1: how does a base model learn to answer, step by step and turn by turn?  Supervised fine-tuning with TRL.
+
+    python train_phase1_sft.py                                      the reference run (configs/phase1_sft.yaml)
+    python train_phase1_sft.py --config configs/quickstart/phase1_sft.yaml
+    python train_phase1_sft.py model.name_or_path=MODEL output_dir=runs/mine trainer.learning_rate=1e-5
+    python train_phase1_sft.py --resume                             go on with a run that was stopped
+    torchrun --nproc_per_node 2 train_phase1_sft.py                 on two GPUs (or two CPU processes)
+
+It reads conversations, trains on what the assistant says in them, stop token included, and hands over
+`<output_dir>/final` to phase 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from posttrain import config, runlog
+from posttrain.config import SFTRun
+
+
+def main(argv: list[str] | None = None) -> None:
+    # 1. What to do. Heavy imports wait until the config stands, so that --help and every mistake answer at once.
+    cfg, flags = config.load(SFTRun, "configs/phase1_sft.yaml", argv, add_flags)
+    output_dir = Path(cfg.output_dir)
+    runlog.keep_private(output_dir)
+
+    from transformers import set_seed
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    from posttrain import checkpoint, data, models, training
+
+    # 2. Can it be done? Everything that is wrong is said at once, before anything is written.
+    if runlog.is_main_process():
+        models.preflight(cfg, resume=flags.resume)
+        training.same_run(output_dir, cfg.model_dump(mode="json"))
+        checkpoint.claim(output_dir, flags.resume)
+    device = models.resolve_device(cfg.device)
+    set_seed(cfg.seed)
+
+    # 3. The model, the chat that speaks to it, and the conversations as token ids with a mask on what is trained.
+    model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template)
+    sft = data.load_sft(cfg.data, chat)
+
+    # 4. TRL trains. The rows carry assistant_masks, from which TRL makes the labels: only those tokens have a loss.
+    if device.type == "cpu":
+        training.score_trained_positions_only()
+    trainer = SFTTrainer(
+        model=model,
+        args=training.arguments(SFTConfig, cfg, device),
+        train_dataset=sft.train,
+        eval_dataset=sft.eval if len(sft.eval) else None,
+        processing_class=chat.tokenizer,
+        peft_config=models.peft_config(cfg.model, model, chat),
+    )
+    figures = training.fit(trainer, "phase 1", cfg, resume=flags.resume)
+
+    # 5. What phase 2 takes over.
+    training.hand_over(
+        trainer, chat, cfg, figures, phase="phase1", next_phase="phase2_dpo", config_file=flags.config
+    )
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint in output_dir")
+
+
+if __name__ == "__main__":
+    config.run(main)

@@ -1,0 +1,105 @@
+"""Phase 2: how does a model that answers learn which of two is better?  Direct preference optimisation, with TRL.
+
+    python train_phase2_dpo.py                                      the reference run (configs/phase2_dpo.yaml)
+    python train_phase2_dpo.py --config configs/quickstart/phase2_dpo.yaml
+    python train_phase2_dpo.py model.name_or_path=runs/mine/final output_dir=runs/mine-dpo trainer.beta=0.2
+    python train_phase2_dpo.py --resume                             go on with a run that was stopped
+    torchrun --nproc_per_node 2 train_phase2_dpo.py                 on two GPUs (or two CPU processes)
+
+It reads pairs of answers to the same prompt and raises the odds of the chosen one, measured against the model as it
+was when the phase began, and hands over `<output_dir>/final` to phase 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from posttrain import config, runlog
+from posttrain.config import DPORun
+from posttrain.types import UserError
+
+
+def main(argv: list[str] | None = None) -> None:
+    # 1. What to do. Heavy imports wait until the config stands, so that --help and every mistake answer at once.
+    cfg, flags = config.load(DPORun, "configs/phase2_dpo.yaml", argv, add_flags)
+    output_dir = Path(cfg.output_dir)
+    runlog.keep_private(output_dir)
+
+    from transformers import set_seed
+    from trl.trainer.dpo_config import DPOConfig
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    from posttrain import checkpoint, data, models, training
+
+    class PairTrainer(DPOTrainer):
+        """TRL would render and tokenise text here, and text of a data set could become a control token."""
+
+        def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
+            assert {"prompt_ids", "chosen_ids", "rejected_ids"} <= set(dataset.column_names)
+            return dataset
+
+    # 2. Can it be done? Everything that is wrong is said at once, before anything is written.
+    if runlog.is_main_process():
+        models.preflight(cfg, resume=flags.resume)
+        training.same_run(output_dir, cfg.model_dump(mode="json"))
+        checkpoint.claim(output_dir, flags.resume)
+    device = models.resolve_device(cfg.device)
+    set_seed(cfg.seed)
+
+    # 3. The model, the chat that speaks to it, and the pairs as token ids: prompt, chosen, rejected.
+    model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template)
+    pairs = data.load_preferences(cfg.data, chat)
+
+    # 4. TRL trains. The reference is the policy in memory, asked once for all pairs before the first step: a reference
+    #    loaded by name could be another model, and would take the memory of a second one.
+    args = training.arguments(DPOConfig, cfg, device, precompute_ref_log_probs=True, logging_first_step=True)
+    if device.type == "cpu":
+        training.score_trained_positions_only()
+    trainer = PairTrainer(
+        model=model,
+        args=args,
+        train_dataset=training.on_disk(pairs.train, output_dir / "pairs" / "train"),
+        eval_dataset=training.on_disk(pairs.eval, output_dir / "pairs" / "eval") if len(pairs.eval) else None,
+        processing_class=chat.tokenizer,
+        peft_config=models.peft_config(cfg.model, model, chat),
+    )
+
+    def check_first(figures: dict[str, Any]) -> None:
+        check_reference(figures, trainer.loss_types, trainer.loss_weights, bf16=trainer.args.bf16)
+
+    figures = training.fit(trainer, "phase 2", cfg, resume=flags.resume, check_first=check_first)
+
+    # 5. What phase 3 takes over.
+    training.hand_over(
+        trainer, chat, cfg, figures, phase="phase2", next_phase="phase3_starpo", config_file=flags.config
+    )
+
+
+def check_reference(figures: dict[str, Any], loss_types: list[str], loss_weights: list[float], *, bf16: bool) -> None:
+    """Before its first update the policy is the reference: no reward either way, and a sigmoid loss of ln 2.
+
+    Anything else means that the reference log-probs belong to another model or to other tokens. bfloat16 rounds a sum
+    of hundreds of log-probs differently from batch to batch, hence its wider margin.
+    """
+    margin = 1e-2 if bf16 else 1e-3
+    off = {name: figures[name] for name in ("rewards/chosen", "rewards/rejected") if abs(figures[name]) > margin}
+    if loss_types == ["sigmoid"] and abs(figures["loss"] - math.log(2) * loss_weights[0]) > margin:
+        off["loss"] = figures["loss"]
+    if off:
+        raise UserError(
+            f"The first step should find the policy equal to its reference (rewards 0, sigmoid loss ln 2 = 0.6931), "
+            f"but found {', '.join(f'{name} {value:.4f}' for name, value in off.items())}: the reference log-probs are "
+            "not the policy's own. A layer that draws random numbers in training (dropout) does this: write "
+            "trainer.disable_dropout=true. Otherwise delete the output folder and start again without --resume."
+        )
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint in output_dir")
+
+
+if __name__ == "__main__":
+    config.run(main)

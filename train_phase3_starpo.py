@@ -1,0 +1,543 @@
+"""Phase 3, StarPO: how does a model that talks become one that acts?  Multi-turn RL in text worlds, line by line.
+
+    python train_phase3_starpo.py                                            the reference run on one 24 GB GPU
+    python train_phase3_starpo.py --config configs/quickstart/phase3_starpo.yaml --resume
+    torchrun --nproc_per_node 8 train_phase3_starpo.py                       the same run on eight
+
+One step of StarPO (arXiv 2504.20073): play `groups` levels `num_generations` times each, score every episode against
+its siblings, keep the groups whose siblings differ, and move the policy by the clipped policy gradient on exactly the
+tokens it sampled. Every seed is addressed by (run, step, group, sample): a resumed run draws what it would have drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from posttrain.config import StarPORun, WorldSection, load, run
+from posttrain.types import SamplingParams, Trajectory, UserError, address
+
+if TYPE_CHECKING:
+    import torch
+
+    from posttrain.chat import Chat
+    from posttrain.sampler import Sampler
+
+
+def main() -> None:
+    cfg, args = load(StarPORun, "configs/phase3_starpo.yaml", add_arguments=_arguments)
+
+    from posttrain import checkpoint, models, parallel, runlog, training
+    from posttrain.rollout import open_sampler
+
+    out = Path(cfg.output_dir)
+    runlog.keep_private(out)
+    models.preflight(cfg, resume=args.resume)
+    device = models.resolve_device(cfg.device)
+    parallel.start(device)
+    if parallel.rank() == 0:
+        checkpoint.claim(out, args.resume)
+    settings = cfg.model_dump(mode="json")
+    if args.resume:
+        training.same_run(out, settings)
+    elif parallel.rank() == 0:
+        training.remember_run(out, settings)
+    parallel.barrier()
+
+    model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template)
+    model, optimizer = prepare(cfg, model)
+    progress = runlog.Progress(cfg.trainer.max_steps, "phase 3")
+    progress.say(training.describe(model, device))
+    state: dict[str, Any] = {"step": 0, "best": -1.0, "best_step": 0, "empty_steps": 0, "tokens": 0}
+    if args.resume and (found := checkpoint.latest_good(out, say=progress.say)):
+        state = load_state(found, model, optimizer)
+        progress.start = state["step"]
+    sampler = open_sampler(policy_of(model), chat, cfg.rollout.engine)
+    metrics = runlog.MetricsFile(out / "metrics.jsonl", after_step=state["step"] if args.resume else None)
+    tracker = runlog.start_tracker(
+        cfg.report_to, project="posttrain", run_name=cfg.run_name or out.name, config=settings
+    )
+
+    def report(step: int, row: dict[str, float]) -> None:
+        metrics.write(row, step)
+        tracker.log(row, step)
+        shown = {key.split("/", 1)[1]: value for key, value in row.items() if key.endswith("success")}
+        progress.update(step, **shown)
+
+    def validate(step: int) -> None:
+        row = evaluate(cfg, sampler, chat, cfg.evaluation.split, cfg.evaluation.episodes)
+        report(step, row)
+        if row["evaluation/success"] > state["best"]:
+            state.update(best=row["evaluation/success"], best_step=step)
+            save_state(out / "best", model, chat, optimizer, state)
+
+    stop = runlog.StopSignals().__enter__()
+    if state["step"] == 0:
+        validate(0)
+    for step in range(state["step"] + 1, cfg.trainer.max_steps + 1):
+        # 1. play: groups of siblings, every group on a fresh level
+        began = time.perf_counter()
+        groups = rollout(cfg, sampler, chat, step)
+        played = time.perf_counter()
+
+        # 2. judge: the raw rewards say which groups can teach something, and how good each episode was among its own
+        judged = judge(cfg, groups)
+        row = describe(groups, judged)
+
+        # 3. learn: the clipped policy gradient, a mean over the sampled tokens of all kept groups on all processes
+        state["empty_steps"] = 0 if judged.kept else state["empty_steps"] + 1
+        if judged.kept:
+            row |= update(cfg, model, optimizer, groups, judged, step)
+        elif state["empty_steps"] >= cfg.algorithm.max_empty_steps:
+            raise UserError(
+                f"In {state['empty_steps']} steps in a row the episodes of every group scored alike, so there was nothing"
+                " to learn from. The levels are too hard or too easy for this model: choose others (worlds[].options),"
+                " more siblings (rollout.num_generations) or a higher rollout.temperature, and go on with --resume"
+                f" or start anew. The last checkpoint is in {out}."
+            )
+        state["step"], state["tokens"] = step, state["tokens"] + int(row["rollout/tokens"])
+        row |= {
+            "tokens": state["tokens"],
+            "seconds/rollout": played - began,
+            "seconds/update": time.perf_counter() - played,
+            "rollout/tokens_per_second": row["rollout/tokens"] / (played - began),
+        }
+        report(step, row)
+
+        # 4. look: transcripts, held-out levels and the best policy so far, a checkpoint to resume from
+        if parallel.rank() == 0 and step % cfg.transcripts.every == 0:
+            write_transcripts(out / "transcripts.jsonl", step, groups[0][: cfg.transcripts.count])
+        if step % cfg.evaluation.every == 0 or step == cfg.trainer.max_steps:
+            validate(step)
+        stopping = parallel.total(stop.requested, device) > 0
+        if stopping or step % cfg.checkpoint.every == 0 or step == cfg.trainer.max_steps:
+            save_state(out / f"checkpoint-{step}", model, chat, optimizer, state)
+            drop_old(out, cfg.checkpoint.keep)
+        if stopping:
+            stop.leave()
+
+    # the policy handed over is the one that did best on the validation levels; the test levels see only that one
+    load_state(out / "best", model, optimizer)
+    row = evaluate(cfg, sampler, chat, cfg.evaluation.final_split, cfg.evaluation.final_episodes, name="final")
+    report(cfg.trainer.max_steps, row)
+    progress.close()
+    if parallel.rank() == 0:
+        models.save(out / "final", model, chat, settings, source=cfg.model, phase=3, step=state["best_step"])
+        print(f"Best on {cfg.evaluation.split} levels: step {state['best_step']}. On {cfg.evaluation.final_split} levels:")
+        for world in cfg.worlds:
+            success, low, high = (row[f"final/{world.name}/{key}"] for key in ("success", "low", "high"))
+            print(f"  {world.name}: {success:.1%} [{low:.1%}, {high:.1%}] of {cfg.evaluation.final_episodes} episodes")
+        print(f"Handed over in {out / 'final'}. Next: python evaluate_model.py, or watch it play:")
+        print(f"  python inference_with_improved_settings.py model.name_or_path={out / 'final'} --play {cfg.worlds[0].name}")
+    tracker.finish()
+    parallel.stop()
+
+
+# ------------------------------------------------------------------------------------------------------ 1. play
+
+
+def rollout(cfg: StarPORun, sampler: Sampler, chat: Chat, step: int) -> dict[int, list[Trajectory]]:
+    """This process's groups by their number; siblings share the level, not their luck."""
+    import envs
+    from envs.protocol import Episode, Protocol
+    from posttrain import parallel
+    from posttrain.rollout import play
+
+    protocol = Protocol(**cfg.protocol.model_dump())
+    worlds = share_out(cfg.worlds, cfg.rollout.groups, step)
+    places = [(group, sample) for group in parallel.mine(len(worlds)) for sample in range(cfg.rollout.num_generations)]
+    episodes, seeds = [], []
+    for group, sample in places:
+        world = envs.make(worlds[group].name, **worlds[group].options)
+        level_seed = address(cfg.seed, "level", step, group)
+        noise_seed = address(cfg.seed, "noise", step, group, sample)
+        episodes.append(Episode(world, protocol, level_seed, "train", noise_seed=noise_seed))
+        seeds.append(address(cfg.seed, "sample", step, group, sample))
+    trajectories = play(
+        sampler,
+        chat,
+        episodes,
+        SamplingParams(max_new_tokens=cfg.rollout.max_completion_length, temperature=cfg.rollout.temperature),
+        seeds,
+        slots=cfg.rollout.slots or len(episodes),
+        max_context=cfg.rollout.max_context,
+    )
+    groups: dict[int, list[Trajectory]] = {}
+    for (group, _), trajectory in zip(places, trajectories, strict=True):
+        trajectory.group = group
+        groups.setdefault(group, []).append(trajectory)
+    return groups
+
+
+def share_out(worlds: list[WorldSection], groups: int, step: int) -> list[WorldSection]:
+    """Which world each group of a step plays: fixed numbers first, the rest by weight, evenly over the steps."""
+    fixed = [world for world in worlds for _ in range(world.groups or 0)]
+    free = [world for world in worlds if world.groups is None]
+    if len(fixed) > groups or (len(fixed) < groups and not free):
+        raise UserError(f"worlds[].groups add up to {len(fixed)}, but rollout.groups is {groups}: make them fit.")
+    total = sum(world.weight for world in free)
+    ahead = [0.0] * len(free)
+    chosen: list[WorldSection] = []
+    places = groups - len(fixed)
+    for _ in range(step * places):  # every place goes to the world that is furthest behind its share
+        ahead = [a + world.weight / total for a, world in zip(ahead, free, strict=True)]
+        most = ahead.index(max(ahead))
+        ahead[most] -= 1.0
+        chosen.append(free[most])
+    return fixed + chosen[len(chosen) - places :]
+
+
+# ----------------------------------------------------------------------------------------------------- 2. judge
+
+
+class Judged(NamedTuple):
+    """The same on every process: what each group earned, which groups are kept, what each episode is worth."""
+
+    rewards: list[list[float]]  # [P][G] raw rewards, penalties included; nan for an episode whose world raised
+    advantages: list[list[float]]  # [P][G], 0 where nothing is to be learned
+    tokens: list[list[int]]  # [P][G] sampled tokens that count in the loss
+    spread: list[float]  # [P] standard deviation of the rewards in the group
+    kept: list[int]  # numbers of the groups to train on
+
+
+def judge(cfg: StarPORun, groups: dict[int, list[Trajectory]]) -> Judged:
+    """Group-relative advantages and the group filter, both from raw rewards, over the groups of all processes."""
+    import torch
+
+    from posttrain import parallel
+    from posttrain.starpo.advantages import group_moments, grpo
+    from posttrain.starpo.filters import keep_groups
+
+    algorithm = cfg.algorithm
+    scored = parallel.gather(
+        [
+            [
+                (math.nan if t.crashed else t.reward, 0 if t.crashed or (algorithm.mask_truncated and t.truncated) else sum(t.mask))
+                for t in groups[group]
+            ]
+            for group in sorted(groups)
+        ]
+    )
+    rewards = [[reward for reward, _ in group] for group in scored]
+    flat = [(reward, group) for group, row in enumerate(rewards) for reward in row if not math.isnan(reward)]
+    reward_B = torch.tensor([reward for reward, _ in flat], dtype=torch.float64)
+    group_B = torch.tensor([group for _, group in flat])
+    spread_G = torch.zeros(len(rewards), dtype=torch.float64)
+    spread_G[group_B] = group_moments(reward_B, group_B)[1]
+    advantage = iter(grpo(reward_B, group_B, std=algorithm.advantage_std).tolist())
+    chosen = algorithm.filter
+    return Judged(
+        rewards=rewards,
+        advantages=[[0.0 if math.isnan(reward) else next(advantage) for reward in row] for row in rewards],
+        tokens=[[tokens for _, tokens in group] for group in scored],
+        spread=spread_G.tolist(),
+        kept=keep_groups(spread_G, chosen.strategy, chosen.value, keep_zero=chosen.keep_zero).tolist(),
+    )
+
+
+def describe(groups: dict[int, list[Trajectory]], judged: Judged) -> dict[str, float]:
+    """The numbers of one rollout, over all processes; docs/metrics.md says what each means and what to do about it."""
+    from posttrain import parallel
+
+    facts = parallel.gather(
+        [
+            [
+                (t.world, t.success, t.terminated, t.truncated, bool(t.crashed), t.failure, len(t.turn_ends))
+                + (t.invalid_turns, t.unfinished_turns, sum(t.mask), len(t.ids), len(t.actions), t.effective_actions)
+                for t in groups[group]
+            ]
+            for group in sorted(groups)
+        ]
+    )
+    rows = [row for group in facts for row in group]
+    rewards = [reward for group in judged.rewards for reward in group if not math.isnan(reward)]
+    turns = sum(row[6] for row in rows)
+    out: dict[str, float] = {
+        "rollout/reward": sum(rewards) / max(1, len(rewards)),
+        "rollout/in_group_std": sum(judged.spread) / len(judged.spread),
+        "rollout/zero_variance_groups": sum(spread <= 1e-10 for spread in judged.spread) / len(judged.spread),
+        "rollout/kept_groups": len(judged.kept),
+        "rollout/success": sum(row[1] for row in rows) / len(rows),
+        "rollout/terminated": sum(row[2] for row in rows) / len(rows),
+        "rollout/truncated": sum(row[3] for row in rows) / len(rows),
+        "rollout/crashed": sum(row[4] for row in rows),
+        "rollout/pass_at_g": sum(any(row[1] for row in group) for group in facts) / len(facts),
+        "rollout/turns": turns / len(rows),
+        "rollout/invalid_turns": sum(row[7] for row in rows) / turns,
+        "rollout/unfinished_turns": sum(row[8] for row in rows) / turns,
+        "rollout/response_tokens": sum(row[9] for row in rows) / turns,
+        "rollout/effective_actions": sum(row[12] for row in rows) / max(1, sum(row[11] for row in rows)),
+        "rollout/tokens": sum(row[9] for row in rows),
+        "rollout/context_tokens": sum(row[10] for row in rows) / len(rows),
+    }
+    for world in sorted({row[0] for row in rows}):
+        played = [row for row in rows if row[0] == world]
+        out[f"rollout/{world}/success"] = sum(row[1] for row in played) / len(played)
+        for failure in sorted({row[5] for row in played if row[5]}):
+            out[f"rollout/{world}/{failure}"] = sum(row[5] == failure for row in played) / len(played)
+    return out
+
+
+# ----------------------------------------------------------------------------------------------------- 3. learn
+
+
+def update(
+    cfg: StarPORun,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    groups: dict[int, list[Trajectory]],
+    judged: Judged,
+    step: int,
+) -> dict[str, float]:
+    """`num_iterations` passes over the kept groups, `minibatches` optimizer steps each; returns what happened."""
+    import torch
+
+    from posttrain import parallel
+    from posttrain.policy import microbatches, token_logprobs
+    from posttrain.starpo.losses import kl_k3, ppo_clip
+
+    algorithm, trainer = cfg.algorithm, cfg.trainer
+    policy, parameters = policy_of(model), [p for p in model.parameters() if p.requires_grad]
+    autocast = torch.autocast(policy.device.type, dtype=torch.bfloat16, enabled=trainer.bf16)
+    for setting in optimizer.param_groups:
+        setting["lr"] = learning_rate(cfg, step)
+
+    def batches(numbers: list[int]) -> list[list[tuple[Trajectory, float]]]:
+        """This process's share of these groups as micro-batches of (episode, advantage)."""
+        rows = [
+            (trajectory, judged.advantages[number][sample])
+            for number in numbers
+            if number in groups
+            for sample, trajectory in enumerate(groups[number])
+            if judged.tokens[number][sample] > 0
+        ]
+        chosen = microbatches([len(trajectory.ids) for trajectory, _ in rows], trainer.micro_batch_tokens)
+        return [[rows[i] for i in batch] for batch in chosen]
+
+    def logprobs(batch: list[tuple[Trajectory, float]]) -> tuple[torch.Tensor, torch.Tensor]:
+        with autocast:
+            return token_logprobs(policy, [t.ids for t, _ in batch], [t.mask for t, _ in batch], cfg.rollout.temperature)
+
+    def sampled(batch: list[tuple[Trajectory, float]]) -> torch.Tensor:
+        values = [lp for t, _ in batch for lp, on in zip(t.logprobs, t.mask, strict=True) if on]
+        return torch.tensor(values, device=policy.device)
+
+    model.train()
+    old: dict[int, torch.Tensor] = {}  # by id of the episode: log-probs of the policy that is about to be moved
+    exact = policy.dtype == torch.float32 and not trainer.bf16
+    if not exact:  # sampler and trainer round differently: the ratio must start at 1 all the same
+        with torch.no_grad():
+            for batch in batches(judged.kept):
+                parts = logprobs(batch)[0].split([sum(t.mask) for t, _ in batch])
+                old.update({id(t): part for (t, _), part in zip(batch, parts, strict=True)})
+
+    sums = dict.fromkeys(("loss", "entropy", "clipped", "kl", "tokens", "gap", "grad_norm", "skipped"), 0.0)
+    steps, gap = 0, 0.0
+    for iteration in range(algorithm.num_iterations):
+        order = sorted(judged.kept, key=lambda number: address(cfg.seed, "order", step, iteration, number))
+        for part in range(algorithm.minibatches):
+            numbers = order[part :: algorithm.minibatches]
+            count = sum(tokens for number in numbers for tokens in judged.tokens[number])
+            if count == 0:
+                continue
+            for batch in batches(numbers):
+                new_S, entropy_S = logprobs(batch)
+                sampler_S = sampled(batch)
+                old_S = sampler_S if exact else torch.cat([old[id(t)] for t, _ in batch])
+                lengths = torch.tensor([sum(t.mask) for t, _ in batch], device=policy.device)
+                advantage_S = torch.tensor([a for _, a in batch], device=policy.device).repeat_interleave(lengths)
+                loss_S, bites_S = ppo_clip(new_S, old_S, advantage_S, algorithm.epsilon, algorithm.epsilon_high)
+                loss = (loss_S - algorithm.entropy_coef * entropy_S).sum() / count
+                loss.backward()
+                with torch.no_grad():
+                    if steps == 0:
+                        gap = max(gap, (new_S - sampler_S).abs().max().item())
+                    sums["loss"] += loss_S.sum().item()
+                    sums["entropy"] += entropy_S.sum().item()
+                    sums["clipped"] += bites_S.sum().item()
+                    sums["kl"] += kl_k3(new_S, old_S).sum().item()
+                    sums["tokens"] += len(new_S)
+            parallel.sum_gradients(parameters)
+            norm = torch.nn.utils.clip_grad_norm_(parameters, trainer.max_grad_norm).item()
+            if math.isfinite(norm):
+                optimizer.step()
+                sums["grad_norm"] += norm
+            else:
+                sums["skipped"] += 1
+            optimizer.zero_grad(set_to_none=True)
+            steps += 1
+    tokens = parallel.total(sums["tokens"], policy.device)
+    means = {key: parallel.total(sums[key], policy.device) / tokens for key in ("loss", "entropy", "clipped", "kl")}
+    return {
+        "policy/loss": means["loss"],
+        "policy/entropy": means["entropy"],
+        "policy/clip_fraction": means["clipped"],
+        "policy/kl_to_old": means["kl"],
+        "policy/grad_norm": sums["grad_norm"] / max(1, steps - sums["skipped"]),
+        "policy/skipped_steps": sums["skipped"],
+        "policy/sampler_gap": max(parallel.gather([gap])),
+        "policy/learning_rate": learning_rate(cfg, step),
+    }
+
+
+def learning_rate(cfg: StarPORun, step: int) -> float:
+    """Of step 1, 2, ...: a linear warm-up, then constant, linear or cosine towards 0 behind the last step."""
+    trainer = cfg.trainer
+    if step <= trainer.warmup_steps:
+        return trainer.learning_rate * step / trainer.warmup_steps
+    done = (step - 1 - trainer.warmup_steps) / max(1, trainer.max_steps - trainer.warmup_steps)
+    shape = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}
+    return trainer.learning_rate * shape[trainer.lr_scheduler_type]
+
+
+def prepare(cfg: StarPORun, model: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """The adapter where one is asked for, memory savings, and the optimizer over what is trained."""
+    import torch
+
+    from posttrain import models
+
+    if (adapter := models.peft_config(cfg.model)) is not None:
+        from peft import get_peft_model
+
+        model = get_peft_model(model, adapter)
+    if cfg.trainer.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if cfg.model.tuning != "full":
+            model.enable_input_require_grads()
+    trainer = cfg.trainer
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    options = {
+        "lr": trainer.learning_rate,
+        "betas": (trainer.adam_beta1, trainer.adam_beta2),
+        "weight_decay": trainer.weight_decay,
+    }
+    if trainer.optim == "adamw_torch":
+        return model, torch.optim.AdamW(parameters, **options)
+    import bitsandbytes
+
+    kind = bitsandbytes.optim.AdamW8bit if trainer.optim == "adamw_8bit" else bitsandbytes.optim.PagedAdamW8bit
+    return model, kind(parameters, **options)
+
+
+def policy_of(model: Any) -> Any:
+    """The transformers model itself; an adapter's layers sit inside it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+# ------------------------------------------------------------------------------------------------------ 4. look
+
+
+def evaluate(
+    cfg: StarPORun, sampler: Sampler, chat: Chat, split: str, episodes: int, name: str = "evaluation"
+) -> dict[str, float]:
+    """Success on held-out levels, the same ones each time and in every run, with Wilson 95 % intervals."""
+    import envs
+    from envs.protocol import Episode, Protocol
+    from posttrain import parallel
+    from posttrain.metrics import wilson
+    from posttrain.rollout import play
+
+    protocol = Protocol(**cfg.protocol.model_dump())
+    params = SamplingParams(max_new_tokens=cfg.rollout.max_completion_length, temperature=cfg.evaluation.temperature)
+    row: dict[str, float] = {}
+    for world in cfg.worlds:
+        seeds = [address("evaluation", world.name, split, i) for i in parallel.mine(episodes)]
+        played = play(
+            sampler,
+            chat,
+            [Episode(envs.make(world.name, **world.options), protocol, seed, split) for seed in seeds],
+            params,
+            seeds,
+            slots=cfg.rollout.slots or cfg.rollout.groups * cfg.rollout.num_generations,
+            max_context=cfg.rollout.max_context,
+        )
+        facts = parallel.gather([(t.success, t.failure, t.invalid_turns, len(t.turn_ends), t.reward) for t in played])
+        wins = sum(fact[0] for fact in facts)
+        low, high = wilson(wins, len(facts))
+        turns = sum(fact[3] for fact in facts)
+        row |= {
+            f"{name}/{world.name}/success": wins / len(facts),
+            f"{name}/{world.name}/low": low,
+            f"{name}/{world.name}/high": high,
+            f"{name}/{world.name}/reward": sum(fact[4] for fact in facts) / len(facts),
+            f"{name}/{world.name}/invalid_turns": sum(fact[2] for fact in facts) / turns,
+            f"{name}/{world.name}/turns": turns / len(facts),
+        }
+        for failure in sorted({fact[1] for fact in facts if fact[1]}):
+            row[f"{name}/{world.name}/{failure}"] = sum(fact[1] == failure for fact in facts) / len(facts)
+    row[f"{name}/success"] = sum(row[f"{name}/{world.name}/success"] for world in cfg.worlds) / len(cfg.worlds)
+    return row
+
+
+def write_transcripts(path: Path, step: int, trajectories: list[Trajectory]) -> None:
+    """Whole episodes as JSON lines, to be read by people."""
+    with path.open("a", encoding="utf-8") as file:
+        for t in trajectories:
+            kept = ("world", "level_key", "success", "failure", "crashed", "actions", "turn_rewards", "messages")
+            file.write(json.dumps({"step": step} | {key: getattr(t, key) for key in kept}) + "\n")
+
+
+# ------------------------------------------------------------------------------------------------- checkpoints
+
+
+def save_state(
+    folder: Path, model: Any, chat: Chat, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+) -> None:
+    """A checkpoint that a run resumes from bit by bit, and that transformers (or peft) can load as it is."""
+    import torch
+
+    from posttrain import checkpoint, parallel
+
+    def write(out: Path) -> None:
+        model.save_pretrained(out)
+        chat.save(out)
+        torch.save(optimizer.state_dict(), out / "optimizer.pt")
+        (out / "state.json").write_text(json.dumps(state), encoding="utf-8")
+
+    if parallel.rank() == 0:
+        checkpoint.save(folder, write, chat_template_sha256=chat.hash, phase=3, step=state["step"])
+    parallel.barrier()
+
+
+def load_state(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Put a checkpoint's weights and optimizer in place and return where the run was."""
+    import torch
+    from safetensors.torch import load_file
+
+    from posttrain import checkpoint
+
+    checkpoint.verify(folder)
+    device = str(policy_of(model).device)
+    if (folder / "adapter_model.safetensors").exists():
+        from peft import set_peft_model_state_dict
+
+        set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors", device=device))
+    else:
+        shards = [load_file(file, device=device) for file in sorted(folder.glob("model*.safetensors"))]
+        missing = model.load_state_dict({key: value for shard in shards for key, value in shard.items()}, strict=False)
+        assert not missing.unexpected_keys, missing.unexpected_keys
+    optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location=device, weights_only=True))
+    return json.loads((folder / "state.json").read_text(encoding="utf-8"))
+
+
+def drop_old(out: Path, keep: int) -> None:
+    """Only the newest `keep` checkpoints stay (and `best`)."""
+    from posttrain import parallel
+
+    if parallel.rank() == 0:
+        folders = sorted(out.glob("checkpoint-*"), key=lambda folder: int(folder.name.rpartition("-")[2]))
+        for folder in folders[:-keep]:
+            shutil.rmtree(folder)
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--resume", action="store_true", help="go on with the run in output_dir")
+
+
+if __name__ == "__main__":
+    run(main)
