@@ -57,12 +57,12 @@ $(QUICK)/report.html: | $(QUICK)/phase3/final/manifest.json
 	$(PY) evaluate_model.py --config configs/quickstart/evaluate.yaml --overwrite
 
 test: $(STAMP)
-	$(PY) -m pytest
+	$(PY) -m pytest -q
 
 check: $(STAMP)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/pyright --pythonpath $(PY)
-	$(PY) -m pytest tests/test_floors.py
+	$(PY) -m pytest -q tests/test_floors.py
 
 bench: $(STAMP)
 	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(PY) $$file; done

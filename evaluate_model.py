@@ -592,7 +592,7 @@ def _preference_figures(cfg: EvaluateRun, rows: Sequence[Row], everybody: dict[s
         name: fmean(row[name] for row in rows) for name in ("chosen_logprob", "rejected_logprob", "margin")
     }
     reference = cfg.suites.preferences.reference
-    if reference is not None:
+    if reference is not None and reference != rows[0]["checkpoint"]:
         before = [row for row in everybody[reference] if row["suite"] == "preferences"]
         rewarded = [{"accuracy": row["margin"] > old["margin"]} for row, old in zip(rows, before, strict=True)]
         share = _share(rewarded)

@@ -5,8 +5,8 @@ Everything is drawn from `address(seed, ...)`, row by row, so row 17 is the same
 - `openmathinstruct`: word problems with worked steps and a boxed answer. A few per cent are the kinds of row the real
   filters exist for: wrong answers, code solutions, two boxes, duplicates.
 - `capybara`: small talk in which a fact told early is asked for later, and open questions answered in exactly
-  `SENTENCES` sentences. **These answers repeat themselves on purpose**, as scraped text does: each sentence after the
-  first is, with probability `REPEAT`, a copy of an earlier one. A model trained on them really repeats itself, and the
+  `SENTENCES` sentences. **These answers repeat themselves on purpose**, as scraped text does: from the third on, each
+  sentence is, with probability `REPEAT`, a copy of an earlier one. A model trained on them really repeats itself, and the
   fixed number of sentences means that it cannot repeat less by merely saying less.
 - `ultrafeedback`: pairs of answers. In the chosen one no sentence comes twice; the rejected one, equally long, repeats
   sentences, or is a worked answer with a wrong sum.
@@ -32,7 +32,8 @@ from posttrain.types import address
 Messages = list[dict[str, str]]
 
 SENTENCES = 6  # in every answer to an open question, chosen, rejected or scraped
-REPEAT = 0.35  # chance that a sentence of such an answer copies an earlier one
+FIRST_COPY = 2  # the first sentence names the topic and is never copied, so there is a remark to copy from here on
+REPEAT = 0.45  # chance that a sentence from there on copies an earlier remark
 
 NAMES = (
     "Anna Ben Carl Dora Emma Finn Gina Hugo Iris Jack Kate Leo Mia Nora Omar Pia Rosa Sam Tina Will".split()
@@ -290,15 +291,15 @@ def _fresh_answer(topic: str, rng: random.Random) -> list[str]:
 
 
 def _with_repeats(sentences: list[str], places: list[int], rng: random.Random) -> list[str]:
-    """The same answer with the sentences at `places` replaced by an earlier one, most often the one just before."""
+    """The same answer with the remarks at `places` replaced by an earlier one, most often the one just before."""
     out = list(sentences)
     for place in sorted(places):
-        out[place] = out[place - 1] if rng.random() < 0.6 else out[rng.randrange(place)]
+        out[place] = out[place - 1] if rng.random() < 0.6 else out[rng.randrange(1, place)]
     return out
 
 
 def _scraped_answer(topic: str, rng: random.Random) -> str:
-    places = [i for i in range(1, SENTENCES) if rng.random() < REPEAT]
+    places = [i for i in range(FIRST_COPY, SENTENCES) if rng.random() < REPEAT]
     return " ".join(_with_repeats(_fresh_answer(topic, rng), places, rng))
 
 
@@ -345,7 +346,7 @@ def _pair(rng: random.Random, held_out: bool, math_share: float) -> dict[str, An
         topic = _draw(_topic, lambda t: _topic_held_out(t) == held_out, rng)
         prompt = rng.choice(OPEN_ASKS).format(p=topic)
         fresh = _fresh_answer(topic, rng)
-        places = rng.sample(range(1, SENTENCES), rng.randint(2, 4))
+        places = rng.sample(range(FIRST_COPY, SENTENCES), rng.randint(2, 4))
         chosen, rejected = " ".join(fresh), " ".join(_with_repeats(fresh, places, rng))
     better = rng.choice([7.0, 7.5, 8.0, 8.5, 9.0])
     return _preference_row(prompt, chosen, rejected, better, better - rng.choice([1.0, 2.0, 3.0, 4.0]))
@@ -386,7 +387,7 @@ def preference_pairs(n: int, seed: int, math_share: float = 0.4) -> list[dict[st
 
 # How often each weak player acts in a demonstration, turn by turn. None of them is good at its world alone.
 MIXES: dict[str, dict[str, float]] = {
-    "frozen_lake": {"goal": 0.35, "safe": 0.35, "random": 0.3},
+    "frozen_lake": {"goal": 0.3, "safe": 0.3, "random": 0.4},
     "sokoban": {"push": 0.3, "go": 0.3, "free": 0.1, "random": 0.3},
 }
 ANSWERS_ONLY = 0.3  # share of demonstrations whose thoughts are not trained, only what follows from them
@@ -421,8 +422,9 @@ def demonstrations(
 VOCABULARY = 1024
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-# A role name keeps its line break, a word or a number its leading space.
-PIECES = r"(?:system|user|assistant)\n| ?\p{L}+| ?\d{1,3}| ?[^\s\p{L}\d]+|\s"
+# A role name keeps its line break and a word its leading space, also its trailing one before a number: so a number is
+# the same token in "has 12", "12+5" and "{12}", and sums need to be learnt once.
+PIECES = r"(?:system|user|assistant)\n| ?\p{L}+ (?=\d)| ?\p{L}+|\d{1,3}| ?[^\s\p{L}\d]+|\s"
 
 
 def _texts(seed: int) -> Iterator[str]:
@@ -437,7 +439,6 @@ def _texts(seed: int) -> Iterator[str]:
     for name in envs.names():
         yield from envs.make(name).actions * 2000  # an action begins an answer there and follows a word elsewhere
     yield from [str(number) for number in range(130)] * 200
-    yield from [f" {number}" for number in range(LARGEST + 1)] * 200
 
 
 def build_base(folder: str | Path, seed: int = 0) -> Path:

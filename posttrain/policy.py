@@ -11,6 +11,8 @@ import torch
 from transformers import PreTrainedModel
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
+from posttrain.convgpt import ConvGPTModel
+
 VOCABULARY_CHUNK = 8192  # columns of the logits that exist at any one time
 
 
@@ -42,12 +44,11 @@ def token_logprobs(
         mask_BT[i, : len(row)] = torch.tensor(mask)
     assert not mask_BT[:, 0].any(), "the first token of a conversation is never sampled"
     ids_BT, mask_BT = ids_BT.to(model.device), mask_BT.to(model.device)
-    predicts_BT = mask_BT.roll(-1, 1)
-    hidden_BTD = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
+    hidden_SD = _hidden_states(model, ids_BT, mask_BT.roll(-1, 1))
     head = model.get_output_embeddings()
     config = model.config.get_text_config()
     logprobs_S, entropy_S, *_ = ChunkedLogProbFunction.apply(
-        hidden_BTD[predicts_BT],
+        hidden_SD,
         head.weight,
         head.bias,
         ids_BT[mask_BT],
@@ -58,6 +59,14 @@ def token_logprobs(
         ("entropy",),
     )
     return logprobs_S, entropy_S
+
+
+def _hidden_states(model: PreTrainedModel, ids_BT: torch.Tensor, predicts_BT: torch.Tensor) -> torch.Tensor:
+    """What the output layer multiplies, at the positions that predict a trained token, (S, D)."""
+    backbone = model.base_model
+    if isinstance(backbone, ConvGPTModel):  # with tied embeddings its last layers are most of the work: skip the rest
+        return backbone(input_ids=ids_BT, use_cache=False, logits_to_keep=predicts_BT).last_hidden_state
+    return backbone(input_ids=ids_BT, use_cache=False).last_hidden_state[predicts_BT]
 
 
 def _logit_scale(config: object) -> float:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from datasets import Dataset
-from transformers import PrinterCallback, Trainer, TrainerCallback
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState
 
 from posttrain import checkpoint, models, runlog
 from posttrain.chat import Chat
@@ -104,13 +104,31 @@ def fit(
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(reporter)
         try:
-            trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
+            if newest is not None and _is_last(newest):
+                _take_up_finished(trainer, newest, reporter)
+            else:
+                trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
             if reporter.stopped:
                 say(f"Stopped after step {trainer.state.global_step}. Go on with the same command and --resume.")
                 stop.leave()
             return _held_out_figures(trainer)
         finally:
             reporter.close()
+
+
+def _is_last(folder: Path) -> bool:
+    """True for the checkpoint of a run's last step."""
+    state = TrainerState.load_from_json(str(folder / "trainer_state.json"))
+    return state.global_step >= state.max_steps
+
+
+def _take_up_finished(trainer: Trainer, folder: Path, reporter: Reporter) -> None:
+    """Weights and figures of a run that was killed after its last step: transformers would take one step more."""
+    trainer._load_from_checkpoint(str(folder))
+    trainer.state = TrainerState.load_from_json(str(folder / "trainer_state.json"))
+    reporter.on_train_begin(trainer.args, trainer.state, trainer.control)
+    told = runlog.read_metrics(reporter.output_dir / "metrics.jsonl")
+    trainer.state.log_history += [row for row in told if row["step"] == trainer.state.global_step]
 
 
 def _held_out_figures(trainer: Trainer) -> dict[str, float]:
@@ -177,6 +195,9 @@ class Reporter(TrainerCallback):
     `check_first(row)` sees the figures of the very first step and may raise.
     """
 
+    metrics: runlog.MetricsFile
+    progress: runlog.Progress | None = None
+
     def __init__(
         self,
         title: str,
@@ -188,7 +209,6 @@ class Reporter(TrainerCallback):
         self.title, self.output_dir, self.tracker, self.stop = title, output_dir, tracker, stop
         self.check_first = check_first
         self.stopped = False
-        self.progress: runlog.Progress | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.metrics = runlog.MetricsFile(self.output_dir / "metrics.jsonl", after_step=state.global_step or None)

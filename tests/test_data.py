@@ -21,7 +21,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl.trainer.dpo_config import DPOConfig
+from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
 
 from posttrain import embedded
 from posttrain.chat import Chat

@@ -41,7 +41,7 @@ def load(
     schema: type[Config],
     default: str | Path,
     argv: list[str] | None = None,
-    add_arguments: Callable[[argparse.ArgumentParser], None] | None = None,
+    add_arguments: Callable[[argparse.ArgumentParser], object] | None = None,
 ) -> tuple[Config, argparse.Namespace]:
     """The run's config from a YAML file and dotted overrides, and whatever flags `add_arguments` declared."""
     parser = argparse.ArgumentParser(
@@ -173,7 +173,11 @@ def _explain(schema: type[BaseModel], path: tuple[str, ...], problem: Any) -> st
         return problem["ctx"]["text"]
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", problem["ctx"]["expected"])
-        return f"{_short(value)} is not one of {', '.join(choices)}{hint(str(value), choices)}"
+        guess = hint(str(value), choices)
+        listed = (
+            f"one of {', '.join(choices)}" if len(choices) < 12 or not guess else f"one of the {len(choices)} choices"
+        )
+        return f"{_short(value)} is not {listed}{guess}"
     text = _WORDING.get(kind) or problem["msg"].removeprefix("Input ")
     text += f", but is {_short(value)}"
     if kind == "string_type" and isinstance(value, bool | int | float):
@@ -246,7 +250,8 @@ def _describe(schema: type[BaseModel], depth: int = 1) -> Iterator[str]:
     for name, field in schema.model_fields.items():
         inside, pad = _field_inside(field), "  " * depth
         if isinstance(inside, type):
-            yield f"{pad}{name}:  {field.description}"
+            listed = " (list)" if typing.get_origin(field.annotation) is list else ""
+            yield f"{pad}{name}:{listed}  {field.description}"
             yield from _describe(inside, depth + 1)
             continue
         default = "required" if field.is_required() else yaml.safe_dump(field.default, default_flow_style=True)
@@ -258,4 +263,5 @@ def _type_name(annotation: Any) -> str:
         return "|".join(map(str, typing.get_args(annotation)))
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return "|".join("null" if part is type(None) else _type_name(part) for part in typing.get_args(annotation))
-    return {str: "text", int: "whole number", float: "number", bool: "true|false"}.get(annotation, "section or list")
+    plain = {str: "text", int: "whole number", float: "number", bool: "true|false", list: "list"}
+    return plain.get(typing.get_origin(annotation) or annotation, "section")

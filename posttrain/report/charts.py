@@ -38,7 +38,7 @@ def forest(figure: Figure, reach: float, kind: str) -> str:
 
 
 def lines(title: str, series: dict[str, Line]) -> str:
-    """A small line chart with its legend; lines of fewer than two points are left out, and without any there is none."""
+    """A small line chart with its legend; a line of fewer than two points is left out, so is a chart without lines."""
     series = {label: line for label, line in series.items() if len(line) > 1}
     if not series:
         return ""
@@ -79,7 +79,7 @@ def _frame(first: float, last: float, steps: Sequence[tuple[float, float]]) -> s
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Three to six round numbers, evenly spaced, that enclose an interval."""
+    """Three to seven round numbers, evenly spaced, that enclose an interval."""
     if high - low < 1e-9 * max(1.0, abs(high)):
         low, high = low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1)
     rough = (high - low) / 4

@@ -14,6 +14,7 @@ from posttrain import runlog
 from posttrain.report import charts
 from posttrain.report.episodes import gif, replay
 from posttrain.report.tables import (
+    Column,
     Figure,
     Results,
     Row,
@@ -126,27 +127,43 @@ def table(head: str, body: str, kind: str = "") -> str:
 
 def headline(results: Results) -> str:
     """The table: checkpoints down, figures across, each with its interval; then math by part."""
-    shown, entries = columns(results), results["checkpoints"]
-    best = {}
-    for column in shown:
-        values = [figure.value for entry in entries.values() if (figure := column.get(entry))]
-        if len(set(values)) > 1:
-            best[column.title] = min(values) if column.best_low else max(values)
+    shown = columns(results)
     head = "<th></th>"
     for column in shown:
         sampled = f"<br>sampled: {text(column.setting)}" if column.setting else ""
         head += f"<th>{text(column.title)}<small>{text(column.note)}{sampled}</small></th>"
     body = ""
-    for name, entry in entries.items():
+    for name, entry in results["checkpoints"].items():
         body += f"<tr><th>{chip(results, name)}</th>"
         for column in shown:
             figure = column.get(entry)
-            assert figure is not None, "every checkpoint sits the whole exam"
-            top = ' class="best"' if best.get(column.title) == figure.value else ""
+            moved = change(results, name, column)
             drawn = charts.bar(figure, colour(results, name))
-            body += f"<td{top}><b>{percent(figure.value)}</b><small>{span(figure)}</small>{drawn}</td>"
+            body += f"<td><b>{percent(figure.value)}</b>{moved}<small>{span(figure)}</small>{drawn}</td>"
         body += "</tr>"
-    return table(head, body, "headline") + math_parts(results)
+    note = "▲ and ▼: points up or down from the checkpoint before, where the paired interval leaves zero out."
+    return table(head, body, "headline") + f'<p class="quiet">{note}</p>' + math_parts(results)
+
+
+def change(results: Results, name: str, column: Column) -> str:
+    """How far a figure moved from the checkpoint before; nothing where that may be chance."""
+    for old, new in itertools.pairwise(results["checkpoints"]):
+        wanted = {"from": old, "to": new, "suite": column.suite, "part": column.part, "metric": column.metric}
+        wanted["setting"] = column.setting
+        for difference in results["differences"]:
+            if new == name and wanted.items() <= difference.items():
+                kind = verdict(difference)
+                arrow = "▲" if difference["value"] > 0 else "▼"
+                return f' <i class="{kind}">{arrow}{abs(100 * difference["value"]):.0f}</i>' if kind != "flat" else ""
+    return ""
+
+
+def verdict(difference: Row) -> str:
+    """good, bad, or flat where the interval holds zero."""
+    if difference["low"] <= 0 <= difference["high"]:
+        return "flat"
+    less_is_better = difference["metric"] in ("equal_length", "seq_rep_4", "failed")
+    return "good" if (difference["value"] > 0) != less_is_better else "bad"
 
 
 def math_parts(results: Results) -> str:
@@ -170,9 +187,9 @@ def goals(results: Results) -> str:
     found = results.get("goals") or []
     items = ""
     for goal in found:
-        verdict = badge("yes", "✓ reached") if goal["reached"] else badge("no", "✗ not reached")
+        mark = badge("yes", "✓ reached") if goal["reached"] else badge("no", "✗ not reached")
         words = f"{text(goal['goal'])}<small>{text(goal['measured'])}</small>"
-        items += f"<li>{verdict}{chip(results, goal['phase'])}<span>{words}</span></li>"
+        items += f"<li>{mark}{chip(results, goal['phase'])}<span>{words}</span></li>"
     reached = sum(goal["reached"] for goal in found)
     return items and f'<p>{reached} of {len(found)} reached.</p><ul class="goals">{items}</ul>'
 
@@ -191,24 +208,23 @@ def differences(results: Results) -> str:
     if not shown:
         return ""
     reach = max(0.05, *(abs(difference[end]) for difference in shown for end in ("low", "high")))
-    body = ""
-    for difference in shown:
-        figure = figure_of(difference, "value")
-        less_is_better = difference["metric"] in ("equal_length", "failed")
-        kind = "flat"
-        if figure.low > 0 or figure.high < 0:
-            kind = "good" if (figure.value > 0) != less_is_better else "bad"
-        body += (
-            f"<tr><td>{chip(results, difference['from'])} → {chip(results, difference['to'])}</td>"
-            f'<td>{text(what(difference))}</td><td class="num"><b class="{kind}">{points(figure.value)}</b>'
-            f"<small>{points(figure.low)} to {points(figure.high)}</small></td>"
-            f'<td class="forest">{charts.forest(figure, reach, kind)}</td></tr>'
-        )
-    head = f"<th></th><th></th><th>difference</th><th>{points(-reach)} … {points(reach)}</th>"
+    blocks = ""
+    for old, new in neighbours:
+        body = ""
+        for difference in shown:
+            if (difference["from"], difference["to"]) == (old, new):
+                figure, kind = figure_of(difference, "value"), verdict(difference)
+                body += (
+                    f'<tr><td>{text(what(difference))}</td><td class="num"><b class="{kind}">{points(figure.value)}</b>'
+                    f" <span>{points(figure.low)} to {points(figure.high)}</span></td>"
+                    f'<td class="forest">{charts.forest(figure, reach, kind)}</td></tr>'
+                )
+        blocks += f"<h3>{chip(results, old)} → {chip(results, new)}</h3>"
+        blocks += f'<div class="wide"><table class="diff">{body}</table></div>'
     return (
         "<p>Percentage points, item by item on the same prompts, levels and seeds. Coloured where the interval leaves "
         "zero out: green is better, red is worse. “At equal length” cuts both answers to the shorter one, so that "
-        f"nobody wins by falling silent.</p>{table(head, body, 'diff')}"
+        f"nobody wins by falling silent. The scale runs from {points(-reach)} to {points(reach)}.</p>{blocks}"
     )
 
 
@@ -288,14 +304,14 @@ def episodes(results: Results, transcripts: Sequence[Row]) -> str:
 def episode(results: Results, row: Row) -> str:
     """The pictures as a GIF, and beside them what the model wrote."""
     frames, turns = replay(results, row)
-    verdict = badge("yes", "solved") if row["success"] else badge("no", row["failure"] or "not solved")
+    outcome = badge("yes", "solved") if row["success"] else badge("no", row["failure"] or "not solved")
     items = "".join(
-        f'<li><q>{text(cut(said))}</q><span class="did">{text(", ".join(taken) or "no valid action")}</span></li>'
+        f"<li><b>{text(', '.join(taken) or 'no valid action')}</b> <q>{text(cut(said))}</q></li>"
         for said, taken in turns
     )
     picture = base64.b64encode(gif(frames)).decode()
     return (
-        f'<div class="half"><p>{chip(results, row["checkpoint"])} {verdict}</p><div class="scene">'
+        f'<div class="half"><p>{chip(results, row["checkpoint"])} {outcome}</p><div class="scene">'
         f'<img alt="{text(row["part"])} played by {text(row["checkpoint"])}" src="data:image/gif;base64,{picture}">'
         f"<ol>{items}</ol></div></div>"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,37 +26,37 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True)
 class Column:
-    """Column("Math", "right answers", "math", get): one headline figure of every checkpoint."""
+    """Column("Math", "answers right", "math", "", "accuracy", "greedy"): one headline figure of every checkpoint."""
 
     title: str
     note: str
+    suite: str
+    part: str  # the world
+    metric: str
     setting: str
-    get: Callable[[Row], Figure]  # from a checkpoint's part of results.json
-    best_low: bool = False
+
+    def get(self, entry: Row) -> Figure:
+        """The figure, from a checkpoint's part of results.json."""
+        found = entry[self.suite]
+        return figure_of(found[self.part] if self.part else found, self.metric)
 
 
 def columns(results: Results) -> list[Column]:
     """The headline figures that this run has, in the order of the phases."""
     first = next(iter(results["checkpoints"].values()))
 
-    def at(suite: str, key: str) -> Callable[[Row], Figure]:
-        return lambda entry: figure_of(entry[suite], key)
-
-    def world(name: str) -> Callable[[Row], Figure]:
-        return lambda entry: figure_of(entry["worlds"][name], "success")
-
     found = []
-    for suite, title, note, key in (
+    for suite, title, note, metric in (
         ("math", "Math", "answers right", "accuracy"),
         ("recall", "Recall", "earlier turns remembered", "accuracy"),
         ("preferences", "Preferences", "held-out pairs ranked right", "accuracy"),
         ("repetition", "Repetition", "repeated 4-grams, lower is better", "seq_rep_4"),
     ):
         if suite in first:
-            setting = first[suite].get("setting", "")
-            found.append(Column(title, note, setting, at(suite, key), best_low=suite == "repetition"))
-    for name, entry in first.get("worlds", {}).items():
-        found.append(Column(readable(name), f"success, {entry['episodes']} levels", entry["setting"], world(name)))
+            found.append(Column(title, note, suite, "", metric, first[suite].get("setting", "")))
+    for world, entry in first.get("worlds", {}).items():
+        note = f"success in {entry['episodes']} episodes"
+        found.append(Column(readable(world), note, "worlds", world, "success", entry["setting"]))
     return found
 
 
@@ -123,7 +123,7 @@ def goals(results: Results) -> list[Row]:
             text = f"{points(cut['value'])} ({points(cut['low'])} to {points(cut['high'])})"
             goal("phase2", "repeats less than phase 1 at equal length, interval below 0", text, cut["high"] < 0)
         ratio = two["repetition"]["tokens"] / max(one["repetition"]["tokens"], 1e-9)
-        goal("phase2", "answers at most 20 % shorter", f"{100 * (ratio - 1):+.0f} %", ratio >= 0.8)
+        goal("phase2", "answers at most 20 % shorter", f"{round(100 * (ratio - 1)):+d} %", ratio >= 0.8)
     if "math" in one and "math" in two:
         gained = two["math"]["accuracy"] - one["math"]["accuracy"]
         goal("phase2", "math at most 5 points lower", points(gained), gained >= -0.05)
@@ -132,13 +132,13 @@ def goals(results: Results) -> list[Row]:
         if before is None:
             continue
         change = f"{percent(before['success'])} to {percent(after['success'])}"
-        apart = f"{100 * before['high']:.0f} and {100 * after['low']:.0f}"
+        apart = f"before up to {100 * before['high']:.0f} %, after from {100 * after['low']:.0f} %"
         if world == "frozen_lake":
             reached = before["success"] < 0.45 and after["success"] >= 0.75
             goal("phase3", "Frozen lake to at least 75 % from less than 45 %", change, reached)
             falls = [entry["failures"].get("hole", 0) / entry["episodes"] for entry in (before, after)]
             text = f"{percent(falls[0])} to {percent(falls[1])} of episodes"
-            goal("phase3", "Frozen lake: half the deaths in holes or fewer", text, falls[1] <= falls[0] / 2)
+            goal("phase3", "Frozen lake: half the deaths in holes or fewer", text, 0 < falls[0] >= 2 * falls[1])
             weak = {n: p for n, p in results["baselines"][world].items() if n not in ("expert", "optimum")}
             best = max(weak, key=lambda name: weak[name]["success"])
             text = f"{percent(after['success'])} against {percent(weak[best]['success'])} ({best})"
@@ -146,7 +146,7 @@ def goals(results: Results) -> list[Row]:
         if world == "sokoban":
             goal("phase3", "Sokoban at least doubled", change, after["success"] >= 2 * before["success"] > 0)
         title = f"{readable(world)}: intervals before and after do not overlap"
-        goal("phase3", title, f"high end {apart} low end, in %", after["low"] > before["high"])
+        goal("phase3", title, apart, after["low"] > before["high"])
     return found
 
 
@@ -189,15 +189,16 @@ def markdown(results: Results) -> str:
 
 
 def what(difference: Row) -> str:
-    """Which figure a difference is about: `math unseen operands: accuracy`."""
+    """Which figure a difference is about: `math, unseen operands: accuracy`, `sokoban: success`."""
     part = difference["part"].replace("_", " ")
+    subject = part if difference["suite"] == "worlds" else ", ".join(filter(None, (difference["suite"], part)))
     names = {
-        "equal_length": "seq-rep-4 at equal length",
-        "seq_rep_4": "seq-rep-4",
-        "seq_rep_4_first": "seq-rep-4 of the first tokens",
+        "equal_length": "4-grams repeated, at equal length",
+        "seq_rep_4": "4-grams repeated",
+        "seq_rep_4_first": "4-grams repeated in the first tokens",
+        "failed": "ended in a failure",
     }
-    metric = names.get(difference["metric"], difference["metric"].replace("_", " "))
-    return f"{difference['suite']} {part}".strip() + f": {metric}"
+    return f"{subject}: {names.get(difference['metric'], difference['metric'].replace('_', ' '))}"
 
 
 def every_setting(results: Results) -> Iterator[tuple[str, str, str, Figure, int]]:

@@ -1,0 +1,518 @@
+"""Is every config file right, every mistake explained, and every answer quick?"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import resource
+import subprocess
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+import envs
+from envs.protocol import Protocol
+from posttrain import config
+from posttrain.config import SET_BY_SCRIPTS, ChatRun, DPORun, EvaluateRun, SFTRun, StarPORun, trl_fields
+from posttrain.config.yaml_file import read_yaml
+from posttrain.types import SamplingParams, UserError
+
+ROOT = Path(__file__).parent.parent
+RUNS: dict[str, Any] = {
+    "phase1_sft": SFTRun,
+    "phase2_dpo": DPORun,
+    "phase3_starpo": StarPORun,
+    "evaluate": EvaluateRun,
+    "chat": ChatRun,
+}
+FOLDERS = {"worlds": StarPORun, "models": StarPORun}
+SCRIPTS = {
+    "train_phase1_sft": "phase1_sft",
+    "train_phase2_dpo": "phase2_dpo",
+    "train_phase3_starpo": "phase3_starpo",
+    "evaluate_model": "evaluate",
+    "inference_with_improved_settings": "chat",
+}
+FILES = sorted((ROOT / "configs").rglob("*.yaml"))
+RUN_FILES = [file for file in FILES if file.parent.name not in ("presets", "accelerate")]
+
+
+def schema_of(file: Path) -> Any:
+    return FOLDERS.get(file.parent.name) or RUNS[file.stem]
+
+
+def named(file: Path) -> str:
+    return str(file.relative_to(ROOT / "configs"))
+
+
+def sft(tmp_path: Path, text: str = "", **changes: object) -> Path:
+    """A small valid file for phase 1, with changes; `text` replaces it."""
+    given = {
+        "output_dir": "runs/x",
+        "model": {"name_or_path": "a/b"},
+        "data": {"sources": [{"kind": "capybara", "path": "embedded", "rows": 10}]},
+        "trainer": {"learning_rate": 1e-5},
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text(text or yaml.safe_dump(given | changes))
+    return file
+
+
+def complaint(schema: type, file: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        config.resolve(schema, file, list(overrides))
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------ the files of configs/
+
+
+@pytest.mark.parametrize("file", RUN_FILES, ids=named)
+def test_every_config_file_is_valid_and_survives_being_printed(file, tmp_path):
+    cfg = config.resolve(schema_of(file), file)
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(config.dump(cfg))
+    assert config.resolve(schema_of(file), printed) == cfg
+
+
+@pytest.mark.parametrize("file", RUN_FILES, ids=named)
+def test_every_file_says_what_it_is_written_for(file):
+    cfg = config.resolve(schema_of(file), file)
+    assert cfg.hardware
+    assert ("cpu" if file.parent.name == "quickstart" else "cuda") == cfg.device
+    assert re.match(r"# .+\n(#.*\n)*#   python \w+\.py", file.read_text()), (
+        "the file opens with what it is and its command"
+    )
+
+
+@pytest.mark.parametrize("file", RUN_FILES, ids=named)
+def test_the_worlds_a_file_names_exist_and_take_its_options(file):
+    cfg = config.resolve(schema_of(file), file)
+    worlds = getattr(cfg, "worlds", None) or []
+    if isinstance(cfg, EvaluateRun) and cfg.suites.worlds:
+        worlds = cfg.suites.worlds.worlds
+    for world in worlds:
+        assert envs.make(world.name, **world.options).name == world.name
+    for source in cfg.data.sources if isinstance(cfg, SFTRun) else []:
+        assert set(source.worlds or []) <= set(envs.names())
+
+
+def test_every_world_has_a_file_that_writes_out_its_options():
+    for name in envs.names():
+        (world,) = config.resolve(StarPORun, ROOT / "configs" / "worlds" / f"{name}.yaml").worlds
+        assert world.name == name and world.options
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.parent.name == "accelerate"], ids=named)
+def test_accelerate_files_have_keys_that_accelerate_knows(file):
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    given = read_yaml(file)
+    assert set(given) <= {field.name for field in dataclasses.fields(ClusterConfig)}
+    assert ClusterConfig.from_yaml_file(yaml_file=str(file)).num_processes == given["num_processes"]
+
+
+def test_two_cpu_processes_really_are_two(tmp_path):
+    script = tmp_path / "who.py"
+    script.write_text(
+        "from pathlib import Path\n"
+        "from accelerate import PartialState\n"
+        "state = PartialState(cpu=True)\n"
+        f"Path({str(tmp_path)!r}, f'{{state.process_index}}.txt')"
+        ".write_text(f'{state.num_processes} on {state.device.type}')\n"
+    )
+    file = ROOT / "configs" / "accelerate" / "two_cpu.yaml"
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
+    subprocess.run([*launch, "--config_file", str(file), str(script)], capture_output=True, timeout=300, check=True)
+    said = {path.name: path.read_text() for path in tmp_path.glob("*.txt")}
+    assert said == {"0.txt": "2 on cpu", "1.txt": "2 on cpu"}
+
+
+def test_the_phases_hand_over_to_each_other():
+    for folder in (ROOT / "configs", ROOT / "configs" / "quickstart"):
+        one, two, three, table, chat = (config.resolve(RUNS[name], folder / f"{name}.yaml") for name in RUNS)
+        assert two.model.name_or_path == f"{one.output_dir}/final"
+        assert three.model.name_or_path == f"{two.output_dir}/final"
+        assert chat.model.name_or_path == f"{three.output_dir}/final"
+        handed_over = [one.model.name_or_path, *(f"{run.output_dir}/final" for run in (one, two, three))]
+        assert list(table.checkpoints.items()) == list(
+            zip(["base", "phase1", "phase2", "phase3"], handed_over, strict=True)
+        )
+
+
+def test_the_reference_run_is_the_published_one():
+    one = config.resolve(SFTRun, ROOT / "configs" / "phase1_sft.yaml")
+    assert one.model.name_or_path == "mkurman/ConvGPT-0.2B-SYNTH-250B-EC" and one.data.max_length == 2048
+    assert {source.kind: source.rows for source in one.data.sources} == {
+        "openmathinstruct": 40_000,
+        "capybara": 12_000,
+        "demonstrations": 4000,
+    }
+    wanted = {
+        "learning_rate": 2e-5,
+        "num_train_epochs": 3,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 4,
+    }
+    assert wanted.items() <= one.trainer.items()
+    two = config.resolve(DPORun, ROOT / "configs" / "phase2_dpo.yaml")
+    wanted = {
+        "learning_rate": 1e-6,
+        "beta": 0.1,
+        "num_train_epochs": 1,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 8,
+    }
+    assert wanted.items() <= two.trainer.items()
+    chat = config.resolve(ChatRun, ROOT / "configs" / "chat.yaml")
+    improved = chat.presets["improved"].params(8)
+    assert improved == SamplingParams(8, temperature=0.7, top_k=50, top_p=0.9, repetition_penalty=1.15)
+
+
+# ------------------------------------------------------------------------------------------------------- the schemas
+
+
+def sections() -> set[type[BaseModel]]:
+    def inside(annotation: object) -> set[type[BaseModel]]:
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            return {annotation}.union(*(inside(field.annotation) for field in annotation.model_fields.values()))
+        return set(itertools.chain.from_iterable(map(inside, typing.get_args(annotation))))
+
+    return set().union(*map(inside, RUNS.values()))
+
+
+def test_every_key_has_a_description():
+    found = sections()
+    assert len(found) > 20
+    assert [
+        f"{s.__name__}.{name}" for s in found for name, field in s.model_fields.items() if not field.description
+    ] == []
+
+
+def test_every_section_is_strict():
+    for section in sections():
+        assert section.model_config.get("extra") == "forbid" and section.model_config.get("strict") is True
+
+
+def test_defaults_are_not_shared_between_configs(tmp_path):
+    first, second = (config.resolve(SFTRun, sft(tmp_path)) for _ in range(2))
+    first.model.lora.r = 99
+    assert second.model.lora.r == 16
+
+
+def test_the_protocol_section_is_the_protocol():
+    ours = config.ProtocolSection()
+    assert ours.model_dump() == dataclasses.asdict(Protocol())
+
+
+@pytest.mark.parametrize("schema", [SFTRun, DPORun])
+def test_the_trainer_section_has_exactly_the_fields_of_trl(schema):
+    import trl
+
+    name = {SFTRun: "trl/trainer/sft_config.py:SFTConfig", DPORun: "trl/trainer/dpo_config.py:DPOConfig"}[schema]
+    theirs = {field.name for field in dataclasses.fields(getattr(trl, name.split(":")[1]))}
+    ours = set(trl_fields(name))
+    assert ours == theirs
+    assert set(SET_BY_SCRIPTS) <= set(trl_fields("trl/trainer/sft_config.py:SFTConfig")) | set(
+        trl_fields("trl/trainer/dpo_config.py:DPOConfig")
+    )
+
+
+def accepts(schema: type[BaseModel], key: str, value: object) -> bool:
+    try:
+        schema.model_fields["trainer"].metadata[-1]._check({key: value})
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("schema, trl_class", [(SFTRun, "SFTConfig"), (DPORun, "DPOConfig")])
+def test_the_defaults_of_trl_have_the_types_read_for_them(schema, trl_class):
+    """If the source were misread, TRL's own values would be refused."""
+    import trl
+
+    defaults = getattr(trl, trl_class)(output_dir="x", use_cpu=True)
+    allowed = schema.model_fields["trainer"].metadata[-1].allowed()
+    values = {key: getattr(getattr(defaults, key), "value", getattr(defaults, key)) for key in allowed}
+    # an object that __post_init__ makes out of the dict a person would write
+    assert [key for key, value in values.items() if not accepts(schema, key, value)] == ["accelerator_config"]
+    wrong = {"learning_rate": "fast", "max_steps": 1.5, "bf16": 1, "lr_scheduler_type": "sine", "save_strategy": "step"}
+    assert [key for key, value in wrong.items() if accepts(schema, key, value)] == []
+
+
+def test_phase_3_uses_the_names_of_trl_where_it_means_the_same():
+    theirs = trl_fields("trl/trainer/grpo_config.py:GRPOConfig")
+    same = ["num_generations", "temperature", "max_completion_length"], ["epsilon", "epsilon_high", "beta", "loss_type"]
+    assert set(same[0]) <= set(config.RolloutSection.model_fields) & set(theirs)
+    assert set(same[1]) | {"num_iterations", "entropy_coef"} <= set(config.AlgorithmSection.model_fields) & set(theirs)
+    assert set(config.StarPOTrainerSection.model_fields) - set(theirs) == {"micro_batch_tokens"}
+
+
+# ------------------------------------------------------------------------------------------- YAML, overrides, presets
+
+
+def test_yaml_reads_what_a_person_means(tmp_path):
+    text = (
+        "a: 2e-5\nb: 1_000\nc: no\nd: 010\ne: 2026-11-20\nf: 1:30\ng: true\nh: ~\ni: -.5\nj: 1e3\nk: '2'\nl: 12e03x\n"
+    )
+    file = tmp_path / "x.yaml"
+    file.write_text(text)
+    expected = [2e-5, 1000, "no", 10, "2026-11-20", "1:30", True, None, -0.5, 1000.0, "2", "12e03x"]
+    read = list(read_yaml(file).values())
+    assert read == expected and [type(value) for value in read] == [type(value) for value in expected]
+
+
+@pytest.mark.parametrize(
+    "text, remedy",
+    [
+        ("seed: 1\nseed: 2\n", "`seed` is there twice"),
+        ("a: [1, 2\n", "is not YAML"),
+        ("- 1\n", "lines of `key: value`"),
+        ("", "lines of `key: value`"),
+    ],
+)
+def test_broken_files_are_explained(tmp_path, text, remedy):
+    file = tmp_path / "x.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=re.escape(remedy)):
+        read_yaml(file)
+
+
+def test_a_missing_file_is_explained(tmp_path):
+    with pytest.raises(UserError, match="cannot be read"):
+        config.resolve(SFTRun, tmp_path / "none.yaml")
+
+
+def test_overrides_win_over_the_file_and_are_typed(tmp_path):
+    cfg = config.resolve(
+        SFTRun,
+        sft(tmp_path),
+        ["trainer.learning_rate=2e-5", "model.tuning=lora", "data.sources.0.rows=7", "model.lora.r=4", "run_name=a=b"],
+    )
+    assert cfg.trainer["learning_rate"] == 2e-5 and cfg.model.tuning == "lora" and cfg.model.lora.r == 4
+    assert cfg.data.sources[0].rows == 7 and cfg.run_name == "a=b"
+    assert config.resolve(SFTRun, sft(tmp_path, run_name="x"), ["run_name="]).run_name is None
+
+
+def test_presets_lie_under_the_file_and_the_overrides():
+    file = ROOT / "configs" / "phase3_starpo.yaml"
+    default = config.resolve(StarPORun, file)
+    assert default.algorithm.epsilon_high == 0.28 and default.algorithm.filter.strategy == "top_k"
+    vanilla = config.resolve(StarPORun, file, ["algorithm.preset=starpo"])
+    assert vanilla.algorithm.epsilon_high == 0.2 and vanilla.algorithm.filter.strategy == "none"
+    mixed = config.resolve(
+        StarPORun, file, ["algorithm.preset=starpo", "algorithm.epsilon_high=0.3", "rollout.groups=4"]
+    )
+    assert (mixed.algorithm.epsilon_high, mixed.rollout.groups, mixed.rollout.num_generations) == (0.3, 4, 16)
+    assert mixed.trainer.micro_batch_tokens == default.trainer.micro_batch_tokens  # the file's own keys stay
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.parent.name == "presets"], ids=named)
+def test_every_preset_can_be_chosen(file):
+    cfg = config.resolve(StarPORun, ROOT / "configs" / "worlds" / "frozen_lake.yaml", [f"algorithm.preset={file.stem}"])
+    assert cfg.algorithm.preset == file.stem and cfg.rollout.groups * cfg.rollout.num_generations == 128
+
+
+def test_a_world_may_be_its_name_alone(tmp_path):
+    file = ROOT / "configs" / "worlds" / "sokoban.yaml"
+    assert config.resolve(StarPORun, file, ["worlds=[sokoban]"]).worlds == [config.WorldSection(name="sokoban")]
+
+
+# ---------------------------------------------------------------------------------------------------------- mistakes
+
+
+def test_all_mistakes_come_at_once_with_their_paths(tmp_path):
+    file = sft(
+        tmp_path,
+        modle={},
+        model={"name_or_path": "a/b", "tunning": "lora", "dtype": "bf16", "trust_remote_code": "yes"},
+        data={"sources": [{"kind": "capybara", "path": "embedded", "rows": 4e4}], "eval_rows": 0},
+        trainer={
+            "learnig_rate": 1e-5,
+            "seed": 3,
+            "bf16": "yes",
+            "optim": "adamw_8bti",
+            "num_train_epochs": "x",
+            "zzzz": 1,
+            "max_lenght": 7,
+            "warmup_ratio": 0.1,
+        },
+    )
+    said = complaint(SFTRun, file, "sead=1", "run_name=7", "nothing", "output_dir.x=1", "data.sources.3.rows=1")
+    for line in (
+        "modle: unknown key; did you mean `model`?",
+        "model.tunning: unknown key; did you mean `tuning`?",
+        "model.dtype: 'bf16' is not one of auto, float32, bfloat16, float16; did you mean `bfloat16`?",
+        "model.trust_remote_code: should be true or false, but is 'yes'",
+        "data.sources.0.rows: should be a whole number, but is 40000.0",
+        "data.eval_rows: should be greater than or equal to 1, but is 0",
+        "trainer.learnig_rate: unknown key; did you mean `learning_rate`?",
+        "trainer.seed: not set here: it is the key `seed` at the top level",
+        "trainer.bf16: should be true or false, but is 'yes'",
+        "; did you mean `adamw_8bit`?",
+        "trainer.num_train_epochs: should be a number, but is 'x'",
+        "trainer.zzzz: unknown key; SFTConfig of the installed TRL has no such field",
+        "trainer.max_lenght: unknown key here; did you mean `data.max_length`?",
+        "trainer.warmup_ratio: unknown key; did you mean `warmup_steps`?",
+        "sead (on the command line): unknown key; did you mean `seed`?",
+        "run_name (on the command line): should be text, but is 7 (in quotes it is text",
+        "`nothing` is no override: write KEY=VALUE",
+        "`output_dir.x=1`: output_dir is 'runs/x' and has no keys",
+        "`data.sources.3.rows=1`: data.sources is a list of 1, so `3` must be a number below 1",
+    ):
+        assert line in said, f"{line}\nis not in\n{said}"
+    assert said.count("\n") == 19 and "\n\n" not in said
+
+
+@pytest.mark.parametrize(
+    "change, remedy",
+    [
+        ("model=", "model (on the command line): should be a section, but is empty"),
+        ("model.name_or_path=", "model.name_or_path (on the command line): should be text, but is empty"),
+        ("data.sources=[]", "data.sources (on the command line): must not be empty"),
+        ("model.lora.target_modules=3", "should be text, but is 3"),
+        ("learning_rate=1e-5", "unknown key here; did you mean `trainer.learning_rate`?"),
+        ("model.trust_remote_code=true", "write the 40-digit commit"),
+        ("data.sources.0.kind=ultrafeedback", "this phase reads openmathinstruct, capybara, messages, demonstrations"),
+        ("data.sources.0.code=mask", "`code` belongs to the kind openmathinstruct, not to capybara"),
+        ("data.sources.0.kind=demonstrations", "name the worlds that are demonstrated"),
+        ("trainer.output_dir=x", "it is the key `output_dir` at the top level"),
+        ("trainer.max_length=5", "it is `data.max_length`"),
+        ("seed=-1", "seed (on the command line): should be greater than or equal to 0, but is -1"),
+        (
+            "trainer.learning_rate=.nan",
+            "trainer.learning_rate (on the command line): should be a number, but is '.nan'",
+        ),
+        ("hardware=[", "The value of `hardware=[` is not YAML"),
+    ],
+)
+def test_a_mistake_names_its_remedy(tmp_path, change, remedy):
+    assert remedy in complaint(SFTRun, sft(tmp_path), change)
+
+
+@pytest.mark.parametrize(
+    "change, remedy",
+    [
+        ("algorithm.preset=starpos", "there is no preset `starpos`, only starpo, starpo-s; did you mean `starpo-s`?"),
+        ("algorithm.beta=0.1", "algorithm.beta (on the command line): must be 0"),
+        ("rollout.max_completion_length=4096", "must be smaller than max_context"),
+        ("rollout.num_generations=1", "should be greater than or equal to 2, but is 1"),
+        ("worlds=[]", "worlds (on the command line): must not be empty"),
+        ("trainer.lerning_rate=1", "did you mean `learning_rate`?"),
+    ],
+)
+def test_mistakes_of_phase_3(change, remedy):
+    assert remedy in complaint(StarPORun, ROOT / "configs" / "phase3_starpo.yaml", change)
+
+
+@pytest.mark.parametrize(
+    "change, remedy",
+    [
+        ("suites.math.settings=[gready]", "suites.math names the setting `gready`, not in greedy, t05, chat"),
+        ("suites.recall.headline=none", "suites.recall names the setting `none`"),
+        ("suites.preferences.reference=phase9", "suites.preferences.reference is `phase9`, not in base, phase1"),
+        ("checkpoints={}", "checkpoints (on the command line): must not be empty"),
+        ("settings=[{name: a}, {name: a}]", "two of the settings have the same name"),
+        ("checkpoints.base=3", "checkpoints.base (on the command line): should be text, but is 3"),
+    ],
+)
+def test_mistakes_of_the_evaluator(change, remedy):
+    assert remedy in complaint(EvaluateRun, ROOT / "configs" / "evaluate.yaml", change)
+
+
+def test_the_chat_needs_a_preset_that_exists():
+    said = complaint(ChatRun, ROOT / "configs" / "chat.yaml", "preset=wild")
+    assert "there is no preset `wild`; there are improved, plain" in said
+
+
+# ------------------------------------------------------------------------------------------------- the command line
+
+
+def test_run_prints_one_paragraph_and_exits_with_2(capsys):
+    def fails() -> None:
+        raise UserError("This is wrong: write that.")
+
+    with pytest.raises(SystemExit) as left:
+        config.run(fails)
+    assert left.value.code == 2 and capsys.readouterr().err == "error: This is wrong: write that.\n"
+
+
+def test_run_leaves_bugs_alone_and_passes_interruptions_on():
+    def bug() -> None:
+        raise ZeroDivisionError
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(ZeroDivisionError):
+        config.run(bug)
+    with pytest.raises(SystemExit) as left:
+        config.run(interrupted)
+    assert left.value.code == 130
+
+
+def test_load_takes_flags_of_the_script_between_overrides(tmp_path):
+    cfg, args = config.load(
+        SFTRun,
+        sft(tmp_path),
+        ["seed=1", "--resume", "model.tuning=lora"],
+        lambda parser: parser.add_argument("--resume", action="store_true"),
+    )
+    assert (cfg.seed, cfg.model.tuning, args.resume) == (1, "lora", True)
+
+
+def test_print_config_prints_yaml_that_can_be_used(tmp_path, capsys):
+    with pytest.raises(SystemExit) as left:
+        config.load(SFTRun, sft(tmp_path), ["--print-config", "seed=5"])
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(capsys.readouterr().out)
+    assert left.value.code == 0 and config.resolve(SFTRun, printed).seed == 5
+
+
+def test_help_shows_sections_and_fields(capsys):
+    with pytest.raises(SystemExit) as left:
+        config.load(StarPORun, ROOT / "configs" / "phase3_starpo.yaml", ["--help"])
+    said = capsys.readouterr().out
+    assert left.value.code == 0
+    assert "  rollout:  how episodes are sampled\n    groups: whole number  P: levels played in one step [32]\n" in said
+    assert "configs/phase3_starpo.yaml" in said and "  worlds: (list)  " in said
+
+
+SLOW_PACKAGES = ("torch", "transformers", "trl", "datasets", "gymnasium")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("arguments", [["--print-config"], ["--help"], ["sead=1"]], ids=["print", "help", "mistake"])
+def test_scripts_answer_without_loading_anything_slow(script, arguments, tmp_path):
+    path = ROOT / f"{script}.py"
+    watch = tmp_path / "watch.py"
+    watch.write_text(
+        "import atexit, runpy, sys\n"
+        f"atexit.register(lambda: print('LOADED', [name for name in {SLOW_PACKAGES} if name in sys.modules]))\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        f"sys.argv = [{str(path)!r}, *{arguments!r}]\n"
+        f"runpy.run_path({str(path)!r}, run_name='__main__')\n"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, str(watch)], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.stdout.rstrip().endswith("LOADED []"), done.stdout[-300:] + done.stderr
+    assert "Traceback" not in done.stderr
+    # processor time, because other processes may have the processor for a moment
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+    if arguments == ["sead=1"]:
+        assert done.returncode == 2 and "sead (on the command line): unknown key; did you mean `seed`?" in done.stderr
+    else:
+        assert done.returncode == 0 and not done.stderr
+    if arguments == ["--print-config"]:
+        text = done.stdout.rsplit("LOADED", 1)[0]
+        printed = tmp_path / "printed.yaml"
+        printed.write_text(text)
+        schema, file = RUNS[SCRIPTS[script]], ROOT / "configs" / f"{SCRIPTS[script]}.yaml"
+        assert config.resolve(schema, printed) == config.resolve(schema, file)

@@ -1,0 +1,273 @@
+"""Does what is loaded fit its chat, does what is saved come back, and is everything wrong said before a run starts?"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import yaml
+from huggingface_hub import HfApi
+from tiny_runs import conversations, settings, tiny_base
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from posttrain import checkpoint, config, models
+from posttrain.chat import TEMPLATE_PATH, Chat
+from posttrain.config import ModelSection, SFTRun
+from posttrain.types import UserError
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast) -> Path:
+    return tiny_base(tmp_path_factory.mktemp("models") / "base", tiny_tokenizer)
+
+
+def load(folder: Path | str, **section: Any) -> tuple[Any, Chat]:
+    return models.load(ModelSection(name_or_path=str(folder), **section), device="cpu", chat_template=None)
+
+
+def logits(net: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return net.eval()(torch.arange(3, 40)[None]).logits
+
+
+def test_save_then_load_gives_the_same_logits_and_template(base: Path, tmp_path: Path) -> None:
+    net, chat = load(base)
+    section = ModelSection(name_or_path=str(base))
+    folder = models.save(tmp_path / "final", net, chat, {"seed": 3}, source=section, phase="phase1", step=7)
+    again, chat_again = load(folder)
+    assert torch.equal(logits(net), logits(again))
+    assert again.dtype == torch.float32
+    manifest = checkpoint.verify(folder)
+    assert manifest["meta"] == {"phase": "phase1", "step": 7, "chat_template_sha256": chat_again.hash}
+    assert yaml.safe_load((folder / "run_config.yaml").read_text()) == {"seed": 3}
+    assert {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"} <= set(manifest["files"])
+
+
+def test_sampling_habits_of_a_checkpoint_are_dropped(base: Path, tmp_path: Path) -> None:
+    net, chat = load(base)
+    net.generation_config = GenerationConfig(do_sample=True, top_k=20, temperature=0.6, repetition_penalty=1.1)
+    models.save(tmp_path / "final", net, chat, {}, source=ModelSection(name_or_path=str(base)))
+    kept = json.loads((tmp_path / "final" / "generation_config.json").read_text())
+    assert not {"do_sample", "top_k", "temperature", "repetition_penalty"} & set(kept)
+    assert kept["eos_token_id"] == chat.stop_id
+    assert kept["pad_token_id"] == chat.pad_id
+    shape = json.loads((tmp_path / "final" / "config.json").read_text())
+    assert (shape["eos_token_id"], shape["pad_token_id"]) == (chat.stop_id, chat.pad_id)
+
+
+def test_embeddings_grow_with_the_tokens_the_chat_adds(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """The tokenizer has no ChatML tokens: the chat adds two, and the model gets two more rows."""
+    folder = tiny_base(tmp_path / "base", tiny_tokenizer)
+    text = (folder / "tokenizer.json").read_text()
+    for name in ("<|im_start|>", "<|im_end|>"):
+        text = text.replace(name, name.replace("im_", "other_"))
+    (folder / "tokenizer.json").write_text(text)
+    net, chat = load(folder)
+    assert chat.added_tokens == 2
+    assert net.get_input_embeddings().weight.shape[0] == 514
+    rows = models.peft_config(ModelSection(name_or_path="x", tuning="lora"), net, chat)
+    assert rows is not None
+    assert rows.trainable_token_indices == {"model.embed_tokens": [512, 513]}
+
+
+def test_dtype_auto_is_float32_and_others_are_taken(base: Path) -> None:
+    assert load(base)[0].dtype == torch.float32
+    assert load(base, dtype="bfloat16")[0].dtype == torch.bfloat16
+
+
+def test_auto_map_of_remote_code_is_not_handed_on(base: Path, tmp_path: Path, tiny_chat: Chat) -> None:
+    """A config that points to code files on the Hub loads natively, and the result no longer points there."""
+    from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+
+    shape = ConvGPTConfig(
+        vocab_size=512,
+        hidden_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=64,
+        tie_word_embeddings=True,
+    )
+    ConvGPTForCausalLM(shape).save_pretrained(tmp_path / "hub")
+    copy.deepcopy(tiny_chat.tokenizer).save_pretrained(tmp_path / "hub")
+    file = tmp_path / "hub" / "config.json"
+    marked = json.loads(file.read_text())
+    marked["auto_map"] = {"AutoModelForCausalLM": "modeling_convgpt.ConvGPTForCausalLM"}
+    file.write_text(json.dumps(marked))
+    net, chat = load(tmp_path / "hub")
+    assert type(net) is ConvGPTForCausalLM
+    models.save(tmp_path / "final", net, chat, {}, source=ModelSection(name_or_path="x"))
+    assert "auto_map" not in json.loads((tmp_path / "final" / "config.json").read_text())
+    assert torch.equal(logits(net), logits(load(tmp_path / "final")[0]))
+
+
+@pytest.mark.parametrize("tuning", ["lora", "qlora"])
+def test_an_adapter_is_merged_and_kept_beside(
+    tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, tuning: str
+) -> None:
+    peft = pytest.importorskip("peft")
+    if tuning == "qlora":
+        pytest.importorskip("bitsandbytes")
+    base = tiny_base(tmp_path / "base", tiny_tokenizer, width=64)  # 4-bit blocks are 64 wide
+    section = ModelSection(name_or_path=str(base), tuning=tuning)  # type: ignore[arg-type]
+    net, chat = models.load(section, device="cpu", chat_template=None)
+    net = peft.get_peft_model(net, models.peft_config(section, net, chat))
+    for name, weight in net.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    expected = logits(net)
+    folder = models.save(tmp_path / "final", net, chat, {}, source=section, phase="phase1")
+    merged, _ = load(folder)
+    assert type(merged) is LlamaForCausalLM
+    assert (logits(merged) - expected).abs().max() < (1e-4 if tuning == "lora" else 0.5)  # 4 bits round the base
+    checkpoint.verify(tmp_path / "adapter")
+    whole = peft.PeftModel.from_pretrained(load(base)[0], str(tmp_path / "adapter"))
+    assert (logits(merged) - logits(whole)).abs().max() < 1e-4
+
+
+# ----------------------------------------------------------------------------------------------- what is no checkpoint
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda f: (f / "config.json").unlink(), "no config.json"),
+        (lambda f: (f / "config.json").write_text("{"), "cannot be loaded|can be loaded"),
+        (lambda f: (f / "config.json").write_text('{"model_type": "no_such_thing"}'), "cannot be loaded|can be loaded"),
+        (lambda f: (f / "model.safetensors").unlink(), "no .safetensors"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"garbage" * 100), "can be loaded"),
+        (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer of"),
+    ],
+)
+def test_a_folder_that_is_no_checkpoint(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, harm: Any, words: str
+) -> None:
+    folder = tiny_base(tmp_path / "base", tiny_tokenizer)
+    harm(folder)
+    with pytest.raises(UserError, match=words):
+        load(folder)
+
+
+def test_a_pickle_is_never_read(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    folder = tiny_base(tmp_path / "base", tiny_tokenizer)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"no \.safetensors"):
+        load(folder)
+
+
+def test_a_file_and_a_missing_folder(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("hello")
+    with pytest.raises(UserError, match="is a file"):
+        load(tmp_path / "x.txt")
+    with pytest.raises(UserError, match="previous phase"):
+        load(tmp_path / "phase1" / "final")
+    with pytest.raises(UserError, match="previous phase"):
+        load("runs/nothing-here/final")
+
+
+def test_a_damaged_handover_is_refused(base: Path, tmp_path: Path) -> None:
+    net, chat = load(base)
+    folder = models.save(tmp_path / "final", net, chat, {}, source=ModelSection(name_or_path=str(base)))
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+    with pytest.raises(UserError, match="damaged"):
+        load(folder)
+
+
+def test_another_template_than_the_previous_phase_is_refused(base: Path, tmp_path: Path) -> None:
+    net, chat = load(base)
+    section = ModelSection(name_or_path=str(base))
+    folder = models.save(tmp_path / "final", net, chat, {}, source=section, phase="phase1")
+    other = tmp_path / "other.jinja"
+    other.write_text(TEMPLATE_PATH.read_text() + "{# mine #}")
+    with pytest.raises(UserError, match="another chat template"):
+        models.load(ModelSection(name_or_path=str(folder)), device="cpu", chat_template=str(other))
+    checkpoint.seal(folder, phase="base", chat_template_sha256=chat.hash)  # a base model binds nobody
+    models.load(ModelSection(name_or_path=str(folder)), device="cpu", chat_template=str(other))
+
+
+def test_remote_code_needs_a_pinned_revision() -> None:
+    section = ModelSection.model_construct(name_or_path="some/model", revision="main", trust_remote_code=True)
+    with pytest.raises(UserError, match="40-digit commit"):
+        models.load(section, device="cpu", chat_template=None)
+
+
+# ------------------------------------------------------------------------------------------------------- the preflight
+
+
+def run_config(tmp_path: Path, base: Path, *overrides: str) -> SFTRun:
+    file = settings(tmp_path / "sft.yaml", "messages", base, conversations(tmp_path / "rows.jsonl"))
+    return config.resolve(SFTRun, file, list(overrides))
+
+
+def test_preflight_passes_and_writes_nothing(tmp_path: Path, base: Path) -> None:
+    models.preflight(run_config(tmp_path, base))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "sft.yaml"]
+
+
+def test_preflight_says_everything_at_once(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    cfg = run_config(tmp_path, base, "device=cuda", f"data.sources.0.path={tmp_path}/none.jsonl")
+    with pytest.raises(UserError) as error:
+        models.preflight(cfg)
+    text = str(error.value)
+    for words in ("4 reasons", "no CUDA GPU", "none.jsonl", "Too little disk space", "already holds a run"):
+        assert words in text
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
+
+
+def test_preflight_without_a_network_names_all_it_would_need(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise httpx.ConnectError("Name or service not known")
+
+    monkeypatch.setattr(HfApi, "repo_info", unreachable)
+    cfg = run_config(tmp_path, base, "model.name_or_path=no/such-model", "data.sources.0.path=no/such-data")
+    with pytest.raises(UserError) as error:
+        models.preflight(cfg)
+    text = str(error.value)
+    for words in ("cannot be reached", "model no/such-model", "dataset no/such-data", "make quickstart", "hf download"):
+        assert words in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [("trainer.bf16=true", "only imitates"), ("model.name_or_path=runs/none/final", "previous phase")],
+)
+def test_preflight_refuses(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, override: str, words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        models.preflight(run_config(tmp_path, base, override))
+
+
+@pytest.mark.parametrize("override", ["trainer.optim=adamw_8bit", "model.tuning=qlora"])
+def test_preflight_without_bitsandbytes(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, override: str
+) -> None:
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"pip install bitsandbytes.*adamw_torch"):
+        models.preflight(run_config(tmp_path, base, override))
+
+
+def test_preflight_refuses_another_template(tmp_path: Path, base: Path) -> None:
+    net, chat = load(base)
+    section = ModelSection(name_or_path=str(base))
+    folder = models.save(tmp_path / "before" / "final", net, chat, {}, source=section, phase="phase1")
+    (tmp_path / "other.jinja").write_text(TEMPLATE_PATH.read_text() + "{# mine #}")
+    cfg = run_config(tmp_path, base, f"model.name_or_path={folder}", f"chat.template={tmp_path}/other.jinja")
+    with pytest.raises(UserError, match="another chat template"):
+        models.preflight(cfg)

@@ -1,0 +1,396 @@
+"""Does phase 1 train on the assistant's tokens alone, go on exactly after any stop, and leave everything else alone?"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from tiny_runs import ROOT, conversations, python, rows_of, settings, tiny_base
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import train_phase1_sft
+from posttrain import checkpoint, models, runlog, training
+from posttrain.chat import Chat
+from posttrain.types import UserError
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast) -> SimpleNamespace:
+    folder = tmp_path_factory.mktemp("phase1")
+    base = tiny_base(folder / "base", tiny_tokenizer)
+    return SimpleNamespace(base=base, rows=conversations(folder / "rows.jsonl"), folder=folder)
+
+
+@pytest.fixture(scope="module")
+def whole(files: SimpleNamespace) -> Path:
+    """A run of twelve steps that nothing interrupted."""
+    file = settings(files.folder / "whole.yaml", "messages", files.base, files.rows)
+    train(file, f"output_dir={files.folder}/whole")
+    return files.folder / "whole"
+
+
+def train(file: Path, *more: str) -> None:
+    train_phase1_sft.main(["--config", str(file), *more])
+
+
+def config_in(tmp_path: Path, files: SimpleNamespace, **trainer: Any) -> Path:
+    return settings(tmp_path / "sft.yaml", "messages", files.base, files.rows, **trainer)
+
+
+# ---------------------------------------------------------------------------------------------------------------- a run
+
+
+def test_a_run_learns_and_hands_over(whole: Path, files: SimpleNamespace, tiny_chat: Chat) -> None:
+    losses = rows_of(whole)
+    assert list(losses) == list(range(1, 13))
+    assert losses[12] < losses[1] - 0.1
+    assert rows_of(whole, "eval_loss").keys() == {12}
+    manifest = checkpoint.verify(whole / "final")
+    assert manifest["meta"] == {"phase": "phase1", "step": 12, "chat_template_sha256": tiny_chat.hash}
+    assert yaml.safe_load((whole / "final" / "run_config.yaml").read_text())["trainer"]["max_steps"] == 12
+    for step in (4, 8, 12):
+        assert checkpoint.verify(whole / f"checkpoint-{step}")["meta"] == {"step": step}
+    assert AutoModelForCausalLM.from_pretrained(whole / "final").config.eos_token_id == tiny_chat.stop_id
+
+
+def test_the_first_loss_is_the_assistants_tokens_alone(whole: Path, files: SimpleNamespace) -> None:
+    """Recomputed without TRL: the rows of the first batch are unknown, so all rows bound it, and the held-out ones meet
+    it exactly."""
+    from posttrain.config import SFTRun, resolve
+    from posttrain.data import load_sft
+
+    cfg = resolve(SFTRun, files.folder / "whole.yaml")
+    net, chat = models.load(models.ModelSection(name_or_path=str(whole / "final")), device="cpu", chat_template=None)
+    total, count = 0.0, 0
+    for row in load_sft(cfg.data, chat).eval:
+        ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["assistant_masks"]).bool()
+        text = chat.tokenizer.decode(ids[mask])
+        assert "?" not in text  # what the user says
+        assert text.endswith("<|im_end|>")
+        with torch.no_grad():
+            logprobs = net.eval()(ids[None]).logits[0, :-1].log_softmax(-1)
+        picked = -logprobs.gather(1, ids[1:, None])[:, 0][mask[1:]]
+        total, count = total + picked.sum().item(), count + len(picked)
+    assert rows_of(whole, "eval_loss")[12] == pytest.approx(total / count, abs=1e-3)
+
+
+@pytest.mark.parametrize("labelled", [0.0, 0.4, 1.0])
+def test_scoring_only_trained_positions_changes_no_loss_and_no_gradient(labelled: float) -> None:
+    """TRL's private switch still does what training.score_trained_positions_only takes it for."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from trl.trainer import utils
+
+    shape = LlamaConfig(
+        vocab_size=97, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    results = []
+    before = utils._use_triton
+    try:
+        for compact in (False, True):
+            utils._use_triton = lambda _: False
+            if compact:
+                training.score_trained_positions_only()
+            torch.manual_seed(1)
+            net = LlamaForCausalLM(shape)
+            utils.add_fused_lm_head(net, outputs=("log_probs", "entropy", "is_top1"))
+            ids = torch.randint(97, (3, 11))
+            labels = ids.masked_fill(torch.rand(3, 11) >= labelled, -100)
+            scored = net(input_ids=ids, labels=labels, fused_lm_head=True)
+            (-scored.log_probs.sum()).backward()
+            gradient = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+            results.append((scored.log_probs, scored.entropy, scored.is_top1.float(), gradient))
+    finally:
+        utils._use_triton = before
+    for plain, compact in zip(*results, strict=True):
+        assert torch.allclose(plain, compact, atol=1e-6)
+
+
+def test_packing_trains_on_whole_conversations(tmp_path: Path, files: SimpleNamespace) -> None:
+    """Packed rows are as long as allowed, their labels are the same tokens, and the run learns."""
+    train(config_in(tmp_path, files, packing=True, max_steps=4, per_device_train_batch_size=1))
+    losses = rows_of(tmp_path / "run")
+    assert list(losses) == [1, 2, 3, 4]
+    assert all(4 < loss < 7 for loss in losses.values())
+    tokens = rows_of(tmp_path / "run", "num_tokens")
+    assert tokens[4] > 4 * 70  # a step is one packed row of up to 96 tokens; a single conversation has about 30
+
+
+def test_bf16_and_checkpointing_are_off_on_a_cpu(files: SimpleNamespace) -> None:
+    from trl.trainer.sft_config import SFTConfig
+
+    from posttrain.config import SFTRun, resolve
+
+    cfg = resolve(SFTRun, settings(files.folder / "args.yaml", "messages", files.base, files.rows))
+    args = training.arguments(SFTConfig, cfg, torch.device("cpu"))
+    assert (args.bf16, args.gradient_checkpointing, args.use_cpu, args.report_to) == (False, False, True, [])
+    assert args.max_length == 96
+
+
+@pytest.mark.parametrize("tuning", ["lora", "qlora"])
+def test_adapters_train_and_are_merged(
+    tmp_path: Path, files: SimpleNamespace, tiny_tokenizer: PreTrainedTokenizerFast, tuning: str
+) -> None:
+    if tuning == "qlora":
+        pytest.importorskip("bitsandbytes")
+    base = tiny_base(tmp_path / "base", tiny_tokenizer, width=64)
+    file = settings(tmp_path / "sft.yaml", "messages", base, files.rows, max_steps=6, learning_rate=1e-2)
+    train(file, f"model.tuning={tuning}")
+    losses = rows_of(tmp_path / "run")
+    assert losses[6] < losses[1] - 0.1
+    final = tmp_path / "run" / "final"
+    checkpoint.verify(final)
+    checkpoint.verify(tmp_path / "run" / "adapter")
+    assert not list(final.glob("adapter*"))
+    merged, base_net = (AutoModelForCausalLM.from_pretrained(path) for path in (final, base))
+    assert not torch.equal(merged.model.layers[0].mlp.up_proj.weight, base_net.model.layers[0].mlp.up_proj.weight)
+    assert torch.equal(merged.model.embed_tokens.weight, base_net.model.embed_tokens.weight)
+
+
+def test_an_8_bit_optimizer_trains(tmp_path: Path, files: SimpleNamespace) -> None:
+    pytest.importorskip("bitsandbytes")
+    train(config_in(tmp_path, files, max_steps=4, optim="adamw_8bit"))
+    losses = rows_of(tmp_path / "run")
+    assert losses[4] < losses[1]
+
+
+# ------------------------------------------------------------------------------------------------------ stop and go on
+
+
+def test_a_signal_stops_with_a_checkpoint_and_resume_repeats_the_whole_runs_losses(
+    tmp_path: Path, files: SimpleNamespace, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = config_in(tmp_path, files)
+    report = training.Reporter.on_log
+
+    def signal_at_step_6(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
+        report(self, args, state, control, **more)
+        if state.global_step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(training.Reporter, "on_log", signal_at_step_6)
+    with pytest.raises(SystemExit) as stopped:
+        train(file)
+    assert stopped.value.code == 143
+    checkpoint.verify(tmp_path / "run" / "checkpoint-7")
+    assert not (tmp_path / "run" / "final").exists()
+    monkeypatch.undo()
+    train(file, "--resume")
+    assert rows_of(tmp_path / "run") == rows_of(whole)
+    assert rows_of(tmp_path / "run", "grad_norm") == rows_of(whole, "grad_norm")
+    assert same_weights(tmp_path / "run", whole)
+
+
+def test_after_a_kill_in_the_middle_of_a_save_resume_takes_the_older_checkpoint(
+    tmp_path: Path, files: SimpleNamespace, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SIGKILL falls between the files of checkpoint-8 and its manifest."""
+    file = config_in(tmp_path, files)
+    program = textwrap.dedent(
+        """
+        import os, signal, sys
+        from posttrain import checkpoint
+        seal = checkpoint.seal
+        def killed(folder, **meta):
+            if folder.name == "checkpoint-8":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return seal(folder, **meta)
+        checkpoint.seal = killed
+        import train_phase1_sft
+        train_phase1_sft.main(sys.argv[1:])
+        """
+    )
+    done = python("-c", program, "--config", str(file))
+    assert done.returncode == -signal.SIGKILL
+    assert (tmp_path / "run" / "checkpoint-8" / "trainer_state.json").exists()
+    train(file, "--resume")
+    out = capsys.readouterr().out
+    assert "Skipped checkpoint-8" in out
+    assert "checkpoint-4" in out
+    assert rows_of(tmp_path / "run") == rows_of(whole)
+    assert same_weights(tmp_path / "run", whole)
+    checkpoint.verify(tmp_path / "run" / "checkpoint-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.05, 0.15, 0.3, 0.45, 0.6])
+def test_a_kill_at_any_time_loses_no_exactness(
+    tmp_path: Path, files: SimpleNamespace, whole: Path, seconds: float
+) -> None:
+    """SIGKILL so many seconds after the first step: inside a step, a save or a rotation."""
+    file = config_in(tmp_path, files)
+    program = textwrap.dedent(
+        f"""
+        import os, signal, sys, threading
+        from posttrain import training
+        begin = training.Reporter.on_train_begin
+        def on_train_begin(self, *args, **more):
+            begin(self, *args, **more)
+            threading.Timer({seconds}, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        training.Reporter.on_train_begin = on_train_begin
+        import train_phase1_sft
+        train_phase1_sft.main(sys.argv[1:])
+        """
+    )
+    assert python("-c", program, "--config", str(file)).returncode in (0, -signal.SIGKILL)
+    train(file, "--resume")
+    assert rows_of(tmp_path / "run") == rows_of(whole)
+    assert same_weights(tmp_path / "run", whole)
+
+
+def test_a_run_that_never_saved_resumes_from_the_beginning(
+    tmp_path: Path, files: SimpleNamespace, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = config_in(tmp_path, files)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n')
+    train(file, "--resume")
+    assert "from the beginning" in capsys.readouterr().out
+    assert rows_of(tmp_path / "run") == rows_of(whole)
+
+
+def test_resume_of_a_finished_run_changes_no_figure(tmp_path: Path, files: SimpleNamespace) -> None:
+    file = config_in(tmp_path, files, max_steps=4)
+    train(file)
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    train(file, "--resume")
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+    checkpoint.verify(tmp_path / "run" / "final")
+
+
+def test_resume_with_other_settings_is_refused(tmp_path: Path, files: SimpleNamespace) -> None:
+    file = config_in(tmp_path, files, max_steps=4)
+    train(file)
+    with pytest.raises(UserError, match=r"trainer.learning_rate was 0.001, now 0.01"):
+        train(file, "--resume", "trainer.learning_rate=1e-2")
+    train(file, "--resume", "run_name=another")  # only a name
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    return (one / "final" / "model.safetensors").read_bytes() == (other / "final" / "model.safetensors").read_bytes()
+
+
+# ----------------------------------------------------------------------------------------------------------- bad input
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_folder_in_use_is_left_as_it_is(whole: Path, files: SimpleNamespace) -> None:
+    before = snapshot(whole)
+    with pytest.raises(UserError, match=r"--resume.*output_dir="):
+        train(files.folder / "whole.yaml", f"output_dir={whole}")
+    assert snapshot(whole) == before
+
+
+def test_missing_model_and_empty_data_and_all_masked_rows(tmp_path: Path, files: SimpleNamespace) -> None:
+    file = config_in(tmp_path, files)
+    with pytest.raises(UserError, match="previous phase"):
+        train(file, "model.name_or_path=runs/none/final")
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(UserError):
+        train(file, f"data.sources.0.path={tmp_path}/empty.jsonl")
+    silent = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": ""}]}
+    (tmp_path / "silent.jsonl").write_text((json.dumps(silent) + "\n") * 20)
+    with pytest.raises(UserError):
+        train(file, f"data.sources.0.path={tmp_path}/silent.jsonl")
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.name != checkpoint.LOCK]
+    train(file, "trainer.max_steps=1")  # the folder is still free
+
+
+def test_the_command_line_says_it_in_one_paragraph_with_code_2(tmp_path: Path, files: SimpleNamespace) -> None:
+    file = config_in(tmp_path, files)
+    done = python("train_phase1_sft.py", "--config", str(file), "model.name_or_path=runs/none/final")
+    assert done.returncode == 2
+    assert "runs/none/final does not exist" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_a_network_the_reference_run_says_what_to_do(tmp_path: Path) -> None:
+    """HF_HUB_OFFLINE stands in for a cable that is not plugged in."""
+    unplugged = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+    done = python("train_phase1_sft.py", f"output_dir={tmp_path}/run", env=unplugged)
+    assert done.returncode == 2
+    for words in ("Hugging Face cannot be reached", "ConvGPT-0.2B-SYNTH", "OpenMathInstruct-1", "make quickstart"):
+        assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("script", ["train_phase1_sft.py", "train_phase2_dpo.py"])
+def test_help_and_print_config_import_nothing_heavy(script: str) -> None:
+    program = (
+        "import runpy, sys; sys.argv = [sys.argv[1], sys.argv[2]]\n"
+        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "finally: assert not {'torch', 'transformers', 'trl', 'datasets'} & set(sys.modules), 'heavy'\n"
+    )
+    for flag, words in (("--print-config", "name_or_path:"), ("--help", "--resume")):
+        done = python("-c", program, str(ROOT / script), flag)
+        assert done.returncode == 0, done.stderr
+        assert words in done.stdout
+
+
+# -------------------------------------------------------------------------------------------- network, many processes
+
+
+def test_no_network_call_and_a_local_tracker(tmp_path: Path, files: SimpleNamespace) -> None:
+    """A whole run with an adapter and trackio, every socket call recorded; figures reach trackio's database."""
+    program = textwrap.dedent(
+        """
+        import sys
+        calls = []
+        def hook(name, args):
+            if name in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto"):
+                calls.append((name, args))
+        sys.addaudithook(hook)
+        import train_phase1_sft
+        train_phase1_sft.main(sys.argv[1:])
+        import time; time.sleep(1)
+        assert not calls, calls
+        """
+    )
+    file = config_in(tmp_path, files, max_steps=3)
+    clean = {"HOME": str(tmp_path / "home"), "HF_HOME": str(tmp_path / "hf"), "TRACKIO_DIR": str(tmp_path / "tracked")}
+    more = ("report_to=trackio", "model.tuning=lora")
+    done = python("-c", program, "--config", str(file), *more, env={**clean, "CI": ""})
+    assert done.returncode == 0, done.stderr[-3000:]
+    import sqlite3
+
+    with sqlite3.connect(tmp_path / "tracked" / "posttrain.db") as database:
+        logged = [json.loads(blob) for (blob,) in database.execute("select metrics from metrics order by id")]
+    assert [row["loss"] for row in logged if "loss" in row] == list(rows_of(tmp_path / "run").values())
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_with_twice_the_batch(tmp_path: Path, files: SimpleNamespace) -> None:
+    alone = config_in(tmp_path, files, max_steps=6, per_device_train_batch_size=8)
+    train(alone, f"output_dir={tmp_path}/alone")
+    done = python(
+        *("-m", "torch.distributed.run", "--nproc_per_node", "2", "train_phase1_sft.py", "--config", str(alone)),
+        *("trainer.per_device_train_batch_size=4", f"output_dir={tmp_path}/pair"),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "2 processes" in done.stdout
+    assert done.stdout.count("Handed over") == 1
+    one, two = rows_of(tmp_path / "alone"), rows_of(tmp_path / "pair")
+    assert list(one) == list(two)
+    assert two[6] == pytest.approx(one[6], abs=0.1)
+    checkpoint.verify(tmp_path / "pair" / "final")
+    assert {"rng_state_0.pth", "rng_state_1.pth"} <= set(checkpoint.verify(tmp_path / "pair" / "checkpoint-6")["files"])
+
+
+def test_only_the_first_process_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert not runlog.is_main_process()
+    line = training.describe(torch.nn.Linear(1000, 1000, bias=False), torch.device("cpu"))
+    assert line == "1.00 M parameters (all trained), cpu, 2 processes"

@@ -1,0 +1,195 @@
+"""Does phase 2 start at ln 2 against its own policy, move the odds the right way, and refuse what fits no phase 1?"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import preferences, python, rows_of, settings, tiny_base
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import train_phase2_dpo
+from posttrain import checkpoint, models, training
+from posttrain.chat import TEMPLATE_PATH, Chat
+from posttrain.config import ModelSection
+from posttrain.types import UserError
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast) -> SimpleNamespace:
+    """What phase 1 would have handed over, and some pairs."""
+    folder = tmp_path_factory.mktemp("phase2")
+    section = ModelSection(name_or_path=str(tiny_base(folder / "base", tiny_tokenizer)))
+    net, chat = models.load(section, device="cpu", chat_template=None)
+    before = models.save(folder / "phase1" / "final", net, chat, {}, source=section, phase="phase1", step=1)
+    return SimpleNamespace(before=before, rows=preferences(folder / "rows.jsonl"), folder=folder)
+
+
+@pytest.fixture(scope="module")
+def whole(files: SimpleNamespace) -> Path:
+    file = settings(files.folder / "whole.yaml", "preferences", files.before, files.rows)
+    train(file, f"output_dir={files.folder}/whole")
+    return files.folder / "whole"
+
+
+def train(file: Path, *more: str) -> None:
+    train_phase2_dpo.main(["--config", str(file), *more])
+
+
+def config_in(tmp_path: Path, files: SimpleNamespace, **trainer: Any) -> Path:
+    return settings(tmp_path / "dpo.yaml", "preferences", files.before, files.rows, **trainer)
+
+
+def test_a_run_starts_at_ln_2_learns_and_hands_over(whole: Path, tiny_chat: Chat) -> None:
+    losses = rows_of(whole)
+    assert losses[1] == pytest.approx(math.log(2), abs=1e-5)
+    assert losses[12] < losses[1] - 0.05
+    assert rows_of(whole, "eval_rewards/accuracies")[12] > 0.9
+    assert rows_of(whole, "rewards/chosen")[12] > rows_of(whole, "rewards/rejected")[12]
+    assert checkpoint.verify(whole / "final")["meta"] == {
+        "phase": "phase2",
+        "step": 12,
+        "chat_template_sha256": tiny_chat.hash,
+    }
+
+
+def test_the_reference_is_the_policy_and_not_what_its_name_says(
+    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model in memory differs from the folder it was loaded from; the first loss is ln 2 all the same."""
+    load = models.load
+
+    def changed(*args: Any, **more: Any) -> Any:
+        net, chat = load(*args, **more)
+        with torch.no_grad():
+            for weight in net.parameters():
+                weight.add_(0.05 * torch.randn_like(weight))
+        return net, chat
+
+    monkeypatch.setattr(models, "load", changed)
+    train(config_in(tmp_path, files, max_steps=1))
+    assert rows_of(tmp_path / "run")[1] == pytest.approx(math.log(2), abs=1e-5)
+
+
+def test_a_wrong_reference_stops_the_run(
+    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy changes between the reference pass and the first step."""
+    fit = training.fit
+
+    def changed(trainer: Any, *args: Any, **more: Any) -> Any:
+        with torch.no_grad():
+            for weight in trainer.model.parameters():
+                weight.add_(0.1 * torch.randn_like(weight))
+        return fit(trainer, *args, **more)
+
+    monkeypatch.setattr(training, "fit", changed)
+    with pytest.raises(UserError, match=r"ln 2.*reference log-probs"):
+        train(config_in(tmp_path, files))
+    assert not (tmp_path / "run" / "final").exists()
+
+
+@pytest.mark.parametrize(
+    ("figures", "losses", "weights", "bf16", "passes"),
+    [
+        ({"loss": 0.6931}, ["sigmoid"], [1.0], False, True),
+        ({"loss": 0.6945}, ["sigmoid"], [1.0], False, False),
+        ({"loss": 0.6945}, ["sigmoid"], [1.0], True, True),
+        ({"loss": 0.7200}, ["sigmoid"], [1.0], True, False),
+        ({"loss": 0.3466}, ["sigmoid"], [0.5], False, True),
+        ({"loss": 1.4}, ["sigmoid", "sft"], [1.0, 1.0], False, True),  # ln 2 + a likelihood: only the rewards tell
+        ({"loss": 1.4, "rewards/chosen": 0.02}, ["sigmoid", "sft"], [1.0, 1.0], False, False),
+        ({"loss": 0.6931, "rewards/rejected": -0.02}, ["sigmoid"], [1.0], False, False),
+    ],
+)
+def test_the_check_of_the_first_step(
+    figures: dict[str, float], losses: list[str], weights: list[float], bf16: bool, passes: bool
+) -> None:
+    row = {"rewards/chosen": 0.0, "rewards/rejected": 0.0, **figures}
+    if passes:
+        train_phase2_dpo.check_reference(row, losses, weights, bf16=bf16)
+    else:
+        with pytest.raises(UserError, match="reference"):
+            train_phase2_dpo.check_reference(row, losses, weights, bf16=bf16)
+
+
+def test_a_mixed_loss_trains(tmp_path: Path, files: SimpleNamespace) -> None:
+    train(config_in(tmp_path, files, max_steps=2, loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.5]))
+    assert rows_of(tmp_path / "run")[1] > math.log(2) + 1
+
+
+@pytest.mark.parametrize("tuning", ["lora", "qlora"])
+def test_adapters(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, files: SimpleNamespace, tuning: str) -> None:
+    if tuning == "qlora":
+        pytest.importorskip("bitsandbytes")
+    base = tiny_base(tmp_path / "base", tiny_tokenizer, width=64)
+    file = settings(tmp_path / "dpo.yaml", "preferences", base, files.rows, max_steps=6, learning_rate=1e-2)
+    train(file, f"model.tuning={tuning}")
+    losses = rows_of(tmp_path / "run")
+    assert losses[1] == pytest.approx(math.log(2), abs=1e-3)
+    assert losses[6] < 0.68
+    merged, before = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "run" / "final", base))
+    assert not torch.equal(merged.model.layers[0].mlp.up_proj.weight, before.model.layers[0].mlp.up_proj.weight)
+
+
+def test_a_stopped_run_goes_on_exactly_and_asks_the_reference_once(
+    tmp_path: Path, files: SimpleNamespace, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    file = config_in(tmp_path, files)
+    report = training.Reporter.on_log
+
+    def signal_at_step_6(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
+        report(self, args, state, control, **more)
+        if state.global_step == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(training.Reporter, "on_log", signal_at_step_6)
+    with pytest.raises(SystemExit) as stopped:
+        train(file)
+    assert stopped.value.code == 130
+    monkeypatch.undo()
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("the reference was asked again")
+
+    monkeypatch.setattr(DPOTrainer, "compute_ref_log_probs", never)
+    train(file, "--resume")
+    assert rows_of(tmp_path / "run") == rows_of(whole)
+    one, other = ((run / "final" / "model.safetensors").read_bytes() for run in (tmp_path / "run", whole))
+    assert one == other
+
+
+def test_another_template_than_phase_1s_is_refused(tmp_path: Path, files: SimpleNamespace) -> None:
+    (tmp_path / "other.jinja").write_text(TEMPLATE_PATH.read_text() + "{# mine #}")
+    with pytest.raises(UserError, match="another chat template"):
+        train(config_in(tmp_path, files), f"chat.template={tmp_path}/other.jinja")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unfinished_phase_1_is_refused(tmp_path: Path, files: SimpleNamespace) -> None:
+    (tmp_path / "phase1").mkdir()
+    (tmp_path / "phase1" / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match=r"no config.json.*--resume"):
+        train(config_in(tmp_path, files), f"model.name_or_path={tmp_path}/phase1")
+    with pytest.raises(UserError, match="previous phase"):
+        train(config_in(tmp_path, files), f"model.name_or_path={tmp_path}/phase1/final")
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path: Path, files: SimpleNamespace) -> None:
+    file = config_in(tmp_path, files, max_steps=4)
+    done = python("-m", "torch.distributed.run", "--nproc_per_node", "2", "train_phase2_dpo.py", "--config", str(file))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "2 processes" in done.stdout
+    losses = rows_of(tmp_path / "run")
+    assert losses[1] == pytest.approx(math.log(2), abs=1e-5)
+    assert losses[4] < losses[1]
+    checkpoint.verify(tmp_path / "run" / "final")

@@ -1,0 +1,84 @@
+"""Are the learner's log-probs, entropies and gradients those of the plain model, whatever the batching?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.policy import microbatches, token_logprobs
+
+SIZES = {
+    "vocab_size": 71, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "intermediate_size": 48, "initializer_range": 0.2, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.fixture(params=["llama", "convgpt", "convgpt-tied"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    torch.manual_seed(0)
+    if request.param == "llama":
+        return LlamaForCausalLM(LlamaConfig(hidden_size=32, **SIZES))
+    tied = request.param == "convgpt-tied"
+    return ConvGPTForCausalLM(ConvGPTConfig(hidden_size=256, tie_word_embeddings=tied, **SIZES))
+
+
+def ragged() -> tuple[list[list[int]], list[list[bool]]]:
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(0, 71, (n,), generator=generator).tolist() for n in (5, 17, 9, 2, 30)]
+    masks = [[i > 0 and (i * 7 + len(row)) % 3 > 0 for i in range(len(row))] for row in rows]
+    return rows, masks
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_equals_log_softmax_of_the_logits(model: PreTrainedModel, temperature: float) -> None:
+    rows, masks = ragged()
+    logprobs, entropy = token_logprobs(model, rows, masks, temperature)
+    expected_logprobs, expected_entropy = [], []
+    for row, mask in zip(rows, masks, strict=True):
+        table = (model(torch.tensor([row])).logits[0] / temperature).log_softmax(-1)
+        for i, on in enumerate(mask):
+            if on:
+                expected_logprobs.append(table[i - 1, row[i]])
+                expected_entropy.append(-(table[i - 1].exp() * table[i - 1]).sum())
+    assert torch.allclose(logprobs, torch.stack(expected_logprobs), atol=1e-5)
+    assert torch.allclose(entropy, torch.stack(expected_entropy), atol=1e-4)
+
+
+def gradients(model: PreTrainedModel, batches: list[list[int]]) -> list[torch.Tensor]:
+    rows, masks = ragged()
+    weights = torch.linspace(-1, 1, sum(map(sum, masks)))
+    starts = [sum(map(sum, masks[:i])) for i in range(len(rows))]
+    model.zero_grad()
+    for batch in batches:
+        logprobs, entropy = token_logprobs(model, [rows[i] for i in batch], [masks[i] for i in batch])
+        weight = torch.cat([weights[starts[i] : starts[i] + sum(masks[i])] for i in batch])
+        ((logprobs * weight).sum() / len(weights) - 0.1 * entropy.sum() / len(weights)).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_micro_batching_changes_no_gradient(model: PreTrainedModel) -> None:
+    whole = gradients(model, [[0, 1, 2, 3, 4]])
+    split = gradients(model, [[4], [1, 2], [0, 3]])
+    for a, b in zip(whole, split, strict=True):
+        assert (a - b).norm() <= 1e-5 * (a.norm() + 1e-8)
+
+
+def test_padding_and_unmasked_text_get_no_gradient_of_their_own(model: PreTrainedModel) -> None:
+    """What stands behind the last trained token cannot matter."""
+    rows, masks = ragged()
+    longer = [row + [3, 4, 5] for row in rows]
+    silent = [mask + [False] * 3 for mask in masks]
+    a, b = token_logprobs(model, rows, masks), token_logprobs(model, longer, silent)
+    assert torch.allclose(a[0], b[0], atol=1e-6) and torch.allclose(a[1], b[1], atol=1e-5)
+
+
+@given(st.lists(st.integers(1, 200), min_size=0, max_size=40), st.integers(1, 500))
+def test_micro_batches_hold_every_row_once_within_the_budget(lengths: list[int], budget: int) -> None:
+    batches = list(microbatches(lengths, budget))
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert len(batch) == 1 or max(lengths[i] for i in batch) * len(batch) <= budget

@@ -1,0 +1,380 @@
+"""Does the page say what was measured, by itself, without a network?  On a run whose answers are made up, no model."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+import evaluate_model
+from envs import make
+from envs.protocol import Episode, Protocol, answer
+from posttrain import metrics, report
+from posttrain.report import charts, page, tables
+from posttrain.report.episodes import gif, replay
+from posttrain.types import UserError
+
+NAMES = ("base", "phase1", "phase2", "phase3")
+# What a made-up checkpoint can do: base knows nothing, phase 1 talks, phase 2 repeats less, phase 3 plays.
+MATH = {"base": 0.0, "phase1": 0.72, "phase2": 0.70, "phase3": 0.69}
+RECALL = {"base": 0.0, "phase1": 0.93, "phase2": 0.92, "phase3": 0.9}
+RANKED = {"base": 0.5, "phase1": 0.58, "phase2": 0.86, "phase3": 0.85}
+LOOPS = {"base": 0.6, "phase1": 0.35, "phase2": 0.1, "phase3": 0.12}
+PLAYS_WELL = {"base": -1.0, "phase1": 0.05, "phase2": 0.05, "phase3": 0.85}  # share of turns; -1 says nothing valid
+
+
+def made_up(cfg: Any, name: str, exam: Any, tick: Callable[[int], None]) -> list[dict[str, Any]]:
+    """Stands for `evaluate_model.measure`: rows of the same form, from dice instead of a model."""
+    rows: list[dict[str, Any]] = []
+    for sitting in exam:
+        where = {"checkpoint": name, "suite": sitting.suite, "part": sitting.part, "setting": sitting.setting}
+        for index, item in enumerate(sitting.items):
+            dice = random.Random(f"{name} {sitting.suite} {sitting.part} {sitting.setting} {index}")
+            row = (
+                _episode(cfg, name, sitting, item, dice)
+                if sitting.suite == "worlds"
+                else _said(name, sitting, item, dice)
+            )
+            rows.append(where | {"index": index} | item | row)
+        tick(len(sitting.items))
+    return rows
+
+
+def _said(name: str, sitting: Any, item: dict[str, Any], dice: random.Random) -> dict[str, Any]:
+    if sitting.suite == "preferences":
+        margin = abs(dice.gauss(6, 3)) * (1 if dice.random() < RANKED[name] else -1)
+        return {"chosen_logprob": margin - 60, "rejected_logprob": -60.0, "margin": margin, "accuracy": margin > 0}
+    if sitting.suite == "repetition":
+        ids = [dice.randrange(600) for _ in range(dice.randrange(50, 80))]
+        if dice.random() < LOOPS[name]:
+            ids[20:] = ids[10:20] * 5
+        text = "The old garden is worth a visit. Birds sing above it at dawn. " + "Cats sleep in the shade. " * 3
+        figures = {"seq_rep_4": metrics.seq_rep_n(ids), "seq_rep_4_first": metrics.seq_rep_n(ids[:60])}
+        figures |= {"longest_repeat": metrics.longest_repeat(ids), "ids": ids, "never_stops": name == "base"}
+        return figures | {"text": text if name != "base" else "ö<&>nten ten " * 9, "tokens": len(ids)}
+    right = dice.random() < {"math": MATH, "recall": RECALL}[sitting.suite][name]
+    given = item["answer"] if right else "7"
+    text = rf"7+5=12. The answer is \boxed{{{given}}}." if sitting.suite == "math" else f"Your city is {given}."
+    text = text if name != "base" else "qu qu<script>alert(1)</script> the the"
+    return {"text": text, "accuracy": right, "boxed": "box" in text, "never_stops": name == "base", "tokens": 20}
+
+
+def _episode(cfg: Any, name: str, sitting: Any, item: dict[str, Any], dice: random.Random) -> dict[str, Any]:
+    protocol = Protocol(**cfg.suites.worlds.protocol.model_dump())
+    episode = Episode(make(sitting.part), protocol, item["seed"], cfg.suites.worlds.split)
+    paid = penalties = 0.0
+    while not episode.done:
+        action = episode.world.expert() if dice.random() < PLAYS_WELL[name] else episode.world.players()["random"]
+        said = "qu qu the the" if name == "base" else answer(episode.world.thought(), [action], protocol)
+        turn = episode.step(said)
+        paid, penalties = paid + turn.reward, penalties + turn.penalty
+    return {
+        "messages": episode.messages,
+        "actions": episode.actions,
+        "success": episode.success,
+        "failure": episode.failure,
+        "failed": bool(episode.failure),
+        "return": paid,
+        "penalties": penalties,
+        "turns": episode.turns,
+        "invalid_turns": episode.invalid_turns,
+        "unfinished_turns": 0,
+        "crashed": "",
+        "level": episode.level_key(),
+    }
+
+
+def curves(phase: str) -> list[dict[str, Any]]:
+    """A made-up metrics.jsonl."""
+    dice = random.Random(phase)
+    if phase == "phase3":
+        rows = []
+        for step in range(61):
+            success = 0.25 + 0.6 * step / (step + 15)
+            row = {
+                "rollout/frozen_lake/success": success + dice.gauss(0, 0.05),
+                "policy/entropy": 0.6 / (1 + step / 20),
+            }
+            row |= {"rollout/in_group_std": 0.4 - step / 300 + dice.gauss(0, 0.02), "rollout/invalid_turns": 0.02}
+            rows.append({"step": step, **row})
+            if step % 10 == 0:
+                rows.append(
+                    {"step": step, "evaluation/frozen_lake/success": success, "evaluation/sokoban/success": success / 2}
+                )
+        return rows
+    steps = range(20, 1300, 20) if phase == "phase1" else range(2, 80, 2)
+    rows = [{"step": s, "loss": 0.4 + 3 / (1 + s / steps[10]) + dice.gauss(0, 0.05), "entropy": 1.2} for s in steps]
+    rows += [{"step": s, "eval_loss": 0.45 + 3 / (1 + s / steps[10])} for s in steps[::8]]
+    if phase == "phase2":
+        rows += [{"step": s, "rewards/accuracies": min(1.0, 0.5 + s / 100)} for s in steps]
+    return rows
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole evaluated run, as evaluate_model.py leaves it, of made-up answers."""
+    folder = tmp_path_factory.mktemp("runs") / "made_up"
+    return build_run(folder, episodes=40)
+
+
+def build_run(folder: Path, episodes: int) -> Path:
+    config = {
+        "output_dir": str(folder),
+        "checkpoints": {name: str(folder / name / "final") for name in NAMES},
+        "goals": True,
+        "workers": 1,
+        "hardware": "two CPU cores",
+        "settings": [{"name": "greedy", "temperature": 0.0}, {"name": "t05", "temperature": 0.5}],
+        "suites": {
+            "math": {"n": 60, "n_others": 20},
+            "repetition": {"n": 60},
+            "recall": {"n": 60, "settings": ["greedy"]},
+            "preferences": {"n": 60, "reference": "phase1"},
+            "worlds": {"worlds": ["frozen_lake", "sokoban"], "episodes": episodes, "episodes_others": 10},
+        },
+    }
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(json.dumps(config))
+    for name in NAMES[1:]:
+        (folder / name).mkdir()
+        lines = [json.dumps(row) + "\n" for row in curves(name)]
+        (folder / name / "metrics.jsonl").write_text("".join(lines))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate_model, "measure", made_up)
+        patch.setattr(evaluate_model, "check", lambda *_, **__: None)
+        patch.setattr(sys, "argv", ["evaluate_model.py", "--config", str(folder / "config.yaml")])
+        evaluate_model.main()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(run: Path) -> dict[str, Any]:
+    return json.loads((run / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def html(run: Path) -> str:
+    return (run / "report.html").read_text()
+
+
+def test_page_needs_nothing_from_outside(html: str) -> None:
+    assert not re.search(r"https?://|//\w+\.\w+/", re.sub(r"base64,[^\"]+", "", html))
+    assert not re.search(r"<script|<link|<iframe|@import|url\(", html)
+    assert {source.split(",")[0] for source in re.findall(r'src="([^"]+)"', html)} == {"data:image/gif;base64"}
+    assert all(target.startswith("#") for target in re.findall(r'href="([^"]+)"', html))
+
+
+def test_page_is_well_formed(html: str) -> None:
+    opened: list[str] = []
+    for closing, name, empty in re.findall(r"<(/?)([a-z][a-z0-9]*)[^>]*?(/?)>", html):
+        if name in ("meta", "br", "img") or empty:
+            continue
+        if closing:
+            assert opened.pop() == name
+        else:
+            opened.append(name)
+    assert not opened
+
+
+def test_hostile_text_stays_text(run: Path, html: str) -> None:
+    assert "<script>alert(1)" in (run / "transcripts.jsonl").read_text()
+    assert "&lt;script&gt;alert(1)" in html
+
+
+def test_page_shows_the_measured_figures(results: dict[str, Any], html: str) -> None:
+    for entry in results["checkpoints"].values():
+        for found in (entry["math"], entry["recall"], entry["preferences"]):
+            assert f"<b>{tables.percent(found['accuracy'])}</b>" in html
+            assert f"{100 * found['low']:.0f} to {100 * found['high']:.0f}" in html
+        for part in entry["math"]["parts"].values():
+            assert f"{100 * part['low']:.0f} to {100 * part['high']:.0f}, n 60" in html
+    for title in ("unseen questions", "unseen operands", "Frozen lake", "Sokoban", "optimum", "Loss", "Entropy"):
+        assert title in html
+    assert html.count("✓ reached") == sum(goal["reached"] for goal in results["goals"])
+    assert html.count("✗ not reached") == sum(not goal["reached"] for goal in results["goals"])
+    assert "python inference_with_improved_settings.py" in html
+
+
+def test_missing_curves_are_said_to_be_missing(run: Path, html: str) -> None:
+    assert f"No metrics.jsonl beside {run}/base/final." in html
+    assert html.count("<figure>") == 2 + 3 + 5
+    assert "Success, held-out levels" in html
+
+
+def test_episodes_are_shown_as_they_were_played(run: Path, results: dict[str, Any], html: str) -> None:
+    rows = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
+    solved = next(r for r in rows if r["suite"] == "worlds" and r["checkpoint"] == "phase3" and r["success"])
+    frames, turns = replay(results, solved)
+    assert len(frames) == 1 + len(solved["actions"])
+    assert [action for _, taken in turns for action in taken] == solved["actions"]
+    world = make(solved["part"])
+    world.reset(seed=solved["seed"], options={"split": "test"})
+    for action in solved["actions"]:
+        *_, info = world.step(action)
+    assert info["success"]
+    assert (frames[-1] == world.render()).all()
+
+    pictures = [base64.b64decode(code) for code in re.findall(r"data:image/gif;base64,([^\"]+)", html)]
+    assert 4 <= len(pictures) <= 8  # two worlds, lost and solved, before and after
+    for picture in pictures:
+        with Image.open(BytesIO(picture)) as image:
+            assert image.format == "GIF" and getattr(image, "n_frames") > 1  # noqa: B009
+    assert "Lost before, solved after" in html
+
+
+def test_replay_of_a_silent_player_is_one_picture(run: Path, results: dict[str, Any]) -> None:
+    rows = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
+    silent = next(r for r in rows if r["suite"] == "worlds" and r["checkpoint"] == "base")
+    frames, turns = replay(results, silent)
+    assert len(frames) == 1 and len(turns) == 8
+    assert all(taken == [] for _, taken in turns)
+    with Image.open(BytesIO(gif(frames))) as image:
+        assert image.size == (208, 208)
+
+
+def test_report_is_made_again_by_its_own_command(run: Path, html: str) -> None:
+    (run / "report.html").unlink()
+    command = [sys.executable, "-m", "posttrain.report", str(run)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent.parent)
+    assert done.returncode == 0, done.stderr
+    assert (run / "report.html").read_text() == html
+    done = subprocess.run([*command[:-1], str(run / "nothing")], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "evaluate_model.py" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_report_needs_no_torch() -> None:
+    code = "import sys, posttrain.report; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent, timeout=60)
+
+
+def test_damaged_results_are_refused(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text((run / "results.json").read_text()[:500])
+    (tmp_path / "transcripts.jsonl").write_text("")
+    with pytest.raises(UserError, match="--overwrite"):
+        report.build(tmp_path)
+    (tmp_path / "results.json").write_text('{"checkpoints": {}}')
+    with pytest.raises(UserError, match="damaged or not what"):
+        report.build(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_markdown_holds_every_table(run: Path, results: dict[str, Any]) -> None:
+    text = (run / "results.md").read_text()
+    for entry in results["checkpoints"].values():
+        assert (
+            f"{tables.percent(entry['math']['accuracy'])} ({tables.span(tables.figure_of(entry['math'], 'accuracy'))})"
+            in text
+        )
+    for heading in ("## Paired differences", "## Frozen lake: players", "## Every setting", "## Goals"):
+        assert heading in text
+    for block in text.split("\n\n"):
+        if block.startswith("|"):
+            assert len({line.count("|") for line in block.splitlines()}) == 1
+
+
+def test_plots_are_pictures(run: Path) -> None:
+    for name in ("headline.png", "settings.png"):
+        with Image.open(run / "plots" / name) as image:
+            image.verify()
+            assert image.width > 800
+
+
+def set_figures(results: dict[str, Any], path: str, **figures: Any) -> dict[str, Any]:
+    """A copy of the results with some figures of one checkpoint changed."""
+    changed = json.loads(json.dumps(results))
+    found = changed["checkpoints"]
+    for key in path.split("."):
+        found = found[key]
+    found.update(figures)
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("path", "figures", "goal", "reached"),
+    [
+        ("base.math", {"accuracy": 0.1}, "30 points", True),
+        ("phase1.math", {"accuracy": 0.29}, "30 points", False),
+        ("phase1.recall", {"accuracy": 0.49}, "50 points", False),
+        ("phase2.preferences", {"accuracy": 0.75}, "75 % of held-out pairs", True),
+        ("phase2.preferences", {"accuracy": 0.74}, "75 % of held-out pairs", False),
+        ("phase2.repetition", {"tokens": 20.0}, "20 % shorter", False),
+        ("phase2.math", {"accuracy": 0.5}, "5 points lower", False),
+        ("phase2.worlds.frozen_lake", {"success": 0.46}, "from less than 45 %", False),
+        ("phase3.worlds.frozen_lake", {"success": 0.74}, "from less than 45 %", False),
+        ("phase3.worlds.frozen_lake", {"success": 0.6}, "beats every demonstrator", False),
+        ("phase3.worlds.frozen_lake", {"failures": {"hole": 39}}, "half the deaths", False),
+        ("phase2.worlds.frozen_lake", {"failures": {}}, "half the deaths", False),
+        ("phase3.worlds.frozen_lake", {"low": 0.2}, "Frozen lake: intervals", False),
+        ("phase2.worlds.sokoban", {"success": 0.0}, "Sokoban at least doubled", False),
+        ("phase3.worlds.sokoban", {"success": 0.3}, "Sokoban at least doubled", False),
+    ],
+)
+def test_goals_at_their_limits(
+    results: dict[str, Any], path: str, figures: dict[str, Any], goal: str, reached: bool
+) -> None:
+    (found,) = [entry for entry in report.goals(set_figures(results, path, **figures)) if goal in entry["goal"]]
+    assert found["reached"] is reached
+
+
+def test_goals_of_the_made_up_run(results: dict[str, Any]) -> None:
+    found = {entry["goal"]: entry for entry in results["goals"]}
+    assert len(found) == 12
+    assert found["Sokoban at least doubled"]["reached"]
+    assert "unseen questions +" in found["math at least 30 points above base"]["measured"]
+
+
+def test_goals_about_absent_checkpoints_are_left_out(results: dict[str, Any]) -> None:
+    fewer = json.loads(json.dumps(results))
+    del fewer["checkpoints"]["phase2"]
+    phases = {goal["phase"] for goal in report.goals(fewer)}
+    assert phases == {"phase1"}
+
+
+def test_arrows_stand_only_where_the_interval_leaves_zero_out(results: dict[str, Any]) -> None:
+    (math,) = [column for column in tables.columns(results) if column.title == "Math"]
+    assert "▲" in page.change(results, "phase1", math)
+    changed = json.loads(json.dumps(results))
+    for difference in changed["differences"]:
+        difference |= {"low": -0.1, "high": 0.1}
+    assert page.change(changed, "phase1", math) == ""
+    assert page.change(results, "base", math) == ""
+    less = {"metric": "seq_rep_4", "value": -0.2, "low": -0.3, "high": -0.1}
+    assert page.verdict(less) == "good"
+    assert page.verdict(less | {"metric": "accuracy"}) == "bad"
+
+
+@pytest.mark.parametrize("low, high", [(0, 1), (0.213, 0.219), (-3.2, 11), (5, 5), (0, 0), (1e-6, 3e-6), (-0.7, 1234)])
+def test_ticks_enclose_and_are_even(low: float, high: float) -> None:
+    steps = charts.ticks(low, high)
+    assert 3 <= len(steps) <= 7
+    assert steps[0] <= low + 1e-12 and high - 1e-12 <= steps[-1]
+    gaps = [b - a for a, b in itertools.pairwise(steps)]
+    assert max(gaps) == pytest.approx(min(gaps), rel=1e-6)
+
+
+def test_long_lines_are_thinned_to_their_ends() -> None:
+    line = [(float(n), float(n)) for n in range(1001)]
+    thin = charts.thinned(line, 300)
+    assert len(thin) <= 302 and thin[0] == line[0] and thin[-1] == line[-1]
+    assert charts.smooth([(0, 1.0), (1, 4.0), (2, 1.0)])[1] == (1, 2.0)
+    assert charts.lines("nothing", {"a": [(1, 2.0)]}) == ""
+
+
+def test_curves_take_world_names_from_their_keys() -> None:
+    rows = [
+        {"step": 1, "evaluation/frozen_lake/success": 0.5, "evaluation/success": 0.4, "loss": None},
+        {"step": 2, "x": "y"},
+    ]
+    assert page.series(rows, [("evaluation/*/success", "*"), ("loss", "training")]) == {"frozen lake": [(1, 0.5)]}

@@ -1,0 +1,103 @@
+"""What does a run of phase 1 or 2 need to take seconds?  A tiny model, a few dozen rows and a config."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).parents[1]
+
+
+def tiny_base(folder: Path, tokenizer: PreTrainedTokenizerFast, width: int = 32) -> Path:
+    """A Llama of 40,000 random numbers with the tokenizer of the tests, as a model of somebody else's."""
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=512,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(shape).save_pretrained(folder)
+    copy.deepcopy(tokenizer).save_pretrained(folder)
+    return folder
+
+
+def conversations(file: Path, count: int = 80) -> Path:
+    rows = []
+    for n in range(count):
+        a, b = n % 9, n // 9
+        says = [f"{a} + {b} = ?", f"{a} + {b} = {a + b}"]
+        says += ["And <|im_end|> now?", f"It is {a + b}."] if n % 3 == 0 else []
+        roles = ("user", "assistant") * 2
+        rows.append({"messages": [{"role": role, "content": text} for role, text in zip(roles, says, strict=False)]})
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def preferences(file: Path, count: int = 48) -> Path:
+    rows = []
+    for n in range(count):
+        question = [{"role": "user", "content": f"{n} + 1 = ?"}]
+        good, bad = f"{n} + 1 = {n + 1}", f"{n} {n} {n} {n}"
+        rows.append(
+            {
+                "prompt": question[0]["content"],
+                "chosen": [*question, {"role": "assistant", "content": good}],
+                "rejected": [*question, {"role": "assistant", "content": bad}],
+                "score_chosen": 8.0,
+                "score_rejected": 2.0,
+            }
+        )
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def settings(file: Path, kind: str, model: Path, data: Path, **trainer: Any) -> Path:
+    """A config file whose run takes twelve steps, a figure a step and a checkpoint every four."""
+    steps = {"max_steps": 12, "save_steps": 4, "logging_steps": 1, "learning_rate": 1e-3}
+    config = {
+        "output_dir": str(file.with_name("run")),
+        "device": "cpu",
+        "report_to": "none",
+        "model": {"name_or_path": str(model)},
+        "data": {
+            "sources": [{"kind": kind, "path": str(data)}],
+            "eval_rows": 8,
+            "max_length": 96,
+            "decontaminate": False,
+        },
+        "trainer": {**steps, "per_device_train_batch_size": 4, "save_total_limit": 10, **trainer},
+    }
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def rows_of(run: Path, figure: str = "loss") -> dict[int, float]:
+    """Step -> figure, from metrics.jsonl; no step may stand there twice."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    pairs = [(row["step"], row[figure]) for row in rows if figure in row]
+    assert len(dict(pairs)) == len(pairs)
+    return dict(pairs)
+
+
+def python(*command: str, env: dict[str, str] | None = None, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """Run Python as a user would, one thread, in the repository's root."""
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
