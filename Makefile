@@ -17,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: setup quickstart test check bench lock
-.DELETE_ON_ERROR:
+.PRECIOUS: $(QUICK)/base/manifest.json $(patsubst %,$(QUICK)/%/final/manifest.json,phase1 phase2 phase3)
 
 setup: $(STAMP)
 
@@ -32,6 +32,8 @@ $(STAMP): requirements.txt requirements-dev.txt requirements.lock
 	@touch $@
 
 # Each phase is a file that exists once it is finished: a second call goes on where the first one stopped.
+go_on = $(if $(wildcard $(QUICK)/$(1)/*),--resume)
+
 quickstart: $(STAMP)
 	@if [ -f $(QUICK)/report.html ]; then echo "The quickstart is complete. To start anew: rm -r $(QUICK)"; \
 	  else $(MAKE) --no-print-directory $(QUICK)/report.html; fi
@@ -45,13 +47,13 @@ $(QUICK)/base/manifest.json:
 	$(PY) -m posttrain.embedded --out $(QUICK)/base
 
 $(QUICK)/phase1/final/manifest.json: | $(QUICK)/base/manifest.json
-	$(PY) train_phase1_sft.py --config configs/quickstart/phase1_sft.yaml --resume
+	$(PY) train_phase1_sft.py --config configs/quickstart/phase1_sft.yaml $(call go_on,phase1)
 
 $(QUICK)/phase2/final/manifest.json: | $(QUICK)/phase1/final/manifest.json
-	$(PY) train_phase2_dpo.py --config configs/quickstart/phase2_dpo.yaml --resume
+	$(PY) train_phase2_dpo.py --config configs/quickstart/phase2_dpo.yaml $(call go_on,phase2)
 
 $(QUICK)/phase3/final/manifest.json: | $(QUICK)/phase2/final/manifest.json
-	$(PY) train_phase3_starpo.py --config configs/quickstart/phase3_starpo.yaml --resume
+	$(PY) train_phase3_starpo.py --config configs/quickstart/phase3_starpo.yaml $(call go_on,phase3)
 
 $(QUICK)/report.html: | $(QUICK)/phase3/final/manifest.json
 	$(PY) evaluate_model.py --config configs/quickstart/evaluate.yaml --overwrite

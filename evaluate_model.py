@@ -309,7 +309,8 @@ def sit(cfg: EvaluateRun, exam: list[Sitting]) -> dict[str, list[Row]]:
 
 def sit_in_parallel(cfg: EvaluateRun, exam: list[Sitting], tick: Callable[[int], None]) -> dict[str, list[Row]]:
     """One process per checkpoint, at most `workers` at once; none survives this function."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # a server that imports once; nothing of this process is forked
+    context.set_forkserver_preload(["posttrain.models", "posttrain.rollout", "posttrain.policy"])
     waiting, rows = list(cfg.checkpoints), {}
     running: dict[Any, tuple[str, Any]] = {}
     try:

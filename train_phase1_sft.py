@@ -44,12 +44,17 @@ def main(argv: list[str] | None = None) -> None:
     sft = data.load_sft(cfg.data, chat)
 
     # 4. TRL trains. The rows carry assistant_masks, from which TRL makes the labels: only those tokens have a loss.
+    args = training.arguments(SFTConfig, cfg, device)
+    rows = sft.train
+    if args.train_sampling_strategy == "group_by_length":
+        rows = training.in_length_pools(rows, args.per_device_train_batch_size, cfg.seed)
+        args.train_sampling_strategy = "sequential"
     if device.type == "cpu":
         training.score_trained_positions_only()
     trainer = SFTTrainer(
         model=model,
-        args=training.arguments(SFTConfig, cfg, device),
-        train_dataset=sft.train,
+        args=args,
+        train_dataset=rows,
         eval_dataset=sft.eval if len(sft.eval) else None,
         processing_class=chat.tokenizer,
         peft_config=models.peft_config(cfg.model, model, chat),

@@ -29,36 +29,35 @@ if TYPE_CHECKING:
     from posttrain.sampler import Sampler
 
 
-def main() -> None:
-    cfg, args = load(StarPORun, "configs/phase3_starpo.yaml", add_arguments=_arguments)
+def main(argv: list[str] | None = None) -> None:
+    cfg, args = load(StarPORun, "configs/phase3_starpo.yaml", argv, _arguments)
 
     from posttrain import checkpoint, models, parallel, runlog, training
     from posttrain.rollout import open_sampler
 
     out = Path(cfg.output_dir)
     runlog.keep_private(out)
-    models.preflight(cfg, resume=args.resume)
+    settings = cfg.model_dump(mode="json")
+    if runlog.is_main_process():
+        try_worlds(cfg)
+        models.preflight(cfg, resume=args.resume)
+        training.same_run(out, settings)
+        checkpoint.claim(out, args.resume)
+        training.remember_run(out, settings)
     device = models.resolve_device(cfg.device)
     parallel.start(device)
-    if parallel.rank() == 0:
-        checkpoint.claim(out, args.resume)
-    settings = cfg.model_dump(mode="json")
-    if args.resume:
-        training.same_run(out, settings)
-    elif parallel.rank() == 0:
-        training.remember_run(out, settings)
-    parallel.barrier()
 
     model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template)
-    model, optimizer = prepare(cfg, model)
+    model, optimizer = prepare(cfg, model, chat)
     progress = runlog.Progress(cfg.trainer.max_steps, "phase 3")
-    progress.say(training.describe(model, device))
+    progress.say(f"phase 3: {training.describe(model, device)}")
     state: dict[str, Any] = {"step": 0, "best": -1.0, "best_step": 0, "empty_steps": 0, "tokens": 0}
     if args.resume and (found := checkpoint.latest_good(out, say=progress.say)):
         state = load_state(found, model, optimizer)
+        progress.say(f"Resuming from {found}.")
         progress.start = state["step"]
     sampler = open_sampler(policy_of(model), chat, cfg.rollout.engine)
-    metrics = runlog.MetricsFile(out / "metrics.jsonl", after_step=state["step"] if args.resume else None)
+    metrics = runlog.MetricsFile(out / "metrics.jsonl", after_step=state["step"] or None)
     tracker = runlog.start_tracker(
         cfg.report_to, project="posttrain", run_name=cfg.run_name or out.name, config=settings
     )
@@ -66,7 +65,7 @@ def main() -> None:
     def report(step: int, row: dict[str, float]) -> None:
         metrics.write(row, step)
         tracker.log(row, step)
-        shown = {key.split("/", 1)[1]: value for key, value in row.items() if key.endswith("success")}
+        shown = {key.split("/", 1)[1]: value for key, value in row.items() if key.endswith("/success")}
         progress.update(step, **shown)
 
     def validate(step: int) -> None:
@@ -76,66 +75,89 @@ def main() -> None:
             state.update(best=row["evaluation/success"], best_step=step)
             save_state(out / "best", model, chat, optimizer, state)
 
-    stop = runlog.StopSignals().__enter__()
-    if state["step"] == 0:
-        validate(0)
-    for step in range(state["step"] + 1, cfg.trainer.max_steps + 1):
-        # 1. play: groups of siblings, every group on a fresh level
-        began = time.perf_counter()
-        groups = rollout(cfg, sampler, chat, step)
-        played = time.perf_counter()
+    with runlog.StopSignals() as stop, models.no_bars():
+        if state["step"] == 0:
+            validate(0)
+        for step in range(state["step"] + 1, cfg.trainer.max_steps + 1):
+            # 1. play: groups of siblings, every group on a fresh level
+            began = time.perf_counter()
+            groups = rollout(cfg, sampler, chat, step)
+            played = time.perf_counter()
 
-        # 2. judge: the raw rewards say which groups can teach something, and how good each episode was among its own
-        judged = judge(cfg, groups)
-        row = describe(groups, judged)
+            # 2. judge: raw rewards say which groups can teach something, and how good each episode was among its own
+            judged = judge(cfg, groups)
+            row = describe(groups, judged)
 
-        # 3. learn: the clipped policy gradient, a mean over the sampled tokens of all kept groups on all processes
-        state["empty_steps"] = 0 if judged.kept else state["empty_steps"] + 1
-        if judged.kept:
-            row |= update(cfg, model, optimizer, groups, judged, step)
-        elif state["empty_steps"] >= cfg.algorithm.max_empty_steps:
-            raise UserError(
-                f"In {state['empty_steps']} steps in a row the episodes of every group scored alike, so there was nothing"
-                " to learn from. The levels are too hard or too easy for this model: choose others (worlds[].options),"
-                " more siblings (rollout.num_generations) or a higher rollout.temperature, and go on with --resume"
-                f" or start anew. The last checkpoint is in {out}."
-            )
-        state["step"], state["tokens"] = step, state["tokens"] + int(row["rollout/tokens"])
-        row |= {
-            "tokens": state["tokens"],
-            "seconds/rollout": played - began,
-            "seconds/update": time.perf_counter() - played,
-            "rollout/tokens_per_second": row["rollout/tokens"] / (played - began),
-        }
-        report(step, row)
+            # 3. learn: the clipped policy gradient, a mean over the sampled tokens of all kept groups of all processes
+            state["empty_steps"] = 0 if judged.kept else state["empty_steps"] + 1
+            if judged.kept:
+                row |= update(cfg, model, optimizer, groups, judged, step)
+            elif state["empty_steps"] >= cfg.algorithm.max_empty_steps:
+                raise UserError(nothing_to_learn(state["empty_steps"], out))
+            state["step"], state["tokens"] = step, state["tokens"] + int(row["rollout/tokens"])
+            row |= {
+                "tokens": state["tokens"],
+                "seconds/rollout": played - began,
+                "seconds/update": time.perf_counter() - played,
+                "rollout/tokens_per_second": row["rollout/tokens"] / (played - began),
+            }
+            report(step, row)
 
-        # 4. look: transcripts, held-out levels and the best policy so far, a checkpoint to resume from
-        if parallel.rank() == 0 and step % cfg.transcripts.every == 0:
-            write_transcripts(out / "transcripts.jsonl", step, groups[0][: cfg.transcripts.count])
-        if step % cfg.evaluation.every == 0 or step == cfg.trainer.max_steps:
-            validate(step)
-        stopping = parallel.total(stop.requested, device) > 0
-        if stopping or step % cfg.checkpoint.every == 0 or step == cfg.trainer.max_steps:
-            save_state(out / f"checkpoint-{step}", model, chat, optimizer, state)
-            drop_old(out, cfg.checkpoint.keep)
-        if stopping:
-            stop.leave()
+            # 4. look: transcripts, held-out levels and the best policy so far, a checkpoint to resume from
+            last = step == cfg.trainer.max_steps
+            if parallel.rank() == 0 and step % cfg.transcripts.every == 0:
+                write_transcripts(out / "transcripts.jsonl", step, groups[0][: cfg.transcripts.count])
+            if last or step % cfg.evaluation.every == 0:
+                validate(step)
+            stopping = parallel.total(stop.requested, device) > 0
+            if last or stopping or step % cfg.checkpoint.every == 0:
+                save_state(out / f"checkpoint-{step}", model, chat, optimizer, state)
+                drop_old(out, cfg.checkpoint.keep)
+            if stopping:
+                stop.leave()
 
-    # the policy handed over is the one that did best on the validation levels; the test levels see only that one
-    load_state(out / "best", model, optimizer)
-    row = evaluate(cfg, sampler, chat, cfg.evaluation.final_split, cfg.evaluation.final_episodes, name="final")
-    report(cfg.trainer.max_steps, row)
+        # the policy handed over is the one that did best on the validation levels; the test levels see only that one
+        load_state(out / "best", model, optimizer)
+        row = evaluate(cfg, sampler, chat, cfg.evaluation.final_split, cfg.evaluation.final_episodes, name="final")
+        report(cfg.trainer.max_steps, row)
     progress.close()
+    tracker.finish()
     if parallel.rank() == 0:
-        models.save(out / "final", model, chat, settings, source=cfg.model, phase=3, step=state["best_step"])
+        final = models.save(
+            out / "final", model, chat, settings, source=cfg.model, phase="phase3", step=state["best_step"]
+        )
         print(f"Best on {cfg.evaluation.split} levels: step {state['best_step']}. On {cfg.evaluation.final_split} levels:")
         for world in cfg.worlds:
             success, low, high = (row[f"final/{world.name}/{key}"] for key in ("success", "low", "high"))
             print(f"  {world.name}: {success:.1%} [{low:.1%}, {high:.1%}] of {cfg.evaluation.final_episodes} episodes")
-        print(f"Handed over in {out / 'final'}. Next: python evaluate_model.py, or watch it play:")
-        print(f"  python inference_with_improved_settings.py model.name_or_path={out / 'final'} --play {cfg.worlds[0].name}")
-    tracker.finish()
+        print(f"Handed over: {final}  (curves: {out / 'metrics.jsonl'})")
+        print(
+            f"Next: python inference_with_improved_settings.py model.name_or_path={final} --play {cfg.worlds[0].name}"
+        )
+    parallel.barrier()
     parallel.stop()
+
+
+def try_worlds(cfg: StarPORun) -> None:
+    """Every world is there, takes its options and has levels in every split; otherwise a UserError."""
+    import envs
+
+    share_out(cfg.worlds, cfg.rollout.groups, 1)
+    for n, world in enumerate(cfg.worlds):
+        try:
+            for split in ("train", cfg.evaluation.split, cfg.evaluation.final_split):
+                envs.make(world.name, **world.options).reset(seed=0, options={"split": split})
+        except (ValueError, TypeError) as problem:
+            raise UserError(f"worlds.{n} ({world.name}): {problem}") from problem
+
+
+def nothing_to_learn(steps: int, out: Path) -> str:
+    return (
+        f"In {steps} steps in a row the episodes of every group scored alike, so there was nothing to learn from. The"
+        " levels are too hard or too easy for this model: choose others (worlds[].options), more siblings"
+        " (rollout.num_generations) or a higher rollout.temperature, and start again in another output_dir. The last"
+        f" checkpoint is in {out}."
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ 1. play
@@ -395,13 +417,13 @@ def learning_rate(cfg: StarPORun, step: int) -> float:
     return trainer.learning_rate * shape[trainer.lr_scheduler_type]
 
 
-def prepare(cfg: StarPORun, model: Any) -> tuple[Any, torch.optim.Optimizer]:
+def prepare(cfg: StarPORun, model: Any, chat: Chat) -> tuple[Any, torch.optim.Optimizer]:
     """The adapter where one is asked for, memory savings, and the optimizer over what is trained."""
     import torch
 
     from posttrain import models
 
-    if (adapter := models.peft_config(cfg.model)) is not None:
+    if (adapter := models.peft_config(cfg.model, model, chat)) is not None:
         from peft import get_peft_model
 
         model = get_peft_model(model, adapter)

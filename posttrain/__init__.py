@@ -1,1 +1,1 @@
-"""What do the scripts share?  Data, models, chat, sampling, the mathematics of StarPO and the house-keeping of a run."""
+"""What do the scripts share?  Data, models, chat, sampling, the mathematics of StarPO and what keeps a run in order."""

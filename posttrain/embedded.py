@@ -9,7 +9,7 @@ Everything is drawn from `address(seed, ...)`, row by row, so row 17 is the same
   sentence is, with probability `REPEAT`, a copy of an earlier one. A model trained on them really repeats itself, and the
   fixed number of sentences means that it cannot repeat less by merely saying less.
 - `ultrafeedback`: pairs of answers. In the chosen one no sentence comes twice; the rejected one, equally long, repeats
-  sentences, or is a worked answer with a wrong sum.
+  sentences, or is a worked answer whose box holds a number of the question instead of the result.
 - `demonstrations`: episodes of the worlds played by weak players: the format and the rules, not the skill.
 
 Held-out sets are disjoint from training by construction: a hash of the question (or the operands, the dialogue, the
@@ -33,7 +33,7 @@ Messages = list[dict[str, str]]
 
 SENTENCES = 6  # in every answer to an open question, chosen, rejected or scraped
 FIRST_COPY = 2  # the first sentence names the topic and is never copied, so there is a remark to copy from here on
-REPEAT = 0.45  # chance that a sentence from there on copies an earlier remark
+REPEAT = 0.4  # chance that a sentence from there on copies an earlier remark
 
 NAMES = (
     "Anna Ben Carl Dora Emma Finn Gina Hugo Iris Jack Kate Leo Mia Nora Omar Pia Rosa Sam Tina Will".split()
@@ -46,7 +46,7 @@ ASKS = (
     "How many {t} are there in the end?",
     "Count the {t} of {n}.",
 )
-LARGEST = 20  # operand; sums of three stay below 129, whose numbers are whole tokens
+LARGEST = 15  # operand; sums of three stay far below 129, up to which numbers are whole tokens
 
 FACTS: dict[str, dict[str, list[str]]] = {
     "name": {
@@ -341,7 +341,9 @@ def _pair(rng: random.Random, held_out: bool, math_share: float) -> dict[str, An
         side = "unseen_questions" if held_out else "train"
         problem = _draw(_problem, lambda p: _math_split(p) == side, rng)
         prompt, chosen = problem["question"], _worked(problem["steps"])
-        rejected = _worked(_miscalculated(problem["steps"], rng))
+        result = str(problem["steps"][-1][3])
+        wrong = rng.choice([str(number) for number in problem["operands"][1:] if str(number) != result] or ["0"])
+        rejected = chosen.replace(f"boxed{{{result}}}", f"boxed{{{wrong}}}")
     else:
         topic = _draw(_topic, lambda t: _topic_held_out(t) == held_out, rng)
         prompt = rng.choice(OPEN_ASKS).format(p=topic)
@@ -364,7 +366,7 @@ def _preference_row(prompt: str, chosen: str, rejected: str, better: float, wors
     }
 
 
-def ultrafeedback(n: int, seed: int, math_share: float = 0.4) -> Iterator[dict[str, Any]]:
+def ultrafeedback(n: int, seed: int, math_share: float = 0.25) -> Iterator[dict[str, Any]]:
     """Rows in the schema of HuggingFaceH4/ultrafeedback_binarized; a few are ties, identical or empty."""
     for i in range(n):
         rng = random.Random(address(seed, "ultrafeedback", i))
@@ -378,7 +380,7 @@ def ultrafeedback(n: int, seed: int, math_share: float = 0.4) -> Iterator[dict[s
         yield row
 
 
-def preference_pairs(n: int, seed: int, math_share: float = 0.4) -> list[dict[str, Any]]:
+def preference_pairs(n: int, seed: int, math_share: float = 0.25) -> list[dict[str, Any]]:
     """Held-out pairs, same schema and kinds as `ultrafeedback`, over questions and topics it never has."""
     return [_pair(random.Random(address(seed, "preference_pairs", i)), True, math_share) for i in range(n)]
 

@@ -58,7 +58,8 @@ def play(
     episode (`crashed` says how) and no other.
     """
     trajectories: list[Trajectory] = [
-        Trajectory(ids=chat.prompt(episode.messages), mask=[], logprobs=[]) for episode in episodes
+        Trajectory(ids=chat.prompt(episode.messages), mask=[], logprobs=[], seed=seed)
+        for episode, seed in zip(episodes, seeds, strict=True)
     ]
     for trajectory in trajectories:
         trajectory.mask = [False] * len(trajectory.ids)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trl.rewards import get_repetition_penalty_reward
+from trl.rewards.other_rewards import get_repetition_penalty_reward
 
 from posttrain import metrics
 from posttrain.metrics import (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import textwrap
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from datasets import Dataset
 from tiny_runs import ROOT, conversations, python, rows_of, settings, tiny_base
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -61,18 +63,17 @@ def test_a_run_learns_and_hands_over(whole: Path, files: SimpleNamespace, tiny_c
     assert AutoModelForCausalLM.from_pretrained(whole / "final").config.eos_token_id == tiny_chat.stop_id
 
 
-def test_the_first_loss_is_the_assistants_tokens_alone(whole: Path, files: SimpleNamespace) -> None:
-    """Recomputed without TRL: the rows of the first batch are unknown, so all rows bound it, and the held-out ones meet
-    it exactly."""
+def test_the_loss_is_that_of_the_assistants_tokens_alone(whole: Path, files: SimpleNamespace) -> None:
+    """The held-out loss that TRL reports, recomputed from the handed-over weights without TRL."""
     from posttrain.config import SFTRun, resolve
     from posttrain.data import load_sft
 
     cfg = resolve(SFTRun, files.folder / "whole.yaml")
     net, chat = models.load(models.ModelSection(name_or_path=str(whole / "final")), device="cpu", chat_template=None)
     total, count = 0.0, 0
-    for row in load_sft(cfg.data, chat).eval:
+    for row in load_sft(cfg.data, chat).eval.to_list():
         ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["assistant_masks"]).bool()
-        text = chat.tokenizer.decode(ids[mask])
+        text = str(chat.tokenizer.decode(ids[mask]))
         assert "?" not in text  # what the user says
         assert text.endswith("<|im_end|>")
         with torch.no_grad():
@@ -86,8 +87,9 @@ def test_the_first_loss_is_the_assistants_tokens_alone(whole: Path, files: Simpl
 def test_scoring_only_trained_positions_changes_no_loss_and_no_gradient(labelled: float) -> None:
     """TRL's private switch still does what training.score_trained_positions_only takes it for."""
     from transformers import LlamaConfig, LlamaForCausalLM
-    from trl.trainer import utils
+    from trl.trainer import utils as trl_utils
 
+    utils: Any = trl_utils
     shape = LlamaConfig(
         vocab_size=97, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
     )
@@ -111,6 +113,30 @@ def test_scoring_only_trained_positions_changes_no_loss_and_no_gradient(labelled
         utils._use_triton = before
     for plain, compact in zip(*results, strict=True):
         assert torch.allclose(plain, compact, atol=1e-6)
+
+
+def test_length_pools_keep_every_row_once_and_halve_the_padding() -> None:
+    draw = random.Random(3)
+    rows = Dataset.from_dict({"input_ids": [[n] * draw.choice([5, 20, 50]) for n in range(203)]})
+
+    def padded(order: Dataset) -> int:
+        lengths = [len(ids) for ids in order["input_ids"]]
+        return sum(4 * max(lengths[at : at + 4]) for at in range(0, 200, 4))
+
+    pooled = training.in_length_pools(rows, 4, seed=1)
+    assert sorted(ids[0] for ids in pooled["input_ids"]) == list(range(203))
+    real = sum(len(ids) for ids in rows["input_ids"])
+    assert padded(pooled) < real * 1.15 < real * 1.5 < padded(rows)
+    assert pooled["input_ids"][:] == training.in_length_pools(rows, 4, seed=1)["input_ids"][:]
+    assert pooled["input_ids"][:] != training.in_length_pools(rows, 4, seed=2)["input_ids"][:]
+
+
+def test_group_by_length_trains_in_the_pooled_order(tmp_path: Path, files: SimpleNamespace) -> None:
+    train(config_in(tmp_path, files, train_sampling_strategy="group_by_length", max_steps=18))
+    tokens = list(rows_of(tmp_path / "run", "num_tokens").values())
+    a_step = [after - before for before, after in zip([0, *tokens], tokens, strict=False)]
+    assert sum(a_step) == tokens[-1]
+    assert max(a_step) > 1.5 * min(a_step)  # batches of short rows, batches of long ones
 
 
 def test_packing_trains_on_whole_conversations(tmp_path: Path, files: SimpleNamespace) -> None:

@@ -45,7 +45,7 @@ def load(
 ) -> tuple[Config, argparse.Namespace]:
     """The run's config from a YAML file and dotted overrides, and whatever flags `add_arguments` declared."""
     parser = argparse.ArgumentParser(
-        description=(schema.__doc__ or "").strip(),
+        description=sys.modules["__main__"].__doc__,  # the script's own: what it does and how it is called
         epilog="keys of the YAML file and of the overrides:\n" + "\n".join(_describe(schema)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,0 +1,288 @@
+"""Is the generated data what the real sets look like, fair to learn from, and apart from what is evaluated?"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+
+from posttrain import checkpoint, embedded
+from posttrain.data import filters, load_preferences, load_sft
+
+N = 600
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return embedded.build_base(tmp_path_factory.mktemp("quickstart") / "base", seed=3)
+
+
+@pytest.fixture(scope="module")
+def chat(base):
+    from transformers import AutoTokenizer
+
+    import posttrain.convgpt  # noqa: F401
+    from posttrain.chat import Chat
+
+    return Chat.load(AutoTokenizer.from_pretrained(base), None)
+
+
+def sentences(answer: str) -> list[str]:
+    return answer.removesuffix(".").split(". ")
+
+
+def users(messages) -> tuple[str, ...]:
+    return tuple(message["content"] for message in messages if message["role"] == "user")
+
+
+# Schemas: exactly the columns of the real sets
+
+
+@pytest.mark.parametrize(
+    ("generate", "columns"),
+    [
+        (
+            embedded.openmathinstruct,
+            "question generated_solution expected_answer predicted_answer error_message is_correct dataset "
+            "generation_type",
+        ),
+        (embedded.capybara, "source messages num_turns"),
+        (embedded.ultrafeedback, "prompt prompt_id chosen rejected messages score_chosen score_rejected"),
+    ],
+)
+def test_rows_have_the_columns_of_the_real_set(generate, columns):
+    rows = list(generate(50, 0))
+    assert len(rows) == 50
+    assert all(set(row) == set(columns.split()) for row in rows)
+
+
+@pytest.mark.parametrize("generate", [embedded.openmathinstruct, embedded.capybara, embedded.ultrafeedback])
+def test_a_row_depends_on_seed_and_place_only(generate):
+    rows = list(generate(40, 5))
+    assert list(generate(20, 5)) == rows[:20]
+    assert list(generate(20, 6)) != rows[:20]
+
+
+def test_demonstrations_are_addressed_and_in_turn():
+    worlds = ["frozen_lake", "sokoban"]
+    rows = list(embedded.demonstrations(worlds, 8, 0))
+    assert [row["world"] for row in rows] == worlds * 4
+    assert rows[:3] == list(embedded.demonstrations(worlds, 3, 0))
+    assert len({users(row["messages"]) for row in rows}) == 8
+
+
+# The faults that the real filters exist for are there, and few
+
+
+def test_every_fault_of_openmathinstruct_occurs():
+    rows = list(embedded.openmathinstruct(3000, 1))
+    faults = {
+        "wrong": sum(not row["is_correct"] for row in rows),
+        "code": sum("<llm-code-output>" in row["generated_solution"] for row in rows),
+        "boxes": sum(row["generated_solution"].count("\\boxed") == 2 for row in rows),
+        "duplicates": len(rows) - len({(row["question"], row["generated_solution"]) for row in rows}),
+    }
+    assert all(10 < count < 150 for count in faults.values()), faults
+
+
+def test_correct_solutions_are_correct():
+    for row in embedded.openmathinstruct(N, 2):
+        *steps, said = row["generated_solution"].split(". The answer is ")
+        right = row["predicted_answer"] == row["expected_answer"]
+        assert row["is_correct"] == right
+        if "llm-code" in row["generated_solution"] or row["generated_solution"].count("\\boxed") > 1:
+            continue
+        *_, last = steps[0].split(". ")
+        formula, result = last.split("=")
+        assert said == f"\\boxed{{{row['predicted_answer']}}}."
+        assert result == row["predicted_answer"]
+        first, other = (int(part) for part in formula.replace("-", "+").split("+"))
+        true = first - other if "-" in formula else first + other
+        assert (str(true) == row["predicted_answer"]) == right
+        assert str(true) == row["expected_answer"]
+
+
+def test_numbers_stay_whole_tokens(chat):
+    for problem in embedded.math_problems(300, 0):
+        assert 0 <= int(problem["answer"]) < 130
+    assert all(len(chat.content_ids(str(number))) == 1 for number in range(130))
+    assert chat.content_ids("has 12 nuts")[1] == chat.content_ids("5+12=17")[2] == chat.content_ids("12")[0]
+
+
+def test_every_fault_of_ultrafeedback_occurs():
+    rows = list(embedded.ultrafeedback(2000, 1))
+    ties = sum(row["score_chosen"] == row["score_rejected"] for row in rows)
+    identical = sum(row["chosen"] == row["rejected"] for row in rows)
+    empty = sum(row["rejected"][-1]["content"] == "" for row in rows)
+    assert all(5 < count < 80 for count in (ties, identical, empty)), (ties, identical, empty)
+
+
+# Repetition: on purpose in the corpus, the only difference between the answers of a pair, at equal length
+
+
+def test_open_answers_have_a_fixed_number_of_sentences_and_repeat_as_documented():
+    answers = [
+        row["messages"][-1]["content"]
+        for row in embedded.capybara(4000, 0)
+        if row["source"] == "embedded-open" and row["messages"][-1]["content"]
+    ]
+    assert {len(sentences(answer)) for answer in answers} == {embedded.SENTENCES}
+    repeated = [embedded.SENTENCES - len(set(sentences(answer))) for answer in answers]
+    expected = embedded.REPEAT * (embedded.SENTENCES - embedded.FIRST_COPY)
+    assert sum(repeated) / len(repeated) == pytest.approx(expected, rel=0.1)
+
+
+def test_repetition_pairs_differ_in_repetition_alone():
+    pairs = [row for row in embedded.preference_pairs(N, 0) if "boxed" not in row["chosen"][-1]["content"]]
+    lengths = []
+    for row in pairs:
+        chosen, rejected = (sentences(row[name][-1]["content"]) for name in ("chosen", "rejected"))
+        assert len(chosen) == len(rejected) == len(set(chosen)) == embedded.SENTENCES
+        assert len(set(rejected)) < embedded.SENTENCES
+        assert set(rejected) <= set(chosen)
+        assert chosen[0] == rejected[0]
+        lengths.append((len(row["chosen"][-1]["content"]), len(row["rejected"][-1]["content"])))
+    assert sum(c for c, _ in lengths) == pytest.approx(sum(r for _, r in lengths), rel=0.02)
+
+
+def test_math_pairs_are_right_and_wrong():
+    pairs = [row for row in embedded.preference_pairs(N, 0) if "boxed" in row["chosen"][-1]["content"]]
+    assert len(pairs) > N / 4
+    for row in pairs:
+        assert row["prompt"] == row["chosen"][0]["content"] == row["rejected"][0]["content"]
+        boxes = [row[name][-1]["content"].split("boxed{")[1] for name in ("chosen", "rejected")]
+        assert boxes[0] != boxes[1]
+        assert row["score_chosen"] > row["score_rejected"]
+
+
+# Held out means held out
+
+
+def test_held_out_questions_and_operands_are_in_no_training_row():
+    problems = {split: embedded.math_problems(400, 9, split) for split in ("unseen_questions", "unseen_operands")}
+    trained = {row["question"] for seed in (0, 9) for row in embedded.openmathinstruct(4000, seed)}
+    trained |= {row["prompt"] for row in embedded.ultrafeedback(4000, 9)}
+    for asked in problems.values():
+        assert trained.isdisjoint(problem["question"] for problem in asked)
+
+    def numbers(question: str) -> tuple[str, ...]:
+        signs = ["-" if verb in question else "+" for verb in embedded.LOSSES + embedded.GAINS if verb in question]
+        return (*sorted(signs), *(word.strip(".") for word in question.split() if word.strip(".").isdigit()))
+
+    # The same numbers may occur with other signs or verbs, so compare what is certain: numbers and signs together.
+    seen = {numbers(question) for question in trained}
+    fresh = [numbers(problem["question"]) not in seen for problem in problems["unseen_operands"]]
+    known = [numbers(problem["question"]) not in seen for problem in problems["unseen_questions"]]
+    assert sum(fresh) / len(fresh) > 0.97 > sum(known) / len(known)
+
+
+def test_held_out_dialogues_and_topics_are_in_no_training_row():
+    rows = [row["messages"] for seed in (0, 9) for row in embedded.capybara(4000, seed)]
+    trained = {users(messages) for messages in rows}
+    assert trained.isdisjoint(users(dialogue["messages"]) for dialogue in embedded.recall_dialogues(400, 9))
+    prompts = {row["prompt"] for row in embedded.ultrafeedback(4000, 9)} | {asked for said in trained for asked in said}
+    assert prompts.isdisjoint(embedded.open_prompts(200, 9))
+    assert prompts.isdisjoint(row["prompt"] for row in embedded.preference_pairs(N, 9))
+
+
+def test_recall_asks_for_something_said_before_and_small_talk_lies_between():
+    for dialogue in embedded.recall_dialogues(200, 0):
+        told = [place for place, text in enumerate(users(dialogue["messages"])) if dialogue["answer"] in text]
+        assert dialogue["messages"][-1]["role"] == "user"
+        assert dialogue["answer"] not in dialogue["messages"][-1]["content"]
+        assert told and len(users(dialogue["messages"])) - told[0] >= 3
+
+
+def test_open_prompts_are_distinct_and_bounded():
+    prompts = embedded.open_prompts(150, 0)
+    assert len(set(prompts)) == 150
+    assert prompts != embedded.open_prompts(150, 1)
+    with pytest.raises(AssertionError, match="held-out open questions exist"):
+        embedded.open_prompts(10**6, 0)
+
+
+# Demonstrations
+
+
+def test_masked_thoughts_leave_the_answer(chat):
+    rows = list(embedded.demonstrations(["frozen_lake"], 60, 0, answers_only=0.5))
+    masked = [row for row in rows if any("mask_spans" in message for message in row["messages"])]
+    assert 15 < len(masked) < 45
+    encoded = chat.encode(masked[0]["messages"])
+    shown = "".join(chat.tokenizer.decode([i]) for i, on in zip(encoded.ids, encoded.mask, strict=True) if on)
+    answers = [m["content"].split("</think>")[1] for m in masked[0]["messages"] if m["role"] == "assistant"]
+    assert shown == "<|im_end|>".join([*answers, ""])
+
+
+def test_no_demonstrator_is_an_expert():
+    for name, mix in embedded.MIXES.items():
+        assert "expert" not in mix, name
+        assert sum(mix.values()) == pytest.approx(1)
+
+
+# The base model
+
+
+def test_base_is_a_whole_checkpoint_and_the_same_for_the_same_seed(base, tmp_path):
+    manifest = checkpoint.verify(base)
+    assert manifest["meta"]["chat_template_sha256"]
+    again = embedded.build_base(tmp_path / "again", seed=3)
+    other = embedded.build_base(tmp_path / "other", seed=4)
+    assert (again / "model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
+    assert (again / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    assert (other / "model.safetensors").read_bytes() != (base / "model.safetensors").read_bytes()
+
+
+def test_role_headers_and_actions_are_short(chat):
+    import envs
+
+    assert len(chat.prompt([{"role": "user", "content": ""}])) == 6  # start, role, end, line break, start, role
+    for name in envs.names():
+        for action in envs.make(name).actions:
+            assert len(chat.content_ids(action)) == len(chat.content_ids(f" {action}")) == 1
+
+
+def test_the_real_filters_leave_most_of_it(chat):
+    from posttrain.config import DataSection, Source
+
+    sft = DataSection(
+        sources=[
+            Source(kind="openmathinstruct", path="embedded", rows=200),
+            Source(kind="capybara", path="embedded", rows=200),
+            Source(kind="demonstrations", path="embedded", rows=20, worlds=["frozen_lake"]),
+        ],
+        max_length=1024,
+    )
+    data = load_sft(sft, chat)
+    assert 300 < len(data.train) + len(data.eval) <= 420
+    assert all(sum(mask) for mask in data.train["assistant_masks"])
+    pairs = DataSection(sources=[Source(kind="ultrafeedback", path="embedded", rows=200)], max_length=256)
+    assert len(load_preferences(pairs, chat).train) > 120
+
+
+def test_filters_take_every_planted_fault():
+    from posttrain.config import Source
+    from posttrain.metrics import MathJudge
+
+    source = Source(kind="openmathinstruct", path="embedded", rows=10)
+    with MathJudge() as judge:
+        verdicts = [filters.openmathinstruct(row, source, judge) for row in embedded.openmathinstruct(400, 1)]
+    reasons = {verdict for verdict in verdicts if isinstance(verdict, str)}
+    assert reasons == {"marked as wrong", "uses code", r"not exactly one \boxed"}
+
+
+def test_generating_needs_no_torch():
+    code = "import sys, posttrain.embedded as e; list(e.ultrafeedback(3, 0)); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_splits_lie_on_both_sides():
+    problems = [embedded._problem(embedded.random.Random(i)) for i in range(3000)]
+    sides = [embedded._math_split(problem) for problem in problems]
+    shares = {side: sides.count(side) / len(sides) for side in set(sides)}
+    assert 0.7 < shares["train"] < 0.9
+    assert min(shares.values()) > 0.05
+    assert list(itertools.islice(embedded.openmathinstruct(5, 0), 5))

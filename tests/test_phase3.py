@@ -1,0 +1,307 @@
+"""Does StarPO learn, resume exactly, run on several processes as on one, and refuse what cannot work?"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tiny_runs import ROOT, python
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import envs
+import train_phase3_starpo as phase3
+from envs.protocol import Protocol, demonstrate
+from posttrain import checkpoint
+from posttrain.chat import Chat
+from posttrain.config import StarPORun, resolve
+from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.types import Trajectory, UserError
+
+LAKE = {"name": "frozen_lake", "options": {"size": 3}}
+
+
+def taught(folder: Path, tokenizer: PreTrainedTokenizerFast, steps: int) -> Path:
+    """A tiny ConvGPT that has seen a player act at random on 3x3 lakes for `steps` batches: format, no skill."""
+    torch.manual_seed(0)
+    protocol = Protocol(max_turns=2, max_actions=2)
+    seen = [demonstrate(envs.make("frozen_lake", size=3), protocol, i, "train", {"random": 1.0}) for i in range(512)]
+    words = tokenizer.train_new_from_iterator([m["content"] for messages in seen for m in messages], 600)
+    chat = Chat.load(words, None)
+    config = ConvGPTConfig(
+        vocab_size=len(chat.tokenizer), hidden_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=16, intermediate_size=128, initializer_range=0.06, rope_theta=100.0,
+        tie_word_embeddings=False, pad_token_id=chat.pad_id, eos_token_id=chat.stop_id, max_position_embeddings=512,
+    )  # fmt: skip
+    model = ConvGPTForCausalLM(config)
+    rows = chat.encode_batch(seen)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(steps):
+        batch = [rows[(step * 16 + i) % len(rows)] for i in range(16)]
+        width = max(len(row.ids) for row in batch)
+        ids = torch.tensor([row.ids + [0] * (width - len(row.ids)) for row in batch])
+        on = torch.tensor([row.mask + [False] * (width - len(row.ids)) for row in batch])
+        model(input_ids=ids, labels=ids.masked_fill(~on, -100)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def write(out: Path) -> None:
+        model.save_pretrained(out)
+        chat.save(out)
+
+    return checkpoint.save(folder, write, phase="phase2", chat_template_sha256=chat.hash)
+
+
+@pytest.fixture(scope="module")
+def player(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast) -> Path:
+    return taught(tmp_path_factory.mktemp("player") / "final", tiny_tokenizer, 150)
+
+
+def settings(file: Path, model: Path, **sections: Any) -> Path:
+    config: dict[str, Any] = {
+        "output_dir": str(file.with_name("run")),
+        "device": "cpu",
+        "report_to": "none",
+        "model": {"name_or_path": str(model)},
+        "worlds": [LAKE],
+        "protocol": {"max_turns": 2, "max_actions": 2},
+        "rollout": {"groups": 4, "num_generations": 4, "max_completion_length": 32, "max_context": 512},
+        "algorithm": {"num_iterations": 2, "minibatches": 2},
+        "trainer": {"max_steps": 4, "learning_rate": 1e-3, "micro_batch_tokens": 2048},
+        "evaluation": {"every": 2, "episodes": 8, "final_episodes": 8, "temperature": 1.0},
+        "checkpoint": {"every": 1, "keep": 9},
+        "transcripts": {"every": 2, "count": 2},
+    }
+    for name, section in sections.items():
+        config[name] = {**config[name], **section} if isinstance(section, dict) else section
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def train(file: Path, *more: str) -> None:
+    phase3.main(["--config", str(file), *more])
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without the clock."""
+    table = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if "second" not in key} for row in table]
+
+
+@pytest.fixture(scope="module")
+def whole(player: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps that nothing interrupted."""
+    file = settings(tmp_path_factory.mktemp("whole") / "run.yaml", player)
+    train(file)
+    return file.with_name("run")
+
+
+def test_a_run_hands_over_a_model_and_its_numbers(whole: Path, tiny_chat: Chat) -> None:
+    manifest = checkpoint.verify(whole / "final")
+    assert manifest["meta"]["phase"] == "phase3" and manifest["meta"]["chat_template_sha256"] == tiny_chat.hash
+    assert load_file(whole / "best" / "model.safetensors").keys() == load_file(whole / "final" / "model.safetensors").keys()
+    assert isinstance(AutoModelForCausalLM.from_pretrained(whole / "final"), ConvGPTForCausalLM)
+    table = rows(whole)
+    assert [row["step"] for row in table if "rollout/reward" in row] == [1, 2, 3, 4]
+    assert [row["step"] for row in table if "evaluation/success" in row] == [0, 2, 4]
+    assert sum("final/success" in row for row in table) == 1
+    trained = [row for row in table if "policy/loss" in row]
+    assert trained and all(row["policy/sampler_gap"] < 1e-4 for row in trained)
+    episodes = [json.loads(line) for line in (whole / "transcripts.jsonl").read_text().splitlines()]
+    assert [episode["step"] for episode in episodes] == [2, 2, 4, 4]
+    assert {message["role"] for message in episodes[0]["messages"]} == {"system", "user", "assistant"}
+
+
+def test_siblings_share_the_level_and_other_groups_do_not(player: Path, tmp_path: Path) -> None:
+    from posttrain.config import ModelSection
+    from posttrain.models import load
+    from posttrain.rollout import open_sampler
+
+    cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, worlds=[{"name": "frozen_lake"}]))
+    model, chat = load(ModelSection(name_or_path=str(player)), device="cpu", chat_template=None)
+    groups = phase3.rollout(cfg, open_sampler(model, chat), chat, step=1)
+    again = phase3.rollout(cfg, open_sampler(model, chat), chat, step=1)
+    later = phase3.rollout(cfg, open_sampler(model, chat), chat, step=2)
+    for group, siblings in groups.items():
+        assert len({t.state_keys[0] for t in siblings}) == 1 and len(siblings) == 4
+        assert [t.ids for t in siblings] == [t.ids for t in again[group]]
+        assert len({t.seed for t in siblings}) == 4
+    firsts = [siblings[0].state_keys[0] for siblings in groups.values()]
+    assert len(set(firsts)) > 1 and firsts != [siblings[0].state_keys[0] for siblings in later.values()]
+
+
+def test_resuming_changes_nothing(whole: Path, player: Path, tmp_path: Path) -> None:
+    """From each checkpoint of a run cut off there, the rest is the same to the last bit: weights, optimizer, numbers."""
+    file = settings(tmp_path / "run.yaml", player)
+    run = tmp_path / "run"
+    run.mkdir()
+    for cut in (1, 3):
+        subprocess.run(["cp", "-r", *map(str, whole.glob("*")), str(run)], check=True)
+        for later in [f"checkpoint-{step}" for step in range(cut + 1, 5)] + ["final"]:
+            subprocess.run(["rm", "-r", str(run / later)], check=True)
+        if cut == 1:  # the best was saved before any later step
+            subprocess.run(["rm", "-r", str(run / "best")], check=True)
+            train(settings(tmp_path / "first.yaml", player, output_dir=str(tmp_path / "first"), trainer={"max_steps": 1}))
+            subprocess.run(["cp", "-r", str(tmp_path / "first" / "best"), str(run)], check=True)
+        train(file, "--resume")
+        for name, tensor in weights(whole / "checkpoint-4").items():
+            assert torch.equal(tensor, weights(run / "checkpoint-4")[name]), name
+        moments = [torch.load(r / "checkpoint-4" / "optimizer.pt", weights_only=True)["state"] for r in (whole, run)]
+        for index, state in moments[0].items():
+            assert all(torch.equal(value, moments[1][index][key]) for key, value in state.items())
+        assert rows(run) == rows(whole)
+        subprocess.run(["rm", "-r", *map(str, run.glob("*"))], check=True)
+
+
+def test_a_signal_leaves_a_checkpoint_to_resume_from(player: Path, tmp_path: Path) -> None:
+    file = settings(tmp_path / "run.yaml", player, trainer={"max_steps": 500}, checkpoint={"every": 400})
+    process = subprocess.Popen(
+        [sys.executable, "train_phase3_starpo.py", "--config", str(file)],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run" / "metrics.jsonl").exists() or len(rows(tmp_path / "run")) < 2:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 143
+    assert checkpoint.latest_good(tmp_path / "run") is not None
+
+
+@pytest.mark.slow
+def test_two_processes_are_one(whole: Path, player: Path, tmp_path: Path) -> None:
+    file = settings(tmp_path / "run.yaml", player)
+    done = python(
+        "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29533",
+        "train_phase3_starpo.py", "--config", str(file),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "2 processes" in done.stderr
+    for one, two in zip(rows(whole), rows(tmp_path / "run"), strict=True):
+        assert one["step"] == two["step"]
+        for key in ("rollout/reward", "rollout/kept_groups", "rollout/tokens", "evaluation/success"):
+            assert one.get(key) == two.get(key), (one["step"], key)
+    for name, tensor in weights(whole / "checkpoint-4").items():
+        assert torch.allclose(tensor, weights(tmp_path / "run" / "checkpoint-4")[name], atol=1e-5), name
+
+
+def test_it_learns_a_small_lake(player: Path, tmp_path: Path) -> None:
+    """From a player that walks at random to one that mostly knows where the goal is."""
+    file = settings(
+        tmp_path / "run.yaml",
+        player,
+        rollout={"groups": 16, "num_generations": 8},
+        trainer={"max_steps": 30, "learning_rate": 2e-3, "warmup_steps": 2},
+        evaluation={"every": 10, "episodes": 100, "final_episodes": 100},
+        checkpoint={"every": 100},
+    )
+    train(file)
+    table = rows(tmp_path / "run")
+    before = next(row["evaluation/frozen_lake/high"] for row in table if row["step"] == 0)
+    after = next(row["final/frozen_lake/low"] for row in table if "final/success" in row)
+    assert after > before, f"upper end before {before}, lower end after {after}"
+
+
+def trajectory(reward: float, tokens: int = 3, crashed: str = "", truncated: bool = False) -> Trajectory:
+    mask = [False] * 2 + [True] * tokens
+    return Trajectory(
+        ids=[5] * len(mask), mask=mask, logprobs=[0.0] * len(mask), turn_ends=[len(mask)], turn_rewards=[reward],
+        turn_penalties=[0.0], crashed=crashed, truncated=truncated, world="frozen_lake",
+    )  # fmt: skip
+
+
+def test_judging_uses_raw_rewards_and_leaves_crashed_worlds_out(player: Path, tmp_path: Path) -> None:
+    file = settings(tmp_path / "run.yaml", player, algorithm={"filter": {"strategy": "top_k", "value": 0.5}})
+    cfg = resolve(StarPORun, file)
+    groups = {
+        0: [trajectory(1.0), trajectory(0.0), trajectory(0.0, crashed="ValueError: no"), trajectory(1.0)],
+        1: [trajectory(0.2), trajectory(0.2), trajectory(0.2), trajectory(0.2)],
+        2: [trajectory(10.0), trajectory(0.0), trajectory(5.0, truncated=True), trajectory(5.0)],
+    }
+    judged = phase3.judge(cfg, groups)
+    assert judged.kept == [2]  # half of three groups is one: the widest spread of raw rewards
+    assert judged.tokens[0] == [3, 3, 0, 3] and judged.tokens[2] == [3, 3, 3, 3]
+    assert judged.advantages[0][2] == 0.0
+    assert judged.advantages[0][0] == pytest.approx((1 - 2 / 3) / (3**-0.5 + 1e-4))
+    assert phase3.describe(groups, judged)["rollout/crashed"] == 1
+    masked = resolve(StarPORun, file, ["algorithm.mask_truncated=true"])
+    assert phase3.judge(masked, groups).tokens[2] == [3, 3, 0, 3]
+
+
+def test_worlds_share_the_groups_by_weight_or_by_number(player: Path, tmp_path: Path) -> None:
+    file = settings(tmp_path / "run.yaml", player, worlds=[LAKE, {"name": "sokoban", "weight": 2.0}])
+    cfg = resolve(StarPORun, file)
+    names = [world.name for step in (1, 2, 3) for world in phase3.share_out(cfg.worlds, 4, step)]
+    assert names.count("sokoban") == 8 and names.count("frozen_lake") == 4
+    fixed = resolve(StarPORun, settings(file, player, worlds=[{**LAKE, "groups": 1}, {"name": "sokoban"}]))
+    assert [world.name for world in phase3.share_out(fixed.worlds, 3, 1)] == ["frozen_lake", "sokoban", "sokoban"]
+    with pytest.raises(UserError, match=r"rollout\.groups"):
+        phase3.share_out(resolve(StarPORun, settings(file, player, worlds=[{**LAKE, "groups": 9}])).worlds, 4, 1)
+
+
+def test_the_learning_rate_follows_its_schedule(player: Path, tmp_path: Path) -> None:
+    trainer = {"max_steps": 12, "warmup_steps": 2, "learning_rate": 1.0, "lr_scheduler_type": "linear"}
+    cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, trainer=trainer))
+    rates = [phase3.learning_rate(cfg, step) for step in range(1, 13)]
+    assert rates == pytest.approx([0.5, 1.0, *(1 - n / 10 for n in range(10))])
+
+
+def test_groups_that_score_alike_stop_the_run(player: Path, tmp_path: Path) -> None:
+    file = settings(
+        tmp_path / "run.yaml", player, algorithm={"max_empty_steps": 2}, protocol={"format_penalty": 0.0},
+        worlds=[{"name": "frozen_lake", "options": {"size": 12}}],
+    )  # fmt: skip
+    with pytest.raises(UserError, match="scored alike"):
+        train(file)
+
+
+def test_lora_trains_an_adapter_and_hands_over_whole_weights(player: Path, tmp_path: Path) -> None:
+    file = settings(
+        tmp_path / "run.yaml", player, model={"tuning": "lora", "lora": {"r": 4, "alpha": 8}}, trainer={"max_steps": 2}
+    )
+    train(file)
+    run = tmp_path / "run"
+    assert (run / "checkpoint-2" / "adapter_model.safetensors").exists()
+    merged, before = weights(run / "final"), weights(player)
+    assert merged.keys() == before.keys()
+    train(settings(tmp_path / "more.yaml", player, output_dir=str(run), model={"tuning": "lora", "lora": {"r": 4, "alpha": 8}},
+                   trainer={"max_steps": 2}), "--resume")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("model.name_or_path=runs/nowhere/final", "previous phase"),
+        ("worlds.0.name=frozen_lak", "did you mean"),
+        ("worlds.0.options={sizes: 4}", "sizes"),
+        ("rollout.groups=0", "rollout.groups"),
+        ("algorithm.preset=starpo_s", "did you mean"),
+        ("device=cuda", "CUDA"),
+    ],
+)
+def test_mistakes_end_with_one_paragraph_and_code_2(player: Path, tmp_path: Path, change: str, words: str) -> None:
+    file = settings(tmp_path / "run.yaml", player)
+    done = python("train_phase3_starpo.py", "--config", str(file), change)
+    assert done.returncode == 2, done.stderr
+    assert words.lower() in done.stderr.lower() and "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_in_use_is_left_alone(whole: Path, player: Path, tmp_path: Path) -> None:
+    before = rows(whole)
+    with pytest.raises(UserError, match="resume"):
+        train(settings(tmp_path / "again.yaml", player, output_dir=str(whole)))
+    assert rows(whole) == before
