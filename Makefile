@@ -53,7 +53,8 @@ $(QUICK)/phase2/final/manifest.json: | $(QUICK)/phase1/final/manifest.json
 	$(PY) train_phase2_dpo.py --config configs/quickstart/phase2_dpo.yaml $(call go_on,phase2)
 
 $(QUICK)/phase3/final/manifest.json: | $(QUICK)/phase2/final/manifest.json
-	$(PY) train_phase3_starpo.py --config configs/quickstart/phase3_starpo.yaml $(call go_on,phase3)
+	$(PY) -m torch.distributed.run --standalone --nproc_per_node 2 train_phase3_starpo.py \
+	  --config configs/quickstart/phase3_starpo.yaml $(call go_on,phase3)
 
 $(QUICK)/report.html: | $(QUICK)/phase3/final/manifest.json
 	$(PY) evaluate_model.py --config configs/quickstart/evaluate.yaml --overwrite

@@ -72,13 +72,10 @@ class Sitting:
 def main() -> None:
     cfg, args = load(EvaluateRun, "configs/evaluate.yaml", add_arguments=_arguments)
     out = Path(cfg.output_dir)
+    check(cfg, overwrite=args.overwrite)
     exam = set_exam(cfg)
-    check(cfg, exam, overwrite=args.overwrite)
 
-    baselines = {
-        world.name: play_baselines(cfg, world, next(s for s in exam if s.suite == "worlds" and s.part == world.name))
-        for world in (cfg.suites.worlds.worlds if cfg.suites.worlds else [])
-    }
+    baselines = {world: play_baselines(cfg, sitting) for world, sitting in headline_levels(cfg, exam).items()}
     rows = sit(cfg, exam)
 
     results = {
@@ -91,7 +88,7 @@ def main() -> None:
         "seeds": {
             "run": cfg.seed,
             "answer": "address(run, suite, part, setting, i)",
-            "level": "address(run, world, i)",
+            "level": "address(run, world, i), repeats left out",
             "bootstrap": "address(run, bootstrap)",
         },
     }
@@ -160,8 +157,7 @@ def set_exam(cfg: EvaluateRun) -> list[Sitting]:
     if suites.worlds:
         suite = suites.worlds
         for world in suite.worlds:
-            levels = max(suite.episodes, suite.episodes_others or 0)
-            items = [{"seed": address(cfg.seed, world.name, i)} for i in range(levels)]
+            items = levels(cfg, world, max(suite.episodes, suite.episodes_others or 0))
             add("worlds", world.name, items, suite.episodes, suite.episodes_others, suite.max_completion_length)
     return exam
 
@@ -177,6 +173,29 @@ def headline(cfg: EvaluateRun, suite: str) -> str:
     if suite == "preferences":
         return ""
     return getattr(cfg.suites, suite).headline or used_settings(cfg, suite)[0].name
+
+
+def levels(cfg: EvaluateRun, world: WorldSection, n: int) -> list[dict[str, Any]]:
+    """Seeds of `n` held-out levels, all different where the world has so many: a repeated one would count twice."""
+    from envs import make
+
+    assert cfg.suites.worlds is not None
+    game, seen = make(world.name, **world.options), set()
+    new: list[dict[str, Any]] = []
+    repeats: list[dict[str, Any]] = []
+    for i in range(10 * n):
+        item = {"seed": address(cfg.seed, world.name, i)}
+        game.reset(seed=item["seed"], options={"split": cfg.suites.worlds.split})
+        (repeats if game.level_key() in seen else new).append(item)
+        seen.add(game.level_key())
+        if len(new) == n:
+            break
+    return (new + repeats)[:n]
+
+
+def world_options(cfg: EvaluateRun, name: str) -> dict[str, Any]:
+    assert cfg.suites.worlds is not None
+    return next(world.options for world in cfg.suites.worlds.worlds if world.name == name)
 
 
 def math_items(cfg: EvaluateRun) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -248,7 +267,7 @@ def read_rows(source: str, columns: tuple[str, ...]) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------- before any work
 
 
-def check(cfg: EvaluateRun, exam: Sequence[Sitting], *, overwrite: bool) -> None:
+def check(cfg: EvaluateRun, *, overwrite: bool) -> None:
     """Everything that can be known to be wrong, in one UserError: results in the way, checkpoints, worlds, device."""
     from safetensors import SafetensorError, safe_open
 
@@ -259,7 +278,7 @@ def check(cfg: EvaluateRun, exam: Sequence[Sitting], *, overwrite: bool) -> None
     out = Path(cfg.output_dir)
     if (out / RESULTS).exists() and not overwrite:
         problems.append(f"{out / RESULTS} exists. Keep it (output_dir=ANOTHER) or replace it (--overwrite).")
-    if not exam:
+    if not any(getattr(cfg.suites, suite) for suite in type(cfg.suites).model_fields):
         problems.append("suites: nothing is asked; give at least one of math, repetition, recall, preferences, worlds.")
     for name, path in cfg.checkpoints.items():
         try:
@@ -458,7 +477,7 @@ def play_levels(
 
     suite = cfg.suites.worlds
     assert suite is not None and sitting.params is not None
-    options = next(world.options for world in suite.worlds if world.name == sitting.part)
+    options = world_options(cfg, sitting.part)
     protocol = Protocol(**suite.protocol.model_dump())
     episodes = [Episode(make(sitting.part, **options), protocol, item["seed"], suite.split) for item in sitting.items]
     played = play(
@@ -491,7 +510,12 @@ def play_levels(
     ]
 
 
-def play_baselines(cfg: EvaluateRun, world: WorldSection, sitting: Sitting) -> dict[str, Row]:
+def headline_levels(cfg: EvaluateRun, exam: Sequence[Sitting]) -> dict[str, Sitting]:
+    """Per world the levels behind the figures of the table."""
+    return {s.part: s for s in exam if s.suite == "worlds" and s.setting == headline(cfg, "worlds")}
+
+
+def play_baselines(cfg: EvaluateRun, sitting: Sitting) -> dict[str, Row]:
     """What players without a model reach on the same levels with as many actions: the weak ones and the expert.
 
     `optimum` is the mean chance of the best possible player, for worlds that can compute it.
@@ -502,7 +526,7 @@ def play_baselines(cfg: EvaluateRun, world: WorldSection, sitting: Sitting) -> d
     assert suite is not None
     protocol = suite.protocol
     horizon = min(protocol.max_actions, protocol.max_turns * protocol.max_actions_per_turn)
-    game = make(world.name, **world.options)
+    game = make(sitting.part, **world_options(cfg, sitting.part))
     optima: list[float] = []
     played: dict[str, list[Row]] = {}
     for item in sitting.items:

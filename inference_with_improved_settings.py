@@ -441,8 +441,8 @@ def note(text: str) -> None:
 
 
 def console() -> Console:
-    """stdout, where nothing in a text is taken for markup."""
-    return Console(markup=False, highlight=False, emoji=False)
+    """stdout, where nothing in a text is taken for markup; a line is broken for the eye only, never in a file."""
+    return Console(markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else 10_000)
 
 
 # ------------------------------------------------------------------------------------------------------- comparing
@@ -466,14 +466,17 @@ def in_columns(out: Console, answers: dict[str, Answer], cfg: ChatRun, stopped: 
     said = dict.fromkeys(answers, "")
     writing = {name: iter(answer) for name, answer in answers.items()}
 
-    def columns() -> Table:
+    def columns(rows: int) -> Table:
+        """The last `rows` lines of each answer: what is higher than the terminal can't be drawn again."""
         table = Table(box=box.SIMPLE_HEAD, expand=True)
         for name in answers:
             table.add_column(Text(f"{name}\n").append(in_words(cfg.presets[name]), "dim"), ratio=1, overflow="fold")
-        table.add_row(*(Text(text) for text in said.values()))
+        width = out.width // len(answers) - 4
+        table.add_row(*(Text("\n").join(Text(text).wrap(out, width)[-rows:]) for text in said.values()))
         return table
 
-    with Live(columns(), console=out, auto_refresh=False) as live:
+    room = max(1, out.height - 8)
+    with Live(columns(room), console=out, auto_refresh=False) as live:
         drawn = time.monotonic()
         while writing and not stopped():
             for name in list(writing):
@@ -483,9 +486,9 @@ def in_columns(out: Console, answers: dict[str, Answer], cfg: ChatRun, stopped: 
                 else:
                     said[name] += harmless(piece)
             if time.monotonic() - drawn > 0.1:
-                live.update(columns(), refresh=True)
+                live.update(columns(room), refresh=True)
                 drawn = time.monotonic()
-        live.update(columns(), refresh=True)
+        live.update(columns(sys.maxsize), refresh=True)
 
 
 def figures(answers: dict[str, Answer]) -> Table:

@@ -126,7 +126,8 @@ def main(argv: list[str] | None = None) -> None:
         final = models.save(
             out / "final", model, chat, settings, source=cfg.model, phase="phase3", step=state["best_step"]
         )
-        print(f"Best on {cfg.evaluation.split} levels: step {state['best_step']}. On {cfg.evaluation.final_split} levels:")
+        print(f"Best on {cfg.evaluation.split} levels: step {state['best_step']}.", end=" ")
+        print(f"On {cfg.evaluation.final_split} levels:")
         for world in cfg.worlds:
             success, low, high = (row[f"final/{world.name}/{key}"] for key in ("success", "low", "high"))
             print(f"  {world.name}: {success:.1%} [{low:.1%}, {high:.1%}] of {cfg.evaluation.final_episodes} episodes")
@@ -236,15 +237,12 @@ def judge(cfg: StarPORun, groups: dict[int, list[Trajectory]]) -> Judged:
     from posttrain.starpo.filters import keep_groups
 
     algorithm = cfg.algorithm
-    scored = parallel.gather(
-        [
-            [
-                (math.nan if t.crashed else t.reward, 0 if t.crashed or (algorithm.mask_truncated and t.truncated) else sum(t.mask))
-                for t in groups[group]
-            ]
-            for group in sorted(groups)
-        ]
-    )
+
+    def score(t: Trajectory) -> tuple[float, int]:
+        unused = t.crashed or (algorithm.mask_truncated and t.truncated)
+        return math.nan if t.crashed else t.reward, 0 if unused else sum(t.mask)
+
+    scored = parallel.gather([[score(t) for t in groups[group]] for group in sorted(groups)])
     rewards = [[reward for reward, _ in group] for group in scored]
     flat = [(reward, group) for group, row in enumerate(rewards) for reward in row if not math.isnan(reward)]
     reward_B = torch.tensor([reward for reward, _ in flat], dtype=torch.float64)
@@ -266,43 +264,76 @@ def describe(groups: dict[int, list[Trajectory]], judged: Judged) -> dict[str, f
     """The numbers of one rollout, over all processes; docs/metrics.md says what each means and what to do about it."""
     from posttrain import parallel
 
-    facts = parallel.gather(
-        [
-            [
-                (t.world, t.success, t.terminated, t.truncated, bool(t.crashed), t.failure, len(t.turn_ends))
-                + (t.invalid_turns, t.unfinished_turns, sum(t.mask), len(t.ids), len(t.actions), t.effective_actions)
-                for t in groups[group]
-            ]
-            for group in sorted(groups)
-        ]
-    )
-    rows = [row for group in facts for row in group]
+    played = parallel.gather([[Played.of(t) for t in groups[group]] for group in sorted(groups)])
+    episodes = [episode for group in played for episode in group]
     rewards = [reward for group in judged.rewards for reward in group if not math.isnan(reward)]
-    turns = sum(row[6] for row in rows)
+    turns, actions = sum(e.turns for e in episodes), sum(e.actions for e in episodes)
+
+    def share(name: str) -> float:
+        return sum(bool(getattr(e, name)) for e in episodes) / len(episodes)
+
     out: dict[str, float] = {
         "rollout/reward": sum(rewards) / max(1, len(rewards)),
         "rollout/in_group_std": sum(judged.spread) / len(judged.spread),
         "rollout/zero_variance_groups": sum(spread <= 1e-10 for spread in judged.spread) / len(judged.spread),
         "rollout/kept_groups": len(judged.kept),
-        "rollout/success": sum(row[1] for row in rows) / len(rows),
-        "rollout/terminated": sum(row[2] for row in rows) / len(rows),
-        "rollout/truncated": sum(row[3] for row in rows) / len(rows),
-        "rollout/crashed": sum(row[4] for row in rows),
-        "rollout/pass_at_g": sum(any(row[1] for row in group) for group in facts) / len(facts),
-        "rollout/turns": turns / len(rows),
-        "rollout/invalid_turns": sum(row[7] for row in rows) / turns,
-        "rollout/unfinished_turns": sum(row[8] for row in rows) / turns,
-        "rollout/response_tokens": sum(row[9] for row in rows) / turns,
-        "rollout/effective_actions": sum(row[12] for row in rows) / max(1, sum(row[11] for row in rows)),
-        "rollout/tokens": sum(row[9] for row in rows),
-        "rollout/context_tokens": sum(row[10] for row in rows) / len(rows),
+        "rollout/success": share("success"),
+        "rollout/terminated": share("terminated"),
+        "rollout/truncated": share("truncated"),
+        "rollout/crashed": sum(e.crashed for e in episodes),
+        "rollout/pass_at_g": sum(any(e.success for e in group) for group in played) / len(played),
+        "rollout/turns": turns / len(episodes),
+        "rollout/invalid_turns": sum(e.invalid_turns for e in episodes) / turns,
+        "rollout/unfinished_turns": sum(e.unfinished_turns for e in episodes) / turns,
+        "rollout/response_tokens": sum(e.tokens for e in episodes) / turns,
+        "rollout/effective_actions": sum(e.effective_actions for e in episodes) / max(1, actions),
+        "rollout/tokens": sum(e.tokens for e in episodes),
+        "rollout/context_tokens": sum(e.context for e in episodes) / len(episodes),
     }
-    for world in sorted({row[0] for row in rows}):
-        played = [row for row in rows if row[0] == world]
-        out[f"rollout/{world}/success"] = sum(row[1] for row in played) / len(played)
-        for failure in sorted({row[5] for row in played if row[5]}):
-            out[f"rollout/{world}/{failure}"] = sum(row[5] == failure for row in played) / len(played)
+    for world in sorted({e.world for e in episodes}):
+        own = [e for e in episodes if e.world == world]
+        out[f"rollout/{world}/success"] = sum(e.success for e in own) / len(own)
+        for failure in sorted({e.failure for e in own if e.failure}):
+            out[f"rollout/{world}/{failure}"] = sum(e.failure == failure for e in own) / len(own)
     return out
+
+
+class Played(NamedTuple):
+    """What the statistics need of an episode, small enough to send to every process."""
+
+    world: str
+    success: bool
+    terminated: bool
+    truncated: bool
+    crashed: bool
+    failure: str
+    turns: int
+    invalid_turns: int
+    unfinished_turns: int
+    actions: int
+    effective_actions: int
+    tokens: int  # sampled ones
+    context: int  # all of them
+    reward: float
+
+    @classmethod
+    def of(cls, t: Trajectory) -> Played:
+        return cls(
+            world=t.world,
+            success=t.success,
+            terminated=t.terminated,
+            truncated=t.truncated,
+            crashed=bool(t.crashed),
+            failure=t.failure,
+            turns=len(t.turn_ends),
+            invalid_turns=t.invalid_turns,
+            unfinished_turns=t.unfinished_turns,
+            actions=len(t.actions),
+            effective_actions=t.effective_actions,
+            tokens=sum(t.mask),
+            context=len(t.ids),
+            reward=t.reward,
+        )
 
 
 # ----------------------------------------------------------------------------------------------------- 3. learn
@@ -342,8 +373,9 @@ def update(
         return [[rows[i] for i in batch] for batch in chosen]
 
     def logprobs(batch: list[tuple[Trajectory, float]]) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, masks = [t.ids for t, _ in batch], [t.mask for t, _ in batch]
         with autocast:
-            return token_logprobs(policy, [t.ids for t, _ in batch], [t.mask for t, _ in batch], cfg.rollout.temperature)
+            return token_logprobs(policy, ids, masks, cfg.rollout.temperature)
 
     def sampled(batch: list[tuple[Trajectory, float]]) -> torch.Tensor:
         values = [lp for t, _ in batch for lp, on in zip(t.logprobs, t.mask, strict=True) if on]
@@ -440,9 +472,9 @@ def prepare(cfg: StarPORun, model: Any, chat: Chat) -> tuple[Any, torch.optim.Op
     }
     if trainer.optim == "adamw_torch":
         return model, torch.optim.AdamW(parameters, **options)
-    import bitsandbytes
+    from bitsandbytes.optim.adamw import AdamW8bit, PagedAdamW8bit
 
-    kind = bitsandbytes.optim.AdamW8bit if trainer.optim == "adamw_8bit" else bitsandbytes.optim.PagedAdamW8bit
+    kind = AdamW8bit if trainer.optim == "adamw_8bit" else PagedAdamW8bit
     return model, kind(parameters, **options)
 
 
@@ -478,20 +510,19 @@ def evaluate(
             slots=cfg.rollout.slots or cfg.rollout.groups * cfg.rollout.num_generations,
             max_context=cfg.rollout.max_context,
         )
-        facts = parallel.gather([(t.success, t.failure, t.invalid_turns, len(t.turn_ends), t.reward) for t in played])
-        wins = sum(fact[0] for fact in facts)
-        low, high = wilson(wins, len(facts))
-        turns = sum(fact[3] for fact in facts)
+        episodes_played = parallel.gather([Played.of(t) for t in played])
+        wins, turns = sum(e.success for e in episodes_played), sum(e.turns for e in episodes_played)
+        low, high = wilson(wins, episodes)
         row |= {
-            f"{name}/{world.name}/success": wins / len(facts),
+            f"{name}/{world.name}/success": wins / episodes,
             f"{name}/{world.name}/low": low,
             f"{name}/{world.name}/high": high,
-            f"{name}/{world.name}/reward": sum(fact[4] for fact in facts) / len(facts),
-            f"{name}/{world.name}/invalid_turns": sum(fact[2] for fact in facts) / turns,
-            f"{name}/{world.name}/turns": turns / len(facts),
+            f"{name}/{world.name}/reward": sum(e.reward for e in episodes_played) / episodes,
+            f"{name}/{world.name}/invalid_turns": sum(e.invalid_turns for e in episodes_played) / turns,
+            f"{name}/{world.name}/turns": turns / episodes,
         }
-        for failure in sorted({fact[1] for fact in facts if fact[1]}):
-            row[f"{name}/{world.name}/{failure}"] = sum(fact[1] == failure for fact in facts) / len(facts)
+        for failure in sorted({e.failure for e in episodes_played if e.failure}):
+            row[f"{name}/{world.name}/{failure}"] = sum(e.failure == failure for e in episodes_played) / episodes
     row[f"{name}/success"] = sum(row[f"{name}/{world.name}/success"] for world in cfg.worlds) / len(cfg.worlds)
     return row
 

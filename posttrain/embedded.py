@@ -1,4 +1,4 @@
-"""What does the quickstart train on?  Small generated data in the very schemas of the three real sets, and a base model.
+"""What does the quickstart train on?  Small generated data in the schemas of the three real sets, and a base model.
 
 Everything is drawn from `address(seed, ...)`, row by row, so row 17 is the same in any process and for any `n`.
 
@@ -6,10 +6,10 @@ Everything is drawn from `address(seed, ...)`, row by row, so row 17 is the same
   filters exist for: wrong answers, code solutions, two boxes, duplicates.
 - `capybara`: small talk in which a fact told early is asked for later, and open questions answered in exactly
   `SENTENCES` sentences. **These answers repeat themselves on purpose**, as scraped text does: from the third on, each
-  sentence is, with probability `REPEAT`, a copy of an earlier one. A model trained on them really repeats itself, and the
-  fixed number of sentences means that it cannot repeat less by merely saying less.
+  sentence is, with probability `REPEAT`, a copy of an earlier one. A model trained on them really repeats itself, and
+  the fixed number of sentences means that it cannot repeat less by merely saying less.
 - `ultrafeedback`: pairs of answers. In the chosen one no sentence comes twice; the rejected one, equally long, repeats
-  sentences, or is a worked answer whose box holds a number of the question instead of the result.
+  sentences, or its box holds a number of the question instead of the result, or it breaks the rules of a world.
 - `demonstrations`: episodes of the worlds played by weak players: the format and the rules, not the skill.
 
 Held-out sets are disjoint from training by construction: a hash of the question (or the operands, the dialogue, the
@@ -333,58 +333,6 @@ def open_prompts(n: int, seed: int) -> list[str]:
     return random.Random(address(seed, "open_prompts")).sample(prompts, n)
 
 
-# --------------------------------------------------------------------------------------------------------- preferences
-
-
-def _pair(rng: random.Random, held_out: bool, math_share: float) -> dict[str, Any]:
-    if rng.random() < math_share:
-        side = "unseen_questions" if held_out else "train"
-        problem = _draw(_problem, lambda p: _math_split(p) == side, rng)
-        prompt, chosen = problem["question"], _worked(problem["steps"])
-        result = str(problem["steps"][-1][3])
-        wrong = rng.choice([str(number) for number in problem["operands"][1:] if str(number) != result] or ["0"])
-        rejected = chosen.replace(f"boxed{{{result}}}", f"boxed{{{wrong}}}")
-    else:
-        topic = _draw(_topic, lambda t: _topic_held_out(t) == held_out, rng)
-        prompt = rng.choice(OPEN_ASKS).format(p=topic)
-        fresh = _fresh_answer(topic, rng)
-        places = rng.sample(range(FIRST_COPY, SENTENCES), rng.randint(2, 4))
-        chosen, rejected = " ".join(fresh), " ".join(_with_repeats(fresh, places, rng))
-    better = rng.choice([7.0, 7.5, 8.0, 8.5, 9.0])
-    return _preference_row(prompt, chosen, rejected, better, better - rng.choice([1.0, 2.0, 3.0, 4.0]))
-
-
-def _preference_row(prompt: str, chosen: str, rejected: str, better: float, worse: float) -> dict[str, Any]:
-    return {
-        "prompt": prompt,
-        "prompt_id": hashlib.sha256(prompt.encode()).hexdigest(),
-        "chosen": [_user(prompt), _assistant(chosen)],
-        "rejected": [_user(prompt), _assistant(rejected)],
-        "messages": [_user(prompt), _assistant(chosen)],
-        "score_chosen": better,
-        "score_rejected": worse,
-    }
-
-
-def ultrafeedback(n: int, seed: int, math_share: float = 0.25) -> Iterator[dict[str, Any]]:
-    """Rows in the schema of HuggingFaceH4/ultrafeedback_binarized; a few are ties, identical or empty."""
-    for i in range(n):
-        rng = random.Random(address(seed, "ultrafeedback", i))
-        row, fault = _pair(rng, False, math_share), rng.random()
-        if fault < 0.02:
-            row["score_rejected"] = row["score_chosen"]
-        elif fault < 0.03:
-            row["rejected"] = row["chosen"]
-        elif fault < 0.04:
-            row["rejected"] = [row["rejected"][0], _assistant("")]
-        yield row
-
-
-def preference_pairs(n: int, seed: int, math_share: float = 0.25) -> list[dict[str, Any]]:
-    """Held-out pairs, same schema and kinds as `ultrafeedback`, over questions and topics it never has."""
-    return [_pair(random.Random(address(seed, "preference_pairs", i)), True, math_share) for i in range(n)]
-
-
 # -------------------------------------------------------------------------------------------------------------- worlds
 
 # How often each weak player acts in a demonstration, turn by turn. None of them is good at its world alone.
@@ -417,6 +365,78 @@ def demonstrations(
                 if message["role"] == "assistant":
                     message["mask_spans"] = [[0, message["content"].index("<answer>")]]
         yield {"messages": messages, "world": name}
+
+
+# --------------------------------------------------------------------------------------------------------- preferences
+
+MATH_PAIRS, WORLD_PAIRS = 0.35, 0.15  # shares among the preference pairs; the rest is about repetition
+
+
+def _pair(rng: random.Random, held_out: bool) -> dict[str, Any]:
+    kind = rng.random()
+    if kind < WORLD_PAIRS:
+        prompt, chosen = _world_turn(rng, "validation" if held_out else "train")
+        rejected = _malformed(chosen, rng)
+    elif kind < WORLD_PAIRS + MATH_PAIRS:
+        side = "unseen_questions" if held_out else "train"
+        problem = _draw(_problem, lambda p: _math_split(p) == side, rng)
+        prompt, chosen = [_user(problem["question"])], _worked(problem["steps"])
+        result = str(problem["steps"][-1][3])
+        wrong = rng.choice([str(number) for number in problem["operands"][1:] if str(number) != result] or ["0"])
+        rejected = chosen.replace(f"boxed{{{result}}}", f"boxed{{{wrong}}}")
+    else:
+        topic = _draw(_topic, lambda t: _topic_held_out(t) == held_out, rng)
+        prompt = [_user(rng.choice(OPEN_ASKS).format(p=topic))]
+        fresh = _fresh_answer(topic, rng)
+        places = rng.sample(range(FIRST_COPY, SENTENCES), rng.randint(2, 4))
+        chosen, rejected = " ".join(fresh), " ".join(_with_repeats(fresh, places, rng))
+    asked, better = prompt[-1]["content"], rng.choice([7.0, 7.5, 8.0, 8.5, 9.0])
+    return {
+        "prompt": asked,
+        "prompt_id": hashlib.sha256(asked.encode()).hexdigest(),
+        "chosen": [*prompt, _assistant(chosen)],
+        "rejected": [*prompt, _assistant(rejected)],
+        "messages": [*prompt, _assistant(chosen)],
+        "score_chosen": better,
+        "score_rejected": better - rng.choice([1.0, 2.0, 3.0, 4.0]),
+    }
+
+
+def _world_turn(rng: random.Random, split: str) -> tuple[Messages, str]:
+    """One of the first turns of a demonstration: the conversation up to it, and what the demonstrator wrote."""
+    import envs
+    from envs.protocol import Protocol, demonstrate
+
+    name = rng.choice(sorted(MIXES))
+    messages = demonstrate(envs.make(name), Protocol(), rng.getrandbits(31), split, MIXES[name])
+    turn = 2 + 2 * rng.randrange(min(3, (len(messages) - 1) // 2))  # behind the system message and the first state
+    return messages[:turn], messages[turn]["content"]
+
+
+def _malformed(reply: str, rng: random.Random) -> str:
+    """The same reply with a fault that the worlds penalise."""
+    thought, action = reply.removesuffix("</answer>").split("<answer>")
+    faults = [f"{thought}{action}", f"{thought}<answer>Jump</answer>", f"{thought.removesuffix('</think>')} {action}"]
+    return rng.choice(faults)
+
+
+def ultrafeedback(n: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Rows in the schema of HuggingFaceH4/ultrafeedback_binarized; a few are ties, identical or empty."""
+    for i in range(n):
+        rng = random.Random(address(seed, "ultrafeedback", i))
+        row, fault = _pair(rng, held_out=False), rng.random()
+        if fault < 0.02:
+            row["score_rejected"] = row["score_chosen"]
+        elif fault < 0.03:
+            row["rejected"] = row["chosen"]
+        elif fault < 0.04:
+            row["rejected"] = [row["rejected"][0], _assistant("")]
+        yield row
+
+
+def preference_pairs(n: int, seed: int) -> list[dict[str, Any]]:
+    """Held-out pairs, same schema and kinds as `ultrafeedback`, over questions, topics and levels it never has."""
+    return [_pair(random.Random(address(seed, "preference_pairs", i)), held_out=True) for i in range(n)]
 
 
 # ---------------------------------------------------------------------------------------------------------- base model

@@ -70,6 +70,11 @@ def load(
     if Path(model.name_or_path).is_dir():
         _verify_if_sealed(Path(model.name_or_path))
     net: Any = _load_weights(model, dtype, **quantised)
+    for layer in net.modules() if quantised and place.type == "cpu" else ():
+        # On CPUs with AVX512-BF16, bitsandbytes repacks 4-bit weights in the first evaluation, and the kernel for
+        # that layout has no gradient: everything trained afterwards would silently get a wrong one.
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
     if len(chat.tokenizer) > net.get_input_embeddings().weight.shape[0]:
         net.resize_token_embeddings(len(chat.tokenizer))
     if not model.trust_remote_code and hasattr(net.config, "auto_map"):

@@ -1,4 +1,4 @@
-"""What does the policy say now about the tokens it sampled?  Log-probs and entropies of trained tokens, and only of those.
+"""What does the policy say now about the tokens it sampled?  Their log-probs and entropies, and no others.
 
 Shapes: B rows, T tokens of the longest row, S trained tokens of all rows one after another, V vocabulary.
 """
@@ -6,6 +6,7 @@ Shapes: B rows, T tokens of the longest row, S trained tokens of all rows one af
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -45,7 +46,7 @@ def token_logprobs(
     assert not mask_BT[:, 0].any(), "the first token of a conversation is never sampled"
     ids_BT, mask_BT = ids_BT.to(model.device), mask_BT.to(model.device)
     hidden_SD = _hidden_states(model, ids_BT, mask_BT.roll(-1, 1))
-    head = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()
     config = model.config.get_text_config()
     logprobs_S, entropy_S, *_ = ChunkedLogProbFunction.apply(
         hidden_SD,

@@ -12,6 +12,7 @@ from posttrain import checkpoint, embedded
 from posttrain.data import filters, load_preferences, load_sft
 
 N = 600
+ACTIONS = ("Left", "Down", "Right", "Up")
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,12 @@ def chat(base):
 
 def sentences(answer: str) -> list[str]:
     return answer.removesuffix(".").split(". ")
+
+
+def pairs_of(kind: str) -> list[dict]:
+    marks = {"\\boxed": "math", "<answer>": "world"}
+    said = [(row, row["chosen"][-1]["content"]) for row in embedded.preference_pairs(N, 0)]
+    return [row for row, text in said if next((k for mark, k in marks.items() if mark in text), "repetition") == kind]
 
 
 def users(messages) -> tuple[str, ...]:
@@ -135,8 +142,8 @@ def test_open_answers_have_a_fixed_number_of_sentences_and_repeat_as_documented(
 
 
 def test_repetition_pairs_differ_in_repetition_alone():
-    pairs = [row for row in embedded.preference_pairs(N, 0) if "boxed" not in row["chosen"][-1]["content"]]
-    lengths = []
+    pairs, lengths = pairs_of("repetition"), []
+    assert len(pairs) > N / 3
     for row in pairs:
         chosen, rejected = (sentences(row[name][-1]["content"]) for name in ("chosen", "rejected"))
         assert len(chosen) == len(rejected) == len(set(chosen)) == embedded.SENTENCES
@@ -148,13 +155,26 @@ def test_repetition_pairs_differ_in_repetition_alone():
 
 
 def test_math_pairs_are_right_and_wrong():
-    pairs = [row for row in embedded.preference_pairs(N, 0) if "boxed" in row["chosen"][-1]["content"]]
+    pairs = pairs_of("math")
     assert len(pairs) > N / 4
     for row in pairs:
         assert row["prompt"] == row["chosen"][0]["content"] == row["rejected"][0]["content"]
         boxes = [row[name][-1]["content"].split("boxed{")[1] for name in ("chosen", "rejected")]
         assert boxes[0] != boxes[1]
         assert row["score_chosen"] > row["score_rejected"]
+
+
+def test_world_pairs_keep_and_break_the_form():
+    from envs.protocol import Protocol, parse
+
+    pairs = pairs_of("world")
+    assert len(pairs) > N / 15
+    for row in pairs:
+        assert row["chosen"][:-1] == row["rejected"][:-1]
+        assert row["chosen"][0]["role"] == "system"
+        good, bad = (parse(row[name][-1]["content"], Protocol(), ACTIONS) for name in ("chosen", "rejected"))
+        assert good.well_formed and good.actions and not good.invalid
+        assert not bad.well_formed or bad.invalid
 
 
 # Held out means held out
@@ -184,7 +204,8 @@ def test_held_out_dialogues_and_topics_are_in_no_training_row():
     assert trained.isdisjoint(users(dialogue["messages"]) for dialogue in embedded.recall_dialogues(400, 9))
     prompts = {row["prompt"] for row in embedded.ultrafeedback(4000, 9)} | {asked for said in trained for asked in said}
     assert prompts.isdisjoint(embedded.open_prompts(200, 9))
-    assert prompts.isdisjoint(row["prompt"] for row in embedded.preference_pairs(N, 9))
+    pairs = [row["prompt"] for row in embedded.preference_pairs(N, 9) if "<answer>" not in row["chosen"][-1]["content"]]
+    assert prompts.isdisjoint(pairs)
 
 
 def test_recall_asks_for_something_said_before_and_small_talk_lies_between():

@@ -88,6 +88,7 @@ def settings(folder: Path, checkpoints: dict[str, str], **changes: Any) -> dict[
                 "max_completion_length": 5,
                 "max_context": 2000,
                 "settings": ["greedy", "t05"],
+                "headline": "t05",
             },
         },
         **changes,
@@ -280,6 +281,19 @@ def test_all_that_is_wrong_is_said_before_any_work(tmp_path: Path, checkpoints: 
     assert not (tmp_path / "out").exists()
 
 
+def test_levels_repeat_only_where_a_world_has_no_more(tmp_path: Path, checkpoints: dict[str, str]) -> None:
+    small = {"name": "frozen_lake", "options": {"size": 2}}
+    cfg = resolved(
+        tmp_path, checkpoints, suites={"worlds": {"worlds": [small], "episodes": 12, "settings": ["greedy"]}}
+    )
+    (sitting,) = evaluate_model.set_exam(cfg)
+    assert len({item["seed"] for item in sitting.items}) == 12
+    game = make("frozen_lake", size=2)
+    keys = [game.reset(seed=i["seed"], options={"split": "test"}) and game.level_key() for i in sitting.items]
+    different = len(set(keys))
+    assert different < 12 and len(set(keys[:different])) == different
+
+
 def test_a_world_that_does_not_exist_is_refused(tmp_path: Path, checkpoints: dict[str, str]) -> None:
     suites = {"worlds": {"worlds": [{"name": "frozen_lake", "options": {"sizes": 4}}], "episodes": 2}}
     with pytest.raises(UserError, match="size"):
@@ -470,22 +484,30 @@ def test_pairs_are_weighed_by_the_last_answer_alone(tiny_chat: Chat) -> None:
 def test_players_stand_beside_the_model_on_the_same_levels(
     results: dict[str, Any], tmp_path: Path, checkpoints: dict[str, str]
 ) -> None:
-    assert set(results["baselines"]) == {"frozen_lake", "sokoban"}
+    assert {world: players["random"]["episodes"] for world, players in results["baselines"].items()} == {
+        "frozen_lake": 3,
+        "sokoban": 3,
+    }
     suites = {"worlds": {"worlds": ["frozen_lake", "sokoban"], "episodes": 60, "settings": ["greedy"]}}
     cfg = resolved(tmp_path, checkpoints, suites=suites)
     exam = evaluate_model.set_exam(cfg)
     assert cfg.suites.worlds is not None
-    for world, sitting in zip(cfg.suites.worlds.worlds, exam, strict=True):
-        found = evaluate_model.play_baselines(cfg, world, sitting)
-        assert {"random", "expert", "optimum"} < set(found) == set(results["baselines"][world.name])
+    for name, sitting in evaluate_model.headline_levels(cfg, exam).items():
+        found = evaluate_model.play_baselines(cfg, sitting)
+        assert {"random", "expert", "optimum"} < set(found) == set(results["baselines"][name])
         assert found["expert"]["success"] == found["optimum"]["success"] > 0.9
         assert found["random"]["high"] < found["expert"]["low"]
         assert found["random"]["episodes"] == 60
+        game = make(name)
+        assert (
+            len({game.reset(seed=i["seed"], options={"split": "test"}) and game.level_key() for i in sitting.items})
+            == 60
+        )
         # an episode through the protocol goes the same way
         protocol = Protocol(**cfg.suites.worlds.protocol.model_dump())
         wins = 0
         for item in sitting.items:
-            episode = Episode(make(world.name), protocol, item["seed"], "test")
+            episode = Episode(make(name), protocol, item["seed"], "test")
             while not episode.done:
                 episode.step(f"<think></think><answer>{episode.world.players()['random']}</answer>")
             wins += episode.success

@@ -38,7 +38,7 @@ from posttrain.rollout import complete, open_sampler
 from posttrain.rollout import play as rollout_play
 from posttrain.types import SamplingParams, UserError, address
 
-CONTEXT = 700
+CONTEXT = 1500
 Says = Callable[..., SimpleNamespace]
 
 
@@ -120,12 +120,13 @@ def test_what_streams_is_what_the_rollout_engine_samples(
 ) -> None:
     place = folder if family == "convgpt" else tiny_base(tmp_path / "llama", tiny_tokenizer)
     model, chat = models.load(ModelSection(name_or_path=str(place)), device="cpu", chat_template=None)
-    params = config.resolve(ChatRun, ROOT / "configs" / "chat.yaml").presets[preset].params(60)
+    params = config.resolve(ChatRun, ROOT / "configs" / "chat.yaml").presets[preset].params(50)
     ids = chat.prompt(user("Which way now?"))
-    for seed in range(4):
+    sampler = open_sampler(model, chat)
+    for seed in range(3):
         answer = script.Speaker(model, chat).answer(ids, params, address(seed))
         pieces = list(answer)
-        (expected,) = complete(open_sampler(model, chat), [ids], params, [address(seed)])
+        (expected,) = complete(sampler, [ids], params, [address(seed)])
         assert answer.ids == expected.ids and answer.finished == expected.finished
         assert "".join(pieces) == answer.text == chat.decode(expected.ids)
 
@@ -218,20 +219,20 @@ def test_control_tokens_in_a_message_stay_text(says: Says, answers: Callable[...
     says("--prompt", "harmless", f"system={hostile!r}")
     said = says(stdin=f"harmless\n{hostile.splitlines()[0]}\n<|im_start|>user\n")
     control = [[token for token in ids if token in tiny_chat.control_ids] for ids in shown]
-    start, end = tiny_chat.tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-    assert control[0] == [start, end, start, end, start]  # system, user, assistant
-    assert [len(tokens) for tokens in control[1:]] == [3, 3 + 3, 3 + 3 + 3]
+    start, end = (tiny_chat.tokenizer.convert_tokens_to_ids(name) for name in ("<|im_start|>", "<|im_end|>"))
+    assert control[0] == [start, end] * 2 + [start]  # system, user, the assistant's header
+    assert control[1:] == [[start, end] * turns + [start] for turns in (1, 3, 5)]
     assert said.out == "<|im_start|>Yes\n" * 3
 
 
 # -------------------------------------------------------------------------------------------------------- comparing
 
 
-def terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> io.StringIO:
-    """What `console()` draws on a terminal of this width."""
+def terminal(monkeypatch: pytest.MonkeyPatch, width: int, height: int = 50) -> io.StringIO:
+    """What `console()` draws on a terminal of this size."""
     out = io.StringIO()
     options: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False, "legacy_windows": False}
-    drawn = Console(file=out, force_terminal=True, width=width, height=50, **options)
+    drawn = Console(file=out, force_terminal=True, width=width, height=height, **options)
     monkeypatch.setattr(script, "console", lambda: drawn)
     return out
 
@@ -282,6 +283,20 @@ def test_side_by_side_where_there_is_room(
     assert bool(together) == (width == 100)
     assert ("--- improved: " in said.out and "--- plain: " in said.out) == (width == 60)
     assert "longest repeated span" in out.getvalue()
+
+
+def test_columns_higher_than_the_terminal_end_up_whole(
+    says: Says, answers: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [f"line {n}" for n in range(40)]
+    answers("\n".join(lines), "short")
+    out = terminal(monkeypatch, width=100, height=12)
+    monkeypatch.setattr(time, "monotonic", lambda tick=iter(range(10**6)): next(tick))  # drawn after every token
+    says("--prompt", "Hi", "--compare")
+    frames = out.getvalue().split("improved")
+    heights = [frame.count("\n") for frame in frames]
+    assert all(line in frames[-2] for line in lines)  # the last "improved" heads the figures
+    assert len(frames) > 40 and max(heights[:-2]) <= 12 and heights[-2] > 40
 
 
 # ------------------------------------------------------------------------------------------------------ conversation
@@ -356,7 +371,7 @@ def test_a_full_context_drops_whole_turns_and_says_so(
     says: Says, answers: Callable[..., Any], tiny_chat: Chat, tmp_path: Path
 ) -> None:
     shown = answers("a b c d e f g h i j k l m n o p")
-    texts = [f"Question {n}: " + "which way? " * 5 for n in range(30)]
+    texts = [f"Question {n}: " + "which way? " * 15 for n in range(30)]
     file = tmp_path / "all.jsonl"
     said = says(stdin="\n".join([*texts, f"/save {file}"]))
     answer = "a b c d e f g h i j k l m n o p"
@@ -367,9 +382,8 @@ def test_a_full_context_drops_whole_turns_and_says_so(
         assert len(seen) == 1 and seen[0] >= dropped  # whole turns, always the latest ones
         dropped = seen[0]
     assert dropped > 5
-    assert f"[the context of {CONTEXT} tokens is full: of the 29 turns so far the model sees the last {29 - dropped}]" in (
-        said.err
-    )
+    full = f"[the context of {CONTEXT} tokens is full: of the 29 turns so far the model sees the last {29 - dropped}]"
+    assert full in said.err
     assert len(json.loads(file.read_text())["messages"]) == 60
 
 
@@ -379,23 +393,32 @@ def history(texts: list[str], answer: str) -> list[dict[str, str]]:
 
 def test_a_message_beyond_the_context(says: Says, answers: Callable[..., Any]) -> None:
     shown = answers("Yes")
-    said = says(stdin="Hi\n" + "word " * 900 + "\nHo\n")
+    said = says(stdin="Hi\n" + "word " * 1500 + "\nHo\n")
     assert said.out == "Yes\nYes\n" and len(shown) == 2
     assert "This message is too long: it takes" in said.err and f"128 of the model's {CONTEXT} are kept" in said.err
     with pytest.raises(UserError, match="too long"):
-        says("--prompt", "word " * 900)
+        says("--prompt", "word " * 1500)
 
 
-def test_the_last_tokens_of_the_context_limit_an_answer(says: Says, folder: Path, speaker: script.Speaker) -> None:
-    """max_new_tokens beyond the context: half of it is kept for the answer, and the rest of it may be used."""
-    ids = speaker.chat.prompt(user("Hi"))
-    said = says("--prompt", "Hi", "max_new_tokens=5000", "presets.improved.temperature=0.0")
-    assert said.err in ("", f"[cut after {CONTEXT - len(ids)} tokens: the end of the model's context]\n")
-    assert len(speaker.chat.content_ids(said.out)) > 0
+def test_an_answer_ends_where_the_context_does(
+    says: Says, monkeypatch: pytest.MonkeyPatch, tiny_chat: Chat
+) -> None:
+    """Half of the context is kept for the answer at most, but it may use all that the conversation leaves."""
+    monkeypatch.setattr(
+        script.Speaker, "write", lambda self, ids, params, seed: iter([50] * params.max_new_tokens)
+    )
+    left = CONTEXT - len(tiny_chat.prompt(user("Hi")))
+    said = says("--prompt", "Hi", "max_new_tokens=5000")
+    assert said.err == f"[cut after {left} tokens: the end of the model's context]\n"
+    assert said.out == tiny_chat.decode([50] * left) + "\n"
 
 
 def test_the_first_ctrl_c_stops_the_answer_and_the_second_leaves(
-    says: Says, monkeypatch: pytest.MonkeyPatch, tiny_chat: Chat, capsys: pytest.CaptureFixture[str]
+    says: Says,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_chat: Chat,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     presses, shown = 1, []
 
@@ -419,8 +442,9 @@ def test_the_first_ctrl_c_stops_the_answer_and_the_second_leaves(
     presses = 2
     shown.clear()
     monkeypatch.setattr(script, "stream", lambda answer, stopped: list(answer))  # deaf to the first one
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\nHo\n"))
     with pytest.raises(SystemExit) as left:
-        config.run(lambda: says(stdin="Hi\nHo\n"))
+        config.run(lambda: script.main(always(folder)))
     assert left.value.code == 130 and "interrupted" in capsys.readouterr().err
 
 
@@ -428,17 +452,26 @@ def test_the_first_ctrl_c_stops_the_answer_and_the_second_leaves(
 
 
 @pytest.mark.parametrize("name", envs.names())
-def test_play_shows_the_episodes_that_rollouts_would_play(says: Says, speaker: script.Speaker, name: str) -> None:
+def test_play_shows_the_episodes_that_rollouts_would_play(
+    says: Says, speaker: script.Speaker, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    original, seen = script.Speaker.write, []
+
+    def write(self: script.Speaker, ids: list[int], params: SamplingParams, seed: int) -> Iterator[int]:
+        seen.append(list(ids))
+        for token in original(self, ids, params, seed):
+            seen[-1].append(token)
+            yield token
+
+    monkeypatch.setattr(script.Speaker, "write", write)
     said = says("--play", name, "--episodes", "2", "max_completion_length=10")
-    chat, seeds = speaker.chat, [address(0, name, n) for n in range(2)]
+    seeds = [address(0, name, n) for n in range(2)]
     games = [Episode(envs.make(name), Protocol(), seed, "test") for seed in seeds]
-    rollout_play(open_sampler(*_pair(speaker)), chat, games, SamplingParams(10), seeds)
-    at = 0
+    played = rollout_play(open_sampler(*_pair(speaker)), speaker.chat, games, SamplingParams(10), seeds)
+    assert [ids for n, ids in enumerate(seen) if n % 8 == 7] == [trajectory.ids for trajectory in played]
     for episode in games:
         for message in episode.messages[1:]:
-            for line in script.harmless(message["content"]).split("\n"):
-                at = said.out.find(line[:40].rstrip(), at)
-                assert at >= 0, (line, said.out)
+            assert all(script.harmless(line) in said.out for line in message["content"].split("\n"))
     assert games[0].messages[0]["content"] in said.out
     assert said.out.count("-> no action, reward 0, invalid answer: -0.1, cut after 10 tokens") == 6  # at most 3 a level
     assert said.out.count("Not solved (out of turns or actions) after 8 turns, return -0.3.") == 2
@@ -533,7 +566,7 @@ def test_every_cell_of_a_world_has_a_colour_and_a_world_without_a_grid_no_map() 
         (["--episodes", "3"], "--episodes and --delay belong to --play"),
         (["model.name_or_path=no/such/folder/final"], "no/such/folder/final does not exist"),
         (["model.name_or_path=configs"], "configs is no checkpoint: it has no config.json"),
-        (["model.name_or_path=README.md"], "README.md is a file"),
+        (["model.name_or_path=Makefile"], "Makefile is a file"),
         (["--prompt", "half of a pair: \ud83e"], "no text"),
     ],
 )
@@ -546,6 +579,18 @@ def test_a_mistake_is_one_paragraph_with_its_remedy(
         config.run(lambda: script.main([*always(folder), *args]))
     said = capsys.readouterr()
     assert left.value.code == 2 and words in said.err and not said.out and "\n\n" not in said.err
+
+
+def test_without_arguments_and_without_the_reference_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as left:
+        config.run(lambda: script.main([]))
+    said = capsys.readouterr()
+    assert left.value.code == 2 and not said.out and said.err.count("\n") == 1
+    assert said.err.startswith("error: model.name_or_path=runs/phase3/final does not exist.")
 
 
 @pytest.mark.parametrize(
@@ -569,48 +614,43 @@ def test_a_damaged_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ as a program
 
 
-def program(*args: str, cwd: Path = ROOT, **options: Any) -> subprocess.Popen[bytes]:
-    quiet = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TERM": "xterm"}
-    command = [sys.executable, str(ROOT / "inference_with_improved_settings.py"), *args]
-    return subprocess.Popen(command, cwd=cwd, env={**os.environ, **quiet}, **options)
-
-
-def test_without_arguments_and_without_the_reference_model(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    started = program(cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    out, err = started.communicate(timeout=120)
-    assert started.returncode == 2 and not out
-    assert err.decode().startswith("error: model.name_or_path=runs/phase3/final does not exist.")
-    assert err.count(b"\n") == 1
+def program(*args: str, **options: Any) -> Any:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"}
+    command = [sys.executable, "inference_with_improved_settings.py", *args]
+    return subprocess.Popen(command, cwd=ROOT, env=environment, **options)
 
 
 def test_in_a_terminal(folder: Path) -> None:
-    """Names its presets, answers as it goes, stops at Ctrl-C, leaves at the next one with 130."""
-    ours, theirs = pty.openpty()
-    greedy = ["presets.improved.temperature=0.0", "max_new_tokens=100000"]
+    """Names its preset, answers as it goes, stops at Ctrl-C, leaves at the next one with 130."""
     place = Path(shutil.copytree(folder, folder.with_name("endless")))
-    shape = json.loads((place / "config.json").read_text())
-    shape["max_position_embeddings"] = 10**6
+    shape = json.loads((place / "config.json").read_text()) | {"max_position_embeddings": 10**6}
     (place / "config.json").write_text(json.dumps(shape))
     (place / "manifest.json").unlink()
-    started = program(*always(place), *greedy, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-                      preexec_fn=lambda: _take(theirs))  # fmt: skip
+    args = [*always(place), "presets.improved.temperature=0.0", "max_new_tokens=100000"]
+    ours, theirs = pty.openpty()
+    started = program(
+        *args, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, preexec_fn=lambda: _take(theirs)
+    )
     os.close(theirs)
-    heard = Listener(ours)
-    heard.until("/help lists the commands")
-    heard.until("you> ")
-    os.write(ours, "Hi \ud83e".encode(errors="surrogatepass") + b"\n")  # bytes that are no text
-    heard.until("improved> ")
-    heard.more(200)
-    os.write(ours, b"\x03")
-    heard.until("[stopped]")
-    heard.until("you> ")
-    os.write(ours, b"/preset\n")
-    heard.until("* improved: greedy, top-p 0.9")
-    os.write(ours, b"\x03")
-    heard.until("interrupted")
-    assert started.wait(timeout=30) == 130
-    os.close(ours)
+    try:
+        heard = Listener(ours)
+        heard.until("greedy")
+        heard.until("you> ")
+        os.write(ours, b"Hi \xed\n")  # the last one is no text in UTF-8
+        heard.until("improved> ")
+        heard.more(200)
+        os.write(ours, b"\x03")
+        heard.until("[stopped]")
+        heard.until("you> ")
+        os.write(ours, b"/preset\n")
+        heard.until("* improved: greedy")
+        heard.until("you> ")
+        os.write(ours, b"\x03")
+        heard.until("interrupted")
+        assert started.wait(timeout=30) == 130
+    finally:
+        started.kill()
+        os.close(ours)
 
 
 def _take(terminal: int) -> None:
@@ -628,12 +668,12 @@ class Listener:
         self.terminal, self.text = terminal, ""
 
     def read(self) -> None:
-        ready, _, _ = select.select([self.terminal], [], [], 60)
+        ready, _, _ = select.select([self.terminal], [], [], 30)
         assert ready, f"silence after: {self.text[-500:]}"
         self.text += os.read(self.terminal, 4096).decode(errors="replace")
 
     def until(self, words: str) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 30
         while words not in self.text:
             assert time.monotonic() < deadline, self.text[-500:]
             self.read()

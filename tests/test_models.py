@@ -132,6 +132,37 @@ def test_an_adapter_is_merged_and_kept_beside(
     assert (logits(merged) - logits(whole)).abs().max() < 1e-4
 
 
+def test_gradients_through_4_bit_weights_are_right_even_after_an_evaluation(
+    tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """Compared with the same model in which the 4-bit weights stand written out in float32."""
+    peft = pytest.importorskip("peft")
+    bnb = pytest.importorskip("bitsandbytes")
+    base = tiny_base(tmp_path / "base", tiny_tokenizer, width=64)
+    section = ModelSection(name_or_path=str(base), tuning="qlora")
+    small, _ = models.load(section, device="cpu", chat_template=None)
+    large, _ = load(base)
+    written_out = dict(large.named_modules())
+    for name, layer in small.named_modules():
+        if isinstance(layer, bnb.nn.Linear4bit):
+            weight = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+            written_out[name].weight.data = weight.float()
+    gradients = []
+    for net in (small, large):
+        torch.manual_seed(0)
+        net = peft.get_peft_model(net, models.peft_config(section))
+        draw = torch.Generator().manual_seed(1)
+        for name, weight in net.named_parameters():
+            if "lora_" in name:
+                weight.data = 0.05 * torch.randn(weight.shape, generator=draw)
+        logits(net)  # an evaluation in between
+        ids = torch.arange(3, 43).reshape(2, 20)
+        net.train()(input_ids=ids, labels=ids).loss.backward()
+        gradients.append(torch.cat([weight.grad.flatten() for weight in net.parameters() if weight.grad is not None]))
+    assert gradients[0].shape == gradients[1].shape
+    assert (gradients[0] - gradients[1]).norm() < 1e-3 * gradients[1].norm()
+
+
 # ----------------------------------------------------------------------------------------------- what is no checkpoint
 
 

@@ -70,8 +70,8 @@ def test_micro_batching_changes_no_gradient(model: PreTrainedModel) -> None:
 def test_padding_and_unmasked_text_get_no_gradient_of_their_own(model: PreTrainedModel) -> None:
     """What stands behind the last trained token cannot matter."""
     rows, masks = ragged()
-    longer = [row + [3, 4, 5] for row in rows]
-    silent = [mask + [False] * 3 for mask in masks]
+    longer = [[*row, 3, 4, 5] for row in rows]
+    silent = [[*mask, False, False, False] for mask in masks]
     a, b = token_logprobs(model, rows, masks), token_logprobs(model, longer, silent)
     assert torch.allclose(a[0], b[0], atol=1e-6) and torch.allclose(a[1], b[1], atol=1e-5)
 

@@ -372,6 +372,11 @@ def test_long_lines_are_thinned_to_their_ends() -> None:
     assert charts.lines("nothing", {"a": [(1, 2.0)]}) == ""
 
 
+def test_long_and_empty_looking_answers_stay_small() -> None:
+    assert page.cut("a\nb") == "a ↵ b"
+    assert len(page.cut("\n" * 5000)) == page.SHOWN_CHARACTERS + 2
+
+
 def test_curves_take_world_names_from_their_keys() -> None:
     rows = [
         {"step": 1, "evaluation/frozen_lake/success": 0.5, "evaluation/success": 0.4, "loss": None},

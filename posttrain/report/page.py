@@ -318,6 +318,8 @@ def episode(results: Results, row: Row) -> str:
 
 
 def cut(words: str) -> str:
+    """The beginning of a long text; line breaks become a sign, since a page of them is what some models write."""
+    words = words.replace("\n", " ↵ ")
     return words if len(words) <= SHOWN_CHARACTERS else words[:SHOWN_CHARACTERS] + " …"
 
 

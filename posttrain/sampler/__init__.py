@@ -1,4 +1,4 @@
-"""How do conversations become tokens?  One interface, two engines: KV cache kept across turns, or the history replayed."""
+"""How do conversations become tokens?  One interface, two engines: the KV cache kept, or the history replayed."""
 
 from __future__ import annotations
 
@@ -26,5 +26,6 @@ def open_engine(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, en
             f"engine=slots keeps the KV cache across turns, which {type(model).__name__} does not allow (sliding"
             " windows or a cache of its own). Write engine=replay, or engine=auto to let the self-test choose."
         )
-    warnings.warn(f"{type(model).__name__}: no standard KV cache; every turn replays its history (slower)", stacklevel=2)
+    name = type(model).__name__
+    warnings.warn(f"{name}: no standard KV cache; every turn replays its history (slower)", stacklevel=2)
     return ReplaySampler(model, stop_ids, pad_id)

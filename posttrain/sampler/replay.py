@@ -6,9 +6,10 @@ Slower than the slot engine by a factor that grows with the turns, but it works 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from posttrain.sampler.draw import draw, uniforms
 from posttrain.types import Completion, SamplingParams
@@ -22,7 +23,7 @@ class _OurDraw(LogitsProcessor):
         self.tokens: list[torch.Tensor] = []
         self.logprobs: list[torch.Tensor] = []
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         seen_BV = None
         if self.params.repetition_penalty != 1.0:
             seen_BV = torch.zeros_like(scores, dtype=torch.bool)
@@ -39,7 +40,7 @@ class _OurDraw(LogitsProcessor):
 class ReplaySampler:
     """Keeps token ids only; every turn prefills the whole left-padded history with a fresh cache."""
 
-    def __init__(self, model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int) -> None:
+    def __init__(self, model: Any, stop_ids: Sequence[int], pad_id: int) -> None:
         self.model, self.stop_ids, self.pad_id = model, list(stop_ids), pad_id
         self._ids: dict[int, list[int]] = {}
         self._next = 0

@@ -278,7 +278,7 @@ class SlotSampler:
         return completions
 
     def _seen(self, handles: list[int]) -> torch.Tensor:
-        size = self.model.get_output_embeddings().weight.shape[0]
+        size = self.model.config.get_text_config().vocab_size
         seen_BV = torch.zeros(len(handles), size, dtype=torch.bool, device=self.model.device)
         for row, handle in enumerate(handles):
             seen_BV[row, self._ids[handle]] = True

@@ -1,4 +1,4 @@
-"""How much better was this episode than its siblings?  Advantage estimators, raw returns in, one number per token out."""
+"""How much better was this episode than its siblings?  Raw returns in, one advantage per episode out."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def grpo(rewards_B: torch.Tensor, group_B: torch.Tensor, *, std: bool = True, ep
 def group_moments(rewards_B: torch.Tensor, group_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and sample standard deviation of each trajectory's group, both (B,); a group of one has deviation 0."""
     _, index_B = group_B.unique(return_inverse=True)
-    count_G = torch.zeros(int(index_B.max()) + 1, dtype=rewards_B.dtype).index_add_(0, index_B, torch.ones_like(rewards_B))
-    mean_G = torch.zeros_like(count_G).index_add_(0, index_B, rewards_B) / count_G
+    zero_G = torch.zeros(int(index_B.max()) + 1, dtype=rewards_B.dtype)
+    count_G = zero_G.index_add(0, index_B, torch.ones_like(rewards_B))
+    mean_G = zero_G.index_add(0, index_B, rewards_B) / count_G
     square_B = (rewards_B - mean_G[index_B]) ** 2
-    variance_G = torch.zeros_like(count_G).index_add_(0, index_B, square_B) / (count_G - 1).clamp(min=1)
+    variance_G = zero_G.index_add(0, index_B, square_B) / (count_G - 1).clamp(min=1)
     return mean_G[index_B], variance_G.sqrt()[index_B]
