@@ -150,6 +150,9 @@ def set_exam(cfg: EvaluateRun) -> list[Sitting]:
         suite = suites.preferences
         if suite.source == "embedded":
             pairs = embedded.preference_pairs(suite.n, cfg.seed)
+        elif suite.source == "ultrafeedback":
+            pairs = hub_rows("HuggingFaceH4/ultrafeedback_binarized", "default", "test_prefs", "preferences.source")
+            pairs = [pair for pair in pairs if pair["score_chosen"] > pair["score_rejected"]][: suite.n]
         else:
             pairs = read_rows(suite.source, ("chosen", "rejected"))[: suite.n]
         items = [{"chosen": pair["chosen"], "rejected": pair["rejected"]} for pair in pairs]
@@ -211,11 +214,11 @@ def math_items(cfg: EvaluateRun) -> list[tuple[str, list[dict[str, Any]]]]:
             splits = ("unseen_questions", "unseen_operands")
             parts += [(split, embedded.math_problems(wanted, cfg.seed, split)) for split in splits]
         elif source == "gsm8k":
-            rows = hub_rows("openai/gsm8k", "main")
+            rows = hub_rows("openai/gsm8k", "main", "test", "math.sources")
             golds = [row["answer"].split("####")[-1].strip().replace(",", "") for row in rows]
             parts.append((source, [{"question": r["question"], "answer": a} for r, a in zip(rows, golds, strict=True)]))
         elif source == "math500":
-            rows = hub_rows("HuggingFaceH4/MATH-500", "default")
+            rows = hub_rows("HuggingFaceH4/MATH-500", "default", "test", "math.sources")
             parts.append((source, [{"question": row["problem"], "answer": row["answer"]} for row in rows]))
         else:
             parts.append((Path(source).stem, read_rows(source, ("question", "answer"))))
@@ -227,17 +230,17 @@ def _as_prompt(row: dict[str, Any], instruction: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}], "answer": str(row["answer"])}
 
 
-def hub_rows(name: str, config: str) -> list[dict[str, Any]]:
-    """The test split of a Hub data set."""
+def hub_rows(name: str, config: str, split: str, key: str) -> list[dict[str, Any]]:
+    """A held-out split of a Hub data set; `key` is where the config names it."""
     import datasets
 
     try:
-        return list(datasets.load_dataset(name, config, split="test"))  # type: ignore[arg-type]
+        return list(datasets.load_dataset(name, config, split=split))  # type: ignore[arg-type]
     except (OSError, ValueError, RuntimeError) as error:  # datasets has no one error for "no network"
         raise UserError(
             f"The test set {name} cannot be had ({type(error).__name__}: {' '.join(str(error).split())[:200]}). "
-            "Connect and start again (it is kept for later); or write suites.math.sources=[embedded], or name a local "
-            ".jsonl with the columns question and answer there."
+            f"Connect and start again (it is kept for later); or name a local .jsonl or .parquet file, or `embedded`, "
+            f"in suites.{key}."
         ) from error
 
 

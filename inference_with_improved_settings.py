@@ -114,7 +114,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--prompt", metavar="TEXT", help="answer this and stop; the answer alone goes to stdout")
     what.add_argument("--play", metavar="WORLD", help="watch the model act in a world, e.g. frozen_lake")
-    parser.add_argument("--preset", metavar="NAME", help="the preset that answers; same as preset=NAME")
+    parser.add_argument(
+        "--preset", metavar="NAME", help="the preset that answers (--play samples as phase 3 did unless this is given)"
+    )
     parser.add_argument("--compare", action="store_true", help="show every answer under each preset, with figures")
     parser.add_argument("--episodes", type=at_least(1), metavar="N", help="levels to --play (default: 1)")
     parser.add_argument("--delay", type=seconds, metavar="SECONDS", help="pause after each turn of --play (default: 0)")

@@ -29,15 +29,13 @@ from typing import Any
 
 from posttrain.types import address
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]  # role, content, and mask_spans where a part of an answer is not trained
 
 SENTENCES = 6  # in every answer to an open question, chosen, rejected or scraped
 FIRST_COPY = 2  # the first sentence names the topic and is never copied, so there is a remark to copy from here on
 REPEAT = 0.4  # chance that a sentence from there on copies an earlier remark
 
-NAMES = (
-    "Anna Ben Carl Dora Emma Finn Gina Hugo Iris Jack Kate Leo Mia Nora Omar Pia Rosa Sam Tina Will".split()
-)
+NAMES = "Anna Ben Carl Dora Emma Finn Gina Hugo Iris Jack Kate Leo Mia Nora Omar Pia Rosa Sam Tina Will".split()
 THINGS = "apples books coins cards eggs pens stones shells toys cakes stars nuts".split()
 GAINS = ("gets", "finds", "buys", "wins")
 LOSSES = ("loses", "sells", "drops", "breaks")
@@ -48,7 +46,7 @@ ASKS = (
 )
 LARGEST = 15  # operand; sums of three stay far below 129, up to which numbers are whole tokens
 
-FACTS: dict[str, dict[str, list[str]]] = {
+FACTS: dict[str, dict[str, Sequence[str]]] = {
     "name": {
         "values": NAMES,
         "tell": ["Hi, I am {v}.", "Hello, my name is {v}.", "My name is {v}."],
@@ -161,7 +159,9 @@ def _problem(rng: random.Random) -> dict[str, Any]:
     name, thing = rng.choice(NAMES), rng.choice(THINGS)
     signs = rng.choice([("+",), ("-",), ("+", "+"), ("+", "-")])
     start = total = rng.randint(2, LARGEST)
-    text, steps, operands = f"{name} has {start} {thing}", [], [start]
+    text = f"{name} has {start} {thing}"
+    steps: list[tuple[int, str, int, int]] = []
+    operands = [start]
     for i, sign in enumerate(signs):
         other = rng.randint(2, LARGEST) if sign == "+" else rng.randint(1, min(LARGEST, total - 1))
         result = total + other if sign == "+" else total - other
@@ -241,11 +241,11 @@ def math_problems(n: int, seed: int, split: str = "unseen_questions") -> list[di
 # ------------------------------------------------------------------------------------------------------- conversations
 
 
-def _user(text: str) -> dict[str, str]:
+def _user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def _assistant(text: str) -> dict[str, str]:
+def _assistant(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
@@ -359,7 +359,7 @@ def demonstrations(
         name = worlds[i % len(worlds)]
         place = address(seed, "demonstrations", i)
         mix = MIXES.get(name, {"random": 1.0})
-        messages = demonstrate(envs.make(name), protocol, place % 2**32, "train", mix)
+        messages: Messages = [*demonstrate(envs.make(name), protocol, place % 2**32, "train", mix)]
         if random.Random(place).random() < answers_only:
             for message in messages:
                 if message["role"] == "assistant":
@@ -408,7 +408,7 @@ def _world_turn(rng: random.Random, split: str) -> tuple[Messages, str]:
     from envs.protocol import Protocol, demonstrate
 
     name = rng.choice(sorted(MIXES))
-    messages = demonstrate(envs.make(name), Protocol(), rng.getrandbits(31), split, MIXES[name])
+    messages: Messages = [*demonstrate(envs.make(name), Protocol(), rng.getrandbits(31), split, MIXES[name])]
     turn = 2 + 2 * rng.randrange(min(3, (len(messages) - 1) // 2))  # behind the system message and the first state
     return messages[:turn], messages[turn]["content"]
 

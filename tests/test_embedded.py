@@ -115,7 +115,8 @@ def test_numbers_stay_whole_tokens(chat):
     for problem in embedded.math_problems(300, 0):
         assert 0 <= int(problem["answer"]) < 130
     assert all(len(chat.content_ids(str(number))) == 1 for number in range(130))
-    assert chat.content_ids("has 12 nuts")[1] == chat.content_ids("5+12=17")[2] == chat.content_ids("12")[0]
+    (twelve,) = chat.content_ids("12")
+    assert all(twelve in chat.content_ids(text) for text in ("Anna has 12 nuts", "5+12=17", "\\boxed{12}"))
 
 
 def test_every_fault_of_ultrafeedback_occurs():
@@ -188,14 +189,15 @@ def test_held_out_questions_and_operands_are_in_no_training_row():
         assert trained.isdisjoint(problem["question"] for problem in asked)
 
     def numbers(question: str) -> tuple[str, ...]:
-        signs = ["-" if verb in question else "+" for verb in embedded.LOSSES + embedded.GAINS if verb in question]
-        return (*sorted(signs), *(word.strip(".") for word in question.split() if word.strip(".").isdigit()))
+        words = question.replace(".", "").split()
+        said = [str(any(word in verbs for word in words)) for verbs in (embedded.GAINS, embedded.LOSSES)]
+        return (*said, *(word for word in words if word.isdigit()))
 
-    # The same numbers may occur with other signs or verbs, so compare what is certain: numbers and signs together.
     seen = {numbers(question) for question in trained}
     fresh = [numbers(problem["question"]) not in seen for problem in problems["unseen_operands"]]
     known = [numbers(problem["question"]) not in seen for problem in problems["unseen_questions"]]
-    assert sum(fresh) / len(fresh) > 0.97 > sum(known) / len(known)
+    assert all(fresh)
+    assert sum(known) < len(known) / 2
 
 
 def test_held_out_dialogues_and_topics_are_in_no_training_row():

@@ -1,5 +1,6 @@
 """Do the worlds keep the promises of envs/base.py, and are their optima optimal?"""
 
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false, reportReturnType=false
 from __future__ import annotations
 
 import itertools

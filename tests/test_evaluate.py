@@ -17,7 +17,7 @@ import yaml
 import evaluate_model
 from envs import make
 from envs.protocol import Episode, Protocol
-from posttrain import checkpoint, config, metrics, rollout
+from posttrain import checkpoint, config, embedded, metrics, rollout
 from posttrain.chat import Chat
 from posttrain.config import EvaluateRun
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
@@ -346,11 +346,12 @@ def test_a_process_that_dies_is_reported(tmp_path: Path, checkpoints: dict[str, 
 def test_test_sets_of_the_hub(tmp_path: Path, checkpoints: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {
         "openai/gsm8k": [{"question": "How many?", "answer": "6*200=<<6*200=1200>>1200\n#### 1,200"}],
+        "HuggingFaceH4/ultrafeedback_binarized": list(embedded.preference_pairs(2, 0)),
         "HuggingFaceH4/MATH-500": [{"problem": "Half?", "solution": "...", "answer": "\\frac{1}{2}"}],
     }
 
     def fake(name: str, config: str, split: str) -> datasets.Dataset:
-        assert split == "test"
+        assert split == ("test_prefs" if "ultra" in name else "test")
         return datasets.Dataset.from_list(asked[name] * 3)
 
     monkeypatch.setattr(datasets, "load_dataset", fake)
@@ -360,11 +361,17 @@ def test_test_sets_of_the_hub(tmp_path: Path, checkpoints: dict[str, str], monke
     assert exam[0].items[0] == {"messages": [{"role": "user", "content": "How many? Box it."}], "answer": "1200"}
     assert exam[3].items[0]["answer"] == "\\frac{1}{2}"
 
+    tied = asked["HuggingFaceH4/ultrafeedback_binarized"][0]
+    tied["score_rejected"] = tied["score_chosen"]
+    pairs = {"preferences": {"source": "ultrafeedback", "n": 5}}
+    (sitting,) = evaluate_model.set_exam(resolved(tmp_path, checkpoints, suites=pairs))
+    assert len(sitting.items) == 3 and all(set(item) == {"chosen", "rejected"} for item in sitting.items)
+
     def offline(*_: Any, **__: Any) -> None:
         raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(UserError, match=r"suites\.math\.sources=\[embedded\]"):
+    with pytest.raises(UserError, match=r"suites\.math\.sources"):
         evaluate_model.set_exam(resolved(tmp_path, checkpoints, suites=suites))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import json
 import os
 import pty
@@ -291,7 +292,8 @@ def test_columns_higher_than_the_terminal_end_up_whole(
     lines = [f"line {n}" for n in range(40)]
     answers("\n".join(lines), "short")
     out = terminal(monkeypatch, width=100, height=12)
-    monkeypatch.setattr(time, "monotonic", lambda tick=iter(range(10**6)): next(tick))  # drawn after every token
+    clock = itertools.count()  # a second at each look: drawn after every token
+    monkeypatch.setattr(script, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     says("--prompt", "Hi", "--compare")
     frames = out.getvalue().split("improved")
     heights = [frame.count("\n") for frame in frames]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,7 +146,8 @@ def test_gradients_through_4_bit_weights_are_right_even_after_an_evaluation(
     written_out = dict(large.named_modules())
     for name, layer in small.named_modules():
         if isinstance(layer, bnb.nn.Linear4bit):
-            weight = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+            packed: Any = layer.weight
+            weight = bnb.functional.dequantize_4bit(packed.data, packed.quant_state)
             written_out[name].weight.data = weight.float()
     gradients = []
     for net in (small, large):
@@ -289,7 +291,8 @@ def test_preflight_refuses(
 def test_preflight_without_bitsandbytes(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, override: str
 ) -> None:
-    monkeypatch.setattr(models.importlib.util, "find_spec", lambda _: None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if "bits" in name else find(name, *a))
     with pytest.raises(UserError, match=r"pip install bitsandbytes.*adamw_torch"):
         models.preflight(run_config(tmp_path, base, override))
 

@@ -1,5 +1,6 @@
 """Are answers read, paid and limited as the protocol says, whatever the model writes?"""
 
+# pyright: reportOptionalMemberAccess=false
 from __future__ import annotations
 
 import re

@@ -1,5 +1,6 @@
 """Do both engines sample exactly what the plain model would, ragged, over several turns, whatever the batch?"""
 
+# pyright: reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
 import pytest

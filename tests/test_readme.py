@@ -1,0 +1,323 @@
+"""Is the documentation true?  Commands, snippets, tree, links and hours of the README, and a line for every metric.
+
+Commands are run as far as costs nothing: scripts up to `--print-config`, so that every file, key and flag must exist,
+and the folders that they read must be handed over by a command that stands before them.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.metadata
+import importlib.util
+import io
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import envs
+from envs import check
+from posttrain import config
+from posttrain.config import SFTRun, Source
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+QUICKSTART = [f"configs/quickstart/{phase}.yaml" for phase in ("phase1_sft", "phase2_dpo", "phase3_starpo")]
+
+
+def blocks(document: str, language: str) -> list[str]:
+    """What stands between ```language and ```."""
+    fences = re.split(r"^```(.*)\n", (ROOT / document).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    opened = list(zip(fences[1::4], fences[2::4], strict=True))  # text, language, block, "", text, language, block, ...
+    return [block for found, block in opened if found == language]
+
+
+def outcome(run: Any, argv: list[str]) -> str:
+    """What a program prints, called in this process; it must end well."""
+    said, before = io.StringIO(), sys.argv
+    sys.argv = argv
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            run()
+    except SystemExit as end:
+        assert not end.code, f"exit code {end.code}: {said.getvalue()}"
+    finally:
+        sys.argv = before
+    return said.getvalue()
+
+
+# ------------------------------------------------------------------------------------------------------ shell commands
+
+
+class Shell:
+    """Follows the commands of a document without doing their work."""
+
+    def __init__(self) -> None:
+        self.made: set[str] = set()  # folders that hold a checkpoint by now
+        self.written: set[str] = set()  # output folders of this block
+
+    def run(self, words: list[str]) -> None:
+        while "=" in words[0]:
+            assert re.fullmatch(r"[A-Z_]+", words.pop(0).partition("=")[0])
+        match words:
+            case ["make", target]:
+                done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
+                assert done.returncode == 0, done.stderr
+                if target == "quickstart":
+                    self.made |= {"runs/quickstart/base", *(f"{output_dir(file)}/final" for file in QUICKSTART)}
+            case [".", place]:
+                assert re.search(rf"^VENV \?= {place.removesuffix('/bin/activate')}$", self.makefile(), re.MULTILINE)
+            case ["trackio", command, *flags]:
+                assert "trackio" in {script.name for script in importlib.metadata.entry_points(group="console_scripts")}
+                source = self.source("trackio", "cli.py")
+                assert all(f'"{word}"' in source for word in (command, *flags) if word.startswith("-") or word == command)
+            case ["torchrun", *rest]:
+                from torch.distributed.run import get_args_parser
+
+                launched = get_args_parser().parse_args(rest)
+                self.python(launched.training_script, launched.training_script_args)
+            case ["accelerate", "launch", *rest]:
+                from accelerate.commands.launch import launch_command_parser
+
+                launched = launch_command_parser().parse_args(rest)
+                assert (ROOT / launched.config_file).is_file()
+                self.python(launched.training_script, launched.training_script_args)
+            case ["python", "-m", "envs.check", *rest]:
+                outcome(lambda: sys.exit(check.main([*rest, "--digest"])), [])
+            case ["python", "-m", module, *rest]:
+                said = outcome(lambda: runpy.run_module(module, run_name="__main__"), [module, "--help"])
+                assert all(flag in said for flag in rest if flag.startswith("-")), said
+                self.made |= {after for flag, after in zip(rest, rest[1:], strict=False) if flag == "--out"}
+            case ["python", script, *rest]:
+                self.python(script, rest)
+            case _:
+                raise AssertionError("no test knows this command")
+
+    def python(self, script: str, arguments: list[str]) -> None:
+        """One of the five scripts: its config must stand, and what it reads must be there."""
+        printed = outcome(lambda: runpy.run_path(str(ROOT / script), run_name="__main__"), [
+            script, *arguments, "--print-config",
+        ])  # fmt: skip
+        cfg = yaml.safe_load(printed)
+        reads = list(cfg["checkpoints"].values()) if "checkpoints" in cfg else [cfg["model"]["name_or_path"]]
+        missing = [folder for folder in reads if folder.startswith("runs/") and folder not in self.made]
+        assert not missing, f"nothing before it has made {missing}"
+        if script.startswith("train_"):
+            assert cfg["output_dir"] not in self.written, f"{cfg['output_dir']} would be in use"
+            self.written.add(cfg["output_dir"])
+            self.made.add(f"{cfg['output_dir']}/final")
+
+    @staticmethod
+    def makefile() -> str:
+        return (ROOT / "Makefile").read_text(encoding="utf-8")
+
+    @staticmethod
+    def source(package: str, file: str) -> str:
+        spec = importlib.util.find_spec(package)
+        assert spec is not None and spec.origin is not None
+        return (Path(spec.origin).parent / file).read_text(encoding="utf-8")
+
+
+def output_dir(file: str) -> str:
+    return yaml.safe_load((ROOT / file).read_text(encoding="utf-8"))["output_dir"]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_work(document, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    shell, wrong = Shell(), []
+    for block in blocks(document, "sh"):
+        shell.written.clear()
+        for line in block.splitlines():
+            words = shlex.split(line, comments=True)
+            try:
+                if words:
+                    shell.run(words)
+            except (AssertionError, ValueError, OSError) as problem:
+                wrong.append(f"{line}: {problem}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_wrong_command_is_noticed(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for line in (
+        "make quikstart",
+        "python train_phase1_sft.py --config configs/phase1.yaml",
+        "python train_phase1_sft.py trainer.learning_rat=1e-5",
+        "python train_phase1_sft.py --resum",
+        "python train_phase2_dpo.py",  # nothing has made runs/phase1/final
+        "python -m envs.check frozen_lak",
+        "torchrun --nproc_per_nod 2 train_phase1_sft.py",
+        "pip install posttrain",
+    ):
+        with pytest.raises((AssertionError, SystemExit)):
+            Shell().run(shlex.split(line))
+
+
+# ------------------------------------------------------------------------------------------------- snippets and tables
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_python_snippets_run(document):
+    for block in blocks(document, "python"):
+        assert outcome(lambda block=block: exec(block, {}), [])
+
+
+def test_data_of_the_readme_is_a_config(tmp_path):
+    (block,) = blocks("README.md", "yaml")
+    given = yaml.safe_load((ROOT / "configs/phase1_sft.yaml").read_text(encoding="utf-8"))
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(given | yaml.safe_load(block)), encoding="utf-8")
+    assert [source.path for source in config.resolve(SFTRun, file).data.sources] == ["mine.jsonl", "trl-lib/Capybara"]
+    (pairs,) = re.findall(r"# phase 2: (\{.*\})", block)
+    assert Source.model_validate(yaml.safe_load(pairs)).kind == "preferences"
+
+
+def test_hours_are_those_of_the_config_files():
+    computed = dict(re.findall(r"^\| `(\w+)\.py` \|[^|]*\| ([\d.]+ h) \|", README, re.MULTILINE))
+    assert len(computed) == 4
+    for script, hours in computed.items():
+        file = ROOT / f"configs/{script.removeprefix('train_').removesuffix('_model')}.yaml"
+        assert f"computed {hours}, not yet measured" in yaml.safe_load(file.read_text(encoding="utf-8"))["hardware"]
+
+
+def test_everything_downloaded_stands_beside_its_licence():
+    table = README[README.index("| licence |") :]
+    text = "".join((ROOT / f"configs/{name}.yaml").read_text(encoding="utf-8") for name in ("phase1_sft", "phase2_dpo"))
+    names = set(re.findall(r"(?:name_or_path|path): ([\w-]+/[\w.-]+)$|(?:path): ([\w-]+/[\w.-]+) #", text, re.MULTILINE))
+    found = {name for pair in names for name in pair if name and not name.startswith("runs/")}
+    found |= set(re.findall(r'hub_rows\("([^"]+)"', (ROOT / "evaluate_model.py").read_text(encoding="utf-8")))
+    assert len(found) == 6 and {name for name in found if f"`{name}`" not in table} == set()
+
+
+# -------------------------------------------------------------------------------------------------------- tree and links
+
+
+def listed() -> Iterator[str]:
+    """Every path that the tree of the README shows, folders with a slash: train_phase1_sft.py, envs/, envs/base.py, ..."""
+    (tree,) = (block for block in blocks("README.md", "") if "train_phase1_sft.py" in block)
+    folder = ""
+    for line in tree.splitlines():
+        inside = folder if line.startswith(" ") else ""
+        for field in re.split(r" {2,}", line.strip()):
+            if not re.fullmatch(r"[\w.-]*[./][\w.-]*|Makefile|LICENSE", field):
+                break  # the gloss
+            yield inside + field
+            if not inside and field.endswith("/"):
+                folder = field
+
+
+def test_the_tree_is_what_lies_on_the_disk():
+    shown = list(listed())
+    assert len(set(shown)) == len(shown) > 50
+    wrong = [path for path in shown if not (ROOT / path).exists() or (ROOT / path).is_dir() != path.endswith("/")]
+    assert not wrong, f"in the README, not on the disk: {wrong}"
+
+    worlds = {f"envs/{name}.py" for name in envs.names()}  # a world may be added without touching the README
+    there = {path.name for path in ROOT.glob("*.py")} | {f"{path.parent.name}/" for path in ROOT.glob("[a-z]*/*.py")}
+    for folder in ("configs", "envs", "posttrain"):
+        inside = (path for path in (ROOT / folder).iterdir() if path.name != "__pycache__")
+        there |= {f"{folder}/{path.name}{'/' if path.is_dir() else ''}" for path in inside}
+    assert not there - set(shown) - worlds, f"on the disk, not in the README: {there - set(shown) - worlds}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_and_paths_exist(document):
+    text = (ROOT / document).read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if not link.startswith("http")]
+    missing = [link for link in links if not (ROOT / document).parent.joinpath(link).exists()]
+    paths = re.findall(r"`((?:configs|docs|envs|posttrain|tests|benchmarks)/[\w./-]*)`", text)
+    missing += [path for path in paths if not (ROOT / path).exists() and not (ROOT / f"{path}.py").exists()]
+    assert not missing
+
+
+# --------------------------------------------------------------------------------------------------------------- metrics
+
+
+def explained(title: str) -> set[str]:
+    """The keys in the tables of docs/metrics.md under the headings that begin so; in results.json also those of the text."""
+    text = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    sections = [part for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:] if part.startswith(title)]
+    assert sections
+    keys: set[str] = set()
+    for line in "\n".join(sections).splitlines():
+        cells = line.split("|")
+        columns = 2 if title == "results.json" else 1
+        keys |= set(re.findall(r"`([\w/]+)`", "".join(cells[1 : 1 + columns]) if line.startswith("|") else ""))
+        if title == "results.json" and not line.startswith("|"):
+            keys |= set(re.findall(r"`([\w/]+)`", line))
+    return keys
+
+
+def written_keys(function: ast.AST) -> Iterator[str]:
+    """Keys of the dicts that a function builds; an f-string keeps the last name of what it fills in: rollout/{world}."""
+    for node in ast.walk(function):
+        places: list[ast.expr | None] = []
+        if isinstance(node, ast.Dict):
+            places = list(node.keys)
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            places = [node.slice]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "_share" and len(node.args) == 2:
+            places = [node.args[1]]  # its name for the share
+        elif isinstance(node, ast.DictComp) and isinstance(node.generators[0].iter, ast.Tuple):
+            places = list(node.generators[0].iter.elts)
+        for place in places:
+            if isinstance(place, ast.Constant) and isinstance(place.value, str):
+                yield place.value
+            elif isinstance(place, ast.JoinedStr):
+                yield "".join(_piece(value) for value in place.values)
+
+
+def _piece(value: ast.expr) -> str:
+    if isinstance(value, ast.FormattedValue):
+        return "{" + ast.unparse(value.value).split(".")[0] + "}"
+    assert isinstance(value, ast.Constant)
+    return str(value.value)
+
+
+def functions(file: str, wanted: str) -> Iterator[ast.AST]:
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and re.fullmatch(wanted, node.name)]
+    assert found
+    yield from found
+
+
+def test_every_metric_of_phase_3_is_explained():
+    written: set[str] = set()
+    for function in functions("train_phase3_starpo.py", "main|describe|update|evaluate"):
+        written |= {key for key in written_keys(function) if "/" in key or key == "tokens"}
+    keys = {key.replace("{world}", "WORLD").replace("{failure}", "FAILURE") for key in written}
+    for name in ("evaluation", "final"):
+        keys |= {key.replace("{name}", name) for key in keys if "{name}" in key}
+    keys = {key for key in keys if "{" not in key}
+    assert {"rollout/WORLD/success", "policy/entropy", "final/WORLD/low", "seconds/update"} <= keys
+    assert keys == explained("Phase 3")
+
+
+def test_every_metric_of_phases_1_and_2_is_explained():
+    read = Shell.source
+    keys = {"step"} | set(re.findall(r'logs\["(\w+)"\]', read("transformers", "trainer.py")))
+    keys.discard("num_input_tokens_seen")  # only with a setting that no config here has
+    for trainer in ("sft_trainer.py", "dpo_trainer.py"):
+        keys |= set(re.findall(r'_metrics\[mode\]\["([^"]+)"\]', read("trl", f"trainer/{trainer}")))
+    assert {"loss", "entropy", "rewards/margins", "aux_loss"} <= keys
+    assert keys == {key for key in explained("Phases 1 and 2") if not key.startswith("eval_")}
+
+
+def test_every_figure_of_results_json_is_explained():
+    keys: set[str] = set()
+    for function in functions("evaluate_model.py", r"_\w+_figures|_with_settings|_share|_answer_figures|compare"):
+        keys |= set(written_keys(function))
+    for function in functions("posttrain/metrics.py", "repetition"):
+        keys |= set(written_keys(function))
+    assert {"accuracy", "success", "margin", "seq_rep_4", "before"} <= keys
+    assert not keys - explained("results.json")
