@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.types import address
+from posttrain.types import UserError, address
 
 Messages = list[dict[str, Any]]  # role, content, and mask_spans where a part of an answer is not trained
 
@@ -329,7 +329,8 @@ def open_prompts(n: int, seed: int) -> list[str]:
     """Distinct open questions about topics that no training row has."""
     topics = [f"{a} {p}" for a in ADJECTIVES for p in PLACES if _topic_held_out(f"{a} {p}")]
     prompts = [ask.format(p=topic) for topic in topics for ask in OPEN_ASKS]
-    assert n <= len(prompts), f"only {len(prompts)} held-out open questions exist, {n} were asked for"
+    if n > len(prompts):
+        raise UserError(f"There are {len(prompts)} held-out open questions, fewer than suites.repetition.n={n}.")
     return random.Random(address(seed, "open_prompts")).sample(prompts, n)
 
 

@@ -273,6 +273,19 @@ BAD_PAIRS: dict[str, list[dict[str, Any]]] = {
 }
 
 
+def test_the_control_run_tosses_a_coin_for_every_training_pair(tmp_path: Path, tiny_chat: Chat) -> None:
+    source = Source(kind="ultrafeedback", path="embedded", rows=120)
+    fair = load_preferences(section(source), tiny_chat)
+    tossed = load_preferences(section(source, flip_labels=True), tiny_chat)
+    assert tossed.eval.to_list() == fair.eval.to_list()
+    swapped = 0
+    for a, b in zip(fair.train, tossed.train, strict=True):
+        assert a["prompt_ids"] == b["prompt_ids"]
+        assert {tuple(a["chosen_ids"]), tuple(a["rejected_ids"])} == {tuple(b["chosen_ids"]), tuple(b["rejected_ids"])}
+        swapped += a["chosen_ids"] != b["chosen_ids"]
+    assert 0.3 < swapped / len(fair.train) < 0.7
+
+
 def test_every_preference_filter_takes_its_rows(tmp_path: Path, tiny_chat: Chat) -> None:
     path = write(tmp_path / "pairs.jsonl", GOOD_PAIRS + [row for bad in BAD_PAIRS.values() for row in bad])
     data = load_preferences(section(Source(kind="ultrafeedback", path=path), max_length=100), tiny_chat)

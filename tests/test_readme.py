@@ -7,7 +7,6 @@ and the folders that they read must be handed over by a command that stands befo
 from __future__ import annotations
 
 import ast
-import contextlib
 import importlib.metadata
 import importlib.util
 import io
@@ -42,17 +41,20 @@ def blocks(document: str, language: str) -> list[str]:
 
 
 def outcome(run: Any, argv: list[str]) -> str:
-    """What a program prints, called in this process; it must end well."""
-    said, before = io.StringIO(), sys.argv
-    sys.argv = argv
-    try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    """What a program prints, called in this process with pipes of its own; it must end well."""
+    said = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
+    code: Any = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", argv)
+        for name, pipe in (("stdin", io.TextIOWrapper(io.BytesIO())), ("stdout", said), ("stderr", said)):
+            patch.setattr(sys, name, pipe)
+        try:
             run()
-    except SystemExit as end:
-        assert not end.code, f"exit code {end.code}: {said.getvalue()}"
-    finally:
-        sys.argv = before
-    return said.getvalue()
+        except SystemExit as end:
+            code = end.code
+    text = said.buffer.getvalue().decode()
+    assert not code, f"exit code {code}: {text}"
+    return text
 
 
 # ------------------------------------------------------------------------------------------------------ shell commands
@@ -147,20 +149,25 @@ def test_commands_work(document, monkeypatch):
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_wrong_command_is_noticed(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    for line in (
+@pytest.mark.parametrize(
+    "line",
+    [
         "make quikstart",
         "python train_phase1_sft.py --config configs/phase1.yaml",
         "python train_phase1_sft.py trainer.learning_rat=1e-5",
-        "python train_phase1_sft.py --resum",
+        "python train_phase1_sft.py --restart",
         "python train_phase2_dpo.py",  # nothing has made runs/phase1/final
         "python -m envs.check frozen_lak",
+        "python -m posttrain.embedded --output runs/base",
         "torchrun --nproc_per_nod 2 train_phase1_sft.py",
+        "trackio show --port 7860",
         "pip install posttrain",
-    ):
-        with pytest.raises((AssertionError, SystemExit)):
-            Shell().run(shlex.split(line))
+    ],
+)
+def test_a_wrong_command_is_noticed(line, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises((AssertionError, SystemExit)):
+        Shell().run(shlex.split(line))
 
 
 # ------------------------------------------------------------------------------------------------- snippets and tables

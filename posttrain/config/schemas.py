@@ -188,6 +188,7 @@ class DataSection(Section):
     max_length: int = Field("longest row in tokens", 2048, ge=8)
     seed: int = Field("chooses rows and the held-out split; independent of the run's seed", 0, ge=0)
     decontaminate: bool = Field("drop rows that share 13 words in a row with an evaluation set", True)
+    flip_labels: bool = Field("control run of phase 2: a coin decides which answer of a pair is the chosen one", False)
 
 
 def _of_kind(*kinds: str) -> AfterValidator:
@@ -195,6 +196,8 @@ def _of_kind(*kinds: str) -> AfterValidator:
         for n, source in enumerate(data.sources):
             if source.kind not in kinds:
                 raise wrong(f"sources.{n}.kind is {source.kind}; this phase reads {', '.join(kinds)}")
+        if data.flip_labels and kinds != DPO_KINDS:
+            raise wrong("flip_labels is for pairs, which only phase 2 has")
         return data
 
     return AfterValidator(check)
@@ -388,7 +391,7 @@ class RecallSuite(Suite):
 
 
 class PreferenceSuite(Section):
-    source: str = Field("embedded, or a local file with UltraFeedback's columns", "embedded")
+    source: str = Field("embedded, ultrafeedback (its test_prefs), or a local file with the same columns", "embedded")
     n: int = Field("held-out pairs", 200, ge=1)
     reference: str | None = Field("name of the checkpoint rewards are measured against; null has none", None)
 
@@ -426,7 +429,7 @@ class EvaluateRun(Run):
     bootstrap_samples: int = Field("resamples behind each interval of a difference", 2000, ge=100)
     goals: bool = Field("check the results against the quickstart's goals", False)
     report: bool = Field("write report.html, one file with curves, table and episodes", True)
-    workers: int = Field("processes that judge mathematics, each killed after 2 s on one answer", 2, ge=1)
+    workers: int = Field("checkpoints measured at the same time, each in a process of one thread", 2, ge=1)
 
     @model_validator(mode="after")
     def _known_names(self) -> EvaluateRun:

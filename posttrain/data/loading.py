@@ -70,7 +70,15 @@ def load_sft(data: DataSection, chat: Chat) -> SFTData:
 
 def load_preferences(data: DataSection, chat: Chat) -> PreferenceData:
     """Pairs for phase 2; prints the table, and raises UserError where nothing would be trained."""
-    return PreferenceData(*_load(data, chat, encode_pairs, PREFERENCE_COLUMNS))
+    train, evaluation, table = _load(data, chat, encode_pairs, PREFERENCE_COLUMNS)
+    if data.flip_labels:
+        pairs = zip(train["chosen_ids"], train["rejected_ids"], strict=True)
+        tossed = [pair if address(data.seed, "coin", n) % 2 else pair[::-1] for n, pair in enumerate(pairs)]
+        columns = {"chosen_ids": [chosen for chosen, _ in tossed], "rejected_ids": [rejected for _, rejected in tossed]}
+        train = Dataset.from_dict({"prompt_ids": train["prompt_ids"], **columns}, features=PREFERENCE_COLUMNS)
+        if is_main_process():
+            Console().print("CONTROL RUN (data.flip_labels): a coin decided which answer of each training pair is chosen.")
+    return PreferenceData(train, evaluation, table)
 
 
 def _load(data: DataSection, chat: Chat, encode: Encode, columns: Features) -> tuple[Dataset, Dataset, FilterTable]:
