@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> None:
     cfg, args = load(StarPORun, "configs/phase3_starpo.yaml", argv, _arguments)
 
+    import torch
+
     from posttrain import checkpoint, models, parallel, runlog, training
     from posttrain.rollout import open_sampler
 
@@ -57,6 +59,7 @@ def main(argv: list[str] | None = None) -> None:
         progress.say(f"Resuming from {found}.")
         progress.start = state["step"]
     sampler = open_sampler(policy_of(model), chat, cfg.rollout.engine)
+    precision = torch.autocast(device.type, dtype=torch.bfloat16, enabled=cfg.trainer.bf16)
     metrics = runlog.MetricsFile(out / "metrics.jsonl", after_step=state["step"] or None)
     tracker = runlog.start_tracker(
         cfg.report_to, project="posttrain", run_name=cfg.run_name or out.name, config=settings
@@ -69,7 +72,8 @@ def main(argv: list[str] | None = None) -> None:
         progress.update(step, **shown)
 
     def validate(step: int) -> None:
-        row = evaluate(cfg, sampler, chat, cfg.evaluation.split, cfg.evaluation.episodes)
+        with precision:
+            row = evaluate(cfg, sampler, chat, cfg.evaluation.split, cfg.evaluation.episodes)
         report(step, row)
         if row["evaluation/success"] > state["best"]:
             state.update(best=row["evaluation/success"], best_step=step)
@@ -81,7 +85,8 @@ def main(argv: list[str] | None = None) -> None:
         for step in range(state["step"] + 1, cfg.trainer.max_steps + 1):
             # 1. play: groups of siblings, every group on a fresh level
             began = time.perf_counter()
-            groups = rollout(cfg, sampler, chat, step)
+            with precision:
+                groups = rollout(cfg, sampler, chat, step)
             played = time.perf_counter()
 
             # 2. judge: raw rewards say which groups can teach something, and how good each episode was among its own
@@ -118,7 +123,8 @@ def main(argv: list[str] | None = None) -> None:
 
         # the policy handed over is the one that did best on the validation levels; the test levels see only that one
         load_state(out / "best", model, optimizer)
-        row = evaluate(cfg, sampler, chat, cfg.evaluation.final_split, cfg.evaluation.final_episodes, name="final")
+        with precision:
+            row = evaluate(cfg, sampler, chat, cfg.evaluation.final_split, cfg.evaluation.final_episodes, name="final")
         report(cfg.trainer.max_steps, row)
     progress.close()
     tracker.finish()

@@ -10,6 +10,7 @@ import ast
 import importlib.metadata
 import importlib.util
 import io
+import itertools
 import re
 import runpy
 import shlex
@@ -79,9 +80,9 @@ class Shell:
             case [".", place]:
                 assert re.search(rf"^VENV \?= {place.removesuffix('/bin/activate')}$", self.makefile(), re.MULTILINE)
             case ["trackio", command, *flags]:
-                assert "trackio" in {script.name for script in importlib.metadata.entry_points(group="console_scripts")}
-                source = self.source("trackio", "cli.py")
-                assert all(f'"{word}"' in source for word in (command, *flags) if word.startswith("-") or word == command)
+                assert importlib.metadata.entry_points(group="console_scripts", name="trackio")
+                asked = [command, *(flag for flag in flags if flag.startswith("-"))]
+                assert all(f'"{word}"' in self.source("trackio", "cli.py") for word in asked)
             case ["torchrun", *rest]:
                 from torch.distributed.run import get_args_parser
 
@@ -98,7 +99,7 @@ class Shell:
             case ["python", "-m", module, *rest]:
                 said = outcome(lambda: runpy.run_module(module, run_name="__main__"), [module, "--help"])
                 assert all(flag in said for flag in rest if flag.startswith("-")), said
-                self.made |= {after for flag, after in zip(rest, rest[1:], strict=False) if flag == "--out"}
+                self.made |= {value for flag, value in itertools.pairwise(rest) if flag == "--out"}
             case ["python", script, *rest]:
                 self.python(script, rest)
             case _:
@@ -106,9 +107,8 @@ class Shell:
 
     def python(self, script: str, arguments: list[str]) -> None:
         """One of the five scripts: its config must stand, and what it reads must be there."""
-        printed = outcome(lambda: runpy.run_path(str(ROOT / script), run_name="__main__"), [
-            script, *arguments, "--print-config",
-        ])  # fmt: skip
+        argv = [script, *arguments, "--print-config"]
+        printed = outcome(lambda: runpy.run_path(str(ROOT / script), run_name="__main__"), argv)
         cfg = yaml.safe_load(printed)
         reads = list(cfg["checkpoints"].values()) if "checkpoints" in cfg else [cfg["model"]["name_or_path"]]
         missing = [folder for folder in reads if folder.startswith("runs/") and folder not in self.made]
@@ -159,7 +159,7 @@ def test_commands_work(document, monkeypatch):
         "python train_phase2_dpo.py",  # nothing has made runs/phase1/final
         "python -m envs.check frozen_lak",
         "python -m posttrain.embedded --output runs/base",
-        "torchrun --nproc_per_nod 2 train_phase1_sft.py",
+        "torchrun --processes 2 train_phase1_sft.py",
         "trackio show --port 7860",
         "pip install posttrain",
     ],
@@ -199,18 +199,18 @@ def test_hours_are_those_of_the_config_files():
 
 def test_everything_downloaded_stands_beside_its_licence():
     table = README[README.index("| licence |") :]
-    text = "".join((ROOT / f"configs/{name}.yaml").read_text(encoding="utf-8") for name in ("phase1_sft", "phase2_dpo"))
-    names = set(re.findall(r"(?:name_or_path|path): ([\w-]+/[\w.-]+)$|(?:path): ([\w-]+/[\w.-]+) #", text, re.MULTILINE))
-    found = {name for pair in names for name in pair if name and not name.startswith("runs/")}
+    first, second = (yaml.safe_load((ROOT / f"configs/{run}.yaml").read_text()) for run in ("phase1_sft", "phase2_dpo"))
+    found = {source["path"] for run in (first, second) for source in run["data"]["sources"]} - {"embedded"}
+    found.add(first["model"]["name_or_path"])
     found |= set(re.findall(r'hub_rows\("([^"]+)"', (ROOT / "evaluate_model.py").read_text(encoding="utf-8")))
     assert len(found) == 6 and {name for name in found if f"`{name}`" not in table} == set()
 
 
-# -------------------------------------------------------------------------------------------------------- tree and links
+# ------------------------------------------------------------------------------------------------------ tree and links
 
 
 def listed() -> Iterator[str]:
-    """Every path that the tree of the README shows, folders with a slash: train_phase1_sft.py, envs/, envs/base.py, ..."""
+    """Every path in the README's tree, folders with a slash: train_phase1_sft.py, envs/, envs/base.py, ..."""
     (tree,) = (block for block in blocks("README.md", "") if "train_phase1_sft.py" in block)
     folder = ""
     for line in tree.splitlines():
@@ -247,11 +247,11 @@ def test_links_and_paths_exist(document):
     assert not missing
 
 
-# --------------------------------------------------------------------------------------------------------------- metrics
+# ------------------------------------------------------------------------------------------------------------- metrics
 
 
 def explained(title: str) -> set[str]:
-    """The keys in the tables of docs/metrics.md under the headings that begin so; in results.json also those of the text."""
+    """The keys in the tables of docs/metrics.md under headings that begin so; for results.json also in the text."""
     text = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
     sections = [part for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:] if part.startswith(title)]
     assert sections
@@ -266,7 +266,7 @@ def explained(title: str) -> set[str]:
 
 
 def written_keys(function: ast.AST) -> Iterator[str]:
-    """Keys of the dicts that a function builds; an f-string keeps the last name of what it fills in: rollout/{world}."""
+    """Keys of the dicts that a function builds; f-strings keep the names of what they fill in: rollout/{world}."""
     for node in ast.walk(function):
         places: list[ast.expr | None] = []
         if isinstance(node, ast.Dict):

@@ -144,6 +144,20 @@ def test_eager_attention_gets_an_additive_mask() -> None:
     assert conversation(SlotSampler(model, [STOP], PAD), params)[0] == expected
 
 
+def test_autocast_keeps_the_cache_in_its_own_precision(model: PreTrainedModel) -> None:
+    params = SamplingParams(max_new_tokens=8)
+    sampler = SlotSampler(model, [STOP], PAD)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        handles = sampler.open(PROMPTS)
+        done = sampler.sample(handles, params, [7] * len(PROMPTS))
+        assert {layer.keys.dtype for layer in sampler._layers if layer.keys is not None} == {torch.bfloat16}
+        for prompt, completion in zip(PROMPTS, done, strict=True):
+            ids = torch.tensor([prompt + completion.ids])
+            logprobs = model(input_ids=ids).logits[0].float().log_softmax(-1)
+            for n, (token, logprob) in enumerate(zip(completion.ids, completion.logprobs, strict=True)):
+                assert logprobs[len(prompt) + n - 1, token].item() == pytest.approx(logprob, abs=0.3)
+
+
 def test_self_test_accepts_good_and_rejects_a_broken_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     assert agrees_with_full_forward(model, [STOP], PAD)

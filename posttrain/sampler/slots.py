@@ -33,8 +33,11 @@ class _SlotLayer(CacheLayerMixin):
         self.positions_BQ = torch.empty(0, 0, dtype=torch.long)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        kind = key_states.device.type  # under autocast, attention would convert the whole cache at every token
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else key_states.dtype
+
         def grown(old: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-            new = like.new_zeros(self.slots, like.shape[1], self.length, like.shape[3])
+            new = like.new_zeros(self.slots, like.shape[1], self.length, like.shape[3], dtype=dtype)
             if old is not None:
                 new[: old.shape[0], :, : old.shape[2]] = old
             return new
@@ -49,8 +52,8 @@ class _SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
         row_B1 = torch.arange(self.rows.start, self.rows.stop, device=key_states.device)[:, None]
-        self.keys[row_B1, :, self.positions_BQ] = key_states.transpose(1, 2)
-        self.values[row_B1, :, self.positions_BQ] = value_states.transpose(1, 2)
+        self.keys[row_B1, :, self.positions_BQ] = key_states.transpose(1, 2).to(self.keys.dtype)
+        self.values[row_B1, :, self.positions_BQ] = value_states.transpose(1, 2).to(self.values.dtype)
         return self.keys[self.rows, :, : self.visible], self.values[self.rows, :, : self.visible]
 
     def copy_rows(self, target_N: torch.Tensor, source_N: torch.Tensor, length: int) -> None:
