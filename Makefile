@@ -60,7 +60,7 @@ $(QUICK)/report.html: | $(QUICK)/phase3/final/manifest.json
 	$(PY) evaluate_model.py --config configs/quickstart/evaluate.yaml --overwrite
 
 test: $(STAMP)
-	$(PY) -m pytest -q
+	$(PY) -m pytest -q -n 2 --dist loadfile
 
 check: $(STAMP)
 	$(VENV)/bin/ruff check

@@ -170,8 +170,8 @@ def nothing_to_learn(steps: int, out: Path) -> str:
 # ------------------------------------------------------------------------------------------------------ 1. play
 
 
-def rollout(cfg: StarPORun, sampler: Sampler, chat: Chat, step: int) -> dict[int, list[Trajectory]]:
-    """This process's groups by their number; siblings share the level, not their luck."""
+def rollout(cfg: StarPORun, sampler: Sampler, chat: Chat, step: int) -> list[list[Trajectory]]:
+    """All groups of a step, played by all processes together; siblings share the level, not their luck."""
     import envs
     from envs.protocol import Episode, Protocol
     from posttrain import parallel
@@ -196,11 +196,10 @@ def rollout(cfg: StarPORun, sampler: Sampler, chat: Chat, step: int) -> dict[int
         slots=cfg.rollout.slots or len(episodes),
         max_context=cfg.rollout.max_context,
     )
-    groups: dict[int, list[Trajectory]] = {}
     for (group, _), trajectory in zip(places, trajectories, strict=True):
         trajectory.group = group
-        groups.setdefault(group, []).append(trajectory)
-    return groups
+    size = cfg.rollout.num_generations
+    return parallel.gather([trajectories[start : start + size] for start in range(0, len(trajectories), size)])
 
 
 def share_out(worlds: list[WorldSection], groups: int, step: int) -> list[WorldSection]:
@@ -225,7 +224,7 @@ def share_out(worlds: list[WorldSection], groups: int, step: int) -> list[WorldS
 
 
 class Judged(NamedTuple):
-    """The same on every process: what each group earned, which groups are kept, what each episode is worth."""
+    """What each group earned, which groups are kept, what each episode is worth."""
 
     rewards: list[list[float]]  # [P][G] raw rewards, penalties included; nan for an episode whose world raised
     advantages: list[list[float]]  # [P][G], 0 where nothing is to be learned
@@ -234,11 +233,10 @@ class Judged(NamedTuple):
     kept: list[int]  # numbers of the groups to train on
 
 
-def judge(cfg: StarPORun, groups: dict[int, list[Trajectory]]) -> Judged:
-    """Group-relative advantages and the group filter, both from raw rewards, over the groups of all processes."""
+def judge(cfg: StarPORun, groups: list[list[Trajectory]]) -> Judged:
+    """Group-relative advantages and the group filter, both from raw rewards."""
     import torch
 
-    from posttrain import parallel
     from posttrain.starpo.advantages import group_moments, grpo
     from posttrain.starpo.filters import keep_groups
 
@@ -248,7 +246,7 @@ def judge(cfg: StarPORun, groups: dict[int, list[Trajectory]]) -> Judged:
         unused = t.crashed or (algorithm.mask_truncated and t.truncated)
         return math.nan if t.crashed else t.reward, 0 if unused else sum(t.mask)
 
-    scored = parallel.gather([[score(t) for t in groups[group]] for group in sorted(groups)])
+    scored = [[score(t) for t in group] for group in groups]
     rewards = [[reward for reward, _ in group] for group in scored]
     flat = [(reward, group) for group, row in enumerate(rewards) for reward in row if not math.isnan(reward)]
     reward_B = torch.tensor([reward for reward, _ in flat], dtype=torch.float64)
@@ -266,12 +264,9 @@ def judge(cfg: StarPORun, groups: dict[int, list[Trajectory]]) -> Judged:
     )
 
 
-def describe(groups: dict[int, list[Trajectory]], judged: Judged) -> dict[str, float]:
-    """The numbers of one rollout, over all processes; docs/metrics.md says what each means and what to do about it."""
-    from posttrain import parallel
-
-    played = parallel.gather([[Played.of(t) for t in groups[group]] for group in sorted(groups)])
-    episodes = [episode for group in played for episode in group]
+def describe(groups: list[list[Trajectory]], judged: Judged) -> dict[str, float]:
+    """The numbers of one rollout; docs/metrics.md says what each means and what to do about it."""
+    episodes = [Played.of(t) for group in groups for t in group]
     rewards = [reward for group in judged.rewards for reward in group if not math.isnan(reward)]
     turns, actions = sum(e.turns for e in episodes), sum(e.actions for e in episodes)
 
@@ -287,7 +282,7 @@ def describe(groups: dict[int, list[Trajectory]], judged: Judged) -> dict[str, f
         "rollout/terminated": share("terminated"),
         "rollout/truncated": share("truncated"),
         "rollout/crashed": sum(e.crashed for e in episodes),
-        "rollout/pass_at_g": sum(any(e.success for e in group) for group in played) / len(played),
+        "rollout/pass_at_g": sum(any(t.success for t in group) for group in groups) / len(groups),
         "rollout/turns": turns / len(episodes),
         "rollout/invalid_turns": sum(e.invalid_turns for e in episodes) / turns,
         "rollout/unfinished_turns": sum(e.unfinished_turns for e in episodes) / turns,
@@ -349,11 +344,14 @@ def update(
     cfg: StarPORun,
     model: Any,
     optimizer: torch.optim.Optimizer,
-    groups: dict[int, list[Trajectory]],
+    groups: list[list[Trajectory]],
     judged: Judged,
     step: int,
 ) -> dict[str, float]:
-    """`num_iterations` passes over the kept groups, `minibatches` optimizer steps each; returns what happened."""
+    """`num_iterations` passes over the kept groups, `minibatches` optimizer steps each; returns what happened.
+
+    Processes share out the micro-batches, whoever played their episodes: all have the same number of them, or one less.
+    """
     import torch
 
     from posttrain import parallel
@@ -371,12 +369,11 @@ def update(
         rows = [
             (trajectory, judged.advantages[number][sample])
             for number in numbers
-            if number in groups
             for sample, trajectory in enumerate(groups[number])
             if judged.tokens[number][sample] > 0
         ]
-        chosen = microbatches([len(trajectory.ids) for trajectory, _ in rows], trainer.micro_batch_tokens)
-        return [[rows[i] for i in batch] for batch in chosen]
+        chosen = list(microbatches([len(trajectory.ids) for trajectory, _ in rows], trainer.micro_batch_tokens))
+        return [[rows[i] for i in batch] for batch in chosen[parallel.rank() :: parallel.size()]]
 
     def logprobs(batch: list[tuple[Trajectory, float]]) -> tuple[torch.Tensor, torch.Tensor]:
         ids, masks = [t.ids for t, _ in batch], [t.mask for t, _ in batch]
@@ -388,13 +385,14 @@ def update(
         return torch.tensor(values, device=policy.device)
 
     model.train()
-    old: dict[int, torch.Tensor] = {}  # by id of the episode: log-probs of the policy that is about to be moved
+    old: dict[int, torch.Tensor] = {}  # by seed of the episode: log-probs of the policy that is about to be moved
     exact = policy.dtype == torch.float32 and not trainer.bf16
     if not exact:  # sampler and trainer round differently: the ratio must start at 1 all the same
         with torch.no_grad():
             for batch in batches(judged.kept):
-                parts = logprobs(batch)[0].split([sum(t.mask) for t, _ in batch])
-                old.update({id(t): part for (t, _), part in zip(batch, parts, strict=True)})
+                parts = logprobs(batch)[0].cpu().split([sum(t.mask) for t, _ in batch])
+                old.update({t.seed: part for (t, _), part in zip(batch, parts, strict=True)})
+        old = dict(parallel.gather(list(old.items())))
 
     sums = dict.fromkeys(("loss", "entropy", "clipped", "kl", "tokens", "gap", "grad_norm", "skipped"), 0.0)
     steps, gap = 0, 0.0
@@ -408,7 +406,7 @@ def update(
             for batch in batches(numbers):
                 new_S, entropy_S = logprobs(batch)
                 sampler_S = sampled(batch)
-                old_S = sampler_S if exact else torch.cat([old[id(t)] for t, _ in batch])
+                old_S = sampler_S if exact else torch.cat([old[t.seed] for t, _ in batch]).to(policy.device)
                 lengths = torch.tensor([sum(t.mask) for t, _ in batch], device=policy.device)
                 advantage_S = torch.tensor([a for _, a in batch], device=policy.device).repeat_interleave(lengths)
                 loss_S, bites_S = ppo_clip(new_S, old_S, advantage_S, algorithm.epsilon, algorithm.epsilon_high)

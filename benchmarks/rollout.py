@@ -18,82 +18,77 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import posttrain.convgpt  # registers it with the Auto classes
+import posttrain.convgpt  # noqa: F401  registers ConvGPT with the Auto classes
 from posttrain.sampler import ReplaySampler, Sampler, SlotSampler
 from posttrain.types import Completion, SamplingParams, address
 
 PAD, GROUP = 0, 8  # the members of a group share their prompt, as they do in training
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
-SHAPES: dict[str, dict[str, dict[str, Any]]] = {  # size -> model type -> its config; "tiny" has the quickstart's ConvGPT
+ENDLESS = dict(pad_token_id=PAD, bos_token_id=None, eos_token_id=None)  # so all sample the same number of tokens
+COMMON = ENDLESS | dict(initializer_range=0.06, max_position_embeddings=4096)
+TINY = COMMON | dict(vocab_size=512, num_attention_heads=4, num_key_value_heads=4)
+LARGER = COMMON | dict(vocab_size=32000, num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=True)
+SHAPES: dict[str, dict[str, dict[str, Any]]] = {  # of the tiny ones, the ConvGPT is the quickstart's
     "tiny": {
-        "convgpt": HEADS | dict(vocab_size=512, hidden_size=256, num_hidden_layers=3, head_dim=16, intermediate_size=192)
-        | dict(tie_word_embeddings=False),
-        "llama": HEADS | dict(vocab_size=512, hidden_size=128, num_hidden_layers=4, intermediate_size=384),
+        "convgpt": TINY
+        | dict(hidden_size=256, num_hidden_layers=3, head_dim=16, intermediate_size=192, tie_word_embeddings=False),
+        "llama": TINY | dict(hidden_size=128, num_hidden_layers=4, intermediate_size=384),
     },
-    "40m": {
-        "llama": dict(vocab_size=32000, hidden_size=512, num_hidden_layers=8, intermediate_size=1536)
-        | dict(num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=True),
-    },
+    "40m": {"llama": LARGER | dict(hidden_size=512, num_hidden_layers=8, intermediate_size=1536)},
 }
 
 
-class GenerateSampler:
-    """The peer: plain `model.generate` over the left-padded histories, log-probs not even asked for."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model: Any = model
-        self._ids: list[list[int]] = []
-
-    def open(self, prompts: Sequence[Sequence[int]]) -> list[int]:
-        self._ids = [list(prompt) for prompt in prompts]
-        return list(range(len(prompts)))
-
-    def append(self, handle: int, ids: Sequence[int]) -> None:
-        self._ids[handle].extend(ids)
-
-    def close(self, handles: Sequence[int]) -> None:
-        self._ids = []
+class GenerateSampler(ReplaySampler):
+    """The peer: plain `model.generate` over the left-padded histories, which draws by itself and keeps no log-probs."""
 
     def sample(self, handles: Sequence[int], params: SamplingParams, seeds: Sequence[int]) -> list[Completion]:
-        width = max(map(len, self._ids))
-        ids_BT = torch.tensor([[PAD] * (width - len(row)) + row for row in self._ids], device=self.model.device)
-        mask_BT = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in self._ids], device=ids_BT.device)
+        rows = [self._ids[handle] for handle in handles]
+        width, model = max(map(len, rows)), cast(Any, self.model)
+        ids_BT = torch.tensor([[PAD] * (width - len(row)) + row for row in rows], device=model.device)
+        mask_BT = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
         settings = GenerationConfig(
             min_new_tokens=params.max_new_tokens,
             max_new_tokens=params.max_new_tokens,
             do_sample=params.temperature > 0,
-            top_k=0,
+            top_k=0 if params.temperature > 0 else None,
             pad_token_id=PAD,
         )
-        new_BN = self.model.generate(ids_BT, attention_mask=mask_BT, generation_config=settings)[:, width:].tolist()
-        for row, new in zip(self._ids, new_BN, strict=True):
+        new_BN = model.generate(ids_BT, attention_mask=mask_BT, generation_config=settings)[:, width:].tolist()
+        for row, new in zip(rows, new_BN, strict=True):
             row.extend(new)
         return [Completion(new, [], False) for new in new_BN]
 
 
-def play(sampler: Sampler, conversations: int, turns: int, params: SamplingParams) -> list[list[int]]:
-    """Sampled tokens of each conversation; prompts have 80-120 tokens, the world's replies 20-40."""
+def script(conversations: int, turns: int) -> tuple[list[list[int]], list[list[list[int]]]]:
+    """What the model is given: prompts[row] of 80-120 tokens and replies[turn][row] of 20-40."""
 
     def text(low: int, high: int, *place: int | str) -> list[int]:
         rng = random.Random(address(*place))
-        return [rng.randrange(1, 512) for _ in range(rng.randint(low, high))]
+        return rng.choices(range(1, 512), k=rng.randint(low, high))
 
-    handles = sampler.open([text(80, 120, "prompt", row // GROUP) for row in range(conversations)])
+    prompts = [text(80, 120, "prompt", row // GROUP) for row in range(conversations)]
+    return prompts, [[text(20, 40, "reply", turn, row) for row in range(conversations)] for turn in range(turns)]
+
+
+def play(
+    sampler: Sampler, prompts: list[list[int]], replies: list[list[list[int]]], params: SamplingParams
+) -> list[list[int]]:
+    """The sampled tokens of each conversation."""
+    handles = sampler.open(prompts)
     sampled: list[list[int]] = [[] for _ in handles]
-    for turn in range(turns):
-        seeds = [address("turn", turn, row) for row in range(conversations)]
+    for turn, texts in enumerate(replies):
+        seeds = [address("turn", turn, row) for row in range(len(handles))]
         for row, completion in enumerate(sampler.sample(handles, params, seeds)):
             sampled[row] += completion.ids
-            sampler.append(handles[row], text(20, 40, "reply", turn, row))
+            sampler.append(handles[row], texts[row])
     sampler.close(handles)
-    assert all(len(ids) == turns * params.max_new_tokens for ids in sampled)
+    assert all(len(ids) == len(replies) * params.max_new_tokens for ids in sampled)
     return sampled
 
 
@@ -112,8 +107,8 @@ def processor() -> str:
 def markdown(results: dict[str, Any]) -> str:
     """Sampled tokens per second at the median time; ratios of medians, and in brackets those of the single repeats."""
     lines = [
-        f"Commit {results['commit']}, {results['machine']}, {results['threads']} thread(s), load {results['load']:.1f}, "
-        f"torch {results['torch']}, transformers {results['transformers']}.",
+        f"Commit {results['commit']}, {results['machine']}, {results['threads']} thread(s), "
+        f"load {results['load']:.1f}, torch {results['torch']}, transformers {results['transformers']}.",
         f"{results['conversations']} conversations, {results['new_tokens']} tokens a turn, {results['dtype']}, "
         f"medians of {results['repeats']}.",
         "",
@@ -137,7 +132,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SHAPES, default="tiny")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda is timed in bfloat16")
     parser.add_argument("--turns", type=int, nargs="+", default=[2, 5, 10])
-    parser.add_argument("--conversations", type=int, default=64, help="played side by side")
+    parser.add_argument("--conversations", type=int, default=32, help="played side by side")
     parser.add_argument("--new-tokens", type=int, default=24, help="sampled per conversation and turn")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="also write every figure to this file")
@@ -148,9 +143,7 @@ def main() -> None:
     rows = []
     for kind, shape in SHAPES[given.size].items():
         torch.manual_seed(0)
-        nobody = dict.fromkeys(["bos_token_id", "eos_token_id"])  # no turn stops early: all sample the same number
-        more = {"max_position_embeddings": 4096, "initializer_range": 0.06, "pad_token_id": PAD, **nobody}
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape, **more)).to(given.device).eval()
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape)).to(given.device).eval()
         never = [shape["vocab_size"]]
         engines: dict[str, Sampler] = {
             "slots": SlotSampler(model, never, PAD),
@@ -159,17 +152,18 @@ def main() -> None:
         }
 
         greedy = SamplingParams(given.new_tokens, temperature=0.0)
-        answers = {name: play(engine, given.conversations, 2, greedy) for name, engine in engines.items()}
+        answers = {name: play(engine, *script(given.conversations, 2), greedy) for name, engine in engines.items()}
         if not answers["slots"] == answers["generate"] == answers["replay"]:
             sys.exit(f"{kind}: the engines differ under greedy decoding in float32, so nothing was timed.")
 
         model.to(dtype)
         for turns in given.turns:
+            texts = script(given.conversations, turns)
             seconds: dict[str, list[float]] = {name: [] for name in engines}
             for repeat in range(given.repeats):
                 for name in sorted(engines, reverse=repeat % 2 == 1):
                     start = time.perf_counter()
-                    play(engines[name], given.conversations, turns, SamplingParams(given.new_tokens))
+                    play(engines[name], *texts, SamplingParams(given.new_tokens))
                     seconds[name].append(time.perf_counter() - start)
             tokens = given.conversations * turns * given.new_tokens
             rows.append(

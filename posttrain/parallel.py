@@ -36,8 +36,8 @@ def size() -> int:
 
 
 def mine(count: int) -> range:
-    """The indices out of `count` that this process works on."""
-    return range(rank(), count, size())
+    """The indices out of `count` that this process works on: neighbours, as many as the others have."""
+    return range(rank() * count // size(), (rank() + 1) * count // size())
 
 
 def gather(items: list[Any]) -> list[Any]:
@@ -46,7 +46,7 @@ def gather(items: list[Any]) -> list[Any]:
         return items
     parts: list[list[Any]] = [[] for _ in range(size())]
     dist.all_gather_object(parts, items)
-    return [parts[i % size()][i // size()] for i in range(sum(map(len, parts)))]
+    return [item for part in parts for item in part]
 
 
 def total(value: float, device: torch.device) -> float:

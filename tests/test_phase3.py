@@ -136,12 +136,12 @@ def test_siblings_share_the_level_and_other_groups_do_not(player: Path, tmp_path
     groups = phase3.rollout(cfg, open_sampler(model, chat), chat, step=1)
     again = phase3.rollout(cfg, open_sampler(model, chat), chat, step=1)
     later = phase3.rollout(cfg, open_sampler(model, chat), chat, step=2)
-    for group, siblings in groups.items():
+    for group, siblings in enumerate(groups):
         assert len({t.state_keys[0] for t in siblings}) == 1 and len(siblings) == 4
         assert [t.ids for t in siblings] == [t.ids for t in again[group]]
         assert len({t.seed for t in siblings}) == 4
-    firsts = [siblings[0].state_keys[0] for siblings in groups.values()]
-    assert len(set(firsts)) > 1 and firsts != [siblings[0].state_keys[0] for siblings in later.values()]
+    firsts = [siblings[0].state_keys[0] for siblings in groups]
+    assert len(set(firsts)) > 1 and firsts != [siblings[0].state_keys[0] for siblings in later]
 
 
 def test_resuming_changes_nothing(whole: Path, player: Path, tmp_path: Path) -> None:
@@ -228,11 +228,11 @@ def trajectory(reward: float, tokens: int = 3, crashed: str = "", truncated: boo
 def test_judging_uses_raw_rewards_and_leaves_crashed_worlds_out(player: Path, tmp_path: Path) -> None:
     file = settings(tmp_path / "run.yaml", player, algorithm={"filter": {"strategy": "top_k", "value": 0.5}})
     cfg = resolve(StarPORun, file)
-    groups = {
-        0: [trajectory(1.0), trajectory(0.0), trajectory(0.0, crashed="ValueError: no"), trajectory(1.0)],
-        1: [trajectory(0.2), trajectory(0.2), trajectory(0.2), trajectory(0.2)],
-        2: [trajectory(10.0), trajectory(0.0), trajectory(5.0, truncated=True), trajectory(5.0)],
-    }
+    groups = [
+        [trajectory(1.0), trajectory(0.0), trajectory(0.0, crashed="ValueError: no"), trajectory(1.0)],
+        [trajectory(0.2), trajectory(0.2), trajectory(0.2), trajectory(0.2)],
+        [trajectory(10.0), trajectory(0.0), trajectory(5.0, truncated=True), trajectory(5.0)],
+    ]
     judged = phase3.judge(cfg, groups)
     assert judged.kept == [2]  # half of three groups is one: the widest spread of raw rewards
     assert judged.tokens[0] == [3, 3, 0, 3] and judged.tokens[2] == [3, 3, 3, 3]

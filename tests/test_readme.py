@@ -160,7 +160,7 @@ def test_commands_work(document, monkeypatch):
         "python -m envs.check frozen_lak",
         "python -m posttrain.embedded --output runs/base",
         "torchrun --processes 2 train_phase1_sft.py",
-        "trackio show --port 7860",
+        "trackio show --projekt posttrain",
         "pip install posttrain",
     ],
 )

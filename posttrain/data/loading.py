@@ -77,7 +77,7 @@ def load_preferences(data: DataSection, chat: Chat) -> PreferenceData:
         columns = {"chosen_ids": [chosen for chosen, _ in tossed], "rejected_ids": [rejected for _, rejected in tossed]}
         train = Dataset.from_dict({"prompt_ids": train["prompt_ids"], **columns}, features=PREFERENCE_COLUMNS)
         if is_main_process():
-            Console().print("CONTROL RUN (data.flip_labels): a coin decided which answer of each training pair is chosen.")
+            Console().print("CONTROL RUN (data.flip_labels): a coin decides which answer of a training pair is chosen.")
     return PreferenceData(train, evaluation, table)
 
 
