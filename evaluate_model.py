@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from posttrain import metrics
+from posttrain import metrics, runlog
 from posttrain.config import EvaluateRun, ModelSection, load, run
 from posttrain.config.schemas import NamedSampling, WorldSection
 from posttrain.types import SamplingParams, UserError, address
@@ -72,6 +72,7 @@ class Sitting:
 def main() -> None:
     cfg, args = load(EvaluateRun, "configs/evaluate.yaml", add_arguments=_arguments)
     out = Path(cfg.output_dir)
+    runlog.keep_private(out)
     check(cfg, overwrite=args.overwrite)
     exam = set_exam(cfg)
 
@@ -283,9 +284,12 @@ def check(cfg: EvaluateRun, *, overwrite: bool) -> None:
         problems.append(f"{out / RESULTS} exists. Keep it (output_dir=ANOTHER) or replace it (--overwrite).")
     if not any(getattr(cfg.suites, suite) for suite in type(cfg.suites).model_fields):
         problems.append("suites: nothing is asked; give at least one of math, repetition, recall, preferences, worlds.")
+    try:
+        models.resolve_device(cfg.device)
+    except UserError as problem:
+        problems.append(str(problem))
     for name, path in cfg.checkpoints.items():
         try:
-            models.resolve_device(cfg.device)
             models.load_chat(section(cfg, name), cfg.chat.template)
             if (Path(path) / checkpoint.MANIFEST).exists():
                 checkpoint.verify(Path(path))

@@ -29,6 +29,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from posttrain import runlog
 from posttrain.config import ChatRun, SamplingSection, load, run
 from posttrain.config.schemas import hint
 from posttrain.types import SamplingParams, UserError, address
@@ -78,6 +79,8 @@ def main(argv: list[str] | None = None) -> None:
     world = open_world(cfg, flags.play) if flags.play else None
 
     # 2. Can it be done?
+    runlog.keep_private(Path("runs"))
+
     from posttrain import models
 
     models.preflight(cfg)

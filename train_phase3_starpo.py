@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from posttrain import runlog
 from posttrain.config import StarPORun, WorldSection, load, run
 from posttrain.types import SamplingParams, Trajectory, UserError, address
 
@@ -32,13 +33,14 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> None:
     cfg, args = load(StarPORun, "configs/phase3_starpo.yaml", argv, _arguments)
 
-    import torch
-
-    from posttrain import checkpoint, models, parallel, runlog, training
-    from posttrain.rollout import open_sampler
-
     out = Path(cfg.output_dir)
     runlog.keep_private(out)
+
+    import torch
+
+    from posttrain import checkpoint, models, parallel, training
+    from posttrain.rollout import open_sampler
+
     settings = cfg.model_dump(mode="json")
     if runlog.is_main_process():
         try_worlds(cfg)
@@ -57,10 +59,12 @@ def main(argv: list[str] | None = None) -> None:
     if args.resume and (found := checkpoint.latest_good(out, say=progress.say)):
         state = load_state(found, model, optimizer)
         progress.say(f"Resuming from {found}.")
+        drop_later(out, state["step"])
         progress.start = state["step"]
     sampler = open_sampler(policy_of(model), chat, cfg.rollout.engine)
     precision = torch.autocast(device.type, dtype=torch.bfloat16, enabled=cfg.trainer.bf16)
     metrics = runlog.MetricsFile(out / "metrics.jsonl", after_step=state["step"] or None)
+    runlog.MetricsFile(out / "transcripts.jsonl", after_step=state["step"] or None)  # steps that will be played again
     tracker = runlog.start_tracker(
         cfg.report_to, project="posttrain", run_name=cfg.run_name or out.name, config=settings
     )
@@ -162,7 +166,8 @@ def nothing_to_learn(steps: int, out: Path) -> str:
     return (
         f"In {steps} steps in a row the episodes of every group scored alike, so there was nothing to learn from. The"
         " levels are too hard or too easy for this model: choose others (worlds[].options), more siblings"
-        " (rollout.num_generations) or a higher rollout.temperature, and start again in another output_dir. The last"
+        " (rollout.num_generations) or a higher rollout.temperature, and start again in another output_dir; where the"
+        " metric rollout/crashed is not 0, it is the world that needs mending. The last"
         f" checkpoint is in {out}."
     )
 
@@ -459,6 +464,13 @@ def prepare(cfg: StarPORun, model: Any, chat: Chat) -> tuple[Any, torch.optim.Op
 
     from posttrain import models
 
+    for module in model.modules():  # the ratio must start at 1, and a resumed run has no random state to restore
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    if cfg.model.tuning != "full" and cfg.model.lora.dropout > 0:
+        raise UserError("model.lora.dropout must be 0 in phase 3: sampler and learner have to be the same policy.")
     if (adapter := models.peft_config(cfg.model, model, chat)) is not None:
         from peft import get_peft_model
 
@@ -580,6 +592,15 @@ def load_state(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> di
         assert not missing.unexpected_keys, missing.unexpected_keys
     optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location=device, weights_only=True))
     return json.loads((folder / "state.json").read_text(encoding="utf-8"))
+
+
+def drop_later(out: Path, step: int) -> None:
+    """Checkpoints behind the one that a run resumes from are damaged, and would count as the newest."""
+    from posttrain import parallel
+
+    for folder in out.glob("checkpoint-*") if parallel.rank() == 0 else ():
+        if int(folder.name.rpartition("-")[2]) > step:
+            shutil.rmtree(folder)
 
 
 def drop_old(out: Path, keep: int) -> None:

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import posttrain.convgpt  # noqa: F401  registers ConvGPT with the Auto classes
@@ -147,7 +147,7 @@ def main() -> None:
         never = [shape["vocab_size"]]
         engines: dict[str, Sampler] = {
             "slots": SlotSampler(model, never, PAD),
-            "generate": GenerateSampler(model),
+            "generate": GenerateSampler(model, never, PAD),
             "replay": ReplaySampler(model, never, PAD),
         }
 

@@ -39,4 +39,8 @@ def make(name: str, **options: Any) -> TextWorld:
     world = _WORLDS[known("world", name, names())]
     for option in options:
         known(f"option of the world {name}", option, inspect.signature(world).parameters)
-    return world(**options)
+    try:
+        return world(**options)
+    except TypeError as error:
+        given = ", ".join(f"{option}={value!r}" for option, value in options.items())
+        raise ValueError(f"{name} cannot be made with {given}: one of them has the wrong type ({error}).") from error

@@ -136,7 +136,7 @@ def option(text: str) -> tuple[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m envs.check", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("name", help=f"one of: {', '.join(names())}")
-    parser.add_argument("options", nargs="*", help="options of the world, name=value (values as in JSON)")
+    parser.add_argument("options", nargs="*", default=[], help="options of the world, name=value (values as in JSON)")
     parser.add_argument("--episodes", type=int, default=200, help="levels per player (default 200)")
     parser.add_argument("--turns", type=int, default=8, help="turns an episode (default 8)")
     parser.add_argument("--split", default="test", help=f"one of: {', '.join(SPLITS)} (default test)")

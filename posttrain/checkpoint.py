@@ -68,12 +68,17 @@ def seal(folder: Path, **meta: Any) -> dict[str, Any]:
     manifest = {"format": 1, "created": created, "meta": meta, "files": files}
     unnamed = folder / f"{MANIFEST}.partial"
     with unnamed.open("w", encoding="utf-8") as out:
-        json.dump(manifest, out, indent=1, sort_keys=True)
+        json.dump({**manifest, "seal": _digest(manifest)}, out, indent=1, sort_keys=True)
         out.flush()
         os.fsync(out.fileno())
     unnamed.rename(folder / MANIFEST)
     _sync(folder)
     return manifest
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    """sha256 of everything else in a manifest: it vouches for the files, this vouches for it."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def verify(folder: Path) -> dict[str, Any]:
@@ -105,10 +110,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} is no checkpoint: there is no such folder.")
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        well_formed = isinstance(manifest["files"], dict) and isinstance(manifest["meta"], dict)
+        well_formed = manifest.pop("seal") == _digest(manifest)
     except FileNotFoundError:
         raise UserError(f"{folder} is no complete checkpoint: {MANIFEST}, which is written last, is missing.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
         well_formed = False
     if not well_formed:
         raise UserError(

@@ -14,7 +14,8 @@ Everything is drawn from `address(seed, ...)`, row by row, so row 17 is the same
 
 Held-out sets are disjoint from training by construction: a hash of the question (or the operands, the dialogue, the
 topic) decides its side, whatever the seed. The facts of the held-out dialogues come from the same lists of names,
-animals, colours, ... as in training; it is their combination that is new.
+animals, colours, ... as in training; it is their combination that is new. Pairs about worlds are on other levels, but
+two levels can look alike to a player who sees its neighbourhood alone: about one held-out pair in a hundred.
 """
 
 from __future__ import annotations

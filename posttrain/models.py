@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
 import torch
 import yaml
 from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils import httpx  # the one it was built with, httpx or httpx2
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -112,6 +112,7 @@ def peft_config(model: ModelSection, net: Any = None, chat: Chat | None = None) 
         heads = [net.get_input_embeddings()]
         heads += [] if net.config.tie_word_embeddings else [net.get_output_embeddings()]
         rows = {name: ids for name, module in net.named_modules() if any(module is head for head in heads)}
+        _pass_on_bias()
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=model.lora.r,
@@ -120,6 +121,16 @@ def peft_config(model: ModelSection, net: Any = None, chat: Chat | None = None) 
         target_modules=model.lora.target_modules,
         trainable_token_indices=rows,
     )
+
+
+def _pass_on_bias() -> None:
+    """peft's wrapper around a layer with trained rows passes its weight on, but not the bias a fused head reads."""
+    from peft.utils.other import TrainableTokensWrapper
+
+    def bias(wrapper: Any) -> torch.Tensor | None:
+        return getattr(wrapper.__dict__["_modules"].get("original_module"), "bias", None)
+
+    TrainableTokensWrapper.bias = property(bias)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def save(folder: Path, net: Any, chat: Chat, config: dict[str, Any], *, source: ModelSection, **meta: Any) -> Path:

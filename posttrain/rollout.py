@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from envs.protocol import Episode
 from posttrain.chat import Chat
 from posttrain.sampler import Sampler, open_engine
-from posttrain.types import Completion, SamplingParams, Trajectory, address
+from posttrain.types import Completion, SamplingParams, Trajectory, UserError, address
 
 
 def open_sampler(model: PreTrainedModel, chat: Chat, engine: str = "auto") -> Sampler:
@@ -54,16 +54,22 @@ def play(
 ) -> list[Trajectory]:
     """Play every episode to its end, at most `slots` at a time; a finished one makes room for a waiting one.
 
-    An episode whose next turn would not fit into `max_context` tokens is truncated. A world that raises ends its own
-    episode (`crashed` says how) and no other.
+    An episode whose next turn would not fit into `max_context` tokens is truncated; one whose first turn would not is a
+    UserError. A world that raises ends its own episode (`crashed` says how) and no other.
     """
     trajectories: list[Trajectory] = [
         Trajectory(ids=chat.prompt(episode.messages), mask=[], logprobs=[], seed=seed)
         for episode, seed in zip(episodes, seeds, strict=True)
     ]
-    for trajectory in trajectories:
-        trajectory.mask = [False] * len(trajectory.ids)
-        trajectory.logprobs = [0.0] * len(trajectory.ids)
+    for episode, trajectory in zip(episodes, trajectories, strict=True):
+        length = len(trajectory.ids)
+        if max_context is not None and length + params.max_new_tokens > max_context:
+            raise UserError(
+                f"The first prompt of {episode.world.name} takes {length} tokens, and a turn of {params.max_new_tokens}"
+                f" more does not fit into max_context={max_context}. Raise it, or lower max_completion_length."
+            )
+        trajectory.mask, trajectory.logprobs = [False] * length, [0.0] * length
+        trajectory.world, trajectory.level_key = episode.world.name, episode.level_key()
     waiting = list(range(len(episodes)))[::-1]
     active: dict[int, int] = {}
     while waiting or active:
@@ -100,21 +106,23 @@ def _take_turn(
     trajectory.logprobs += completion.logprobs
     trajectory.turn_ends.append(len(trajectory.ids))
     trajectory.unfinished_turns += not completion.finished
-    trajectory.state_keys.append(episode.state_key())
     written = completion.ids[:-1] if completion.finished else completion.ids
+    key = ""
     try:
+        key = episode.state_key()
         turn = episode.step(chat.decode(written))
-    except Exception as error:  # a world may raise anything; its episode ends, is counted, and teaches nothing
+        reply = [] if turn.done else chat.extend(turn.user or "", finished=completion.finished)
+    except Exception as error:  # a world may raise or say anything; its episode ends, is counted, and teaches nothing
         trajectory.crashed = f"{type(error).__name__}: {error}"
+        trajectory.state_keys.append(key)
         trajectory.turn_rewards.append(0.0)
         trajectory.turn_penalties.append(0.0)
         return None
+    trajectory.state_keys.append(key)
     trajectory.turn_rewards.append(turn.reward)
     trajectory.turn_penalties.append(turn.penalty)
     if turn.done:
         return None
-    assert turn.user is not None
-    reply = chat.extend(turn.user, finished=completion.finished)
     if max_context is not None and len(trajectory.ids) + len(reply) + params.max_new_tokens > max_context:
         trajectory.truncated = True
         return None
@@ -125,8 +133,6 @@ def _take_turn(
 
 
 def _finish(episode: Episode, trajectory: Trajectory) -> None:
-    trajectory.world = episode.world.name
-    trajectory.level_key = episode.level_key()
     trajectory.success = episode.success and not trajectory.crashed
     trajectory.terminated = episode.terminated
     trajectory.truncated = trajectory.truncated or episode.truncated

@@ -199,7 +199,9 @@ def remember_run(output_dir: Path, settings: dict[str, Any]) -> None:
     """Write the settings that `same_run` compares with, unless an earlier start of this run has."""
     begun = Path(output_dir) / RUN_CONFIG
     if not begun.exists():
-        begun.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+        unnamed = begun.with_suffix(".partial")
+        unnamed.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+        unnamed.rename(begun)
 
 
 def _flat(tree: Any, path: str = "") -> dict[str, Any]:

@@ -9,11 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 import torch
 import yaml
+from conftest import byte_level_tokenizer
 from huggingface_hub import HfApi
+from huggingface_hub.utils import httpx  # the one it was built with, httpx or httpx2
 from tiny_runs import conversations, settings, tiny_base
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -75,6 +76,35 @@ def test_embeddings_grow_with_the_tokens_the_chat_adds(tmp_path: Path, tiny_toke
     rows = models.peft_config(ModelSection(name_or_path="x", tuning="lora"), net, chat)
     assert rows is not None
     assert rows.trainable_token_indices == {"model.embed_tokens": [512, 513]}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_adapter_with_new_tokens_trains_through_the_fused_heads(tied: bool) -> None:
+    """The rows of the new tokens learn, in TRL's head of phases 1 and 2 as in the update of phase 3."""
+    from peft import get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from trl.trainer.utils import add_fused_lm_head
+
+    from posttrain.policy import token_logprobs
+
+    chat = Chat.load(byte_level_tokenizer(chatml=False), None)
+    assert chat.added_tokens == 2
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    net = LlamaForCausalLM(LlamaConfig(vocab_size=len(chat.tokenizer), tie_word_embeddings=tied, **sizes))
+    add_fused_lm_head(net)
+    adapted = get_peft_model(net, models.peft_config(ModelSection(name_or_path="x", tuning="lora"), net, chat))
+    ids, mask = chat.encode([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}])
+    logprobs, _ = token_logprobs(adapted.get_base_model(), [ids], [mask])
+    row = torch.tensor([ids])
+    labels = row.masked_fill(~torch.tensor([mask]), -100)
+    fused = adapted(input_ids=row, labels=labels, fused_lm_head=True)
+    plain = adapted(input_ids=row).logits[0, :-1].log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
+    on = torch.tensor(mask[1:])
+    assert torch.allclose(logprobs, plain[on], atol=1e-5)
+    assert fused.loss.item() == pytest.approx(-plain[on].mean().item(), abs=1e-5)
+    logprobs.sum().backward()
+    rows = [p for name, p in adapted.named_parameters() if "token_adapter" in name and p.requires_grad]
+    assert rows and any(p.grad is not None and p.grad.abs().sum() > 0 for p in rows)
 
 
 def test_dtype_auto_is_float32_and_others_are_taken(base: Path) -> None:

@@ -420,3 +420,20 @@ def test_only_the_first_process_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not runlog.is_main_process()
     line = training.describe(torch.nn.Linear(1000, 1000, bias=False), torch.device("cpu"))
     assert line == "1.00 M parameters (all trained), cpu, 2 processes"
+
+
+def test_the_reference_run_without_a_network_is_one_paragraph(tmp_path: Path) -> None:
+    """A real connection that is refused, not an error of our own making: the Hub's client decides what it raises."""
+    unplugged = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    done = python("train_phase1_sft.py", "device=cpu", f"output_dir={tmp_path}/run", env=unplugged)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr and "make quickstart" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_own_data_needs_no_network(tmp_path: Path, files: SimpleNamespace) -> None:
+    file = config_in(tmp_path, files, max_steps=2)
+    unplugged = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    done = python("train_phase1_sft.py", "--config", str(file), "data.decontaminate=true", env=unplugged)
+    assert done.returncode == 0, done.stderr
+    assert "NOT checked" in done.stdout

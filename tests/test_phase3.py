@@ -243,6 +243,14 @@ def test_judging_uses_raw_rewards_and_leaves_crashed_worlds_out(player: Path, tm
     assert phase3.judge(masked, groups).tokens[2] == [3, 3, 0, 3]
 
 
+def test_a_step_in_which_every_world_crashed_teaches_nothing(player: Path, tmp_path: Path) -> None:
+    cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player))
+    groups = [[trajectory(0.0, crashed="ValueError: no")] * 2] * 2
+    judged = phase3.judge(cfg, groups)
+    assert judged.kept == [] and judged.advantages == [[0.0, 0.0]] * 2
+    assert phase3.describe(groups, judged)["rollout/crashed"] == 4
+
+
 def test_worlds_share_the_groups_by_weight_or_by_number(player: Path, tmp_path: Path) -> None:
     file = settings(tmp_path / "run.yaml", player, worlds=[LAKE, {"name": "sokoban", "weight": 2.0}])
     cfg = resolve(StarPORun, file)

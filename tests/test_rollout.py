@@ -13,7 +13,7 @@ from envs.protocol import Episode, Protocol
 from posttrain.chat import Chat
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.rollout import complete, open_sampler, play
-from posttrain.types import Completion, SamplingParams, Trajectory
+from posttrain.types import Completion, SamplingParams, Trajectory, UserError
 
 PARAMS = SamplingParams(max_new_tokens=12, temperature=1.0)
 
@@ -163,6 +163,28 @@ def test_a_world_that_raises_ends_its_own_episode_only(tiny_chat: Chat, monkeypa
     assert crashed.crashed == "ZeroDivisionError: the ice melted"
     assert not crashed.success and not crashed.terminated and len(crashed.turn_ends) == 1
     assert not healthy.crashed and (healthy.terminated or healthy.truncated)
+
+
+def test_a_world_may_misbehave_anywhere(tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    played = episodes(3)
+
+    def broken() -> str:
+        raise KeyError("no state")
+
+    monkeypatch.setattr(played[0].world, "state_key", broken)
+    monkeypatch.setattr(played[1], "_user_text", lambda *args: "half a pair: \ud800")
+    moves = [["<think>a</think><answer>Jump</answer>"] * 3] * 3
+    one, two, healthy = play(Scripted(tiny_chat, moves), tiny_chat, played, PARAMS, [0, 1, 2])
+    assert one.crashed.startswith("KeyError") and two.crashed.startswith("UserError")
+    assert not healthy.crashed and len(healthy.turn_ends) == 3
+    for trajectory in (one, two):
+        lengths = {len(trajectory.turn_ends), len(trajectory.turn_rewards), len(trajectory.state_keys)}
+        assert lengths == {1} and trajectory.world == "frozen_lake"
+
+
+def test_a_prompt_that_fills_the_context_is_refused(tiny_chat: Chat) -> None:
+    with pytest.raises(UserError, match="max_context=40"):
+        play(Scripted(tiny_chat, []), tiny_chat, episodes(1), PARAMS, [0], max_context=40)
 
 
 def test_complete_is_independent_of_its_batches(model: ConvGPTForCausalLM, tiny_chat: Chat) -> None:

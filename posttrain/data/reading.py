@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets.exceptions import DatasetsError
+from huggingface_hub.utils import httpx  # the one it was built with, httpx or httpx2
 
 from posttrain import embedded
 from posttrain.config import Source

@@ -21,6 +21,8 @@ def grpo(rewards_B: torch.Tensor, group_B: torch.Tensor, *, std: bool = True, ep
 
 def group_moments(rewards_B: torch.Tensor, group_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and sample standard deviation of each trajectory's group, both (B,); a group of one has deviation 0."""
+    if len(rewards_B) == 0:
+        return rewards_B, rewards_B
     _, index_B = group_B.unique(return_inverse=True)
     zero_G = torch.zeros(int(index_B.max()) + 1, dtype=rewards_B.dtype)
     count_G = zero_G.index_add(0, index_B, torch.ones_like(rewards_B))
