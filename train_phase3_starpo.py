@@ -255,7 +255,7 @@ def judge(cfg: StarPORun, groups: list[list[Trajectory]]) -> Judged:
     rewards = [[reward for reward, _ in group] for group in scored]
     flat = [(reward, group) for group, row in enumerate(rewards) for reward in row if not math.isnan(reward)]
     reward_B = torch.tensor([reward for reward, _ in flat], dtype=torch.float64)
-    group_B = torch.tensor([group for _, group in flat])
+    group_B = torch.tensor([group for _, group in flat], dtype=torch.long)
     spread_G = torch.zeros(len(rewards), dtype=torch.float64)
     spread_G[group_B] = group_moments(reward_B, group_B)[1]
     advantage = iter(grpo(reward_B, group_B, std=algorithm.advantage_std).tolist())
@@ -468,7 +468,7 @@ def prepare(cfg: StarPORun, model: Any, chat: Chat) -> tuple[Any, torch.optim.Op
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
+            vars(module)["attention_dropout"] = 0.0
     if cfg.model.tuning != "full" and cfg.model.lora.dropout > 0:
         raise UserError("model.lora.dropout must be 0 in phase 3: sampler and learner have to be the same policy.")
     if (adapter := models.peft_config(cfg.model, model, chat)) is not None:

@@ -1,22 +1,35 @@
-"""Do the benchmarks run as `make bench` runs them, and write the figures they print?"""
+"""Do the benchmarks run, compare equal work, and write the figures they print?"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
-ROOT = Path(__file__).parent.parent
+import pytest
+import torch
+
+FILE = Path(__file__).parent.parent / "benchmarks" / "rollout.py"
+SIZES = "--conversations 3 --new-tokens 3 --turns 1 2 --repeats 2".split()
 
 
-def test_rollout_measures_three_engines_on_equal_work(tmp_path):
-    figures = tmp_path / "figures.json"
-    sizes = ["--conversations", "3", "--new-tokens", "3", "--turns", "1", "2", "--repeats", "2"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "rollout.py"), *sizes, "--json", str(figures)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    results = json.loads(figures.read_text())
+@pytest.fixture
+def rollout(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    spec = importlib.util.spec_from_file_location("rollout_benchmark", FILE)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_rollout_measures_three_engines_on_equal_work(rollout, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(FILE), *SIZES, "--json", str(tmp_path / "figures.json")])
+    rollout.main()
+    results = json.loads((tmp_path / "figures.json").read_text())
     assert {"commit", "machine", "threads", "load", "dtype"} <= results.keys()
     assert [(row["model"], row["turns"], row["tokens"]) for row in results["rows"]] == [
         ("convgpt", 1, 9),
@@ -27,6 +40,21 @@ def test_rollout_measures_three_engines_on_equal_work(tmp_path):
     for row in results["rows"]:
         assert row["seconds"].keys() == {"slots", "generate", "replay"}
         assert all(len(times) == 2 and min(times) > 0 for times in row["seconds"].values())
-    table = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(table) == 2 + len(results["rows"])
     assert len({line.count("|") for line in table}) == 1
+
+
+def test_nothing_is_timed_when_the_engines_differ(rollout, tmp_path, monkeypatch):
+    honest = rollout.GenerateSampler.sample
+
+    def wrong(self, handles, params, seeds):
+        return [
+            rollout.Completion([token + 1 for token in c.ids], [], False) for c in honest(self, handles, params, seeds)
+        ]
+
+    monkeypatch.setattr(rollout.GenerateSampler, "sample", wrong)
+    monkeypatch.setattr(sys, "argv", [str(FILE), *SIZES, "--json", str(tmp_path / "figures.json")])
+    with pytest.raises(SystemExit, match="engines differ"):
+        rollout.main()
+    assert not (tmp_path / "figures.json").exists()

@@ -279,7 +279,7 @@ def test_the_control_run_tosses_a_coin_for_every_training_pair(tmp_path: Path, t
     tossed = load_preferences(section(source, flip_labels=True), tiny_chat)
     assert tossed.eval.to_list() == fair.eval.to_list()
     swapped = 0
-    for a, b in zip(fair.train, tossed.train, strict=True):
+    for a, b in zip(fair.train.to_list(), tossed.train.to_list(), strict=True):
         assert a["prompt_ids"] == b["prompt_ids"]
         assert {tuple(a["chosen_ids"]), tuple(a["rejected_ids"])} == {tuple(b["chosen_ids"]), tuple(b["rejected_ids"])}
         swapped += a["chosen_ids"] != b["chosen_ids"]
@@ -692,7 +692,7 @@ def test_any_thirteen_words_in_a_row_are_enough(question: list[str], data: st.Da
 
 EMBEDDED_SOURCES = [
     Source(kind="openmathinstruct", path="embedded", rows=400),
-    Source(kind="capybara", path="embedded", rows=300),
+    Source(kind="capybara", path="embedded", rows=600),
     Source(kind="demonstrations", path="embedded", rows=6, worlds=["frozen_lake", "sokoban"]),
 ]
 
@@ -709,7 +709,7 @@ def test_embedded_data_runs_through_the_same_filters(tiny_chat: Chat, monkeypatc
     assert {source.licence for source in sft.table.sources} == {"generated here"}
     assert len(sft.eval) > 10
     assert sft.train.cache_files == [], "it stays in memory"
-    pairs = load_preferences(section(Source(kind="ultrafeedback", path="embedded", rows=300), **options), tiny_chat)
+    pairs = load_preferences(section(Source(kind="ultrafeedback", path="embedded", rows=900), **options), tiny_chat)
     account(pairs.table)
     assert {"score margin not above 0", "identical answers", "empty content"} <= pairs.table.sources[0].dropped.keys()
 

@@ -10,6 +10,7 @@ import pytest
 
 from posttrain import checkpoint, embedded
 from posttrain.data import filters, load_preferences, load_sft
+from posttrain.types import UserError
 
 N = 600
 ACTIONS = ("Left", "Down", "Right", "Up")
@@ -222,7 +223,7 @@ def test_open_prompts_are_distinct_and_bounded():
     prompts = embedded.open_prompts(150, 0)
     assert len(set(prompts)) == 150
     assert prompts != embedded.open_prompts(150, 1)
-    with pytest.raises(AssertionError, match="held-out open questions exist"):
+    with pytest.raises(UserError, match=r"held-out open questions, fewer than suites\.repetition\.n"):
         embedded.open_prompts(10**6, 0)
 
 

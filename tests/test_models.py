@@ -89,12 +89,17 @@ def test_an_adapter_with_new_tokens_trains_through_the_fused_heads(tied: bool) -
 
     chat = Chat.load(byte_level_tokenizer(chatml=False), None)
     assert chat.added_tokens == 2
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    net = LlamaForCausalLM(LlamaConfig(vocab_size=len(chat.tokenizer), tie_word_embeddings=tied, **sizes))
+    config = LlamaConfig(
+        vocab_size=len(chat.tokenizer), tie_word_embeddings=tied, hidden_size=32, intermediate_size=48,
+        num_hidden_layers=2, num_attention_heads=2,
+    )  # fmt: skip
+    net = LlamaForCausalLM(config)
     add_fused_lm_head(net)
-    adapted = get_peft_model(net, models.peft_config(ModelSection(name_or_path="x", tuning="lora"), net, chat))
+    lora = models.peft_config(ModelSection(name_or_path="x", tuning="lora"), net, chat)
+    assert lora is not None
+    adapted = get_peft_model(net, lora)
     ids, mask = chat.encode([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}])
-    logprobs, _ = token_logprobs(adapted.get_base_model(), [ids], [mask])
+    logprobs, _ = token_logprobs(net, [ids], [mask])
     row = torch.tensor([ids])
     labels = row.masked_fill(~torch.tensor([mask]), -100)
     fused = adapted(input_ids=row, labels=labels, fused_lm_head=True)
