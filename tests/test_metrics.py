@@ -166,7 +166,7 @@ def test_judge_knows_equal_answers() -> None:
         assert judge.restarts == 0
 
 
-def test_judge_survives_what_hangs() -> None:
+def test_judge_survives_what_hangs_and_says_so(capsys) -> None:
     with MathJudge() as judge:
         assert judge.correct(r"\boxed{0.50}", "1/2")  # starts the worker, whose imports are not what is timed here
         assert judge._worker is not None
@@ -179,6 +179,7 @@ def test_judge_survives_what_hangs() -> None:
             os.kill(first, 0)
         assert judge.correct_many([(r"\boxed{0.50}", "1/2"), (r"\boxed{2/4}", "0.5")]) == [True, True]
         assert judge.restarts == 1
+    assert "no verdict on 1 answer within 2 s" in capsys.readouterr().err
 
 
 def test_judge_starts_again_after_its_worker_died() -> None:

@@ -48,6 +48,7 @@ def load(
         description=sys.modules["__main__"].__doc__,  # the script's own: what it does and how it is called
         epilog="keys of the YAML file and of the overrides:\n" + "\n".join(_describe(schema)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. seed=1, or model.tuning=lora")
     parser.add_argument("--config", default=str(default), metavar="FILE", help="YAML file (default: %(default)s)")
