@@ -11,6 +11,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 CPU_TORCH := https://download.pytorch.org/whl/cpu
 QUICK := runs/quickstart
+TWO := $(PY) -m torch.distributed.run --standalone --nproc_per_node 2
 
 # Tiny models are slower on many threads than on one.
 export OMP_NUM_THREADS ?= 1
@@ -31,7 +32,8 @@ $(STAMP): requirements.txt requirements-dev.txt requirements.lock
 	$(PY) -m pip install -c requirements.lock -r requirements.txt -r requirements-dev.txt
 	@touch $@
 
-# Each phase is a file that exists once it is finished: a second call goes on where the first one stopped.
+# Each phase is a file that exists once it is finished: a second call goes on where the first one stopped. Two processes
+# share each batch, one for each of two cores.
 go_on = $(if $(wildcard $(QUICK)/$(1)/*),--resume)
 
 quickstart: $(STAMP)
@@ -47,14 +49,13 @@ $(QUICK)/base/manifest.json:
 	$(PY) -m posttrain.embedded --out $(QUICK)/base
 
 $(QUICK)/phase1/final/manifest.json: | $(QUICK)/base/manifest.json
-	$(PY) train_phase1_sft.py --config configs/quickstart/phase1_sft.yaml $(call go_on,phase1)
+	$(TWO) train_phase1_sft.py --config configs/quickstart/phase1_sft.yaml trainer.per_device_train_batch_size=8 $(call go_on,phase1)
 
 $(QUICK)/phase2/final/manifest.json: | $(QUICK)/phase1/final/manifest.json
-	$(PY) train_phase2_dpo.py --config configs/quickstart/phase2_dpo.yaml $(call go_on,phase2)
+	$(TWO) train_phase2_dpo.py --config configs/quickstart/phase2_dpo.yaml trainer.per_device_train_batch_size=16 $(call go_on,phase2)
 
 $(QUICK)/phase3/final/manifest.json: | $(QUICK)/phase2/final/manifest.json
-	$(PY) -m torch.distributed.run --standalone --nproc_per_node 2 train_phase3_starpo.py \
-	  --config configs/quickstart/phase3_starpo.yaml $(call go_on,phase3)
+	$(TWO) train_phase3_starpo.py --config configs/quickstart/phase3_starpo.yaml $(call go_on,phase3)
 
 $(QUICK)/report.html: | $(QUICK)/phase3/final/manifest.json
 	$(PY) evaluate_model.py --config configs/quickstart/evaluate.yaml --overwrite

@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
     args = training.arguments(SFTConfig, cfg, device)
     rows = sft.train
     if args.train_sampling_strategy == "group_by_length":
-        rows = training.in_length_pools(rows, args.per_device_train_batch_size, cfg.seed)
+        rows = training.in_length_pools(rows, args.per_device_train_batch_size * args.world_size, cfg.seed)
         args.train_sampling_strategy = "sequential"
     if device.type == "cpu":
         training.score_trained_positions_only()
