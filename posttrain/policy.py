@@ -32,10 +32,16 @@ def microbatches(lengths: Sequence[int], token_budget: int) -> Iterator[list[int
 def token_logprobs(
     model: PreTrainedModel, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]], temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log pi(token | everything before it) and the entropy there, both (S,), in row order, with gradient.
+    """log pi(token | everything before it) and the entropy there, both (S,), in row order, with gradient."""
+    return head_logprobs(model, *trained_states(model, rows, masks), temperature)
 
-    Rows are padded on the right, which a causal model cannot see, so no attention mask is needed. The output layer
-    is applied to the positions that predict a trained token alone and in vocabulary chunks: no [B, T, V] exists.
+
+def trained_states(
+    model: PreTrainedModel, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the output layer multiplies where a trained token is predicted, (S, D), and that token, (S,).
+
+    Rows are padded on the right, which a causal model cannot see, so no attention mask is needed.
     """
     width = max(map(len, rows))
     ids_BT = torch.zeros(len(rows), width, dtype=torch.long)
@@ -45,14 +51,23 @@ def token_logprobs(
         mask_BT[i, : len(row)] = torch.tensor(mask)
     assert not mask_BT[:, 0].any(), "the first token of a conversation is never sampled"
     ids_BT, mask_BT = ids_BT.to(model.device), mask_BT.to(model.device)
-    hidden_SD = _hidden_states(model, ids_BT, mask_BT.roll(-1, 1))
+    return _hidden_states(model, ids_BT, mask_BT.roll(-1, 1)), ids_BT[mask_BT]
+
+
+def head_logprobs(
+    model: PreTrainedModel, hidden_SD: torch.Tensor, tokens_S: torch.Tensor, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log-prob of each token and the entropy there, both (S,), from the states that predict them.
+
+    The output layer is applied in vocabulary chunks to these positions alone: no [B, T, V] exists.
+    """
     head: Any = model.get_output_embeddings()
     config = model.config.get_text_config()
     logprobs_S, entropy_S, *_ = ChunkedLogProbFunction.apply(
         hidden_SD,
         head.weight,
         head.bias,
-        ids_BT[mask_BT],
+        tokens_S,
         temperature,
         VOCABULARY_CHUNK,
         getattr(config, "final_logit_softcapping", None),

@@ -245,38 +245,135 @@ class RolloutSection(Section):
 
 
 class FilterSection(Section):
-    metric: Literal["reward_std"] = Field(
-        "what groups are ranked by: the spread of the raw reward in the group", "reward_std"
+    metric: Literal["reward_std", "reward_variance", "reward", "entropy", "entropy_variance", "length"] = Field(
+        "what groups are ranked by: the spread or the mean of the raw rewards, the entropy, or the sampled tokens",
+        "reward_std",
     )
-    strategy: Literal["none", "top_k", "top_p"] = Field(
-        "keep all groups, the best share `value` of the groups, or the fewest with the share `value` of the metric",
+    strategy: Literal["none", "top_k", "top_k_abs", "top_p", "top_p_softmax", "min_p", "percentile", "soft"] = Field(
+        "none keeps all groups; top_k the best share `value`; top_k_abs the best `value`; top_p the fewest that hold"
+        " the share `value` of the metric; top_p_softmax the same of its softmax; min_p those above `value` times the"
+        " best; percentile those whose rank lies in `band`; soft all, each weighted by its deviation over the largest",
         "none",
     )
-    value: float = Field("the share, see strategy", 0.5, gt=0, le=1)
+    value: float = Field("see strategy: a share, or a number of groups for top_k_abs", 0.5, gt=0)
+    band: tuple[float, float] = Field("percentile: from this share of the ranks, the least first, up to that", (0, 1))
+    largest: bool = Field("keep the groups where the metric is largest; false keeps the smallest", True)
     keep_zero: bool = Field("let groups without any spread through as well; they carry no signal", False)
+    within: int | None = Field("of each kept group train on the so many episodes that differ most; null on all", None)
+    loss_scale: Literal["none", "linear", "sqrt"] = Field("multiply the loss by the kept share, or by its root", "none")
+
+    @model_validator(mode="after")
+    def _fits(self) -> FilterSection:
+        if self.strategy == "top_k_abs" and (self.value != int(self.value)):
+            raise wrong("`value` is a number of groups for top_k_abs: write a whole number, e.g. 8")
+        if self.strategy not in ("top_k_abs", "none", "soft", "percentile") and self.value > 1:
+            raise wrong(f"`value` is a share for {self.strategy}: write a number up to 1, e.g. 0.5, or use top_k_abs")
+        if not 0 <= self.band[0] < self.band[1] <= 1:
+            raise wrong("`band` goes from a smaller to a larger share of the ranks, e.g. [0.25, 0.75]")
+        if "band" in self.model_fields_set and self.strategy != "percentile":
+            raise wrong(f"`band` belongs to the strategy percentile, not to {self.strategy}")
+        if self.strategy == "soft" and self.metric != "reward_std":
+            raise wrong("the soft filter weights groups by the deviation of their rewards: `metric: reward_std`")
+        if self.within is not None and self.within < 2:
+            raise wrong("`within` keeps at least 2 episodes of a group, or there is nothing to compare")
+        return self
 
 
 def presets() -> list[str]:
     return sorted(file.stem for file in PRESETS.glob("*.yaml"))
 
 
+class CriticSection(Section):
+    kind: Literal["shared", "lora", "separate"] = Field(
+        "shared: a value head on the policy's trunk; lora: an adapter of its own on the frozen base; separate: a copy",
+        "shared",
+    )
+    learning_rate: float = Field("of the value head, and of an adapter or a copy of the critic's own", 1e-5, gt=0)
+    coef: float = Field("weight of the value loss beside the policy loss", 0.5, gt=0)
+    clip: float | None = Field("values move at most this far from those of the rollout; null does not clip", 0.5, gt=0)
+    warmup_steps: int = Field("first steps in which the critic learns alone", 0, ge=0)
+
+
 class AlgorithmSection(Section):
     preset: str | None = Field("configs/presets/NAME.yaml is laid under the keys of this file", None)
-    advantage: Literal["grpo"] = Field("how rewards become advantages", "grpo")
-    advantage_std: bool = Field("divide by the group's standard deviation; false is Dr. GRPO's choice", True)
-    loss_type: Literal["ppo_clip"] = Field("the policy loss", "ppo_clip")
-    aggregation: Literal["token_mean"] = Field(
-        "mean over the sampled tokens of the whole step, all ranks", "token_mean"
+    advantage: Literal[
+        "grpo", "rloo", "brpo", "arpo", "maxrl", "reinforce_pp", "turn_return", "gigpo", "gae", "bilevel_gae"
+    ] = Field(
+        "how rewards become advantages: of an episode among its group (grpo, rloo, maxrl), among the whole batch (brpo,"
+        " reinforce_pp) or as it is (arpo); of a turn (turn_return, gigpo); of a token, with a critic (gae, bilevel_gae)",
+        "grpo",
+    )
+    advantage_std: bool = Field("grpo, gigpo: divide by the standard deviation; false is Dr. GRPO's choice", True)
+    gamma: float = Field("turn_return: discount of a turn; gae: of a token", 1.0, gt=0, le=1)
+    lam: float = Field("gae, bilevel_gae: lambda", 1.0, ge=0, le=1)
+    gamma_high: float = Field("bilevel_gae: discount of a turn", 0.95, gt=0, le=1)
+    turn_norm: Literal["group_turn", "batch"] = Field(
+        "turn_return: compared with the same turn of the group, or with all turns of the batch", "group_turn"
+    )
+    step_weight: float = Field("gigpo: weight of the comparison within a state", 1.0, ge=0)
+    step_gamma: float = Field("gigpo: discount of a turn", 0.95, gt=0, le=1)
+    step_similarity: float | None = Field(
+        "gigpo: states whose texts are at least this similar count as one; null wants the same state", None, gt=0, le=1
+    )
+    whiten: bool = Field("gae, bilevel_gae: normalise the advantages over all trained tokens", True)
+    critic: CriticSection = Field("gae, bilevel_gae: who estimates values", CriticSection())
+    loss_type: Literal["ppo_clip", "gspo_turn", "gspo_episode", "cispo", "dppo_tv"] = Field(
+        "the policy loss; gspo compares whole turns or whole episodes instead of tokens", "ppo_clip"
+    )
+    aggregation: Literal["token_mean", "sequence_mean", "dr_grpo"] = Field(
+        "mean over the sampled tokens of the whole step, all ranks; mean over episodes of their token means; or Dr."
+        " GRPO's sum of tokens over a constant",
+        "token_mean",
     )
     epsilon: float = Field("lower clip: the ratio counts from 1 - epsilon", 0.2, gt=0, lt=1)
-    epsilon_high: float = Field("upper clip: the ratio counts up to 1 + epsilon_high", 0.28, gt=0)
-    beta: float = Field("weight of the KL to the starting model; must be 0 for now, the loop has no reference", 0.0)
+    epsilon_high: float = Field("upper clip: the ratio counts up to 1 + epsilon_high; cispo: up to it", 0.28, gt=0)
+    dual_clip: float | None = Field("ppo_clip: a bad token counts at most this many times; null does not", None, gt=1)
+    delta: float = Field("dppo_tv: how far the probability of a token may move", 0.2, gt=0)
+    beta: float = Field("weight of the KL to the model that the run began with", 0.0, ge=0)
+    kl_in: Literal["loss", "reward"] = Field("beta times the KL is added to the loss, or taken from the reward", "loss")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("Schulman's estimators of the KL", "k3")
     entropy_coef: float = Field("weight of the entropy bonus", 0.0, ge=0)
+    entropy_target: float | None = Field("entropy_coef moves until the entropy is here; null leaves it", None, gt=0)
+    entropy_delta: float = Field("by how much it moves in one step", 0.005, gt=0)
+    importance: Literal["none", "truncate", "mask", "sequence_mask"] = Field(
+        "where sampler and trainer differ: nothing; weight tokens by the ratio up to the upper `importance_range`; leave"
+        " tokens, or episodes by their geometric mean, outside that range out",
+        "none",
+    )
+    importance_range: tuple[float, float] = Field("see importance", (0.0, 3.0))
     num_iterations: int = Field("passes over one rollout", 1, ge=1)
     minibatches: int = Field("optimizer steps in one pass", 1, ge=1)
     filter: FilterSection = Field("which groups are trained on", FilterSection())
     max_empty_steps: int = Field("stop after so many steps in a row in which no group passed the filter", 5, ge=1)
     mask_truncated: bool = Field("leave episodes that a limit ended out of the loss", False)
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> AlgorithmSection:
+        def belongs(keys: str, to: str, fits: bool) -> None:
+            for key in keys.split():
+                if key in self.model_fields_set and not fits:
+                    raise wrong(f"`{key}` belongs to {to}, and this run has `advantage: {self.advantage}`")
+
+        belongs("critic lam whiten", "gae and bilevel_gae", self.critical)
+        belongs("gamma_high", "bilevel_gae", self.advantage == "bilevel_gae")
+        belongs("step_weight step_gamma step_similarity", "gigpo", self.advantage == "gigpo")
+        belongs("turn_norm", "turn_return", self.advantage == "turn_return")
+        if self.filter.strategy == "soft" and self.critical:
+            raise wrong("the soft filter weights group-relative advantages; with a critic choose another filter")
+        if self.dual_clip is not None and self.loss_type != "ppo_clip":
+            raise wrong(f"`dual_clip` belongs to the loss ppo_clip, not to {self.loss_type}")
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.epsilon_high:
+            raise wrong(f"`dual_clip` ({self.dual_clip}) must lie above 1 + epsilon_high ({1 + self.epsilon_high})")
+        if not 0 <= self.importance_range[0] < self.importance_range[1]:
+            raise wrong("`importance_range` goes from a smaller to a larger ratio, e.g. [0.5, 3]")
+        if "kl_in" in self.model_fields_set and self.kl_in == "reward" and self.beta == 0:
+            raise wrong("a KL in the reward needs its weight: set `beta`, e.g. 0.001")
+        return self
+
+    @property
+    def critical(self) -> bool:
+        """Whether there is a critic."""
+        return self.advantage in ("gae", "bilevel_gae")
 
     @field_validator("preset")
     @classmethod
@@ -284,13 +381,6 @@ class AlgorithmSection(Section):
         if name is not None and name not in presets():
             raise wrong(f"there is no preset `{name}`, only {', '.join(presets())}{hint(name, presets())}")
         return name
-
-    @field_validator("beta")
-    @classmethod
-    def _no_kl(cls, beta: float) -> float:
-        if beta != 0.0:
-            raise wrong("must be 0: the loop keeps no reference model yet, so there is no KL term")
-        return beta
 
 
 class StarPOTrainerSection(Section):

@@ -1,0 +1,357 @@
+"""How does the policy move?  Every sampled token under the policy, critic and reference; one optimizer step a minibatch.
+
+Shapes: B episodes, N turns of all episodes one after another, S sampled tokens of all turns one after another. The
+formulas are in starpo/. Processes share out the micro-batches, whoever played their episodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from posttrain import parallel
+from posttrain.config import StarPORun
+from posttrain.critic import Critic
+from posttrain.policy import head_logprobs, microbatches, trained_states
+from posttrain.starpo import losses
+from posttrain.types import Trajectory, UserError
+
+CRITIC, POLICY = 1, 0  # the optimizer's groups
+
+
+class Row(NamedTuple):
+    """One context of an episode: what is read, what was sampled there, and where these tokens stand in the batch."""
+
+    episode: int
+    ids: list[int]
+    mask: list[bool]
+    tokens: slice
+
+
+class Batch(NamedTuple):
+    """The episodes of an update and which of them each turn and each sampled token belongs to."""
+
+    episodes: list[Trajectory]
+    group_B: torch.Tensor
+    episode_N: torch.Tensor
+    turn_S: torch.Tensor
+    sampler_S: torch.Tensor  # the sampler's log-probs
+    rows: list[Row]
+
+    @property
+    def episode_S(self) -> torch.Tensor:
+        return self.episode_N[self.turn_S]
+
+    @classmethod
+    def of(cls, episodes: Sequence[Trajectory]) -> Batch:
+        turns, tokens, rows, start = [], [], [], 0
+        for number, episode in enumerate(episodes):
+            turns += [number] * episode.turns
+            tokens += episode.turn_tokens
+            for segment in episode.segments:
+                rows.append(Row(number, segment.ids, segment.mask, slice(start, start := start + segment.tokens)))
+        return cls(
+            episodes=list(episodes),
+            group_B=torch.tensor([episode.group for episode in episodes]),
+            episode_N=torch.tensor(turns, dtype=torch.long),
+            turn_S=torch.arange(len(tokens)).repeat_interleave(torch.tensor(tokens, dtype=torch.long)),
+            sampler_S=torch.tensor([logprob for episode in episodes for logprob in episode.sampled_logprobs]),
+            rows=rows,
+        )
+
+
+class Measured(NamedTuple):
+    """Every sampled token before the update, (S,): log-probs of the policy and the reference, the critic's values."""
+
+    old_S: torch.Tensor
+    reference_S: torch.Tensor | None
+    values_S: torch.Tensor | None
+
+
+class Learner:
+    """The policy, with what is trained and asked beside it."""
+
+    def __init__(self, cfg: StarPORun, model: Any, reference: Any = None) -> None:
+        self.cfg, self.model, self.reference = cfg, model, reference
+        self.critic = Critic(cfg.algorithm.critic.kind, model) if cfg.algorithm.critical else None
+        own = self.critic.own_parameters() if self.critic else []
+        known = {id(parameter) for parameter in own}
+        self.groups = [[p for p in model.parameters() if p.requires_grad and id(p) not in known], own]
+        self.optimizer = self._optimizer()
+        self.entropy_coef = cfg.algorithm.entropy_coef
+        self.policy: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        device = self.policy.device
+        self.device = device
+        self.autocast: Callable[[], Any] = lambda: torch.autocast(
+            device.type, dtype=torch.bfloat16, enabled=cfg.trainer.bf16
+        )
+        # sampler and trainer round alike in float32 alone
+        self.exact = self.policy.dtype == torch.float32 and not cfg.trainer.bf16
+
+    # -------------------------------------------------------------------------------------------------- before
+
+    def measure(self, batch: Batch) -> Measured:
+        """One look at every token, without gradient; what is not needed is not computed."""
+        beta, found = self.cfg.algorithm.beta, {}
+        if not self.exact:
+            found["old"] = self._look(batch, lambda rows: self._logprobs(self.policy, rows))
+        if beta > 0:
+            found["reference"] = self._look(batch, self._reference_logprobs)
+        if self.critic:
+            found["values"] = self._look(batch, lambda rows: self._values(rows))
+        return Measured(found.get("old", batch.sampler_S), found.get("reference"), found.get("values"))
+
+    @torch.no_grad()
+    def _look(self, batch: Batch, ask: Callable[[list[Row]], torch.Tensor]) -> torch.Tensor:
+        found = []
+        for rows in self.share(batch.rows):
+            parts = ask(rows).float().cpu().split([row.tokens.stop - row.tokens.start for row in rows])
+            found += [(row.tokens, part) for row, part in zip(rows, parts, strict=True)]
+        out_S = torch.empty_like(batch.sampler_S)
+        for tokens, part in parallel.gather(found):
+            out_S[tokens] = part
+        return out_S
+
+    def share(self, rows: list[Row]) -> list[list[Row]]:
+        """This process's share of the rows as micro-batches; all have the same number of them, or one less."""
+        chosen = list(microbatches([len(row.ids) for row in rows], self.cfg.trainer.micro_batch_tokens))
+        return [[rows[i] for i in batch] for batch in chosen[parallel.rank() :: parallel.size()]]
+
+    def _logprobs(self, model: Any, rows: list[Row]) -> torch.Tensor:
+        with self.autocast():
+            states = trained_states(model, [row.ids for row in rows], [row.mask for row in rows])
+            return head_logprobs(model, *states, self.cfg.rollout.temperature)[0]
+
+    def _reference_logprobs(self, rows: list[Row]) -> torch.Tensor:
+        if self.reference is not None:
+            return self._logprobs(self.reference, rows)
+        with self.model.disable_adapter():
+            return self._logprobs(self.policy, rows)
+
+    def _values(self, rows: list[Row]) -> torch.Tensor:
+        assert self.critic
+        ids, masks = [row.ids for row in rows], [row.mask for row in rows]
+        with self.autocast(), self.critic.active():
+            if self.critic.kind == "shared":
+                return self.critic.of(trained_states(self.policy, ids, masks)[0])
+            return self.critic.values(ids, masks)
+
+    # -------------------------------------------------------------------------------------------------- update
+
+    def update(
+        self,
+        batch: Batch,
+        measured: Measured,
+        advantages_S: torch.Tensor,
+        returns_S: torch.Tensor | None,
+        trains_B: torch.Tensor,
+        passes: Iterable[list[list[int]]],
+        step: int,
+        scale: float = 1.0,
+    ) -> dict[str, float]:
+        """One optimizer step for each list of episodes of each pass; what happened, as means over tokens.
+
+        trains_B: episodes whose tokens count. passes: for each pass over the batch, its minibatches as episode numbers.
+        scale: what the policy loss is multiplied by.
+        """
+        algorithm, trainer = self.cfg.algorithm, self.cfg.trainer
+        everything = self.groups[POLICY] + self.groups[CRITIC]
+        warming = self.critic is not None and step <= algorithm.critic.warmup_steps
+        rates = {POLICY: trainer.learning_rate, CRITIC: algorithm.critic.learning_rate}
+        for number, setting in enumerate(self.optimizer.param_groups):
+            setting["lr"] = 0.0 if warming and number == POLICY else rates[number] * schedule(self.cfg, step)
+        lengths_B = torch.bincount(batch.episode_S, minlength=len(batch.episodes)) * trains_B
+        self.model.train()
+        sums: dict[str, float] = {}
+        gap, steps, norms, skipped = 0.0, 0, 0.0, 0
+        for minibatches in passes:
+            for chosen in minibatches:
+                counted_B = torch.zeros_like(lengths_B)
+                counted_B[chosen] = lengths_B[chosen]
+                if counted_B.sum() == 0:
+                    continue
+                rows = [row for row in batch.rows if counted_B[row.episode] > 0]
+                for micro in self.share(rows):
+                    found = self._backward(micro, batch, measured, advantages_S, returns_S, counted_B, scale, warming)
+                    gap = max(gap, found.pop("gap")) if steps == 0 else gap
+                    found.pop("gap", None)
+                    for key, value in found.items():
+                        sums[key] = sums.get(key, 0.0) + value
+                parallel.sum_gradients(everything)
+                norm = torch.nn.utils.clip_grad_norm_(everything, trainer.max_grad_norm).item()
+                if math.isfinite(norm):
+                    self.optimizer.step()
+                    norms += norm
+                else:
+                    skipped += 1
+                self.optimizer.zero_grad(set_to_none=True)
+                steps += 1
+        keys = sorted({key for keys in parallel.gather([list(sums)]) for key in keys})
+        sums = {key: parallel.total(sums.get(key, 0.0), self.device) for key in keys}
+        tokens = sums.pop("tokens")
+        row = {f"policy/{key}": value / tokens for key, value in sums.items()}
+        row |= {
+            "policy/grad_norm": norms / max(1, steps - skipped),
+            "policy/skipped_steps": skipped,
+            "policy/sampler_gap": max(parallel.gather([gap])),
+            "policy/learning_rate": trainer.learning_rate * schedule(self.cfg, step),
+            "policy/entropy_coef": self.entropy_coef,
+        }
+        if algorithm.entropy_target is not None:
+            self.entropy_coef, _ = losses.adaptive_entropy(
+                self.entropy_coef, row["policy/entropy"], algorithm.entropy_target, delta=algorithm.entropy_delta
+            )
+        return row
+
+    def _backward(
+        self,
+        rows: list[Row],
+        batch: Batch,
+        measured: Measured,
+        advantages_S: torch.Tensor,
+        returns_S: torch.Tensor | None,
+        counted_B: torch.Tensor,
+        scale: float,
+        warming: bool,
+    ) -> dict[str, float]:
+        """Gradients of one micro-batch, added to those that are there; sums over its tokens."""
+        algorithm = self.cfg.algorithm
+        index_S = torch.cat([torch.arange(row.tokens.start, row.tokens.stop) for row in rows])
+
+        def here(values_S: torch.Tensor) -> torch.Tensor:
+            return values_S[index_S].to(self.device)
+
+        ids, masks = [row.ids for row in rows], [row.mask for row in rows]
+        weights_S = losses.token_weights(
+            batch.episode_S[index_S], algorithm.aggregation, counted_B, self._longest()
+        ).to(self.device)
+        with self.autocast():
+            hidden_SD, tokens_S = trained_states(self.policy, ids, masks)
+            new_S, entropy_S = head_logprobs(self.policy, hidden_SD, tokens_S, self.cfg.rollout.temperature)
+        new_S, entropy_S = new_S.float(), entropy_S.float()
+        old_S, sampler_S, advantage_S = here(measured.old_S), here(batch.sampler_S), here(advantages_S).float()
+        loss_S, bites_S = self._policy_loss(new_S, old_S, advantage_S, batch, index_S)
+        trusted_S, _ = losses.sampler_weights(
+            old_S, sampler_S, *self._correction(batch, index_S), low=algorithm.importance_range[0],
+            high=algorithm.importance_range[1],
+        )  # fmt: skip
+        total_S = scale * loss_S * trusted_S - self.entropy_coef * entropy_S
+        with torch.no_grad():
+            found = {
+                "gap": (new_S - sampler_S).abs().max().item(),
+                "tokens": float(len(new_S)),
+                "loss": loss_S.sum().item(),
+                "entropy": entropy_S.sum().item(),
+                "clip_fraction": bites_S.sum().item(),
+                "kl_to_old": losses.kl(new_S, old_S, "k3").sum().item(),
+                "importance_weight": trusted_S.sum().item(),
+            }
+        if measured.reference_S is not None:
+            reference_S = here(measured.reference_S)
+            found["kl_to_reference"] = losses.kl(new_S.detach(), reference_S, "k3").sum().item()
+            if algorithm.kl_in == "loss":
+                total_S = total_S + algorithm.beta * losses.kl(new_S, reference_S, algorithm.kl_estimator)
+        total = (weights_S * total_S).sum() * (0.0 if warming else 1.0)
+        if self.critic and self.critic.kind == "shared":
+            value, more = self._value_loss(self.critic.of(hidden_SD), measured, returns_S, weights_S, here)
+            (total + value).backward()
+            return found | more
+        total.backward()
+        if not self.critic:
+            return found
+        with self.critic.active():  # recomputed activations, too, must be the critic's
+            with self.autocast():
+                values_S = self.critic.values(ids, masks)
+            value, more = self._value_loss(values_S, measured, returns_S, weights_S, here)
+            value.backward()
+        return found | more
+
+    def _policy_loss(
+        self, new_S: torch.Tensor, old_S: torch.Tensor, advantage_S: torch.Tensor, batch: Batch, index_S: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        algorithm = self.cfg.algorithm
+        low, high = algorithm.epsilon, algorithm.epsilon_high
+        match algorithm.loss_type:
+            case "ppo_clip":
+                return losses.ppo_clip(new_S, old_S, advantage_S, low, high, dual_clip=algorithm.dual_clip)
+            case "gspo_turn":
+                return losses.gspo(new_S, old_S, advantage_S, batch.turn_S[index_S].to(self.device), low, high)
+            case "gspo_episode":
+                return losses.gspo(new_S, old_S, advantage_S, batch.episode_S[index_S].to(self.device), low, high)
+            case "cispo":
+                return losses.cispo(new_S, old_S, advantage_S, high)
+            case "dppo_tv":
+                return losses.dppo_tv(new_S, old_S, advantage_S, algorithm.delta)
+
+    def _correction(self, batch: Batch, index_S: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        return self.cfg.algorithm.importance, batch.episode_S[index_S].to(self.device)
+
+    def _value_loss(
+        self,
+        values_S: torch.Tensor,
+        measured: Measured,
+        returns_S: torch.Tensor | None,
+        weights_S: torch.Tensor,
+        here: Callable[[torch.Tensor], torch.Tensor],
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        assert measured.values_S is not None and returns_S is not None
+        critic, target_S = self.cfg.algorithm.critic, here(returns_S).float()
+        clip = math.inf if critic.clip is None else critic.clip
+        loss_S, bites_S = losses.value_loss(values_S.float(), here(measured.values_S), target_S, clip)
+        with torch.no_grad():
+            found = {
+                "value_loss": loss_S.sum().item(),
+                "value": values_S.sum().item(),
+                "value_clip_fraction": bites_S.sum().item(),
+                "value_error": (values_S.float() - target_S).abs().sum().item(),
+            }
+        return critic.coef * (weights_S * loss_S).sum(), found
+
+    def _longest(self) -> int:
+        """The constant of Dr. GRPO: the most tokens an episode can be sampled."""
+        return self.cfg.rollout.max_completion_length * self.cfg.protocol.max_turns
+
+    # --------------------------------------------------------------------------------------------------- state
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        trainer = self.cfg.trainer
+        groups = [{"params": group} for group in self.groups if group]
+        options = {
+            "lr": trainer.learning_rate,
+            "betas": (trainer.adam_beta1, trainer.adam_beta2),
+            "weight_decay": trainer.weight_decay,
+        }
+        if trainer.optim == "adamw_torch":
+            return torch.optim.AdamW(groups, **options)
+        from bitsandbytes.optim.adamw import AdamW8bit, PagedAdamW8bit
+
+        kind = AdamW8bit if trainer.optim == "adamw_8bit" else PagedAdamW8bit
+        return kind(groups, **options)
+
+    def save(self, folder: Path) -> None:
+        """What a resumed run needs beside the policy's weights."""
+        torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
+        if self.critic:
+            self.critic.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Optimizer and critic of a checkpoint; the weights of the policy are already there."""
+        self.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location=self.device, weights_only=True))
+        if self.critic:
+            self.critic.load(folder)
+
+
+def schedule(cfg: StarPORun, step: int) -> float:
+    """The learning rate's factor in step 1, 2, ...: a linear warm-up, then constant, or linear or cosine towards 0."""
+    trainer = cfg.trainer
+    if step <= trainer.warmup_steps:
+        return step / trainer.warmup_steps
+    done = (step - 1 - trainer.warmup_steps) / max(1, trainer.max_steps - trainer.warmup_steps)
+    return {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}[
+        trainer.lr_scheduler_type
+    ]
