@@ -1,8 +1,19 @@
-"""How much better was this episode than its siblings?  Raw returns in, one advantage per episode out."""
+"""How much better was this than could be expected?  Rewards in; one advantage per episode, turn or token out.
+
+B episodes; N turns of all episodes and S sampled tokens of all turns, one after another. `group_B`, `episode_N` and
+`turn_S` are integers that say where each belongs; the last two never decrease. Where a turn ends is read from these
+maps and never from its reward. Rewards are finite: episodes that crashed have none and are left out by the caller.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
+from difflib import SequenceMatcher
+from typing import Literal
+
 import torch
+
+# Per episode
 
 
 def grpo(rewards_B: torch.Tensor, group_B: torch.Tensor, *, std: bool = True, eps: float = 1e-4) -> torch.Tensor:
@@ -19,14 +30,242 @@ def grpo(rewards_B: torch.Tensor, group_B: torch.Tensor, *, std: bool = True, ep
     return centred_B / (std_B + eps) if std else centred_B
 
 
+def rloo(rewards_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
+    """Reward minus the mean of the others in the group, shape (B,). A group of one gets 0.
+
+    RLOO, arXiv 2402.14740; with `ppo_clip` on top it is LOOP, arXiv 2502.01600.
+
+    >>> rloo(torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0, 0, 0]))
+    tensor([ 1.0000, -0.5000, -0.5000])
+    """
+    _, index_B, count_G = group_B.unique(return_inverse=True, return_counts=True)
+    count_B = count_G[index_B]
+    return grpo(rewards_B, group_B, std=False) * count_B / (count_B - 1).clamp(min=1)
+
+
+def brpo(rewards_B: torch.Tensor, *, std: bool = True) -> torch.Tensor:
+    """The whole batch as one group, shape (B,): RAGEN's BRPO. Of turns, it is ReBN (GEM, arXiv 2510.01051)."""
+    return grpo(rewards_B, torch.zeros(len(rewards_B), dtype=torch.long, device=rewards_B.device), std=std)
+
+
+def arpo(rewards_B: torch.Tensor) -> torch.Tensor:
+    """The reward itself, shape (B,): RAGEN's ARPO, plain REINFORCE."""
+    assert rewards_B.isfinite().all()
+    return rewards_B
+
+
+def maxrl(rewards_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
+    """(R - mean of the group) / mean of the group, shape (B,): rare successes count more. MaxRL, arXiv 2602.02710.
+
+    Meant for rewards from 0 to 1. A group whose mean is 0 has no success to learn from and gets 0; so does one with a
+    negative mean, where the division would turn good into bad.
+
+    >>> maxrl(torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0]), torch.tensor([0, 0, 0, 0, 1, 1]))
+    tensor([ 3., -1., -1., -1.,  0.,  0.])
+    """
+    mean_B, _ = group_moments(rewards_B, group_B)
+    positive_B = mean_B > 1e-10
+    return torch.where(positive_B, (rewards_B - mean_B) / mean_B.where(positive_B, torch.ones_like(mean_B)), 0)
+
+
+def reinforce_pp(
+    rewards_B: torch.Tensor, group_B: torch.Tensor, lengths_B: torch.Tensor, *, baseline: bool = False
+) -> torch.Tensor:
+    """Rewards whitened over the tokens of the batch, shape (B,). REINFORCE++, arXiv 2501.03262.
+
+    An episode of `lengths_B` tokens counts that often in mean and variance. `baseline` subtracts the mean of the group
+    first (REINFORCE++-baseline). With a KL penalty in the reward: `whiten(returns_to_go(token_rewards(...), ...))`.
+    """
+    score_B = grpo(rewards_B, group_B, std=False) if baseline else rewards_B
+    assert score_B.isfinite().all()
+    tokens = lengths_B.sum()
+    mean = (score_B * lengths_B).sum() / tokens
+    variance = ((score_B - mean) ** 2 * lengths_B).sum() / (tokens - 1).clamp(min=1)
+    return (score_B - mean) * (variance + 1e-8).rsqrt()
+
+
 def group_moments(rewards_B: torch.Tensor, group_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and sample standard deviation of each trajectory's group, both (B,); a group of one has deviation 0."""
-    if len(rewards_B) == 0:
-        return rewards_B, rewards_B
-    _, index_B = group_B.unique(return_inverse=True)
-    zero_G = torch.zeros(int(index_B.max()) + 1, dtype=rewards_B.dtype)
-    count_G = zero_G.index_add(0, index_B, torch.ones_like(rewards_B))
-    mean_G = zero_G.index_add(0, index_B, rewards_B) / count_G
-    square_B = (rewards_B - mean_G[index_B]) ** 2
-    variance_G = zero_G.index_add(0, index_B, square_B) / (count_G - 1).clamp(min=1)
-    return mean_G[index_B], variance_G.sqrt()[index_B]
+    """Mean and sample standard deviation of each episode's group, both (B,); a group of one has deviation 0.
+
+    Taken from the group's smallest reward upwards, so that equal rewards have deviation 0 to the last bit.
+    """
+    assert rewards_B.isfinite().all()
+    _, index_B, count_G = group_B.unique(return_inverse=True, return_counts=True)
+    zero_G = rewards_B.new_zeros(len(count_G))
+    least_B = zero_G.scatter_reduce(0, index_B, rewards_B, "amin", include_self=False)[index_B]
+    above_B = rewards_B - least_B
+    mean_B = (zero_G.index_add(0, index_B, above_B) / count_G)[index_B]
+    square_G = zero_G.index_add(0, index_B, (above_B - mean_B) ** 2)
+    return least_B + mean_B, (square_G / (count_G - 1).clamp(min=1)).sqrt()[index_B]
+
+
+# Per turn
+
+
+def returns_to_go(rewards_N: torch.Tensor, episode_N: torch.Tensor, gamma: float) -> torch.Tensor:
+    """Discounted sum of this and all later rewards of the same episode, shape (N,); also of tokens, for `episode_S`.
+
+    >>> returns_to_go(torch.tensor([0.0, 0.0, 1.0, 3.0]), torch.tensor([0, 0, 0, 1]), 0.5)
+    tensor([0.2500, 0.5000, 1.0000, 3.0000])
+    """
+    row_N, place_N = _places(episode_N)
+    if len(row_N) == 0:
+        return rewards_N
+    grid_TB = rewards_N.new_zeros(int(place_N.max()) + 1, int(row_N[-1]) + 1)
+    grid_TB[place_N, row_N] = rewards_N
+    for turn in range(len(grid_TB) - 2, -1, -1):
+        grid_TB[turn] += gamma * grid_TB[turn + 1]
+    return grid_TB[place_N, row_N]
+
+
+def turn_advantages(
+    rewards_N: torch.Tensor,
+    episode_N: torch.Tensor,
+    group_B: torch.Tensor,
+    *,
+    gamma: float = 1.0,
+    over: Literal["group_turn", "batch"] = "group_turn",
+    std: bool = True,
+) -> torch.Tensor:
+    """Return-to-go of each turn, normalised over the k-th turns of its group or over all turns, shape (N,).
+
+    `batch` is GEM's ReBN (arXiv 2510.01051). A turn that only one episode of its group reached gets 0 under
+    `group_turn`: nothing to compare with.
+    """
+    returns_N = returns_to_go(rewards_N, episode_N, gamma)
+    if over == "batch":
+        return brpo(returns_N, std=std)
+    _, place_N = _places(episode_N)
+    return grpo(returns_N, group_B[episode_N] * (len(place_N) + 1) + place_N, std=std)
+
+
+def gigpo(
+    rewards_B: torch.Tensor,
+    group_B: torch.Tensor,
+    rewards_N: torch.Tensor,
+    episode_N: torch.Tensor,
+    bucket_N: torch.Tensor,
+    *,
+    weight: float = 1.0,
+    gamma: float = 0.95,
+    std: bool = True,
+) -> torch.Tensor:
+    """Group-relative return of the episode plus `weight` times that of the step, shape (N,).
+
+    GiGPO, arXiv 2505.10978, eq. 3, 5, 7 and 8: steps taken from the same state (`bucket_N`, of `state_buckets`) are
+    compared by their discounted returns; a state met once gets 0. `std=False` divides neither part.
+    """
+    step_N = grpo(returns_to_go(rewards_N, episode_N, gamma), bucket_N, std=std)
+    return grpo(rewards_B, group_B, std=std)[episode_N] + weight * step_N
+
+
+def state_buckets(states_N: Sequence[Hashable], group_N: torch.Tensor, similarity: float = 1.0) -> torch.Tensor:
+    """Number of the bucket of each turn, shape (N,): same group, same state. GiGPO, eq. 6.
+
+    Below 1, `similarity` is the least `difflib` ratio at which two texts count as the same state. As published, a text
+    joins the first bucket whose first member is so similar.
+
+    >>> state_buckets(["a", "b", "a", "a"], torch.tensor([0, 0, 0, 1])).tolist()
+    [0, 1, 0, 2]
+    >>> state_buckets(["Player at 1, 1.", "Player at 1, 2.", "You won!"], torch.tensor([0, 0, 0]), 0.9).tolist()
+    [0, 0, 1]
+    """
+    bucket: dict[tuple[float, Hashable], int] = {}
+    first: dict[float, list[tuple[SequenceMatcher[str], int]]] = {}  # by group: the first member of each bucket
+    count = 0
+    for group, state in zip(group_N.tolist(), states_N, strict=True):
+        if (group, state) in bucket:
+            continue
+        alike = None
+        if similarity < 1:
+            assert isinstance(state, str)
+            alike = next((number for match, number in first.get(group, []) if _alike(match, state, similarity)), None)
+            if alike is None:
+                first.setdefault(group, []).append((SequenceMatcher(None, "", state), count))
+        bucket[group, state] = count if alike is None else alike
+        count += alike is None
+    numbers = [bucket[key] for key in zip(group_N.tolist(), states_N, strict=True)]
+    return torch.tensor(numbers, dtype=torch.long, device=group_N.device)
+
+
+def _alike(match: SequenceMatcher[str], text: str, similarity: float) -> bool:
+    match.set_seq1(text)  # the quick ratios are upper bounds of the slow one
+    return all(ratio() >= similarity for ratio in (match.real_quick_ratio, match.quick_ratio, match.ratio))
+
+
+# Per token
+
+
+def token_rewards(rewards_N: torch.Tensor, turn_S: torch.Tensor, extra_S: torch.Tensor | None = None) -> torch.Tensor:
+    """Each turn's reward on its last token, shape (S,), plus `extra_S`, e.g. -beta * KL of each token.
+
+    >>> token_rewards(torch.tensor([0.0, 1.0]), torch.tensor([0, 0, 1, 1, 1]))
+    tensor([0., 0., 0., 0., 1.])
+    """
+    rewards_S = rewards_N.new_zeros(len(turn_S)) if extra_S is None else extra_S.clone()
+    rewards_S[_ends(turn_S, len(rewards_N))] += rewards_N
+    return rewards_S
+
+
+def gae(
+    rewards_S: torch.Tensor, values_S: torch.Tensor, episode_S: torch.Tensor, gamma: float, lam: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and the critic's targets, both (S,). GAE, arXiv 1506.02438, eq. 16.
+
+    After a token comes the next sampled one of its episode, however long the world spoke in between; after the last one
+    comes nothing, whose value is 0.
+    """
+    assert rewards_S.isfinite().all() and values_S.isfinite().all()
+    next_S = torch.cat([values_S[1:], values_S.new_zeros(1)])[: len(values_S)]
+    next_S = next_S.where(~_last(episode_S), torch.zeros_like(next_S))
+    advantages_S = returns_to_go(rewards_S + gamma * next_S - values_S, episode_S, gamma * lam)
+    return advantages_S, advantages_S + values_S
+
+
+def bilevel_gae(
+    rewards_S: torch.Tensor,
+    values_S: torch.Tensor,
+    turn_S: torch.Tensor,
+    episode_N: torch.Tensor,
+    *,
+    gamma: float,
+    gamma_high: float,
+    lam: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and the critic's targets, both (S,): GAE over turns, then over the tokens inside each turn.
+
+    VAGEN, arXiv 2510.16907, as its code has it. The rewards and values at the last tokens of the turns give each turn a
+    return (discount `gamma_high`), which is the reward of its last token below (discount `gamma`); there, every turn
+    starts anew. What `rewards_S` holds for other tokens, such as a KL penalty, counts within its turn only.
+    """
+    ends_S = _ends(turn_S, len(episode_N))
+    _, returns_N = gae(rewards_S[ends_S], values_S[ends_S], episode_N, gamma_high, lam)
+    return gae(rewards_S.masked_scatter(ends_S, returns_N), values_S, turn_S, gamma, lam)
+
+
+def whiten(advantages_S: torch.Tensor) -> torch.Tensor:
+    """Mean 0 and variance 1 over all tokens, shape (S,); equal ones become 0."""
+    variance = ((advantages_S - advantages_S.mean()) ** 2).sum() / max(1, len(advantages_S) - 1)
+    return (advantages_S - advantages_S.mean()) * (variance + 1e-8).rsqrt()
+
+
+def _places(episode_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Number of the episode without gaps, and place of the turn in it: [3, 3, 7] -> [0, 0, 1], [0, 1, 0]."""
+    assert (episode_N[1:] >= episode_N[:-1]).all(), "turns of one episode stand together, in order"
+    _, row_N, count_B = episode_N.unique_consecutive(return_inverse=True, return_counts=True)
+    start_B = count_B.cumsum(0) - count_B
+    return row_N, torch.arange(len(row_N), device=row_N.device) - start_B[row_N]
+
+
+def _last(turn_S: torch.Tensor) -> torch.Tensor:
+    """True at the last token of each turn: [0, 0, 1] -> [False, True, True]."""
+    last_S = torch.ones_like(turn_S, dtype=torch.bool)
+    last_S[:-1] = turn_S[1:] != turn_S[:-1]
+    return last_S
+
+
+def _ends(turn_S: torch.Tensor, turns: int) -> torch.Tensor:
+    """`_last`, and every one of the turns has a token."""
+    last_S = _last(turn_S)
+    assert torch.equal(turn_S[last_S], torch.arange(turns, device=turn_S.device)), "every turn has a sampled token"
+    return last_S

@@ -4,29 +4,131 @@ from __future__ import annotations
 
 import torch
 
+from posttrain.starpo.advantages import group_moments
+
+
+def group_scores(
+    metric: str,
+    group_B: torch.Tensor,
+    rewards_B: torch.Tensor,
+    *,
+    groups: int,
+    entropy_B: torch.Tensor | None = None,
+    lengths_B: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One number per group, shape (groups,); NaN for a group without an episode.
+
+    metric: `reward`, `entropy` or `length` for the mean of the group, with `_std` or `_variance` for its sample
+    standard deviation or variance. `reward_std` is StarPO-S (arXiv 2504.20073, eq. 7), `reward_variance` RAGEN-2
+    (arXiv 2604.06268), whose code takes the standard deviation under that name: the order is the same, the share that
+    top-p keeps is not. Entropies are means over an episode's tokens, lengths count its sampled tokens.
+
+    >>> rewards_B, group_B = torch.tensor([0.0, 1.0, 2.0, 5.0]), torch.tensor([0, 0, 0, 2])
+    >>> group_scores("reward_variance", group_B, rewards_B, groups=3).tolist()
+    [1.0, nan, 0.0]
+    """
+    name, _, statistic = metric.partition("_")
+    values_B = {"reward": rewards_B, "entropy": entropy_B, "length": lengths_B}.get(name)
+    if values_B is None or statistic not in ("", "std", "variance"):
+        raise ValueError(f"unknown metric {metric!r}: reward, entropy or length, with _std or _variance or nothing")
+    values_B = values_B.to(rewards_B.dtype)
+    mean_B, std_B = group_moments(values_B, group_B)
+    scores_G = rewards_B.new_full((groups,), float("nan"))
+    scores_G[group_B] = {"": mean_B, "std": std_B, "variance": std_B**2}[statistic]
+    return scores_G
+
 
 def keep_groups(
-    score_G: torch.Tensor, strategy: str, value: float, *, keep_zero: bool = False, eps: float = 0.01
+    score_G: torch.Tensor,
+    strategy: str,
+    value: float,
+    *,
+    upper: float = 1.0,
+    smallest: bool = False,
+    keep_zero: bool = False,
+    eps: float = 0.01,
 ) -> torch.Tensor:
     """Indices of the groups to train on, best score first; may be empty.
 
-    score_G: one number per group, e.g. the standard deviation of its rewards (StarPO-S, arXiv 2504.20073, eq. 7).
-    `none` keeps all; `top_k` keeps the best `value` share (at least one); `top_p` keeps from the top until the kept
-    scores sum to `value` of all (RAGEN-2, arXiv 2604.06268, linear rule, with its tolerance `eps`).
-    Groups whose score is zero teach nothing and are dropped first unless `keep_zero`.
+    score_G: one number per group, of `group_scores`. Groups without a score (NaN) are never kept; groups whose score is
+    zero teach nothing and are dropped first unless `keep_zero`. Best is largest, or `smallest`.
+
+    none            all
+    top_k           the best `value` share of all groups, at least one
+    top_k_abs       the best `value` groups, at least one
+    top_p           from the best until their scores sum to `value` of all, less `eps` (RAGEN-2, arXiv 2604.06268, the
+                    linear rule); 1 keeps all, scores that sum to almost nothing keep none
+    top_p_softmax   the fewest whose softmax sums to `value`
+    min_p           scores of at least `value` times the largest, or of at most the smallest / `value`
+    percentile      ranks from `value` to below `upper`, as shares: 0 to .25 is the best quarter
 
     >>> keep_groups(torch.tensor([0.1, 0.5, 0.0, 0.4]), "top_k", 0.5)
     tensor([1, 3])
     """
-    order_G = score_G.argsort(descending=True, stable=True)
+    order_G = score_G.argsort(descending=not smallest, stable=True)
+    order_G = order_G[~score_G[order_G].isnan()]
     if not keep_zero:
-        order_G = order_G[score_G[order_G] > 1e-10]
+        order_G = order_G[score_G[order_G].abs() > 1e-10]
+    ranked_G = score_G[order_G]
     if strategy == "none" or len(order_G) == 0:
         return order_G
     if strategy == "top_k":
         return order_G[: max(1, int(value * len(score_G)))]
+    if strategy == "top_k_abs":
+        return order_G[: max(1, int(value))]
     if strategy == "top_p":
-        ranked_G = score_G[order_G]
-        before_G = ranked_G.cumsum(0) - ranked_G
-        return order_G[before_G < value * score_G.sum() - eps]
-    raise ValueError(f"unknown filter strategy {strategy!r}: none, top_k or top_p")
+        mass_G = ranked_G.clamp(min=0)
+        return order_G if value >= 1 else order_G[mass_G.cumsum(0) - mass_G < value * mass_G.sum() - eps]
+    if strategy == "top_p_softmax":
+        mass_G = (-ranked_G if smallest else ranked_G).softmax(0)
+        return order_G if value >= 1 else order_G[mass_G.cumsum(0) - mass_G < value]
+    if strategy == "min_p":
+        return order_G[ranked_G * value <= ranked_G[0] if smallest else ranked_G >= value * ranked_G[0]]
+    if strategy == "percentile":
+        return order_G[int(value * len(order_G)) : int(upper * len(order_G))]
+    raise ValueError(
+        f"unknown filter strategy {strategy!r}: none, top_k, top_k_abs, top_p, top_p_softmax, min_p or percentile"
+    )
+
+
+def within_group(rewards_B: torch.Tensor, group_B: torch.Tensor, k: int) -> torch.Tensor:
+    """True for the k episodes of each group whose rewards vary most, shape (B,); all of a group of at most k.
+
+    The most varied k are always some of the worst and some of the best, so k + 1 choices are compared (PODS,
+    arXiv 2504.13818).
+
+    >>> within_group(torch.tensor([0.0, 0.4, 0.5, 1.0]), torch.tensor([0, 0, 0, 0]), 2).tolist()
+    [True, False, False, True]
+    """
+    kept_B = torch.ones_like(group_B, dtype=torch.bool)
+    step_K = torch.arange(k, device=group_B.device)
+    for group in group_B.unique():
+        members_G = (group_B == group).nonzero()[:, 0]
+        if len(members_G) <= k:
+            continue
+        order_G = members_G[rewards_B[members_G].argsort(stable=True)]
+        worst_C = torch.arange(k + 1, device=group_B.device)[:, None]  # how many of the worst each choice takes
+        choices_CK = torch.where(step_K < worst_C, step_K, len(order_G) - k + step_K)
+        best = rewards_B[order_G][choices_CK].var(dim=1, correction=0).argmax()
+        kept_B[members_G] = False
+        kept_B[order_G[choices_CK[best]]] = True
+    return kept_B
+
+
+def soft_weights(score_G: torch.Tensor) -> torch.Tensor:
+    """What to multiply each group's advantages by instead of dropping some, shape (G,): its score / the largest score.
+
+    RAGEN's soft reweighting, of `reward_std`; groups without a score get 0, and all do where no score is positive.
+    """
+    score_G = score_G.nan_to_num(0.0).clamp(min=0)
+    return score_G / score_G.max().clamp(min=1e-10) if len(score_G) else score_G
+
+
+def loss_scale(kept_share: float, scaling: str) -> float:
+    """What to multiply the loss by when this share of groups is kept: 1 (none), the share (linear), its root (sqrt).
+
+    RAGEN-2's text scales linearly, its released scripts not at all.
+    """
+    if scaling not in ("none", "linear", "sqrt"):
+        raise ValueError(f"unknown loss scaling {scaling!r}: none, linear or sqrt")
+    return kept_share ** {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[scaling]

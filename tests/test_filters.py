@@ -1,0 +1,213 @@
+"""Do filters keep what they promise?  Each against a slow reference written as loops."""
+
+from __future__ import annotations
+
+import doctest
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posttrain.starpo import filters
+from posttrain.starpo.advantages import grpo
+from posttrain.starpo.filters import group_scores, keep_groups, loss_scale, soft_weights, within_group
+
+
+def tensor(values: object) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+rewards_and_groups = st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 5)), min_size=1, max_size=40)
+scores = st.lists(st.floats(0, 5).map(lambda x: round(x, 3)), min_size=1, max_size=20)
+# distinct ones have one order only; some negative, some zero
+distinct = st.lists(st.floats(-2, 5).map(lambda x: round(x, 3)), min_size=1, max_size=20, unique=True)
+
+
+def test_the_examples_hold() -> None:
+    assert doctest.testmod(filters).attempted >= 3 and doctest.testmod(filters).failed == 0
+
+
+# Scores
+
+
+@given(rewards_and_groups, st.sampled_from(["reward", "entropy", "length"]), st.sampled_from(["", "_std", "_variance"]))
+def test_group_scores_are_the_loop(rows: list[tuple[float, int]], name: str, statistic: str) -> None:
+    values, group = [v for v, _ in rows], torch.tensor([g for _, g in rows])
+    source = {"reward": 0.0, "entropy": 1.0, "length": 2.0}
+    columns = [tensor([v + shift for v in values]) * (1 + shift) for shift in source.values()]
+    fast = group_scores(name + statistic, group, columns[0], groups=7, entropy_B=columns[1], lengths_B=columns[2])
+    for number in range(7):
+        mine = [
+            (v + source[name]) * (1 + source[name]) for v, g in zip(values, group.tolist(), strict=True) if g == number
+        ]
+        if not mine:
+            assert math.isnan(fast[number])
+            continue
+        mean = sum(mine) / len(mine)
+        variance = sum((v - mean) ** 2 for v in mine) / max(1, len(mine) - 1)
+        wanted = {"": mean, "_std": math.sqrt(variance), "_variance": variance}[statistic]
+        assert fast[number].item() == pytest.approx(wanted, abs=1e-6)
+
+
+def test_an_unknown_metric_or_one_without_numbers_is_an_error() -> None:
+    group, rewards = torch.tensor([0, 0]), tensor([0.0, 1.0])
+    for metric in ("variance", "reward_max", "entropy", "length_std"):
+        with pytest.raises(ValueError, match=metric):
+            group_scores(metric, group, rewards, groups=1)
+
+
+def test_scores_come_from_raw_rewards() -> None:
+    """RAGEN v1 scores rewards that were normalised within their group: every group's deviation is then 1."""
+    group, rewards = torch.tensor([0, 0, 1, 1, 2, 2]), tensor([0.0, 0.1, 0.0, 1.0, 3.0, 3.0])
+    raw = group_scores("reward_std", group, rewards, groups=3)
+    assert keep_groups(raw, "top_k_abs", 1).tolist() == [1]
+    assert raw[1] / raw[0] == pytest.approx(10)
+    late = group_scores("reward_std", group, grpo(rewards, group), groups=3)
+    assert late[1] / late[0] == pytest.approx(1, abs=0.01)  # what would be left to choose by
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(reward=st.floats(-10, 10), size=st.integers(1, 16))
+def test_a_group_of_equal_rewards_is_dropped(dtype: torch.dtype, reward: float, size: int) -> None:
+    rewards = torch.tensor([reward] * size + [0.0, 1.0], dtype=dtype)
+    group = torch.tensor([0] * size + [1, 1])
+    for metric in ("reward_std", "reward_variance"):
+        score = group_scores(metric, group, rewards, groups=2)
+        assert score[0] == 0
+        for strategy in ("none", "top_k", "top_p", "top_p_softmax", "min_p"):
+            assert keep_groups(score, strategy, 1.0).tolist() == [1]
+
+
+# Groups
+
+
+def slow_order(values: list[float], smallest: bool, keep_zero: bool) -> list[int]:
+    order = sorted(range(len(values)), key=lambda i: values[i] if smallest else -values[i])
+    return [i for i in order if keep_zero or abs(values[i]) > 1e-10]
+
+
+def slow_top_p(values: list[float], p: float) -> list[int]:
+    """RAGEN-2's loop."""
+    kept, cumulative = [], 0.0
+    for index in sorted(range(len(values)), key=lambda i: -values[i]):
+        if values[index] <= 1e-10 or (p < 1 and cumulative >= p * sum(values) - 0.01):
+            break
+        kept.append(index)
+        cumulative += values[index]
+    return kept
+
+
+@given(scores, st.floats(0.05, 1))
+def test_top_p_is_the_loop(values: list[float], p: float) -> None:
+    fast = keep_groups(tensor(values), "top_p", p).tolist()
+    assert sorted(values[i] for i in fast) == pytest.approx(sorted(values[i] for i in slow_top_p(values, p)))
+
+
+@given(scores, st.floats(0.05, 1))
+def test_top_k_keeps_the_best(values: list[float], share: float) -> None:
+    kept = keep_groups(tensor(values), "top_k", share).tolist()
+    useful = [score for score in values if score > 1e-10]
+    assert len(kept) == min(len(useful), max(1, int(share * len(values))))
+    assert sorted((values[i] for i in kept), reverse=True) == sorted(useful, reverse=True)[: len(kept)]
+
+
+@given(distinct, st.floats(0.05, 1), st.booleans(), st.booleans())
+def test_every_strategy_is_its_loop(values: list[float], value: float, smallest: bool, keep_zero: bool) -> None:
+    order = slow_order(values, smallest, keep_zero)
+    sign = -1 if smallest else 1
+    linear, soft, cumulative, probability = [], [], 0.0, 0.0
+    mass = sum(max(0.0, values[i]) for i in order)
+    exponentials = sum(math.exp(sign * values[i]) for i in order)
+    for i in order:
+        if value >= 1 or cumulative < value * mass - 0.01:
+            linear.append(i)
+        if value >= 1 or probability < value:
+            soft.append(i)
+        cumulative += max(0.0, values[i])
+        probability += math.exp(sign * values[i]) / exponentials
+    best = values[order[0]] if order else 0.0
+    slow = {
+        "none": order,
+        "top_k": order[: max(1, int(value * len(values)))],
+        "top_k_abs": order[: max(1, int(10 * value))],
+        "top_p": linear,
+        "top_p_softmax": soft,
+        "min_p": [i for i in order if (values[i] * value <= best if smallest else values[i] >= best * value)],
+        "percentile": order[int(value / 2 * len(order)) : int(value * len(order))],
+    }
+    for strategy, wanted in slow.items():
+        given_value = {"top_k_abs": 10 * value, "percentile": value / 2}.get(strategy, value)
+        kept = keep_groups(tensor(values), strategy, given_value, upper=value, smallest=smallest, keep_zero=keep_zero)
+        assert kept.tolist() == wanted, strategy
+
+
+@given(distinct, st.sampled_from([0.25, 0.5, 0.75]))
+def test_percentile_bands_tile_the_groups(values: list[float], cut: float) -> None:
+    lower, upper = (
+        keep_groups(tensor(values), "percentile", low, upper=high, keep_zero=True).tolist()
+        for low, high in ((0.0, cut), (cut, 1.0))
+    )
+    assert lower + upper == slow_order(values, smallest=False, keep_zero=True)
+
+
+@given(st.permutations(range(6)), st.sampled_from(["none", "top_k", "top_p", "top_p_softmax", "min_p", "percentile"]))
+def test_the_order_of_groups_does_not_matter(order: list[int], strategy: str) -> None:
+    score = tensor([0.0, 0.3, 1.2, 0.7, 0.1, 2.0])
+    kept = keep_groups(score, strategy, 0.5)
+    assert [order[i] for i in keep_groups(score[order], strategy, 0.5).tolist()] == kept.tolist()
+
+
+def test_constant_groups_can_be_kept_and_nothing_can_be_left() -> None:
+    assert keep_groups(torch.zeros(3), "top_k", 1.0).tolist() == []
+    assert keep_groups(torch.zeros(3), "none", 1.0, keep_zero=True).tolist() == [0, 1, 2]
+    assert keep_groups(torch.full((3,), 1e-3), "top_p", 0.9).tolist() == []  # less than the tolerance
+    with pytest.raises(ValueError, match="top_p"):
+        keep_groups(torch.ones(3), "best", 0.5)
+
+
+def test_a_group_without_a_score_is_never_kept() -> None:
+    score = torch.tensor([float("nan"), 0.5, 0.0])
+    for strategy in ("none", "top_k", "top_k_abs", "top_p", "top_p_softmax", "min_p", "percentile"):
+        for smallest in (True, False):
+            kept = keep_groups(score, strategy, 0.5, smallest=smallest, keep_zero=True).tolist()
+            assert 0 not in kept and kept
+    assert keep_groups(score[:1], "none", 1.0, keep_zero=True).tolist() == []
+
+
+# Within groups
+
+
+@given(rewards_and_groups, st.integers(1, 5))
+def test_within_group_finds_the_most_varied(rows: list[tuple[float, int]], k: int) -> None:
+    rows = rows[:14]
+    rewards, group = [r for r, _ in rows], [g for _, g in rows]
+    kept = within_group(tensor(rewards), torch.tensor(group), k).tolist()
+    for number in set(group):
+        mine = [i for i, g in enumerate(group) if g == number]
+        chosen = [i for i in mine if kept[i]]
+        assert len(chosen) == min(k, len(mine))
+        best = max(np.var([rewards[i] for i in some]) for some in combinations(mine, len(chosen)))
+        assert np.var([rewards[i] for i in chosen]) == pytest.approx(best, abs=1e-9)
+
+
+# Weights
+
+
+@given(scores)
+def test_soft_weights_are_the_loop(values: list[float]) -> None:
+    top = max(values)
+    wanted = [v / top if top > 1e-10 else 0.0 for v in values]
+    assert np.allclose(soft_weights(tensor(values)).numpy(), wanted, atol=1e-6)
+    assert soft_weights(tensor([math.nan, 2.0, 1.0])).tolist() == [0.0, 1.0, 0.5]
+    assert soft_weights(tensor([])).tolist() == []
+
+
+def test_loss_scale() -> None:
+    assert [loss_scale(0.25, how) for how in ("none", "linear", "sqrt")] == [1.0, 0.25, 0.5]
+    assert [loss_scale(0.0, how) for how in ("none", "linear", "sqrt")] == [1.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match="sqrt"):
+        loss_scale(0.5, "square")

@@ -1,0 +1,421 @@
+"""Are losses and weights what their papers say, and TRL's where TRL has them?  On ragged batches, to 1e-6."""
+
+from __future__ import annotations
+
+import doctest
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from posttrain.starpo import losses
+from posttrain.starpo.losses import (
+    adaptive_entropy,
+    cispo,
+    dppo_tv,
+    gspo,
+    kl,
+    kl_k3,
+    ppo_clip,
+    sampler_weights,
+    token_weights,
+    value_loss,
+)
+
+
+def tensor(values: object) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@dataclass
+class Tokens:
+    """Episodes of ragged length and the sampled tokens of all, one after another."""
+
+    lengths: list[int]
+    new: torch.Tensor
+    old: torch.Tensor
+    reference: torch.Tensor
+    advantage_B: torch.Tensor
+    advantage: torch.Tensor
+
+    @property
+    def episode(self) -> torch.Tensor:
+        return torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))
+
+    def rows(self, values: torch.Tensor) -> list[list[float]]:
+        return [part.tolist() for part in values.split(self.lengths)]
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Tokens:
+    lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=6))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    spread = draw(st.sampled_from([0.0, 0.2, 2.0]))
+    old = -rng.exponential(1.5, sum(lengths))
+    new = np.minimum(0, old + spread * rng.normal(size=len(old)))
+    advantage_B = rng.normal(size=len(lengths)) * rng.integers(0, 2, len(lengths))
+    return Tokens(
+        lengths=lengths,
+        new=tensor(new),
+        old=tensor(old),
+        reference=tensor(np.minimum(0, old + rng.normal(size=len(old)))),
+        advantage_B=tensor(advantage_B),
+        advantage=tensor(np.repeat(advantage_B, lengths)),
+    )
+
+
+def gradient(loss_of, new: torch.Tensor) -> torch.Tensor:
+    new = new.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(loss_of(new), new)
+    return grad
+
+
+def test_the_examples_hold() -> None:
+    assert doctest.testmod(losses).attempted >= 5 and doctest.testmod(losses).failed == 0
+
+
+# Against loops
+
+
+def slow_clip(ratio: float, advantage: float, low: float, high: float) -> tuple[float, bool]:
+    inside = min(max(ratio, low), high)
+    return -min(ratio * advantage, inside * advantage), inside * advantage < ratio * advantage
+
+
+@given(batches(), st.sampled_from([None, 1.5, 3.0]))
+def test_ppo_clip_is_the_loop(batch: Tokens, dual_clip: float | None) -> None:
+    loss, bites = ppo_clip(batch.new, batch.old, batch.advantage, 0.2, 0.28, dual_clip=dual_clip)
+    for i, (n, o, a) in enumerate(zip(batch.new.tolist(), batch.old.tolist(), batch.advantage.tolist(), strict=True)):
+        slow, bitten = slow_clip(math.exp(n - o), a, 0.8, 1.28)
+        if dual_clip is not None and a < 0 and slow > -dual_clip * a:
+            slow, bitten = -dual_clip * a, True
+        assert loss[i].item() == pytest.approx(slow, abs=1e-9)
+        assert bites[i].item() == bitten
+
+
+@given(batches(), st.sampled_from([None, 1.5, 3.0]))
+def test_clipped_tokens_have_no_gradient_and_others_that_of_the_ratio(batch: Tokens, dual_clip: float | None) -> None:
+    _, bites = ppo_clip(batch.new, batch.old, batch.advantage, 0.2, 0.28, dual_clip=dual_clip)
+    grad = gradient(
+        lambda new: ppo_clip(new, batch.old, batch.advantage, 0.2, 0.28, dual_clip=dual_clip)[0].sum(), batch.new
+    )
+    assert (grad[bites] == 0).all()
+    assert torch.allclose(grad[~bites], -((batch.new - batch.old).exp() * batch.advantage)[~bites])
+
+
+def test_dual_clip_leaves_good_tokens_alone() -> None:
+    old, advantage = tensor([-5.0, -5.0]), tensor([1.0, -1.0])
+    loss, bites = ppo_clip(tensor([-1.0, -1.0]), old, advantage, 0.2, 0.2, dual_clip=3.0)
+    assert loss.tolist() == pytest.approx([-1.2, 3.0]) and bites.tolist() == [True, True]
+
+
+@given(batches())
+def test_gspo_is_the_loop_and_has_the_gradient_of_the_paper(batch: Tokens) -> None:
+    """Eq. 7 written out, differentiated by autograd: s = exp(mean of the log-ratios), clipped once per episode."""
+
+    def loss_of(new: torch.Tensor) -> torch.Tensor:
+        weight = token_weights(batch.episode, "sequence_mean", torch.tensor(batch.lengths))
+        return (gspo(new, batch.old, batch.advantage, batch.episode, 0.1, 0.15)[0] * weight).sum()
+
+    def slow_of(new: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for one, old, a in zip(
+            new.split(batch.lengths), batch.old.split(batch.lengths), batch.advantage_B.tolist(), strict=True
+        ):
+            s = ((one - old).sum() / len(one)).exp()
+            total = total - torch.minimum(s * a, s.clamp(0.9, 1.15) * a)
+        return total / len(batch.lengths)
+
+    assert loss_of(batch.new).item() == pytest.approx(slow_of(batch.new).item(), abs=1e-6)
+    assert torch.allclose(gradient(loss_of, batch.new), gradient(slow_of, batch.new), atol=1e-6)
+
+
+def test_gspo_of_turns_differs_from_gspo_of_episodes() -> None:
+    new, old, advantage = tensor([-1.0, -1.0, -2.0, -2.0]), tensor([-1.5, -1.5, -1.5, -1.5]), torch.ones(4).double()
+    turns, _ = gspo(new, old, advantage, torch.tensor([0, 0, 1, 1]), 0.9, 0.9)
+    episode, _ = gspo(new, old, advantage, torch.tensor([0, 0, 0, 0]), 0.9, 0.9)
+    assert turns.tolist() == pytest.approx([-math.exp(0.5)] * 2 + [-math.exp(-0.5)] * 2)
+    assert episode.tolist() == pytest.approx([-1.0] * 4)
+
+
+@given(batches())
+def test_cispo_is_the_loop_and_silences_nobody(batch: Tokens) -> None:
+    loss, bites = cispo(batch.new, batch.old, batch.advantage, 1.3)
+    grad = gradient(lambda new: cispo(new, batch.old, batch.advantage, 1.3)[0].sum(), batch.new)
+    for i, (n, o, a) in enumerate(zip(batch.new.tolist(), batch.old.tolist(), batch.advantage.tolist(), strict=True)):
+        weight = min(math.exp(n - o), 1.3)
+        assert loss[i].item() == pytest.approx(-weight * a * n, abs=1e-9)
+        assert grad[i].item() == pytest.approx(-weight * a, abs=1e-9)
+        assert bites[i].item() == (math.exp(n - o) > 1.3)
+
+
+@given(batches())
+def test_dppo_is_the_loop(batch: Tokens) -> None:
+    loss, bites = dppo_tv(batch.new, batch.old, batch.advantage, 0.1, truncate=2.0)
+    grad = gradient(lambda new: dppo_tv(new, batch.old, batch.advantage, 0.1, truncate=2.0)[0].sum(), batch.new)
+    for i, (n, o, a) in enumerate(zip(batch.new.tolist(), batch.old.tolist(), batch.advantage.tolist(), strict=True)):
+        moved = math.exp(n) - math.exp(o)
+        out = (a > 0 and moved > 0.1) or (a < 0 and moved < -0.1)
+        weight = 0.0 if out else min(math.exp(n - o), 2.0)
+        assert bites[i].item() == out
+        assert loss[i].item() == pytest.approx(-weight * a * n, abs=1e-9)
+        assert grad[i].item() == pytest.approx(-weight * a, abs=1e-9)
+
+
+def test_dppo_lets_a_rare_token_grow_where_ppo_stops_it() -> None:
+    new, old, advantage = tensor([math.log(0.004)]), tensor([math.log(0.001)]), tensor([1.0])
+    assert ppo_clip(new, old, advantage, 0.2, 0.28)[1].item() and not dppo_tv(new, old, advantage, 0.1)[1].item()
+
+
+@given(batches())
+def test_every_policy_loss_starts_as_plain_policy_gradient(batch: Tokens) -> None:
+    """Before the first update the ratio is 1 to the last bit, nothing is clipped, and all gradients are the same."""
+    for loss_of in (
+        lambda new: ppo_clip(new, batch.old, batch.advantage, 0.2, 0.28, dual_clip=3.0),
+        lambda new: gspo(new, batch.old, batch.advantage, batch.episode, 3e-4, 4e-4),
+        lambda new: cispo(new, batch.old, batch.advantage, 5.0),
+        lambda new: dppo_tv(new, batch.old, batch.advantage, 0.1),
+    ):
+        assert not loss_of(batch.old)[1].any()
+        assert torch.equal(gradient(lambda new, f=loss_of: f(new)[0].sum(), batch.old), -batch.advantage)
+
+
+@given(batches())
+def test_kl_is_the_loop(batch: Tokens) -> None:
+    kinds = {kind: kl(batch.new, batch.reference, kind) for kind in ("k1", "k2", "k3")}
+    for i, (n, r) in enumerate(zip(batch.new.tolist(), batch.reference.tolist(), strict=True)):
+        assert kinds["k1"][i].item() == pytest.approx(n - r)
+        assert kinds["k2"][i].item() == pytest.approx(0.5 * (n - r) ** 2)
+        assert kinds["k3"][i].item() == pytest.approx(math.exp(r - n) - (r - n) - 1, abs=1e-9)
+    assert torch.equal(kinds["k3"], kl_k3(batch.new, batch.reference))
+    assert (kinds["k3"] >= 0).all() and all((kl(batch.old, batch.old, kind) == 0).all() for kind in kinds)
+
+
+def test_kl_estimates_have_the_means_and_gradients_that_are_said_of_them() -> None:
+    """Exactly, by summing over a vocabulary of three instead of sampling."""
+    logits, reference = tensor([0.2, -0.4, 0.9]).requires_grad_(), tensor([0.1, 0.3, -0.5]).log_softmax(0)
+    logp = logits.log_softmax(0)
+    exact = (logp.exp() * (logp - reference)).sum()
+    (wanted,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    grads = {}
+    for kind in ("k1", "k2", "k3"):
+        mean = (logp.exp().detach() * kl(logp, reference, kind)).sum()
+        (grads[kind],) = torch.autograd.grad(mean, logits, retain_graph=True)
+        assert (abs(mean.item() - exact.item()) < 1e-9) == (kind != "k2")
+    assert grads["k1"].abs().max() < 1e-9
+    assert torch.allclose(grads["k2"], wanted, atol=1e-9)
+    assert not torch.allclose(grads["k3"], wanted, atol=1e-3)
+    with pytest.raises(ValueError, match="k3"):
+        kl(logp, reference, "k4")
+
+
+@given(batches())
+def test_value_loss_is_the_loop(batch: Tokens) -> None:
+    values, old, returns = batch.new, batch.old, batch.reference
+    loss, bites = value_loss(values, old, returns, 0.5)
+    for i, (v, o, target) in enumerate(zip(values.tolist(), old.tolist(), returns.tolist(), strict=True)):
+        near = min(max(v, o - 0.5), o + 0.5)
+        assert loss[i].item() == pytest.approx(0.5 * max((v - target) ** 2, (near - target) ** 2))
+        assert bites[i].item() == ((near - target) ** 2 > (v - target) ** 2)
+
+
+@given(batches(), st.data())
+def test_token_weights_are_the_loops(batch: Tokens, data: st.DataObject) -> None:
+    loss, rows = batch.new, batch.rows(batch.new)
+    lengths = torch.tensor([0, *batch.lengths])  # of one more episode no token counts
+    slow = {
+        "token_mean": sum(map(sum, rows)) / sum(batch.lengths),
+        "sequence_mean": sum(sum(row) / len(row) for row in rows) / len(rows),
+        "dr_grpo": sum(map(sum, rows)) / (len(rows) * 7),
+    }
+    parts = data.draw(st.lists(st.integers(0, 2), min_size=len(loss), max_size=len(loss)))
+    for aggregation, wanted in slow.items():
+        weight = token_weights(batch.episode + 1, aggregation, lengths, 7)
+        assert (loss * weight).sum().item() == pytest.approx(wanted, abs=1e-6)
+        # any split into micro-batches, episodes cut in two included, is the same step
+        split = [[i for i, part in enumerate(parts) if part == number] for number in range(3)]
+        total = sum(
+            (loss[i] * token_weights((batch.episode + 1)[i], aggregation, lengths, 7)).sum().item() for i in split
+        )
+        assert total == pytest.approx(wanted, abs=1e-6)
+    with pytest.raises(ValueError, match="token_mean"):
+        token_weights(batch.episode, "mean", lengths)
+
+
+@given(batches(), st.sampled_from([(0.0, 2.0), (0.5, 3.0), (0.99, 1.01)]))
+def test_sampler_weights_are_the_loops(batch: Tokens, limits: tuple[float, float]) -> None:
+    low, high = limits
+    ratios = [[math.exp(g) for g in row] for row in batch.rows(batch.new - batch.old)]
+
+    def masked(weight: float, judged: float) -> tuple[float, bool]:
+        return (0.0, True) if judged < low or judged > high else (weight, False)
+
+    slow: dict[str, list[tuple[float, bool]]] = defaultdict(list)
+    for row in ratios:
+        product = math.prod(row)
+        for w in row:
+            slow["none"].append((1.0, False))
+            slow["truncate"].append((min(w, high), w > high))
+            slow["mask"].append(masked(w, w))
+            slow["sequence_mask"].append(masked(product, product))
+            slow["geometric_mask"].append(masked(1.0, product ** (1 / len(row))))
+    for correction, wanted in slow.items():
+        weight, affected = sampler_weights(batch.new, batch.old, correction, batch.episode, low=low, high=high)
+        assert np.allclose(weight.numpy(), [w for w, _ in wanted], atol=1e-6)
+        assert affected.tolist() == [hit for _, hit in wanted]
+    with pytest.raises(ValueError, match="truncate"):
+        sampler_weights(batch.new, batch.old, "clip")
+
+
+def test_samplers_that_agree_are_not_corrected() -> None:
+    logprobs, episode = tensor([-1.0, -2.0, -3.0]), torch.tensor([0, 0, 1])
+    for correction in ("none", "truncate", "mask", "sequence_mask", "geometric_mask"):
+        weight, affected = sampler_weights(logprobs, logprobs, correction, episode, low=0.99, high=1.01)
+        assert weight.tolist() == [1.0, 1.0, 1.0] and not affected.any()
+
+
+# Against TRL
+
+
+def padded(batch: Tokens, values: torch.Tensor) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(list(values.split(batch.lengths)), batch_first=True)
+
+
+class OneProcess:
+    num_processes, sync_gradients = 1, True
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def reduce(self, x: torch.Tensor, reduction: str) -> torch.Tensor:
+        return x
+
+
+def trainer(batch: Tokens, new: torch.Tensor, **settings) -> SimpleNamespace:
+    """What `GRPOTrainer._compute_loss` reads of its trainer; the model's log-probs are given."""
+    args = SimpleNamespace(delta=settings.pop("delta", None), use_bias_correction_kl=False, steps_per_generation=1)
+    entropies = settings.pop("entropies", torch.zeros_like(padded(batch, batch.old)))
+    defaults = dict(
+        args=args, accelerator=OneProcess(), model=SimpleNamespace(training=True), aux_loss_enabled=False,
+        _get_per_token_logps_and_entropies=lambda *a, **k: (padded(batch, new), entropies, None),
+        top_entropy_quantile=1.0, off_policy_mask_threshold=None, importance_sampling_level="token", beta=0.0,
+        loss_type="dapo", epsilon_low=0.2, epsilon_high=0.28, use_vllm=False, current_gradient_accumulation_steps=1,
+        vllm_importance_sampling_correction=False, max_completion_length=7, _entropy_bonus_enabled=False,
+        use_adaptive_entropy=False, _metrics={"train": defaultdict(list)},
+    )  # fmt: skip
+    return SimpleNamespace(**{**defaults, **settings})
+
+
+def trl_loss(batch: Tokens, weight: torch.Tensor | None = None, **settings):
+    """TRL's loss as a function of the new log-probs, and the trainer that computed it last."""
+
+    def loss_of(new: torch.Tensor) -> torch.Tensor:
+        mask = padded(batch, torch.ones_like(batch.old))
+        inputs = {
+            "prompt_ids": torch.zeros(len(mask), 1, dtype=torch.long), "prompt_mask": torch.ones(len(mask), 1),
+            "completion_ids": torch.zeros_like(mask, dtype=torch.long), "completion_mask": mask,
+            "advantages": batch.advantage_B, "old_per_token_logps": padded(batch, batch.old),
+            "ref_per_token_logps": padded(batch, batch.reference), "num_items_in_batch": mask.sum(),
+        }  # fmt: skip
+        extra = {}
+        if weight is not None:
+            inputs["importance_sampling_ratio"] = padded(batch, weight)
+            extra = {"use_vllm": True, "vllm_importance_sampling_correction": True}
+        return GRPOTrainer._compute_loss(trainer(batch, new, **settings, **extra), None, inputs)  # pyright: ignore
+
+    return loss_of
+
+
+def agrees(batch: Tokens, theirs, aggregation: str, token_loss) -> None:
+    """Value and gradient, to 1e-6."""
+    weight = token_weights(batch.episode, aggregation, torch.tensor(batch.lengths), 7)
+
+    def ours(new: torch.Tensor) -> torch.Tensor:
+        return (token_loss(new) * weight).sum()
+
+    assert ours(batch.new).item() == pytest.approx(theirs(batch.new).item(), abs=1e-6)
+    assert torch.allclose(gradient(ours, batch.new), gradient(theirs, batch.new), atol=1e-6)
+
+
+AGGREGATIONS = {"grpo": "sequence_mean", "dapo": "token_mean", "bnpo": "token_mean", "dr_grpo": "dr_grpo"}
+
+
+@pytest.mark.parametrize("loss_type", AGGREGATIONS)
+@given(batch=batches(), delta=st.sampled_from([None, 3.0]), beta=st.sampled_from([0.0, 0.1]))
+@settings(max_examples=40)
+def test_ppo_clip_with_dual_clip_and_kl_is_that_of_trl(loss_type, batch: Tokens, delta, beta: float) -> None:
+    theirs = trl_loss(batch, loss_type=loss_type, delta=delta, beta=beta)
+    agrees(
+        batch, theirs, AGGREGATIONS[loss_type],
+        lambda new: ppo_clip(new, batch.old, batch.advantage, 0.2, 0.28, dual_clip=delta)[0]
+        + beta * kl(new, batch.reference, "k3"),
+    )  # fmt: skip
+
+
+@given(batches())
+@settings(max_examples=40)
+def test_gspo_is_that_of_trl(batch: Tokens) -> None:
+    theirs = trl_loss(batch, loss_type="grpo", importance_sampling_level="sequence")
+    agrees(
+        batch, theirs, "sequence_mean",
+        lambda new: gspo(new, batch.old, batch.advantage, batch.episode, 0.2, 0.28)[0],
+    )  # fmt: skip
+
+
+@given(batches())
+@settings(max_examples=40)
+def test_cispo_is_that_of_trl(batch: Tokens) -> None:
+    theirs = trl_loss(batch, loss_type="cispo", epsilon_high=5.0)
+    agrees(batch, theirs, "token_mean", lambda new: cispo(new, batch.old, batch.advantage, 5.0)[0])
+
+
+@pytest.mark.parametrize("correction", ["truncate", "mask", "sequence_mask"])
+@given(batch=batches())
+@settings(max_examples=40)
+def test_sampler_weights_enter_the_loss_as_in_trl(correction: str, batch: Tokens) -> None:
+    """The weight itself is a few lines in the middle of TRL's rollout: written out here, as is its masking."""
+    gap = padded(batch, batch.old - batch.reference)
+    ratio = (gap.sum(-1, keepdim=True) if correction == "sequence_mask" else gap).exp()
+    ratio = ratio.clamp(max=3.0) if correction == "truncate" else ratio.masked_fill((ratio < 0.5) | (ratio > 3.0), 0.0)
+    rows = ratio.expand_as(gap)
+    wanted = torch.cat([row[:length] for row, length in zip(rows, batch.lengths, strict=True)])
+    weight, _ = sampler_weights(batch.old, batch.reference, correction, batch.episode, low=0.5, high=3.0)
+    assert torch.allclose(weight, wanted, atol=1e-9)
+    theirs = trl_loss(batch, weight=wanted)
+    agrees(
+        batch, theirs, "token_mean",
+        lambda new: weight * ppo_clip(new, batch.old, batch.advantage, 0.2, 0.28)[0],
+    )  # fmt: skip
+
+
+@given(batches(), st.lists(st.floats(0, 1), min_size=1, max_size=8))
+@settings(max_examples=40)
+def test_adaptive_entropy_is_that_of_trl(batch: Tokens, entropies: list[float]) -> None:
+    mask = padded(batch, torch.ones_like(batch.old))
+    limits = {"entropy_target": 0.4, "entropy_coef_delta": 0.3, "entropy_coef_min": 0.1, "entropy_coef_max": 0.8}
+    theirs = trainer(
+        batch, batch.new, _entropy_bonus_enabled=True, use_adaptive_entropy=True, entropy_coef=0.2,
+        _last_world_entropy=1.0, _entropy_window_stats=None, entropies=None,
+    )  # fmt: skip
+    vars(theirs.args).update(limits)
+    inputs = {
+        "prompt_ids": mask.long(), "prompt_mask": mask, "completion_ids": mask.long(), "completion_mask": mask,
+        "advantages": batch.advantage_B, "num_items_in_batch": mask.sum(),
+    }  # fmt: skip
+    coef, applied, wanted = 0.2, 0.0, 0.0
+    for entropy in entropies:
+        level = torch.full_like(mask, entropy)
+        theirs._get_per_token_logps_and_entropies = lambda *a, x=level, **k: (padded(batch, batch.new), x, None)
+        wanted = GRPOTrainer._compute_loss(theirs, None, inputs).item()  # pyright: ignore
+        plain = theirs._metrics["train"]["policy_loss"][-1]
+        mean = ((level * mask).sum() / mask.sum()).item()
+        assert wanted == pytest.approx(plain - applied * mean, abs=1e-6)
+        coef, applied = adaptive_entropy(coef, mean, 0.4, delta=0.3, low=0.1, high=0.8)
+        assert coef == pytest.approx(theirs.entropy_coef)
