@@ -11,7 +11,7 @@ from difflib import SequenceMatcher
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl.trainer.utils import nanstd
 
@@ -33,6 +33,8 @@ from posttrain.starpo.advantages import (
     turn_advantages,
     whiten,
 )
+
+few = settings(max_examples=40, deadline=None)
 
 
 def tensor(values: object) -> torch.Tensor:
@@ -118,6 +120,7 @@ def test_the_examples_hold() -> None:
 # Per episode
 
 
+@few
 @given(batches(), st.booleans())
 def test_grpo_and_brpo_are_the_loop(batch: Batch, std: bool) -> None:
     t, returns = batch.tensors(), batch.returns()
@@ -132,6 +135,7 @@ def test_grpo_is_that_of_trl() -> None:
     assert torch.allclose(grpo(rewards.flatten(), torch.arange(6).repeat_interleave(4)), theirs.flatten(), atol=1e-9)
 
 
+@few
 @given(batches())
 def test_rloo_is_the_loop(batch: Batch) -> None:
     t, returns = batch.tensors(), batch.returns()
@@ -142,6 +146,7 @@ def test_rloo_is_the_loop(batch: Batch) -> None:
     assert same(rloo(t["rewards_B"], t["group_B"]), slow)
 
 
+@few
 @given(batches())
 def test_maxrl_is_the_loop(batch: Batch) -> None:
     t, returns = batch.tensors(), batch.returns()
@@ -153,6 +158,7 @@ def test_maxrl_is_the_loop(batch: Batch) -> None:
     assert np.allclose(maxrl(t["rewards_B"], t["group_B"]).numpy(), slow, rtol=1e-6, atol=1e-6)
 
 
+@few
 @given(batches(), st.booleans())
 def test_reinforce_pp_whitens_over_the_tokens(batch: Batch, baseline: bool) -> None:
     t, scores = batch.tensors(), batch.returns()
@@ -166,6 +172,7 @@ def test_reinforce_pp_whitens_over_the_tokens(batch: Batch, baseline: bool) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@few
 @given(reward=st.floats(-10, 10), size=st.integers(1, 16))
 def test_equal_rewards_teach_exactly_nothing(dtype: torch.dtype, reward: float, size: int) -> None:
     rewards, group = torch.full((size,), reward, dtype=dtype), torch.zeros(size, dtype=torch.long)
@@ -190,6 +197,7 @@ def test_nothing_in_nothing_out_and_no_reward_is_missing() -> None:
 # Per turn
 
 
+@few
 @given(batches(), st.sampled_from([0.0, 0.5, 0.95, 1.0]))
 def test_returns_to_go_is_the_loop(batch: Batch, gamma: float) -> None:
     t = batch.tensors()
@@ -204,6 +212,7 @@ def test_turns_of_one_episode_stand_together() -> None:
         returns_to_go(torch.zeros(3), torch.tensor([0, 1, 0]), 1.0)
 
 
+@few
 @given(batches(), st.booleans())
 def test_turn_advantages_are_the_loop(batch: Batch, std: bool) -> None:
     t = batch.tensors()
@@ -215,6 +224,7 @@ def test_turn_advantages_are_the_loop(batch: Batch, std: bool) -> None:
     assert same(over_batch, normalised(returns, [0] * len(returns), std))
 
 
+@few
 @given(batches(), st.booleans(), st.sampled_from([0.0, 0.5, 1.0]))
 def test_gigpo_is_the_loop(batch: Batch, std: bool, weight: float) -> None:
     t = batch.tensors()
@@ -246,6 +256,7 @@ def test_the_same_state_in_another_group_is_another_bucket() -> None:
 texts = st.lists(st.tuples(st.integers(0, 1), st.text("ab", min_size=3, max_size=6)), min_size=1, max_size=12)
 
 
+@few
 @given(texts, st.sampled_from([0.5, 0.75, 0.9]))
 def test_similar_states_join_the_first_bucket_that_fits(rows: list[tuple[int, str]], threshold: float) -> None:
     buckets: list[tuple[int, str]] = []  # group and first member
@@ -282,6 +293,7 @@ def turn_end_rewards(batch: Batch, b: int) -> list[list[float]]:
 factors = st.sampled_from([(1.0, 1.0), (0.9, 0.8), (0.99, 0.0), (0.0, 0.5)])
 
 
+@few
 @given(batches(), factors)
 def test_gae_is_the_loop(batch: Batch, factor: tuple[float, float]) -> None:
     t = batch.tensors()
@@ -294,6 +306,7 @@ def test_gae_is_the_loop(batch: Batch, factor: tuple[float, float]) -> None:
     assert same(returns_S, np.array(slow) + t["values_S"].numpy())
 
 
+@few
 @given(batches(), factors, st.sampled_from([1.0, 0.95]))
 def test_bilevel_gae_is_the_loop(batch: Batch, factor: tuple[float, float], gamma_high: float) -> None:
     t = batch.tensors()
@@ -331,6 +344,7 @@ def test_every_turn_has_a_token() -> None:
         token_rewards(tensor([0.0, 1.0]), torch.tensor([0, 0]))
 
 
+@few
 @given(batches())
 def test_whiten_is_the_loop(batch: Batch) -> None:
     values = [v for row in batch.values for turn in row for v in turn]
@@ -343,6 +357,7 @@ def test_whiten_is_the_loop(batch: Batch) -> None:
 # Invariances
 
 
+@few
 @given(batches(), st.randoms(use_true_random=False))
 def test_the_order_of_trajectories_does_not_matter(batch: Batch, random) -> None:
     """Whatever is said of an episode, turn or token is said of it wherever it stands in the batch."""

@@ -29,6 +29,8 @@ from posttrain.starpo.losses import (
     value_loss,
 )
 
+few = settings(max_examples=40, deadline=None)
+
 
 def tensor(values: object) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
@@ -89,6 +91,7 @@ def slow_clip(ratio: float, advantage: float, low: float, high: float) -> tuple[
     return -min(ratio * advantage, inside * advantage), inside * advantage < ratio * advantage
 
 
+@few
 @given(batches(), st.sampled_from([None, 1.5, 3.0]))
 def test_ppo_clip_is_the_loop(batch: Tokens, dual_clip: float | None) -> None:
     loss, bites = ppo_clip(batch.new, batch.old, batch.advantage, 0.2, 0.28, dual_clip=dual_clip)
@@ -100,6 +103,7 @@ def test_ppo_clip_is_the_loop(batch: Tokens, dual_clip: float | None) -> None:
         assert bites[i].item() == bitten
 
 
+@few
 @given(batches(), st.sampled_from([None, 1.5, 3.0]))
 def test_clipped_tokens_have_no_gradient_and_others_that_of_the_ratio(batch: Tokens, dual_clip: float | None) -> None:
     _, bites = ppo_clip(batch.new, batch.old, batch.advantage, 0.2, 0.28, dual_clip=dual_clip)
@@ -116,6 +120,7 @@ def test_dual_clip_leaves_good_tokens_alone() -> None:
     assert loss.tolist() == pytest.approx([-1.2, 3.0]) and bites.tolist() == [True, True]
 
 
+@few
 @given(batches())
 def test_gspo_is_the_loop_and_has_the_gradient_of_the_paper(batch: Tokens) -> None:
     """Eq. 7 written out, differentiated by autograd: s = exp(mean of the log-ratios), clipped once per episode."""
@@ -145,6 +150,7 @@ def test_gspo_of_turns_differs_from_gspo_of_episodes() -> None:
     assert episode.tolist() == pytest.approx([-1.0] * 4)
 
 
+@few
 @given(batches())
 def test_cispo_is_the_loop_and_silences_nobody(batch: Tokens) -> None:
     loss, bites = cispo(batch.new, batch.old, batch.advantage, 1.3)
@@ -156,6 +162,7 @@ def test_cispo_is_the_loop_and_silences_nobody(batch: Tokens) -> None:
         assert bites[i].item() == (math.exp(n - o) > 1.3)
 
 
+@few
 @given(batches())
 def test_dppo_is_the_loop(batch: Tokens) -> None:
     loss, bites = dppo_tv(batch.new, batch.old, batch.advantage, 0.1, truncate=2.0)
@@ -174,6 +181,7 @@ def test_dppo_lets_a_rare_token_grow_where_ppo_stops_it() -> None:
     assert ppo_clip(new, old, advantage, 0.2, 0.28)[1].item() and not dppo_tv(new, old, advantage, 0.1)[1].item()
 
 
+@few
 @given(batches())
 def test_every_policy_loss_starts_as_plain_policy_gradient(batch: Tokens) -> None:
     """Before the first update the ratio is 1 to the last bit, nothing is clipped, and all gradients are the same."""
@@ -187,6 +195,7 @@ def test_every_policy_loss_starts_as_plain_policy_gradient(batch: Tokens) -> Non
         assert torch.equal(gradient(lambda new, f=loss_of: f(new)[0].sum(), batch.old), -batch.advantage)
 
 
+@few
 @given(batches())
 def test_kl_is_the_loop(batch: Tokens) -> None:
     kinds = {kind: kl(batch.new, batch.reference, kind) for kind in ("k1", "k2", "k3")}
@@ -216,6 +225,7 @@ def test_kl_estimates_have_the_means_and_gradients_that_are_said_of_them() -> No
         kl(logp, reference, "k4")
 
 
+@few
 @given(batches())
 def test_value_loss_is_the_loop(batch: Tokens) -> None:
     values, old, returns = batch.new, batch.old, batch.reference
@@ -226,6 +236,7 @@ def test_value_loss_is_the_loop(batch: Tokens) -> None:
         assert bites[i].item() == ((near - target) ** 2 > (v - target) ** 2)
 
 
+@few
 @given(batches(), st.data())
 def test_token_weights_are_the_loops(batch: Tokens, data: st.DataObject) -> None:
     loss, rows = batch.new, batch.rows(batch.new)
@@ -249,6 +260,7 @@ def test_token_weights_are_the_loops(batch: Tokens, data: st.DataObject) -> None
         token_weights(batch.episode, "mean", lengths)
 
 
+@few
 @given(batches(), st.sampled_from([(0.0, 2.0), (0.5, 3.0), (0.99, 1.01)]))
 def test_sampler_weights_are_the_loops(batch: Tokens, limits: tuple[float, float]) -> None:
     low, high = limits
@@ -348,8 +360,8 @@ AGGREGATIONS = {"grpo": "sequence_mean", "dapo": "token_mean", "bnpo": "token_me
 
 
 @pytest.mark.parametrize("loss_type", AGGREGATIONS)
+@few
 @given(batch=batches(), delta=st.sampled_from([None, 3.0]), beta=st.sampled_from([0.0, 0.1]))
-@settings(max_examples=40)
 def test_ppo_clip_with_dual_clip_and_kl_is_that_of_trl(loss_type, batch: Tokens, delta, beta: float) -> None:
     theirs = trl_loss(batch, loss_type=loss_type, delta=delta, beta=beta)
     agrees(
@@ -359,8 +371,8 @@ def test_ppo_clip_with_dual_clip_and_kl_is_that_of_trl(loss_type, batch: Tokens,
     )  # fmt: skip
 
 
+@few
 @given(batches())
-@settings(max_examples=40)
 def test_gspo_is_that_of_trl(batch: Tokens) -> None:
     theirs = trl_loss(batch, loss_type="grpo", importance_sampling_level="sequence")
     agrees(
@@ -369,16 +381,16 @@ def test_gspo_is_that_of_trl(batch: Tokens) -> None:
     )  # fmt: skip
 
 
+@few
 @given(batches())
-@settings(max_examples=40)
 def test_cispo_is_that_of_trl(batch: Tokens) -> None:
     theirs = trl_loss(batch, loss_type="cispo", epsilon_high=5.0)
     agrees(batch, theirs, "token_mean", lambda new: cispo(new, batch.old, batch.advantage, 5.0)[0])
 
 
 @pytest.mark.parametrize("correction", ["truncate", "mask", "sequence_mask"])
+@few
 @given(batch=batches())
-@settings(max_examples=40)
 def test_sampler_weights_enter_the_loss_as_in_trl(correction: str, batch: Tokens) -> None:
     """The weight itself is a few lines in the middle of TRL's rollout: written out here, as is its masking."""
     gap = padded(batch, batch.old - batch.reference)
@@ -395,8 +407,8 @@ def test_sampler_weights_enter_the_loss_as_in_trl(correction: str, batch: Tokens
     )  # fmt: skip
 
 
+@few
 @given(batches(), st.lists(st.floats(0, 1), min_size=1, max_size=8))
-@settings(max_examples=40)
 def test_adaptive_entropy_is_that_of_trl(batch: Tokens, entropies: list[float]) -> None:
     mask = padded(batch, torch.ones_like(batch.old))
     limits = {"entropy_target": 0.4, "entropy_coef_delta": 0.3, "entropy_coef_min": 0.1, "entropy_coef_max": 0.8}
