@@ -297,7 +297,7 @@ class CriticSection(Section):
 class AlgorithmSection(Section):
     preset: str | None = Field("configs/presets/NAME.yaml is laid under the keys of this file", None)
     advantage: Literal[
-        "grpo", "rloo", "brpo", "arpo", "maxrl", "reinforce_pp", "turn_return", "gigpo", "gae", "bilevel_gae"
+        "grpo", "rloo", "brpo", "arpo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "turn_return", "gigpo", "gae", "bilevel_gae"
     ] = Field(
         "how rewards become advantages: of an episode among its group (grpo, rloo, maxrl), among the whole batch (brpo,"
         " reinforce_pp) or as it is (arpo); of a turn (turn_return, gigpo); of a token, with a critic (gae, bilevel_gae)",
