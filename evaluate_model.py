@@ -495,6 +495,8 @@ def play_levels(
         sitting.seeds,
         slots=cfg.batch_size,
         max_context=suite.max_context,
+        context=suite.context,
+        context_turns=suite.context_turns,
         done=tick,
     )
     return [
@@ -507,7 +509,7 @@ def play_levels(
             "failed": bool(trajectory.failure),
             "return": sum(trajectory.turn_rewards),
             "penalties": sum(trajectory.turn_penalties),
-            "turns": len(trajectory.turn_ends),
+            "turns": trajectory.turns,
             "invalid_turns": trajectory.invalid_turns,
             "unfinished_turns": trajectory.unfinished_turns,
             "crashed": trajectory.crashed,

@@ -32,7 +32,7 @@ from rich.text import Text
 from posttrain import runlog
 from posttrain.config import ChatRun, SamplingSection, load, run
 from posttrain.config.schemas import hint
-from posttrain.types import SamplingParams, UserError, address
+from posttrain.types import Completion, SamplingParams, UserError, address
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -557,28 +557,31 @@ def play_episode(
     speaker: Speaker, episode: Episode, cfg: ChatRun, setting: SamplingSection, out: Console, title: str, delay: float
 ) -> float:
     """One episode, token in, token out, as in the rollouts of phase 3; returns what the world paid and took."""
-    world, chat, total = episode.world, speaker.chat, 0.0
-    ids = chat.prompt(episode.messages)
-    while not episode.done:
-        budget = min(cfg.max_completion_length, speaker.context - len(ids))
-        if budget < 1:
-            break
+    from posttrain.rollout import Game
+
+    world, budget = episode.world, cfg.max_completion_length
+    game, going = Game(speaker.chat, episode), True
+    played = game.trajectory
+    while going and game.look(speaker.context - budget, cfg.context, cfg.context_turns):
         out.print(Text(f"\n{title}, turn {episode.turns + 1}", "bold"))
-        out.print(beside(world, episode.messages[-1]["content"]))
-        answer = speaker.answer(ids, setting.params(budget), address(episode.seed, "turn", episode.turns))
+        told = episode.messages[-1]["content"]
+        out.print(beside(world, episode.summary(game.segment.first_turn) if cfg.context == "single_turn" else told))
+        answer = speaker.answer(game.segment.ids, setting.params(budget), address(episode.seed, "turn", episode.turns))
+        print(episode.protocol.opening, end="")
         stream(answer)
         acted = len(episode.actions)
-        turn = episode.step(answer.text)
-        total += turn.reward + turn.penalty
+        going = game.take_turn(Completion(answer.ids, [0.0] * len(answer.ids), answer.finished))
+        if played.crashed:
+            raise UserError(f"{world.name} raised {played.crashed} on level seed {episode.seed}: mend the world.")
+        valid = episode.past[-1].valid
         did = ", ".join(episode.actions[acted:]) or "no action"
         cut = "" if answer.finished else f", cut after {budget} tokens"
-        invalid = "" if turn.valid else f", invalid answer: {turn.penalty:g}"
-        out.print(Text(f"-> {did}, reward {turn.reward:g}{invalid}{cut}", "bold" if turn.valid else "yellow"))
-        if turn.user is not None:
-            ids += answer.ids + chat.extend(turn.user, finished=answer.finished)
+        invalid = "" if valid else f", invalid answer: {played.turn_penalties[-1]:g}"
+        style = "bold" if valid else "yellow"
+        out.print(Text(f"-> {did}, reward {played.turn_rewards[-1]:g}{invalid}{cut}", style))
         time.sleep(delay)
     out.print(Text(), beside(world, ""), sep="\n")
-    return total
+    return played.reward
 
 
 def outcome(episode: Episode, total: float) -> Text:

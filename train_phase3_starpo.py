@@ -20,13 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from posttrain import runlog
-from posttrain.config import StarPORun, WorldSection, load, run
-from posttrain.types import SamplingParams, Trajectory, UserError, address
+from posttrain.config import StarPORun, TrainingWorld, load, run
+from posttrain.types import SamplingParams, Segment, Trajectory, UserError, address
 
 if TYPE_CHECKING:
     import torch
 
+    from envs.protocol import Episode
     from posttrain.chat import Chat
+    from posttrain.curriculum import Place
     from posttrain.sampler import Sampler
 
 
@@ -38,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
 
     import torch
 
-    from posttrain import checkpoint, models, parallel, training
+    from posttrain import checkpoint, curriculum, models, parallel, training
     from posttrain.rollout import open_sampler
 
     settings = cfg.model_dump(mode="json")
@@ -56,8 +58,9 @@ def main(argv: list[str] | None = None) -> None:
     progress = runlog.Progress(cfg.trainer.max_steps, "phase 3")
     progress.say(f"phase 3: {training.describe(model, device)}")
     state: dict[str, Any] = {"step": 0, "best": -1.0, "best_step": 0, "empty_steps": 0, "tokens": 0}
+    state["curriculum"] = curriculum.start(cfg.worlds)
     if args.resume and (found := checkpoint.latest_good(out, say=progress.say)):
-        state = load_state(found, model, optimizer)
+        state |= load_state(found, model, optimizer)
         progress.say(f"Resuming from {found}.")
         drop_later(out, state["step"])
         progress.start = state["step"]
@@ -90,8 +93,10 @@ def main(argv: list[str] | None = None) -> None:
             # 1. play: groups of siblings, every group on a fresh level
             began = time.perf_counter()
             with precision:
-                groups = rollout(cfg, sampler, chat, step)
+                groups = rollout(cfg, sampler, chat, step, state["curriculum"])
             played = time.perf_counter()
+            episodes = [trajectory for group in groups for trajectory in group]
+            state["curriculum"] = curriculum.after_step(cfg.worlds, state["curriculum"], episodes, step)
 
             # 2. judge: raw rewards say which groups can teach something, and how good each episode was among its own
             judged = judge(cfg, groups)
@@ -114,8 +119,12 @@ def main(argv: list[str] | None = None) -> None:
 
             # 4. look: transcripts, held-out levels and the best policy so far, a checkpoint to resume from
             last = step == cfg.trainer.max_steps
-            if parallel.rank() == 0 and step % cfg.transcripts.every == 0:
-                write_transcripts(out / "transcripts.jsonl", step, groups[0][: cfg.transcripts.count])
+            to_read = groups[0][: cfg.transcripts.count] if step % cfg.transcripts.every == 0 else []
+            crashed = [trajectory for trajectory in episodes if trajectory.crashed][: cfg.transcripts.count]
+            if parallel.rank() == 0:
+                write_transcripts(out / "transcripts.jsonl", step, to_read + crashed)
+            for t in crashed:
+                progress.say(f"step {step}: {t.world} raised {t.crashed} (level seed {t.level_seed}), see transcripts")
             if last or step % cfg.evaluation.every == 0:
                 validate(step)
             stopping = parallel.total(stop.requested, device) > 0
@@ -154,12 +163,17 @@ def try_worlds(cfg: StarPORun) -> None:
     import envs
 
     share_out(cfg.worlds, cfg.rollout.groups, 1)
+    held_out = (cfg.evaluation.split, cfg.evaluation.final_split)
     for n, world in enumerate(cfg.worlds):
-        try:
-            for split in ("train", cfg.evaluation.split, cfg.evaluation.final_split):
-                envs.make(world.name, **world.options).reset(seed=0, options={"split": split})
-        except (ValueError, TypeError) as problem:
-            raise UserError(f"worlds.{n} ({world.name}): {problem}") from problem
+        stages = [stage.options for stage in world.curriculum] or [{}]
+        for number, options in enumerate(stages):
+            try:
+                made = envs.make(world.name, **world.options | options)
+                for split in ("train", *(held_out if number == len(stages) - 1 else ())):
+                    made.reset(seed=0, options={"split": split})
+            except (ValueError, TypeError) as problem:
+                stage = f".curriculum.{number}" if world.curriculum else ""
+                raise UserError(f"worlds.{n}{stage} ({world.name}): {problem}") from problem
 
 
 def nothing_to_learn(steps: int, out: Path) -> str:
@@ -175,39 +189,63 @@ def nothing_to_learn(steps: int, out: Path) -> str:
 # ------------------------------------------------------------------------------------------------------ 1. play
 
 
-def rollout(cfg: StarPORun, sampler: Sampler, chat: Chat, step: int) -> list[list[Trajectory]]:
-    """All groups of a step, played by all processes together; siblings share the level, not their luck."""
-    import envs
-    from envs.protocol import Episode, Protocol
-    from posttrain import parallel
-    from posttrain.rollout import play
+def rollout(
+    cfg: StarPORun, sampler: Sampler, chat: Chat, step: int, places: dict[str, Place]
+) -> list[list[Trajectory]]:
+    """All groups of a step, played by all processes together; siblings share the level, not their luck.
 
-    protocol = Protocol(**cfg.protocol.model_dump())
+    `places` says in which stage of its curriculum each world is.
+    """
+    import envs
+    from envs.protocol import Protocol
+    from posttrain import curriculum, parallel
+    from posttrain.rollout import set_up
+
     worlds = share_out(cfg.worlds, cfg.rollout.groups, step)
-    places = [(group, sample) for group in parallel.mine(len(worlds)) for sample in range(cfg.rollout.num_generations)]
+    stages = {name: place["stage"] for name, place in places.items()}
+    size = cfg.rollout.num_generations
+    members = [(group, sample) for group in parallel.mine(len(worlds)) for sample in range(size)]
     episodes, seeds = [], []
-    for group, sample in places:
-        world = envs.make(worlds[group].name, **worlds[group].options)
+    for group, sample in members:
+        world = worlds[group]
+        options, protocol = curriculum.conditions(
+            world, Protocol(**cfg.protocol.model_dump()), stages.get(world.name, 0)
+        )
         level_seed = address(cfg.seed, "level", step, group)
         noise_seed = address(cfg.seed, "noise", step, group, sample)
-        episodes.append(Episode(world, protocol, level_seed, "train", noise_seed=noise_seed))
+        episodes.append(set_up(envs.make(world.name, **options), protocol, level_seed, "train", noise_seed))
         seeds.append(address(cfg.seed, "sample", step, group, sample))
-    trajectories = play(
-        sampler,
-        chat,
-        episodes,
-        SamplingParams(max_new_tokens=cfg.rollout.max_completion_length, temperature=cfg.rollout.temperature),
-        seeds,
-        slots=cfg.rollout.slots or len(episodes),
-        max_context=cfg.rollout.max_context,
-    )
-    for (group, _), trajectory in zip(places, trajectories, strict=True):
-        trajectory.group = group
-    size = cfg.rollout.num_generations
+    trajectories = play_all(cfg, sampler, chat, episodes, cfg.rollout.temperature, seeds)
+    for (group, _), trajectory in zip(members, trajectories, strict=True):
+        trajectory.group, trajectory.stage = group, stages.get(trajectory.world)
     return parallel.gather([trajectories[start : start + size] for start in range(0, len(trajectories), size)])
 
 
-def share_out(worlds: list[WorldSection], groups: int, step: int) -> list[WorldSection]:
+def play_all(
+    cfg: StarPORun,
+    sampler: Sampler,
+    chat: Chat,
+    episodes: list[Episode | Trajectory],
+    temperature: float,
+    seeds: list[int],
+) -> list[Trajectory]:
+    """`posttrain.rollout.play` under the limits of this run."""
+    from posttrain.rollout import play
+
+    return play(
+        sampler,
+        chat,
+        episodes,
+        SamplingParams(max_new_tokens=cfg.rollout.max_completion_length, temperature=temperature),
+        seeds,
+        slots=cfg.rollout.slots or cfg.rollout.groups * cfg.rollout.num_generations,
+        max_context=cfg.rollout.max_context,
+        context=cfg.rollout.context,
+        context_turns=cfg.rollout.context_turns,
+    )
+
+
+def share_out(worlds: list[TrainingWorld], groups: int, step: int) -> list[TrainingWorld]:
     """Which world each group of a step plays: fixed numbers first, the rest by weight, evenly over the steps."""
     fixed = [world for world in worlds for _ in range(world.groups or 0)]
     free = [world for world in worlds if world.groups is None]
@@ -215,7 +253,7 @@ def share_out(worlds: list[WorldSection], groups: int, step: int) -> list[WorldS
         raise UserError(f"worlds[].groups add up to {len(fixed)}, but rollout.groups is {groups}: make them fit.")
     total = sum(world.weight for world in free)
     ahead = [0.0] * len(free)
-    chosen: list[WorldSection] = []
+    chosen: list[TrainingWorld] = []
     places = groups - len(fixed)
     for _ in range(step * places):  # every place goes to the world that is furthest behind its share
         ahead = [a + world.weight / total for a, world in zip(ahead, free, strict=True)]
@@ -249,7 +287,7 @@ def judge(cfg: StarPORun, groups: list[list[Trajectory]]) -> Judged:
 
     def score(t: Trajectory) -> tuple[float, int]:
         unused = t.crashed or (algorithm.mask_truncated and t.truncated)
-        return math.nan if t.crashed else t.reward, 0 if unused else sum(t.mask)
+        return math.nan if t.crashed else t.reward, 0 if unused else t.tokens
 
     scored = [[score(t) for t in group] for group in groups]
     rewards = [[reward for reward, _ in group] for group in scored]
@@ -273,7 +311,7 @@ def describe(groups: list[list[Trajectory]], judged: Judged) -> dict[str, float]
     """The numbers of one rollout; docs/metrics.md says what each means and what to do about it."""
     episodes = [Played.of(t) for group in groups for t in group]
     rewards = [reward for group in judged.rewards for reward in group if not math.isnan(reward)]
-    turns, actions = sum(e.turns for e in episodes), sum(e.actions for e in episodes)
+    turns, actions = max(1, sum(e.turns for e in episodes)), sum(e.actions for e in episodes)
 
     def share(name: str) -> float:
         return sum(bool(getattr(e, name)) for e in episodes) / len(episodes)
@@ -288,17 +326,20 @@ def describe(groups: list[list[Trajectory]], judged: Judged) -> dict[str, float]
         "rollout/truncated": share("truncated"),
         "rollout/crashed": sum(e.crashed for e in episodes),
         "rollout/pass_at_g": sum(any(t.success for t in group) for group in groups) / len(groups),
-        "rollout/turns": turns / len(episodes),
+        "rollout/turns": sum(e.turns for e in episodes) / len(episodes),
         "rollout/invalid_turns": sum(e.invalid_turns for e in episodes) / turns,
         "rollout/unfinished_turns": sum(e.unfinished_turns for e in episodes) / turns,
         "rollout/response_tokens": sum(e.tokens for e in episodes) / turns,
         "rollout/effective_actions": sum(e.effective_actions for e in episodes) / max(1, actions),
         "rollout/tokens": sum(e.tokens for e in episodes),
         "rollout/context_tokens": sum(e.context for e in episodes) / len(episodes),
+        "rollout/dropped_turns": sum(e.dropped_turns for e in episodes) / len(episodes),
     }
     for world in sorted({e.world for e in episodes}):
         own = [e for e in episodes if e.world == world]
         out[f"rollout/{world}/success"] = sum(e.success for e in own) / len(own)
+        if own[0].stage is not None:
+            out[f"rollout/{world}/stage"] = own[0].stage
         for failure in sorted({e.failure for e in own if e.failure}):
             out[f"rollout/{world}/{failure}"] = sum(e.failure == failure for e in own) / len(own)
     return out
@@ -318,9 +359,11 @@ class Played(NamedTuple):
     unfinished_turns: int
     actions: int
     effective_actions: int
+    dropped_turns: int
     tokens: int  # sampled ones
-    context: int  # all of them
+    context: int  # all of the longest context
     reward: float
+    stage: int | None
 
     @classmethod
     def of(cls, t: Trajectory) -> Played:
@@ -331,18 +374,28 @@ class Played(NamedTuple):
             truncated=t.truncated,
             crashed=bool(t.crashed),
             failure=t.failure,
-            turns=len(t.turn_ends),
+            turns=t.turns,
             invalid_turns=t.invalid_turns,
             unfinished_turns=t.unfinished_turns,
             actions=len(t.actions),
             effective_actions=t.effective_actions,
-            tokens=sum(t.mask),
-            context=len(t.ids),
+            dropped_turns=t.dropped_turns,
+            tokens=t.tokens,
+            context=t.context,
             reward=t.reward,
+            stage=t.stage,
         )
 
 
 # ----------------------------------------------------------------------------------------------------- 3. learn
+
+
+class Row(NamedTuple):
+    """One context of an episode, to be trained on."""
+
+    key: tuple[int, int]  # seed of the episode, number of the segment
+    segment: Segment
+    advantage: float  # of the episode
 
 
 def update(
@@ -369,34 +422,36 @@ def update(
     for setting in optimizer.param_groups:
         setting["lr"] = learning_rate(cfg, step)
 
-    def batches(numbers: list[int]) -> list[list[tuple[Trajectory, float]]]:
-        """This process's share of these groups as micro-batches of (episode, advantage)."""
+    def batches(numbers: list[int]) -> list[list[Row]]:
+        """This process's share of these groups as micro-batches: a row is a context with the tokens sampled in it."""
         rows = [
-            (trajectory, judged.advantages[number][sample])
+            Row((trajectory.seed, n), segment, judged.advantages[number][sample])
             for number in numbers
             for sample, trajectory in enumerate(groups[number])
             if judged.tokens[number][sample] > 0
+            for n, segment in enumerate(trajectory.segments)
         ]
-        chosen = list(microbatches([len(trajectory.ids) for trajectory, _ in rows], trainer.micro_batch_tokens))
+        chosen = list(microbatches([len(row.segment.ids) for row in rows], trainer.micro_batch_tokens))
         return [[rows[i] for i in batch] for batch in chosen[parallel.rank() :: parallel.size()]]
 
-    def logprobs(batch: list[tuple[Trajectory, float]]) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, masks = [t.ids for t, _ in batch], [t.mask for t, _ in batch]
+    def logprobs(batch: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, masks = [row.segment.ids for row in batch], [row.segment.mask for row in batch]
         with autocast:
             return token_logprobs(policy, ids, masks, cfg.rollout.temperature)
 
-    def sampled(batch: list[tuple[Trajectory, float]]) -> torch.Tensor:
-        values = [lp for t, _ in batch for lp, on in zip(t.logprobs, t.mask, strict=True) if on]
+    def sampled(batch: list[Row]) -> torch.Tensor:
+        segments = [row.segment for row in batch]
+        values = [lp for s in segments for lp, on in zip(s.logprobs, s.mask, strict=True) if on]
         return torch.tensor(values, device=policy.device)
 
     model.train()
-    old: dict[int, torch.Tensor] = {}  # by seed of the episode: log-probs of the policy that is about to be moved
+    old: dict[tuple[int, int], torch.Tensor] = {}  # by key of the row: log-probs of the policy about to be moved
     exact = policy.dtype == torch.float32 and not trainer.bf16
     if not exact:  # sampler and trainer round differently: the ratio must start at 1 all the same
         with torch.no_grad():
             for batch in batches(judged.kept):
-                parts = logprobs(batch)[0].cpu().split([sum(t.mask) for t, _ in batch])
-                old.update({t.seed: part for (t, _), part in zip(batch, parts, strict=True)})
+                parts = logprobs(batch)[0].cpu().split([row.segment.tokens for row in batch])
+                old.update({row.key: part for row, part in zip(batch, parts, strict=True)})
         old = dict(parallel.gather(list(old.items())))
 
     sums = dict.fromkeys(("loss", "entropy", "clipped", "kl", "tokens", "gap", "grad_norm", "skipped"), 0.0)
@@ -411,9 +466,10 @@ def update(
             for batch in batches(numbers):
                 new_S, entropy_S = logprobs(batch)
                 sampler_S = sampled(batch)
-                old_S = sampler_S if exact else torch.cat([old[t.seed] for t, _ in batch]).to(policy.device)
-                lengths = torch.tensor([sum(t.mask) for t, _ in batch], device=policy.device)
-                advantage_S = torch.tensor([a for _, a in batch], device=policy.device).repeat_interleave(lengths)
+                old_S = sampler_S if exact else torch.cat([old[row.key] for row in batch]).to(policy.device)
+                lengths = torch.tensor([row.segment.tokens for row in batch], device=policy.device)
+                advantage_S = torch.tensor([row.advantage for row in batch], device=policy.device)
+                advantage_S = advantage_S.repeat_interleave(lengths)
                 loss_S, bites_S = ppo_clip(new_S, old_S, advantage_S, algorithm.epsilon, algorithm.epsilon_high)
                 loss = (loss_S - algorithm.entropy_coef * entropy_S).sum() / count
                 loss.backward()
@@ -505,29 +561,24 @@ def policy_of(model: Any) -> Any:
 def evaluate(
     cfg: StarPORun, sampler: Sampler, chat: Chat, split: str, episodes: int, name: str = "evaluation"
 ) -> dict[str, float]:
-    """Success on held-out levels, the same ones each time and in every run, with Wilson 95 % intervals."""
-    import envs
-    from envs.protocol import Episode, Protocol
-    from posttrain import parallel
-    from posttrain.metrics import wilson
-    from posttrain.rollout import play
+    """Success on held-out levels, the same ones each time and in every run, with Wilson 95 % intervals.
 
-    protocol = Protocol(**cfg.protocol.model_dump())
-    params = SamplingParams(max_new_tokens=cfg.rollout.max_completion_length, temperature=cfg.evaluation.temperature)
+    A world with a curriculum is played as in its last stage, from the first evaluation on.
+    """
+    import envs
+    from envs.protocol import Protocol
+    from posttrain import curriculum, parallel
+    from posttrain.metrics import wilson
+    from posttrain.rollout import set_up
+
     row: dict[str, float] = {}
     for world in cfg.worlds:
         seeds = [address("evaluation", world.name, split, i) for i in parallel.mine(episodes)]
-        played = play(
-            sampler,
-            chat,
-            [Episode(envs.make(world.name, **world.options), protocol, seed, split) for seed in seeds],
-            params,
-            seeds,
-            slots=cfg.rollout.slots or cfg.rollout.groups * cfg.rollout.num_generations,
-            max_context=cfg.rollout.max_context,
-        )
+        options, protocol = curriculum.conditions(world, Protocol(**cfg.protocol.model_dump()), curriculum.TARGET)
+        levels = [set_up(envs.make(world.name, **options), protocol, seed, split) for seed in seeds]
+        played = play_all(cfg, sampler, chat, levels, cfg.evaluation.temperature, seeds)
         episodes_played = parallel.gather([Played.of(t) for t in played])
-        wins, turns = sum(e.success for e in episodes_played), sum(e.turns for e in episodes_played)
+        wins, turns = sum(e.success for e in episodes_played), max(1, sum(e.turns for e in episodes_played))
         low, high = wilson(wins, episodes)
         row |= {
             f"{name}/{world.name}/success": wins / episodes,
@@ -536,6 +587,7 @@ def evaluate(
             f"{name}/{world.name}/reward": sum(e.reward for e in episodes_played) / episodes,
             f"{name}/{world.name}/invalid_turns": sum(e.invalid_turns for e in episodes_played) / turns,
             f"{name}/{world.name}/turns": turns / episodes,
+            f"{name}/{world.name}/crashed": sum(e.crashed for e in episodes_played),
         }
         for failure in sorted({e.failure for e in episodes_played if e.failure}):
             row[f"{name}/{world.name}/{failure}"] = sum(e.failure == failure for e in episodes_played) / episodes
@@ -544,10 +596,10 @@ def evaluate(
 
 
 def write_transcripts(path: Path, step: int, trajectories: list[Trajectory]) -> None:
-    """Whole episodes as JSON lines, to be read by people."""
+    """Whole episodes as JSON lines, to be read by people; seeds and actions are enough to play one again."""
+    kept = "world stage level_key level_seed noise_seed success failure crashed actions turn_rewards messages".split()
     with path.open("a", encoding="utf-8") as file:
         for t in trajectories:
-            kept = ("world", "level_key", "success", "failure", "crashed", "actions", "turn_rewards", "messages")
             file.write(json.dumps({"step": step} | {key: getattr(t, key) for key in kept}) + "\n")
 
 

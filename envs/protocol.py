@@ -24,6 +24,7 @@ class Protocol:
 
     `format_penalty` is paid once for every turn that is badly formed or names an unknown action, at most
     `max_penalised_turns` times an episode: Protocol(max_turns=8, max_actions_per_turn=1, max_actions=8).
+    With `force_think` every response begins with `opening`, which the model is given instead of writing it.
     """
 
     max_turns: int = 8
@@ -33,6 +34,7 @@ class Protocol:
     format_penalty: float = -0.1
     max_penalised_turns: int = 3
     action_sep: str = "||"
+    force_think: bool = False
 
     def __post_init__(self) -> None:
         if min(self.max_turns, self.max_actions_per_turn, self.max_actions) < 1:
@@ -42,6 +44,11 @@ class Protocol:
         if not self.action_sep.strip():
             raise ValueError("action_sep must not be blank.")
 
+    @property
+    def opening(self) -> str:
+        """The forced beginning of a response, the first tag of the answer format; empty where none is forced."""
+        return ("<think>" if self.think else "<answer>") if self.force_think else ""
+
 
 @dataclass(frozen=True)
 class Parsed:
@@ -50,6 +57,16 @@ class Parsed:
     actions: list[str]
     well_formed: bool
     invalid: list[str]
+
+
+@dataclass(frozen=True)
+class Past:
+    """A turn that was played: Past(observation="You 0 0 Goal 3 3", actions=["Down"], reward=0.0, valid=True)."""
+
+    observation: str
+    actions: list[str]
+    reward: float
+    valid: bool
 
 
 @dataclass(frozen=True)
@@ -92,6 +109,17 @@ def parse(text: str, protocol: Protocol, world_actions: Sequence[str]) -> Parsed
     return Parsed(actions[: protocol.max_actions_per_turn], True, invalid)
 
 
+def thought_span(text: str) -> tuple[int, int] | None:
+    """Where the thought stands in a response, between the first <think> and the first </think> behind it.
+
+    >>> thought_span("<think>so</think><answer>Up</answer>"), thought_span("<answer>Up</answer>")
+    ((7, 9), None)
+    """
+    start = text.find("<think>")
+    end = text.find("</think>", start) if start >= 0 else -1
+    return (start + len("<think>"), end) if end >= 0 else None
+
+
 def answer(thought: str, actions: Sequence[str], protocol: Protocol) -> str:
     """A response in the protocol's form."""
     reply = f"<answer>{f' {protocol.action_sep} '.join(actions)}</answer>"
@@ -127,8 +155,10 @@ class Episode:
         self, world: TextWorld, protocol: Protocol, seed: int, split: str = "train", noise_seed: int | None = None
     ):
         self.world, self.protocol, self.seed, self.split = world, protocol, seed, split
+        self.noise_seed = noise_seed
         options = {"split": split} if noise_seed is None else {"split": split, "noise_seed": noise_seed}
-        observation, info = world.reset(seed=seed, options=options)
+        self.observation, info = world.reset(seed=seed, options=options)
+        self.past: list[Past] = []
         self.success: bool = info["success"]
         self.failure: str = info["failure"]
         self.terminated = self.truncated = False
@@ -136,7 +166,7 @@ class Episode:
         self.actions: list[str] = []
         self.messages: list[Message] = [
             {"role": "system", "content": system_text(world, protocol)},
-            {"role": "user", "content": self._user_text(observation)},
+            {"role": "user", "content": self._user_text(self.observation)},
         ]
 
     @property
@@ -150,7 +180,7 @@ class Episode:
         self.messages.append({"role": "assistant", "content": response_text})
         parsed = parse(response_text, self.protocol, self.world.actions)
         valid = bool(parsed.well_formed and parsed.actions and not parsed.invalid)
-        reward, observation = 0.0, None
+        reward, observation, before = 0.0, None, len(self.actions)
         for action in parsed.actions[: self.protocol.max_actions - len(self.actions)]:
             observation, paid, self.terminated, cut, info = self.world.step(action)
             self.truncated = bool(cut) and not self.terminated
@@ -161,6 +191,7 @@ class Episode:
             reward += float(paid)
             if self.done:
                 break
+        self.past.append(Past(self.observation, self.actions[before:], reward, valid))
         self.turns += 1
         self.invalid_turns += not valid
         penalised = not valid and self.invalid_turns <= self.protocol.max_penalised_turns
@@ -168,10 +199,25 @@ class Episode:
             self.truncated = not self.terminated
         user = None
         if not self.done:
-            state = self.world.observe() if observation is None else observation
-            user = self._user_text(state, reward, valid)
+            self.observation = self.world.observe() if observation is None else observation
+            user = self._user_text(self.observation, reward, valid)
             self.messages.append({"role": "user", "content": user})
         return Turn(reward, self.protocol.format_penalty if penalised else 0.0, self.done, valid, user)
+
+    def summary(self, first: int) -> str:
+        """The state now in one user message, after the turns from number `first` on in brief: state, action, reward.
+
+        Without earlier turns it is the first user message; `first == turns` leaves all of them out.
+        """
+        if first >= self.turns:
+            return self._user_text(self.observation)
+        lines = []
+        for number, turn in enumerate(self.past[first:], first + 1):
+            lines += [f"Turn {number}", turn.observation]
+            lines += [f"Action {f' {self.protocol.action_sep} '.join(turn.actions)}"] if turn.actions else []
+            lines += [] if turn.valid else ["Invalid answer"]
+            lines.append(f"Reward {round(turn.reward, 6):g}")
+        return "\n".join([*lines, f"Turn {self.turns + 1}", self._user_text(self.observation)])
 
     def state_key(self) -> str:
         return self.world.state_key()

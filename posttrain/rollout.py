@@ -1,19 +1,30 @@
 """How does a model live through episodes?  Worlds speak text, models speak tokens; here they take turns.
 
-Token in, token out: a trajectory is the prompt's ids, the sampled ids and the ids of the world's replies, appended in
-the order they happened. Nothing is ever tokenised a second time.
+Token in, token out: what was sampled stands in every later context as the ids that were sampled; nothing the model
+wrote is ever tokenised again. A turn is trained under exactly the context it was sampled under:
+
+    full          the whole conversation grows, one segment; where the next prompt would exceed `max_context`, the
+                  oldest turns leave and a new segment begins
+    last_k        system, then the last k turns as a conversation, the coming one included: a segment a turn
+    single_turn   system, then one user message that tells the last k - 1 turns in brief: a segment a turn
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 from transformers import PreTrainedModel
 
-from envs.protocol import Episode
+from envs import TextWorld
+from envs.protocol import Episode, Protocol, thought_span
 from posttrain.chat import Chat
 from posttrain.sampler import Sampler, open_engine
-from posttrain.types import Completion, SamplingParams, Trajectory, UserError, address
+from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError, address
+
+Context = Literal["full", "last_k", "single_turn"]
 
 
 def open_sampler(model: PreTrainedModel, chat: Chat, engine: str = "auto") -> Sampler:
@@ -41,103 +52,213 @@ def complete(
     return completions
 
 
+def set_up(
+    world: TextWorld, protocol: Protocol, seed: int, split: str, noise_seed: int | None = None
+) -> Episode | Trajectory:
+    """An episode in its first state; or, of a world that raised on the way there, the record of that."""
+    try:
+        return Episode(world, protocol, seed, split, noise_seed)
+    except Exception as error:  # it is counted and teaches nothing, as if it had raised later
+        crashed = f"{type(error).__name__}: {error}"
+        return Trajectory(world=world.name, level_seed=seed, noise_seed=noise_seed, crashed=crashed)
+
+
 def play(
     sampler: Sampler,
     chat: Chat,
-    episodes: Sequence[Episode],
+    episodes: Sequence[Episode | Trajectory],
     params: SamplingParams,
     seeds: Sequence[int],
     *,
     slots: int = 256,
     max_context: int | None = None,
+    context: Context = "full",
+    context_turns: int | None = None,
     done: Callable[[int], None] | None = None,
 ) -> list[Trajectory]:
     """Play every episode to its end, at most `slots` at a time; a finished one makes room for a waiting one.
 
-    An episode whose next turn would not fit into `max_context` tokens is truncated; one whose first turn would not is a
-    UserError. A world that raises ends its own episode (`crashed` says how) and no other.
+    An episode is truncated where even the system message and the current turn do not fit into `max_context`; one whose
+    first turn would not is a UserError. A world that raises ends its own episode (`crashed` says how) and no other;
+    what `set_up` recorded instead of an episode comes back as it is. `context_turns` is k, see the top of this file.
     """
-    trajectories: list[Trajectory] = [
-        Trajectory(ids=chat.prompt(episode.messages), mask=[], logprobs=[], seed=seed)
-        for episode, seed in zip(episodes, seeds, strict=True)
-    ]
-    for episode, trajectory in zip(episodes, trajectories, strict=True):
-        length = len(trajectory.ids)
-        if max_context is not None and length + params.max_new_tokens > max_context:
+    room = math.inf if max_context is None else max_context - params.max_new_tokens
+    games = {i: Game(chat, episode) for i, episode in enumerate(episodes) if isinstance(episode, Episode)}
+    trajectories = [games[i].trajectory if isinstance(e, Episode) else e for i, e in enumerate(episodes)]
+    for trajectory, seed in zip(trajectories, seeds, strict=True):
+        trajectory.seed = seed
+    for game in games.values():
+        if not game.look(room, context, context_turns):
             raise UserError(
-                f"The first prompt of {episode.world.name} takes {length} tokens, and a turn of {params.max_new_tokens}"
-                f" more does not fit into max_context={max_context}. Raise it, or lower max_completion_length."
+                f"The first prompt of {game.episode.world.name} takes {len(game.prompt(0, context))} tokens, and a turn"
+                f" of {params.max_new_tokens} more does not fit into max_context={max_context}. Raise it, or lower"
+                " max_completion_length."
             )
-        trajectory.mask, trajectory.logprobs = [False] * length, [0.0] * length
-        trajectory.world, trajectory.level_key = episode.world.name, episode.level_key()
-    waiting = list(range(len(episodes)))[::-1]
-    active: dict[int, int] = {}
-    while waiting or active:
-        entering = [waiting.pop() for _ in range(min(slots - len(active), len(waiting)))]
-        opened = sampler.open([trajectories[i].ids for i in entering])
+    waiting = list(games)[::-1]
+    active: dict[int, int] = {}  # the handle of each conversation that is open
+    renewed: list[int] = []  # episodes that go on in a new segment
+    while waiting or active or renewed:
+        free = slots - len(active) - len(renewed)
+        entering = renewed + [waiting.pop() for _ in range(min(free, len(waiting)))]
+        opened = sampler.open([games[i].segment.ids for i in entering])
         active.update(zip(entering, opened, strict=True))
-        turn_seeds = [address(seeds[i], "turn", len(trajectories[i].turn_ends)) for i in active]
+        turn_seeds = [address(seeds[i], "turn", trajectories[i].turns) for i in active]
         completions = sampler.sample(list(active.values()), params, turn_seeds)
-        leaving = []
+        leaving, renewed = [], []
         for i, completion in zip(active, completions, strict=True):
-            reply = _take_turn(chat, episodes[i], trajectories[i], completion, params, max_context)
-            if reply is None:
+            game = games[i]
+            segment, read = game.segment, len(game.segment.ids) + len(completion.ids)
+            if not (game.take_turn(completion) and game.look(room, context, context_turns)):
                 leaving.append(i)
-                _finish(episodes[i], trajectories[i])
+                game.finish()
+            elif game.segment is segment:
+                sampler.append(active[i], segment.ids[read:])
             else:
-                sampler.append(active[i], reply)
-        sampler.close([active.pop(i) for i in leaving])
+                renewed.append(i)
+        sampler.close([active.pop(i) for i in leaving + renewed])
         if done:
             done(len(leaving))
     return trajectories
 
 
-def _take_turn(
-    chat: Chat,
-    episode: Episode,
-    trajectory: Trajectory,
-    completion: Completion,
-    params: SamplingParams,
-    max_context: int | None,
-) -> list[int] | None:
-    """Record what was sampled, let the world answer; the world's reply as ids, or None when the episode is over."""
-    trajectory.ids += completion.ids
-    trajectory.mask += [True] * len(completion.ids)
-    trajectory.logprobs += completion.logprobs
-    trajectory.turn_ends.append(len(trajectory.ids))
-    trajectory.unfinished_turns += not completion.finished
-    written = completion.ids[:-1] if completion.finished else completion.ids
-    key = ""
-    try:
-        key = episode.state_key()
-        turn = episode.step(chat.decode(written))
-        reply = [] if turn.done else chat.extend(turn.user or "", finished=completion.finished)
-    except Exception as error:  # a world may raise or say anything; its episode ends, is counted, and teaches nothing
-        trajectory.crashed = f"{type(error).__name__}: {error}"
+class Game:
+    """An episode that is being played, and its trajectory so far.
+
+    The loop is: `look` (is there room for another prompt, and which?), sample after `segment.ids`, `take_turn`.
+    """
+
+    def __init__(self, chat: Chat, episode: Episode) -> None:
+        self.chat, self.episode = chat, episode
+        self.said: list[Completion] = []
+        self.coming: list[int] = []  # what stands between the last turn and the next one
+        self.opening = chat.content_ids(episode.protocol.opening) if episode.protocol.opening else []
+        self.trajectory = Trajectory(
+            world=episode.world.name,
+            level_key=episode.level_key(),
+            level_seed=episode.seed,
+            noise_seed=episode.noise_seed,
+        )
+
+    @property
+    def segment(self) -> Segment:
+        return self.trajectory.segments[-1]
+
+    def prompt(self, first: int, context: Context) -> list[int]:
+        """The ids after which the coming turn is sampled when turn `first` is the oldest in sight.
+
+        Its user message may begin with the reward of the turn before, which is no longer in sight.
+        """
+        system, *others = self.episode.messages
+        if context == "single_turn":
+            told = {"role": "user", "content": self.episode.summary(first)}
+            return self.chat.prompt([system, told]) + self.opening
+        users = [message for message in others if message["role"] == "user"]
+        ids = self.chat.prompt([system, users[first]]) + self.opening
+        for completion, user in zip(self.said[first:], users[first + 1 :], strict=True):
+            ids += completion.ids + self.reply(user["content"], completion)
+        return ids
+
+    def reply(self, user: str, completion: Completion) -> list[int]:
+        """What stands between a sampled turn and the next one."""
+        return self.chat.extend(user, finished=completion.finished) + self.opening
+
+    def look(self, room: float, context: Context, context_turns: int | None) -> bool:
+        """Make `segment` the context of the coming turn, at most `room` tokens long; False where nothing fits."""
+        segments, turn = self.trajectory.segments, len(self.said)
+        oldest = segments[-1].first_turn if segments else 0
+        if context == "full":
+            if segments and len(self.segment.ids) + len(self.coming) <= room:
+                self.segment.read(self.coming)
+                return True
+        else:
+            assert context_turns is not None
+            oldest = max(oldest, turn - context_turns + 1)
+        for first in range(oldest, turn + 1):
+            ids = self.prompt(first, context)
+            if len(ids) <= room:
+                segments.append(Segment(ids, first_turn=first))
+                self.trajectory.dropped_turns += first - oldest
+                return True
+        self.trajectory.truncated = True
+        return False
+
+    def text(self, written: Sequence[int]) -> str:
+        """The response that these sampled ids make, with the forced tag in front of them."""
+        return self.chat.decode([*self.opening, *written])
+
+    def take_turn(self, completion: Completion) -> bool:
+        """Record what was sampled and let the world answer; False when the episode is over."""
+        trajectory = self.trajectory
+        self.segment.write(trajectory.turns, completion, len(self.opening))
+        self.said.append(completion)
+        trajectory.unfinished_turns += not completion.finished
+        written = completion.ids[:-1] if completion.finished else completion.ids
+        trajectory.observations.append(self.episode.observation)
+        key, reward, penalty, over = "", 0.0, 0.0, True
+        try:
+            key = self.episode.state_key()
+            turn = self.episode.step(self.text(written))
+            if not math.isfinite(turn.reward):
+                raise ValueError(f"the world paid {turn.reward}")
+            if not turn.done:
+                self.coming = self.reply(turn.user or "", completion)
+            reward, penalty, over = turn.reward, turn.penalty, turn.done
+        except Exception as error:  # a world may raise or say anything; its episode ends, is counted, teaches nothing
+            trajectory.crashed = f"{type(error).__name__}: {error}"
         trajectory.state_keys.append(key)
-        trajectory.turn_rewards.append(0.0)
-        trajectory.turn_penalties.append(0.0)
-        return None
-    trajectory.state_keys.append(key)
-    trajectory.turn_rewards.append(turn.reward)
-    trajectory.turn_penalties.append(turn.penalty)
-    if turn.done:
-        return None
-    if max_context is not None and len(trajectory.ids) + len(reply) + params.max_new_tokens > max_context:
-        trajectory.truncated = True
-        return None
-    trajectory.ids += reply
-    trajectory.mask += [False] * len(reply)
-    trajectory.logprobs += [0.0] * len(reply)
-    return reply
+        trajectory.turn_rewards.append(reward)
+        trajectory.turn_penalties.append(penalty)
+        return not over
+
+    def finish(self) -> None:
+        trajectory, episode = self.trajectory, self.episode
+        trajectory.success = episode.success and not trajectory.crashed
+        trajectory.terminated = episode.terminated
+        trajectory.truncated = trajectory.truncated or episode.truncated
+        trajectory.invalid_turns = episode.invalid_turns
+        trajectory.actions = list(episode.actions)
+        trajectory.effective_actions = episode.effective_actions
+        trajectory.failure = episode.failure
+        trajectory.messages = list(episode.messages)
 
 
-def _finish(episode: Episode, trajectory: Trajectory) -> None:
-    trajectory.success = episode.success and not trajectory.crashed
-    trajectory.terminated = episode.terminated
-    trajectory.truncated = trajectory.truncated or episode.truncated
-    trajectory.invalid_turns = episode.invalid_turns
-    trajectory.actions = list(episode.actions)
-    trajectory.effective_actions = episode.effective_actions
-    trajectory.failure = episode.failure
-    trajectory.messages = list(episode.messages)
+class Thought(NamedTuple):
+    """The reasoning of one turn: ids[:start] of its segment end with <think>, ids[start:end] is the thought.
+
+    Tokens do not end where tags do. One that straddles the end of <think> belongs to the prompt, one that straddles
+    the start of </think> to neither: the thought is cut at the nearest token boundaries inside it, and may be empty.
+    """
+
+    segment: Segment
+    start: int
+    end: int
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.segment.ids[: self.start]
+
+    @property
+    def ids(self) -> list[int]:
+        return self.segment.ids[self.start : self.end]
+
+
+def thoughts(chat: Chat, trajectory: Trajectory) -> list[Thought | None]:
+    """The reasoning of every turn; None where it has no <think>...</think>."""
+    found = []
+    for segment in trajectory.segments:
+        for begin, end in zip(segment.turn_starts, segment.turn_ends, strict=True):
+            ids = segment.ids[begin:end]
+            text = chat.decode(ids)
+            span = thought_span(text)
+            if span is None:
+                found.append(None)
+                continue
+            start = begin + _tokens_for(chat, ids, text[: span[0]])
+            stop = begin + _tokens_for(chat, ids, text[: span[1] + 1]) - 1  # without the token that begins "</think>"
+            found.append(Thought(segment, start, max(start, stop)))
+    return found
+
+
+def _tokens_for(chat: Chat, ids: list[int], text: str) -> int:
+    """How many of these tokens it takes until their text begins with `text`."""
+    return bisect_left(range(len(ids)), True, key=lambda count: chat.decode(ids[:count]).startswith(text))

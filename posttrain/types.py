@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -50,29 +51,77 @@ class Completion:
 
 
 @dataclass
-class Trajectory:
-    """One episode as the model saw it: token ids of the whole conversation and which of them the model sampled.
+class Segment:
+    """One context as the model saw it, and the turns that were sampled in it.
 
-    Example, a prompt P of 3 tokens, an answer of 2, the world's reply of 2, an answer of 1:
-        ids           [p, p, p, a, a, e, e, a]
-        mask          [0, 0, 0, 1, 1, 0, 0, 1]      True exactly on sampled tokens, the stop token included
-        logprobs      [0, 0, 0, x, x, 0, 0, x]      the sampler's natural logs, 0 elsewhere
-        turn_ends     [5, 8]                        index after the last sampled token of each turn
-        turn_rewards  [0.0, 1.0]                    what the world paid for each turn, penalties apart
-        turn_penalties[-0.1, 0.0]                   format penalties
-        state_keys    ["...", "..."]                the state each turn was answered in
-    `terminated`: the world ended. `truncated`: a limit ended it. `crashed`: the world raised (never a zero reward).
+    Example, a prompt P of 3 tokens, an answer of 2, the world's reply of 2, a forced opening tag F, an answer of 1:
+        ids           [p, p, p, a, a, e, e, f, a]
+        mask          [0, 0, 0, 1, 1, 0, 0, 0, 1]   True exactly on tokens sampled here, the stop token included
+        logprobs      [0, 0, 0, x, x, 0, 0, 0, x]   the sampler's natural logs, 0 elsewhere
+        first_turn    0                             the oldest turn of the episode that is in sight
+        turns         [0, 1]                        numbers of the turns sampled here
+        turn_starts   [3, 7]                        where the text of each begins, a forced tag included
+        turn_ends     [5, 9]                        index after the last sampled token of each
+    A turn that was sampled in an earlier segment may be in sight as well; its tokens are not sampled here.
     """
 
     ids: list[int]
-    mask: list[bool]
-    logprobs: list[float]
+    mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    first_turn: int = 0
+    turns: list[int] = field(default_factory=list)
+    turn_starts: list[int] = field(default_factory=list)
     turn_ends: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.mask = self.mask or [False] * len(self.ids)
+        self.logprobs = self.logprobs or [0.0] * len(self.ids)
+        assert len(self.ids) == len(self.mask) == len(self.logprobs)
+
+    def read(self, ids: Sequence[int]) -> None:
+        """Tokens the model did not sample follow."""
+        self.ids += ids
+        self.mask += [False] * len(ids)
+        self.logprobs += [0.0] * len(ids)
+
+    def write(self, turn: int, completion: Completion, opening: int = 0) -> None:
+        """A sampled turn follows; the last `opening` tokens so far, a forced tag, belong to its text."""
+        self.turns.append(turn)
+        self.turn_starts.append(len(self.ids) - opening)
+        self.ids += completion.ids
+        self.mask += [True] * len(completion.ids)
+        self.logprobs += completion.logprobs
+        self.turn_ends.append(len(self.ids))
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens were sampled here."""
+        return sum(self.mask)
+
+
+@dataclass
+class Trajectory:
+    """One episode: the contexts in which its turns were sampled, and what the world said to each turn.
+
+    Per turn: `turn_rewards` (what the world paid), `turn_penalties` (for the format), `state_keys` (the exact state it
+    was answered in) and `observations` (the same state as text). The turns of all segments, one after another, are the
+    turns of the episode in order, so with the whole history in sight there is one segment. An episode whose world
+    raised before its first turn has none.
+    `terminated`: the world ended. `truncated`: a limit ended it. `crashed`: the world raised (never a zero reward).
+    `dropped_turns`: earlier turns that left the context for want of room. `stage`: of its world's curriculum.
+    `seed` addresses what was sampled, `level_seed` and `noise_seed` what the world did.
+    """
+
+    segments: list[Segment] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
     turn_penalties: list[float] = field(default_factory=list)
     state_keys: list[str] = field(default_factory=list)
+    observations: list[str] = field(default_factory=list)
     world: str = ""
     level_key: str = ""
+    level_seed: int = 0
+    noise_seed: int | None = None
+    stage: int | None = None
     seed: int = 0
     group: int = 0
     success: bool = False
@@ -81,12 +130,51 @@ class Trajectory:
     crashed: str = ""
     invalid_turns: int = 0
     unfinished_turns: int = 0
+    dropped_turns: int = 0
     actions: list[str] = field(default_factory=list)
     effective_actions: int = 0
     failure: str = ""
     messages: list[dict[str, str]] = field(default_factory=list)
 
     @property
+    def turns(self) -> int:
+        return len(self.turn_rewards)
+
+    @property
+    def turn_scores(self) -> list[float]:
+        """What each turn earned, penalty included: what turn-level advantages start from."""
+        return [reward + penalty for reward, penalty in zip(self.turn_rewards, self.turn_penalties, strict=True)]
+
+    @property
     def reward(self) -> float:
         """Raw return of the episode, penalties included: what filters and advantages start from."""
         return sum(self.turn_rewards) + sum(self.turn_penalties)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens were sampled, in all turns."""
+        return sum(segment.tokens for segment in self.segments)
+
+    @property
+    def turn_tokens(self) -> list[int]:
+        """How many tokens were sampled in each turn."""
+        return [
+            sum(segment.mask[start:end])
+            for segment in self.segments
+            for start, end in zip(segment.turn_starts, segment.turn_ends, strict=True)
+        ]
+
+    @property
+    def sampled_ids(self) -> list[int]:
+        """The sampled tokens of all turns, in the order of `turn_tokens`."""
+        return [token for s in self.segments for token, on in zip(s.ids, s.mask, strict=True) if on]
+
+    @property
+    def sampled_logprobs(self) -> list[float]:
+        """The sampler's log-probs of `sampled_ids`."""
+        return [logprob for s in self.segments for logprob, on in zip(s.logprobs, s.mask, strict=True) if on]
+
+    @property
+    def context(self) -> int:
+        """Tokens of its longest context, prompt and replies included."""
+        return max((len(segment.ids) for segment in self.segments), default=0)

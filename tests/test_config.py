@@ -322,7 +322,7 @@ def test_every_preset_can_be_chosen(file):
 
 def test_a_world_may_be_its_name_alone(tmp_path):
     file = ROOT / "configs" / "worlds" / "sokoban.yaml"
-    assert config.resolve(StarPORun, file, ["worlds=[sokoban]"]).worlds == [config.WorldSection(name="sokoban")]
+    assert config.resolve(StarPORun, file, ["worlds=[sokoban]"]).worlds == [config.TrainingWorld(name="sokoban")]
 
 
 # ---------------------------------------------------------------------------------------------------------- mistakes
@@ -405,6 +405,20 @@ def test_a_mistake_names_its_remedy(tmp_path, change, remedy):
         ("rollout.max_completion_length=4096", "must be smaller than max_context"),
         ("rollout.num_generations=1", "should be greater than or equal to 2, but is 1"),
         ("worlds=[]", "worlds (on the command line): must not be empty"),
+        ("worlds=[sokoban, sokoban]", "worlds has sokoban twice"),
+        ("rollout.context_turns=3", "context is full: leave it out or change context"),
+        ("rollout.context=last_k", "write context_turns, how many turns it shows"),
+        ("rollout.context=single_turn", "write context_turns, how many turns it shows"),
+        ("rollout.context=last", "did you mean `last_k`?"),
+        ("worlds.0.curriculum=[{}]", "two stages or more"),
+        ("worlds.0.curriculum=[{from_step: 2}, {from_step: 3}]", "curriculum.0 is there from the start"),
+        ("worlds.0.curriculum=[{}, {max_turns: 3}]", "curriculum.1 never begins: write its from_step or success"),
+        ("worlds.0.curriculum=[{}, {from_step: 3, success: 0.5}]", "two ways into a stage"),
+        ("worlds.0.curriculum=[{}, {from_step: 3, success_steps: 4}]", "and there is no success"),
+        ("worlds.0.curriculum=[{}, {from_step: 5}, {from_step: 5}]", "one after the other, not at the steps [5, 5]"),
+        ("worlds.0.curriculum=[{}, {from_step: 9999}]", "begins at step 9999, after the last one"),
+        ("worlds.0.curriculum=[{}, {success: 1.5}]", "worlds.0.curriculum.1.success (on the command line): should be"),
+        ("worlds.0.curriculum=[{}, {from: 3}]", "worlds.0.curriculum.1.from (on the command line): unknown key"),
         ("trainer.lerning_rate=1", "did you mean `learning_rate`?"),
     ],
 )
@@ -416,6 +430,8 @@ def test_mistakes_of_phase_3(change, remedy):
     "change, remedy",
     [
         ("suites.math.settings=[gready]", "suites.math names the setting `gready`, not in greedy, t05, chat"),
+        ("suites.worlds.context_turns=2", "suites.worlds: context_turns counts the turns of last_k and single_turn"),
+        ("suites.worlds.worlds.0.curriculum=[]", "unknown key"),
         ("suites.recall.headline=none", "suites.recall names the setting `none`"),
         ("suites.preferences.reference=phase9", "suites.preferences.reference is `phase9`, not in base, phase1"),
         ("checkpoints={}", "checkpoints (on the command line): must not be empty"),

@@ -19,7 +19,10 @@ FLOORS = [
     ["envs"],
     ["posttrain.types"],
     ["posttrain.config"],
-    [f"posttrain.{name}" for name in ("chat", "metrics", "runlog", "convgpt", "checkpoint", "starpo", "parallel")],
+    [
+        f"posttrain.{name}"
+        for name in ("chat", "metrics", "runlog", "convgpt", "checkpoint", "starpo", "parallel", "curriculum")
+    ],
     ["posttrain.embedded", "posttrain.policy"],
     ["posttrain.data", "posttrain.models", "posttrain.report"],
     ["posttrain.sampler", "posttrain.training"],

@@ -470,7 +470,7 @@ def test_play_shows_the_episodes_that_rollouts_would_play(
     seeds = [address(0, name, n) for n in range(2)]
     games = [Episode(envs.make(name), Protocol(), seed, "test") for seed in seeds]
     played = rollout_play(open_sampler(*_pair(speaker)), speaker.chat, games, SamplingParams(10), seeds)
-    assert [ids for n, ids in enumerate(seen) if n % 8 == 7] == [trajectory.ids for trajectory in played]
+    assert [ids for n, ids in enumerate(seen) if n % 8 == 7] == [trajectory.segments[0].ids for trajectory in played]
     for episode in games:
         for message in episode.messages[1:]:
             assert all(script.harmless(line) in said.out for line in message["content"].split("\n"))
@@ -522,10 +522,32 @@ def test_play_takes_the_worlds_options_the_protocol_and_a_preset_asked_for(
     assert used == [SamplingParams(48, temperature=0.7, top_p=0.9, top_k=50, repetition_penalty=1.15)]
 
 
-def test_play_ends_where_the_context_does(says: Says, answers: Callable[..., Any]) -> None:
+def test_play_forgets_old_turns_and_ends_where_nothing_fits(says: Says, answers: Callable[..., Any]) -> None:
     answers("word " * 100)
     said = says("--play", "frozen_lake")
-    assert re.search(r"Not solved \(the model's context is full\) after [1-4] turns", said.out)
+    assert "Not solved (out of turns or actions) after 8 turns" in said.out
+    said = says("--play", "frozen_lake", "max_completion_length=100000")
+    assert "Not solved (the model's context is full) after 0 turns" in said.out
+
+
+@pytest.mark.parametrize("change", ["context=last_k", "context=single_turn"])
+def test_play_shows_a_turn_what_it_was_trained_under(
+    says: Says, answers: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, change: str, tiny_chat: Chat
+) -> None:
+    answers("Jump</answer>")
+    asked: list[str] = []
+    original = script.Speaker.write
+
+    def write(self: script.Speaker, ids: list[int], *rest: Any) -> Iterator[int]:
+        asked.append(self.chat.decode(ids))
+        return original(self, ids, *rest)
+
+    monkeypatch.setattr(script.Speaker, "write", write)
+    said = says("--play", "frozen_lake", change, "context_turns=2", "protocol.think=false", "protocol.force_think=true")
+    messages = [3, *[5] * 7] if change == "context=last_k" else [3] * 8
+    assert [text.count("<|im_start|>") for text in asked] == messages
+    assert all(text.endswith("<answer>") for text in asked)
+    assert "<answer>Jump</answer>" in said.out
 
 
 @pytest.mark.parametrize("name", envs.names())

@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import envs
 import train_phase3_starpo as phase3
-from envs.protocol import Protocol, demonstrate
+from envs.protocol import Episode, Protocol, demonstrate
 from posttrain import checkpoint
 from posttrain.chat import Chat
 from posttrain.config import StarPORun, resolve
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.types import Trajectory, UserError
+from posttrain.types import Segment, Trajectory, UserError
 
 LAKE = {"name": "frozen_lake", "options": {"size": 3}}
 
@@ -133,12 +133,12 @@ def test_siblings_share_the_level_and_other_groups_do_not(player: Path, tmp_path
 
     cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, worlds=[{"name": "frozen_lake"}]))
     model, chat = load(ModelSection(name_or_path=str(player)), device="cpu", chat_template=None)
-    groups = phase3.rollout(cfg, open_sampler(model, chat), chat, step=1)
-    again = phase3.rollout(cfg, open_sampler(model, chat), chat, step=1)
-    later = phase3.rollout(cfg, open_sampler(model, chat), chat, step=2)
+    groups = phase3.rollout(cfg, open_sampler(model, chat), chat, 1, {})
+    again = phase3.rollout(cfg, open_sampler(model, chat), chat, 1, {})
+    later = phase3.rollout(cfg, open_sampler(model, chat), chat, 2, {})
     for group, siblings in enumerate(groups):
         assert len({t.state_keys[0] for t in siblings}) == 1 and len(siblings) == 4
-        assert [t.ids for t in siblings] == [t.ids for t in again[group]]
+        assert [t.segments for t in siblings] == [t.segments for t in again[group]]
         assert len({t.seed for t in siblings}) == 4
     firsts = [siblings[0].state_keys[0] for siblings in groups]
     assert len(set(firsts)) > 1 and firsts != [siblings[0].state_keys[0] for siblings in later]
@@ -217,11 +217,19 @@ def test_it_learns_a_small_lake(player: Path, tmp_path: Path) -> None:
     assert after > before, f"upper end before {before}, lower end after {after}"
 
 
-def trajectory(reward: float, tokens: int = 3, crashed: str = "", truncated: bool = False) -> Trajectory:
+def trajectory(
+    reward: float, tokens: int = 3, crashed: str = "", truncated: bool = False, penalty: float = 0.0, turns: int = 1
+) -> Trajectory:
+    """An episode of one segment a turn, `tokens` sampled in each, all of the reward and penalty in the last."""
     mask = [False] * 2 + [True] * tokens
+    before = [0.0] * (turns - 1)
     return Trajectory(
-        ids=[5] * len(mask), mask=mask, logprobs=[0.0] * len(mask), turn_ends=[len(mask)], turn_rewards=[reward],
-        turn_penalties=[0.0], crashed=crashed, truncated=truncated, world="frozen_lake",
+        segments=[
+            Segment([5] * len(mask), list(mask), [0.0] * len(mask), turn, [turn], [2], [len(mask)])
+            for turn in range(turns)
+        ],
+        turn_rewards=[*before, reward], turn_penalties=[*before, penalty], crashed=crashed, truncated=truncated,
+        world="frozen_lake",
     )  # fmt: skip
 
 
@@ -243,12 +251,111 @@ def test_judging_uses_raw_rewards_and_leaves_crashed_worlds_out(player: Path, tm
     assert phase3.judge(masked, groups).tokens[2] == [3, 3, 0, 3]
 
 
+def test_an_episode_counts_once_in_however_many_contexts_it_was_sampled(player: Path, tmp_path: Path) -> None:
+    """Statistics are of episodes, and penalties are in them; a row per turn must not multiply anything."""
+    cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player))
+    groups = [[trajectory(1.0, turns=3), trajectory(0.0), trajectory(0.0, penalty=-0.5), trajectory(0.0, penalty=-0.5)]]
+    judged = phase3.judge(cfg, groups)
+    spread = (4 / 3 * (1 + 0 + 0.5) / 4) ** 0.5
+    assert judged.rewards == [[1.0, 0.0, -0.5, -0.5]] and judged.tokens == [[9, 3, 3, 3]]
+    assert judged.spread == pytest.approx([spread])
+    assert judged.advantages[0] == pytest.approx([r / (spread + 1e-4) for r in judged.rewards[0]])
+    told = phase3.describe(groups, judged)
+    assert told["rollout/reward"] == 0.0 and told["rollout/turns"] == 1.5 and told["rollout/context_tokens"] == 5
+
+
+CURRICULUM = [
+    {"options": {"size": 2}, "max_turns": 2},
+    {"from_step": 2, "max_turns": 2},
+    {"success": 0.01, "success_steps": 1},
+]
+
+
+@pytest.mark.parametrize("context", [{"context": "last_k", "context_turns": 2}, {"max_context": 160}])
+def test_resuming_in_the_middle_of_a_curriculum_changes_nothing(
+    player: Path, tmp_path: Path, context: dict[str, Any]
+) -> None:
+    """In contexts of several segments, with a forced tag: the same stages, weights and numbers."""
+    changes: dict[str, Any] = {
+        "worlds": [{**LAKE, "curriculum": CURRICULUM}],
+        "rollout": {**context, "max_completion_length": 24},
+        "protocol": {"force_think": True},
+        "checkpoint": {"every": 2},
+    }
+    straight, broken = tmp_path / "a", tmp_path / "b"
+    train(settings(tmp_path / "a.yaml", player, output_dir=str(straight), **changes))
+    file = settings(tmp_path / "b.yaml", player, output_dir=str(broken), **changes)
+    subprocess.run(["cp", "-r", str(straight), str(broken)], check=True)
+    subprocess.run(["rm", "-r", str(broken / "checkpoint-4"), str(broken / "final")], check=True)
+    train(file, "--resume")
+    assert rows(broken) == rows(straight)
+    for name, tensor in weights(straight / "checkpoint-4").items():
+        assert torch.equal(tensor, weights(broken / "checkpoint-4")[name]), name
+    table = [row for row in rows(straight) if "rollout/reward" in row]
+    stages = [row["rollout/frozen_lake/stage"] for row in table]
+    assert stages[:2] == [0, 1] and stages == sorted(stages)
+    assert table[0]["rollout/turns"] <= 2
+    assert all(row["policy/sampler_gap"] < 1e-4 for row in table if "policy/loss" in row)
+    state = json.loads((straight / "checkpoint-4" / "state.json").read_text())
+    assert state["curriculum"]["frozen_lake"]["stage"] in (1, 2)
+
+
+def test_held_out_levels_are_those_of_the_last_stage(
+    player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Episode] = []
+
+    def play_all(cfg: StarPORun, sampler: Any, chat: Any, episodes: list[Episode], *rest: Any) -> list[Trajectory]:
+        seen.extend(episodes)
+        return [Trajectory(world="frozen_lake") for _ in episodes]
+
+    monkeypatch.setattr(phase3, "play_all", play_all)
+    cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, worlds=[{**LAKE, "curriculum": CURRICULUM}]))
+    nothing: Any = None
+    row = phase3.evaluate(cfg, nothing, nothing, "validation", 2)
+    phase3.rollout(cfg, nothing, nothing, 1, {"frozen_lake": {"stage": 0, "successes": []}})
+    assert [episode.protocol.max_turns for episode in seen] == [3] * 2 + [2] * 16
+    sizes = [len(episode.level_key().split()[0]) for episode in seen]
+    assert sizes == [3] * 2 + [2] * 16
+    assert row["evaluation/frozen_lake/crashed"] == 0
+
+
+def test_a_world_that_raises_is_told_and_the_run_goes_on(
+    player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from envs.frozen_lake import FrozenLake
+
+    original, count = FrozenLake.step, iter(range(10**9))
+
+    def fragile(self: FrozenLake, action: str) -> Any:
+        if next(count) % 4 == 3:
+            raise RuntimeError("thin ice")
+        return original(self, action)
+
+    monkeypatch.setattr(FrozenLake, "step", fragile)
+    train(settings(tmp_path / "run.yaml", player, trainer={"max_steps": 3}, transcripts={"every": 99, "count": 2}))
+    table = [row for row in rows(tmp_path / "run") if "rollout/reward" in row]
+    assert [row["step"] for row in table] == [1, 2, 3] and all(row["rollout/crashed"] > 2 for row in table)
+    assert any("policy/loss" in row for row in table)
+    episodes = [json.loads(line) for line in (tmp_path / "run" / "transcripts.jsonl").read_text().splitlines()]
+    assert [episode["step"] for episode in episodes] == [1, 1, 2, 2, 3, 3]
+    assert all(episode["crashed"] == "RuntimeError: thin ice" for episode in episodes)
+    told = capsys.readouterr().err
+    for episode in episodes:  # level seed, luck and actions are enough to play it again
+        again = envs.make(episode["world"], size=3)
+        again.reset(seed=episode["level_seed"], options={"split": "train", "noise_seed": episode["noise_seed"]})
+        assert again.level_key() == episode["level_key"]
+        assert f"frozen_lake raised RuntimeError: thin ice (level seed {episode['level_seed']})" in told
+
+
 def test_a_step_in_which_every_world_crashed_teaches_nothing(player: Path, tmp_path: Path) -> None:
     cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player))
     groups = [[trajectory(0.0, crashed="ValueError: no")] * 2] * 2
     judged = phase3.judge(cfg, groups)
     assert judged.kept == [] and judged.advantages == [[0.0, 0.0]] * 2
     assert phase3.describe(groups, judged)["rollout/crashed"] == 4
+    never_begun = [[Trajectory(world="frozen_lake", crashed="OSError: no")] * 2] * 2
+    assert phase3.describe(never_begun, phase3.judge(cfg, never_begun))["rollout/turns"] == 0
 
 
 def test_worlds_share_the_groups_by_weight_or_by_number(player: Path, tmp_path: Path) -> None:

@@ -106,6 +106,30 @@ def test_user_turns_are_short_and_tell_reward_state_and_what_is_left():
     assert tight.step(say("Down", "Up")).user.endswith("\nTurns left 7 Actions left 3")
 
 
+def test_a_forced_opening_is_the_first_tag_of_the_format():
+    assert Protocol().opening == Protocol(think=False).opening == ""
+    for think, opening in ((True, "<think>"), (False, "<answer>")):
+        protocol = Protocol(think=think, force_think=True)
+        assert protocol.opening == opening and answer("so", ["Up"], protocol).startswith(opening)
+
+
+def test_a_summary_tells_the_last_turns_and_the_state():
+    episode = lake(Protocol(max_turns=4, max_actions_per_turn=2, max_actions=8))
+    episode.observation = episode.world.observe()
+    start = "You 0 0 Goal 3 3 Left # Down _ Right _ Up #"
+    assert episode.summary(0) == f"{start}\nTurns left 4"
+    episode.step(say("Down", "Up"))
+    episode.step("what?")
+    episode.step(say("fly", "Right"))
+    assert episode.summary(1) == (
+        f"Turn 2\n{start}\nInvalid answer\nReward 0\n"
+        f"Turn 3\n{start}\nAction Right\nInvalid answer\nReward 0\n"
+        "Turn 4\nYou 0 1 Goal 3 3 Left _ Down _ Right _ Up #\nTurns left 1"
+    )
+    assert episode.summary(0).startswith(f"Turn 1\n{start}\nAction Down || Up\nReward 0\nTurn 2\n")
+    assert episode.summary(3) == episode.summary(3).rpartition("Turn 4\n")[2]
+
+
 # -- episodes ----------------------------------------------------------------------------------------------------------
 
 

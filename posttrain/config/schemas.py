@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -83,6 +84,47 @@ class WorldSection(Section):
     options: dict[str, Any] = Field("keyword arguments of the world, e.g. {size: 4}", {})
 
 
+class StageSection(Section):
+    """One stage of a curriculum: StageSection(options={"size": 4}, success=0.6)."""
+
+    options: dict[str, Any] = Field("laid over the world's own options while the stage lasts", {})
+    max_turns: int | None = Field("turns of an episode in this stage; null takes protocol.max_turns", None, ge=1)
+    from_step: int | None = Field("the stage begins at this step", None, ge=2)
+    success: float | None = Field("the stage begins once the one before it is won this often", None, gt=0, le=1)
+    success_steps: int | None = Field("steps over which that success is measured; null with success is 5", None, ge=1)
+
+    @model_validator(mode="after")
+    def _one_way_in(self) -> StageSection:
+        if self.from_step is not None and self.success is not None:
+            raise wrong("from_step and success are two ways into a stage: write one of them")
+        if self.success_steps is not None and self.success is None:
+            raise wrong("success_steps says over how many steps `success` is measured, and there is no success")
+        if self.success is not None and self.success_steps is None:
+            self.success_steps = 5
+        return self
+
+
+class TrainingWorld(WorldSection):
+    curriculum: list[StageSection] = Field(
+        "stages from easy to hard; the last one is the target, which held-out levels use from the start", []
+    )
+
+    @model_validator(mode="after")
+    def _stages_follow(self) -> TrainingWorld:
+        stages = self.curriculum
+        if len(stages) == 1:
+            raise wrong("a curriculum has two stages or more: put the options of a single one into `options`")
+        if stages and (stages[0].from_step is not None or stages[0].success is not None):
+            raise wrong("curriculum.0 is there from the start: leave out its from_step and success")
+        for number, stage in enumerate(stages[1:], 1):
+            if stage.from_step is None and stage.success is None:
+                raise wrong(f"curriculum.{number} never begins: write its from_step or success")
+        steps = [stage.from_step for stage in stages if stage.from_step is not None]
+        if any(later <= earlier for earlier, later in pairwise(steps)):
+            raise wrong(f"the stages of a curriculum begin one after the other, not at the steps {steps}")
+        return self
+
+
 def _named(world: Any) -> Any:
     """`- sokoban` in a list of worlds is short for `- name: sokoban`."""
     return {"name": world} if isinstance(world, str) else world
@@ -101,6 +143,25 @@ class ProtocolSection(Section):
     format_penalty: float = Field("added to the reward for each turn without a valid action", -0.1, le=0)
     max_penalised_turns: int = Field("turns of one episode that can be penalised", 3, ge=0)
     action_sep: str = Field("text between two actions of one answer", "||", min_length=1)
+    force_think: bool = Field("give each answer its first tag, <think> or without think <answer>, unsampled", False)
+
+
+Context = Literal["full", "last_k", "single_turn"]
+CONTEXT = "what a turn sees: all of the episode, its last turns, or one message that tells these in brief"
+CONTEXT_TURNS = "k of last_k and single_turn: turns in sight, the coming one included"
+MAX_CONTEXT = "tokens of a context, prompt included; oldest turns are dropped to fit"
+
+
+def turns_where_counted(section: Any) -> Any:
+    """A validator of every section that has `context` and `context_turns`."""
+    if section.context == "full" and section.context_turns is not None:
+        raise wrong(
+            "context_turns counts the turns of last_k and single_turn, but context is full: leave it out or change"
+            " context (what does not fit into max_context is dropped in any mode)"
+        )
+    if section.context != "full" and section.context_turns is None:
+        raise wrong(f"context is {section.context}: write context_turns, how many turns it shows, e.g. 3")
+    return section
 
 
 class SamplingSection(Section):
@@ -233,14 +294,18 @@ class RolloutSection(Section):
     num_generations: int = Field("G: episodes of each level, which form a group", 8, ge=2)
     temperature: float = Field("of the rollouts; 1 is the policy itself", 1.0, gt=0)
     max_completion_length: int = Field("new tokens in one turn", 64, ge=1)
-    max_context: int = Field("tokens of a whole episode, prompt included", 1024, ge=8)
+    max_context: int = Field(MAX_CONTEXT, 1024, ge=8)
+    context: Context = Field(CONTEXT, "full")
+    context_turns: int | None = Field(CONTEXT_TURNS, None, ge=1)
     slots: int | None = Field("conversations that run at the same time; null takes all of a step", None, ge=1)
     engine: Literal["auto", "slots", "replay"] = Field("slots keeps the KV cache across turns, replay re-reads", "auto")
+
+    _context = model_validator(mode="after")(turns_where_counted)
 
     @model_validator(mode="after")
     def _room(self) -> RolloutSection:
         if self.max_completion_length >= self.max_context:
-            raise wrong("max_completion_length (one turn) must be smaller than max_context (the episode)")
+            raise wrong("max_completion_length (one turn) must be smaller than max_context (all of its context)")
         return self
 
 
@@ -420,7 +485,7 @@ class CheckpointSection(Section):
 
 class TranscriptSection(Section):
     every: int = Field("steps between two sets of transcripts", 10, ge=1)
-    count: int = Field("whole episodes written each time", 4, ge=0)
+    count: int = Field("whole episodes written each time; at any step as many whose world raised", 4, ge=0)
 
 
 class StarPORun(Run):
@@ -428,7 +493,9 @@ class StarPORun(Run):
 
     model: ModelSection = Field("the policy")
     chat: ChatSection = Field("how messages become tokens; must be what phases 1 and 2 used", ChatSection())
-    worlds: list[World] = Field("the worlds that are played, mixed", min_length=1)
+    worlds: list[Annotated[TrainingWorld, BeforeValidator(_named)]] = Field(
+        "the worlds that are played, mixed", min_length=1
+    )
     protocol: ProtocolSection = Field("turns, answer format and penalties", ProtocolSection())
     rollout: RolloutSection = Field("how episodes are sampled", RolloutSection())
     algorithm: AlgorithmSection = Field("how episodes become an update", AlgorithmSection())
@@ -436,6 +503,20 @@ class StarPORun(Run):
     evaluation: EvaluationSection = Field("held-out levels", EvaluationSection())
     checkpoint: CheckpointSection = Field("what is kept to resume from", CheckpointSection())
     transcripts: TranscriptSection = Field("whole episodes to read", TranscriptSection())
+
+    @model_validator(mode="after")
+    def _worlds_fit(self) -> StarPORun:
+        names = [world.name for world in self.worlds]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise wrong(f"worlds has {twice[0]} twice, and figures go by name: write it once (`curriculum` varies it)")
+        for n, world in enumerate(self.worlds):
+            for number, stage in enumerate(world.curriculum):
+                if stage.from_step is not None and stage.from_step > self.trainer.max_steps:
+                    raise wrong(
+                        f"worlds.{n}.curriculum.{number} begins at step {stage.from_step}, after the last one: lower"
+                        f" from_step or raise trainer.max_steps ({self.trainer.max_steps})"
+                    )
+        return self
 
     @classmethod
     def underlay(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -493,7 +574,11 @@ class WorldSuite(Settings):
     episodes_others: int | None = Field("levels under the settings that are not in the table", None, ge=1)
     split: Literal["validation", "test"] = Field("which levels", "test")
     max_completion_length: int = Field("new tokens in one turn", 64, ge=1)
-    max_context: int = Field("tokens of a whole episode, prompt included", 1024, ge=8)
+    max_context: int = Field(MAX_CONTEXT, 1024, ge=8)
+    context: Context = Field(CONTEXT, "full")
+    context_turns: int | None = Field(CONTEXT_TURNS, None, ge=1)
+
+    _context = model_validator(mode="after")(turns_where_counted)
 
 
 class SuitesSection(Section):
@@ -562,6 +647,10 @@ class ChatRun(Section):
     worlds: list[World] = Field("options of the worlds for --play; others are played as they come", [])
     protocol: ProtocolSection = Field("turns and answer format for --play; as in phase 3", ProtocolSection())
     max_completion_length: int = Field("new tokens in one turn of --play", 64, ge=1)
+    context: Context = Field(CONTEXT + " (--play)", "full")
+    context_turns: int | None = Field(CONTEXT_TURNS, None, ge=1)
+
+    _context = model_validator(mode="after")(turns_where_counted)
 
     @model_validator(mode="after")
     def _known_preset(self) -> ChatRun:
