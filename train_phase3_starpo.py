@@ -12,6 +12,7 @@ tokens it sampled. Every seed is addressed by (run, step, group, sample): a resu
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import shutil
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from posttrain import runlog
 from posttrain.config import StarPORun, TrainingWorld, load, run
-from posttrain.types import SamplingParams, Segment, Trajectory, UserError, address
+from posttrain.types import SamplingParams, Trajectory, UserError, address
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from envs.protocol import Episode
     from posttrain.chat import Chat
     from posttrain.curriculum import Place
+    from posttrain.learner import Batch, Learner, Measured
     from posttrain.sampler import Sampler
 
 
@@ -54,17 +56,17 @@ def main(argv: list[str] | None = None) -> None:
     parallel.start(device)
 
     model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template)
-    model, optimizer = prepare(cfg, model, chat)
+    learner = prepare(cfg, model, chat)
     progress = runlog.Progress(cfg.trainer.max_steps, "phase 3")
-    progress.say(f"phase 3: {training.describe(model, device)}")
+    progress.say(f"phase 3: {training.describe(learner.model, device)}")
     state: dict[str, Any] = {"step": 0, "best": -1.0, "best_step": 0, "empty_steps": 0, "tokens": 0}
     state["curriculum"] = curriculum.start(cfg.worlds)
     if args.resume and (found := checkpoint.latest_good(out, say=progress.say)):
-        state |= load_state(found, model, optimizer)
+        state |= load_state(found, learner)
         progress.say(f"Resuming from {found}.")
         drop_later(out, state["step"])
         progress.start = state["step"]
-    sampler = open_sampler(policy_of(model), chat, cfg.rollout.engine)
+    sampler = open_sampler(learner.policy, chat, cfg.rollout.engine)
     precision = torch.autocast(device.type, dtype=torch.bfloat16, enabled=cfg.trainer.bf16)
     metrics = runlog.MetricsFile(out / "metrics.jsonl", after_step=state["step"] or None)
     runlog.MetricsFile(out / "transcripts.jsonl", after_step=state["step"] or None)  # steps that will be played again
@@ -84,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
         report(step, row)
         if row["evaluation/success"] > state["best"]:
             state.update(best=row["evaluation/success"], best_step=step)
-            save_state(out / "best", model, chat, optimizer, state)
+            save_state(out / "best", learner, chat, state)
 
     with runlog.StopSignals() as stop, models.no_bars():
         if state["step"] == 0:
@@ -105,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
             # 3. learn: the clipped policy gradient, a mean over the sampled tokens of all kept groups of all processes
             state["empty_steps"] = 0 if judged.kept else state["empty_steps"] + 1
             if judged.kept:
-                row |= update(cfg, model, optimizer, groups, judged, step)
+                row |= learn(cfg, learner, groups, judged, step)
             elif state["empty_steps"] >= cfg.algorithm.max_empty_steps:
                 raise UserError(nothing_to_learn(state["empty_steps"], out))
             state["step"], state["tokens"] = step, state["tokens"] + int(row["rollout/tokens"])
@@ -129,13 +131,13 @@ def main(argv: list[str] | None = None) -> None:
                 validate(step)
             stopping = parallel.total(stop.requested, device) > 0
             if last or stopping or step % cfg.checkpoint.every == 0:
-                save_state(out / f"checkpoint-{step}", model, chat, optimizer, state)
+                save_state(out / f"checkpoint-{step}", learner, chat, state)
                 drop_old(out, cfg.checkpoint.keep)
             if stopping:
                 stop.leave()
 
         # the policy handed over is the one that did best on the validation levels; the test levels see only that one
-        load_state(out / "best", model, optimizer)
+        load_state(out / "best", learner)
         with precision:
             row = evaluate(cfg, sampler, chat, cfg.evaluation.final_split, cfg.evaluation.final_episodes, name="final")
         report(cfg.trainer.max_steps, row)
@@ -143,7 +145,7 @@ def main(argv: list[str] | None = None) -> None:
     tracker.finish()
     if parallel.rank() == 0:
         final = models.save(
-            out / "final", model, chat, settings, source=cfg.model, phase="phase3", step=state["best_step"]
+            out / "final", learner.model, chat, settings, source=cfg.model, phase="phase3", step=state["best_step"]
         )
         print(f"Best on {cfg.evaluation.split} levels: step {state['best_step']}.", end=" ")
         print(f"On {cfg.evaluation.final_split} levels:")
@@ -267,44 +269,114 @@ def share_out(worlds: list[TrainingWorld], groups: int, step: int) -> list[Train
 
 
 class Judged(NamedTuple):
-    """What each group earned, which groups are kept, what each episode is worth."""
+    """What each group earned, which groups are kept, and which of their episodes are trained on."""
 
     rewards: list[list[float]]  # [P][G] raw rewards, penalties included; nan for an episode whose world raised
-    advantages: list[list[float]]  # [P][G], 0 where nothing is to be learned
-    tokens: list[list[int]]  # [P][G] sampled tokens that count in the loss
+    trains: list[list[bool]]  # [P][G] whether its tokens may count in the loss
     spread: list[float]  # [P] standard deviation of the rewards in the group
+    weights: list[float]  # [P] what the group's advantages are multiplied by
     kept: list[int]  # numbers of the groups to train on
 
 
 def judge(cfg: StarPORun, groups: list[list[Trajectory]]) -> Judged:
-    """Group-relative advantages and the group filter, both from raw rewards."""
+    """The group filter, on raw rewards; episodes whose world raised are in no statistic."""
     import torch
 
-    from posttrain.starpo.advantages import group_moments, grpo
-    from posttrain.starpo.filters import keep_groups
+    from posttrain.starpo import filters
 
-    algorithm = cfg.algorithm
+    algorithm, chosen = cfg.algorithm, cfg.algorithm.filter
+    alive = [(number, sample) for number, group in enumerate(groups) for sample, t in enumerate(group) if not t.crashed]
+    played = [groups[number][sample] for number, sample in alive]
+    group_B = torch.tensor([number for number, _ in alive], dtype=torch.long)
+    rewards_B = torch.tensor([t.reward for t in played], dtype=torch.float64)
+    lengths_B = torch.tensor([t.tokens for t in played], dtype=torch.float64)
+    # -log p of what was sampled is on average the entropy of what it was sampled from
+    entropy_B = -torch.tensor([sum(t.sampled_logprobs) for t in played], dtype=torch.float64) / lengths_B.clamp(min=1)
 
-    def score(t: Trajectory) -> tuple[float, int]:
-        unused = t.crashed or (algorithm.mask_truncated and t.truncated)
-        return math.nan if t.crashed else t.reward, 0 if unused else t.tokens
+    def scores(metric: str) -> torch.Tensor:
+        return filters.group_scores(
+            metric, group_B, rewards_B, groups=len(groups), entropy_B=entropy_B, lengths_B=lengths_B
+        )
 
-    scored = [[score(t) for t in group] for group in groups]
-    rewards = [[reward for reward, _ in group] for group in scored]
-    flat = [(reward, group) for group, row in enumerate(rewards) for reward in row if not math.isnan(reward)]
-    reward_B = torch.tensor([reward for reward, _ in flat], dtype=torch.float64)
-    group_B = torch.tensor([group for _, group in flat], dtype=torch.long)
-    spread_G = torch.zeros(len(rewards), dtype=torch.float64)
-    spread_G[group_B] = group_moments(reward_B, group_B)[1]
-    advantage = iter(grpo(reward_B, group_B, std=algorithm.advantage_std).tolist())
-    chosen = algorithm.filter
-    return Judged(
-        rewards=rewards,
-        advantages=[[0.0 if math.isnan(reward) else next(advantage) for reward in row] for row in rewards],
-        tokens=[[tokens for _, tokens in group] for group in scored],
-        spread=spread_G.tolist(),
-        kept=keep_groups(spread_G, chosen.strategy, chosen.value, keep_zero=chosen.keep_zero).tolist(),
+    spread_G = scores("reward_std")
+    percentile = chosen.strategy == "percentile"
+    kept_G = filters.keep_groups(
+        scores(chosen.metric),
+        "none" if chosen.strategy == "soft" else chosen.strategy,
+        chosen.band[0] if percentile else chosen.value,
+        upper=chosen.band[1],
+        smallest=not chosen.largest,
+        keep_zero=chosen.keep_zero,
     )
+    within_B = torch.ones(len(alive), dtype=torch.bool)
+    if chosen.within is not None:
+        within_B = filters.within_group(rewards_B, group_B, chosen.within)
+    weights_G = filters.soft_weights(spread_G) if chosen.strategy == "soft" else torch.ones(len(groups))
+    rewards = [[math.nan if t.crashed else t.reward for t in group] for group in groups]
+    trains = [[False] * len(group) for group in groups]
+    for (number, sample), t, within in zip(alive, played, within_B.tolist(), strict=True):
+        trains[number][sample] = within and t.tokens > 0 and not (algorithm.mask_truncated and t.truncated)
+    return Judged(rewards, trains, spread_G.nan_to_num(0.0).tolist(), weights_G.tolist(), kept_G.tolist())
+
+
+def advantages(
+    cfg: StarPORun, batch: Batch, measured: Measured, weights: list[float]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What each sampled token of these episodes is worth, (S,), and what a critic should have said, (S,) or None."""
+    import torch
+
+    from posttrain.starpo import advantages as estimators
+    from posttrain.starpo import losses
+
+    algorithm, group_B, episode_N, turn_S = cfg.algorithm, batch.group_B, batch.episode_N, batch.turn_S
+    rewards_N = torch.tensor([score for t in batch.episodes for score in t.turn_scores], dtype=torch.float64)
+    penalty_S = torch.zeros(len(turn_S), dtype=torch.float64)
+    if algorithm.kl_in == "reward" and measured.reference_S is not None:
+        penalty_S = algorithm.beta * losses.kl(measured.old_S, measured.reference_S, algorithm.kl_estimator).double()
+    paid_N = rewards_N.index_add(0, turn_S, -penalty_S)  # each turn's reward, the KL of its tokens taken off
+    rewards_B = torch.zeros(len(group_B), dtype=torch.float64).index_add(0, episode_N, paid_N)
+    std = algorithm.advantage_std
+    match algorithm.advantage:
+        case "gae" | "bilevel_gae":
+            assert measured.values_S is not None
+            rewards_S, values_S = estimators.token_rewards(rewards_N, turn_S, -penalty_S), measured.values_S.double()
+            if algorithm.advantage == "gae":
+                value_S, returns_S = estimators.gae(
+                    rewards_S, values_S, batch.episode_S, algorithm.gamma, algorithm.lam
+                )
+            else:
+                value_S, returns_S = estimators.bilevel_gae(
+                    rewards_S, values_S, turn_S, episode_N,
+                    gamma=algorithm.gamma, gamma_high=algorithm.gamma_high, lam=algorithm.lam,
+                )  # fmt: skip
+            return (estimators.whiten(value_S) if algorithm.whiten else value_S), returns_S
+        case "turn_return":
+            value_N = estimators.turn_advantages(
+                paid_N, episode_N, group_B, gamma=algorithm.gamma, over=algorithm.turn_norm, std=std
+            )
+            value_S = value_N[turn_S]
+        case "gigpo":
+            similar = algorithm.step_similarity
+            states = [s for t in batch.episodes for s in (t.state_keys if similar is None else t.observations)]
+            buckets_N = estimators.state_buckets(states, group_B[episode_N], similar or 1.0)
+            value_N = estimators.gigpo(
+                rewards_B, group_B, paid_N, episode_N, buckets_N,
+                weight=algorithm.step_weight, gamma=algorithm.step_gamma, std=std,
+            )  # fmt: skip
+            value_S = value_N[turn_S]
+        case name:
+            lengths_B = torch.bincount(batch.episode_S, minlength=len(group_B))
+            value_B = {
+                "grpo": lambda: estimators.grpo(rewards_B, group_B, std=std),
+                "rloo": lambda: estimators.rloo(rewards_B, group_B),
+                "brpo": lambda: estimators.brpo(rewards_B, std=std),
+                "arpo": lambda: estimators.arpo(rewards_B),
+                "maxrl": lambda: estimators.maxrl(rewards_B, group_B),
+                "reinforce_pp": lambda: estimators.reinforce_pp(rewards_B, group_B, lengths_B),
+                "reinforce_pp_baseline": lambda: estimators.reinforce_pp(rewards_B, group_B, lengths_B, baseline=True),
+            }[name]()
+            value_S = value_B[batch.episode_S]
+    return value_S * torch.tensor(weights, dtype=torch.float64)[group_B][batch.episode_S], None
 
 
 def describe(groups: list[list[Trajectory]], judged: Judged) -> dict[str, float]:
@@ -390,135 +462,46 @@ class Played(NamedTuple):
 # ----------------------------------------------------------------------------------------------------- 3. learn
 
 
-class Row(NamedTuple):
-    """One context of an episode, to be trained on."""
-
-    key: tuple[int, int]  # seed of the episode, number of the segment
-    segment: Segment
-    advantage: float  # of the episode
-
-
-def update(
-    cfg: StarPORun,
-    model: Any,
-    optimizer: torch.optim.Optimizer,
-    groups: list[list[Trajectory]],
-    judged: Judged,
-    step: int,
+def learn(
+    cfg: StarPORun, learner: Learner, groups: list[list[Trajectory]], judged: Judged, step: int
 ) -> dict[str, float]:
-    """`num_iterations` passes over the kept groups, `minibatches` optimizer steps each; returns what happened.
-
-    Processes share out the micro-batches, whoever played their episodes: all have the same number of them, or one less.
-    """
+    """The kept groups' advantages and the update on them; returns what happened."""
     import torch
 
-    from posttrain import parallel
-    from posttrain.policy import microbatches, token_logprobs
-    from posttrain.starpo.losses import kl_k3, ppo_clip
+    from posttrain.learner import Batch
+    from posttrain.starpo.filters import loss_scale
 
-    algorithm, trainer = cfg.algorithm, cfg.trainer
-    policy, parameters = policy_of(model), [p for p in model.parameters() if p.requires_grad]
-    autocast = torch.autocast(policy.device.type, dtype=torch.bfloat16, enabled=trainer.bf16)
-    for setting in optimizer.param_groups:
-        setting["lr"] = learning_rate(cfg, step)
-
-    def batches(numbers: list[int]) -> list[list[Row]]:
-        """This process's share of these groups as micro-batches: a row is a context with the tokens sampled in it."""
-        rows = [
-            Row((trajectory.seed, n), segment, judged.advantages[number][sample])
-            for number in numbers
-            for sample, trajectory in enumerate(groups[number])
-            if judged.tokens[number][sample] > 0
-            for n, segment in enumerate(trajectory.segments)
-        ]
-        chosen = list(microbatches([len(row.segment.ids) for row in rows], trainer.micro_batch_tokens))
-        return [[rows[i] for i in batch] for batch in chosen[parallel.rank() :: parallel.size()]]
-
-    def logprobs(batch: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, masks = [row.segment.ids for row in batch], [row.segment.mask for row in batch]
-        with autocast:
-            return token_logprobs(policy, ids, masks, cfg.rollout.temperature)
-
-    def sampled(batch: list[Row]) -> torch.Tensor:
-        segments = [row.segment for row in batch]
-        values = [lp for s in segments for lp, on in zip(s.logprobs, s.mask, strict=True) if on]
-        return torch.tensor(values, device=policy.device)
-
-    model.train()
-    old: dict[tuple[int, int], torch.Tensor] = {}  # by key of the row: log-probs of the policy about to be moved
-    exact = policy.dtype == torch.float32 and not trainer.bf16
-    if not exact:  # sampler and trainer round differently: the ratio must start at 1 all the same
-        with torch.no_grad():
-            for batch in batches(judged.kept):
-                parts = logprobs(batch)[0].cpu().split([row.segment.tokens for row in batch])
-                old.update({row.key: part for row, part in zip(batch, parts, strict=True)})
-        old = dict(parallel.gather(list(old.items())))
-
-    sums = dict.fromkeys(("loss", "entropy", "clipped", "kl", "tokens", "gap", "grad_norm", "skipped"), 0.0)
-    steps, gap = 0, 0.0
-    for iteration in range(algorithm.num_iterations):
+    members = [
+        (number, sample)
+        for number in judged.kept
+        for sample, t in enumerate(groups[number])
+        if not t.crashed and t.tokens
+    ]
+    batch = Batch.of([groups[number][sample] for number, sample in members])
+    trains_B = torch.tensor([judged.trains[number][sample] for number, sample in members])
+    measured = learner.measure(batch)
+    advantages_S, returns_S = advantages(cfg, batch, measured, judged.weights)
+    trained_S = advantages_S[trains_B[batch.episode_S]]
+    passes = []
+    for iteration in range(cfg.algorithm.num_iterations):
         order = sorted(judged.kept, key=lambda number: address(cfg.seed, "order", step, iteration, number))
-        for part in range(algorithm.minibatches):
-            numbers = order[part :: algorithm.minibatches]
-            count = sum(tokens for number in numbers for tokens in judged.tokens[number])
-            if count == 0:
-                continue
-            for batch in batches(numbers):
-                new_S, entropy_S = logprobs(batch)
-                sampler_S = sampled(batch)
-                old_S = sampler_S if exact else torch.cat([old[row.key] for row in batch]).to(policy.device)
-                lengths = torch.tensor([row.segment.tokens for row in batch], device=policy.device)
-                advantage_S = torch.tensor([row.advantage for row in batch], device=policy.device)
-                advantage_S = advantage_S.repeat_interleave(lengths)
-                loss_S, bites_S = ppo_clip(new_S, old_S, advantage_S, algorithm.epsilon, algorithm.epsilon_high)
-                loss = (loss_S - algorithm.entropy_coef * entropy_S).sum() / count
-                loss.backward()
-                with torch.no_grad():
-                    if steps == 0:
-                        gap = max(gap, (new_S - sampler_S).abs().max().item())
-                    sums["loss"] += loss_S.sum().item()
-                    sums["entropy"] += entropy_S.sum().item()
-                    sums["clipped"] += bites_S.sum().item()
-                    sums["kl"] += kl_k3(new_S, old_S).sum().item()
-                    sums["tokens"] += len(new_S)
-            parallel.sum_gradients(parameters)
-            norm = torch.nn.utils.clip_grad_norm_(parameters, trainer.max_grad_norm).item()
-            if math.isfinite(norm):
-                optimizer.step()
-                sums["grad_norm"] += norm
-            else:
-                sums["skipped"] += 1
-            optimizer.zero_grad(set_to_none=True)
-            steps += 1
-    tokens = parallel.total(sums["tokens"], policy.device)
-    means = {key: parallel.total(sums[key], policy.device) / tokens for key in ("loss", "entropy", "clipped", "kl")}
-    return {
-        "policy/loss": means["loss"],
-        "policy/entropy": means["entropy"],
-        "policy/clip_fraction": means["clipped"],
-        "policy/kl_to_old": means["kl"],
-        "policy/grad_norm": sums["grad_norm"] / max(1, steps - sums["skipped"]),
-        "policy/skipped_steps": sums["skipped"],
-        "policy/sampler_gap": max(parallel.gather([gap])),
-        "policy/learning_rate": learning_rate(cfg, step),
+        parts = [order[part :: cfg.algorithm.minibatches] for part in range(cfg.algorithm.minibatches)]
+        passes.append([[n for n, (number, _) in enumerate(members) if number in part] for part in parts])
+    scale = loss_scale(len(judged.kept) / len(groups), cfg.algorithm.filter.loss_scale)
+    row = learner.update(batch, measured, advantages_S, returns_S, trains_B, passes, step, scale)
+    return row | {
+        "advantage/mean": trained_S.mean().item(),
+        "advantage/std": trained_S.std(correction=0).item(),
+        "advantage/max": trained_S.abs().max().item(),
     }
 
 
-def learning_rate(cfg: StarPORun, step: int) -> float:
-    """Of step 1, 2, ...: a linear warm-up, then constant, linear or cosine towards 0 behind the last step."""
-    trainer = cfg.trainer
-    if step <= trainer.warmup_steps:
-        return trainer.learning_rate * step / trainer.warmup_steps
-    done = (step - 1 - trainer.warmup_steps) / max(1, trainer.max_steps - trainer.warmup_steps)
-    shape = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}
-    return trainer.learning_rate * shape[trainer.lr_scheduler_type]
-
-
-def prepare(cfg: StarPORun, model: Any, chat: Chat) -> tuple[Any, torch.optim.Optimizer]:
-    """The adapter where one is asked for, memory savings, and the optimizer over what is trained."""
+def prepare(cfg: StarPORun, model: Any, chat: Chat) -> Learner:
+    """The adapter where one is asked for, memory savings, the reference, and the learner of it all."""
     import torch
 
     from posttrain import models
+    from posttrain.learner import Learner
 
     for module in model.modules():  # the ratio must start at 1, and a resumed run has no random state to restore
         if isinstance(module, torch.nn.Dropout):
@@ -527,6 +510,9 @@ def prepare(cfg: StarPORun, model: Any, chat: Chat) -> tuple[Any, torch.optim.Op
             vars(module)["attention_dropout"] = 0.0
     if cfg.model.tuning != "full" and cfg.model.lora.dropout > 0:
         raise UserError("model.lora.dropout must be 0 in phase 3: sampler and learner have to be the same policy.")
+    reference = None
+    if cfg.algorithm.beta > 0 and cfg.model.tuning == "full":  # an adapter is switched off instead
+        reference = copy.deepcopy(model).requires_grad_(False).eval()
     if (adapter := models.peft_config(cfg.model, model, chat)) is not None:
         from peft import get_peft_model
 
@@ -535,24 +521,7 @@ def prepare(cfg: StarPORun, model: Any, chat: Chat) -> tuple[Any, torch.optim.Op
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if cfg.model.tuning != "full":
             model.enable_input_require_grads()
-    trainer = cfg.trainer
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    options = {
-        "lr": trainer.learning_rate,
-        "betas": (trainer.adam_beta1, trainer.adam_beta2),
-        "weight_decay": trainer.weight_decay,
-    }
-    if trainer.optim == "adamw_torch":
-        return model, torch.optim.AdamW(parameters, **options)
-    from bitsandbytes.optim.adamw import AdamW8bit, PagedAdamW8bit
-
-    kind = AdamW8bit if trainer.optim == "adamw_8bit" else PagedAdamW8bit
-    return model, kind(parameters, **options)
-
-
-def policy_of(model: Any) -> Any:
-    """The transformers model itself; an adapter's layers sit inside it."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    return Learner(cfg, model, reference)
 
 
 # ------------------------------------------------------------------------------------------------------ 4. look
@@ -606,44 +575,42 @@ def write_transcripts(path: Path, step: int, trajectories: list[Trajectory]) -> 
 # ------------------------------------------------------------------------------------------------- checkpoints
 
 
-def save_state(
-    folder: Path, model: Any, chat: Chat, optimizer: torch.optim.Optimizer, state: dict[str, Any]
-) -> None:
+def save_state(folder: Path, learner: Learner, chat: Chat, state: dict[str, Any]) -> None:
     """A checkpoint that a run resumes from bit by bit, and that transformers (or peft) can load as it is."""
-    import torch
-
     from posttrain import checkpoint, parallel
 
     def write(out: Path) -> None:
-        model.save_pretrained(out)
+        learner.model.save_pretrained(out, **({"selected_adapters": ["default"]} if learner.adapted else {}))
         chat.save(out)
-        torch.save(optimizer.state_dict(), out / "optimizer.pt")
-        (out / "state.json").write_text(json.dumps(state), encoding="utf-8")
+        learner.save(out)
+        (out / "state.json").write_text(json.dumps(state | {"entropy_coef": learner.entropy_coef}), encoding="utf-8")
 
     if parallel.rank() == 0:
         checkpoint.save(folder, write, chat_template_sha256=chat.hash, phase=3, step=state["step"])
     parallel.barrier()
 
 
-def load_state(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Put a checkpoint's weights and optimizer in place and return where the run was."""
-    import torch
+def load_state(folder: Path, learner: Learner) -> dict[str, Any]:
+    """Put a checkpoint's weights, critic and optimizer in place and return where the run was."""
     from safetensors.torch import load_file
 
     from posttrain import checkpoint
 
     checkpoint.verify(folder)
-    device = str(policy_of(model).device)
-    if (folder / "adapter_model.safetensors").exists():
+    device = str(learner.device)
+    if learner.adapted:
         from peft import set_peft_model_state_dict
 
-        set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors", device=device))
+        set_peft_model_state_dict(learner.model, load_file(folder / "adapter_model.safetensors", device=device))
     else:
         shards = [load_file(file, device=device) for file in sorted(folder.glob("model*.safetensors"))]
-        missing = model.load_state_dict({key: value for shard in shards for key, value in shard.items()}, strict=False)
+        weights = {key: value for shard in shards for key, value in shard.items()}
+        missing = learner.model.load_state_dict(weights, strict=False)
         assert not missing.unexpected_keys, missing.unexpected_keys
-    optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location=device, weights_only=True))
-    return json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    learner.load(folder)
+    learner.entropy_coef = state["entropy_coef"]
+    return state
 
 
 def drop_later(out: Path, step: int) -> None:

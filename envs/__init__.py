@@ -1,8 +1,8 @@
 """Which worlds are there?  Every file in this folder that defines a `TextWorld`, registered with gymnasium.
 
-    from envs import make, names
-    world = make("frozen_lake", size=4, observation="neighbours")      # the bare world
-    gymnasium.make("posttrain/FrozenLake-v0")                           # the same, with gymnasium's wrappers
+from envs import make, names
+world = make("frozen_lake", size=4, observation="neighbours")      # the bare world
+gymnasium.make("posttrain/FrozenLake-v0")                           # the same, with gymnasium's wrappers
 """
 
 from __future__ import annotations

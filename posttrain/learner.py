@@ -1,4 +1,4 @@
-"""How does the policy move?  Every sampled token under the policy, critic and reference; one optimizer step a minibatch.
+"""How does the policy move?  Sampled tokens under policy, critic and reference; one optimizer step a minibatch.
 
 Shapes: B episodes, N turns of all episodes one after another, S sampled tokens of all turns one after another. The
 formulas are in starpo/. Processes share out the micro-batches, whoever played their episodes.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from posttrain.config import StarPORun
 from posttrain.critic import Critic
 from posttrain.policy import head_logprobs, microbatches, trained_states
 from posttrain.starpo import losses
-from posttrain.types import Trajectory, UserError
+from posttrain.types import Trajectory
 
 CRITIC, POLICY = 1, 0  # the optimizer's groups
 
@@ -84,7 +83,8 @@ class Learner:
         self.groups = [[p for p in model.parameters() if p.requires_grad and id(p) not in known], own]
         self.optimizer = self._optimizer()
         self.entropy_coef = cfg.algorithm.entropy_coef
-        self.policy: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.adapted = hasattr(model, "get_base_model")
+        self.policy: Any = model.get_base_model() if self.adapted else model  # an adapter's layers sit inside it
         device = self.policy.device
         self.device = device
         self.autocast: Callable[[], Any] = lambda: torch.autocast(

@@ -170,7 +170,10 @@ class MathJudge:
         self.close()
         if self.restarts:
             silent = f"{self.restarts} answer{'s' if self.restarts > 1 else ''}"
-            print(f"math-verify came to no verdict on {silent} within {self.seconds:g} s: counted as wrong", file=sys.stderr)
+            print(
+                f"math-verify came to no verdict on {silent} within {self.seconds:g} s: counted as wrong",
+                file=sys.stderr,
+            )
 
     def correct(self, text: str, answer: str) -> bool:
         """Whether the text's last box holds this answer."""

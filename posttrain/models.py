@@ -35,7 +35,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def resolve_device(device: str) -> torch.device:
-    """"auto", "cpu" or "cuda" as this process's own device (torchrun numbers the GPUs of a machine in LOCAL_RANK)."""
+    """ "auto", "cpu" or "cuda" as this process's own device (torchrun numbers the GPUs of a machine in LOCAL_RANK)."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():

@@ -150,9 +150,9 @@ def test_seeds_reproduce(says: Says) -> None:
     first = says("max_new_tokens=12", stdin=talk).out
     assert says("max_new_tokens=12", stdin=talk).out == first
     assert says("--seed", "1", "max_new_tokens=12", stdin=talk).out != first
-    assert says("--seed", "1", "max_new_tokens=12", stdin=talk).out == says(
-        "seed=1", "max_new_tokens=12", stdin=talk
-    ).out
+    assert (
+        says("--seed", "1", "max_new_tokens=12", stdin=talk).out == says("seed=1", "max_new_tokens=12", stdin=talk).out
+    )
 
 
 def test_the_preset_of_the_flag_answers(says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,9 +249,7 @@ def test_compare_shows_both_answers_with_their_figures(says: Says, speaker: scri
     presets = config.resolve(ChatRun, ROOT / "configs" / "chat.yaml").presets
     figures = []
     for name in ("improved", "plain"):
-        (done,) = complete(
-            open_sampler(*_pair(speaker)), [ids], presets[name].params(30), [address(0, "chat", 0)]
-        )
+        (done,) = complete(open_sampler(*_pair(speaker)), [ids], presets[name].params(30), [address(0, "chat", 0)])
         assert f"--- {name}: temperature" in said.out
         assert script.harmless(speaker.chat.decode(done.ids)) in said.out
         written = done.ids[:-1] if done.finished else done.ids
@@ -402,13 +400,9 @@ def test_a_message_beyond_the_context(says: Says, answers: Callable[..., Any]) -
         says("--prompt", "word " * 1500)
 
 
-def test_an_answer_ends_where_the_context_does(
-    says: Says, monkeypatch: pytest.MonkeyPatch, tiny_chat: Chat
-) -> None:
+def test_an_answer_ends_where_the_context_does(says: Says, monkeypatch: pytest.MonkeyPatch, tiny_chat: Chat) -> None:
     """Half of the context is kept for the answer at most, but it may use all that the conversation leaves."""
-    monkeypatch.setattr(
-        script.Speaker, "write", lambda self, ids, params, seed: iter([50] * params.max_new_tokens)
-    )
+    monkeypatch.setattr(script.Speaker, "write", lambda self, ids, params, seed: iter([50] * params.max_new_tokens))
     left = CONTEXT - len(tiny_chat.prompt(user("Hi")))
     said = says("--prompt", "Hi", "max_new_tokens=5000")
     assert said.err == f"[cut after {left} tokens: the end of the model's context]\n"
@@ -482,9 +476,7 @@ def test_play_shows_the_episodes_that_rollouts_would_play(
 
 
 @pytest.mark.parametrize("name", envs.names())
-def test_play_with_an_expert(
-    says: Says, monkeypatch: pytest.MonkeyPatch, name: str, tiny_chat: Chat
-) -> None:
+def test_play_with_an_expert(says: Says, monkeypatch: pytest.MonkeyPatch, name: str, tiny_chat: Chat) -> None:
     """The whole way to the goal: thought, answer, reward, a map after each step and the outcome."""
     world = envs.make(name)
     monkeypatch.setattr(script, "open_world", lambda cfg, asked: world)

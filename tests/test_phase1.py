@@ -90,9 +90,7 @@ def test_scoring_only_trained_positions_changes_no_loss_and_no_gradient(labelled
     from trl.trainer import utils as trl_utils
 
     utils: Any = trl_utils
-    shape = LlamaConfig(
-        vocab_size=97, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
+    shape = LlamaConfig(vocab_size=97, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
     results = []
     before = utils._use_triton
     try:

@@ -291,7 +291,7 @@ class DPORun(Run):
 
 class RolloutSection(Section):
     groups: int = Field("P: levels played in one step", 32, ge=1)
-    num_generations: int = Field("G: episodes of each level, which form a group", 8, ge=2)
+    num_generations: int = Field("G: episodes of each level, which form a group", 8, ge=1)
     temperature: float = Field("of the rollouts; 1 is the policy itself", 1.0, gt=0)
     max_completion_length: int = Field("new tokens in one turn", 64, ge=1)
     max_context: int = Field(MAX_CONTEXT, 1024, ge=8)
@@ -321,7 +321,9 @@ class FilterSection(Section):
         "none",
     )
     value: float = Field("see strategy: a share, or a number of groups for top_k_abs", 0.5, gt=0)
-    band: tuple[float, float] = Field("percentile: from this share of the ranks, the least first, up to that", (0, 1))
+    band: list[float] = Field(
+        "percentile: ranks from this share, the best first, to below that", [0.0, 1.0], min_length=2, max_length=2
+    )
     largest: bool = Field("keep the groups where the metric is largest; false keeps the smallest", True)
     keep_zero: bool = Field("let groups without any spread through as well; they carry no signal", False)
     within: int | None = Field("of each kept group train on the so many episodes that differ most; null on all", None)
@@ -362,9 +364,19 @@ class CriticSection(Section):
 class AlgorithmSection(Section):
     preset: str | None = Field("configs/presets/NAME.yaml is laid under the keys of this file", None)
     advantage: Literal[
-        "grpo", "rloo", "brpo", "arpo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "turn_return", "gigpo", "gae", "bilevel_gae"
+        "grpo",
+        "rloo",
+        "brpo",
+        "arpo",
+        "maxrl",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "turn_return",
+        "gigpo",
+        "gae",
+        "bilevel_gae",
     ] = Field(
-        "how rewards become advantages: of an episode among its group (grpo, rloo, maxrl), among the whole batch (brpo,"
+        "how rewards become advantages: of an episode among its group (grpo, rloo, maxrl), in the whole batch (brpo,"
         " reinforce_pp) or as it is (arpo); of a turn (turn_return, gigpo); of a token, with a critic (gae, bilevel_gae)",
         "grpo",
     )
@@ -400,12 +412,13 @@ class AlgorithmSection(Section):
     entropy_coef: float = Field("weight of the entropy bonus", 0.0, ge=0)
     entropy_target: float | None = Field("entropy_coef moves until the entropy is here; null leaves it", None, gt=0)
     entropy_delta: float = Field("by how much it moves in one step", 0.005, gt=0)
-    importance: Literal["none", "truncate", "mask", "sequence_mask"] = Field(
-        "where sampler and trainer differ: nothing; weight tokens by the ratio up to the upper `importance_range`; leave"
-        " tokens, or episodes by their geometric mean, outside that range out",
+    importance: Literal["none", "truncate", "mask", "sequence_mask", "geometric_mask"] = Field(
+        "where sampler and trainer differ: nothing; weight tokens by their ratio, up to the end of `importance_range`"
+        " (truncate) or leaving those outside it out (mask); the same for whole episodes by the product of the ratios,"
+        " or without weights by the geometric mean",
         "none",
     )
-    importance_range: tuple[float, float] = Field("see importance", (0.0, 3.0))
+    importance_range: list[float] = Field("see importance", [0.0, 3.0], min_length=2, max_length=2)
     num_iterations: int = Field("passes over one rollout", 1, ge=1)
     minibatches: int = Field("optimizer steps in one pass", 1, ge=1)
     filter: FilterSection = Field("which groups are trained on", FilterSection())
@@ -429,6 +442,12 @@ class AlgorithmSection(Section):
             raise wrong(f"`dual_clip` belongs to the loss ppo_clip, not to {self.loss_type}")
         if self.dual_clip is not None and self.dual_clip <= 1 + self.epsilon_high:
             raise wrong(f"`dual_clip` ({self.dual_clip}) must lie above 1 + epsilon_high ({1 + self.epsilon_high})")
+        if self.loss_type == "cispo" and self.epsilon_high < 1:
+            raise wrong("cispo's `epsilon_high` bounds the ratio itself: write a number above 1, e.g. 5")
+        if self.loss_type.startswith("gspo") and self.epsilon > 0.05:
+            raise wrong(
+                "the ratios of gspo are means over many tokens: write a small `epsilon`, e.g. 3e-4, and 4e-4 above"
+            )
         if not 0 <= self.importance_range[0] < self.importance_range[1]:
             raise wrong("`importance_range` goes from a smaller to a larger ratio, e.g. [0.5, 3]")
         if "kl_in" in self.model_fields_set and self.kl_in == "reward" and self.beta == 0:
@@ -516,6 +535,37 @@ class StarPORun(Run):
                         f"worlds.{n}.curriculum.{number} begins at step {stage.from_step}, after the last one: lower"
                         f" from_step or raise trainer.max_steps ({self.trainer.max_steps})"
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> StarPORun:
+        algorithm, chosen, siblings = self.algorithm, self.algorithm.filter, self.rollout.num_generations
+        if siblings == 1:
+            if algorithm.advantage in ("grpo", "rloo", "maxrl", "reinforce_pp_baseline", "gigpo"):
+                raise wrong(
+                    f"`algorithm.advantage: {algorithm.advantage}` compares the episodes of a group, and"
+                    " `rollout.num_generations: 1` makes groups of one: play at least 2, or take reinforce_pp or gae"
+                )
+            if "reward_" in chosen.metric and (chosen.strategy != "none" or not chosen.keep_zero):
+                raise wrong(
+                    "groups of one have no spread of rewards: with `rollout.num_generations: 1` write"
+                    " `algorithm.filter: {strategy: none, keep_zero: true}`"
+                )
+        if chosen.strategy == "top_k_abs" and chosen.value > self.rollout.groups:
+            raise wrong(
+                f"`algorithm.filter.value` ({chosen.value:g}) is more groups than are played ({self.rollout.groups},"
+                " `rollout.groups`)"
+            )
+        if chosen.within is not None and chosen.within > siblings:
+            raise wrong(f"`algorithm.filter.within` ({chosen.within}) is more episodes than a group has ({siblings})")
+        if algorithm.advantage == "maxrl" and self.protocol.format_penalty != 0:
+            raise wrong("maxrl divides by the mean reward, which must not be negative: `protocol.format_penalty: 0`")
+        if algorithm.critical and algorithm.critic.kind == "lora" and self.model.tuning == "full":
+            raise wrong(
+                "a LoRA critic shares the frozen base of a LoRA policy: set `model.tuning: lora`, or another kind"
+            )
+        if algorithm.loss_type == "gspo_episode" and self.rollout.context != "full":
+            raise wrong("gspo_episode needs an episode in one context: `rollout.context: full`, or take gspo_turn")
         return self
 
     @classmethod
