@@ -22,7 +22,7 @@ FLOORS = [
     [f"posttrain.{name}" for name in ("chat", "metrics", "runlog", "convgpt", "checkpoint", "starpo", "parallel")],
     ["posttrain.embedded", "posttrain.policy"],
     ["posttrain.data", "posttrain.models", "posttrain.report"],
-    ["posttrain.sampler", "posttrain.training"],
+    ["posttrain.sampler", "posttrain.training", "posttrain.cross_score"],
     ["posttrain.rollout"],
     SCRIPTS,
 ]
