@@ -25,7 +25,7 @@ FLOORS = [
     ],
     ["posttrain.embedded", "posttrain.policy"],
     ["posttrain.data", "posttrain.models", "posttrain.report"],
-    ["posttrain.sampler", "posttrain.training"],
+    ["posttrain.sampler", "posttrain.training", "posttrain.cross_score"],
     ["posttrain.rollout"],
     SCRIPTS,
 ]
