@@ -320,7 +320,7 @@ def judge(cfg: StarPORun, groups: list[list[Trajectory]]) -> Judged:
 
 
 def advantages(
-    cfg: StarPORun, batch: Batch, measured: Measured, weights: list[float]
+    cfg: StarPORun, batch: Batch, measured: Measured, weights: list[float], trains_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What each sampled token of these episodes is worth, (S,), and what a critic should have said, (S,) or None."""
     import torch
@@ -349,7 +349,10 @@ def advantages(
                     rewards_S, values_S, turn_S, episode_N,
                     gamma=algorithm.gamma, gamma_high=algorithm.gamma_high, lam=algorithm.lam,
                 )  # fmt: skip
-            return (estimators.whiten(value_S) if algorithm.whiten else value_S), returns_S
+            if algorithm.whiten:
+                trained_S = trains_B[batch.episode_S]
+                value_S = value_S.masked_scatter(trained_S, estimators.whiten(value_S[trained_S]))
+            return value_S, returns_S
         case "turn_return":
             value_N = estimators.turn_advantages(
                 paid_N, episode_N, group_B, gamma=algorithm.gamma, over=algorithm.turn_norm, std=std
@@ -480,7 +483,7 @@ def learn(
     batch = Batch.of([groups[number][sample] for number, sample in members])
     trains_B = torch.tensor([judged.trains[number][sample] for number, sample in members])
     measured = learner.measure(batch)
-    advantages_S, returns_S = advantages(cfg, batch, measured, judged.weights)
+    advantages_S, returns_S = advantages(cfg, batch, measured, judged.weights, trains_B)
     trained_S = advantages_S[trains_B[batch.episode_S]]
     passes = []
     for iteration in range(cfg.algorithm.num_iterations):

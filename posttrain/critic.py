@@ -81,7 +81,7 @@ class Critic(torch.nn.Module):
                 tensor.copy_(saved[name])
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        own = {name: p for name, p in self.named_parameters()}
+        own: dict[str, torch.Tensor] = dict(self.named_parameters())
         return own | {f"adapter.{name}": p for name, p in self._adapter().items()}
 
     def _adapter(self) -> dict[str, torch.nn.Parameter]:

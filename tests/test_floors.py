@@ -24,8 +24,8 @@ FLOORS = [
         for name in ("chat", "metrics", "runlog", "convgpt", "checkpoint", "starpo", "parallel", "curriculum")
     ],
     ["posttrain.embedded", "posttrain.policy"],
-    ["posttrain.data", "posttrain.models", "posttrain.report"],
-    ["posttrain.sampler", "posttrain.training", "posttrain.cross_score"],
+    ["posttrain.data", "posttrain.models", "posttrain.report", "posttrain.critic"],
+    ["posttrain.sampler", "posttrain.training", "posttrain.cross_score", "posttrain.learner"],
     ["posttrain.rollout"],
     SCRIPTS,
 ]

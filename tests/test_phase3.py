@@ -25,6 +25,7 @@ from posttrain import checkpoint
 from posttrain.chat import Chat
 from posttrain.config import StarPORun, resolve
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.learner import Batch, Measured
 from posttrain.types import Segment, Trajectory, UserError
 
 LAKE = {"name": "frozen_lake", "options": {"size": 3}}
@@ -243,12 +244,11 @@ def test_judging_uses_raw_rewards_and_leaves_crashed_worlds_out(player: Path, tm
     ]
     judged = phase3.judge(cfg, groups)
     assert judged.kept == [2]  # half of three groups is one: the widest spread of raw rewards
-    assert judged.tokens[0] == [3, 3, 0, 3] and judged.tokens[2] == [3, 3, 3, 3]
-    assert judged.advantages[0][2] == 0.0
-    assert judged.advantages[0][0] == pytest.approx((1 - 2 / 3) / (3**-0.5 + 1e-4))
+    assert judged.trains[0] == [True, True, False, True] and judged.trains[2] == [True] * 4
+    assert judged.spread[0] == pytest.approx(3**-0.5)  # of 1, 0 and 1
     assert phase3.describe(groups, judged)["rollout/crashed"] == 1
     masked = resolve(StarPORun, file, ["algorithm.mask_truncated=true"])
-    assert phase3.judge(masked, groups).tokens[2] == [3, 3, 0, 3]
+    assert phase3.judge(masked, groups).trains[2] == [True, True, False, True]
 
 
 def test_an_episode_counts_once_in_however_many_contexts_it_was_sampled(player: Path, tmp_path: Path) -> None:
@@ -257,9 +257,13 @@ def test_an_episode_counts_once_in_however_many_contexts_it_was_sampled(player: 
     groups = [[trajectory(1.0, turns=3), trajectory(0.0), trajectory(0.0, penalty=-0.5), trajectory(0.0, penalty=-0.5)]]
     judged = phase3.judge(cfg, groups)
     spread = (4 / 3 * (1 + 0 + 0.5) / 4) ** 0.5
-    assert judged.rewards == [[1.0, 0.0, -0.5, -0.5]] and judged.tokens == [[9, 3, 3, 3]]
+    assert judged.rewards == [[1.0, 0.0, -0.5, -0.5]]
     assert judged.spread == pytest.approx([spread])
-    assert judged.advantages[0] == pytest.approx([r / (spread + 1e-4) for r in judged.rewards[0]])
+    batch = Batch.of(groups[0])
+    everything = torch.ones(4, dtype=torch.bool)
+    value_S, _ = phase3.advantages(cfg, batch, Measured(batch.sampler_S, None, None), [1.0], everything)
+    assert batch.episode_S.bincount().tolist() == [9, 3, 3, 3]
+    assert value_S[[0, 9, 12, 15]].tolist() == pytest.approx([r / (spread + 1e-4) for r in judged.rewards[0]])
     told = phase3.describe(groups, judged)
     assert told["rollout/reward"] == 0.0 and told["rollout/turns"] == 1.5 and told["rollout/context_tokens"] == 5
 

@@ -337,7 +337,7 @@ class FilterSection(Section):
             raise wrong(f"`value` is a share for {self.strategy}: write a number up to 1, e.g. 0.5, or use top_k_abs")
         if not 0 <= self.band[0] < self.band[1] <= 1:
             raise wrong("`band` goes from a smaller to a larger share of the ranks, e.g. [0.25, 0.75]")
-        if "band" in self.model_fields_set and self.strategy != "percentile":
+        if self.band != [0.0, 1.0] and self.strategy != "percentile":
             raise wrong(f"`band` belongs to the strategy percentile, not to {self.strategy}")
         if self.strategy == "soft" and self.metric != "reward_std":
             raise wrong("the soft filter weights groups by the deviation of their rewards: `metric: reward_std`")
@@ -377,7 +377,7 @@ class AlgorithmSection(Section):
         "bilevel_gae",
     ] = Field(
         "how rewards become advantages: of an episode among its group (grpo, rloo, maxrl), in the whole batch (brpo,"
-        " reinforce_pp) or as it is (arpo); of a turn (turn_return, gigpo); of a token, with a critic (gae, bilevel_gae)",
+        " reinforce_pp) or as it is (arpo); of a turn (turn_return, gigpo); of a token (gae, bilevel_gae: a critic)",
         "grpo",
     )
     advantage_std: bool = Field("grpo, gigpo: divide by the standard deviation; false is Dr. GRPO's choice", True)
@@ -429,7 +429,7 @@ class AlgorithmSection(Section):
     def _no_contradiction(self) -> AlgorithmSection:
         def belongs(keys: str, to: str, fits: bool) -> None:
             for key in keys.split():
-                if key in self.model_fields_set and not fits:
+                if getattr(self, key) != type(self).model_fields[key].default and not fits:
                     raise wrong(f"`{key}` belongs to {to}, and this run has `advantage: {self.advantage}`")
 
         belongs("critic lam whiten", "gae and bilevel_gae", self.critical)
@@ -450,7 +450,7 @@ class AlgorithmSection(Section):
             )
         if not 0 <= self.importance_range[0] < self.importance_range[1]:
             raise wrong("`importance_range` goes from a smaller to a larger ratio, e.g. [0.5, 3]")
-        if "kl_in" in self.model_fields_set and self.kl_in == "reward" and self.beta == 0:
+        if self.kl_in == "reward" and self.beta == 0:
             raise wrong("a KL in the reward needs its weight: set `beta`, e.g. 0.001")
         return self
 

@@ -1,0 +1,273 @@
+"""Does an update move what it should, by as much, however it is cut into micro-batches?  Every estimator and loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import train_phase3_starpo as phase3
+from posttrain.config import StarPORun
+from posttrain.learner import Batch, Learner
+from posttrain.models import peft_config
+from posttrain.policy import token_logprobs
+from posttrain.types import Segment, Trajectory
+
+CRITICAL = {"gae", "bilevel_gae"}
+EPISODE = ["grpo", "rloo", "brpo", "arpo", "maxrl", "reinforce_pp", "reinforce_pp_baseline"]
+
+
+def config(**algorithm: Any) -> StarPORun:
+    tuning = algorithm.pop("tuning", "full")
+    return StarPORun.model_validate(
+        {
+            "output_dir": "unused",
+            "model": {"name_or_path": "unused", "tuning": tuning},
+            "worlds": ["frozen_lake"],
+            "protocol": {"format_penalty": 0.0},
+            "trainer": {"learning_rate": 1e-2, "max_grad_norm": 1e9},
+            "algorithm": algorithm,
+        }
+    )
+
+
+def policy() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=71, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, initializer_range=0.2,
+        )
+    )  # fmt: skip
+
+
+def played(model: LlamaForCausalLM, groups: int = 3, members: int = 4) -> list[list[Trajectory]]:
+    """Ragged episodes of one to three turns with the model's own log-probs; the last of a group has two contexts."""
+    random = torch.Generator().manual_seed(1)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(1, 71, (count,), generator=random).tolist()
+
+    out = []
+    for group in range(groups):
+        prompt, siblings = ids(5), []
+        for member in range(members):
+            segment, segments = Segment(list(prompt)), []
+            turns = 1 + (group + member) % 3
+            for turn in range(turns):
+                if turn and member == members - 1:
+                    segments.append(segment)
+                    segment = Segment(list(prompt), first_turn=turn)
+                said = ids(2 + (member + turn) % 3)
+                segment.turns.append(turn)
+                segment.turn_starts.append(len(segment.ids))
+                segment.ids += said
+                segment.mask += [True] * len(said)
+                segment.logprobs += [0.0] * len(said)
+                segment.turn_ends.append(len(segment.ids))
+                segment.read(ids(3))
+            segments.append(segment)
+            for segment in segments:
+                with torch.no_grad():
+                    values = iter(token_logprobs(model, [segment.ids], [segment.mask])[0].tolist())
+                segment.logprobs = [next(values) if on else 0.0 for on in segment.mask]
+            siblings.append(
+                Trajectory(
+                    segments=segments,
+                    turn_rewards=[0.0] * (turns - 1) + [float((group + member) % 2)],
+                    turn_penalties=[0.0] * turns,
+                    state_keys=[f"{turn}" for turn in range(turns)],
+                    observations=[f"turn {turn}" for turn in range(turns)],
+                    group=group,
+                    world="frozen_lake",
+                )
+            )
+        out.append(siblings)
+    return out
+
+
+def learn(cfg: StarPORun, model: Any, groups: list[list[Trajectory]], learner: Learner | None = None, step: int = 1):
+    learner = learner or phase3.prepare(cfg, model, None)  # type: ignore[arg-type]
+    return learner, phase3.learn(cfg, learner, groups, phase3.judge(cfg, groups), step)
+
+
+def moved(cfg: StarPORun, rearrange: Callable[[list[list[Trajectory]]], Any] = lambda groups: groups) -> torch.Tensor:
+    """What one update changes in the weights; plain gradient descent, so that it is the gradient."""
+    model = policy()
+    before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    learner = phase3.prepare(cfg, model, None)  # type: ignore[arg-type]
+    learner.optimizer = torch.optim.SGD([{"params": group} for group in learner.groups if group], lr=1.0)
+    learn(cfg, model, rearrange(played(policy())), learner)
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach() - before
+
+
+@pytest.mark.parametrize("advantage", [*EPISODE, "turn_return", "gigpo", *sorted(CRITICAL)])
+def test_every_estimator_starts_at_ratio_one_and_learns(advantage: str) -> None:
+    cfg = config(advantage=advantage, beta=0.01)
+    model = policy()
+    groups = played(model)
+    learner, row = learn(cfg, model, groups)
+    assert row["policy/sampler_gap"] < 1e-4
+    assert row["policy/kl_to_old"] < 1e-8 and row["policy/clip_fraction"] == 0  # before the first step: one policy
+    assert row["policy/kl_to_reference"] < 1e-8
+    assert 0 < row["policy/grad_norm"] < 1e3 and row["policy/skipped_steps"] == 0
+    assert ("policy/value_loss" in row) == (advantage in CRITICAL)
+    _, second = learn(cfg, model, groups, learner, step=2)
+    assert second["policy/kl_to_reference"] > 1e-6
+    assert second["policy/loss"] < row["policy/loss"], "the same episodes once more: the surrogate has fallen"
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"loss_type": "ppo_clip", "dual_clip": 3.0},
+        {"loss_type": "gspo_turn", "epsilon": 3e-4, "epsilon_high": 4e-4},
+        {"loss_type": "gspo_episode", "epsilon": 3e-4, "epsilon_high": 4e-4},
+        {"loss_type": "cispo", "epsilon_high": 5.0},
+        {"loss_type": "dppo_tv"},
+    ],
+    ids=lambda loss: loss["loss_type"],
+)
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "dr_grpo"])
+def test_the_first_step_of_every_loss_is_the_policy_gradient(loss: dict[str, Any], aggregation: str) -> None:
+    """At ratio 1 all losses have the gradient of -A log p, whatever becomes of them later."""
+    plain = moved(config(aggregation=aggregation))
+    assert torch.allclose(moved(config(aggregation=aggregation, **loss)), plain, atol=1e-5 * plain.abs().max().item())
+
+
+@pytest.mark.parametrize("algorithm", [{"aggregation": "sequence_mean"}, {"advantage": "gae"}, {"advantage": "gigpo"}])
+def test_cutting_and_order_change_nothing(algorithm: dict[str, Any]) -> None:
+    cfg = config(**algorithm)
+    whole = moved(cfg)
+    cut = cfg.model_copy(update={"trainer": cfg.trainer.model_copy(update={"micro_batch_tokens": 20})})
+    scale = whole.abs().max().item()
+    assert torch.allclose(moved(cut), whole, atol=1e-6 * scale + 1e-7)
+    turned = moved(cfg, lambda groups: [group[::-1] for group in groups])
+    assert torch.allclose(turned, whole, atol=1e-6 * scale + 1e-7)
+
+
+def test_masked_and_unkept_episodes_give_no_gradient() -> None:
+    cfg = config(filter={"strategy": "top_k_abs", "value": 1, "within": 2})
+    groups = played(policy())
+    for t in groups[1]:
+        t.turn_rewards[-1] *= 2  # the widest spread
+    judged = phase3.judge(cfg, groups)
+    assert judged.kept == [1] and [sum(group) for group in judged.trains] == [2, 2, 2]
+
+    def shout(groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
+        for t in groups[1]:
+            t.turn_rewards[-1] *= 2
+        return groups
+
+    def only(groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
+        shout(groups)
+        for number, group in enumerate(groups):
+            for sample, t in enumerate(group):
+                if number != 1 or not judged.trains[number][sample]:
+                    for segment in t.segments:  # other tokens: nobody may look at them
+                        segment.ids = [7] * len(segment.ids)
+        return groups
+
+    assert torch.equal(moved(cfg, only), moved(cfg, shout))
+
+
+def test_soft_weights_scale_each_groups_advantages() -> None:
+    groups = played(policy())
+    for t in groups[2]:
+        t.turn_rewards[-1] *= 4
+    hard, soft = config(), config(filter={"strategy": "soft"})
+    batch = Batch.of([t for group in groups for t in group])
+    measured = phase3.prepare(hard, policy(), None).measure(batch)  # type: ignore[arg-type]
+    trains_B = torch.ones(len(batch.episodes), dtype=torch.bool)
+    plain_S, _ = phase3.advantages(hard, batch, measured, [1.0] * 3, trains_B)
+    weights = phase3.judge(soft, groups).weights
+    assert weights[2] == 1 and weights[0] == pytest.approx(0.25)
+    scaled_S, _ = phase3.advantages(soft, batch, measured, weights, trains_B)
+    assert torch.allclose(scaled_S, plain_S * torch.tensor(weights)[batch.group_B][batch.episode_S])
+
+
+def test_kl_in_the_reward_is_taken_from_the_tokens_that_caused_it() -> None:
+    cfg = config(advantage="arpo", beta=0.5, kl_in="reward", kl_estimator="k1")
+    groups = played(policy())
+    batch = Batch.of([t for group in groups for t in group])
+    learner = phase3.prepare(cfg, policy(), None)  # type: ignore[arg-type]
+    measured = learner.measure(batch)
+    assert measured.reference_S is not None and torch.allclose(measured.reference_S, batch.sampler_S, atol=1e-5)
+    shifted = measured._replace(reference_S=measured.old_S - 0.1)
+    trains_B = torch.ones(len(batch.episodes), dtype=torch.bool)
+    value_S, _ = phase3.advantages(cfg, batch, shifted, [1.0] * 3, trains_B)
+    lengths_B = torch.bincount(batch.episode_S)
+    expected_B = torch.tensor([t.reward for t in batch.episodes]) - 0.5 * 0.1 * lengths_B
+    assert torch.allclose(value_S, expected_B.double()[batch.episode_S], atol=1e-5)
+
+
+def test_entropy_follows_its_target() -> None:
+    learner, row = learn(config(entropy_target=9.0, entropy_delta=0.1), model := policy(), played(model))
+    assert row["policy/entropy_coef"] == 0 and learner.entropy_coef == pytest.approx(0.1)
+    _, row = learn(learner.cfg, model, played(model), learner, step=2)
+    assert row["policy/entropy_coef"] == pytest.approx(0.1)
+
+
+# ------------------------------------------------------------------------------------------------------------- critics
+
+
+class NoChat:
+    added_tokens = 0
+
+
+def critic_run(kind: str, **more: Any) -> tuple[StarPORun, Any, Learner]:
+    tuning = "lora" if kind == "lora" else "full"
+    settings = {"kind": kind, "learning_rate": 1e-2, "coef": 1.0, "clip": None, **more}
+    cfg = config(advantage="gae", tuning=tuning, critic=settings, whiten=True)
+    model = policy()
+    return cfg, model, phase3.prepare(cfg, model, NoChat())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["shared", "lora", "separate"])
+def test_critics_learn_values_and_warm_up_alone(kind: str) -> None:
+    cfg, model, learner = critic_run(kind, warmup_steps=6)
+    groups = played(policy())
+    rows, masks = [groups[0][0].segments[0].ids], [groups[0][0].segments[0].mask]
+    before = token_logprobs(learner.policy, rows, masks)[0].detach()
+    errors = [learn(cfg, model, groups, learner, step)[1]["policy/value_error"] for step in range(1, 7)]
+    assert errors[-1] < 0.6 * errors[0]
+    after = token_logprobs(learner.policy, rows, masks)[0].detach()
+    assert torch.equal(before, after), "while the critic warms up, the policy stands still"
+    learn(cfg, model, groups, learner, step=7)
+    assert not torch.allclose(before, token_logprobs(learner.policy, rows, masks)[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["shared", "lora", "separate"])
+def test_a_critic_is_saved_to_the_last_bit(kind: str, tmp_path: Path) -> None:
+    cfg, model, learner = critic_run(kind)
+    groups = played(policy())
+    learn(cfg, model, groups, learner)
+    batch = Batch.of([t for group in groups for t in group])
+    learner.save(tmp_path)
+    _, _, fresh = critic_run(kind)
+    fresh.policy.load_state_dict(learner.policy.state_dict())
+    fresh.load(tmp_path)
+    expected, found = learner.measure(batch).values_S, fresh.measure(batch).values_S
+    assert expected is not None and found is not None and expected.abs().max() > 0
+    assert torch.equal(found, expected)
+    for a, b in zip(
+        learner.optimizer.state_dict()["state"].values(), fresh.optimizer.state_dict()["state"].values(), strict=True
+    ):
+        assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_the_adapter_is_switched_off_for_the_reference() -> None:
+    cfg = config(tuning="lora", beta=0.1)
+    model = policy()
+    learner = phase3.prepare(cfg, model, NoChat())  # type: ignore[arg-type]
+    assert learner.reference is None and peft_config is not None
+    groups = played(policy())
+    batch = Batch.of([t for group in groups for t in group])
+    for step in (1, 2, 3):
+        learn(cfg, model, groups, learner, step)
+    reference_S = learner.measure(batch).reference_S
+    assert reference_S is not None and torch.allclose(reference_S, batch.sampler_S, atol=1e-5)
