@@ -138,6 +138,30 @@ def test_trained_tokens_are_the_sampled_ones_under_the_context_they_had(
         assert (trajectory.dropped_turns > 0) == ("tight" in mode)
 
 
+@pytest.mark.parametrize("mode", ["full, tight", "last 2", "last 3, tight"])
+def test_a_turn_stays_in_sight_as_the_tokens_that_were_sampled(
+    model: PreTrainedModel, tiny_chat: Chat, mode: str
+) -> None:
+    """Noise that would be tokenised otherwise when read back: in later contexts it is the same ids all the same."""
+    sampler = open_sampler(model, tiny_chat)
+    rewritten = 0
+    for trajectory in play(sampler, tiny_chat, episodes(2, max_turns=4), PARAMS, [0, 1], **MODES[mode]):
+        users = [message["content"] for message in trajectory.messages if message["role"] == "user"]
+        cut = [trajectory.sampled_ids[end - count : end] for end, count in ends(trajectory.turn_tokens)]
+        for segment in trajectory.segments:
+            first = segment.first_turn
+            expected = tiny_chat.prompt([trajectory.messages[0], {"role": "user", "content": users[first]}])
+            for turn in range(first, segment.turns[-1] + 1):
+                finished = cut[turn][-1] == tiny_chat.stop_id
+                written = cut[turn][: -1 if finished else None]
+                rewritten += tiny_chat.content_ids(tiny_chat.decode(written)) != written
+                expected += cut[turn]
+                if turn < segment.turns[-1]:
+                    expected += tiny_chat.extend(users[turn + 1], finished=finished)
+            assert segment.ids == expected
+    assert rewritten
+
+
 def ends(counts: list[int]) -> list[tuple[int, int]]:
     return [(sum(counts[: n + 1]), count) for n, count in enumerate(counts)]
 
