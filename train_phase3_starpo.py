@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from posttrain.curriculum import Place
     from posttrain.learner import Batch, Learner, Measured
     from posttrain.sampler import Sampler
+    from posttrain.starpo.alarms import Alarm
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -42,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
 
     import torch
 
-    from posttrain import checkpoint, curriculum, models, parallel, training
+    from posttrain import checkpoint, cockpit, curriculum, models, parallel, training
     from posttrain.rollout import open_sampler
 
     settings = cfg.model_dump(mode="json")
@@ -60,12 +61,14 @@ def main(argv: list[str] | None = None) -> None:
     progress = runlog.Progress(cfg.trainer.max_steps, "phase 3")
     progress.say(f"phase 3: {training.describe(learner.model, device)}")
     state: dict[str, Any] = {"step": 0, "best": -1.0, "best_step": 0, "empty_steps": 0, "tokens": 0}
-    state["curriculum"] = curriculum.start(cfg.worlds)
+    state |= {"curriculum": curriculum.start(cfg.worlds), "alarms": {}, "collapse": {}, "interventions": []}
     if args.resume and (found := checkpoint.latest_good(out, say=progress.say)):
         state |= load_state(found, learner)
         progress.say(f"Resuming from {found}.")
         drop_later(out, state["step"])
         progress.start = state["step"]
+        for intervention in state["interventions"]:
+            cfg = learner.cfg = cockpit.intervene(cfg, intervention["changes"])
     sampler = open_sampler(learner.policy, chat, cfg.rollout.engine)
     precision = torch.autocast(device.type, dtype=torch.bfloat16, enabled=cfg.trainer.bf16)
     metrics = runlog.MetricsFile(out / "metrics.jsonl", after_step=state["step"] or None)
@@ -74,9 +77,13 @@ def main(argv: list[str] | None = None) -> None:
         cfg.report_to, project="posttrain", run_name=cfg.run_name or out.name, config=settings
     )
 
+    watch = cockpit.Watch(cfg, progress.say, tracker.alert, learner.exact)
+    raised: list[Alarm] = []  # in this step
+
     def report(step: int, row: dict[str, float]) -> None:
         metrics.write(row, step)
         tracker.log(row, step)
+        raised.extend(watch.see(state, step, row))
         shown = {key.split("/", 1)[1]: value for key, value in row.items() if key.endswith("/success")}
         progress.update(step, **shown)
 
@@ -94,6 +101,7 @@ def main(argv: list[str] | None = None) -> None:
         for step in range(state["step"] + 1, cfg.trainer.max_steps + 1):
             # 1. play: groups of siblings, every group on a fresh level
             began = time.perf_counter()
+            raised.clear()
             with precision:
                 groups = rollout(cfg, sampler, chat, step, state["curriculum"])
             played = time.perf_counter()
@@ -102,22 +110,26 @@ def main(argv: list[str] | None = None) -> None:
 
             # 2. judge: raw rewards say which groups can teach something, and how good each episode was among its own
             judged = judge(cfg, groups)
-            row = describe(groups, judged)
+            row = cockpit.describe(groups, judged.spread, judged.kept)
+            if due(cfg.diagnostics.every, step) and cfg.protocol.think:
+                row |= cockpit.thoughts_and_prompts(cfg, learner, chat, groups, step, state["collapse"], progress.say)
 
             # 3. learn: the clipped policy gradient, a mean over the sampled tokens of all kept groups of all processes
+            judged_at = time.perf_counter()
             state["empty_steps"] = 0 if judged.kept else state["empty_steps"] + 1
             if judged.kept:
                 row |= learn(cfg, learner, groups, judged, step)
-            elif state["empty_steps"] >= cfg.algorithm.max_empty_steps:
-                raise UserError(nothing_to_learn(state["empty_steps"], out))
             state["step"], state["tokens"] = step, state["tokens"] + int(row["rollout/tokens"])
             row |= {
                 "tokens": state["tokens"],
                 "seconds/rollout": played - began,
-                "seconds/update": time.perf_counter() - played,
+                "seconds/update": time.perf_counter() - judged_at,
                 "rollout/tokens_per_second": row["rollout/tokens"] / (played - began),
+                "memory": cockpit.memory(device),
             }
             report(step, row)
+            if state["empty_steps"] >= cfg.algorithm.max_empty_steps:
+                raise UserError(nothing_to_learn(state["empty_steps"], out))
 
             # 4. look: transcripts, held-out levels and the best policy so far, a checkpoint to resume from
             last = step == cfg.trainer.max_steps
@@ -129,12 +141,25 @@ def main(argv: list[str] | None = None) -> None:
                 progress.say(f"step {step}: {t.world} raised {t.crashed} (level seed {t.level_seed}), see transcripts")
             if last or step % cfg.evaluation.every == 0:
                 validate(step)
+            if changes := cockpit.remedy(cfg, learner, raised, len(state["interventions"])):
+                came_from = {
+                    key: state[key] for key in ("step", "tokens", "curriculum", "best", "best_step", "interventions")
+                }
+                state |= load_state(out / "best", learner) | came_from | {"alarms": {}}
+                state["interventions"].append({"step": step, "alarms": [a.name for a in raised], "changes": changes})
+                cfg = learner.cfg = cockpit.intervene(cfg, changes)
+                progress.say(f"step {step}: back to the policy of step {state['best_step']}, with {changes}")
+            elif cfg.diagnostics.early_stop and any(alarm.severity == "stop" for alarm in raised):
+                progress.say(f"step {step}: stopped early, the alarm above says why.")
+                last = True
             stopping = parallel.total(stop.requested, device) > 0
             if last or stopping or step % cfg.checkpoint.every == 0:
                 save_state(out / f"checkpoint-{step}", learner, chat, state)
                 drop_old(out, cfg.checkpoint.keep)
             if stopping:
                 stop.leave()
+            if last:
+                break
 
         # the policy handed over is the one that did best on the validation levels; the test levels see only that one
         load_state(out / "best", learner)
@@ -158,6 +183,11 @@ def main(argv: list[str] | None = None) -> None:
         )
     parallel.barrier()
     parallel.stop()
+
+
+def due(every: int, step: int) -> bool:
+    """The first step and every so many; never with 0."""
+    return every > 0 and (step == 1 or step % every == 0)
 
 
 def try_worlds(cfg: StarPORun) -> None:
@@ -382,86 +412,6 @@ def advantages(
     return value_S * torch.tensor(weights, dtype=torch.float64)[group_B][batch.episode_S], None
 
 
-def describe(groups: list[list[Trajectory]], judged: Judged) -> dict[str, float]:
-    """The numbers of one rollout; docs/metrics.md says what each means and what to do about it."""
-    episodes = [Played.of(t) for group in groups for t in group]
-    rewards = [reward for group in judged.rewards for reward in group if not math.isnan(reward)]
-    turns, actions = max(1, sum(e.turns for e in episodes)), sum(e.actions for e in episodes)
-
-    def share(name: str) -> float:
-        return sum(bool(getattr(e, name)) for e in episodes) / len(episodes)
-
-    out: dict[str, float] = {
-        "rollout/reward": sum(rewards) / max(1, len(rewards)),
-        "rollout/in_group_std": sum(judged.spread) / len(judged.spread),
-        "rollout/zero_variance_groups": sum(spread <= 1e-10 for spread in judged.spread) / len(judged.spread),
-        "rollout/kept_groups": len(judged.kept),
-        "rollout/success": share("success"),
-        "rollout/terminated": share("terminated"),
-        "rollout/truncated": share("truncated"),
-        "rollout/crashed": sum(e.crashed for e in episodes),
-        "rollout/pass_at_g": sum(any(t.success for t in group) for group in groups) / len(groups),
-        "rollout/turns": sum(e.turns for e in episodes) / len(episodes),
-        "rollout/invalid_turns": sum(e.invalid_turns for e in episodes) / turns,
-        "rollout/unfinished_turns": sum(e.unfinished_turns for e in episodes) / turns,
-        "rollout/response_tokens": sum(e.tokens for e in episodes) / turns,
-        "rollout/effective_actions": sum(e.effective_actions for e in episodes) / max(1, actions),
-        "rollout/tokens": sum(e.tokens for e in episodes),
-        "rollout/context_tokens": sum(e.context for e in episodes) / len(episodes),
-        "rollout/dropped_turns": sum(e.dropped_turns for e in episodes) / len(episodes),
-    }
-    for world in sorted({e.world for e in episodes}):
-        own = [e for e in episodes if e.world == world]
-        out[f"rollout/{world}/success"] = sum(e.success for e in own) / len(own)
-        if own[0].stage is not None:
-            out[f"rollout/{world}/stage"] = own[0].stage
-        for failure in sorted({e.failure for e in own if e.failure}):
-            out[f"rollout/{world}/{failure}"] = sum(e.failure == failure for e in own) / len(own)
-    return out
-
-
-class Played(NamedTuple):
-    """What the statistics need of an episode, small enough to send to every process."""
-
-    world: str
-    success: bool
-    terminated: bool
-    truncated: bool
-    crashed: bool
-    failure: str
-    turns: int
-    invalid_turns: int
-    unfinished_turns: int
-    actions: int
-    effective_actions: int
-    dropped_turns: int
-    tokens: int  # sampled ones
-    context: int  # all of the longest context
-    reward: float
-    stage: int | None
-
-    @classmethod
-    def of(cls, t: Trajectory) -> Played:
-        return cls(
-            world=t.world,
-            success=t.success,
-            terminated=t.terminated,
-            truncated=t.truncated,
-            crashed=bool(t.crashed),
-            failure=t.failure,
-            turns=t.turns,
-            invalid_turns=t.invalid_turns,
-            unfinished_turns=t.unfinished_turns,
-            actions=len(t.actions),
-            effective_actions=t.effective_actions,
-            dropped_turns=t.dropped_turns,
-            tokens=t.tokens,
-            context=t.context,
-            reward=t.reward,
-            stage=t.stage,
-        )
-
-
 # ----------------------------------------------------------------------------------------------------- 3. learn
 
 
@@ -471,6 +421,7 @@ def learn(
     """The kept groups' advantages and the update on them; returns what happened."""
     import torch
 
+    from posttrain.cockpit import gradients_by_spread
     from posttrain.learner import Batch
     from posttrain.starpo.filters import loss_scale
 
@@ -485,6 +436,12 @@ def learn(
     measured = learner.measure(batch)
     advantages_S, returns_S = advantages(cfg, batch, measured, judged.weights, trains_B)
     trained_S = advantages_S[trains_B[batch.episode_S]]
+    looked: dict[str, float] = {}
+    if cfg.diagnostics.gradients_every and step % cfg.diagnostics.gradients_every == 0:
+        everything = Batch.of([t for group in groups for t in group if not t.crashed and t.tokens])
+        seen = learner.measure(everything)
+        value_S, _ = advantages(cfg, everything, seen, judged.weights, torch.ones(len(everything.episodes)) > 0)
+        looked = gradients_by_spread(learner, everything, seen, value_S, judged.spread)
     passes = []
     for iteration in range(cfg.algorithm.num_iterations):
         order = sorted(judged.kept, key=lambda number: address(cfg.seed, "order", step, iteration, number))
@@ -492,11 +449,15 @@ def learn(
         passes.append([[n for n, (number, _) in enumerate(members) if number in part] for part in parts])
     scale = loss_scale(len(judged.kept) / len(groups), cfg.algorithm.filter.loss_scale)
     row = learner.update(batch, measured, advantages_S, returns_S, trains_B, passes, step, scale)
-    return row | {
-        "advantage/mean": trained_S.mean().item(),
-        "advantage/std": trained_S.std(correction=0).item(),
-        "advantage/max": trained_S.abs().max().item(),
-    }
+    return (
+        row
+        | looked
+        | {
+            "advantage/mean": trained_S.mean().item(),
+            "advantage/std": trained_S.std(correction=0).item(),
+            "advantage/max": trained_S.abs().max().item(),
+        }
+    )
 
 
 def prepare(cfg: StarPORun, model: Any, chat: Chat) -> Learner:
@@ -540,6 +501,7 @@ def evaluate(
     import envs
     from envs.protocol import Protocol
     from posttrain import curriculum, parallel
+    from posttrain.cockpit import Played
     from posttrain.metrics import wilson
     from posttrain.rollout import set_up
 

@@ -7,7 +7,7 @@ formulas are in starpo/. Processes share out the micro-batches, whoever played t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -270,6 +270,27 @@ class Learner:
             value, more = self._value_loss(values_S, measured, returns_S, weights_S, here)
             value.backward()
         return found | more
+
+    def losses_of(
+        self, rows: list[Row], batch: Batch, measured: Measured, advantages_S: torch.Tensor
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Policy loss, entropy and, with a reference, KL of these rows: for each micro-batch its share of the means."""
+        count = sum(row.tokens.stop - row.tokens.start for row in rows)
+        self.model.train()
+        for chosen in microbatches([len(row.ids) for row in rows], self.cfg.trainer.micro_batch_tokens):
+            index_S = torch.cat([torch.arange(rows[i].tokens.start, rows[i].tokens.stop) for i in chosen])
+            with self.autocast():
+                states = trained_states(self.policy, [rows[i].ids for i in chosen], [rows[i].mask for i in chosen])
+                new_S, entropy_S = head_logprobs(self.policy, *states, self.cfg.rollout.temperature)
+            old_S, advantage_S = (x_S[index_S].to(self.device).float() for x_S in (measured.old_S, advantages_S))
+            found = {
+                "task": self._policy_loss(new_S, old_S, advantage_S, batch, index_S)[0].sum() / count,
+                "entropy": -entropy_S.sum() / count,
+            }
+            if measured.reference_S is not None:
+                reference_S = measured.reference_S[index_S].to(self.device)
+                found["kl"] = losses.kl(new_S, reference_S, self.cfg.algorithm.kl_estimator).sum() / count
+            yield found
 
     def _policy_loss(
         self, new_S: torch.Tensor, old_S: torch.Tensor, advantage_S: torch.Tensor, batch: Batch, index_S: torch.Tensor

@@ -27,6 +27,7 @@ FLOORS = [
     ["posttrain.data", "posttrain.models", "posttrain.report", "posttrain.critic"],
     ["posttrain.sampler", "posttrain.training", "posttrain.cross_score", "posttrain.learner"],
     ["posttrain.rollout"],
+    ["posttrain.cockpit"],
     SCRIPTS,
 ]
 FLOOR = {module: number for number, modules in enumerate(FLOORS) for module in modules}

@@ -502,6 +502,16 @@ class CheckpointSection(Section):
     keep: int = Field("checkpoints kept beside the best", 2, ge=1)
 
 
+class DiagnosticsSection(Section):
+    every: int = Field("steps between two looks at whether thoughts depend on their prompts; 0 never looks", 10, ge=0)
+    pairs: int = Field("thoughts that are scored under as many prompts, in each of two scopes", 32, ge=2)
+    gradients_every: int = Field("steps between two looks at the gradients by reward spread; 0 never looks", 0, ge=0)
+    early_stop: bool = Field("end the run at an alarm that says further steps are wasted", True)
+    rollbacks: int = Field(
+        "how often the run may go back to its best checkpoint and change a setting by itself", 0, ge=0
+    )
+
+
 class TranscriptSection(Section):
     every: int = Field("steps between two sets of transcripts", 10, ge=1)
     count: int = Field("whole episodes written each time; at any step as many whose world raised", 4, ge=0)
@@ -522,6 +532,7 @@ class StarPORun(Run):
     evaluation: EvaluationSection = Field("held-out levels", EvaluationSection())
     checkpoint: CheckpointSection = Field("what is kept to resume from", CheckpointSection())
     transcripts: TranscriptSection = Field("whole episodes to read", TranscriptSection())
+    diagnostics: DiagnosticsSection = Field("what is watched, and what an alarm may do", DiagnosticsSection())
 
     @model_validator(mode="after")
     def _worlds_fit(self) -> StarPORun:
