@@ -210,7 +210,8 @@ def gradients_by_spread(
             norms = diagnostics.gradient_norms(
                 learner.losses_of(rows, batch, measured, advantages_S), learner.groups[0]
             )
-            row |= {f"gradients/{bucket}/{name}": norm for name, norm in norms.items()}
+            for loss, norm in norms.items():
+                row[f"gradients/{bucket}/{loss}"] = norm
             own = [deviation for deviation, here in zip(spread, bucket_G.tolist(), strict=True) if here == bucket]
             row[f"gradients/{bucket}/in_group_std"] = sum(own) / len(own)
         row["seconds/gradients"] = time.perf_counter() - began

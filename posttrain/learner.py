@@ -194,7 +194,7 @@ class Learner:
         keys = sorted({key for keys in parallel.gather([list(sums)]) for key in keys})
         sums = {key: parallel.total(sums.get(key, 0.0), self.device) for key in keys}
         tokens = sums.pop("tokens")
-        row = {f"policy/{key}": value / tokens for key, value in sums.items()}
+        row = {key: value / tokens for key, value in sums.items()}
         row |= {
             "policy/grad_norm": norms / max(1, steps - skipped),
             "policy/skipped_steps": skipped,
@@ -245,15 +245,15 @@ class Learner:
             found = {
                 "gap": (new_S - sampler_S).abs().max().item(),
                 "tokens": float(len(new_S)),
-                "loss": loss_S.sum().item(),
-                "entropy": entropy_S.sum().item(),
-                "clip_fraction": bites_S.sum().item(),
-                "kl_to_old": losses.kl(new_S, old_S, "k3").sum().item(),
-                "importance_weight": trusted_S.sum().item(),
+                "policy/loss": loss_S.sum().item(),
+                "policy/entropy": entropy_S.sum().item(),
+                "policy/clip_fraction": bites_S.sum().item(),
+                "policy/kl_to_old": losses.kl(new_S, old_S, "k3").sum().item(),
+                "policy/importance_weight": trusted_S.sum().item(),
             }
         if measured.reference_S is not None:
             reference_S = here(measured.reference_S)
-            found["kl_to_reference"] = losses.kl(new_S.detach(), reference_S, "k3").sum().item()
+            found["policy/kl_to_reference"] = losses.kl(new_S.detach(), reference_S, "k3").sum().item()
             if algorithm.kl_in == "loss":
                 total_S = total_S + algorithm.beta * losses.kl(new_S, reference_S, algorithm.kl_estimator)
         total = (weights_S * total_S).sum() * (0.0 if warming else 1.0)
@@ -326,10 +326,10 @@ class Learner:
         loss_S, bites_S = losses.value_loss(values_S.float(), here(measured.values_S), target_S, clip)
         with torch.no_grad():
             found = {
-                "value_loss": loss_S.sum().item(),
-                "value": values_S.sum().item(),
-                "value_clip_fraction": bites_S.sum().item(),
-                "value_error": (values_S.float() - target_S).abs().sum().item(),
+                "critic/loss": loss_S.sum().item(),
+                "critic/value": values_S.sum().item(),
+                "critic/clip_fraction": bites_S.sum().item(),
+                "critic/error": (values_S.float() - target_S).abs().sum().item(),
             }
         return critic.coef * (weights_S * loss_S).sum(), found
 

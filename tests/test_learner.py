@@ -116,7 +116,7 @@ def test_every_estimator_starts_at_ratio_one_and_learns(advantage: str) -> None:
     assert row["policy/kl_to_old"] < 1e-8 and row["policy/clip_fraction"] == 0  # before the first step: one policy
     assert row["policy/kl_to_reference"] < 1e-8
     assert 0 < row["policy/grad_norm"] < 1e3 and row["policy/skipped_steps"] == 0
-    assert ("policy/value_loss" in row) == (advantage in CRITICAL)
+    assert ("critic/loss" in row) == (advantage in CRITICAL)
     _, second = learn(cfg, model, groups, learner, step=2)
     assert second["policy/kl_to_reference"] > 1e-6
     assert second["policy/loss"] < row["policy/loss"], "the same episodes once more: the surrogate has fallen"
@@ -234,7 +234,7 @@ def test_critics_learn_values_and_warm_up_alone(kind: str) -> None:
     groups = played(policy())
     rows, masks = [groups[0][0].segments[0].ids], [groups[0][0].segments[0].mask]
     before = token_logprobs(learner.policy, rows, masks)[0].detach()
-    errors = [learn(cfg, model, groups, learner, step)[1]["policy/value_error"] for step in range(1, 16)]
+    errors = [learn(cfg, model, groups, learner, step)[1]["critic/error"] for step in range(1, 16)]
     assert errors[-1] < 0.85 * errors[0]
     after = token_logprobs(learner.policy, rows, masks)[0].detach()
     assert torch.equal(before, after), "while the critic warms up, the policy stands still"

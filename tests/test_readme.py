@@ -300,12 +300,19 @@ def functions(file: str, wanted: str) -> Iterator[ast.AST]:
 
 def test_every_metric_of_phase_3_is_explained():
     written: set[str] = set()
-    for function in functions("train_phase3_starpo.py", "main|describe|update|evaluate"):
-        written |= {key for key in written_keys(function) if "/" in key or key == "tokens"}
+    for file, names in (
+        ("train_phase3_starpo.py", "main|learn|evaluate"),
+        ("posttrain/cockpit.py", "describe|thoughts_and_prompts|gradients_by_spread"),
+        ("posttrain/learner.py", "update|_backward|_value_loss"),
+    ):
+        for function in functions(file, names):
+            written |= {key for key in written_keys(function) if "/" in key or key == "memory"}
+    written.add("tokens")
     keys = {key.replace("{world}", "WORLD").replace("{failure}", "FAILURE") for key in written}
+    keys = {key.replace("{bucket}", "BUCKET") for key in keys}
     for name in ("evaluation", "final"):
         keys |= {key.replace("{name}", name) for key in keys if "{name}" in key}
-    keys = {key for key in keys if "{" not in key}
+    keys = {key for key in keys if "{" not in key} | {f"gradients/BUCKET/{loss}" for loss in ("task", "entropy", "kl")}
     assert {"rollout/WORLD/success", "policy/entropy", "final/WORLD/low", "seconds/update"} <= keys
     assert keys == explained("Phase 3")
 
