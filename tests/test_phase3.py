@@ -26,6 +26,7 @@ from posttrain.chat import Chat
 from posttrain.config import StarPORun, resolve
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.learner import Batch, Measured, schedule
+from posttrain.starpo import alarms
 from posttrain.types import Segment, Trajectory, UserError
 
 LAKE = {"name": "frozen_lake", "options": {"size": 3}}
@@ -85,7 +86,7 @@ def settings(file: Path, player: Path, **sections: Any) -> Path:
         "transcripts": {"every": 2, "count": 2},
     }
     for name, section in sections.items():
-        config[name] = {**config[name], **section} if isinstance(section, dict) else section
+        config[name] = {**config.get(name, {}), **section} if isinstance(section, dict) else section
     file.write_text(yaml.safe_dump(config))
     return file
 
@@ -361,6 +362,34 @@ def test_a_step_in_which_every_world_crashed_teaches_nothing(player: Path, tmp_p
     assert cockpit.describe(groups, judged.spread, judged.kept)["rollout/crashed"] == 4
     never_begun = [[Trajectory(world="frozen_lake", crashed="OSError: no")] * 2] * 2
     assert cockpit.describe(never_begun, judged.spread, judged.kept)["rollout/turns"] == 0
+
+
+def test_an_alarm_takes_the_run_back_and_a_resumed_run_remembers(
+    player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Back to the best policy with half the learning rate; then the stop alarm ends the run and hands the best over."""
+    real = alarms.watch
+
+    def watch(state: Any, step: int, row: Any, limits: Any = None) -> tuple[list[alarms.Alarm], dict[str, Any]]:
+        raised, state = real(state, step, row, limits)
+        name = {2: "success_drop", 4: "validation"}.get(step) if "policy/loss" in row else None
+        severity = {"success_drop": "warn", "validation": "stop"}
+        return [*raised, *([alarms.Alarm(name, severity[name], "so", "do", step)] if name else [])], state
+
+    monkeypatch.setattr(alarms, "watch", watch)
+    every = {"trainer": {"max_steps": 9}, "evaluation": {"every": 9}, "diagnostics": {"rollbacks": 1}}
+    train(settings(tmp_path / "run.yaml", player, **every))
+    table = {row["step"]: row for row in rows(tmp_path / "run") if "policy/loss" in row}
+    assert [table[step]["policy/learning_rate"] for step in (1, 2, 3, 4)] == [1e-3, 1e-3, 5e-4, 5e-4]
+    assert sorted(table) == [1, 2, 3, 4], "the last alarm says that further steps are wasted"
+    told = capsys.readouterr().err
+    assert "step 2: back to the policy of step 0, with {'trainer.learning_rate': 0.0005}" in told
+    assert "step 4: stopped early" in told and checkpoint.verify(tmp_path / "run" / "final")["meta"]["step"] == 0
+    for cut in (tmp_path / "run" / "checkpoint-4", tmp_path / "run" / "final"):
+        subprocess.run(["rm", "-r", str(cut)], check=True)
+    train(tmp_path / "run.yaml", "--resume")
+    again = {row["step"]: row for row in rows(tmp_path / "run") if "policy/loss" in row}
+    assert again == table
 
 
 def test_worlds_share_the_groups_by_weight_or_by_number(player: Path, tmp_path: Path) -> None:

@@ -1,0 +1,96 @@
+"""Does the cockpit see what happens, say it once, and act only when it is told to?"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from test_learner import config, played, policy
+
+import train_phase3_starpo as phase3
+from posttrain import cockpit
+from posttrain.learner import Batch
+from posttrain.starpo.alarms import Alarm
+from posttrain.types import Trajectory
+
+
+def test_gradients_by_spread_leave_no_trace() -> None:
+    cfg = config(beta=0.1, kl_estimator="k2")
+    groups = played(policy())
+    for factor, group in zip((0.0, 1.0, 4.0), groups, strict=True):
+        for t in group:
+            t.turn_rewards = [factor * reward for reward in t.turn_rewards]
+    learner = phase3.prepare(cfg, policy(), None)  # type: ignore[arg-type]
+    judged = phase3.judge(cfg, groups)
+    batch = Batch.of([t for group in groups for t in group])
+    measured = learner.measure(batch)
+    everyone = torch.ones(len(batch.episodes), dtype=torch.bool)
+    value_S, _ = phase3.advantages(cfg, batch, measured, judged.weights, everyone)
+    row = cockpit.gradients_by_spread(learner, batch, measured, value_S, judged.spread)
+    assert row["gradients/0/in_group_std"] == 0 and row["gradients/0/task"] == 0  # equal rewards: nothing to learn
+    assert row["gradients/1/task"] > 0 and row["gradients/2/entropy"] > 0
+    assert row["gradients/2/kl"] < 1e-3 * row["gradients/2/task"]  # still the reference itself
+    assert all(p.grad is None for p in learner.policy.parameters())
+
+
+def test_a_figure_of_each_group_and_turn() -> None:
+    groups = played(policy())
+    groups[0][0].segments[0].ids[5:] = [7] * len(groups[0][0].segments[0].ids[5:])
+    judged = phase3.judge(config(), groups)
+    row = cockpit.describe(groups, judged.spread, judged.kept)
+    rewards = [t.reward for group in groups for t in group]
+    assert row["rollout/reward"] == pytest.approx(sum(rewards) / len(rewards))
+    assert row["rollout/in_group_max"] == 1 and row["rollout/kept_groups"] == 3
+    assert row["rollout/kept_in_group_std"] == pytest.approx(row["rollout/in_group_std"])
+    answers = [ids for group in groups for t in group for ids in cockpit.answers_of(t)]
+    assert [len(ids) for ids in answers] == [n for group in groups for t in group for n in t.turn_tokens]
+    assert [token for ids in answers for token in ids] == [
+        token for group in groups for t in group for token in t.sampled_ids
+    ]
+
+
+def heard(cfg: Any, rows: list[dict[str, float]], state: dict[str, Any]) -> tuple[list[str], list[str]]:
+    said: list[str] = []
+    alerts: list[str] = []
+    watch = cockpit.Watch(cfg, said.append, lambda title, text: alerts.append(title), exact=True)
+    for step, row in enumerate(rows, 1):
+        watch.see(state, step, row)
+    return said, alerts
+
+
+def test_alarms_are_said_once_and_their_memory_is_plain_data() -> None:
+    state: dict[str, Any] = {"alarms": {}}
+    rows = [{"rollout/in_group_std": 0.4, "rollout/success": 0.4, "rollout/reward": 0.4}] * 12
+    rows += [{"rollout/in_group_std": 0.02, "rollout/success": 0.3, "rollout/reward": 0.3}] * 6
+    said, alerts = heard(config(), rows, state)
+    assert alerts == ["variance collapse"] and "starpo-s" in said[0] and said[0].startswith("ALARM step ")
+    assert json.loads(json.dumps(state)) == state
+
+
+def test_limits_follow_the_run() -> None:
+    clipped = [{"policy/clip_fraction": 0.4}] * 6
+    assert heard(config(), clipped, {"alarms": {}})[1] == ["clip fraction"]
+    gspo = config(loss_type="gspo_turn", epsilon=3e-4, epsilon_high=4e-4)
+    assert heard(gspo, clipped, {"alarms": {}})[1] == []  # there it bites by design
+
+
+def test_remedies_wait_to_be_allowed() -> None:
+    cfg = config()
+    learner = phase3.prepare(cfg, policy(), None)  # type: ignore[arg-type]
+    raised = [Alarm("success_drop", "warn", "", "", 40)]
+    assert cockpit.remedy(cfg, learner, raised, 0) == {}
+    cfg = cockpit.intervene(cfg, {"diagnostics.rollbacks": 1})
+    changes = cockpit.remedy(cfg, learner, raised, 0)
+    assert changes == {"trainer.learning_rate": cfg.trainer.learning_rate / 2}
+    assert cockpit.intervene(cfg, changes).trainer.learning_rate == changes["trainer.learning_rate"]
+    assert cockpit.remedy(cfg, learner, raised, 1) == {}, "once is enough"
+
+
+def test_a_group_whose_members_all_ran_out_of_turns_is_counted() -> None:
+    groups: list[list[Trajectory]] = played(policy())
+    for t in groups[1]:
+        t.truncated = True
+    judged = phase3.judge(config(), groups)
+    assert cockpit.describe(groups, judged.spread, judged.kept)["rollout/truncated_groups"] == pytest.approx(1 / 3)
