@@ -136,7 +136,10 @@ def main(argv: list[str] | None = None) -> None:
             to_read = groups[0][: cfg.transcripts.count] if step % cfg.transcripts.every == 0 else []
             crashed = [trajectory for trajectory in episodes if trajectory.crashed][: cfg.transcripts.count]
             if parallel.rank() == 0:
-                write_transcripts(out / "transcripts.jsonl", step, to_read + crashed)
+                told = write_transcripts(out / "transcripts.jsonl", step, to_read + crashed)
+                if whole := [t for t in to_read if not t.crashed]:
+                    pictures = draw(cfg, out / "episodes", step, whole)
+                    tracker.show([row for row, t in zip(told, to_read, strict=False) if not t.crashed], pictures, step)
             for t in crashed:
                 progress.say(f"step {step}: {t.world} raised {t.crashed} (level seed {t.level_seed}), see transcripts")
             if last or step % cfg.evaluation.every == 0:
@@ -529,12 +532,35 @@ def evaluate(
     return row
 
 
-def write_transcripts(path: Path, step: int, trajectories: list[Trajectory]) -> None:
+def write_transcripts(path: Path, step: int, trajectories: list[Trajectory]) -> list[dict[str, Any]]:
     """Whole episodes as JSON lines, to be read by people; seeds and actions are enough to play one again."""
     kept = "world stage level_key level_seed noise_seed success failure crashed actions turn_rewards messages".split()
+    rows = [{"step": step} | {key: getattr(t, key) for key in kept} for t in trajectories]
     with path.open("a", encoding="utf-8") as file:
-        for t in trajectories:
-            file.write(json.dumps({"step": step} | {key: getattr(t, key) for key in kept}) + "\n")
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    return rows
+
+
+def draw(cfg: StarPORun, folder: Path, step: int, trajectories: list[Trajectory]) -> list[Path]:
+    """An animated picture of each episode, played again from its seeds and actions."""
+    import envs
+    from envs.protocol import Protocol
+    from posttrain import curriculum
+    from posttrain.report.episodes import gif
+
+    folder.mkdir(parents=True, exist_ok=True)
+    protocol, paths = Protocol(**cfg.protocol.model_dump()), []
+    for number, t in enumerate(trajectories):
+        chosen = next(world for world in cfg.worlds if world.name == t.world)
+        world = envs.make(t.world, **curriculum.conditions(chosen, protocol, t.stage or 0)[0])
+        world.reset(seed=t.level_seed, options={"split": "train", "noise_seed": t.noise_seed})
+        frames = [world.render()]
+        for action in t.actions:
+            world.step(action)
+            frames.append(world.render())
+        paths.append(folder / f"step-{step}-{number}.gif")
+        paths[-1].write_bytes(gif(frames))
+    return paths
 
 
 # ------------------------------------------------------------------------------------------------- checkpoints

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, Protocol
@@ -162,6 +162,10 @@ class Tracker(Protocol):
 
     def alert(self, title: str, text: str) -> None: ...
 
+    def show(self, episodes: Sequence[Mapping[str, Any]], pictures: Sequence[Path], step: int) -> None:
+        """Whole episodes, each with `messages` and other facts, and an animated picture of each."""
+        ...
+
     def finish(self) -> None: ...
 
 
@@ -188,6 +192,9 @@ class _Nowhere:
         if is_main_process():
             print(f"{title}: {text}", file=sys.stderr)
 
+    def show(self, episodes: Sequence[Mapping[str, Any]], pictures: Sequence[Path], step: int) -> None:
+        pass
+
     def finish(self) -> None:
         pass
 
@@ -202,6 +209,17 @@ class _Trackio:
         import trackio
 
         trackio.alert(title, text)
+
+    def show(self, episodes: Sequence[Mapping[str, Any]], pictures: Sequence[Path], step: int) -> None:
+        import trackio
+
+        facts = [{key: value for key, value in episode.items() if key != "messages"} for episode in episodes]
+        rows = [[str(fact[key]) for key in fact] for fact in facts]
+        row: dict[str, Any] = {"episodes": trackio.Table(columns=list(facts[0]), data=rows)}
+        for number, (episode, fact, picture) in enumerate(zip(episodes, facts, pictures, strict=True)):
+            row[f"episode {number}"] = trackio.Trace(messages=list(episode["messages"]), metadata=fact)
+            row[f"picture {number}"] = trackio.Video(picture)
+        trackio.log(row, step=step)
 
     def finish(self) -> None:
         import trackio
@@ -218,6 +236,12 @@ class _Wandb:
 
     def alert(self, title: str, text: str) -> None:
         self.run.alert(title=title, text=text)
+
+    def show(self, episodes: Sequence[Mapping[str, Any]], pictures: Sequence[Path], step: int) -> None:
+        rows = [[json.dumps(value) for value in episode.values()] for episode in episodes]
+        row: dict[str, Any] = {"episodes": self.module.Table(columns=list(episodes[0]), data=rows)}
+        row |= {f"picture {n}": self.module.Video(str(picture), format="gif") for n, picture in enumerate(pictures)}
+        self.run.log(row, step=step)
 
     def finish(self) -> None:
         self.run.finish()

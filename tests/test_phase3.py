@@ -127,6 +127,8 @@ def test_a_run_hands_over_a_model_and_its_numbers(whole: Path, tiny_chat: Chat) 
     episodes = [json.loads(line) for line in (whole / "transcripts.jsonl").read_text().splitlines()]
     assert [episode["step"] for episode in episodes] == [2, 2, 4, 4]
     assert {message["role"] for message in episodes[0]["messages"]} == {"system", "user", "assistant"}
+    pictures = sorted(file.name for file in (whole / "episodes").iterdir())
+    assert pictures == ["step-2-0.gif", "step-2-1.gif", "step-4-0.gif", "step-4-1.gif"]
 
 
 def test_siblings_share_the_level_and_other_groups_do_not(player: Path, tmp_path: Path) -> None:

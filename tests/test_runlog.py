@@ -9,6 +9,8 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -108,12 +110,18 @@ def test_trackio_stays_on_this_machine(tmp_path: Path) -> None:
         calls = []
         sys.addaudithook(lambda name, args: calls.append((name, args)) if name.startswith("socket.") else None)
         from pathlib import Path
+        import numpy as np
         from posttrain import runlog
+        from posttrain.report.episodes import gif
         runlog.keep_private(Path(sys.argv[1]) / "phase1")
         for n in range(2):
             tracker = runlog.start_tracker("trackio", project="posttrain", run_name="phase1", config={"a": n})
             tracker.log({"loss": 1.5}, 1)
             tracker.alert("Loss", "is high")
+            episode = {"step": 1, "world": "w", "messages": [{"role": "user", "content": "go"}]}
+            picture = Path(sys.argv[1]) / "picture.gif"
+            picture.write_bytes(gif([np.zeros((8, 8, 3), np.uint8), np.ones((8, 8, 3), np.uint8)]))
+            tracker.show([episode], [picture], 1)
             tracker.finish()
             import time; time.sleep(1.1)
         reached = [c for c in calls if c[0] in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname")]
@@ -132,7 +140,38 @@ def test_trackio_stays_on_this_machine(tmp_path: Path) -> None:
 
     with sqlite3.connect(tmp_path / "trackio" / "posttrain.db") as database:
         runs = [name for (name,) in database.execute("select distinct run_name from metrics")]
-        rows = [json.loads(blob)["loss"] for (blob,) in database.execute("select metrics from metrics")]
+        logged = [json.loads(blob) for (blob,) in database.execute("select metrics from metrics")]
+        rows = [row["loss"] for row in logged if "loss" in row]
+    assert sum("episodes" in row and "picture 0" in row for row in logged) == 2
+    assert len(list((tmp_path / "trackio" / "media").rglob("*.gif"))) == 2
+    (trace, *_) = sorted((tmp_path / "trackio" / "traces").rglob("*.jsonl"))
+    assert '"go"' in trace.read_text()
     assert len(runs) == 2
     assert all(name.startswith("phase1-") for name in runs)
     assert rows == [1.5, 1.5]
+
+
+def test_wandb_gets_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Run(list[Any]):
+        def log(self, row: dict[str, Any], step: int) -> None:
+            self.append((step, row))
+
+        def alert(self, title: str, text: str) -> None:
+            self.append((title, text))
+
+        def finish(self) -> None:
+            self.append("finished")
+
+    run = Run()
+    kinds = {"Table": lambda columns, data: (columns, data), "Video": lambda path, format: (path, format)}
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run, **kinds))
+    tracker = runlog.start_tracker("wandb", project="p", run_name="r", config={})
+    tracker.log({"loss": 1.0}, 1)
+    tracker.show([{"world": "w", "messages": []}], [tmp_path / "a.gif"], 2)
+    tracker.finish()
+    table = (["world", "messages"], [['"w"', "[]"]])
+    assert run == [
+        (1, {"loss": 1.0}),
+        (2, {"episodes": table, "picture 0": (str(tmp_path / "a.gif"), "gif")}),
+        "finished",
+    ]
