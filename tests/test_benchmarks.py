@@ -11,6 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from posttrain.config import StarPORun, resolve
+
 FILE = Path(__file__).parent.parent / "benchmarks" / "rollout.py"
 SIZES = "--conversations 3 --new-tokens 3 --turns 1 2 --repeats 2".split()
 
@@ -19,7 +21,11 @@ SIZES = "--conversations 3 --new-tokens 3 --turns 1 2 --repeats 2".split()
 def rollout(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    spec = importlib.util.spec_from_file_location("rollout_benchmark", FILE)
+    return loaded(FILE)
+
+
+def loaded(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{file.stem}_benchmark", file)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -58,3 +64,15 @@ def test_nothing_is_timed_when_the_engines_differ(rollout, tmp_path, monkeypatch
     with pytest.raises(SystemExit, match="engines differ"):
         rollout.main()
     assert not (tmp_path / "figures.json").exists()
+
+
+def test_every_arm_of_the_learning_benchmark_is_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    learning = loaded(FILE.parent / "long" / "learning.py")
+    for arm, changes in learning.ARMS.items():
+        for world in learning.WORLDS.values():
+            cfg = resolve(StarPORun, learning.CONFIG, [*learning.SMALL, *changes, world])
+            assert cfg.algorithm.critical == (arm in ("starpo-s", "ppo", "bilevel-gae"))
+    row = {"world": "sokoban", "arm": "ppo", "before": 0.2, "after": 0.4, "low": 0.3, "high": 0.5, "minutes": 2.0}
+    learning.show([row | {"seed": 1}, row | {"seed": 0, "after": 0.6}])
+    table = capsys.readouterr().out.splitlines()
+    assert table[-1] == "| sokoban | ppo | 0.60 [0.30, 0.50], 0.40 [0.30, 0.50] | 0.500 | 2.0 | 15.0 |"

@@ -1,0 +1,125 @@
+"""Which algorithm learns most from the same episodes, and what does it cost?  Every arm in every world, seed by seed.
+
+    make quickstart                                       # the player that all runs begin with
+    python benchmarks/long/learning.py --steps 40 --seeds 0 1 2 --jobs 2
+    python benchmarks/long/learning.py --arms grpo gigpo --worlds sokoban --table
+
+Hours. A run that is finished is not run again: stop it and go on whenever you like.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "configs" / "quickstart" / "phase3_starpo.yaml"
+SMALL = ["algorithm.entropy_coef=0", "algorithm.num_iterations=2", "algorithm.minibatches=2", "algorithm.beta=0"]
+CRITIC = ["algorithm.critic.learning_rate=2e-3", "algorithm.critic.warmup_steps=3"]
+HALF = "algorithm.filter={strategy: top_k, value: 0.5}"
+ALL = "algorithm.filter={strategy: none, keep_zero: true}"
+ARMS: dict[str, list[str]] = {  # what they have in common is SMALL and the quickstart's learning rate, clip and groups
+    "grpo": ["algorithm.advantage=grpo", ALL],
+    "grpo-top-k": ["algorithm.advantage=grpo", HALF],
+    "starpo-s": ["algorithm.advantage=gae", "algorithm.filter={strategy: top_k, value: 0.25}", *CRITIC],
+    "ragen2": ["algorithm.advantage=grpo", "algorithm.filter={strategy: top_p, value: 0.9}"],
+    "gigpo": ["algorithm.advantage=gigpo", ALL],
+    "gigpo-top-k": ["algorithm.advantage=gigpo", HALF],
+    "ppo": ["algorithm.advantage=gae", ALL, *CRITIC],
+    "bilevel-gae": ["algorithm.advantage=bilevel_gae", ALL, *CRITIC],
+}
+WORLDS: dict[str, str] = {
+    "frozen-lake": "worlds=[frozen_lake]",
+    "slippery": "worlds=[{name: frozen_lake, options: {slippery: true, success_rate: 0.8}}]",
+    "sokoban": "worlds=[{name: sokoban, options: {reward: sparse, deadlock_ends: true}}]",
+}
+
+
+def run(out: Path, player: Path, arm: str, world: str, seed: int, steps: int) -> dict[str, Any]:
+    """One run, unless it is finished; its row of the table."""
+    folder = out / f"{world}-{arm}-{seed}"
+    done = folder / "row.json"
+    if done.exists():
+        return json.loads(done.read_text())
+    command = [sys.executable, str(ROOT / "train_phase3_starpo.py"), "--config", str(CONFIG), *SMALL, *ARMS[arm]]
+    command += [WORLDS[world], f"seed={seed}", f"trainer.max_steps={steps}", f"model.name_or_path={player}"]
+    command += [f"output_dir={folder}", "report_to=none", "diagnostics.early_stop=false"]
+    if any(folder.glob("checkpoint-*")):
+        command.append("--resume")
+    log = out / f"{folder.name}.log"
+    with log.open("a") as file:
+        subprocess.run(command, check=True, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    table = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    name = "sokoban" if world == "sokoban" else "frozen_lake"
+    final = next(row for row in table if "final/success" in row)
+    played = [row for row in table if "seconds/rollout" in row]
+    row = {
+        "world": world,
+        "arm": arm,
+        "seed": seed,
+        "steps": played[-1]["step"],
+        "minutes": sum(row["seconds/rollout"] + row["seconds/update"] for row in played) / 60,
+        "before": next(row for row in table if "evaluation/success" in row)[f"evaluation/{name}/success"],
+        "after": final[f"final/{name}/success"],
+        "low": final[f"final/{name}/low"],
+        "high": final[f"final/{name}/high"],
+        "alarms": [line.split(" ", 1)[1] for line in log.read_text().splitlines() if line.startswith("ALARM")],
+        "std": [row["rollout/in_group_std"] for row in played],
+        "reward": [row["rollout/reward"] for row in played],
+    }
+    done.write_text(json.dumps(row))
+    return row
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Per world and arm: test success of each seed with its interval, the mean, and success gained per minute."""
+    print("| world | algorithm | seeds: test success [95 %] | mean | minutes | points a minute |")
+    print("|---|---|---|---|---|---|")
+    for world in WORLDS:
+        for arm in ARMS:
+            own = sorted((r for r in rows if (r["world"], r["arm"]) == (world, arm)), key=lambda r: r["seed"])
+            if own:
+                seeds = ", ".join(f"{r['after']:.2f} [{r['low']:.2f}, {r['high']:.2f}]" for r in own)
+                minutes = statistics.fmean(r["minutes"] for r in own)
+                rate = statistics.fmean(100 * (r["after"] - r["before"]) / r["minutes"] for r in own)
+                mean = statistics.fmean(r["after"] for r in own)
+                print(f"| {world} | {arm} | {seeds} | {mean:.3f} | {minutes:.1f} | {rate:.1f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--player", type=Path, default=Path("runs/quickstart/phase2/final"), help="where all runs begin"
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/learning"))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--worlds", nargs="+", choices=WORLDS, default=list(WORLDS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--jobs", type=int, default=2, help="runs side by side, one core each")
+    parser.add_argument("--table", action="store_true", help="print what is finished and run nothing")
+    args = parser.parse_args()
+    if args.table:
+        show([json.loads(file.read_text()) for file in sorted(args.out.glob("*/row.json"))])
+        return
+    args.out.mkdir(parents=True, exist_ok=True)
+    player = args.player.resolve()
+    with ThreadPoolExecutor(args.jobs) as pool:
+        runs = [
+            pool.submit(run, args.out, player, arm, world, seed, args.steps)
+            for seed in args.seeds
+            for world in args.worlds
+            for arm in args.arms
+        ]
+    show([one.result() for one in runs])
+
+
+if __name__ == "__main__":
+    main()
