@@ -36,7 +36,7 @@ def taught(folder: Path, tokenizer: PreTrainedTokenizerFast, steps: int) -> Path
     """A tiny ConvGPT that has seen weak players on 3x3 lakes for `steps` batches: the format, hardly any skill."""
     torch.manual_seed(0)
     protocol = Protocol(max_turns=3, max_actions=3)
-    mix = {"goal": 0.2, "safe": 0.2, "random": 0.6}
+    mix = {"goal": 0.35, "safe": 0.35, "random": 0.3}
     seen = [demonstrate(envs.make("frozen_lake", size=3), protocol, i, "train", mix) for i in range(512)]
     words = tokenizer.train_new_from_iterator([m["content"] for messages in seen for m in messages], 600)
     chat = Chat.load(words, None)
@@ -211,9 +211,11 @@ def test_it_learns_a_small_lake(tiny_tokenizer: PreTrainedTokenizerFast, tmp_pat
         tmp_path / "run.yaml",
         taught(tmp_path / "player" / "final", tiny_tokenizer, 250),
         rollout={"groups": 16, "num_generations": 8},
-        trainer={"max_steps": 25, "learning_rate": 1e-3, "warmup_steps": 2, "adam_beta2": 0.99},
-        evaluation={"every": 10, "episodes": 100, "final_episodes": 100},
+        trainer={"max_steps": 15, "learning_rate": 1.5e-3, "warmup_steps": 2, "adam_beta2": 0.99},
+        evaluation={"every": 15, "episodes": 100, "final_episodes": 100},
         checkpoint={"every": 100},
+        transcripts={"every": 100},
+        diagnostics={"every": 0},
     )
     train(file)
     table = rows(tmp_path / "run")
