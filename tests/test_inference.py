@@ -661,6 +661,7 @@ def test_in_a_terminal(folder: Path) -> None:
         os.write(ours, b"/preset\n")
         heard.until("* improved: greedy")
         heard.until("you> ")
+        time.sleep(2)  # readline hears a signal only once it waits, a moment after its prompt
         os.write(ours, b"\x03")
         heard.until("interrupted")
         assert started.wait(timeout=30) == 130
