@@ -43,6 +43,12 @@ Row = dict[str, Any]  # one answer, one pair or one episode, as transcripts.json
 RESULTS = "results.json"
 PACKAGES = ("torch", "transformers", "trl", "datasets", "gymnasium", "gym-sokoban", "math-verify", "numpy")
 PAIR_TOKENS = 8192  # padded tokens in one batch of preference pairs
+# The test sets that a config knows by name: where on the Hub, which part.
+HUB_SETS = {
+    "gsm8k": ("openai/gsm8k", "main", "test"),
+    "math500": ("HuggingFaceH4/MATH-500", "default", "test"),
+    "ultrafeedback": ("HuggingFaceH4/ultrafeedback_binarized", "default", "test_prefs"),
+}
 # What is compared between two checkpoints, item by item. `equal_length` cuts each pair of answers to the shorter one.
 COMPARED = {
     "math": ("accuracy", "tokens"),
@@ -152,7 +158,7 @@ def set_exam(cfg: EvaluateRun) -> list[Sitting]:
         if suite.source == "embedded":
             pairs = embedded.preference_pairs(suite.n, cfg.seed)
         elif suite.source == "ultrafeedback":
-            pairs = hub_rows("HuggingFaceH4/ultrafeedback_binarized", "default", "test_prefs", "preferences.source")
+            pairs = hub_rows(suite.source, "preferences.source")
             pairs = [pair for pair in pairs if pair["score_chosen"] > pair["score_rejected"]][: suite.n]
         else:
             pairs = read_rows(suite.source, ("chosen", "rejected"))[: suite.n]
@@ -215,11 +221,11 @@ def math_items(cfg: EvaluateRun) -> list[tuple[str, list[dict[str, Any]]]]:
             splits = ("unseen_questions", "unseen_operands")
             parts += [(split, embedded.math_problems(wanted, cfg.seed, split)) for split in splits]
         elif source == "gsm8k":
-            rows = hub_rows("openai/gsm8k", "main", "test", "math.sources")
+            rows = hub_rows(source, "math.sources")
             golds = [row["answer"].split("####")[-1].strip().replace(",", "") for row in rows]
             parts.append((source, [{"question": r["question"], "answer": a} for r, a in zip(rows, golds, strict=True)]))
         elif source == "math500":
-            rows = hub_rows("HuggingFaceH4/MATH-500", "default", "test", "math.sources")
+            rows = hub_rows(source, "math.sources")
             parts.append((source, [{"question": row["problem"], "answer": row["answer"]} for row in rows]))
         else:
             parts.append((Path(source).stem, read_rows(source, ("question", "answer"))))
@@ -231,10 +237,11 @@ def _as_prompt(row: dict[str, Any], instruction: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}], "answer": str(row["answer"])}
 
 
-def hub_rows(name: str, config: str, split: str, key: str) -> list[dict[str, Any]]:
+def hub_rows(source: str, key: str) -> list[dict[str, Any]]:
     """A held-out split of a Hub data set; `key` is where the config names it."""
     import datasets
 
+    name, config, split = HUB_SETS[source]
     try:
         return list(datasets.load_dataset(name, config, split=split))  # type: ignore[arg-type]
     except (OSError, ValueError, RuntimeError) as error:  # datasets has no one error for "no network"
@@ -288,7 +295,13 @@ def check(cfg: EvaluateRun, *, overwrite: bool) -> None:
         models.resolve_device(cfg.device)
     except UserError as problem:
         problems.append(str(problem))
+    try:
+        models.check_hub([section(cfg, name) for name in cfg.checkpoints], hub_sets(cfg))
+    except UserError as problem:
+        problems.append(str(problem))
     for name, path in cfg.checkpoints.items():
+        if problems and not Path(path).exists() and models.HUB_NAME.fullmatch(path):
+            continue  # the Hub has been asked above
         try:
             models.load_chat(section(cfg, name), cfg.chat.template)
             if (Path(path) / checkpoint.MANIFEST).exists():
@@ -307,6 +320,13 @@ def check(cfg: EvaluateRun, *, overwrite: bool) -> None:
             problems.append(f"suites.worlds.worlds: {error}")
     if problems:
         raise UserError("\n  ".join(["The evaluation cannot start:", *problems] if len(problems) > 1 else problems))
+
+
+def hub_sets(cfg: EvaluateRun) -> list[str]:
+    """The data sets on the Hub that the exam is set from."""
+    sources = list(cfg.suites.math.sources) if cfg.suites.math else []
+    sources += [cfg.suites.preferences.source] if cfg.suites.preferences else []
+    return [HUB_SETS[source][0] for source in sources if source in HUB_SETS]
 
 
 def section(cfg: EvaluateRun, name: str) -> ModelSection:

@@ -34,9 +34,11 @@ def main(argv: list[str] | None = None) -> None:
     # 2. Can it be done? Everything that is wrong is said at once, before anything is written.
     if runlog.is_main_process():
         models.preflight(cfg, resume=flags.resume)
-        training.same_run(output_dir, cfg.model_dump(mode="json"))
+        if flags.resume:
+            training.same_run(output_dir, cfg.model_dump(mode="json"))
         checkpoint.claim(output_dir, flags.resume)
     device = models.resolve_device(cfg.device)
+    args = training.arguments(SFTConfig, cfg, device)
     set_seed(cfg.seed)
 
     # 3. The model, the chat that speaks to it, and the conversations as token ids with a mask on what is trained.
@@ -44,21 +46,21 @@ def main(argv: list[str] | None = None) -> None:
     sft = data.load_sft(cfg.data, chat)
 
     # 4. TRL trains. The rows carry assistant_masks, from which TRL makes the labels: only those tokens have a loss.
-    args = training.arguments(SFTConfig, cfg, device)
     rows = sft.train
     if args.train_sampling_strategy == "group_by_length":
         rows = training.in_length_pools(rows, args.per_device_train_batch_size * args.world_size, cfg.seed)
         args.train_sampling_strategy = "sequential"
     if device.type == "cpu":
         training.score_trained_positions_only()
-    trainer = SFTTrainer(
-        model=model,
-        args=args,
-        train_dataset=rows,
-        eval_dataset=sft.eval if len(sft.eval) else None,
-        processing_class=chat.tokenizer,
-        peft_config=models.peft_config(cfg.model, model, chat),
-    )
+    with training.refusals_in_words():
+        trainer = SFTTrainer(
+            model=model,
+            args=args,
+            train_dataset=rows,
+            eval_dataset=sft.eval if len(sft.eval) else None,
+            processing_class=chat.tokenizer,
+            peft_config=models.peft_config(cfg.model, model, chat),
+        )
     figures = training.fit(trainer, "phase 1", cfg, resume=flags.resume)
 
     # 5. What phase 2 takes over.

@@ -44,9 +44,11 @@ def main(argv: list[str] | None = None) -> None:
     # 2. Can it be done? Everything that is wrong is said at once, before anything is written.
     if runlog.is_main_process():
         models.preflight(cfg, resume=flags.resume)
-        training.same_run(output_dir, cfg.model_dump(mode="json"))
+        if flags.resume:
+            training.same_run(output_dir, cfg.model_dump(mode="json"))
         checkpoint.claim(output_dir, flags.resume)
     device = models.resolve_device(cfg.device)
+    args = training.arguments(DPOConfig, cfg, device, precompute_ref_log_probs=True, logging_first_step=True)
     set_seed(cfg.seed)
 
     # 3. The model, the chat that speaks to it, and the pairs as token ids: prompt, chosen, rejected.
@@ -55,17 +57,17 @@ def main(argv: list[str] | None = None) -> None:
 
     # 4. TRL trains. The reference is the policy in memory, asked once for all pairs before the first step: a reference
     #    loaded by name could be another model, and would take the memory of a second one.
-    args = training.arguments(DPOConfig, cfg, device, precompute_ref_log_probs=True, logging_first_step=True)
     if device.type == "cpu":
         training.score_trained_positions_only()
-    trainer = PairTrainer(
-        model=model,
-        args=args,
-        train_dataset=training.on_disk(pairs.train, output_dir / "pairs" / "train"),
-        eval_dataset=training.on_disk(pairs.eval, output_dir / "pairs" / "eval") if len(pairs.eval) else None,
-        processing_class=chat.tokenizer,
-        peft_config=models.peft_config(cfg.model, model, chat),
-    )
+    with training.refusals_in_words():
+        trainer = PairTrainer(
+            model=model,
+            args=args,
+            train_dataset=training.on_disk(pairs.train, output_dir / "pairs" / "train"),
+            eval_dataset=training.on_disk(pairs.eval, output_dir / "pairs" / "eval") if len(pairs.eval) else None,
+            processing_class=chat.tokenizer,
+            peft_config=models.peft_config(cfg.model, model, chat),
+        )
 
     def check_first(figures: dict[str, Any]) -> None:
         check_reference(figures, trainer.loss_types, trainer.loss_weights, bf16=trainer.args.bf16)

@@ -42,6 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     runlog.keep_private(out)
 
     import torch
+    from transformers import set_seed
 
     from posttrain import checkpoint, cockpit, curriculum, models, parallel, training
     from posttrain.rollout import open_sampler
@@ -50,11 +51,13 @@ def main(argv: list[str] | None = None) -> None:
     if runlog.is_main_process():
         try_worlds(cfg)
         models.preflight(cfg, resume=args.resume)
-        training.same_run(out, settings)
+        if args.resume:
+            training.same_run(out, settings)
         checkpoint.claim(out, args.resume)
-        training.remember_run(out, settings)
+        training.remember_run(out, settings, args.resume)
     device = models.resolve_device(cfg.device)
     parallel.start(device)
+    set_seed(cfg.seed)  # for new adapters; whatever is drawn later has a seed of its own
 
     model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template)
     learner = prepare(cfg, model, chat)
@@ -62,6 +65,7 @@ def main(argv: list[str] | None = None) -> None:
     progress.say(f"phase 3: {training.describe(learner.model, device)}")
     state: dict[str, Any] = {"step": 0, "best": -1.0, "best_step": 0, "empty_steps": 0, "tokens": 0}
     state |= {"curriculum": curriculum.start(cfg.worlds), "alarms": {}, "collapse": {}, "interventions": []}
+    state["stopped_early"] = False
     if args.resume and (found := checkpoint.latest_good(out, say=progress.say)):
         state |= load_state(found, learner)
         progress.say(f"Resuming from {found}.")
@@ -71,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
             cfg = learner.cfg = cockpit.intervene(cfg, intervention["changes"])
     sampler = open_sampler(learner.policy, chat, cfg.rollout.engine)
     precision = torch.autocast(device.type, dtype=torch.bfloat16, enabled=cfg.trainer.bf16)
-    metrics = runlog.MetricsFile(out / "metrics.jsonl", after_step=state["step"] or None)
+    metrics = runlog.MetricsFile(out / "metrics.jsonl", after_step=state["step"] or None, but_not="final/")
     runlog.MetricsFile(out / "transcripts.jsonl", after_step=state["step"] or None)  # steps that will be played again
     tracker = runlog.start_tracker(
         cfg.report_to, project="posttrain", run_name=cfg.run_name or out.name, config=settings
@@ -98,7 +102,8 @@ def main(argv: list[str] | None = None) -> None:
     with runlog.StopSignals() as stop, models.no_bars():
         if state["step"] == 0:
             validate(0)
-        for step in range(state["step"] + 1, cfg.trainer.max_steps + 1):
+        ahead = () if state["stopped_early"] else range(state["step"] + 1, cfg.trainer.max_steps + 1)
+        for step in ahead:
             # 1. play: groups of siblings, every group on a fresh level
             began = time.perf_counter()
             raised.clear()
@@ -154,7 +159,7 @@ def main(argv: list[str] | None = None) -> None:
                 progress.say(f"step {step}: back to the policy of step {state['best_step']}, with {changes}")
             elif cfg.diagnostics.early_stop and any(alarm.severity == "stop" for alarm in raised):
                 progress.say(f"step {step}: stopped early, the alarm above says why.")
-                last = True
+                last = state["stopped_early"] = True
             stopping = parallel.total(stop.requested, device) > 0
             if last or stopping or step % cfg.checkpoint.every == 0:
                 save_state(out / f"checkpoint-{step}", learner, chat, state)
@@ -467,7 +472,7 @@ def prepare(cfg: StarPORun, model: Any, chat: Chat) -> Learner:
     """The adapter where one is asked for, memory savings, the reference, and the learner of it all."""
     import torch
 
-    from posttrain import models
+    from posttrain import models, training
     from posttrain.learner import Learner
 
     for module in model.modules():  # the ratio must start at 1, and a resumed run has no random state to restore
@@ -483,7 +488,8 @@ def prepare(cfg: StarPORun, model: Any, chat: Chat) -> Learner:
     if (adapter := models.peft_config(cfg.model, model, chat)) is not None:
         from peft import get_peft_model
 
-        model = get_peft_model(model, adapter)
+        with training.refusals_in_words():
+            model = get_peft_model(model, adapter)
     if cfg.trainer.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if cfg.model.tuning != "full":

@@ -7,6 +7,7 @@ either the whole checkpoint or none.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -14,7 +15,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +24,7 @@ from posttrain.types import UserError
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
+RUN_CONFIG = "run_config.yaml"
 
 # The lock of every output folder this process has claimed; the kernel lets go of it however the process ends.
 _claimed: dict[Path, IO[str]] = {}
@@ -42,8 +45,9 @@ def save(folder: Path, write: Callable[[Path], object], **meta: Any) -> Path:
             shutil.rmtree(stale)
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     partial.mkdir()
-    write(partial)
-    seal(partial, **meta)
+    with full_disk_in_words(partial):
+        write(partial)
+        seal(partial, **meta)
     if folder.exists():
         old = folder.with_name(f".{folder.name}.partial-{os.getpid()}-old")
         folder.rename(old)
@@ -140,16 +144,23 @@ def in_use(output_dir: Path, resume: bool) -> None:
     output_dir = Path(output_dir)
     if output_dir.exists() and not output_dir.is_dir():
         raise UserError(f"output_dir={output_dir} is a file. Choose another name: output_dir=...")
-    used = output_dir.is_dir() and any(path.name != LOCK for path in output_dir.iterdir())
-    if used and not resume:
+    found = [path for path in output_dir.iterdir() if path.name != LOCK] if output_dir.is_dir() else []
+    if not resume and any(_worth_keeping(path) for path in found):
         raise UserError(
             f"output_dir={output_dir} already holds a run, which is left as it is. "
             "Go on with it (--resume) or choose another name (output_dir=...)."
         )
-    if resume and not used:
+    if resume and not found:
         raise UserError(
             f"There is nothing to resume in output_dir={output_dir}. Start without --resume, or name the run's folder."
         )
+
+
+def _worth_keeping(path: Path) -> bool:
+    """False for what a run leaves that failed before its first step: its settings, empty files, prepared pairs."""
+    if path.name in (RUN_CONFIG, "pairs"):
+        return False
+    return path.is_dir() or path.stat().st_size > 0
 
 
 def claim(output_dir: Path, resume: bool) -> None:
@@ -180,9 +191,27 @@ def needs_free_space(path: Path, needed: int) -> None:
     free = shutil.disk_usage(place).free
     if free < needed:
         raise UserError(
-            f"Too little disk space for {path}: the run needs about {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are "
-            "free. Make room, keep fewer checkpoints, or write to another disk (output_dir=...)."
+            f"Too little disk space for {path}: the run needs about {_size(needed)} and {_size(free)} are free. Make "
+            "room, keep fewer checkpoints, or write to another disk (output_dir=...)."
         )
+
+
+@contextmanager
+def full_disk_in_words(path: Path) -> Iterator[None]:
+    """What a write raises on a full disk differs from library to library; all of it becomes one UserError."""
+    try:
+        yield
+    except Exception as error:
+        if shutil.disk_usage(path).free > 10e6 and getattr(error, "errno", None) != errno.ENOSPC:
+            raise
+        raise UserError(
+            f"The disk that holds {path} is full. Checkpoints that were complete still are: make room and go on with "
+            "the same command and --resume."
+        ) from error
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
 def _files(folder: Path) -> list[Path]:

@@ -191,7 +191,7 @@ def preflight(cfg: Any, *, resume: bool = False) -> None:
     for path in data_paths:
         passes(lambda path=path: _check_data_path(path))
     found = [model for model in models if passes(lambda model=model: _check_source(model))]
-    if passes(lambda: _check_hub(found, data_paths)):
+    if passes(lambda: check_hub(found, data_paths)):
         for model in found:
             passes(lambda model=model: load_chat(model, cfg.chat.template))
         if hasattr(cfg, "trainer"):
@@ -206,9 +206,13 @@ def preflight(cfg: Any, *, resume: bool = False) -> None:
 
 
 def _check_libraries(cfg: Any) -> None:
-    """What the config asks of the hardware and of bitsandbytes."""
+    """What the config asks of the hardware, and of packages that are not always there."""
     if not hasattr(cfg, "trainer"):
         return
+    if cfg.report_to == "wandb" and importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            "report_to=wandb needs wandb, which is not installed: `pip install wandb`, or write report_to=trackio."
+        )
     optim, bf16 = _trainer(cfg, "optim"), _trainer(cfg, "bf16")
     needs_bnb = [f"trainer.optim={optim}"] if "8bit" in str(optim) else []
     needs_bnb += ["model.tuning=qlora"] if cfg.model.tuning == "qlora" else []
@@ -263,9 +267,14 @@ def _check_data_path(path: str) -> None:
         raise UserError(f"The data file {path} (data.sources) does not exist.")
     if path != "embedded" and not Path(path).exists() and Path(path).suffix in {".jsonl", ".parquet"}:
         raise UserError(f"The data file {path} (data.sources) does not exist.")
+    if Path(path).is_dir():
+        raise UserError(
+            f"The data source {path} (data.sources) is a folder. Name the .jsonl or .parquet files in it; several "
+            "files are several sources."
+        )
 
 
-def _check_hub(models: list[ModelSection], data_paths: list[str]) -> None:
+def check_hub(models: list[ModelSection], data_paths: list[str]) -> None:
     """Every model and data set that has to come from the Hub must be on this disk already or within reach."""
     asked = [("model", model.name_or_path, model.revision) for model in models]
     asked += [("dataset", path, None) for path in dict.fromkeys(data_paths) if path != "embedded"]
@@ -285,8 +294,8 @@ def _check_hub(models: list[ModelSection], data_paths: list[str]) -> None:
             raise UserError(
                 f"Hugging Face cannot be reached, and this run needs from it: {names} ({_one_line(error)}). Connect "
                 "and start again; or download them elsewhere (`hf download NAME --local-dir FOLDER`, with "
-                "`--repo-type dataset` for data) and name the folders or files (model.name_or_path=..., data.sources); "
-                "or try the whole pipeline without a network: `make quickstart`."
+                "`--repo-type dataset` for data) and name the model's folder and the data's .jsonl or .parquet files "
+                "(model.name_or_path=..., data.sources); or try the whole pipeline offline: `make quickstart`."
             ) from error
 
 
@@ -328,6 +337,10 @@ def _load_weights(model: ModelSection, dtype: torch.dtype, **more: Any) -> PreTr
                 dtype=dtype,
                 **more,
             )
+    except ImportError as error:
+        raise UserError(
+            f"model.attn_implementation={model.attn_implementation} cannot be used here: {_one_line(error)}"
+        ) from error
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UserError(f"{model.name_or_path} is no checkpoint that can be loaded: {_one_line(error)}") from error
 
@@ -357,9 +370,18 @@ def _room(cfg: Any, model: ModelSection) -> int:
 
 
 def _parameters(model: ModelSection) -> int:
-    """How many numbers the weight files hold, by their headers; 0 for a model that is not on this disk yet."""
+    """How many numbers the weight files hold: by their headers, or by what the Hub says of a model still there."""
     folder = Path(model.name_or_path)
-    files = list(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not folder.is_dir():
+        cached = try_to_load_from_cache(model.name_or_path, "model.safetensors", revision=model.revision)
+        if not isinstance(cached, str):
+            try:
+                told = HfApi().model_info(model.name_or_path, revision=model.revision, timeout=10).safetensors
+            except (OSError, httpx.HTTPError):  # cached in a form that is not looked into here
+                told = None
+            return told.total if told else 0
+        folder = Path(cached).parent
+    files = list(folder.glob("*.safetensors"))
     total = 0
     for file in files:
         try:

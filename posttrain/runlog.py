@@ -123,14 +123,17 @@ class MetricsFile:
     """`metrics.jsonl`, one row a report: {"step": 120, "loss": 2.31, ...}; NaN and infinity are written as null.
 
     A run that resumes at step k first drops the rows after k (and a row torn by a kill), so that every step stands in
-    the file once.  `after_step=None` starts the file anew.
+    the file once.  `after_step=None` starts the file anew; rows with a key that begins with `but_not` are dropped as
+    well, for the closing figures of a run that is closed once more.
     """
 
-    def __init__(self, path: Path, after_step: int | None = None) -> None:
+    def __init__(self, path: Path, after_step: int | None = None, but_not: str | None = None) -> None:
         self.path = Path(path)
         kept = []
         if after_step is not None and self.path.exists():
             kept = [row for row in read_metrics(self.path) if row["step"] <= after_step]
+        if but_not is not None:
+            kept = [row for row in kept if not any(key.startswith(but_not) for key in row)]
         if is_main_process():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             unnamed = self.path.with_name(f"{self.path.name}.partial")

@@ -5,11 +5,13 @@ TRL trains; what is here lets a person watch it, lets a killed run go on where i
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from posttrain import checkpoint, models, runlog
 from posttrain.chat import Chat
 from posttrain.types import UserError, address
 
-RUN_CONFIG = "run_config.yaml"
+COUNTS = "counts.json"  # in each checkpoint: what TRL counts and does not save
 SHOWN = ("eval_loss", "eval_mean_token_accuracy", "eval_rewards/accuracies", "eval_rewards/margins")
 FREE_TO_CHANGE = ("output_dir", "run_name", "report_to", "hardware")  # what a resumed run may have otherwise
 
@@ -53,7 +55,18 @@ def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed:
     }
     # TRL itself uses this name, which transformers is about to change.
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
-    return kind(**{**defaults, **cfg.trainer, **fixed})
+    with refusals_in_words():
+        return kind(**{**defaults, **cfg.trainer, **fixed})
+
+
+@contextmanager
+def refusals_in_words() -> Iterator[None]:
+    """What TRL and peft refuse while they are set up is the user's to mend."""
+    try:
+        yield
+    except (ValueError, ImportError, NotImplementedError) as error:
+        text = " ".join(str(error).split())[:500]
+        raise UserError(f"These settings (trainer, model) cannot be used together: {text}") from error
 
 
 def score_trained_positions_only() -> None:
@@ -110,25 +123,29 @@ def fit(
     `check_first(figures)` sees the very first step of a run and may raise.
     """
     output_dir = Path(cfg.output_dir)
+    counter: Any = trainer  # TRL's trainers count tokens in a private attribute, and forget it
     settings = cfg.model_dump(mode="json")
     say = print if runlog.is_main_process() else lambda _: None
     newest = checkpoint.latest_good(output_dir, say=say) if resume else None
     if resume:
         say(f"Resuming from {newest}." if newest else "No whole checkpoint yet: starting from the beginning.")
     if runlog.is_main_process():
-        remember_run(output_dir, settings)
+        remember_run(output_dir, settings, resume)
     name = cfg.run_name or output_dir.name
     tracker = runlog.start_tracker(cfg.report_to, project="posttrain", run_name=name, config=settings)
     say(f"{title}: {describe(trainer.model, trainer.args.device)}")
     with runlog.StopSignals() as stop, models.no_bars():
-        reporter = Reporter(title, output_dir, tracker, stop, check_first)
+        reporter = Reporter(title, output_dir, tracker, stop, lambda: counter._total_train_tokens, check_first)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(reporter)
         try:
             if newest is not None and _is_last(newest):
                 _take_up_finished(trainer, newest, reporter)
             else:
-                trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
+                if newest is not None:
+                    counter._total_train_tokens = json.loads((newest / COUNTS).read_text())["num_tokens"]
+                with checkpoint.full_disk_in_words(output_dir):
+                    trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
             if reporter.stopped:
                 say(f"Stopped after step {trainer.state.global_step}. Go on with the same command and --resume.")
                 stop.leave()
@@ -181,7 +198,7 @@ def hand_over(
 
 def same_run(output_dir: Path, settings: dict[str, Any]) -> None:
     """A resumed run must be the run that was begun: UserError with every setting that differs."""
-    begun = Path(output_dir) / RUN_CONFIG
+    begun = Path(output_dir) / checkpoint.RUN_CONFIG
     if not begun.exists():  # a new run, or one killed before its first step
         return
     before, now = _flat(yaml.safe_load(begun.read_text(encoding="utf-8"))), _flat(settings)
@@ -195,10 +212,10 @@ def same_run(output_dir: Path, settings: dict[str, Any]) -> None:
         )
 
 
-def remember_run(output_dir: Path, settings: dict[str, Any]) -> None:
-    """Write the settings that `same_run` compares with, unless an earlier start of this run has."""
-    begun = Path(output_dir) / RUN_CONFIG
-    if not begun.exists():
+def remember_run(output_dir: Path, settings: dict[str, Any], resume: bool) -> None:
+    """Write the settings that `same_run` compares with, unless this goes on with a run that has."""
+    begun = Path(output_dir) / checkpoint.RUN_CONFIG
+    if not (resume and begun.exists()):
         unnamed = begun.with_suffix(".partial")
         unnamed.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
         unnamed.rename(begun)
@@ -227,10 +244,11 @@ class Reporter(TrainerCallback):
         output_dir: Path,
         tracker: runlog.Tracker,
         stop: runlog.StopSignals,
+        tokens: Callable[[], int],
         check_first: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self.title, self.output_dir, self.tracker, self.stop = title, output_dir, tracker, stop
-        self.check_first = check_first
+        self.tokens, self.check_first = tokens, check_first
         self.stopped = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -258,7 +276,9 @@ class Reporter(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         barrier()  # every process has written its random state by now
         if state.is_world_process_zero:
-            checkpoint.seal(self.output_dir / f"checkpoint-{state.global_step}", step=state.global_step)
+            folder = self.output_dir / f"checkpoint-{state.global_step}"
+            (folder / COUNTS).write_text(json.dumps({"num_tokens": self.tokens()}))
+            checkpoint.seal(folder, step=state.global_step)
 
     def close(self) -> None:
         """Whatever happened: leave the terminal and the tracker in order."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -205,6 +207,29 @@ def test_claim_refuses_while_another_process_writes(tmp_path: Path) -> None:
         process.kill()
     checkpoint.claim(out, resume=False)  # the lock went with the process, however it ended
     checkpoint.claim(out, resume=False)  # and a process may claim twice what is its own
+
+
+def test_a_run_that_failed_before_its_first_step_leaves_its_name_free(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    (out / "pairs" / "train").mkdir(parents=True)
+    (out / "run_config.yaml").write_text("seed: 0")
+    (out / "metrics.jsonl").write_text("")
+    checkpoint.in_use(out, resume=False)
+    checkpoint.in_use(out, resume=True)
+    (out / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match="already holds a run"):
+        checkpoint.in_use(out, resume=False)
+
+
+def test_a_full_disk_is_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(_: Path) -> None:
+        raise RuntimeError("write of 4096 bytes failed")  # what safetensors and torch raise is no OSError
+
+    with pytest.raises(RuntimeError, match="4096"):  # there is room, so it was something else
+        checkpoint.save(tmp_path / "final", no_room)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    with pytest.raises(UserError, match=r"is full.*--resume"):
+        checkpoint.save(tmp_path / "final", no_room)
 
 
 def test_free_space(tmp_path: Path) -> None:

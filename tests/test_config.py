@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
 import re
 import resource
@@ -20,6 +21,7 @@ import envs
 from envs.protocol import Protocol
 from posttrain import config
 from posttrain.config import SET_BY_SCRIPTS, ChatRun, DPORun, EvaluateRun, SFTRun, StarPORun, trl_fields
+from posttrain.config.trl_fields import DPO_LOSSES
 from posttrain.config.yaml_file import read_yaml
 from posttrain.types import SamplingParams, UserError
 
@@ -316,8 +318,21 @@ def test_presets_lie_under_the_file_and_the_overrides():
 
 @pytest.mark.parametrize("file", [file for file in FILES if file.parent.name == "presets"], ids=named)
 def test_every_preset_can_be_chosen(file):
-    cfg = config.resolve(StarPORun, ROOT / "configs" / "worlds" / "frozen_lake.yaml", [f"algorithm.preset={file.stem}"])
-    assert cfg.algorithm.preset == file.stem and cfg.rollout.groups * cfg.rollout.num_generations == 128
+    """On the command line a preset is what it says, whatever estimator or filter the file had; overrides still win."""
+    published = read_yaml(file)
+    for run in ("phase3_starpo.yaml", "worlds/frozen_lake.yaml", "quickstart/phase3_starpo.yaml"):
+        cfg = config.resolve(
+            StarPORun, ROOT / "configs" / run, ["trainer.max_steps=3", f"algorithm.preset={file.stem}"]
+        )
+        assert cfg.algorithm.preset == file.stem and cfg.trainer.max_steps == 3
+        published["trainer"]["max_steps"] = 3
+        found = cfg.model_dump()
+        for section, keys in published.items():
+            for key, value in keys.items():
+                if isinstance(value, dict):
+                    assert value.items() <= found[section][key].items(), (run, section, key)
+                else:
+                    assert found[section][key] == value, (run, section, key)
 
 
 def test_a_world_may_be_its_name_alone(tmp_path):
@@ -460,9 +475,33 @@ def test_mistakes_of_the_evaluator(change, remedy):
     assert remedy in complaint(EvaluateRun, ROOT / "configs" / "evaluate.yaml", change)
 
 
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        ("trainer.loss_type=[sigmod, sft]", "'sigmod' is not one of"),
+        ("trainer.loss_type=sigmod", "did you mean `sigmoid`"),
+        ("trainer.beta=-1", "trainer.beta (on the command line): should be above 0, but is -1"),
+        ("trainer.learning_rate=-1.0", "should be above 0"),
+        ("trainer.num_train_epochs=0", "should be above 0"),
+        ("trainer.per_device_train_batch_size=0", "should be at least 1"),
+        ("trainer.logging_steps=0", "should be above 0"),
+    ],
+)
+def test_figures_that_trl_takes_without_looking(change, remedy):
+    assert remedy in complaint(DPORun, ROOT / "configs" / "phase2_dpo.yaml", change)
+
+
+def test_the_losses_are_those_that_trl_compares_with():
+    spec = importlib.util.find_spec("trl")
+    assert spec is not None and spec.origin is not None
+    source = (Path(spec.origin).parent / "trainer" / "dpo_trainer.py").read_text()
+    assert set(re.findall(r'loss_type == "(\w+)"', source)) == set(DPO_LOSSES)
+
+
 def test_the_chat_needs_a_preset_that_exists():
     said = complaint(ChatRun, ROOT / "configs" / "chat.yaml", "preset=wild")
-    assert "there is no preset `wild`; there are improved, plain" in said
+    assert "there is no preset `wild`, only improved, plain" in said
+    assert "did you mean `improved`" in complaint(ChatRun, ROOT / "configs" / "chat.yaml", "preset=impruved")
 
 
 # ------------------------------------------------------------------------------------------------- the command line

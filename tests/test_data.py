@@ -738,6 +738,14 @@ def refusal(tmp_path: Path, chat: Chat, text: str, kind: Any = "messages", name:
     return str(told.value)
 
 
+@pytest.mark.parametrize("spans", ["ab", [[0, 99]], [[3, 1]], [[0]], [0, 1], [["0", "1"]], 7])
+def test_spans_that_do_not_fit_are_told_with_their_row(tmp_path: Path, tiny_chat: Chat, spans: Any) -> None:
+    row = {"messages": [user("2+2?"), assistant("It is 4.") | {"mask_spans": spans}]}
+    assert (
+        "column messages in row 1" in (text := refusal(tmp_path, tiny_chat, json.dumps(row))) and "mask_spans" in text
+    )
+
+
 def test_wrong_columns_are_named_found_and_expected(tmp_path: Path, tiny_chat: Chat) -> None:
     row = json.dumps({"instruction": "a", "output": "b"})
     text = refusal(tmp_path, tiny_chat, row, "openmathinstruct")

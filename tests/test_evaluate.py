@@ -13,6 +13,7 @@ import datasets
 import pytest
 import torch
 import yaml
+from tiny_runs import python
 
 import evaluate_model
 from envs import make
@@ -279,6 +280,13 @@ def test_all_that_is_wrong_is_said_before_any_work(tmp_path: Path, checkpoints: 
         assert f"checkpoints.{name}:" in str(problem.value)
     assert "checkpoints.base" not in str(problem.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_without_a_network_all_names_are_told_at_once(tmp_path: Path) -> None:
+    unplugged = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    done = python("evaluate_model.py", "device=cpu", f"output_dir={tmp_path}/out", env=unplugged)
+    assert done.returncode == 2 and "Traceback" not in done.stderr and "Retrying" not in done.stderr
+    assert "cannot be reached" in done.stderr and "ConvGPT-0.2B" in done.stderr and "openai/gsm8k" in done.stderr
 
 
 def test_levels_repeat_only_where_a_world_has_no_more(tmp_path: Path, checkpoints: dict[str, str]) -> None:

@@ -209,6 +209,7 @@ def test_a_signal_stops_with_a_checkpoint_and_resume_repeats_the_whole_runs_loss
     train(file, "--resume")
     assert rows_of(tmp_path / "run") == rows_of(whole)
     assert rows_of(tmp_path / "run", "grad_norm") == rows_of(whole, "grad_norm")
+    assert rows_of(tmp_path / "run", "num_tokens") == rows_of(whole, "num_tokens")
     assert same_weights(tmp_path / "run", whole)
 
 
@@ -327,6 +328,23 @@ def test_missing_model_and_empty_data_and_all_masked_rows(tmp_path: Path, files:
     with pytest.raises(UserError):
         train(file, f"data.sources.0.path={tmp_path}/silent.jsonl")
     assert not [path for path in (tmp_path / "run").rglob("*") if path.name != checkpoint.LOCK]
+    train(file, "trainer.max_steps=1")  # the folder is still free
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "trainer.load_best_model_at_end=true",  # TRL's config refuses it: nothing is evaluated
+        "report_to=wandb",  # not installed
+        "model.attn_implementation=flash_attention_2",  # not installed
+        "model={tuning: lora, lora: {target_modules: [nonsense]}}",
+    ],
+)
+def test_what_cannot_be_set_up_is_a_mistake_to_mend(tmp_path: Path, files: SimpleNamespace, change: str) -> None:
+    file = config_in(tmp_path, files)
+    path = yaml.safe_load(file.read_text())["model"]["name_or_path"]
+    with pytest.raises(UserError):
+        train(file, change, f"model.name_or_path={path}")
     train(file, "trainer.max_steps=1")  # the folder is still free
 
 

@@ -189,20 +189,22 @@ def test_a_signal_leaves_a_checkpoint_to_resume_from(player: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_two_processes_are_one(whole: Path, player: Path, tmp_path: Path) -> None:
-    file = settings(tmp_path / "run.yaml", player)
+@pytest.mark.parametrize("model", [{}, {"tuning": "lora", "lora": {"r": 4, "alpha": 8}}], ids=["full", "lora"])
+def test_two_processes_are_one(player: Path, tmp_path: Path, model: dict[str, Any]) -> None:
+    file = settings(tmp_path / "run.yaml", player, model=model)
+    train(file, f"output_dir={tmp_path / 'one'}")
     done = python(
-        "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29533",
+        "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
         "train_phase3_starpo.py", "--config", str(file),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "2 processes" in done.stderr
-    for one, two in zip(rows(whole), rows(tmp_path / "run"), strict=True):
+    for one, two in zip(rows(tmp_path / "one"), rows(tmp_path / "run"), strict=True):
         assert one["step"] == two["step"]
         for key in ("rollout/reward", "rollout/kept_groups", "rollout/tokens", "evaluation/success"):
             assert one.get(key) == two.get(key), (one["step"], key)
-    for name, tensor in weights(whole / "checkpoint-4").items():
-        assert torch.allclose(tensor, weights(tmp_path / "run" / "checkpoint-4")[name], atol=1e-5), name
+    for name, tensor in weights(tmp_path / "one" / "final").items():
+        assert torch.allclose(tensor, weights(tmp_path / "run" / "final")[name], atol=1e-5), name
 
 
 def test_it_learns_a_small_lake(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -389,6 +391,9 @@ def test_an_alarm_takes_the_run_back_and_a_resumed_run_remembers(
     told = capsys.readouterr().err
     assert "step 2: back to the policy of step 0, with {'trainer.learning_rate': 0.0005}" in told
     assert "step 4: stopped early" in told and checkpoint.verify(tmp_path / "run" / "final")["meta"]["step"] == 0
+    finished = rows(tmp_path / "run")
+    train(tmp_path / "run.yaml", "--resume")
+    assert rows(tmp_path / "run") == finished, "a run that was stopped is over"
     for cut in (tmp_path / "run" / "checkpoint-4", tmp_path / "run" / "final"):
         subprocess.run(["rm", "-r", str(cut)], check=True)
     train(tmp_path / "run.yaml", "--resume")
@@ -431,7 +436,18 @@ def test_lora_trains_an_adapter_and_hands_over_whole_weights(player: Path, tmp_p
     assert (run / "checkpoint-2" / "adapter_model.safetensors").exists()
     merged, before = weights(run / "final"), weights(player)
     assert merged.keys() == before.keys()
+    table = rows(run)
     train(file, "--resume")  # a finished run is finished again, from its last checkpoint
+    assert rows(run) == table
+    train(file, f"output_dir={tmp_path / 'twin'}")
+    assert rows(tmp_path / "twin") == table, "the adapter is born from the seed"
+
+
+def test_a_mistake_found_late_leaves_the_name_free(player: Path, tmp_path: Path) -> None:
+    file = settings(tmp_path / "run.yaml", player, trainer={"max_steps": 1})
+    with pytest.raises(UserError, match="max_context"):
+        train(file, "rollout.max_context=32")
+    train(file)
 
 
 @pytest.mark.parametrize(

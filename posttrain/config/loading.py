@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import re
 import sys
@@ -64,17 +65,29 @@ def load(
 
 
 def resolve(schema: type[Config], file: str | Path, overrides: list[str] | None = None) -> Config:
-    """The validated config of one YAML file under some overrides: preset < file < overrides."""
+    """The validated config of one YAML file under some overrides: preset < file < overrides.
+
+    A preset that an override names takes the place of the file's section `algorithm`, and its other keys win over the
+    file's: who asks for a preset gets it, whatever the file was tuned for.
+    """
     given = read_yaml(Path(file))
     problems: list[str] = []
     changed: list[tuple[str, ...]] = []
-    for text in overrides or ():
+    overrides = list(overrides or ())
+    if schema.preset_key and (named := [text for text in overrides if text.partition("=")[0] == schema.preset_key]):
+        section, _, _ = schema.preset_key.partition(".")
+        given[section] = {}
+        for text in named:
+            with contextlib.suppress(UserError):  # said below
+                _override(given, text)
+        given = _merge(given, schema.preset_keys(given))
+    for text in overrides:
         try:
             changed.append(_override(given, text))
         except UserError as problem:
             problems.append(str(problem))
     try:
-        config = schema.model_validate(_merge(schema.underlay(given), given))
+        config = schema.model_validate(_merge(schema.preset_keys(given), given))
     except ValidationError as error:
         problems += _explain_all(schema, error, changed)
     else:

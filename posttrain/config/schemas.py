@@ -6,7 +6,7 @@ import difflib
 import re
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import AfterValidator, BaseModel, BeforeValidator, field_validator, model_validator
@@ -27,9 +27,11 @@ def Field(description: str, default: Any = ..., **limits: Any) -> Any:
 class Section(BaseModel):
     model_config = STRICT
 
+    preset_key: ClassVar[str | None] = None  # the key that names a preset, in a run that knows presets
+
     @classmethod
-    def underlay(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Keys to lay under the given ones, which win; a run that knows presets looks them up here."""
+    def preset_keys(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """The keys of the preset that `given` names; none without one."""
         return {}
 
 
@@ -362,7 +364,9 @@ class CriticSection(Section):
 
 
 class AlgorithmSection(Section):
-    preset: str | None = Field("configs/presets/NAME.yaml is laid under the keys of this file", None)
+    preset: str | None = Field(
+        "configs/presets/NAME.yaml is laid under the keys of this file; on the command line, over them", None
+    )
     advantage: Literal[
         "grpo",
         "rloo",
@@ -520,6 +524,8 @@ class TranscriptSection(Section):
 class StarPORun(Run):
     """Phase 3; `model.name_or_path` is the folder phase 2 handed over."""
 
+    preset_key = "algorithm.preset"
+
     model: ModelSection = Field("the policy")
     chat: ChatSection = Field("how messages become tokens; must be what phases 1 and 2 used", ChatSection())
     worlds: list[Annotated[TrainingWorld, BeforeValidator(_named)]] = Field(
@@ -580,7 +586,7 @@ class StarPORun(Run):
         return self
 
     @classmethod
-    def underlay(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def preset_keys(cls, given: dict[str, Any]) -> dict[str, Any]:
         algorithm = given.get("algorithm")
         name = algorithm.get("preset") if isinstance(algorithm, dict) else None
         return read_yaml(PRESETS / f"{name}.yaml") if name in presets() else {}
@@ -716,5 +722,6 @@ class ChatRun(Section):
     @model_validator(mode="after")
     def _known_preset(self) -> ChatRun:
         if self.preset not in self.presets:
-            raise wrong(f"there is no preset `{self.preset}`; there are {', '.join(self.presets)}")
+            known = list(self.presets)
+            raise wrong(f"there is no preset `{self.preset}`, only {', '.join(known)}{hint(self.preset, known)}")
         return self

@@ -7,10 +7,10 @@ import functools
 import importlib.util
 import typing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, GetCoreSchemaHandler, create_model
-from pydantic_core import CoreSchema, core_schema
+from pydantic import AfterValidator, ConfigDict, GetCoreSchemaHandler, create_model
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from posttrain.types import UserError
 
@@ -47,6 +47,27 @@ SET_BY_SCRIPTS = {
     "do_eval": "evaluation is on whenever `eval_strategy` is not `no`",
     "do_predict": "evaluate_model.py does that",
 }
+# What the dataclasses take without looking, and a run then trips over or trains nothing with: the least value, and
+# whether it is allowed itself.
+LEAST = {
+    "learning_rate": (0, False),
+    "beta": (0, False),
+    "num_train_epochs": (0, False),
+    "per_device_train_batch_size": (1, True),
+    "per_device_eval_batch_size": (1, True),
+    "gradient_accumulation_steps": (1, True),
+    "logging_steps": (0, False),
+    "eval_steps": (0, False),
+    "save_steps": (0, False),
+    "max_grad_norm": (0, True),
+    "weight_decay": (0, True),
+    "warmup_steps": (0, True),
+}
+# The names that TRL's DPOTrainer compares with, which its config does not list.
+DPO_LOSSES = (
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard",
+    "aot", "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
+)  # fmt: skip
 # What TRL's dataclasses inherit from, the base class first; later fields replace earlier ones, as in Python.
 _BASES = ("transformers/training_args.py:TrainingArguments", "trl/trainer/base_config.py:_BaseConfig")
 _ENUM_FILES = ("transformers/trainer_utils.py", "transformers/training_args.py")
@@ -121,6 +142,21 @@ def _type(node: ast.expr, known: dict[str, Any]) -> Any:
     return Any
 
 
+def _at_least(name: str, kind: Any) -> Any:
+    """The type with the least value it may have, where `LEAST` knows one."""
+    if name not in LEAST:
+        return kind
+    least, itself = LEAST[name]
+
+    def check(value: Any) -> Any:
+        if isinstance(value, int | float) and (value < least or (value == least and not itself)):
+            bound = "at least" if itself else "above"
+            raise PydanticCustomError("text", "{text}", {"text": f"should be {bound} {least}, but is {value}"})
+        return value
+
+    return Annotated[kind, AfterValidator(check)]
+
+
 class TRLFields:
     """Marks a dict whose keys are the fields of one TRL dataclass, e.g. "trl/trainer/dpo_config.py:DPOConfig"."""
 
@@ -135,6 +171,8 @@ class TRLFields:
 
     def _check(self, given: dict[str, Any]) -> dict[str, Any]:
         allowed = self.allowed()
-        fields: dict[str, Any] = {name: (allowed[name], ...) for name in given if name in allowed}
+        if self.source.endswith(":DPOConfig"):
+            allowed["loss_type"] = list[Literal[DPO_LOSSES]] | Literal[DPO_LOSSES]
+        fields: dict[str, Any] = {name: (_at_least(name, allowed[name]), ...) for name in given if name in allowed}
         create_model("trainer", __config__=STRICT, **fields).model_validate(given)
         return given

@@ -85,6 +85,13 @@ def read(source: Source, key: str, seed: int) -> Iterator[dict[str, Any]]:
                     f"{key}: column {name} in row {number} of {source.path} should be a list of messages "
                     f'[{{"role": "user", "content": "..."}}, ...], but is {row[name]!r:.120}. Convert the file.'
                 )
+            for message in row[name] if name in columns and not plain_answer else ():
+                if not _spans_fit(message):
+                    raise UserError(
+                        f"{key}: column {name} in row {number} of {source.path}: mask_spans is "
+                        f"{message['mask_spans']!r:.60}, but should be a list of [start, end) characters inside the "
+                        f"content of {len(message['content'] or '')} characters. Correct the file."
+                    )
         yield row
 
 
@@ -117,6 +124,20 @@ def _is_file(path: str) -> bool:
 
 def _is_dialogue(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(m, dict) and "role" in m and "content" in m for m in value)
+
+
+def _spans_fit(message: Mapping[str, Any]) -> bool:
+    """True without `mask_spans`, or when each is a pair of places in the content, in order."""
+    spans, content = message.get("mask_spans"), message["content"]
+    if spans is None or (isinstance(spans, list) and not spans):
+        return True
+    return (
+        isinstance(content, str)
+        and isinstance(spans, list)
+        and all(isinstance(span, list) and len(span) == 2 for span in spans)
+        and all(type(place) is int for span in spans for place in span)
+        and all(0 <= start <= end <= len(content) for start, end in spans)
+    )
 
 
 # Embedded
