@@ -285,7 +285,7 @@ def test_preflight_says_everything_at_once(tmp_path: Path, base: Path, monkeypat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
     cfg = run_config(tmp_path, base, "device=cuda", f"data.sources.0.path={tmp_path}/none.jsonl")
     with pytest.raises(UserError) as error:
         models.preflight(cfg)
