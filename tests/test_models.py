@@ -295,6 +295,12 @@ def test_preflight_says_everything_at_once(tmp_path: Path, base: Path, monkeypat
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
 
 
+def test_the_size_of_a_model_on_the_hub_is_asked_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = SimpleNamespace(safetensors=SimpleNamespace(total=163_952_769))
+    monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: told)
+    assert models._parameters(ModelSection(name_or_path="no/such-model")) == 163_952_769
+
+
 def test_preflight_without_a_network_names_all_it_would_need(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
