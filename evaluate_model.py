@@ -295,13 +295,15 @@ def check(cfg: EvaluateRun, *, overwrite: bool) -> None:
         models.resolve_device(cfg.device)
     except UserError as problem:
         problems.append(str(problem))
+    hub_is_there = True
     try:
         models.check_hub([section(cfg, name) for name in cfg.checkpoints], hub_sets(cfg))
     except UserError as problem:
+        hub_is_there = False
         problems.append(str(problem))
     for name, path in cfg.checkpoints.items():
-        if problems and not Path(path).exists() and models.HUB_NAME.fullmatch(path):
-            continue  # the Hub has been asked above
+        if not hub_is_there and not Path(path).exists() and models.HUB_NAME.fullmatch(path):
+            continue  # said already
         try:
             models.load_chat(section(cfg, name), cfg.chat.template)
             if (Path(path) / checkpoint.MANIFEST).exists():
