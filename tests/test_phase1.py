@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -331,12 +332,16 @@ def test_missing_model_and_empty_data_and_all_masked_rows(tmp_path: Path, files:
     train(file, "trainer.max_steps=1")  # the folder is still free
 
 
-def test_what_cannot_be_set_up_is_a_mistake_to_mend(tmp_path: Path, files: SimpleNamespace) -> None:
+def test_what_cannot_be_set_up_is_a_mistake_to_mend(
+    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else find(name, *rest))
     file = config_in(tmp_path, files)
     for change in (
         "trainer.load_best_model_at_end=true",  # TRL's config refuses it: nothing is evaluated
-        "report_to=wandb",  # not installed, as the next one
-        "model.attn_implementation=flash_attention_2",
+        "report_to=wandb",  # not installed
+        "model.attn_implementation=flash_attention_2",  # needs a GPU
         f"model={{name_or_path: {files.base}, tuning: lora, lora: {{target_modules: [nonsense]}}}}",
     ):
         with pytest.raises(UserError):
