@@ -201,6 +201,8 @@ def full_disk_in_words(path: Path) -> Iterator[None]:
     """What a write raises on a full disk differs from library to library; all of it becomes one UserError."""
     try:
         yield
+    except UserError:  # has said what is wrong
+        raise
     except Exception as error:
         if shutil.disk_usage(path).free > 10e6 and getattr(error, "errno", None) != errno.ENOSPC:
             raise

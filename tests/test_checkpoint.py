@@ -230,6 +230,8 @@ def test_a_full_disk_is_told_in_words(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     with pytest.raises(UserError, match=r"is full.*--resume"):
         checkpoint.save(tmp_path / "final", no_room)
+    with pytest.raises(UserError, match="another reason"), checkpoint.full_disk_in_words(tmp_path):
+        raise UserError("another reason")
 
 
 def test_free_space(tmp_path: Path) -> None:
