@@ -43,6 +43,7 @@ def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed:
         "dataloader_pin_memory": device.type == "cuda",
         "save_total_limit": 2,
         "ddp_find_unused_parameters": False,
+        "ddp_timeout": 6 * 3600,  # seconds; processes wait for each other's sources, and a large one streams for long
     }
     fixed = {
         "output_dir": str(cfg.output_dir),

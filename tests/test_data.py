@@ -7,8 +7,10 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +28,12 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from posttrain import embedded
+from posttrain import embedded, parallel
 from posttrain.chat import Chat
 from posttrain.config import DataSection, Source
 from posttrain.data import FilterTable, PreferenceData, SFTData, load_preferences, load_sft
 from posttrain.data import contamination as contamination_module
+from posttrain.data import loading as data_loading
 from posttrain.data.contamination import EvaluationQuestions, N, words
 from posttrain.data.filters import Row
 from posttrain.types import UserError
@@ -500,6 +503,60 @@ def test_rows_are_drawn_by_seed_whatever_their_order(tmp_path: Path, tiny_chat: 
 
     assert digest(drawn(path, 0)) == digest(drawn(shuffled, 0)) != digest(drawn(path, 1))
     assert set(answers(tiny_chat, drawn(path, 0, 10).train)) < set(answers(tiny_chat, drawn(path, 0).train))
+
+
+@pytest.fixture
+def two_processes(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], list[Any]]:
+    """Runs a function as two processes would, each in a thread; returns both results, or the errors raised."""
+    me, meet, parts = threading.local(), threading.Barrier(2, timeout=60), [None, None]
+
+    def gather(items: list[Any]) -> list[Any]:
+        parts[me.rank] = items
+        meet.wait()
+        everything = parts[0] + parts[1]
+        meet.wait()
+        return everything
+
+    def both(function: Callable[[], Any]) -> list[Any]:
+        def one(rank: int) -> Any:
+            me.rank = rank
+            try:
+                return function()
+            except UserError as error:
+                return error
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(one, range(2)))
+
+    monkeypatch.setattr(parallel, "size", lambda: 2)
+    monkeypatch.setattr(parallel, "rank", lambda: me.rank)
+    monkeypatch.setattr(parallel, "gather", gather)
+    return both
+
+
+def test_each_source_is_read_by_one_process_and_all_have_the_same_rows(
+    tmp_path: Path, tiny_chat: Chat, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [write(tmp_path / f"{n}.jsonl", talks(5 + n)) for n in range(3)]
+    chosen = section(*(Source(kind="messages", path=path) for path in paths), eval_rows=2)
+    alone = load_sft(chosen, tiny_chat)
+    reads: list[str] = []
+    true_read = data_loading.reading.read
+    monkeypatch.setattr(
+        data_loading.reading, "read", lambda source, *rest: reads.append(source.path) or true_read(source, *rest)
+    )
+    together = request.getfixturevalue("two_processes")(lambda: load_sft(chosen, tiny_chat))
+    assert sorted(reads) == paths
+    assert {digest(data) for data in together} == {digest(alone)}
+    assert [rendered(data.table) for data in together] == [rendered(alone.table)] * 2
+
+
+def test_a_mistake_that_one_process_meets_is_told_by_all(tmp_path: Path, tiny_chat: Chat, two_processes: Any) -> None:
+    good, bad = write(tmp_path / "good.jsonl", talks(5)), str(tmp_path / "none.jsonl")
+    chosen = section(*(Source(kind="messages", path=path) for path in (good, bad)))
+    found = two_processes(lambda: load_sft(chosen, tiny_chat))
+    assert [type(error) for error in found] == [UserError] * 2
+    assert all("none.jsonl does not exist" in str(error) for error in found)
 
 
 def test_the_same_rows_under_any_hash_seed() -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from datasets import Dataset, Features, List, Value
 from rich.console import Console
 
+from posttrain import parallel
 from posttrain.chat import Chat
 from posttrain.config import DataSection, Source
 from posttrain.data import reading
@@ -86,12 +87,9 @@ def _load(data: DataSection, chat: Chat, encode: Encode, columns: Features) -> t
     known = evaluation_questions(paths, data.seed) if data.decontaminate else EvaluationQuestions()
     table = FilterTable(notes=known.notes or ["NOT checked against any evaluation set: data.decontaminate is false."])
     kept: list[list[tuple[str, Sample]]] = []
-    with MathJudge() as judge:
-        for number, source in enumerate(data.sources):
-            report = SourceReport(source.path, source.kind, reading.licence(source))
-            table.sources.append(report)
-            rows = _draw(source, f"data.sources.{number}", data.seed, judge, report)
-            kept.append(_tokenise(rows, source, chat, data.max_length, encode, known, report))
+    for report, samples in _read_all(data, chat, encode, known):
+        table.sources.append(report)
+        kept.append(samples)
 
     held_out = _held_out(kept, data)
     train: list[TokenRow] = []
@@ -111,6 +109,27 @@ def _load(data: DataSection, chat: Chat, encode: Encode, columns: Features) -> t
         Console().print(table)
     _require_something(table)
     return _dataset(train, columns), _dataset(evaluation, columns), table
+
+
+def _read_all(
+    data: DataSection, chat: Chat, encode: Encode, known: EvaluationQuestions
+) -> list[tuple[SourceReport, list[tuple[str, Sample]]]]:
+    """Every source's report and samples, on every process; each source is read by one of them."""
+    found: list[tuple[int, SourceReport, list[tuple[str, Sample]]]] = []
+    problem: UserError | None = None
+    try:
+        with MathJudge() as judge:
+            for number in range(parallel.rank(), len(data.sources), parallel.size()):
+                source = data.sources[number]
+                report = SourceReport(source.path, source.kind, reading.licence(source))
+                rows = _draw(source, f"data.sources.{number}", data.seed, judge, report)
+                found.append((number, report, _tokenise(rows, source, chat, data.max_length, encode, known, report)))
+    except UserError as error:  # the others wait for an answer
+        problem = error
+    for one in parallel.gather([problem]):
+        if one is not None:
+            raise one
+    return [(report, samples) for _, report, samples in sorted(parallel.gather(found), key=lambda one: one[0])]
 
 
 # From a source to the rows that may be used, in the order in which they are drawn
