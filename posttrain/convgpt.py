@@ -184,6 +184,18 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin  # the roll swaps the halves; the sign is in the sine
 
 
+def _pads_on_the_right(attention_mask: Any, tokens: int) -> bool:
+    """Whether this (rows, tokens) mask hides nothing from a real token that causality does not hide already.
+
+    Without a mask, scaled-dot-product attention computes half the scores, and none of them twice.
+    """
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2 or attention_mask.shape[1] != tokens:
+        return False
+    if torch.compiler.is_compiling():
+        return False
+    return bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all() and attention_mask[:, 0].all())
+
+
 def eager_attention(
     module: ConvGPTAttention,
     query: torch.Tensor,
@@ -331,6 +343,8 @@ class ConvGPTModel(ConvGPTPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         tokens = embeds.shape[1]
+        if self.config._attn_implementation == "sdpa" and _pads_on_the_right(attention_mask, tokens):
+            attention_mask = None
         if position_ids is None and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens:]
         elif position_ids is None:

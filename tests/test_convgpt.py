@@ -290,6 +290,28 @@ def test_padding_anywhere_changes_nothing(tied, attention):
     assert gap(model(ids, attention_mask=mask, position_ids=wrong).logits[mask.bool()], expected) > 1e-3
 
 
+@torch.no_grad()
+def test_padding_on_the_right_needs_no_mask(tied, monkeypatch):
+    model = tiny(tied)
+    ids = tokens(3, 14)
+    ends = torch.tensor([14, 5, 9])
+    mask = (torch.arange(14) < ends[:, None]).long()
+    masks = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*args, attn_mask=None, **kwargs):
+        masks.append(attn_mask)
+        return attend(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    found = model(ids, attention_mask=mask).logits[mask.bool()]
+    assert masks and all(given is None for given in masks)
+    assert gap(found, alone(model, [row[:end] for row, end in zip(ids, ends, strict=True)])) < EXACT
+    masks.clear()
+    model(ids, attention_mask=mask.flip(1))
+    assert masks and all(given is not None for given in masks)
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("chunks", [[14], [1] * 14, [6, 1, 1, 4, 2]], ids=["prefill", "tokens", "mixed"])
