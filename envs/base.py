@@ -10,14 +10,16 @@ import difflib
 import hashlib
 import string
 from abc import abstractmethod
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
 
 SPLITS = ("train", "validation", "test")
+DRAWS = 2_000  # candidates looked at before a level is declared not to be found
 OBSERVATIONS = ("grid", "coordinates", "both", "neighbours")
 
 
@@ -51,15 +53,14 @@ def canonical(rows: Sequence[str]) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def draw_level(world: type[TextWorld], config: Hashable, seed: int, split: str) -> Any:
-    """The level at one address: candidate after candidate, each with its own sub-seed, until one is in `split`.
+    """The level at one address: candidate after candidate, until one is in `split`.
 
     Pure (no draw depends on an earlier one), hence cached: the members of a group get their level for one price.
     """
-    for attempt in range(2_000):
-        for level in world.draw(config, np.random.default_rng([seed, 0, attempt])):
-            if split_of(world.key_of(level)) == split:
-                return level
-    raise ValueError(f'{world.name}: no level for the split "{split}" in 2,000 draws with the options {config}.')
+    for level in islice(world.draw(config, np.random.default_rng([seed, 0])), DRAWS):
+        if level is not None and split_of(world.key_of(level)) == split:
+            return level
+    raise ValueError(f'{world.name}: no level for the split "{split}" in {DRAWS:,} draws with the options {config}.')
 
 
 class TextWorld(gymnasium.Env[str, str]):
@@ -113,8 +114,12 @@ class TextWorld(gymnasium.Env[str, str]):
 
     @classmethod
     @abstractmethod
-    def draw(cls, config: Any, rng: np.random.Generator) -> Iterable[Any]:
-        """Candidate levels (hashable) from one draw; none when the draw gave none that will do."""
+    def draw(cls, config: Any, rng: np.random.Generator) -> Iterator[Any]:
+        """Candidate levels (hashable) without end; None for a try that gave none.
+
+        A split takes the first that is its own. So that no split has harder levels than another, candidates must not
+        come in clusters (all starts of one room, say): the smallest split would choose among them, the largest not.
+        """
 
     @classmethod
     @abstractmethod

@@ -6,7 +6,7 @@ A level is a map of S (start), G (goal), H (hole) and F (frozen) in which a path
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,13 +66,14 @@ class FrozenLake(TextWorld):
         super().__init__(render_mode, Lake(size, frozen, corners), [*self.symbols.values(), separator], length)
 
     @classmethod
-    def draw(cls, config: Lake, rng: np.random.Generator) -> list[tuple[str, ...]]:
-        cells = np.where(rng.random(config.size**2) < config.frozen, "F", "H")
-        start, goal = (0, -1) if config.corners else rng.choice(config.size**2, 2, replace=False)
-        cells[start], cells[goal] = "S", "G"
-        text = "".join(cells)
-        rows = tuple(text[i : i + config.size] for i in range(0, len(text), config.size))
-        return [rows] if steps_to_goal(rows)[int(start)] >= 0 else []
+    def draw(cls, config: Lake, rng: np.random.Generator) -> Iterator[tuple[str, ...] | None]:
+        while True:
+            cells = np.where(rng.random(config.size**2) < config.frozen, "F", "H")
+            start, goal = (0, -1) if config.corners else rng.choice(config.size**2, 2, replace=False)
+            cells[start], cells[goal] = "S", "G"
+            text = "".join(cells)
+            rows = tuple(text[i : i + config.size] for i in range(0, len(text), config.size))
+            yield rows if steps_to_goal(rows)[int(start)] >= 0 else None
 
     @classmethod
     def key_of(cls, level: tuple[str, ...]) -> str:

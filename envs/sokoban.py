@@ -25,11 +25,12 @@ CELLS = ("wall", "floor", "target", "box", "box_on_target", "player", "player_on
 LETTERS = dict(zip("# .$*@+", CELLS, strict=True))  # in levels
 SYMBOLS: dict[str, str] = dict(zip(CELLS, "#_OX*PS", strict=True))  # in observations
 MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}  # the order of every list of directions
+PATIENCE = 100  # rooms in a row without a start of the wanted length before another length is wanted
 SEARCH_LIMIT = 500_000  # states the solver looks at before it gives up
 
 
 class Rooms(NamedTuple):
-    """Which levels there are: Rooms(size=6, boxes=1, min_length=1, max_length=4, steps=20)."""
+    """Which levels there are: Rooms(size=6, boxes=1, min_length=2, max_length=4, steps=20)."""
 
     size: int
     boxes: int
@@ -139,7 +140,7 @@ class Sokoban(TextWorld):
         self,
         size: int = 6,
         boxes: int = 1,
-        min_length: int = 1,
+        min_length: int = 2,
         max_length: int = 4,
         steps: int | None = None,
         reward: str = "dense",
@@ -166,13 +167,19 @@ class Sokoban(TextWorld):
         super().__init__(render_mode, config, [*self.symbols.values(), separator], length)
 
     @classmethod
-    def draw(cls, config: Rooms, rng: np.random.Generator) -> Iterator[tuple[str, ...]]:
-        """Starts in one room, every optimal length within the limits as likely as any other the room has."""
-        room = generate(config, int(rng.integers(1 << 32)))
-        layers = backwards(room, config.max_length)[config.min_length :] if room is not None else []
-        queues = [[layer[i] for i in rng.permutation(len(layer))] for layer in layers]
-        while queues := [queue for queue in queues if queue]:
-            yield queues[int(rng.integers(len(queues)))].pop().letters()
+    def draw(cls, config: Rooms, rng: np.random.Generator) -> Iterator[tuple[str, ...] | None]:
+        """One start of each room, all of one optimal length, which is any within the limits with equal chance.
+
+        A length that no room of `PATIENCE` has is given up for another.
+        """
+        while True:
+            length, missed = int(rng.integers(config.min_length, config.max_length + 1)), 0
+            while missed < PATIENCE:
+                room = generate(config, int(rng.integers(1 << 32)))
+                layers = backwards(room, length) if room is not None else []
+                starts = layers[length] if len(layers) > length else []
+                missed = 0 if starts else missed + 1
+                yield starts[int(rng.integers(len(starts)))].letters() if starts else None
 
     @classmethod
     def key_of(cls, level: tuple[str, ...]) -> str:

@@ -339,7 +339,7 @@ def open_prompts(n: int, seed: int) -> list[str]:
 
 # How often each weak player acts in a demonstration, turn by turn. None of them is good at its world alone.
 MIXES: dict[str, dict[str, float]] = {
-    "frozen_lake": {"goal": 0.4, "safe": 0.4, "random": 0.2},
+    "frozen_lake": {"goal": 0.37, "safe": 0.37, "random": 0.26},
     "sokoban": {"push": 0.1, "go": 0.1, "free": 0.1, "random": 0.7},
 }
 ANSWERS_ONLY = 0.3  # share of demonstrations whose thoughts are not trained, only what follows from them

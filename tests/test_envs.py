@@ -110,6 +110,19 @@ def test_canonical_knows_all_eight_images():
 
 
 @pytest.mark.parametrize("name", WORLDS)
+def test_no_split_has_longer_levels_than_another(name):
+    world, means = make(name), []
+    for split in SPLITS:
+        lengths = []
+        for seed in range(400):
+            world.reset(seed=seed, options={"split": split})
+            lengths.append(world.optimal_length())
+        means.append((np.mean(lengths), np.std(lengths) / 20))
+    for mean, error in means[1:]:
+        assert abs(mean - means[0][0]) < 3.5 * np.hypot(error, means[0][1])
+
+
+@pytest.mark.parametrize("name", WORLDS)
 def test_default_split_is_train_and_reset_is_pure(name):
     one, two = make(name), make(name)
     for seed in range(20):
@@ -382,7 +395,7 @@ def test_levels_have_the_length_asked_for_and_the_expert_proves_it(options):
         lengths.add(length)
         infos = [world.step(world.expert())[4] for _ in range(length)]
         assert [info["success"] for info in infos] == [False] * (length - 1) + [True]
-    assert lengths == set(range(options.get("min_length", 1), options.get("max_length", 4) + 1))
+    assert lengths == set(range(options.get("min_length", 2), options.get("max_length", 4) + 1))
 
 
 def test_sokoban_generation_leaves_the_global_generators_alone():
