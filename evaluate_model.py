@@ -43,12 +43,6 @@ Row = dict[str, Any]  # one answer, one pair or one episode, as transcripts.json
 RESULTS = "results.json"
 PACKAGES = ("torch", "transformers", "trl", "datasets", "gymnasium", "gym-sokoban", "math-verify", "numpy")
 PAIR_TOKENS = 8192  # padded tokens in one batch of preference pairs
-# The test sets that a config knows by name: where on the Hub, which part.
-HUB_SETS = {
-    "gsm8k": ("openai/gsm8k", "main", "test"),
-    "math500": ("HuggingFaceH4/MATH-500", "default", "test"),
-    "ultrafeedback": ("HuggingFaceH4/ultrafeedback_binarized", "default", "test_prefs"),
-}
 # What is compared between two checkpoints, item by item. `equal_length` cuts each pair of answers to the shorter one.
 COMPARED = {
     "math": ("accuracy", "tokens"),
@@ -239,14 +233,14 @@ def _as_prompt(row: dict[str, Any], instruction: str) -> dict[str, Any]:
 
 def hub_rows(source: str, key: str) -> list[dict[str, Any]]:
     """A held-out split of a Hub data set; `key` is where the config names it."""
-    import datasets
+    from posttrain.data import reading
 
-    name, config, split = HUB_SETS[source]
+    hub = reading.HELD_OUT[source]
     try:
-        return list(datasets.load_dataset(name, config, split=split))  # type: ignore[arg-type]
-    except (OSError, ValueError, RuntimeError) as error:  # datasets has no one error for "no network"
+        return list(reading.load_hub(hub))
+    except reading.HUB_ERRORS as error:
         raise UserError(
-            f"The test set {name} cannot be had ({type(error).__name__}: {' '.join(str(error).split())[:200]}). "
+            f"The test set {hub.path} cannot be had ({type(error).__name__}: {' '.join(str(error).split())[:200]}). "
             f"Connect and start again (it is kept for later); or name a local .jsonl or .parquet file, or `embedded`, "
             f"in suites.{key}."
         ) from error
@@ -326,9 +320,11 @@ def check(cfg: EvaluateRun, *, overwrite: bool) -> None:
 
 def hub_sets(cfg: EvaluateRun) -> list[str]:
     """The data sets on the Hub that the exam is set from."""
+    from posttrain.data.reading import HELD_OUT
+
     sources = list(cfg.suites.math.sources) if cfg.suites.math else []
     sources += [cfg.suites.preferences.source] if cfg.suites.preferences else []
-    return [HUB_SETS[source][0] for source in sources if source in HUB_SETS]
+    return [HELD_OUT[source].path for source in sources if source in HELD_OUT]
 
 
 def section(cfg: EvaluateRun, name: str) -> ModelSection:

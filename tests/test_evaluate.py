@@ -358,7 +358,7 @@ def test_test_sets_of_the_hub(tmp_path: Path, checkpoints: dict[str, str], monke
         "HuggingFaceH4/MATH-500": [{"problem": "Half?", "solution": "...", "answer": "\\frac{1}{2}"}],
     }
 
-    def fake(name: str, config: str, split: str) -> datasets.Dataset:
+    def fake(name: str, config: str | None, *, split: str, **_: Any) -> datasets.Dataset:
         assert split == ("test_prefs" if "ultra" in name else "test")
         return datasets.Dataset.from_list(asked[name] * 3)
 

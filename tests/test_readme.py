@@ -24,10 +24,10 @@ import pytest
 import yaml
 
 import envs
-import evaluate_model
 from envs import check
 from posttrain import config
 from posttrain.config import SFTRun, Source
+from posttrain.data import reading
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
@@ -203,7 +203,7 @@ def test_everything_downloaded_stands_beside_its_licence():
     first, second = (yaml.safe_load((ROOT / f"configs/{run}.yaml").read_text()) for run in ("phase1_sft", "phase2_dpo"))
     found = {source["path"] for run in (first, second) for source in run["data"]["sources"]} - {"embedded"}
     found.add(first["model"]["name_or_path"])
-    found |= {name for name, _, _ in evaluate_model.HUB_SETS.values()}
+    found |= {hub.path for hub in reading.HELD_OUT.values()}
     assert len(found) == 6 and {name for name in found if f"`{name}`" not in table} == set()
 
 

@@ -18,6 +18,7 @@ from posttrain.data.filters import Row
 
 N = 13
 EMBEDDED_PROBLEMS = 500  # of each kind
+QUESTIONS = {"gsm8k": ("GSM8K test", "question"), "math500": ("MATH-500", "problem")}  # title and column
 WORD = re.compile(r"\w+")
 
 
@@ -68,12 +69,13 @@ def evaluation_questions(paths: Iterable[str], seed: int) -> EvaluationQuestions
         problems = [p["question"] for split in splits for p in embedded.math_problems(EMBEDDED_PROBLEMS, seed, split)]
         known.add("the embedded evaluation", problems)
     if paths - {reading.EMBEDDED}:
-        for name, (hub, column) in reading.EVALUATION.items():
+        for name, (title, column) in QUESTIONS.items():
+            hub = reading.HELD_OUT[name]
             try:
                 if not (Path(constants.HF_HUB_CACHE) / f"datasets--{hub.path.replace('/', '--')}").is_dir():
                     HfApi().repo_info(hub.path, repo_type="dataset", timeout=10)  # load_dataset would retry for long
-                known.add(name, reading.load_hub(hub)[column])
+                known.add(title, reading.load_hub(hub)[column])
             except reading.HUB_ERRORS as error:
                 reason = " ".join(str(error).split())[:80] or type(error).__name__
-                known.notes.append(f"NOT checked against {name}: {hub.path} could not be loaded ({reason}).")
+                known.notes.append(f"NOT checked against {title}: {hub.path} could not be loaded ({reason}).")
     return known

@@ -53,10 +53,11 @@ TRAINING = {
     "ultrafeedback": HubSet("HuggingFaceH4/ultrafeedback_binarized", "MIT", "train_prefs", 61_135),
 }
 
-# What is never trained on: name in the table, and the column that holds the question.
-EVALUATION = {
-    "GSM8K test": (HubSet("openai/gsm8k", "MIT", "test", 1_319, config="main"), "question"),
-    "MATH-500": (HubSet("HuggingFaceH4/MATH-500", "MIT (as hendrycks/math)", "test", 500), "problem"),
+# What is never trained on, by the name that a config calls it.
+HELD_OUT = {
+    "gsm8k": HubSet("openai/gsm8k", "MIT", "test", 1_319, config="main"),
+    "math500": HubSet("HuggingFaceH4/MATH-500", "MIT (as hendrycks/math)", "test", 500),
+    "ultrafeedback": HubSet("HuggingFaceH4/ultrafeedback_binarized", "MIT", "test_prefs", 2_000),
 }
 
 COLUMNS = {
