@@ -76,3 +76,14 @@ def test_every_arm_of_the_learning_benchmark_is_a_run(capsys: pytest.CaptureFixt
     learning.show([row | {"seed": 1}, row | {"seed": 0, "after": 0.6}])
     table = capsys.readouterr().out.splitlines()
     assert table[-1] == "| sokoban | ppo | 0.60 [0.30, 0.50], 0.40 [0.30, 0.50] | 0.500 | 2.0 | 15.0 |"
+
+
+def test_what_came_first_in_a_collapse(capsys: pytest.CaptureFixture[str]) -> None:
+    learning = loaded(FILE.parent / "long" / "learning.py")
+    spread = [0.4] * 10 + [0.1] * 20
+    reward = [0.5] * 20 + [0.1] * 10
+    row = {"world": "sokoban", "arm": "hot", "seed": 3, "std": spread, "reward": reward}
+    row |= {"alarms": ["step 17: one", "step 14: another"]}
+    learning.show_collapse([row, row | {"std": [0.4] * 30, "reward": [0.5] * 30, "seed": 4}])
+    table = capsys.readouterr().out.splitlines()
+    assert table[2:] == ["| sokoban | hot | 3 | 0.50 | 0.10 | 22 | 14 | 14 |"]

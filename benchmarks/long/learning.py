@@ -15,6 +15,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "quickstart" / "phase3_starpo.yaml"
 SMALL = ["algorithm.entropy_coef=0", "algorithm.num_iterations=2", "algorithm.minibatches=2", "algorithm.beta=0"]
+SMALL += ["rollout.groups=16"]
 CRITIC = ["algorithm.critic.learning_rate=2e-3", "algorithm.critic.warmup_steps=3"]
 HALF = "algorithm.filter={strategy: top_k, value: 0.5}"
+HOT = ["trainer.learning_rate=2e-3", "algorithm.minibatches=4"]  # too much, to see runs come apart
 ALL = "algorithm.filter={strategy: none, keep_zero: true}"
 ARMS: dict[str, list[str]] = {  # what they have in common is SMALL and the quickstart's learning rate, clip and groups
     "grpo": ["algorithm.advantage=grpo", ALL],
@@ -34,6 +37,9 @@ ARMS: dict[str, list[str]] = {  # what they have in common is SMALL and the quic
     "gigpo-top-k": ["algorithm.advantage=gigpo", HALF],
     "ppo": ["algorithm.advantage=gae", ALL, *CRITIC],
     "bilevel-gae": ["algorithm.advantage=bilevel_gae", ALL, *CRITIC],
+    "hot": ["algorithm.advantage=grpo", ALL, *HOT],
+    "hot-top-k": ["algorithm.advantage=grpo", HALF, *HOT],
+    "hot-ragen2": ["algorithm.advantage=grpo", "algorithm.filter={strategy: top_p, value: 0.9}", *HOT],
 }
 WORLDS: dict[str, str] = {
     "frozen-lake": "worlds=[frozen_lake]",
@@ -93,6 +99,31 @@ def show(rows: list[dict[str, Any]]) -> None:
                 print(f"| {world} | {arm} | {seeds} | {mean:.3f} | {minutes:.1f} | {rate:.1f} |")
 
 
+def show_collapse(rows: list[dict[str, Any]]) -> None:
+    """What came first in each run that lost reward: the loss itself, the fall of the spread, or an alarm?"""
+    print("| world | algorithm | seed | best reward | last reward | reward fell | std halved | first alarm |")
+    print("|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        reward, std = smooth(row["reward"]), smooth(row["std"])
+        best = max(reward)
+        fell = first(n for n, value in enumerate(reward) if value < 0.7 * max(reward[: n + 1]))
+        halved = first(n for n, value in enumerate(std) if value < 0.5 * std[0])
+        alarm = min((int(text.split(":")[0].split()[-1]) for text in row["alarms"]), default=None)
+        if fell or halved:
+            steps = " | ".join("" if step is None else str(step) for step in (fell, halved, alarm))
+            print(f"| {row['world']} | {row['arm']} | {row['seed']} | {best:.2f} | {reward[-1]:.2f} | {steps} |")
+
+
+def smooth(values: list[float], width: int = 5) -> list[float]:
+    """Means of the last `width` values, from the `width`th on."""
+    return [statistics.fmean(values[n - width : n]) for n in range(width, len(values) + 1)]
+
+
+def first(places: Iterator[int], width: int = 5) -> int | None:
+    """The first place in a smoothed series, as a step."""
+    return next((place + width for place in places), None)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
@@ -107,7 +138,9 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="print what is finished and run nothing")
     args = parser.parse_args()
     if args.table:
-        show([json.loads(file.read_text()) for file in sorted(args.out.glob("*/row.json"))])
+        rows = [json.loads(file.read_text()) for file in sorted(args.out.glob("*/row.json"))]
+        show(rows)
+        show_collapse(rows)
         return
     args.out.mkdir(parents=True, exist_ok=True)
     player = args.player.resolve()
@@ -118,7 +151,9 @@ def main() -> None:
             for world in args.worlds
             for arm in args.arms
         ]
-    show([one.result() for one in runs])
+    rows = [one.result() for one in runs]
+    show(rows)
+    show_collapse(rows)
 
 
 if __name__ == "__main__":
