@@ -368,11 +368,18 @@ class Learner:
 
 
 def schedule(cfg: StarPORun, step: int) -> float:
-    """The learning rate's factor in step 1, 2, ...: a linear warm-up, then constant, or linear or cosine towards 0."""
+    """The learning rate's factor in step 1, 2, ...: a linear warm-up, then what the scheduler says.
+
+    `warmup_stable_decay` is constant up to the last quarter of the run and falls linearly in it (Hu et al., arXiv
+    2404.06395, eq. 1).
+    """
     trainer = cfg.trainer
     if step <= trainer.warmup_steps:
         return step / trainer.warmup_steps
     done = (step - 1 - trainer.warmup_steps) / max(1, trainer.max_steps - trainer.warmup_steps)
-    return {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}[
-        trainer.lr_scheduler_type
-    ]
+    return {
+        "constant": 1.0,
+        "linear": 1.0 - done,
+        "cosine": 0.5 + 0.5 * math.cos(math.pi * done),
+        "warmup_stable_decay": min(1.0, 4 * (trainer.max_steps - step + 1) / trainer.max_steps),
+    }[trainer.lr_scheduler_type]

@@ -398,6 +398,9 @@ def test_the_learning_rate_follows_its_schedule(player: Path, tmp_path: Path) ->
     cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, trainer=trainer))
     rates = [cfg.trainer.learning_rate * schedule(cfg, step) for step in range(1, 13)]
     assert rates == pytest.approx([0.5, 1.0, *(1 - n / 10 for n in range(10))])
+    trainer["lr_scheduler_type"] = "warmup_stable_decay"
+    cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, trainer=trainer))
+    assert [schedule(cfg, step) for step in range(1, 13)] == pytest.approx([0.5, *[1.0] * 9, 2 / 3, 1 / 3])
 
 
 def test_groups_that_score_alike_stop_the_run(player: Path, tmp_path: Path) -> None:
