@@ -508,7 +508,8 @@ def test_rows_are_drawn_by_seed_whatever_their_order(tmp_path: Path, tiny_chat: 
 @pytest.fixture
 def two_processes(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], list[Any]]:
     """Runs a function as two processes would, each in a thread; returns both results, or the errors raised."""
-    me, meet, parts = threading.local(), threading.Barrier(2, timeout=60), [None, None]
+    me, meet = threading.local(), threading.Barrier(2, timeout=60)
+    parts: list[list[Any]] = [[], []]
 
     def gather(items: list[Any]) -> list[Any]:
         parts[me.rank] = items
