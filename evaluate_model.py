@@ -189,7 +189,10 @@ def levels(cfg: EvaluateRun, world: WorldSection, n: int) -> list[dict[str, Any]
     repeats: list[dict[str, Any]] = []
     for i in range(10 * n):
         item = {"seed": address(cfg.seed, world.name, i)}
-        game.reset(seed=item["seed"], options={"split": cfg.suites.worlds.split})
+        try:
+            game.reset(seed=item["seed"], options={"split": cfg.suites.worlds.split})
+        except ValueError as problem:
+            raise UserError(f"suites.worlds.worlds: {problem} Choose other options.") from problem
         (repeats if game.level_key() in seen else new).append(item)
         seen.add(game.level_key())
         if len(new) == n:

@@ -144,15 +144,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--digest", action="store_true", help="print a fingerprint of the world's levels and stop")
     arguments = parser.parse_args(argv)
     try:
-        options = dict(map(option, arguments.options))
-        known("split", arguments.split, SPLITS)
-        if arguments.episodes < 1 or arguments.seed < 0:
-            raise ValueError("--episodes must be at least 1 and --seed at least 0.")
-        protocol = Protocol(max_turns=arguments.turns, max_actions=arguments.turns)
-        make_ready(arguments.name, options)
+        return look(arguments)
     except (ValueError, TypeError) as problem:  # TypeError: an option of the wrong type, size=big
         print(problem, file=sys.stderr)
         return 2
+
+
+def look(arguments: argparse.Namespace) -> int:
+    """Shows and checks a world; the exit code."""
+    options = dict(map(option, arguments.options))
+    known("split", arguments.split, SPLITS)
+    if arguments.episodes < 1 or arguments.seed < 0:
+        raise ValueError("--episodes must be at least 1 and --seed at least 0.")
+    protocol = Protocol(max_turns=arguments.turns, max_actions=arguments.turns)
+    make_ready(arguments.name, options)
     if arguments.digest:
         print(digest(make(arguments.name, **options)))
         return 0

@@ -25,7 +25,7 @@ CELLS = ("wall", "floor", "target", "box", "box_on_target", "player", "player_on
 LETTERS = dict(zip("# .$*@+", CELLS, strict=True))  # in levels
 SYMBOLS: dict[str, str] = dict(zip(CELLS, "#_OX*PS", strict=True))  # in observations
 MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}  # the order of every list of directions
-PATIENCE = 100  # rooms in a row without a start of the wanted length before another length is wanted
+PATIENCE = 100  # rooms that are looked at for a start of one length
 SEARCH_LIMIT = 500_000  # states the solver looks at before it gives up
 
 
@@ -170,15 +170,14 @@ class Sokoban(TextWorld):
     def draw(cls, config: Rooms, rng: np.random.Generator) -> Iterator[tuple[str, ...] | None]:
         """One start of each room, all of one optimal length, which is any within the limits with equal chance.
 
-        A length that no room of `PATIENCE` has is given up for another.
+        A length is given up for another after `PATIENCE` rooms: few rooms have it, or the split has none of them.
         """
         while True:
-            length, missed = int(rng.integers(config.min_length, config.max_length + 1)), 0
-            while missed < PATIENCE:
+            length = int(rng.integers(config.min_length, config.max_length + 1))
+            for _ in range(PATIENCE):
                 room = generate(config, int(rng.integers(1 << 32)))
                 layers = backwards(room, length) if room is not None else []
                 starts = layers[length] if len(layers) > length else []
-                missed = 0 if starts else missed + 1
                 yield starts[int(rng.integers(len(starts)))].letters() if starts else None
 
     @classmethod

@@ -167,11 +167,16 @@ def claim(output_dir: Path, resume: bool) -> None:
     """Make the output folder this process's own until it ends; UserError when a run lies in it or is writing to it."""
     output_dir = Path(output_dir)
     in_use(output_dir, resume)
-    output_dir.mkdir(parents=True, exist_ok=True)
     key = output_dir.resolve()
     if key in _claimed:
         return
-    lock = (output_dir / LOCK).open("w")
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        lock = (output_dir / LOCK).open("w")
+    except OSError as error:
+        raise UserError(
+            f"Nothing can be written to output_dir={output_dir} ({error}). Choose another folder."
+        ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -30,6 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
 # Written into config files by the published code but without effect there.  Here they would have one: `is_causal` turns
@@ -191,7 +192,7 @@ def _pads_on_the_right(attention_mask: Any, tokens: int) -> bool:
     """
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2 or attention_mask.shape[1] != tokens:
         return False
-    if torch.compiler.is_compiling():
+    if is_tracing(attention_mask):
         return False
     return bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all() and attention_mask[:, 0].all())
 
@@ -343,7 +344,8 @@ class ConvGPTModel(ConvGPTPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         tokens = embeds.shape[1]
-        if self.config._attn_implementation == "sdpa" and _pads_on_the_right(attention_mask, tokens):
+        alone = self.config._attn_implementation == "sdpa" and position_ids is None  # positions may mean packed rows
+        if alone and _pads_on_the_right(attention_mask, tokens):
             attention_mask = None
         if position_ids is None and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens:]

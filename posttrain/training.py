@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from datasets import Dataset
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, get_scheduler
 
 from posttrain import checkpoint, models, runlog
 from posttrain.chat import Chat
@@ -57,7 +57,21 @@ def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed:
     # TRL itself uses this name, which transformers is about to change.
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
     with refusals_in_words():
-        return kind(**{**defaults, **cfg.trainer, **fixed})
+        args = kind(**{**defaults, **cfg.trainer, **fixed})
+        _check_scheduler(args)
+    return args
+
+
+def _check_scheduler(args: Any) -> None:
+    """Some schedulers need settings of their own, and say so only when training begins."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    own = args.lr_scheduler_kwargs or {}
+    try:
+        get_scheduler(args.lr_scheduler_type, optimizer, 1, 10, scheduler_specific_kwargs=own)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"lr_scheduler_type {args.lr_scheduler_type} cannot be set up with lr_scheduler_kwargs {own} ({error})"
+        ) from error
 
 
 @contextmanager

@@ -86,4 +86,8 @@ def test_what_came_first_in_a_collapse(capsys: pytest.CaptureFixture[str]) -> No
     row |= {"alarms": ["step 17: one", "step 14: another"]}
     learning.show_collapse([row, row | {"std": [0.4] * 30, "reward": [0.5] * 30, "seed": 4}])
     table = capsys.readouterr().out.splitlines()
+    learning.show_collapse(
+        [row | {"reward": [n / 30 - 1 for n in range(30)], "std": [0.4] * 30}, row | {"reward": [], "std": []}]
+    )
+    assert len(capsys.readouterr().out.splitlines()) == 2
     assert table[2:] == ["| sokoban | hot | 3 | 0.50 | 0.10 | 22 | 14 | 14 |"]

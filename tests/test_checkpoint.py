@@ -188,6 +188,8 @@ def test_claim_refuses_a_folder_in_use_and_changes_nothing(tmp_path: Path) -> No
         checkpoint.claim(tmp_path / "other", resume=True)
     with pytest.raises(UserError, match="is a file"):
         checkpoint.claim(out / "metrics.jsonl", resume=False)
+    with pytest.raises(UserError, match="Nothing can be written"):
+        checkpoint.claim(out / "metrics.jsonl" / "below", resume=False)
 
 
 def test_claim_refuses_while_another_process_writes(tmp_path: Path) -> None:

@@ -307,6 +307,11 @@ def test_padding_on_the_right_needs_no_mask(tied, monkeypatch):
     found = model(ids, attention_mask=mask).logits[mask.bool()]
     assert masks and all(given is None for given in masks)
     assert gap(found, alone(model, [row[:end] for row, end in zip(ids, ends, strict=True)])) < EXACT
+    packed = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 6]]).expand(3, -1)  # positions are the caller's
+    asked = [
+        tiny(tied, kind)(ids, attention_mask=torch.ones_like(ids), position_ids=packed) for kind in ("sdpa", "eager")
+    ]
+    assert gap(asked[0].logits, asked[1].logits) < EXACT
     masks.clear()
     model(ids, attention_mask=mask.flip(1))
     assert masks and all(given is not None for given in masks)

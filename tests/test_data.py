@@ -824,6 +824,8 @@ def test_broken_files_are_named_with_the_line(tmp_path: Path, tiny_chat: Chat) -
     good = json.dumps(talks(1)[0])
     assert "line 2" in refusal(tmp_path, tiny_chat, f"{good}\n{good[:-3]}\n")
     assert "line 1" in refusal(tmp_path, tiny_chat, "[1, 2]")
+    assert "line 1" in refusal(tmp_path, tiny_chat, "[" * 100_000)
+    assert "line 1" in refusal(tmp_path, tiny_chat, '{"messages": ' + "9" * 5001 + "}")
     assert "cannot be read" in refusal(tmp_path, tiny_chat, "no parquet", name="a.parquet")
     assert "neither .jsonl nor .parquet" in refusal(tmp_path, tiny_chat, good, name="a.csv")
     (tmp_path / "latin.jsonl").write_bytes(b'{"messages": "\xe9"}\n')
@@ -835,6 +837,12 @@ def test_broken_files_are_named_with_the_line(tmp_path: Path, tiny_chat: Chat) -
     ):
         with pytest.raises(UserError, match=part):
             load_sft(section(Source(kind="messages", path=str(path))), tiny_chat)
+
+
+def test_a_prompt_is_text_or_messages(tmp_path: Path, tiny_chat: Chat) -> None:
+    path = write(tmp_path / "pairs.jsonl", [{"prompt": 3, "chosen": "yes", "rejected": "no"}])
+    with pytest.raises(UserError, match="column prompt in row 1"):
+        load_preferences(section(Source(kind="preferences", path=path)), tiny_chat)
 
 
 def test_nothing_left_is_an_error_with_the_reasons(

@@ -398,6 +398,15 @@ def test_levels_have_the_length_asked_for_and_the_expert_proves_it(options):
     assert lengths == set(range(options.get("min_length", 2), options.get("max_length", 4) + 1))
 
 
+@pytest.mark.parametrize("options", [{"size": 5, "max_length": 10}, {"size": 5, "boxes": 2, "max_length": 6}])
+def test_small_rooms_have_levels_for_every_seed_of_every_split(options):
+    world = make("sokoban", **options)
+    for split in SPLITS:
+        for seed in range(25):
+            world.reset(seed=seed, options={"split": split})
+            assert 2 <= world.optimal_length() <= options["max_length"]
+
+
 def test_sokoban_generation_leaves_the_global_generators_alone():
     random.seed(7)
     np.random.seed(7)

@@ -340,6 +340,7 @@ def test_what_cannot_be_set_up_is_a_mistake_to_mend(
     file = config_in(tmp_path, files)
     for change in (
         "trainer.load_best_model_at_end=true",  # TRL's config refuses it: nothing is evaluated
+        "trainer.lr_scheduler_type=warmup_stable_decay",  # needs num_decay_steps
         "report_to=wandb",  # not installed
         "model.attn_implementation=flash_attention_2",  # needs a GPU
         f"model={{name_or_path: {files.base}, tuning: lora, lora: {{target_modules: [nonsense]}}}}",

@@ -105,8 +105,10 @@ def show_collapse(rows: list[dict[str, Any]]) -> None:
     print("|---|---|---|---|---|---|---|---|")
     for row in rows:
         reward, std = smooth(row["reward"]), smooth(row["std"])
-        best = max(reward)
-        fell = first(n for n, value in enumerate(reward) if value < 0.7 * max(reward[: n + 1]))
+        if not reward:
+            continue
+        best, range_ = max(reward), max(reward) - min(reward)
+        fell = first(n for n, value in enumerate(reward) if max(reward[: n + 1]) - value > 0.3 * max(range_, 0.3))
         halved = first(n for n, value in enumerate(std) if value < 0.5 * std[0])
         alarm = min((int(text.split(":")[0].split()[-1]) for text in row["alarms"]), default=None)
         if fell or halved:

@@ -116,7 +116,7 @@ def _read_all(
 ) -> list[tuple[SourceReport, list[tuple[str, Sample]]]]:
     """Every source's report and samples, on every process; each source is read by one of them."""
     found: list[tuple[int, SourceReport, list[tuple[str, Sample]]]] = []
-    problem: UserError | None = None
+    problem: Exception | None = None
     try:
         with MathJudge() as judge:
             for number in range(parallel.rank(), len(data.sources), parallel.size()):
@@ -124,7 +124,7 @@ def _read_all(
                 report = SourceReport(source.path, source.kind, reading.licence(source))
                 rows = _draw(source, f"data.sources.{number}", data.seed, judge, report)
                 found.append((number, report, _tokenise(rows, source, chat, data.max_length, encode, known, report)))
-    except UserError as error:  # the others wait for an answer
+    except Exception as error:  # the others wait for an answer
         problem = error
     for one in parallel.gather([problem]):
         if one is not None:

@@ -79,6 +79,12 @@ def read(source: Source, key: str, seed: int) -> Iterator[dict[str, Any]]:
                 f"{key}: row {number} of {source.path} has the columns {', '.join(sorted(row)) or '(none)'}; the kind "
                 f"{source.kind} needs {', '.join(columns)}. Rename the columns or choose the kind that fits."
             )
+        prompt = row.get("prompt")
+        if source.kind == "preferences" and not (prompt is None or isinstance(prompt, str) or _is_dialogue(prompt)):
+            raise UserError(
+                f"{key}: column prompt in row {number} of {source.path} should be text or a list of messages, but is "
+                f"{prompt!r:.120}. Convert the file."
+            )
         for name in ("messages", "chosen", "rejected"):
             plain_answer = source.kind == "preferences" and isinstance(row.get(name), str)
             if name in columns and not plain_answer and not _is_dialogue(row[name]):
@@ -186,7 +192,7 @@ def _jsonl(path: Path, key: str) -> Iterator[dict[str, Any]]:
                 continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:  # no JSON, a number of thousands of digits, endless nesting
                 raise UserError(f"{key}: line {number} of {path} is no JSON ({error}). Repair or delete it.") from error
             if not isinstance(row, dict):
                 raise UserError(f"{key}: line {number} of {path} is {row!r:.60}, not a JSON object {{...}}. Repair it.")
