@@ -184,7 +184,11 @@ def main(argv: list[str] | None = None) -> None:
         print(f"On {cfg.evaluation.final_split} levels:")
         for world in cfg.worlds:
             success, low, high = (row[f"final/{world.name}/{key}"] for key in ("success", "low", "high"))
-            print(f"  {world.name}: {success:.1%} [{low:.1%}, {high:.1%}] of {cfg.evaluation.final_episodes} episodes")
+            crashed = row[f"final/{world.name}/crashed"]
+            print(
+                f"  {world.name}: {success:.1%} [{low:.1%}, {high:.1%}] of {cfg.evaluation.final_episodes} episodes"
+                + (f", {crashed} of which raised and count as lost" if crashed else "")
+            )
         print(f"Handed over: {final}  (curves: {out / 'metrics.jsonl'})")
         print(
             f"Next: python inference_with_improved_settings.py model.name_or_path={final} --play {cfg.worlds[0].name}"

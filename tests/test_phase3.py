@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -333,7 +334,9 @@ def test_a_world_that_raises_is_told_and_the_run_goes_on(
     episodes = [json.loads(line) for line in (tmp_path / "run" / "transcripts.jsonl").read_text().splitlines()]
     assert [episode["step"] for episode in episodes] == [1, 1, 2, 2, 3, 3]
     assert all(episode["crashed"] == "RuntimeError: thin ice" for episode in episodes)
-    told = capsys.readouterr().err
+    shown = capsys.readouterr()
+    told = shown.err
+    assert re.search(r"of \d+ episodes, [1-9]\d* of which raised", shown.out)
     for episode in episodes:  # level seed, luck and actions are enough to play it again
         again = envs.make(episode["world"], size=3)
         again.reset(seed=episode["level_seed"], options={"split": "train", "noise_seed": episode["noise_seed"]})

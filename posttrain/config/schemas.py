@@ -474,7 +474,7 @@ class AlgorithmSection(Section):
 class StarPOTrainerSection(Section):
     learning_rate: float = Field("peak learning rate", 1e-6, gt=0)
     lr_scheduler_type: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = Field(
-        "after the warm-up; the others end at 0, warmup_stable_decay in the last quarter", "constant"
+        "after the warm-up; the others fall towards 0, warmup_stable_decay in the last quarter", "constant"
     )
     warmup_steps: int = Field("steps over which the learning rate rises from 0", 0, ge=0)
     max_steps: int = Field("rollouts, each followed by its update", 200, ge=1)
