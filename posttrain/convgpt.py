@@ -344,9 +344,8 @@ class ConvGPTModel(ConvGPTPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         tokens = embeds.shape[1]
-        alone = self.config._attn_implementation == "sdpa" and position_ids is None  # positions may mean packed rows
-        if alone and _pads_on_the_right(attention_mask, tokens):
-            attention_mask = None
+        if position_ids is None and self.config._attn_implementation == "sdpa":  # given positions may mean packed rows
+            attention_mask = None if _pads_on_the_right(attention_mask, tokens) else attention_mask
         if position_ids is None and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens:]
         elif position_ids is None:
