@@ -371,7 +371,7 @@ def schedule(cfg: StarPORun, step: int) -> float:
     """The learning rate's factor in step 1, 2, ...: a linear warm-up, then what the scheduler says.
 
     `warmup_stable_decay` is constant up to the last quarter of the run and falls linearly in it (Hu et al., arXiv
-    2404.06395, eq. 1).
+    2404.06395, who let it fall exponentially).
     """
     trainer = cfg.trainer
     if step <= trainer.warmup_steps:
