@@ -23,23 +23,24 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "quickstart" / "phase3_starpo.yaml"
 SMALL = ["algorithm.entropy_coef=0", "algorithm.num_iterations=2", "algorithm.minibatches=2", "algorithm.beta=0"]
-SMALL += ["rollout.groups=16"]
+SMALL += ["rollout.groups=16"]  # half the quickstart's
 CRITIC = ["algorithm.critic.learning_rate=2e-3", "algorithm.critic.warmup_steps=3"]
 HALF = "algorithm.filter={strategy: top_k, value: 0.5}"
+TOP_P = "algorithm.filter={strategy: top_p, value: 0.9}"
 HOT = ["trainer.learning_rate=2e-3", "algorithm.minibatches=4"]  # too much, to see runs come apart
 ALL = "algorithm.filter={strategy: none, keep_zero: true}"
-ARMS: dict[str, list[str]] = {  # what they have in common is SMALL and the quickstart's learning rate, clip and groups
+ARMS: dict[str, list[str]] = {  # what they have in common is SMALL and the quickstart's learning rate and clip
     "grpo": ["algorithm.advantage=grpo", ALL],
     "grpo-top-k": ["algorithm.advantage=grpo", HALF],
     "starpo-s": ["algorithm.advantage=gae", "algorithm.filter={strategy: top_k, value: 0.25}", *CRITIC],
-    "ragen2": ["algorithm.advantage=grpo", "algorithm.filter={strategy: top_p, value: 0.9}"],
+    "ragen2": ["algorithm.advantage=grpo", TOP_P],
     "gigpo": ["algorithm.advantage=gigpo", ALL],
     "gigpo-top-k": ["algorithm.advantage=gigpo", HALF],
     "ppo": ["algorithm.advantage=gae", ALL, *CRITIC],
     "bilevel-gae": ["algorithm.advantage=bilevel_gae", ALL, *CRITIC],
     "hot": ["algorithm.advantage=grpo", ALL, *HOT],
     "hot-top-k": ["algorithm.advantage=grpo", HALF, *HOT],
-    "hot-ragen2": ["algorithm.advantage=grpo", "algorithm.filter={strategy: top_p, value: 0.9}", *HOT],
+    "hot-ragen2": ["algorithm.advantage=grpo", TOP_P, *HOT],
 }
 WORLDS: dict[str, str] = {
     "frozen-lake": "worlds=[frozen_lake]",
