@@ -51,6 +51,10 @@ def canonical(rows: Sequence[str]) -> str:
     return min(images)
 
 
+class NoLevel(ValueError):
+    """These options leave a split without levels."""
+
+
 @lru_cache(maxsize=1 << 16)
 def draw_level(world: type[TextWorld], config: Hashable, seed: int, split: str) -> Any:
     """The level at one address: candidate after candidate, until one is in `split`.
@@ -60,7 +64,7 @@ def draw_level(world: type[TextWorld], config: Hashable, seed: int, split: str) 
     for level in islice(world.draw(config, np.random.default_rng([seed, 0])), DRAWS):
         if level is not None and split_of(world.key_of(level)) == split:
             return level
-    raise ValueError(f'{world.name}: no level for the split "{split}" in {DRAWS:,} draws with the options {config}.')
+    raise NoLevel(f'{world.name}: no level for the split "{split}" in {DRAWS:,} draws with the options {config}.')
 
 
 class TextWorld(gymnasium.Env[str, str]):

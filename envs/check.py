@@ -25,7 +25,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from envs import SPLITS, TextWorld, make, names
-from envs.base import known, split_of
+from envs.base import NoLevel, known, split_of
 from envs.protocol import Episode, Protocol, answer, demonstrate
 
 HOSTILE = (
@@ -144,20 +144,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--digest", action="store_true", help="print a fingerprint of the world's levels and stop")
     arguments = parser.parse_args(argv)
     try:
-        return look(arguments)
+        options, protocol = requested(arguments)
     except (ValueError, TypeError) as problem:  # TypeError: an option of the wrong type, size=big
+        print(problem, file=sys.stderr)
+        return 2
+    try:
+        return look(arguments, options, protocol)
+    except NoLevel as problem:
         print(problem, file=sys.stderr)
         return 2
 
 
-def look(arguments: argparse.Namespace) -> int:
-    """Shows and checks a world; the exit code."""
+def requested(arguments: argparse.Namespace) -> tuple[dict[str, Any], Protocol]:
+    """The options of a world that can be made with them, and how it is played; ValueError or TypeError says why not."""
     options = dict(map(option, arguments.options))
     known("split", arguments.split, SPLITS)
     if arguments.episodes < 1 or arguments.seed < 0:
         raise ValueError("--episodes must be at least 1 and --seed at least 0.")
-    protocol = Protocol(max_turns=arguments.turns, max_actions=arguments.turns)
-    make_ready(arguments.name, options)
+    make(arguments.name, **options)
+    return options, Protocol(max_turns=arguments.turns, max_actions=arguments.turns)
+
+
+def look(arguments: argparse.Namespace, options: dict[str, Any], protocol: Protocol) -> int:
+    """Shows and checks a world; the exit code."""
     if arguments.digest:
         print(digest(make(arguments.name, **options)))
         return 0

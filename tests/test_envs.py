@@ -486,3 +486,16 @@ def test_check_notices_a_world_that_differs_between_processes(monkeypatch, capsy
     monkeypatch.setattr(frozen_lake.FrozenLake, "observe", lambda self: f"{honest(self)} here")
     assert check.main(["frozen_lake", "--episodes", "2"]) == 1
     assert "sees other levels" in " ".join(capsys.readouterr().out.split())
+
+
+def test_check_hides_no_mistake_in_a_world_and_says_when_there_are_no_levels(monkeypatch, capsys):
+    def wrong(self):
+        raise ValueError("a mistake of its author")
+
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="of its author"):
+        patch.setattr(frozen_lake.FrozenLake, "observe", wrong)
+        check.main(["frozen_lake", "--episodes", "2"])
+    monkeypatch.setattr(frozen_lake.FrozenLake, "draw", staticmethod(lambda config, rng: iter([])))
+    base.draw_level.cache_clear()
+    assert check.main(["frozen_lake", "--episodes", "2"]) == 2
+    assert "no level for the split" in capsys.readouterr().err

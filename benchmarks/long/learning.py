@@ -4,7 +4,7 @@
     python benchmarks/long/learning.py --steps 40 --seeds 0 1 2 --jobs 2
     python benchmarks/long/learning.py --arms grpo gigpo --worlds sokoban --table
 
-Hours. A run that is finished is not run again: stop it and go on whenever you like.
+Hours. A run that is finished is not run again, one that was cut begins anew: stop and go on whenever you like.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -58,11 +59,13 @@ def run(out: Path, player: Path, arm: str, world: str, seed: int, steps: int) ->
     command = [sys.executable, str(ROOT / "train_phase3_starpo.py"), "--config", str(CONFIG), *SMALL, *ARMS[arm]]
     command += [WORLDS[world], f"seed={seed}", f"trainer.max_steps={steps}", f"model.name_or_path={player}"]
     command += [f"output_dir={folder}", "report_to=none", "diagnostics.early_stop=false"]
-    if any(folder.glob("checkpoint-*")):
-        command.append("--resume")
+    shutil.rmtree(folder, ignore_errors=True)
     log = out / f"{folder.name}.log"
-    with log.open("a") as file:
-        subprocess.run(command, check=True, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{folder.name} failed, see {log}.")
     table = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     name = "sokoban" if world == "sokoban" else "frozen_lake"
     final = next(row for row in table if "final/success" in row)
@@ -72,7 +75,7 @@ def run(out: Path, player: Path, arm: str, world: str, seed: int, steps: int) ->
         "arm": arm,
         "seed": seed,
         "steps": played[-1]["step"],
-        "minutes": sum(row["seconds/rollout"] + row["seconds/update"] for row in played) / 60,
+        "minutes": (usage.ru_utime + usage.ru_stime) / 60,
         "before": next(row for row in table if "evaluation/success" in row)[f"evaluation/{name}/success"],
         "after": final[f"final/{name}/success"],
         "low": final[f"final/{name}/low"],
@@ -87,7 +90,7 @@ def run(out: Path, player: Path, arm: str, world: str, seed: int, steps: int) ->
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Per world and arm: test success of each seed with its interval, the mean, and success gained per minute."""
-    print("| world | algorithm | seeds: test success [95 %] | mean | minutes | points a minute |")
+    print("| world | algorithm | seeds: test success [95 %] | mean | CPU-minutes | points a minute |")
     print("|---|---|---|---|---|---|")
     for world in WORLDS:
         for arm in ARMS:
