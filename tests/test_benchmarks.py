@@ -73,21 +73,23 @@ def test_every_arm_of_the_learning_benchmark_is_a_run(capsys: pytest.CaptureFixt
             cfg = resolve(StarPORun, learning.CONFIG, [*learning.SMALL, *changes, world])
             assert cfg.algorithm.critical == (arm in ("starpo-s", "ppo", "bilevel-gae"))
     row = {"world": "sokoban", "arm": "ppo", "before": 0.2, "after": 0.4, "low": 0.3, "high": 0.5, "minutes": 2.0}
-    learning.show([row | {"seed": 1}, row | {"seed": 0, "after": 0.6}])
+    row["reward"] = [n / 20 for n in range(20)]
+    cheap = row | {"arm": "grpo", "seed": 0, "minutes": 1.0}
+    learning.show([row | {"seed": 1}, row | {"seed": 0, "after": 0.6}, cheap])
     table = capsys.readouterr().out.splitlines()
-    assert table[-1] == "| sokoban | ppo | 0.60 [0.30, 0.50], 0.40 [0.30, 0.50] | 0.500 | 2.0 | 15.0 |"
+    assert table[-2] == "| sokoban | grpo | 0.40 [0.30, 0.50] | 0.400 | 1.0 | 20.0 | 0.78 |"
+    assert table[-1] == "| sokoban | ppo | 0.60 [0.30, 0.50], 0.40 [0.30, 0.50] | 0.500 | 2.0 | 15.0 | 0.28 |"
 
 
 def test_what_came_first_in_a_collapse(capsys: pytest.CaptureFixture[str]) -> None:
     learning = loaded(FILE.parent / "long" / "learning.py")
     spread = [0.4] * 10 + [0.1] * 20
     reward = [0.5] * 20 + [0.1] * 10
-    row = {"world": "sokoban", "arm": "hot", "seed": 3, "std": spread, "reward": reward}
+    row = {"world": "sokoban", "arm": "bonus", "seed": 3, "std": spread, "reward": reward}
     row |= {"alarms": ["step 17: one", "step 14: another"]}
-    learning.show_collapse([row, row | {"std": [0.4] * 30, "reward": [0.5] * 30, "seed": 4}])
+    steady = row | {"std": [0.4] * 30, "reward": [0.5] * 30}
+    rising = row | {"reward": [n / 30 - 1 for n in range(30)], "alarms": []}
+    learning.show_collapse([row, steady, rising])
     table = capsys.readouterr().out.splitlines()
-    learning.show_collapse(
-        [row | {"reward": [n / 30 - 1 for n in range(30)], "std": [0.4] * 30}, row | {"reward": [], "std": []}]
-    )
-    assert len(capsys.readouterr().out.splitlines()) == 2
-    assert table[2:] == ["| sokoban | hot | 3 | 0.50 | 0.10 | 22 | 14 | 14 |"]
+    assert table[2] == "| sokoban | bonus | 3 | 0.50 | 0.10 | 24 | 14 | 14 |"
+    assert table[4:] == ["1 of the 2 runs that did not lose half their reward raised an alarm."]
