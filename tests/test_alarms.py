@@ -6,6 +6,7 @@ import doctest
 import json
 import math
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -103,9 +104,38 @@ def test_template_collapse_is_varied_thoughts_without_a_prompt() -> None:
     assert names(rows("trajectory", [2.0, 2.1, 1.9, 0.5, 2.0, 0.4, 1.8], [1.0] * 7)) == []  # one noisy measurement
 
 
+RECORDED = json.loads((Path(__file__).parent / "data" / "alarms.json").read_text())  # runs of the quickstart's model
+
+
+def recorded(kind: str, name: str) -> list[Row]:
+    columns = RECORDED[kind][name]
+    rows = zip(*columns.values(), strict=True)
+    return [{key: value for key, value in zip(columns, row, strict=True) if value is not None} for row in rows]
+
+
+@pytest.mark.parametrize("name", RECORDED["learning"])
+def test_a_recorded_run_that_learns_raises_no_alarm(name: str) -> None:
+    assert names(recorded("learning", name)) == []
+
+
+@pytest.mark.parametrize("name", RECORDED["collapsing"])
+def test_a_recorded_collapse_is_announced_before_success_falls(name: str) -> None:
+    rows = recorded("collapsing", name)
+    first = raised(rows)[0]
+    success = [row["rollout/success"] for row in rows]
+    means = [float(np.mean(success[n - 5 : n])) for n in range(5, len(success) + 1)]  # the first is of step 5
+    halved = next(n for n, mean in enumerate(means, 5) if mean < 0.5 * max(means[: n - 4]))
+    assert first.name in ("format_decay", "entropy_explosion") and first.step <= halved - 2
+
+
+def test_one_token_with_an_unlikely_ratio_is_no_drift() -> None:
+    rows = [*repeat(HEALTHY, 12), HEALTHY | {"policy/kl_to_old": 500.0}, *repeat(HEALTHY, 12)]
+    assert names(rows) == []
+
+
 SERIES = {
     "entropy_collapse": ("policy/entropy", [0.4] * 12 + line(0.4, 0.04, 20)),
-    "entropy_explosion": ("policy/entropy", [0.3] * 12 + line(0.3, 0.91, 20)),
+    "entropy_explosion": ("policy/entropy", [0.3] * 12 + line(0.3, 1.31, 20)),
     "gradient_spike": ("policy/grad_norm", [0.2] * 12 + [4.0]),
     "repetition": ("rollout/repeated_share", [0.1] * 12 + line(0.1, 0.5, 20)),
     "format_decay": ("rollout/invalid_turns", [0.02] * 12 + line(0.02, 0.31, 20)),
@@ -157,7 +187,7 @@ def played(shape: str, groups: int, size: int, seed: int, steps: int = 120) -> l
         "nearly solved": 0.4 + 0.5 * np.minimum(1, 2 * t),
         "easy from the start": np.full(steps, 0.97),
         "hard": 0.03 + 0.25 * t,
-        "up and down": 0.5 + 0.12 * np.sin(12 * t),
+        "up and down": 0.5 + 0.08 * np.sin(12 * t),
     }[shape]
     rows = []
     for step in range(steps):
