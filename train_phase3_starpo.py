@@ -25,6 +25,8 @@ from posttrain.config import StarPORun, TrainingWorld, load, run
 from posttrain.types import SamplingParams, Trajectory, UserError, address
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from envs.protocol import Episode
@@ -81,6 +83,9 @@ def main(argv: list[str] | None = None) -> None:
         cfg.report_to, project="posttrain", run_name=cfg.run_name or out.name, config=settings
     )
 
+    def best() -> Path:
+        return out / f"best-{state['best_step']}"
+
     watch = cockpit.Watch(cfg, progress.say, tracker.alert, learner.exact)
     raised: list[Alarm] = []  # in this step
 
@@ -92,12 +97,13 @@ def main(argv: list[str] | None = None) -> None:
         progress.update(step, **shown)
 
     def validate(step: int) -> None:
+        began = time.perf_counter()
         with precision:
             row = evaluate(cfg, sampler, chat, cfg.evaluation.split, cfg.evaluation.episodes)
-        report(step, row)
+        report(step, row | {"seconds/evaluation": time.perf_counter() - began})
         if row["evaluation/success"] > state["best"]:
             state.update(best=row["evaluation/success"], best_step=step)
-            save_state(out / "best", learner, chat, state)
+            save_state(best(), learner, chat, state)
 
     with runlog.StopSignals() as stop, models.no_bars():
         if state["step"] == 0:
@@ -133,31 +139,49 @@ def main(argv: list[str] | None = None) -> None:
                 "memory": cockpit.memory(device),
             }
             report(step, row)
-            if state["empty_steps"] >= cfg.algorithm.max_empty_steps:
-                raise UserError(nothing_to_learn(state["empty_steps"], out))
 
             # 4. look: transcripts, held-out levels and the best policy so far, a checkpoint to resume from
             last = step == cfg.trainer.max_steps
             to_read = groups[0][: cfg.transcripts.count] if step % cfg.transcripts.every == 0 else []
-            crashed = [trajectory for trajectory in episodes if trajectory.crashed][: cfg.transcripts.count]
+            crashed = [trajectory for trajectory in episodes if trajectory.crashed]
             if parallel.rank() == 0:
-                told = write_transcripts(out / "transcripts.jsonl", step, to_read + crashed)
-                if whole := [t for t in to_read if not t.crashed]:
-                    pictures = draw(cfg, out / "episodes", step, whole)
-                    tracker.show([row for row, t in zip(told, to_read, strict=False) if not t.crashed], pictures, step)
-            for t in crashed:
-                progress.say(f"step {step}: {t.world} raised {t.crashed} (level seed {t.level_seed}), see transcripts")
+                some = crashed[: max(1, cfg.transcripts.count)]
+                told = write_transcripts(out / "transcripts.jsonl", step, to_read + some)
+                shown, pictures = [], []
+                for number, (episode, t) in enumerate(zip(told, to_read, strict=False)):
+                    picture = (
+                        None if t.crashed else draw(cfg, out / "episodes", f"step-{step}-{number}", t, progress.say)
+                    )
+                    if picture:
+                        shown.append(episode)
+                        pictures.append(picture)
+                if shown:
+                    tracker.show(shown, pictures, step)
+            if crashed:
+                t = crashed[0]
+                progress.say(
+                    f"step {step}: {len(crashed)} of {len(episodes)} episodes crashed and are left out, see transcripts"
+                    f"; the first: {t.world} raised {t.crashed} (level seed {t.level_seed})"
+                )
             if last or step % cfg.evaluation.every == 0:
                 validate(step)
             if changes := cockpit.remedy(cfg, learner, raised, len(state["interventions"])):
                 came_from = {
                     key: state[key] for key in ("step", "tokens", "curriculum", "best", "best_step", "interventions")
                 }
-                state |= load_state(out / "best", learner) | came_from | {"alarms": {}}
-                state["interventions"].append({"step": step, "alarms": [a.name for a in raised], "changes": changes})
+                state |= load_state(best(), learner) | came_from | {"alarms": {}}
+                done = {"step": step, "alarms": [a.name for a in raised], "back_to": state["best_step"]}
+                state["interventions"].append(done | {"changes": changes})
                 cfg = learner.cfg = cockpit.intervene(cfg, changes)
-                progress.say(f"step {step}: back to the policy of step {state['best_step']}, with {changes}")
-            elif cfg.diagnostics.early_stop and any(alarm.severity == "stop" for alarm in raised):
+                if (coef := changes.get("algorithm.entropy_coef")) is not None:
+                    learner.entropy_coef = learner.entropy_bonus = coef
+                words = f"step {step}: back to the policy of step {state['best_step']}, with {changes}"
+                progress.say(words)
+                tracker.alert("went back", words)
+                metrics.write({"intervention/back_to": state["best_step"], "intervention/changes": changes}, step)
+            elif any(alarm.severity == "stop" for alarm in raised) and (
+                cfg.diagnostics.early_stop or state["empty_steps"] >= cfg.algorithm.max_empty_steps
+            ):
                 progress.say(f"step {step}: stopped early, the alarm above says why.")
                 last = state["stopped_early"] = True
             stopping = parallel.total(stop.requested, device) > 0
@@ -170,7 +194,7 @@ def main(argv: list[str] | None = None) -> None:
                 break
 
         # the policy handed over is the one that did best on the validation levels; the test levels see only that one
-        load_state(out / "best", learner)
+        load_state(best(), learner)
         with precision:
             row = evaluate(cfg, sampler, chat, cfg.evaluation.final_split, cfg.evaluation.final_episodes, name="final")
         report(cfg.trainer.max_steps, row)
@@ -215,19 +239,12 @@ def try_worlds(cfg: StarPORun) -> None:
                 made = envs.make(world.name, **world.options | options)
                 for split in ("train", *(held_out if number == len(stages) - 1 else ())):
                     made.reset(seed=0, options={"split": split})
-            except (ValueError, TypeError) as problem:
+            except Exception as problem:  # a world may raise anything
                 stage = f".curriculum.{number}" if world.curriculum else ""
-                raise UserError(f"worlds.{n}{stage} ({world.name}): {problem}") from problem
-
-
-def nothing_to_learn(steps: int, out: Path) -> str:
-    return (
-        f"In {steps} steps in a row the episodes of every group scored alike, so there was nothing to learn from. The"
-        " levels are too hard or too easy for this model: choose others (worlds[].options), more siblings"
-        " (rollout.num_generations) or a higher rollout.temperature, and start again in another output_dir; where the"
-        " metric rollout/crashed is not 0, it is the world that needs mending. The last"
-        f" checkpoint is in {out}."
-    )
+                words = str(problem)
+                if not isinstance(problem, ValueError | TypeError):
+                    words = f"it raised {type(problem).__name__}: {problem}. See python -m envs.check {world.name}."
+                raise UserError(f"worlds.{n}{stage} ({world.name}): {words}") from problem
 
 
 # ------------------------------------------------------------------------------------------------------ 1. play
@@ -340,24 +357,26 @@ def judge(cfg: StarPORun, groups: list[list[Trajectory]]) -> Judged:
             metric, group_B, rewards_B, groups=len(groups), entropy_B=entropy_B, lengths_B=lengths_B
         )
 
+    within_B = torch.ones(len(alive), dtype=torch.bool)
+    if chosen.within is not None:
+        within_B = filters.within_group(rewards_B, group_B, chosen.within)
+    trains = [[False] * len(group) for group in groups]
+    for (number, sample), t, within in zip(alive, played, within_B.tolist(), strict=True):
+        trains[number][sample] = within and t.tokens > 0 and not (algorithm.mask_truncated and t.truncated)
+    idle_G = torch.tensor([not any(group) for group in trains])
+
     spread_G = scores("reward_std")
     percentile = chosen.strategy == "percentile"
     kept_G = filters.keep_groups(
-        scores(chosen.metric),
+        scores(chosen.metric).masked_fill(idle_G, math.nan),
         "none" if chosen.strategy == "soft" else chosen.strategy,
         chosen.band[0] if percentile else chosen.value,
         upper=chosen.band[1],
         smallest=not chosen.largest,
         keep_zero=chosen.keep_zero,
     )
-    within_B = torch.ones(len(alive), dtype=torch.bool)
-    if chosen.within is not None:
-        within_B = filters.within_group(rewards_B, group_B, chosen.within)
     weights_G = filters.soft_weights(spread_G) if chosen.strategy == "soft" else torch.ones(len(groups))
     rewards = [[math.nan if t.crashed else t.reward for t in group] for group in groups]
-    trains = [[False] * len(group) for group in groups]
-    for (number, sample), t, within in zip(alive, played, within_B.tolist(), strict=True):
-        trains[number][sample] = within and t.tokens > 0 and not (algorithm.mask_truncated and t.truncated)
     return Judged(rewards, trains, spread_G.nan_to_num(0.0).tolist(), weights_G.tolist(), kept_G.tolist())
 
 
@@ -409,16 +428,17 @@ def advantages(
                 weight=algorithm.step_weight, gamma=algorithm.step_gamma, std=std,
             )  # fmt: skip
             value_S = value_N[turn_S]
+        case "reinforce_pp" | "reinforce_pp_baseline":
+            raw_B = torch.zeros(len(group_B), dtype=torch.float64).index_add(0, episode_N, rewards_N)
+            baseline = algorithm.advantage == "reinforce_pp_baseline"
+            value_S = estimators.reinforce_pp(raw_B, group_B, batch.episode_S, -penalty_S, baseline=baseline)
         case name:
-            lengths_B = torch.bincount(batch.episode_S, minlength=len(group_B))
             value_B = {
                 "grpo": lambda: estimators.grpo(rewards_B, group_B, std=std),
                 "rloo": lambda: estimators.rloo(rewards_B, group_B),
                 "brpo": lambda: estimators.brpo(rewards_B, std=std),
                 "arpo": lambda: estimators.arpo(rewards_B),
                 "maxrl": lambda: estimators.maxrl(rewards_B, group_B),
-                "reinforce_pp": lambda: estimators.reinforce_pp(rewards_B, group_B, lengths_B),
-                "reinforce_pp_baseline": lambda: estimators.reinforce_pp(rewards_B, group_B, lengths_B, baseline=True),
             }[name]()
             value_S = value_B[batch.episode_S]
     return value_S * torch.tensor(weights, dtype=torch.float64)[group_B][batch.episode_S], None
@@ -547,30 +567,34 @@ def write_transcripts(path: Path, step: int, trajectories: list[Trajectory]) -> 
     kept = "world stage level_key level_seed noise_seed success failure crashed actions turn_rewards messages".split()
     rows = [{"step": step} | {key: getattr(t, key) for key in kept} for t in trajectories]
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+        file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
     return rows
 
 
-def draw(cfg: StarPORun, folder: Path, step: int, trajectories: list[Trajectory]) -> list[Path]:
-    """An animated picture of each episode, played again from its seeds and actions."""
+def draw(cfg: StarPORun, folder: Path, name: str, t: Trajectory, say: Callable[[str], None]) -> Path | None:
+    """An animated picture of an episode, played again from its seeds and actions; None where its world raises."""
     import envs
     from envs.protocol import Protocol
     from posttrain import curriculum
     from posttrain.report.episodes import gif
 
     folder.mkdir(parents=True, exist_ok=True)
-    protocol, paths = Protocol(**cfg.protocol.model_dump()), []
-    for number, t in enumerate(trajectories):
-        chosen = next(world for world in cfg.worlds if world.name == t.world)
-        world = envs.make(t.world, **curriculum.conditions(chosen, protocol, t.stage or 0)[0])
+    chosen = next(world for world in cfg.worlds if world.name == t.world)
+    options, _ = curriculum.conditions(chosen, Protocol(**cfg.protocol.model_dump()), t.stage or 0)
+    try:
+        world = envs.make(t.world, **options)
         world.reset(seed=t.level_seed, options={"split": "train", "noise_seed": t.noise_seed})
         frames = [world.render()]
         for action in t.actions:
             world.step(action)
             frames.append(world.render())
-        paths.append(folder / f"step-{step}-{number}.gif")
-        paths[-1].write_bytes(gif(frames))
-    return paths
+        picture = gif(frames)
+    except Exception as error:  # a world may raise here alone
+        say(f"no picture of {name}: {t.world} (level seed {t.level_seed}) raised {type(error).__name__}: {error}")
+        return None
+    path = folder / f"{name}.gif"
+    path.write_bytes(picture)
+    return path
 
 
 # ------------------------------------------------------------------------------------------------- checkpoints
@@ -584,7 +608,8 @@ def save_state(folder: Path, learner: Learner, chat: Chat, state: dict[str, Any]
         learner.model.save_pretrained(out, **({"selected_adapters": ["default"]} if learner.adapted else {}))
         chat.save(out)
         learner.save(out)
-        (out / "state.json").write_text(json.dumps(state | {"entropy_coef": learner.entropy_coef}), encoding="utf-8")
+        bonus = {"entropy_coef": learner.entropy_coef, "entropy_bonus": learner.entropy_bonus}
+        (out / "state.json").write_text(json.dumps(state | bonus), encoding="utf-8")
 
     if parallel.rank() == 0:
         checkpoint.save(folder, write, chat_template_sha256=chat.hash, phase=3, step=state["step"])
@@ -610,26 +635,33 @@ def load_state(folder: Path, learner: Learner) -> dict[str, Any]:
         assert not missing.unexpected_keys, missing.unexpected_keys
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     learner.load(folder)
-    learner.entropy_coef = state["entropy_coef"]
+    learner.entropy_coef, learner.entropy_bonus = state["entropy_coef"], state["entropy_bonus"]
     return state
 
 
 def drop_later(out: Path, step: int) -> None:
-    """Checkpoints behind the one that a run resumes from are damaged, and would count as the newest."""
+    """Checkpoints behind the one that a run resumes from are damaged, and would count as the newest; so would bests."""
     from posttrain import parallel
 
-    for folder in out.glob("checkpoint-*") if parallel.rank() == 0 else ():
-        if int(folder.name.rpartition("-")[2]) > step:
+    for folder in [*out.glob("checkpoint-*"), *out.glob("best-*")] if parallel.rank() == 0 else ():
+        if step_of(folder) > step:
             shutil.rmtree(folder)
 
 
+def step_of(folder: Path) -> int:
+    """checkpoint-20 -> 20."""
+    return int(folder.name.rpartition("-")[2])
+
+
 def drop_old(out: Path, keep: int) -> None:
-    """Only the newest `keep` checkpoints stay (and `best`)."""
+    """Only the newest `keep` checkpoints stay, and the bests that they know."""
     from posttrain import parallel
 
     if parallel.rank() == 0:
-        folders = sorted(out.glob("checkpoint-*"), key=lambda folder: int(folder.name.rpartition("-")[2]))
-        for folder in folders[:-keep]:
+        folders = sorted(out.glob("checkpoint-*"), key=step_of)
+        bests = sorted(out.glob("best-*"), key=step_of)
+        known = [folder for folder in bests if step_of(folder) <= step_of(folders[-keep:][0])]
+        for folder in folders[:-keep] + known[:-1]:
             shutil.rmtree(folder)
 
 

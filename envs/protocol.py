@@ -158,11 +158,11 @@ class Episode:
         self.noise_seed = noise_seed
         options = {"split": split} if noise_seed is None else {"split": split, "noise_seed": noise_seed}
         self.observation, info = world.reset(seed=seed, options=options)
+        self.level_key = world.level_key()
         self.past: list[Past] = []
-        self.success: bool = info["success"]
-        self.failure: str = info["failure"]
+        self.success, self.failure = bool(info["success"]), str(info["failure"])
         self.terminated = self.truncated = False
-        self.turns = self.invalid_turns = self.effective_actions = 0
+        self.turns = self.invalid_turns = self.malformed_turns = self.effective_actions = 0
         self.actions: list[str] = []
         self.messages: list[Message] = [
             {"role": "system", "content": system_text(world, protocol)},
@@ -182,18 +182,20 @@ class Episode:
         valid = bool(parsed.well_formed and parsed.actions and not parsed.invalid)
         reward, observation, before = 0.0, None, len(self.actions)
         for action in parsed.actions[: self.protocol.max_actions - len(self.actions)]:
-            observation, paid, self.terminated, cut, info = self.world.step(action)
+            observation, paid, over, cut, info = self.world.step(action)
+            self.terminated = bool(over)  # a world may count in NumPy
             self.truncated = bool(cut) and not self.terminated
             self.actions.append(action)
-            self.effective_actions += info["action_is_effective"]
-            self.success, self.failure = info["success"], info["failure"]
-            valid = valid and info["action_is_valid"]
+            self.effective_actions += bool(info["action_is_effective"])
+            self.success, self.failure = bool(info["success"]), str(info["failure"])
+            valid = valid and bool(info["action_is_valid"])
             reward += float(paid)
             if self.done:
                 break
         self.past.append(Past(self.observation, self.actions[before:], reward, valid))
         self.turns += 1
         self.invalid_turns += not valid
+        self.malformed_turns += not parsed.well_formed
         penalised = not valid and self.invalid_turns <= self.protocol.max_penalised_turns
         if self.turns >= self.protocol.max_turns or len(self.actions) >= self.protocol.max_actions:
             self.truncated = not self.terminated
@@ -221,9 +223,6 @@ class Episode:
 
     def state_key(self) -> str:
         return self.world.state_key()
-
-    def level_key(self) -> str:
-        return self.world.level_key()
 
     def _user_text(self, state: str, reward: float | None = None, valid: bool = True) -> str:
         turns = self.protocol.max_turns - self.turns

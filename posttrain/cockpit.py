@@ -40,6 +40,7 @@ class Played(NamedTuple):
     failure: str
     turns: int
     invalid_turns: int
+    malformed_turns: int
     unfinished_turns: int
     actions: int
     effective_actions: int
@@ -60,6 +61,7 @@ class Played(NamedTuple):
             failure=t.failure,
             turns=t.turns,
             invalid_turns=t.invalid_turns,
+            malformed_turns=t.malformed_turns,
             unfinished_turns=t.unfinished_turns,
             actions=len(t.actions),
             effective_actions=t.effective_actions,
@@ -77,6 +79,7 @@ def describe(groups: list[list[Trajectory]], spread: list[float], kept: list[int
     episodes = [Played.of(t) for t in trajectories]
     alive = [[t.reward for t in group if not t.crashed] for group in groups]
     rewards = [reward for group in alive for reward in group]
+    spreads = [each for each, group in zip(spread, alive, strict=True) if group] or [0.0]
     turns, actions = max(1, sum(e.turns for e in episodes)), sum(e.actions for e in episodes)
     answers = [ids for t in trajectories for ids in answers_of(t)]
 
@@ -85,19 +88,19 @@ def describe(groups: list[list[Trajectory]], spread: list[float], kept: list[int
 
     out: dict[str, float] = {
         "rollout/reward": sum(rewards) / max(1, len(rewards)),
-        "rollout/in_group_std": sum(spread) / len(spread),
+        "rollout/in_group_std": sum(spreads) / len(spreads),
         "rollout/in_group_max": sum(max(group) for group in alive if group) / max(1, sum(map(bool, alive))),
         "rollout/kept_in_group_std": sum(spread[number] for number in kept) / max(1, len(kept)),
-        "rollout/zero_variance_groups": sum(each <= 1e-10 for each in spread) / len(spread),
+        "rollout/zero_variance_groups": sum(each <= 1e-10 for each in spreads) / len(spreads),
         "rollout/kept_groups": len(kept),
         "rollout/success": share("success"),
         "rollout/terminated": share("terminated"),
         "rollout/truncated": share("truncated"),
         "rollout/truncated_groups": sum(all(t.truncated for t in group) for group in groups) / len(groups),
         "rollout/crashed": sum(e.crashed for e in episodes),
-        "rollout/pass_at_g": sum(any(t.success for t in group) for group in groups) / len(groups),
         "rollout/turns": sum(e.turns for e in episodes) / len(episodes),
         "rollout/invalid_turns": sum(e.invalid_turns for e in episodes) / turns,
+        "rollout/format_rate": 1 - sum(e.malformed_turns for e in episodes) / turns,
         "rollout/unfinished_turns": sum(e.unfinished_turns for e in episodes) / turns,
         "rollout/response_tokens": sum(e.tokens for e in episodes) / turns,
         "rollout/repeated_share": sum(seq_rep_n(ids, 4) for ids in answers) / max(1, len(answers)),
@@ -106,6 +109,10 @@ def describe(groups: list[list[Trajectory]], spread: list[float], kept: list[int
         "rollout/context_tokens": sum(e.context for e in episodes) / len(episodes),
         "rollout/dropped_turns": sum(e.dropped_turns for e in episodes) / len(episodes),
     }
+    wins = [(len(group), sum(t.success for t in group)) for group in groups]
+    for k in (2**power for power in range(1, 1 + min(size for size, _ in wins).bit_length())):
+        if all(size >= k for size, _ in wins):
+            out[f"rollout/pass_at_{k}"] = sum(pass_at(k, *each) for each in wins) / len(wins)
     for world in sorted({e.world for e in episodes}):
         own = [e for e in episodes if e.world == world]
         out[f"rollout/{world}/success"] = sum(e.success for e in own) / len(own)
@@ -114,6 +121,17 @@ def describe(groups: list[list[Trajectory]], spread: list[float], kept: list[int
         for failure in sorted({e.failure for e in own if e.failure}):
             out[f"rollout/{world}/{failure}"] = sum(e.failure == failure for e in own) / len(own)
     return out
+
+
+def pass_at(k: int, size: int, won: int) -> float:
+    """Chance that k of `size` siblings, `won` of which succeeded, hold a success: 1 - C(size - won, k) / C(size, k).
+
+    The unbiased estimate of pass@k, arXiv 2107.03374, eq. 1.
+
+    >>> pass_at(1, 4, 1), pass_at(2, 4, 1), pass_at(4, 4, 1)
+    (0.25, 0.5, 1.0)
+    """
+    return 1 - math.comb(size - won, k) / math.comb(size, k)
 
 
 def answers_of(trajectory: Trajectory) -> Iterator[list[int]]:
@@ -153,10 +171,11 @@ def thoughts_and_prompts(
     said = [thoughts(chat, t) for group in groups for t in group]
     numbers = [number for number, group in enumerate(groups) for _ in group]
     episodes = [
-        [Turn(thought.prompt_ids, thought.ids, number) for thought in found if thought and thought.ids]
+        [Turn(thought.prompt_ids, thought.ids, number) if thought else Turn([], [], number) for thought in found]
         for number, found in zip(numbers, said, strict=True)
     ]
-    row: dict[str, float] = {}
+    lengths = [len(turn.reasoning) for turns in episodes for turn in turns]
+    row: dict[str, float] = {"rollout/thought_tokens": sum(lengths) / max(1, len(lengths))}
     for scope, choose in SCOPES.items():
         pairs: Pairs = choose(episodes, cfg.diagnostics.pairs, cfg.seed, "diagnostics", step)
         if len(pairs.prompts) < 2:
@@ -225,7 +244,7 @@ class Watch:
     """Reads every row that is reported; `say` and `alert` tell people. Its memory is plain data for the checkpoint."""
 
     def __init__(
-        self, cfg: StarPORun, say: Callable[[str], None], alert: Callable[[str, str], None], exact: bool
+        self, cfg: StarPORun, say: Callable[[str], None], alert: Callable[[str, str, bool], None], exact: bool
     ) -> None:
         self.say, self.alert = say, alert
         self.limits: dict[str, float] = {"empty_steps": cfg.algorithm.max_empty_steps}
@@ -240,7 +259,7 @@ class Watch:
         raised, state["alarms"] = alarms.watch(state["alarms"], step, numbers, self.limits)
         for alarm in raised:
             self.say(f"ALARM {alarm}")
-            self.alert(alarm.name.replace("_", " "), str(alarm))
+            self.alert(alarm.name.replace("_", " "), str(alarm), alarm.severity == "stop")
         return raised
 
 
@@ -268,4 +287,9 @@ def remedy(cfg: StarPORun, learner: Learner, raised: list[alarms.Alarm], done: i
         "algorithm.filter.strategy": cfg.algorithm.filter.strategy,
         "algorithm.entropy_coef": learner.entropy_coef,
     }
-    return alarms.rollback(raised, values)
+    changes = alarms.rollback(raised, values)
+    try:
+        intervene(cfg, changes)
+    except ValueError:  # the change does not suit this run: a filter where groups have one member
+        changes = {"trainer.learning_rate": cfg.trainer.learning_rate / 2}
+    return changes

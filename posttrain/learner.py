@@ -82,7 +82,7 @@ class Learner:
         known = {id(parameter) for parameter in own}
         self.groups = [[p for p in model.parameters() if p.requires_grad and id(p) not in known], own]
         self.optimizer = self._optimizer()
-        self.entropy_coef = cfg.algorithm.entropy_coef
+        self.entropy_coef = self.entropy_bonus = cfg.algorithm.entropy_coef  # kept, and applied in the coming update
         self.adapted = hasattr(model, "get_base_model")
         self.policy: Any = model.get_base_model() if self.adapted else model  # an adapter's layers sit inside it
         device = self.policy.device
@@ -118,9 +118,18 @@ class Learner:
         return out_S
 
     def share(self, rows: list[Row]) -> list[list[Row]]:
-        """This process's share of the rows as micro-batches; all have the same number of them, or one less."""
-        chosen = list(microbatches([len(row.ids) for row in rows], self.cfg.trainer.micro_batch_tokens))
-        return [[rows[i] for i in batch] for batch in chosen[parallel.rank() :: parallel.size()]]
+        """This process's share of the rows as micro-batches; all have the same number of them, or one less.
+
+        A ratio of whole episodes needs all segments of an episode in one micro-batch.
+        """
+        parts: dict[int, list[Row]] = {}
+        for number, row in enumerate(rows):
+            together = self.cfg.algorithm.loss_type == "gspo_episode"
+            parts.setdefault(row.episode if together else number, []).append(row)
+        units = list(parts.values())
+        lengths = [sum(len(row.ids) for row in unit) for unit in units]
+        chosen = list(microbatches(lengths, self.cfg.trainer.micro_batch_tokens))
+        return [[row for i in batch for row in units[i]] for batch in chosen[parallel.rank() :: parallel.size()]]
 
     def _logprobs(self, model: Any, rows: list[Row]) -> torch.Tensor:
         with self.autocast():
@@ -160,15 +169,19 @@ class Learner:
         scale: what the policy loss is multiplied by.
         """
         algorithm, trainer = self.cfg.algorithm, self.cfg.trainer
-        everything = self.groups[POLICY] + self.groups[CRITIC]
         warming = self.critic is not None and step <= algorithm.critic.warmup_steps
         rates = {POLICY: trainer.learning_rate, CRITIC: algorithm.critic.learning_rate}
         for number, setting in enumerate(self.optimizer.param_groups):
             setting["lr"] = 0.0 if warming and number == POLICY else rates[number] * schedule(self.cfg, step)
         lengths_B = torch.bincount(batch.episode_S, minlength=len(batch.episodes)) * trains_B
+        low, high = algorithm.importance_range
+        trusted_S, _ = losses.sampler_weights(
+            measured.old_S, batch.sampler_S, algorithm.importance, batch.episode_S, low=low, high=high
+        )
         self.model.train()
         sums: dict[str, float] = {}
-        gap, steps, norms, skipped = 0.0, 0, 0.0, 0
+        gap, steps, skipped = 0.0, 0, 0
+        norms = [0.0, 0.0]
         for minibatches in passes:
             for chosen in minibatches:
                 counted_B = torch.zeros_like(lengths_B)
@@ -177,16 +190,20 @@ class Learner:
                     continue
                 rows = [row for row in batch.rows if counted_B[row.episode] > 0]
                 for micro in self.share(rows):
-                    found = self._backward(micro, batch, measured, advantages_S, returns_S, counted_B, scale, warming)
+                    found = self._backward(
+                        micro, batch, measured, advantages_S, returns_S, trusted_S, counted_B, scale, warming
+                    )
                     gap = max(gap, found.pop("gap")) if steps == 0 else gap
                     found.pop("gap", None)
                     for key, value in found.items():
                         sums[key] = sums.get(key, 0.0) + value
-                parallel.sum_gradients(everything)
-                norm = torch.nn.utils.clip_grad_norm_(everything, trainer.max_grad_norm).item()
-                if math.isfinite(norm):
+                parallel.sum_gradients(self.groups[POLICY] + self.groups[CRITIC])
+                for parameter in self.groups[POLICY] if warming else ():
+                    parameter.grad = None  # not even the optimizer's moments learn from the critic's loss
+                each = [torch.nn.utils.clip_grad_norm_(own, trainer.max_grad_norm).item() for own in self.groups]
+                if all(map(math.isfinite, each)):
                     self.optimizer.step()
-                    norms += norm
+                    norms = [a + b for a, b in zip(norms, each, strict=True)]
                 else:
                     skipped += 1
                 self.optimizer.zero_grad(set_to_none=True)
@@ -196,14 +213,16 @@ class Learner:
         tokens = sums.pop("tokens")
         row = {key: value / tokens for key, value in sums.items()}
         row |= {
-            "policy/grad_norm": norms / max(1, steps - skipped),
+            "policy/grad_norm": norms[POLICY] / max(1, steps - skipped),
             "policy/skipped_steps": skipped,
             "policy/sampler_gap": max(parallel.gather([gap])),
             "policy/learning_rate": trainer.learning_rate * schedule(self.cfg, step),
-            "policy/entropy_coef": self.entropy_coef,
+            "policy/entropy_coef": self.entropy_bonus,
         }
+        if self.critic:
+            row["critic/grad_norm"] = norms[CRITIC] / max(1, steps - skipped)
         if algorithm.entropy_target is not None:
-            self.entropy_coef, _ = losses.adaptive_entropy(
+            self.entropy_coef, self.entropy_bonus = losses.adaptive_entropy(
                 self.entropy_coef, row["policy/entropy"], algorithm.entropy_target, delta=algorithm.entropy_delta
             )
         return row
@@ -215,6 +234,7 @@ class Learner:
         measured: Measured,
         advantages_S: torch.Tensor,
         returns_S: torch.Tensor | None,
+        trusted_S: torch.Tensor,
         counted_B: torch.Tensor,
         scale: float,
         warming: bool,
@@ -234,13 +254,10 @@ class Learner:
             hidden_SD, tokens_S = trained_states(self.policy, ids, masks)
             new_S, entropy_S = head_logprobs(self.policy, hidden_SD, tokens_S, self.cfg.rollout.temperature)
         new_S, entropy_S = new_S.float(), entropy_S.float()
-        old_S, sampler_S, advantage_S = here(measured.old_S), here(batch.sampler_S), here(advantages_S).float()
+        sampler_S, advantage_S, trusted_S = here(batch.sampler_S), here(advantages_S).float(), here(trusted_S)
+        old_S = here(measured.old_S)
         loss_S, bites_S = self._policy_loss(new_S, old_S, advantage_S, batch, index_S)
-        trusted_S, _ = losses.sampler_weights(
-            old_S, sampler_S, *self._correction(batch, index_S), low=algorithm.importance_range[0],
-            high=algorithm.importance_range[1],
-        )  # fmt: skip
-        total_S = scale * loss_S * trusted_S - self.entropy_coef * entropy_S
+        total_S = scale * loss_S * trusted_S - self.entropy_bonus * entropy_S
         with torch.no_grad():
             found = {
                 "gap": (new_S - sampler_S).abs().max().item(),
@@ -248,6 +265,7 @@ class Learner:
                 "policy/loss": loss_S.sum().item(),
                 "policy/entropy": entropy_S.sum().item(),
                 "policy/clip_fraction": bites_S.sum().item(),
+                "policy/clip_fraction_high": (bites_S & (advantage_S > 0)).sum().item(),
                 "policy/kl_to_old": losses.kl(new_S, old_S, "k3").sum().item(),
                 "policy/importance_weight": trusted_S.sum().item(),
             }
@@ -308,9 +326,6 @@ class Learner:
                 return losses.cispo(new_S, old_S, advantage_S, high)
             case "dppo_tv":
                 return losses.dppo_tv(new_S, old_S, advantage_S, algorithm.delta)
-
-    def _correction(self, batch: Batch, index_S: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        return self.cfg.algorithm.importance, batch.episode_S[index_S].to(self.device)
 
     def _value_loss(
         self,

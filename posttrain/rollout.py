@@ -78,22 +78,24 @@ def play(
 ) -> list[Trajectory]:
     """Play every episode to its end, at most `slots` at a time; a finished one makes room for a waiting one.
 
-    An episode is truncated where even the system message and the current turn do not fit into `max_context`; one whose
-    first turn would not is a UserError. A world that raises ends its own episode (`crashed` says how) and no other;
-    what `set_up` recorded instead of an episode comes back as it is. `context_turns` is k, see the top of this file.
+    An episode is truncated where even the system message and the current turn do not fit into `max_context`. One whose
+    first turn does not is a crash like that of a world, and a UserError where it is so with all of them. A world that
+    raises ends its own episode (`crashed` says how) and no other; what `set_up` recorded instead of an episode comes
+    back as it is. `context_turns` is k, see the top of this file.
     """
     room = math.inf if max_context is None else max_context - params.max_new_tokens
     games = {i: Game(chat, episode) for i, episode in enumerate(episodes) if isinstance(episode, Episode)}
     trajectories = [games[i].trajectory if isinstance(e, Episode) else e for i, e in enumerate(episodes)]
     for trajectory, seed in zip(trajectories, seeds, strict=True):
         trajectory.seed = seed
-    for game in games.values():
-        if not game.look(room, context, context_turns):
-            raise UserError(
-                f"The first prompt of {game.episode.world.name} takes {len(game.prompt(0, context))} tokens, and a turn"
-                f" of {params.max_new_tokens} more does not fit into max_context={max_context}. Raise it, or lower"
-                " max_completion_length."
-            )
+    begun = {i: game for i, game in games.items() if game.begin(room, context, context_turns)}
+    if games and not begun and all(game.too_long for game in games.values()):
+        game = next(iter(games.values()))
+        raise UserError(
+            f"{game.trajectory.crashed}, and a turn of {params.max_new_tokens} more does not fit into"
+            f" max_context={max_context}. Raise it, or lower max_completion_length."
+        )
+    games = begun
     waiting = list(games)[::-1]
     active: dict[int, int] = {}  # the handle of each conversation that is open
     renewed: list[int] = []  # episodes that go on in a new segment
@@ -129,12 +131,13 @@ class Game:
 
     def __init__(self, chat: Chat, episode: Episode) -> None:
         self.chat, self.episode = chat, episode
+        self.too_long = False
         self.said: list[Completion] = []
         self.coming: list[int] = []  # what stands between the last turn and the next one
         self.opening = chat.content_ids(episode.protocol.opening) if episode.protocol.opening else []
         self.trajectory = Trajectory(
             world=episode.world.name,
-            level_key=episode.level_key(),
+            level_key=episode.level_key,
             level_seed=episode.seed,
             noise_seed=episode.noise_seed,
         )
@@ -182,6 +185,19 @@ class Game:
         self.trajectory.truncated = True
         return False
 
+    def begin(self, room: float, context: Context, context_turns: int | None) -> bool:
+        """The first `look`; False, and a crash on record, where its prompt does not fit or cannot be written at all."""
+        try:
+            if self.look(room, context, context_turns):
+                return True
+            length = len(self.prompt(0, context))
+            self.too_long, self.trajectory.truncated = True, False
+            self.trajectory.crashed = f"The first prompt of {self.episode.world.name} takes {length} tokens"
+        except Exception as error:  # a world may say anything, even no text
+            self.trajectory.crashed = f"{type(error).__name__}: {error}"
+        self.finish()
+        return False
+
     def text(self, written: Sequence[int]) -> str:
         """The response that these sampled ids make, with the forced tag in front of them."""
         return self.chat.decode([*self.opening, *written])
@@ -216,6 +232,7 @@ class Game:
         trajectory.terminated = episode.terminated
         trajectory.truncated = trajectory.truncated or episode.truncated
         trajectory.invalid_turns = episode.invalid_turns
+        trajectory.malformed_turns = episode.malformed_turns
         trajectory.actions = list(episode.actions)
         trajectory.effective_actions = episode.effective_actions
         trajectory.failure = episode.failure

@@ -163,7 +163,7 @@ class Tracker(Protocol):
 
     def log(self, row: Mapping[str, Any], step: int) -> None: ...
 
-    def alert(self, title: str, text: str) -> None: ...
+    def alert(self, title: str, text: str, error: bool = False) -> None: ...
 
     def show(self, episodes: Sequence[Mapping[str, Any]], pictures: Sequence[Path], step: int) -> None:
         """Whole episodes, each with `messages` and other facts, and an animated picture of each."""
@@ -191,7 +191,7 @@ class _Nowhere:
     def log(self, row: Mapping[str, Any], step: int) -> None:
         pass
 
-    def alert(self, title: str, text: str) -> None:
+    def alert(self, title: str, text: str, error: bool = False) -> None:
         if is_main_process():
             print(f"{title}: {text}", file=sys.stderr)
 
@@ -208,10 +208,10 @@ class _Trackio:
 
         trackio.log(dict(row), step=step)
 
-    def alert(self, title: str, text: str) -> None:
+    def alert(self, title: str, text: str, error: bool = False) -> None:
         import trackio
 
-        trackio.alert(title, text)
+        trackio.alert(title, text, trackio.AlertLevel.ERROR if error else trackio.AlertLevel.WARN)
 
     def show(self, episodes: Sequence[Mapping[str, Any]], pictures: Sequence[Path], step: int) -> None:
         import trackio
@@ -237,8 +237,8 @@ class _Wandb:
     def log(self, row: Mapping[str, Any], step: int) -> None:
         self.run.log(dict(row), step=step)
 
-    def alert(self, title: str, text: str) -> None:
-        self.run.alert(title=title, text=text)
+    def alert(self, title: str, text: str, error: bool = False) -> None:
+        self.run.alert(title=title, text=text, level="ERROR" if error else "WARN")
 
     def show(self, episodes: Sequence[Mapping[str, Any]], pictures: Sequence[Path], step: int) -> None:
         rows = [[json.dumps(value) for value in episode.values()] for episode in episodes]

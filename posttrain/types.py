@@ -129,6 +129,7 @@ class Trajectory:
     truncated: bool = False
     crashed: str = ""
     invalid_turns: int = 0
+    malformed_turns: int = 0
     unfinished_turns: int = 0
     dropped_turns: int = 0
     actions: list[str] = field(default_factory=list)

@@ -60,7 +60,6 @@ class Batch:
         return {
             "rewards_B": tensor(self.returns()),
             "group_B": torch.tensor(self.group),
-            "lengths_B": torch.tensor([sum(row) for row in self.tokens]),
             "rewards_N": tensor([r for row in self.rewards for r in row]),
             "episode_N": torch.tensor([b for b, _ in turns], dtype=torch.long),
             "turn_S": torch.tensor([i for i, (b, n) in enumerate(turns) for _ in range(self.tokens[b][n])]),
@@ -164,11 +163,18 @@ def test_reinforce_pp_whitens_over_the_tokens(batch: Batch, baseline: bool) -> N
     t, scores = batch.tensors(), batch.returns()
     if baseline:
         scores = normalised(scores, batch.group, std=False)
-    everywhere = [s for s, row in zip(scores, batch.tokens, strict=True) for _ in range(sum(row))]
-    mean = sum(everywhere) / len(everywhere)
-    variance = sum((s - mean) ** 2 for s in everywhere) / max(1, len(everywhere) - 1)
-    slow = [(s - mean) / math.sqrt(variance + 1e-8) for s in scores]
-    assert same(reinforce_pp(t["rewards_B"], t["group_B"], t["lengths_B"], baseline=baseline), slow)
+    for extras in (batch.extra, None):
+        everywhere = []
+        for episode, score in enumerate(scores):
+            count = sum(batch.tokens[episode])
+            paid = flat(extras[episode]) if extras else [0.0] * count
+            everywhere += [score + sum(paid[place:]) for place in range(count)]
+        mean = sum(everywhere) / len(everywhere)
+        variance = sum((s - mean) ** 2 for s in everywhere) / max(1, len(everywhere) - 1)
+        slow = [(s - mean) / math.sqrt(variance + 1e-8) for s in everywhere]
+        extra_S = t["extra_S"] if extras else None
+        fast = reinforce_pp(t["rewards_B"], t["group_B"], t["episode_S"], extra_S, baseline=baseline)
+        assert np.allclose(fast.numpy(), slow, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -177,10 +183,10 @@ def test_reinforce_pp_whitens_over_the_tokens(batch: Batch, baseline: bool) -> N
 def test_equal_rewards_teach_exactly_nothing(dtype: torch.dtype, reward: float, size: int) -> None:
     rewards, group = torch.full((size,), reward, dtype=dtype), torch.zeros(size, dtype=torch.long)
     assert (group_moments(rewards, group)[1] == 0).all()
-    lengths = torch.arange(1, size + 1)
+    tokens = torch.arange(size).repeat_interleave(torch.arange(1, size + 1))
     for advantage in (
         grpo(rewards, group), grpo(rewards, group, std=False), rloo(rewards, group), brpo(rewards),
-        maxrl(rewards, group), reinforce_pp(rewards, group, lengths, baseline=True),
+        maxrl(rewards, group), reinforce_pp(rewards, group, tokens, baseline=True),
     ):  # fmt: skip
         assert (advantage == 0).all()
 
@@ -370,12 +376,13 @@ def test_the_order_of_trajectories_does_not_matter(batch: Batch, random) -> None
         bucket = state_buckets([s for row in b.states for s in row], t["group_B"][t["episode_N"]])
         per_episode = [
             grpo(t["rewards_B"], t["group_B"]), rloo(t["rewards_B"], t["group_B"]), brpo(t["rewards_B"]),
-            maxrl(t["rewards_B"], t["group_B"]), reinforce_pp(t["rewards_B"], t["group_B"], t["lengths_B"]),
+            maxrl(t["rewards_B"], t["group_B"]),
         ]  # fmt: skip
         per_turn = [turn_advantages(*maps), turn_advantages(*maps, over="batch"),
                     gigpo(t["rewards_B"], t["group_B"], t["rewards_N"], t["episode_N"], bucket)]  # fmt: skip
         high = bilevel_gae(rewards_S, t["values_S"], t["turn_S"], t["episode_N"], gamma=0.9, gamma_high=0.8, lam=0.7)
-        per_token = [whiten(gae(rewards_S, t["values_S"], t["episode_S"], 0.9, 0.8)[0]), *high]
+        plus = reinforce_pp(t["rewards_B"], t["group_B"], t["episode_S"], t["extra_S"])
+        per_token = [whiten(gae(rewards_S, t["values_S"], t["episode_S"], 0.9, 0.8)[0]), *high, plus]
         rows = [x[:, None] for x in per_episode]
         rows += [x.split([len(r) for r in b.rewards]) for x in per_turn]
         rows += [x.split([sum(r) for r in b.tokens]) for x in per_token]

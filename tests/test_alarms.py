@@ -158,6 +158,13 @@ def test_each_signal_has_its_alarm(name: str) -> None:
     assert found[0].remedy == ADVICE[name][1]
 
 
+def test_harder_levels_of_a_curriculum_are_no_loss() -> None:
+    easy, hard = {"rollout/success": 0.8, "rollout/lake/stage": 0}, {"rollout/success": 0.2, "rollout/lake/stage": 1}
+    assert names(repeat(HEALTHY | easy, 20) + repeat(HEALTHY | hard, 20)) == []
+    fallen = {"rollout/success": 0.05, "rollout/lake/stage": 1}
+    assert names(repeat(HEALTHY | hard, 20) + repeat(HEALTHY | fallen, 20)) == ["success_drop"]
+
+
 def test_verdicts_that_end_a_run() -> None:
     assert names(repeat({"evaluation/success": 0.0}, 4)) == []
     assert names([*repeat({"evaluation/success": 0.0}, 4), {"evaluation/success": 0.02}] * 3) == []

@@ -12,6 +12,7 @@ from test_learner import config, played, policy
 import train_phase3_starpo as phase3
 from posttrain import cockpit
 from posttrain.learner import Batch
+from posttrain.rollout import Thought
 from posttrain.starpo.alarms import Alarm
 from posttrain.types import Trajectory
 
@@ -54,7 +55,7 @@ def test_a_figure_of_each_group_and_turn() -> None:
 def heard(cfg: Any, rows: list[dict[str, float]], state: dict[str, Any]) -> tuple[list[str], list[str]]:
     said: list[str] = []
     alerts: list[str] = []
-    watch = cockpit.Watch(cfg, said.append, lambda title, text: alerts.append(title), exact=True)
+    watch = cockpit.Watch(cfg, said.append, lambda title, text, error: alerts.append(title), exact=True)
     for step, row in enumerate(rows, 1):
         watch.see(state, step, row)
     return said, alerts
@@ -94,3 +95,52 @@ def test_a_group_whose_members_all_ran_out_of_turns_is_counted() -> None:
         t.truncated = True
     judged = phase3.judge(config(), groups)
     assert cockpit.describe(groups, judged.spread, judged.kept)["rollout/truncated_groups"] == pytest.approx(1 / 3)
+
+
+def test_crashed_groups_have_no_spread_and_pass_at_k_counts_siblings() -> None:
+    groups = played(policy())
+    for t in groups[0]:
+        t.crashed = "OSError: no"
+    for group in groups[1:]:
+        group[0].success = True
+    judged = phase3.judge(config(), groups)
+    row = cockpit.describe(groups, judged.spread, judged.kept)
+    assert row["rollout/in_group_std"] == pytest.approx(sum(judged.spread[1:]) / 2)
+    assert row["rollout/zero_variance_groups"] == 0
+    assert [row["rollout/pass_at_2"], row["rollout/pass_at_4"]] == pytest.approx([(0.5 + 0.5) / 3, 2 / 3])
+    assert "rollout/pass_at_8" not in row
+
+
+def test_a_remedy_that_the_run_cannot_take_becomes_a_smaller_learning_rate() -> None:
+    cfg = config(advantage="arpo", filter={"strategy": "none", "keep_zero": True})
+    alone = cfg.model_dump() | {"rollout": cfg.rollout.model_dump() | {"num_generations": 1}}
+    alone["diagnostics"]["rollbacks"] = 1
+    cfg = type(cfg).model_validate(alone)
+    learner = phase3.prepare(cfg, policy(), None)  # type: ignore[arg-type]
+    changes = cockpit.remedy(cfg, learner, [Alarm("template_collapse/trajectory", "warn", "", "", 9)], 0)
+    assert changes == {"trainer.learning_rate": cfg.trainer.learning_rate / 2}
+
+
+def test_only_first_turns_are_first_turns(tiny_chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn without a thought keeps its place: the second turn of its episode does not stand in for it."""
+    groups = played(policy())
+    seen: dict[str, list[list[int]]] = {}
+
+    def thoughts(chat: Any, t: Trajectory) -> list[Any]:
+        found = [
+            Thought(s, begin, end) for s in t.segments for begin, end in zip(s.turn_starts, s.turn_ends, strict=True)
+        ]
+        return [None, *found[1:]] if t.turn_rewards[-1] else found
+
+    def scores(model: Any, prompts: list[list[int]], reasonings: list[list[int]], **_: Any) -> torch.Tensor:
+        seen.setdefault("first", prompts)
+        return torch.zeros(len(reasonings), len(prompts))
+
+    monkeypatch.setattr(cockpit, "thoughts", thoughts)
+    monkeypatch.setattr(cockpit, "cross_scores", scores)
+    cfg = config()
+    learner = phase3.prepare(cfg, policy(), None)  # type: ignore[arg-type]
+    row = cockpit.thoughts_and_prompts(cfg, learner, tiny_chat, groups, 1, {}, print)
+    beginnings = [group[0].segments[0].ids[:5] for group in groups]
+    assert sorted(seen["first"]) == sorted(beginnings)
+    assert row["rollout/thought_tokens"] > 0

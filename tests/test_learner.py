@@ -95,13 +95,19 @@ def learn(cfg: StarPORun, model: Any, groups: list[list[Trajectory]], learner: L
     return learner, phase3.learn(cfg, learner, groups, phase3.judge(cfg, groups), step)
 
 
-def moved(cfg: StarPORun, rearrange: Callable[[list[list[Trajectory]]], Any] = lambda groups: groups) -> torch.Tensor:
-    """What one update changes in the weights; plain gradient descent in a stride far above rounding: the gradient."""
+def moved(
+    cfg: StarPORun, rearrange: Callable[[list[list[Trajectory]]], Any] = lambda groups: groups, exact: bool = True
+) -> torch.Tensor:
+    """What one update changes in the weights; plain gradient descent in a stride far above rounding: the gradient.
+
+    exact: the sampler's log-probs are the learner's; otherwise the learner looks for itself, as in bfloat16.
+    """
     cfg = cfg.model_copy(update={"trainer": cfg.trainer.model_copy(update={"learning_rate": 1e3})})
     model = policy()
     before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     learner = phase3.prepare(cfg, model, None)  # type: ignore[arg-type]
     learner.optimizer = torch.optim.SGD([{"params": group} for group in learner.groups if group], lr=1e3)
+    learner.exact = exact
     learn(cfg, model, rearrange(played(policy())), learner)
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach() - before
 
@@ -149,6 +155,51 @@ def test_cutting_and_order_change_nothing(algorithm: dict[str, Any]) -> None:
     assert torch.allclose(moved(cut), whole, atol=1e-6 * scale + 1e-7)
     turned = moved(cfg, lambda groups: [group[::-1] for group in groups])
     assert torch.allclose(turned, whole, atol=1e-6 * scale + 1e-7)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "exact"),
+    [
+        ({"loss_type": "gspo_episode", "epsilon": 1e-2, "epsilon_high": 2e-2}, True),
+        ({"importance": "sequence_mask", "importance_range": [0.5, 2.0]}, False),
+        ({"importance": "geometric_mask", "importance_range": [0.9, 1.1]}, False),
+    ],
+)
+def test_ratios_of_whole_episodes_do_not_depend_on_micro_batches(algorithm: dict[str, Any], exact: bool) -> None:
+    """The last episode of each group has two contexts, which a small budget would tear apart."""
+    random = torch.Generator().manual_seed(2)
+
+    def elsewhere(groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
+        random.manual_seed(2)
+        for segment in (segment for group in groups for t in group for segment in t.segments):
+            noise = (0.3 * torch.randn(len(segment.ids), generator=random)).tolist()
+            logprobs = zip(segment.logprobs, noise, segment.mask, strict=True)
+            segment.logprobs = [p + n if on else 0.0 for p, n, on in logprobs]
+        return groups
+
+    cfg = config(**algorithm)
+    whole = moved(cfg, elsewhere, exact)
+    cut = cfg.model_copy(update={"trainer": cfg.trainer.model_copy(update={"micro_batch_tokens": 20})})
+    scale = whole.abs().max().item()
+    assert scale > 0 and torch.allclose(moved(cut, elsewhere, exact), whole, atol=1e-6 * scale + 1e-7)
+
+
+def test_policy_and_critic_are_clipped_apart() -> None:
+    """However large the critic's loss, the policy's step is its own."""
+
+    def step(coef: float) -> torch.Tensor:
+        settings = {"kind": "separate", "coef": coef, "clip": None, "warmup_steps": 0}
+        cfg = config(advantage="gae", critic=settings)
+        return moved(cfg.model_copy(update={"trainer": cfg.trainer.model_copy(update={"max_grad_norm": 0.1})}))
+
+    assert torch.equal(step(1e-3), step(1e3))
+
+
+def test_a_warming_critic_leaves_no_trace_in_the_policys_moments() -> None:
+    cfg, model, learner = critic_run("shared", warmup_steps=1)
+    learn(cfg, model, played(policy()), learner)
+    known = learner.optimizer.state_dict()["state"].keys()
+    assert known == set(range(len(learner.groups[0]), len(learner.groups[0]) + len(learner.groups[1])))
 
 
 def test_masked_and_unkept_episodes_give_no_gradient() -> None:
@@ -204,6 +255,14 @@ def test_kl_in_the_reward_is_taken_from_the_tokens_that_caused_it() -> None:
     lengths_B = torch.bincount(batch.episode_S)
     expected_B = torch.tensor([t.reward for t in batch.episodes]) - 0.5 * 0.1 * lengths_B
     assert torch.allclose(value_S, expected_B.double()[batch.episode_S], atol=1e-5)
+
+
+def test_entropy_above_its_target_gets_no_bonus() -> None:
+    cfg = config(entropy_coef=0.3, entropy_target=0.01, entropy_delta=0.1)
+    learner, row = learn(cfg, model := policy(), played(model))
+    assert row["policy/entropy_coef"] == 0.3 and learner.entropy_coef == pytest.approx(0.2)
+    _, row = learn(cfg, model, played(model), learner, step=2)
+    assert row["policy/entropy_coef"] == 0 and learner.entropy_coef == pytest.approx(0.1)
 
 
 def test_entropy_follows_its_target() -> None:

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -117,7 +118,8 @@ def whole(player: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_hands_over_a_model_and_its_numbers(whole: Path, tiny_chat: Chat) -> None:
     meta = checkpoint.verify(whole / "final")["meta"]
     assert meta["phase"] == "phase3" and meta["chat_template_sha256"] == tiny_chat.hash
-    assert weights(whole / "best").keys() == weights(whole / "final").keys()
+    (best,) = whole.glob(f"best-{meta['step']}")
+    assert weights(best).keys() == weights(whole / "final").keys()
     assert isinstance(AutoModelForCausalLM.from_pretrained(whole / "final"), ConvGPTForCausalLM)
     table = rows(whole)
     assert [row["step"] for row in table if "rollout/reward" in row] == [1, 2, 3, 4]
@@ -159,11 +161,6 @@ def test_resuming_changes_nothing(whole: Path, player: Path, tmp_path: Path) -> 
         subprocess.run(["cp", "-r", *map(str, whole.glob("*")), str(run)], check=True)
         for later in [f"checkpoint-{step}" for step in range(cut + 1, 5)] + ["final"]:
             subprocess.run(["rm", "-r", str(run / later)], check=True)
-        if cut == 1:  # the best was saved before any later step
-            subprocess.run(["rm", "-r", str(run / "best")], check=True)
-            first = settings(tmp_path / "first.yaml", player, output_dir=str(tmp_path / "first"))
-            train(first, "trainer.max_steps=1")
-            subprocess.run(["cp", "-r", str(tmp_path / "first" / "best"), str(run)], check=True)
         train(file, "--resume")
         for name, tensor in weights(whole / "checkpoint-4").items():
             assert torch.equal(tensor, weights(run / "checkpoint-4")[name]), name
@@ -311,7 +308,7 @@ def test_held_out_levels_are_those_of_the_last_stage(
     row = phase3.evaluate(cfg, nothing, nothing, "validation", 2)
     phase3.rollout(cfg, nothing, nothing, 1, {"frozen_lake": {"stage": 0, "successes": []}})
     assert [episode.protocol.max_turns for episode in seen] == [3] * 2 + [2] * 16
-    sizes = [len(episode.level_key().split()[0]) for episode in seen]
+    sizes = [len(episode.level_key.split()[0]) for episode in seen]
     assert sizes == [3] * 2 + [2] * 16
     assert row["evaluation/frozen_lake/crashed"] == 0
 
@@ -356,31 +353,90 @@ def test_a_step_in_which_every_world_crashed_teaches_nothing(player: Path, tmp_p
     assert cockpit.describe(never_begun, judged.spread, judged.kept)["rollout/turns"] == 0
 
 
+def test_groups_without_a_token_to_train_are_not_kept(player: Path, tmp_path: Path) -> None:
+    """Every episode of the group that spreads most was cut: with `mask_truncated` there is nothing in it to train."""
+    file = settings(tmp_path / "run.yaml", player, algorithm={"mask_truncated": True})
+    cfg = resolve(StarPORun, file, ["algorithm.filter={strategy: top_k_abs, value: 1}"])
+    cut = [trajectory(1.0, truncated=True), trajectory(0.0, truncated=True)]
+    groups = [cut, [trajectory(1.0), trajectory(0.9, truncated=True)]]
+    assert phase3.judge(cfg, groups).kept == [1]
+    assert phase3.judge(cfg, [cut]).kept == []
+
+
+def test_pictures_numbers_and_keys_of_a_strange_world(
+    player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It counts in NumPy, cannot be drawn, and some of its levels have no key: the run goes on."""
+    from envs.frozen_lake import FrozenLake
+
+    step, key, count = FrozenLake.step, FrozenLake.level_key, iter(range(10**9))
+
+    def counted(self: FrozenLake, action: str) -> Any:
+        observation, paid, over, cut, info = step(self, action)
+        told = {name: np.bool_(value) if isinstance(value, bool) else value for name, value in info.items()}
+        return observation, np.float32(paid), np.bool_(over), np.bool_(cut), told
+
+    def keyless(self: FrozenLake) -> str:
+        if next(count) % 5 == 4:
+            raise RuntimeError("no key")
+        return key(self)
+
+    def blind(self: FrozenLake) -> Any:
+        raise OSError("no light")
+
+    for name, function in (("step", counted), ("level_key", keyless), ("render", blind)):
+        monkeypatch.setattr(FrozenLake, name, function)
+    train(settings(tmp_path / "run.yaml", player, trainer={"max_steps": 2}, transcripts={"every": 1, "count": 1}))
+    table = [row for row in rows(tmp_path / "run") if "rollout/reward" in row]
+    assert len(table) == 2 and all(0 < row["rollout/crashed"] < 16 for row in table)
+    told = capsys.readouterr().err
+    assert "OSError: no light" in told and "16 episodes crashed and are left out" in told
+    assert len((tmp_path / "run" / "transcripts.jsonl").read_text().splitlines()) >= 2
+
+
+def test_a_world_that_never_begins_is_refused_in_words(
+    player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from envs.frozen_lake import FrozenLake
+
+    def broken(self: FrozenLake, **_: Any) -> Any:
+        raise OSError("no water")
+
+    monkeypatch.setattr(FrozenLake, "reset", broken)
+    with pytest.raises(UserError, match=r"worlds\.0 \(frozen_lake\): it raised OSError: no water.*envs\.check"):
+        train(settings(tmp_path / "run.yaml", player))
+
+
 def test_an_alarm_takes_the_run_back_and_a_resumed_run_remembers(
     player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Back to the best policy with half the learning rate; then the stop alarm ends the run and hands the best over."""
+    """Back to the best policy with half the learning rate, then with more entropy bonus; then the end of the run."""
     real = alarms.watch
 
     def watch(state: Any, step: int, row: Any, limits: Any = None) -> tuple[list[alarms.Alarm], dict[str, Any]]:
         raised, state = real(state, step, row, limits)
-        name = {2: "success_drop", 4: "validation"}.get(step) if "policy/loss" in row else None
-        severity = {"success_drop": "warn", "validation": "stop"}
+        name = {2: "success_drop", 3: "entropy_collapse", 5: "validation"}.get(step) if "policy/loss" in row else None
+        severity = {"success_drop": "warn", "entropy_collapse": "warn", "validation": "stop"}
         return [*raised, *([alarms.Alarm(name, severity[name], "so", "do", step)] if name else [])], state
 
     monkeypatch.setattr(alarms, "watch", watch)
-    every = {"trainer": {"max_steps": 9}, "evaluation": {"every": 9}, "diagnostics": {"rollbacks": 1}}
+    every = {"trainer": {"max_steps": 9}, "evaluation": {"every": 9}, "diagnostics": {"rollbacks": 2}}
     train(settings(tmp_path / "run.yaml", player, **every))
     table = {row["step"]: row for row in rows(tmp_path / "run") if "policy/loss" in row}
-    assert [table[step]["policy/learning_rate"] for step in (1, 2, 3, 4)] == [1e-3, 1e-3, 5e-4, 5e-4]
-    assert sorted(table) == [1, 2, 3, 4], "the last alarm says that further steps are wasted"
+    assert [table[step]["policy/learning_rate"] for step in (1, 2, 3, 4, 5)] == [1e-3, 1e-3, 5e-4, 5e-4, 5e-4]
+    coef = table[1]["policy/entropy_coef"]
+    assert [table[step]["policy/entropy_coef"] for step in (2, 3, 4, 5)] == [coef, coef, 2 * coef, 2 * coef]
+    assert sorted(table) == [1, 2, 3, 4, 5], "the last alarm says that further steps are wasted"
+    back = [row for row in rows(tmp_path / "run") if "intervention/back_to" in row]
+    assert [(row["step"], row["intervention/back_to"]) for row in back] == [(2, 0), (3, 0)]
+    assert back[0]["intervention/changes"] == {"trainer.learning_rate": 5e-4}
     told = capsys.readouterr().err
     assert "step 2: back to the policy of step 0, with {'trainer.learning_rate': 0.0005}" in told
-    assert "step 4: stopped early" in told and checkpoint.verify(tmp_path / "run" / "final")["meta"]["step"] == 0
+    assert "step 5: stopped early" in told and checkpoint.verify(tmp_path / "run" / "final")["meta"]["step"] == 0
     finished = rows(tmp_path / "run")
     train(tmp_path / "run.yaml", "--resume")
     assert rows(tmp_path / "run") == finished, "a run that was stopped is over"
-    for cut in (tmp_path / "run" / "checkpoint-4", tmp_path / "run" / "final"):
+    for cut in (tmp_path / "run" / "checkpoint-5", tmp_path / "run" / "checkpoint-4", tmp_path / "run" / "final"):
         subprocess.run(["rm", "-r", str(cut)], check=True)
     train(tmp_path / "run.yaml", "--resume")
     again = {row["step"]: row for row in rows(tmp_path / "run") if "policy/loss" in row}
@@ -408,13 +464,18 @@ def test_the_learning_rate_follows_its_schedule(player: Path, tmp_path: Path) ->
     assert [schedule(cfg, step) for step in range(1, 13)] == pytest.approx([0.5, *[1.0] * 9, 2 / 3, 1 / 3])
 
 
-def test_groups_that_score_alike_stop_the_run(player: Path, tmp_path: Path) -> None:
+def test_groups_that_score_alike_stop_the_run(player: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = settings(
         tmp_path / "run.yaml", player, algorithm={"max_empty_steps": 2}, protocol={"format_penalty": 0.0},
         worlds=[{"name": "frozen_lake", "options": {"size": 12}}],
     )  # fmt: skip
-    with pytest.raises(UserError, match="scored alike"):
-        train(file)
+    train(file, "diagnostics.early_stop=false", "trainer.max_steps=9")
+    table = rows(tmp_path / "run")
+    assert [row["step"] for row in table if "rollout/reward" in row] == [1, 2]
+    assert not any("policy/loss" in row for row in table)
+    assert checkpoint.verify(tmp_path / "run" / "final")["meta"]["step"] == 0
+    told = capsys.readouterr().err
+    assert "No group passed the filter for 2 steps" in told and "stopped early" in told
 
 
 def test_lora_trains_an_adapter_and_hands_over_whole_weights(player: Path, tmp_path: Path) -> None:

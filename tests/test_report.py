@@ -91,7 +91,7 @@ def _episode(cfg: Any, name: str, sitting: Any, item: dict[str, Any], dice: rand
         "invalid_turns": episode.invalid_turns,
         "unfinished_turns": 0,
         "crashed": "",
-        "level": episode.level_key(),
+        "level": episode.level_key,
     }
 
 

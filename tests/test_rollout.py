@@ -296,7 +296,7 @@ def test_rewards_penalties_and_endings(tiny_chat: Chat) -> None:
         assert loser.reward == pytest.approx(-0.3) and loser.turn_rewards == [0.0] * 3
         assert loser.turn_scores == loser.turn_penalties  # a turn that pays exactly nothing is a turn all the same
         assert len(whole(loser).turn_ends) == 3
-    assert b.world == "frozen_lake" and b.level_key == lost.level_key() and b.level_seed == lost.seed
+    assert b.world == "frozen_lake" and b.level_key == lost.level_key and b.level_seed == lost.seed
 
 
 def test_a_cut_turn_gets_its_stop_token_from_the_environment(tiny_chat: Chat) -> None:

@@ -68,22 +68,6 @@ def maxrl(rewards_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
     return torch.where(positive_B, (rewards_B - mean_B) / mean_B.where(positive_B, torch.ones_like(mean_B)), 0)
 
 
-def reinforce_pp(
-    rewards_B: torch.Tensor, group_B: torch.Tensor, lengths_B: torch.Tensor, *, baseline: bool = False
-) -> torch.Tensor:
-    """Rewards whitened over the tokens of the batch, shape (B,). REINFORCE++, arXiv 2501.03262.
-
-    An episode of `lengths_B` tokens counts that often in mean and variance. `baseline` subtracts the mean of the group
-    first (REINFORCE++-baseline). With a KL penalty in the reward: `whiten(returns_to_go(token_rewards(...), ...))`.
-    """
-    score_B = grpo(rewards_B, group_B, std=False) if baseline else rewards_B
-    assert score_B.isfinite().all()
-    tokens = lengths_B.sum()
-    mean = (score_B * lengths_B).sum() / tokens
-    variance = ((score_B - mean) ** 2 * lengths_B).sum() / (tokens - 1).clamp(min=1)
-    return (score_B - mean) * (variance + 1e-8).rsqrt()
-
-
 def group_moments(rewards_B: torch.Tensor, group_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and sample standard deviation of each episode's group, both (B,); a group of one has deviation 0.
 
@@ -241,6 +225,23 @@ def bilevel_gae(
     ends_S = _ends(turn_S, len(episode_N))
     _, returns_N = gae(rewards_S[ends_S], values_S[ends_S], episode_N, gamma_high, lam)
     return gae(rewards_S.masked_scatter(ends_S, returns_N), values_S, turn_S, gamma, lam)
+
+
+def reinforce_pp(
+    rewards_B: torch.Tensor,
+    group_B: torch.Tensor,
+    episode_S: torch.Tensor,
+    extra_S: torch.Tensor | None = None,
+    *,
+    baseline: bool = False,
+) -> torch.Tensor:
+    """The episode's reward and what `extra_S` still pays from each token on, whitened over all tokens, shape (S,).
+
+    REINFORCE++, arXiv 2501.03262, where `extra_S` is -beta * KL. `baseline` subtracts the mean of the group from the
+    reward first (REINFORCE++-baseline).
+    """
+    score_B = grpo(rewards_B, group_B, std=False) if baseline else rewards_B
+    return whiten(returns_to_go(token_rewards(score_B, episode_S, extra_S), episode_S, 1.0))
 
 
 def whiten(advantages_S: torch.Tensor) -> torch.Tensor:

@@ -145,7 +145,8 @@ ADVICE: dict[str, tuple[str, str]] = {
     "empty_steps": (
         "stop",
         "Levels are too hard or too easy for this model: others (`worlds[].options`), more siblings"
-        " (`rollout.num_generations`) or a higher `rollout.temperature`.",
+        " (`rollout.num_generations`) or a higher `rollout.temperature`; where `rollout/crashed` is not 0, it is the"
+        " world that needs mending.",
     ),
     "not_finite": ("warn", "Write `trainer.bf16: false` and look at the transcripts and rewards of this step."),
     "not_finite_for_long": ("stop", "Go back to the last checkpoint with a lower `trainer.learning_rate`."),
@@ -173,6 +174,14 @@ def _in_a_row(memory: dict[str, Any], name: str, holds: bool) -> int:
     return memory[name]
 
 
+def _forget_easier_levels(memory: dict[str, Any], row: Mapping[str, float]) -> None:
+    """Begin anew where a curriculum has moved on: what was normal before says nothing about the new levels."""
+    stages = {key: value for key, value in row.items() if key.endswith("/stage")}
+    if memory.get("stages", stages) != stages:
+        memory.clear()
+    memory["stages"] = stages
+
+
 # --------------------------------------------------------------------------------------------------------- rules
 
 
@@ -198,6 +207,7 @@ def _spread(
     """
     if "rollout/in_group_std" not in row:
         return
+    _forget_easier_levels(memory, row)
     std, success = row["rollout/in_group_std"], row.get("rollout/success", 0.0)
     start, start_success = _start(memory, "std", std), _start(memory, "success", success)
     stds, successes = _last(memory, "stds", std, 5), _last(memory, "successes", success, 5)
@@ -334,6 +344,7 @@ def _success(
 ) -> Iterator[_Finding]:
     if "rollout/success" not in row:
         return
+    _forget_easier_levels(memory, row)
     values = _last(memory, "values", row["rollout/success"], 10)
     if len(values) < 10:
         return
