@@ -349,6 +349,8 @@ def judge(cfg: StarPORun, groups: list[list[Trajectory]]) -> Judged:
         upper=chosen.band[1],
         smallest=not chosen.largest,
         keep_zero=chosen.keep_zero,
+        # a level's seed is addressed by run, step and group: a new order each step, the same in all processes
+        ties=sorted(range(len(groups)), key=lambda number: address("ties", groups[number][0].level_seed)),
     )
     within_B = torch.ones(len(alive), dtype=torch.bool)
     if chosen.within is not None:
