@@ -451,6 +451,7 @@ def test_a_mistake_names_its_remedy(tmp_path, change, remedy):
             "algorithm.kl_in=reward",
             "`kl_in` belongs to beta, and this run has `beta: 0.0`: leave it out, or change `beta`",
         ),
+        ("algorithm={beta: 0.1, kl_estimator: k1}", "the gradient of k1 is zero on average: write k2 or k3, or `kl_in"),
         ("algorithm.dual_clip=1.1", "must lie above 1 + epsilon_high"),
         ("algorithm.loss_type=cispo", "bounds the ratio itself: write a number above 1, e.g. 5"),
         ("algorithm.loss_type=gspo_turn", "write a small `epsilon` and `epsilon_high`, e.g. 3e-4 and 4e-4"),

@@ -493,6 +493,8 @@ class AlgorithmSection(Section):
                 "the ratios of gspo are means over many tokens: write a small `epsilon` and `epsilon_high`, e.g. 3e-4"
                 " and 4e-4"
             )
+        if self.beta > 0 and (self.kl_in, self.kl_estimator) == ("loss", "k1"):
+            raise wrong("in a loss the gradient of k1 is zero on average: write k2 or k3, or `kl_in: reward`")
         if not 0 <= self.importance_range[0] < self.importance_range[1]:
             raise wrong("`importance_range` goes from a smaller to a larger ratio, e.g. [0.5, 3]")
         return self
