@@ -374,6 +374,8 @@ def judge(cfg: StarPORun, groups: list[list[Trajectory]]) -> Judged:
         upper=chosen.band[1],
         smallest=not chosen.largest,
         keep_zero=chosen.keep_zero,
+        # a level's seed is addressed by run, step and group: a new order each step, the same in all processes
+        ties=sorted(range(len(groups)), key=lambda number: address("ties", groups[number][0].level_seed)),
     )
     weights_G = filters.soft_weights(spread_G) if chosen.strategy == "soft" else torch.ones(len(groups))
     rewards = [[math.nan if t.crashed else t.reward for t in group] for group in groups]

@@ -421,17 +421,47 @@ def test_a_mistake_names_its_remedy(tmp_path, change, remedy):
         ),
         ("algorithm.gamma_high=0.9", "`gamma_high` belongs to bilevel_gae, and this run has `advantage: grpo`"),
         ("algorithm.critic.clip=0.2", "`critic` belongs to gae and bilevel_gae, and this run has `advantage: grpo`"),
+        ("algorithm.gamma=0.5", "`gamma` belongs to turn_return and gae and bilevel_gae, and this run has"),
+        (
+            "algorithm={advantage: rloo, advantage_std: false}",
+            "`advantage_std` belongs to grpo and brpo and turn_return",
+        ),
+        ("algorithm={loss_type: cispo, epsilon: 0.1, epsilon_high: 5}", "`epsilon` belongs to ppo_clip and gspo_turn"),
+        ("algorithm={loss_type: dppo_tv, epsilon_high: 0.3}", "and this run has `loss_type: dppo_tv`: leave it out"),
+        ("algorithm.delta=0.1", "`delta` belongs to dppo_tv, and this run has `loss_type: ppo_clip`"),
+        ("algorithm.kl_estimator=k1", "`kl_estimator` belongs to beta, and this run has `beta: 0.0`: leave it out, or"),
+        (
+            "algorithm.entropy_delta=0.1",
+            "`entropy_delta` belongs to entropy_target, and this run has `entropy_target: null`",
+        ),
+        ("algorithm.importance_range=[0.5, 2]", "`importance_range` belongs to truncate and mask and"),
+        ("algorithm.filter={strategy: soft, value: 0.9}", "`filter.value` belongs to top_k and top_k_abs and top_p"),
+        ("algorithm.filter={strategy: none, value: 0.9}", "and this run has `filter.strategy: none`: leave it out"),
+        ("algorithm.filter={strategy: none, largest: false}", "`filter.largest` belongs to top_k and"),
+        ("algorithm.filter={strategy: percentile, value: 0.3, band: [0, 0.5]}", "`filter.value` belongs to top_k and"),
+        ("algorithm.filter={strategy: percentile}", "keeps all groups until you write its `band`, e.g. [0, 0.25]"),
+        ("algorithm.minibatches=3", "(3) is more than the groups that a step can keep (2)"),
+        ("algorithm={preset: starpo, minibatches: 9}", "(9) is more than the groups that a step can keep (8)"),
+        (
+            "algorithm={advantage: gae, critic: {warmup_steps: 200}}",
+            "(200) leaves no step to the policy: write less than",
+        ),
         ("algorithm.step_similarity=0.9", "`step_similarity` belongs to gigpo"),
-        ("algorithm.kl_in=reward", "a KL in the reward needs its weight: set `beta`"),
+        (
+            "algorithm.kl_in=reward",
+            "`kl_in` belongs to beta, and this run has `beta: 0.0`: leave it out, or change `beta`",
+        ),
+        ("algorithm={beta: 0.1, kl_estimator: k1}", "the gradient of k1 is zero on average: write k2 or k3, or `kl_in"),
         ("algorithm.dual_clip=1.1", "must lie above 1 + epsilon_high"),
         ("algorithm.loss_type=cispo", "bounds the ratio itself: write a number above 1, e.g. 5"),
-        ("algorithm.loss_type=gspo_turn", "write a small `epsilon`, e.g. 3e-4"),
-        ("algorithm.importance_range=[3, 1]", "from a smaller to a larger ratio"),
+        ("algorithm.loss_type=gspo_turn", "write a small `epsilon` and `epsilon_high`, e.g. 3e-4 and 4e-4"),
+        ("algorithm={loss_type: gspo_episode, epsilon: 3e-4}", "write a small `epsilon` and `epsilon_high`"),
+        ("algorithm={importance: mask, importance_range: [3, 1]}", "from a smaller to a larger ratio"),
         ("algorithm.filter={strategy: soft, metric: length}", "`metric: reward_std`"),
         ("algorithm.filter={strategy: top_k_abs, value: 99}", "(99) is more groups than are played"),
         ("algorithm.filter={strategy: top_k_abs, value: 0.5}", "is a number of groups for top_k_abs"),
         ("algorithm.filter={strategy: top_p, value: 2}", "is a share for top_p"),
-        ("algorithm.filter={strategy: top_k, band: [0.1, 0.2]}", "`band` belongs to the strategy percentile"),
+        ("algorithm.filter={strategy: top_k, band: [0.1, 0.2]}", "`filter.band` belongs to percentile"),
         ("algorithm.filter.within=99", "is more episodes than a group has"),
         ("algorithm.advantage=maxrl", "`protocol.format_penalty: 0`"),
         ("rollout.max_completion_length=4096", "must be smaller than max_context"),
@@ -456,6 +486,49 @@ def test_a_mistake_names_its_remedy(tmp_path, change, remedy):
 )
 def test_mistakes_of_phase_3(change, remedy):
     assert remedy in complaint(StarPORun, ROOT / "configs" / "phase3_starpo.yaml", change)
+
+
+FILTERED = "algorithm.filter={strategy: none, keep_zero: true}"
+
+
+@pytest.mark.parametrize(
+    "advantage, fits",
+    [(name, False) for name in ("grpo", "rloo", "maxrl", "reinforce_pp_baseline", "gigpo", "turn_return")]
+    + [(name, True) for name in ("brpo", "arpo", "reinforce_pp", "gae", "bilevel_gae")],
+)
+def test_who_compares_within_a_group_needs_groups_of_two(advantage, fits):
+    file = ROOT / "configs" / "phase3_starpo.yaml"
+    changes = ["rollout.num_generations=1", FILTERED, f"algorithm.advantage={advantage}"]
+    if fits:
+        assert config.resolve(StarPORun, file, changes).algorithm.advantage == advantage
+    else:
+        assert f"`algorithm.advantage: {advantage}` compares the episodes" in complaint(StarPORun, file, *changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["algorithm.advantage=turn_return", "algorithm.turn_norm=batch", "rollout.num_generations=1", FILTERED],
+        ["algorithm.filter={strategy: none}"],  # the preset's `value` is still there
+        ["algorithm.filter.strategy=soft"],
+        ["algorithm.loss_type=dppo_tv"],  # its `epsilon`, too
+        ["algorithm.preset=starpo", "algorithm.beta=0"],
+        [
+            "algorithm.preset=starpo",
+            "algorithm.advantage=rloo",
+            "algorithm.loss_type=cispo",
+            "algorithm.epsilon_high=5",
+        ],
+        ["algorithm.preset=ragen2", "rollout.groups=2"],  # and its `minibatches`
+        ["algorithm.preset=ragen2", "algorithm.filter={strategy: top_k, value: 0.25}"],
+        ["algorithm.gamma=1", "algorithm.kl_estimator=k3", "algorithm.filter={strategy: none, value: 0.5}"],  # defaults
+    ],
+)
+def test_what_a_preset_or_a_default_says_is_never_refused(changes, tmp_path):
+    cfg = config.resolve(StarPORun, ROOT / "configs" / "phase3_starpo.yaml", changes)
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(config.dump(cfg))
+    assert config.resolve(StarPORun, printed) == cfg
 
 
 @pytest.mark.parametrize(

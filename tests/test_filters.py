@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import math
+import random
 from itertools import combinations
 
 import numpy as np
@@ -12,9 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import train_phase3_starpo as phase3
+from posttrain.config import StarPORun
 from posttrain.starpo import filters
 from posttrain.starpo.advantages import grpo
 from posttrain.starpo.filters import group_scores, keep_groups, loss_scale, soft_weights, within_group
+from posttrain.types import Trajectory, address
 
 few = settings(max_examples=60, deadline=None)
 
@@ -136,7 +140,7 @@ def test_every_strategy_is_its_loop(values: list[float], value: float, smallest:
             soft.append(i)
         cumulative += max(0.0, values[i])
         probability += math.exp(sign * values[i]) / exponentials
-    best = values[order[0]] if order else 0.0
+    best, first = values[order[0]] if order else 0.0, int(value / 2 * len(order))
     slow = {
         "none": order,
         "top_k": order[: max(1, int(value * len(values)))],
@@ -144,7 +148,7 @@ def test_every_strategy_is_its_loop(values: list[float], value: float, smallest:
         "top_p": linear,
         "top_p_softmax": soft,
         "min_p": [i for i in order if (values[i] * value <= best if smallest else values[i] >= best * value)],
-        "percentile": order[int(value / 2 * len(order)) : int(value * len(order))],
+        "percentile": order[first : max(first + 1, int(value * len(order)))],
     }
     for strategy, wanted in slow.items():
         given_value = {"top_k_abs": 10 * value, "percentile": value / 2}.get(strategy, value)
@@ -154,12 +158,13 @@ def test_every_strategy_is_its_loop(values: list[float], value: float, smallest:
 
 @few
 @given(distinct, st.sampled_from([0.25, 0.5, 0.75]))
-def test_percentile_bands_tile_the_groups(values: list[float], cut: float) -> None:
+def test_percentile_bands_tile_the_groups_and_are_never_empty(values: list[float], cut: float) -> None:
     lower, upper = (
         keep_groups(tensor(values), "percentile", low, upper=high, keep_zero=True).tolist()
         for low, high in ((0.0, cut), (cut, 1.0))
     )
-    assert lower + upper == slow_order(values, smallest=False, keep_zero=True)
+    order = slow_order(values, smallest=False, keep_zero=True)
+    assert lower + upper == order if cut * len(values) >= 1 else (lower, upper) == (order[:1], order)
 
 
 @few
@@ -168,6 +173,48 @@ def test_the_order_of_groups_does_not_matter(order: list[int], strategy: str) ->
     score = tensor([0.0, 0.3, 1.2, 0.7, 0.1, 2.0])
     kept = keep_groups(score, strategy, 0.5)
     assert [order[i] for i in keep_groups(score[order], strategy, 0.5).tolist()] == kept.tolist()
+
+
+@few
+@given(st.permutations(range(6)), st.booleans(), st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=6, max_size=6))
+def test_ties_are_broken_as_told(ties: list[int], smallest: bool, values: list[float]) -> None:
+    order = sorted(ties, key=lambda i: values[i] if smallest else -values[i])
+    kept = keep_groups(tensor(values), "top_k", 0.5, smallest=smallest, keep_zero=True, ties=ties)
+    assert kept.tolist() == order[:3]
+
+
+def test_alike_groups_are_kept_alike_often_and_a_seed_keeps_the_same() -> None:
+    def kept(seed: int, step: int) -> list[int]:
+        cfg = StarPORun.model_validate(
+            {
+                "output_dir": "unused",
+                "seed": seed,
+                "model": {"name_or_path": "unused"},
+                "worlds": ["frozen_lake"],
+                "rollout": {"groups": 8},
+                "algorithm": {"filter": {"strategy": "top_k", "value": 0.25}},
+            }
+        )
+        luck = random.Random(address(seed, step))
+        return phase3.judge(
+            cfg,
+            [
+                [
+                    Trajectory(
+                        turn_rewards=[float(luck.random() < 0.5)],
+                        turn_penalties=[0.0],
+                        level_seed=address(seed, "level", step, group),
+                    )
+                    for _ in range(8)
+                ]
+                for group in range(8)
+            ],
+        ).kept
+
+    chosen = [kept(seed, step) for seed in range(4) for step in range(100)]
+    share = np.mean([[group < 4 for group in groups] for groups in chosen])
+    assert 0.45 < share < 0.55  # two of eight groups, 400 times: standard error .02
+    assert chosen == [kept(seed, step) for seed in range(4) for step in range(100)]
 
 
 def test_constant_groups_can_be_kept_and_nothing_can_be_left() -> None:

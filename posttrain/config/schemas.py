@@ -339,13 +339,29 @@ class FilterSection(Section):
             raise wrong(f"`value` is a share for {self.strategy}: write a number up to 1, e.g. 0.5, or use top_k_abs")
         if not 0 <= self.band[0] < self.band[1] <= 1:
             raise wrong("`band` goes from a smaller to a larger share of the ranks, e.g. [0.25, 0.75]")
-        if self.band != [0.0, 1.0] and self.strategy != "percentile":
-            raise wrong(f"`band` belongs to the strategy percentile, not to {self.strategy}")
+        if self.band == [0.0, 1.0] and self.strategy == "percentile":
+            raise wrong("the strategy percentile keeps all groups until you write its `band`, e.g. [0, 0.25]")
         if self.strategy == "soft" and self.metric != "reward_std":
             raise wrong("the soft filter weights groups by the deviation of their rewards: `metric: reward_std`")
         if self.within is not None and self.within < 2:
             raise wrong("`within` keeps at least 2 episodes of a group, or there is nothing to compare")
         return self
+
+    def most(self, groups: int) -> int:
+        """The most of so many groups that can be kept."""
+        kept = {
+            "top_k": int(self.value * groups),
+            "top_k_abs": int(self.value),
+            "percentile": 1 + int((self.band[1] - self.band[0]) * groups),
+        }
+        return max(1, kept.get(self.strategy, groups))
+
+
+def _at(values: Any, key: str) -> Any:
+    """The value at a dotted key; None where there is none."""
+    for name in key.split("."):
+        values = values.get(name) if values else None
+    return values
 
 
 def presets() -> list[str]:
@@ -361,6 +377,27 @@ class CriticSection(Section):
     coef: float = Field("weight of the value loss beside the policy loss", 0.5, gt=0)
     clip: float | None = Field("values move at most this far from those of the rollout; null does not clip", 0.5, gt=0)
     warmup_steps: int = Field("first steps in which the critic learns alone", 0, ge=0)
+
+
+# Keys that not every run reads: the keys, the key that decides, and which of its values read them ("": any but off).
+_READ_BY = (
+    ("critic lam whiten", "advantage", "gae bilevel_gae"),
+    ("gamma", "advantage", "turn_return gae bilevel_gae"),
+    ("gamma_high", "advantage", "bilevel_gae"),
+    ("step_weight step_gamma step_similarity", "advantage", "gigpo"),
+    ("turn_norm", "advantage", "turn_return"),
+    ("advantage_std", "advantage", "grpo brpo turn_return gigpo"),
+    ("epsilon", "loss_type", "ppo_clip gspo_turn gspo_episode"),
+    ("epsilon_high", "loss_type", "ppo_clip gspo_turn gspo_episode cispo"),
+    ("dual_clip", "loss_type", "ppo_clip"),
+    ("delta", "loss_type", "dppo_tv"),
+    ("kl_in kl_estimator", "beta", ""),
+    ("entropy_delta", "entropy_target", ""),
+    ("importance_range", "importance", "truncate mask sequence_mask geometric_mask"),
+    ("filter.value", "filter.strategy", "top_k top_k_abs top_p top_p_softmax min_p"),
+    ("filter.largest", "filter.strategy", "top_k top_k_abs top_p top_p_softmax min_p percentile"),
+    ("filter.band", "filter.strategy", "percentile"),
+)
 
 
 class AlgorithmSection(Section):
@@ -384,8 +421,10 @@ class AlgorithmSection(Section):
         " reinforce_pp) or as it is (arpo); of a turn (turn_return, gigpo); of a token (gae, bilevel_gae: a critic)",
         "grpo",
     )
-    advantage_std: bool = Field("grpo, gigpo: divide by the standard deviation; false is Dr. GRPO's choice", True)
-    gamma: float = Field("turn_return: discount of a turn; gae: of a token", 1.0, gt=0, le=1)
+    advantage_std: bool = Field(
+        "grpo, brpo, turn_return, gigpo: divide by the standard deviation; false is Dr. GRPO's choice", True
+    )
+    gamma: float = Field("turn_return: discount of a turn; gae, bilevel_gae: of a token", 1.0, gt=0, le=1)
     lam: float = Field("gae, bilevel_gae: lambda", 1.0, ge=0, le=1)
     gamma_high: float = Field("bilevel_gae: discount of a turn", 0.95, gt=0, le=1)
     turn_norm: Literal["group_turn", "batch"] = Field(
@@ -431,32 +470,41 @@ class AlgorithmSection(Section):
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> AlgorithmSection:
-        def belongs(keys: str, to: str, fits: bool) -> None:
+        found = self.model_dump()
+        for keys, decides, values in _READ_BY:
+            now = _at(found, decides)
+            if now in values.split() if values else now:
+                continue
             for key in keys.split():
-                if getattr(self, key) != type(self).model_fields[key].default and not fits:
-                    raise wrong(f"`{key}` belongs to {to}, and this run has `advantage: {self.advantage}`")
-
-        belongs("critic lam whiten", "gae and bilevel_gae", self.critical)
-        belongs("gamma_high", "bilevel_gae", self.advantage == "bilevel_gae")
-        belongs("step_weight step_gamma step_similarity", "gigpo", self.advantage == "gigpo")
-        belongs("turn_norm", "turn_return", self.advantage == "turn_return")
+                if self.written(key):
+                    now = "null" if now is None else now
+                    raise wrong(
+                        f"`{key}` belongs to {values.replace(' ', ' and ') or decides}, and this run has"
+                        f" `{decides}: {now}`: leave it out, or change `{decides}`"
+                    )
         if self.filter.strategy == "soft" and self.critical:
             raise wrong("the soft filter weights group-relative advantages; with a critic choose another filter")
-        if self.dual_clip is not None and self.loss_type != "ppo_clip":
-            raise wrong(f"`dual_clip` belongs to the loss ppo_clip, not to {self.loss_type}")
         if self.dual_clip is not None and self.dual_clip <= 1 + self.epsilon_high:
             raise wrong(f"`dual_clip` ({self.dual_clip}) must lie above 1 + epsilon_high ({1 + self.epsilon_high})")
         if self.loss_type == "cispo" and self.epsilon_high < 1:
             raise wrong("cispo's `epsilon_high` bounds the ratio itself: write a number above 1, e.g. 5")
-        if self.loss_type.startswith("gspo") and self.epsilon > 0.05:
+        if self.loss_type.startswith("gspo") and max(self.epsilon, self.epsilon_high) > 0.05:
             raise wrong(
-                "the ratios of gspo are means over many tokens: write a small `epsilon`, e.g. 3e-4, and 4e-4 above"
+                "the ratios of gspo are means over many tokens: write a small `epsilon` and `epsilon_high`, e.g. 3e-4"
+                " and 4e-4"
             )
+        if self.beta > 0 and (self.kl_in, self.kl_estimator) == ("loss", "k1"):
+            raise wrong("in a loss the gradient of k1 is zero on average: write k2 or k3, or `kl_in: reward`")
         if not 0 <= self.importance_range[0] < self.importance_range[1]:
             raise wrong("`importance_range` goes from a smaller to a larger ratio, e.g. [0.5, 3]")
-        if self.kl_in == "reward" and self.beta == 0:
-            raise wrong("a KL in the reward needs its weight: set `beta`, e.g. 0.001")
         return self
+
+    def written(self, key: str) -> bool:
+        """Whether the file or the command line says this value; what a default or the preset says is never wrong."""
+        value = _at(self.model_dump(), key)
+        if value == _at(type(self).model_construct().model_dump(), key):
+            return False
+        return self.preset is None or value != _at(read_yaml(PRESETS / f"{self.preset}.yaml"), f"algorithm.{key}")
 
     @property
     def critical(self) -> bool:
@@ -558,7 +606,8 @@ class StarPORun(Run):
     def _no_contradiction(self) -> StarPORun:
         algorithm, chosen, siblings = self.algorithm, self.algorithm.filter, self.rollout.num_generations
         if siblings == 1:
-            if algorithm.advantage in ("grpo", "rloo", "maxrl", "reinforce_pp_baseline", "gigpo"):
+            compares = algorithm.advantage in ("grpo", "rloo", "maxrl", "reinforce_pp_baseline", "gigpo")
+            if compares or (algorithm.advantage, algorithm.turn_norm) == ("turn_return", "group_turn"):
                 raise wrong(
                     f"`algorithm.advantage: {algorithm.advantage}` compares the episodes of a group, and"
                     " `rollout.num_generations: 1` makes groups of one: play at least 2, or take reinforce_pp or gae"
@@ -575,6 +624,17 @@ class StarPORun(Run):
             )
         if chosen.within is not None and chosen.within > siblings:
             raise wrong(f"`algorithm.filter.within` ({chosen.within}) is more episodes than a group has ({siblings})")
+        most, parts = chosen.most(self.rollout.groups), algorithm.minibatches
+        if parts > most and algorithm.written("minibatches"):
+            raise wrong(
+                f"`algorithm.minibatches` ({parts}) is more than the groups that a step can keep ({most}): write less,"
+                " or play more (`rollout.groups`)"
+            )
+        if algorithm.critic.warmup_steps >= (steps := self.trainer.max_steps):
+            raise wrong(
+                f"`algorithm.critic.warmup_steps` ({algorithm.critic.warmup_steps}) leaves no step to the policy: write"
+                f" less than `trainer.max_steps` ({steps})"
+            )
         if algorithm.advantage == "maxrl" and self.protocol.format_penalty != 0:
             raise wrong("maxrl divides by the mean reward, which must not be negative: `protocol.format_penalty: 0`")
         if algorithm.critical and algorithm.critic.kind == "lora" and self.model.tuning == "full":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from posttrain.starpo.advantages import group_moments
@@ -46,12 +48,14 @@ def keep_groups(
     upper: float = 1.0,
     smallest: bool = False,
     keep_zero: bool = False,
+    ties: Sequence[int] | None = None,
     eps: float = 0.01,
 ) -> torch.Tensor:
     """Indices of the groups to train on, best score first; may be empty.
 
     score_G: one number per group, of `group_scores`. Groups without a score (NaN) are never kept; groups whose score is
-    zero teach nothing and are dropped first unless `keep_zero`. Best is largest, or `smallest`.
+    zero teach nothing and are dropped first unless `keep_zero`. Best is largest, or `smallest`; of equal scores the one
+    that comes first in `ties`, a permutation of the groups. Without it low numbers win, and with them the first world.
 
     none            all
     top_k           the best `value` share of all groups, at least one
@@ -60,12 +64,13 @@ def keep_groups(
                     linear rule); 1 keeps all, scores that sum to almost nothing keep none
     top_p_softmax   the fewest whose softmax sums to `value`
     min_p           scores of at least `value` times the largest, or of at most the smallest / `value`
-    percentile      ranks from `value` to below `upper`, as shares: 0 to .25 is the best quarter
+    percentile      ranks from `value` to below `upper`, as shares: 0 to .25 is the best quarter; at least one
 
     >>> keep_groups(torch.tensor([0.1, 0.5, 0.0, 0.4]), "top_k", 0.5)
     tensor([1, 3])
     """
-    order_G = score_G.argsort(descending=not smallest, stable=True)
+    order_G = torch.tensor(range(len(score_G)) if ties is None else ties, dtype=torch.long, device=score_G.device)
+    order_G = order_G[score_G[order_G].argsort(descending=not smallest, stable=True)]
     order_G = order_G[~score_G[order_G].isnan()]
     if not keep_zero:
         order_G = order_G[score_G[order_G].abs() > 1e-10]
@@ -85,7 +90,8 @@ def keep_groups(
     if strategy == "min_p":
         return order_G[ranked_G * value <= ranked_G[0] if smallest else ranked_G >= value * ranked_G[0]]
     if strategy == "percentile":
-        return order_G[int(value * len(order_G)) : int(upper * len(order_G))]
+        first = int(value * len(order_G))
+        return order_G[first : max(first + 1, int(upper * len(order_G)))]
     raise ValueError(
         f"unknown filter strategy {strategy!r}: none, top_k, top_k_abs, top_p, top_p_softmax, min_p or percentile"
     )
