@@ -18,7 +18,7 @@ from posttrain.config import StarPORun
 from posttrain.starpo import filters
 from posttrain.starpo.advantages import grpo
 from posttrain.starpo.filters import group_scores, keep_groups, loss_scale, soft_weights, within_group
-from posttrain.types import Trajectory, address
+from posttrain.types import Segment, Trajectory, address
 
 few = settings(max_examples=60, deadline=None)
 
@@ -201,6 +201,7 @@ def test_alike_groups_are_kept_alike_often_and_a_seed_keeps_the_same() -> None:
             [
                 [
                     Trajectory(
+                        segments=[Segment([5, 5], [False, True], [0.0, 0.0], 0, [0], [1], [2])],
                         turn_rewards=[float(luck.random() < 0.5)],
                         turn_penalties=[0.0],
                         level_seed=address(seed, "level", step, group),
