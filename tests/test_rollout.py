@@ -448,6 +448,18 @@ def test_a_prompt_that_fills_the_context_is_refused(tiny_chat: Chat) -> None:
         play(Scripted(tiny_chat, []), tiny_chat, episodes(1), PARAMS, [0], max_context=40)
 
 
+def test_one_prompt_that_cannot_be_read_ends_its_own_episode_alone(tiny_chat: Chat) -> None:
+    """Too long for the context, or no text at all: what is counted as a crash must not end the others."""
+    begun = episodes(3, max_turns=1)
+    begun[0].messages[1]["content"] *= 40
+    begun[1].messages[1]["content"] = None  # type: ignore[typeddict-item]
+    moves = [["<think>a</think><answer>Up</answer>"]] * 3
+    long, mute, played = play(Scripted(tiny_chat, moves), tiny_chat, begun, PARAMS, [0, 1, 2], max_context=400)
+    assert long.crashed.startswith("The first prompt of frozen_lake takes") and not long.truncated
+    assert "Error" in mute.crashed and long.turns == mute.turns == 0
+    assert played.turns == 1 and not played.crashed
+
+
 def test_complete_is_independent_of_its_batches(model: PreTrainedModel, tiny_chat: Chat) -> None:
     prompts = [tiny_chat.prompt([{"role": "user", "content": text}]) for text in ("a", "bc", "def", "a")]
     seen: list[int] = []
