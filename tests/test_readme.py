@@ -310,7 +310,7 @@ def test_every_metric_of_phase_3_is_explained():
             written |= {key for key in written_keys(function) if "/" in key or key == "memory"}
     written.add("tokens")
     keys = {key.replace("{world}", "WORLD").replace("{failure}", "FAILURE") for key in written}
-    keys = {key.replace("{bucket}", "BUCKET") for key in keys}
+    keys = {key.replace("{bucket}", "BUCKET").replace("{k}", "K") for key in keys}
     for name in ("evaluation", "final"):
         keys |= {key.replace("{name}", name) for key in keys if "{name}" in key}
     keys = {key for key in keys if "{" not in key} | {f"gradients/BUCKET/{loss}" for loss in ("task", "entropy", "kl")}
