@@ -1,0 +1,840 @@
+"""Does every key of algorithm, protocol and rollout reach what it sets?  From overrides to a whole step of StarPO.
+
+A case is one override, and what the run is told beside it. The step is compared with one written out in loops, which
+must itself differ from the step without the override: a key that is ignored, or goes elsewhere, fails its case.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from difflib import SequenceMatcher
+from functools import lru_cache
+from itertools import permutations
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from tiny_runs import tiny_base
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
+
+import train_phase3_starpo as phase3
+from posttrain import cockpit
+from posttrain.chat import Chat
+from posttrain.config import StarPORun, resolve
+from posttrain.learner import Batch, Learner, Measured
+from posttrain.rollout import thoughts
+from posttrain.starpo.diagnostics import information
+from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError
+
+BASE: dict[str, Any] = {
+    "output_dir": "unused",
+    "device": "cpu",
+    "report_to": "none",
+    "model": {"name_or_path": "unused"},
+    "worlds": [{"name": "sokoban", "options": {"size": 5}}],
+    "protocol": {"max_turns": 3, "max_actions": 6, "format_penalty": 0.0},
+    "rollout": {"groups": 4, "num_generations": 4, "max_completion_length": 40, "max_context": 1024},
+    "trainer": {"learning_rate": 0.3, "max_grad_norm": 1e9, "micro_batch_tokens": 128},
+}
+Numbers = Sequence[float] | np.ndarray
+Flat = list[np.ndarray]  # for each episode an array over its sampled tokens
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., StarPORun]:
+    """The config of a user who writes BASE into a file and these overrides behind it."""
+    file = tmp_path_factory.mktemp("wiring") / "run.yaml"
+    file.write_text(yaml.safe_dump(BASE))
+    return lambda *overrides: resolve(StarPORun, file, list(overrides))
+
+
+def case(key: str, *beside: str, **more: Any) -> Any:
+    """The override that is tried, and those that stand with it in either run."""
+    return pytest.param(key, beside, *more.values(), id=" ".join([key, *beside]).replace("algorithm.", ""))
+
+
+def reaches(key: str, found: np.ndarray, expected: np.ndarray, without: np.ndarray) -> None:
+    def far(a: np.ndarray, b: np.ndarray) -> float:
+        return math.inf if a.shape != b.shape else float(np.abs(a - b).max() / np.abs(expected).max())
+
+    assert far(expected, without) > 1e-3, f"{key} makes no difference to these episodes: a case that shows nothing"
+    assert far(found, without) > 1e-4, f"{key} is ignored: the step is the one without it"
+    assert far(found, expected) < 2e-4, f"{key} does not do what it says: {far(found, expected):.1e} from the reference"
+
+
+# ---------------------------------------------------------------------------------------------------------- episodes
+
+
+@lru_cache
+def newborn() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=23, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=2, initializer_range=0.3,
+        )
+    )  # fmt: skip
+
+
+def policy(nudge: int = 0, double: bool = False) -> LlamaForCausalLM:
+    """The model a run begins with; or, nudged, what may have become of it later."""
+    model = copy.deepcopy(newborn())
+    return move(model.double() if double else model, nudge)
+
+
+@torch.no_grad()
+def move(model: Any, seed: int) -> Any:
+    random = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters() if seed else ():
+        parameter += 0.1 * torch.randn(parameter.shape, generator=random).to(parameter)
+    return model
+
+
+REWARDS = [[1.0, 0.2, 0.0, 0.6], [0.3, 0.3, 0.9, 0.1], [2.0, 0.0, 0.0, 1.5], [0.5, 0.5, 0.5, 0.5]]
+ROOMS = ["A room with one box, left of you.", "A room with one box, right of you.", "Nothing but walls."]
+
+
+@lru_cache
+def played() -> list[list[Trajectory]]:
+    """Four groups of ragged episodes, the last group without spread; one of each has more contexts, one is cut short.
+
+    Their log-probs are what the nudged policy says, give or take: it has moved since it sampled them.
+    """
+    random, model = np.random.default_rng(1), policy(nudge=1)
+    groups = []
+    for group, rewards in enumerate(REWARDS):
+        siblings = []
+        for member, reward in enumerate(rewards):
+            turns, segments = 1 + (group + member) % 3, []
+            for turn in range(turns):
+                if turn == 0 or member == 3:
+                    segments.append(Segment(random.integers(1, 23, 3).tolist(), first_turn=turn))
+                said = random.integers(1, 23, int(random.integers(2, 5))).tolist()
+                segments[-1].write(turn, Completion(said, [0.0] * len(said), True))
+                segments[-1].read(random.integers(1, 23, 2).tolist())
+            for segment in segments:
+                with torch.no_grad():
+                    now = model(torch.tensor([segment.ids])).logits[0].log_softmax(-1).numpy()
+                for i, on in enumerate(segment.mask):
+                    segment.logprobs[i] = float(now[i - 1, segment.ids[i]] + random.normal() * 0.4) if on else 0.0
+            paid = np.zeros(turns)
+            paid[-1] = reward - 0.1 * (turns - 1)
+            paid[:-1] += 0.15
+            siblings.append(
+                Trajectory(
+                    segments=segments,
+                    turn_rewards=paid.tolist(),
+                    turn_penalties=[-0.05] * (turns - 1) + [0.0],
+                    state_keys=[f"{(turn + member) % 3}" for turn in range(turns)],
+                    observations=[ROOMS[(turn + member) % 3] for turn in range(turns)],
+                    group=group,
+                    truncated=member == 1,
+                )
+            )
+        groups.append(siblings)
+    return groups
+
+
+# -------------------------------------------------------------------------------------------------- a step, in loops
+
+
+def kl(kind: str, d: float) -> float:
+    return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[kind]
+
+
+def kl_slope(kind: str, d: float) -> float:
+    return {"k1": 1.0, "k2": d, "k3": 1 - math.exp(-d)}[kind]
+
+
+def compared(values: Sequence[float], peers: Sequence[Any], std: bool = True) -> list[float]:
+    """Each value among those that have its peer: less their mean, over their deviation."""
+    out = []
+    for value, peer in zip(values, peers, strict=True):
+        own = [v for v, p in zip(values, peers, strict=True) if p == peer]
+        spread = float(np.std(own, ddof=1)) if len(own) > 1 else 0.0
+        out.append((value - float(np.mean(own))) / (spread + 1e-4 if std else 1.0) if len(own) > 1 else 0.0)
+    return out
+
+
+def later(rewards: Sequence[float], gamma: float) -> list[float]:
+    out, ahead = [], 0.0
+    for reward in reversed(rewards):
+        out.insert(0, ahead := reward + gamma * ahead)
+    return out
+
+
+def gae(pay: Numbers, values: Numbers, gamma: float, lam: float) -> list[float]:
+    following = [*values[1:], 0.0]
+    errors = [r + gamma * after - v for r, after, v in zip(pay, following, values, strict=True)]
+    return later(errors, gamma * lam)
+
+
+def worth(
+    cfg: StarPORun, episodes: list[Trajectory], weights: list[float], trains: list[bool],
+    old: Flat, reference: Flat | None, values: Flat | None,
+) -> tuple[Flat, Flat | None]:  # fmt: skip
+    """The advantage of every sampled token, and what the critic should have said."""
+    a = cfg.algorithm
+    group = [t.group for t in episodes]
+    turn_of = [np.repeat(np.arange(t.turns), t.turn_tokens) for t in episodes]
+    penalty = [np.zeros(t.tokens) for t in episodes]
+    if a.kl_in == "reward" and reference is not None:
+        penalty = [
+            a.beta * np.array([kl(a.kl_estimator, x - r) for x, r in zip(*both, strict=True)])
+            for both in zip(old, reference, strict=True)
+        ]
+    if a.advantage in ("gae", "bilevel_gae"):
+        assert values is not None
+        out, returns = [], []
+        for t, turns, cost, value in zip(episodes, turn_of, penalty, values, strict=True):
+            pay, ends = -cost, [int(np.flatnonzero(turns == n)[-1]) for n in range(t.turns)]
+            pay[ends] += t.turn_scores
+            if a.advantage == "gae":
+                found = np.array(gae(pay, value, a.gamma, a.lam))
+            else:
+                pay[ends] = np.array(gae(pay[ends], value[ends], a.gamma_high, a.lam)) + value[ends]
+                inside = [turns == n for n in range(t.turns)]
+                found = np.concatenate([gae(pay[on], value[on], a.gamma, a.lam) for on in inside])
+            out.append(found)
+            returns.append(found + value)
+        if a.whiten:
+            trained = np.concatenate([found for found, on in zip(out, trains, strict=True) if on])
+            out = [(found - trained.mean()) / math.sqrt(trained.var(ddof=1) + 1e-8) for found in out]
+        return out, returns
+
+    paid = [
+        [score - cost[turns == n].sum() for n, score in enumerate(t.turn_scores)]
+        for t, turns, cost in zip(episodes, turn_of, penalty, strict=True)
+    ]
+    total = [sum(each) for each in paid]
+    places = [(b, n) for b, t in enumerate(episodes) for n in range(t.turns)]
+    if a.advantage in ("turn_return", "gigpo"):
+        ahead = [r for each in paid for r in later(each, a.gamma if a.advantage == "turn_return" else a.step_gamma)]
+        if a.advantage == "turn_return":
+            peers = [(group[b], n) if a.turn_norm == "group_turn" else "all" for b, n in places]
+            of_turn = compared(ahead, peers, a.advantage_std)
+        else:
+            first: list[tuple[int, str]] = []  # the first member of each bucket
+            peers = []
+            for b, n in places:
+                state = episodes[b].state_keys[n] if a.step_similarity is None else episodes[b].observations[n]
+                alike = [
+                    k for k, (g, text) in enumerate(first)
+                    if g == group[b] and SequenceMatcher(None, state, text).ratio() >= (a.step_similarity or 1.0)
+                ]  # fmt: skip
+                if not alike:
+                    first.append((group[b], state))
+                peers.append(alike[0] if alike else len(first) - 1)
+            whole = compared(total, group, a.advantage_std)
+            step = compared(ahead, peers, a.advantage_std)
+            of_turn = [whole[b] + a.step_weight * s for (b, _), s in zip(places, step, strict=True)]
+        starts = np.cumsum([0, *(t.turns for t in episodes)])
+        out = [np.array(of_turn)[starts[b] + turns] for b, turns in enumerate(turn_of)]
+    else:
+        siblings = [[r for r, g in zip(total, group, strict=True) if g == own] for own in group]
+        means, alone = [float(np.mean(own)) for own in siblings], ["all"] * len(total)
+        if a.advantage == "rloo":
+            of = [r - (sum(own) - r) / (len(own) - 1) for r, own in zip(total, siblings, strict=True)]
+        elif a.advantage == "maxrl":
+            of = [(r - mean) / mean if mean > 0 else 0.0 for r, mean in zip(total, means, strict=True)]
+        elif a.advantage.startswith("reinforce_pp"):
+            base = means if a.advantage == "reinforce_pp_baseline" else [0.0] * len(total)
+            scores = [r - b for r, b in zip(total, base, strict=True)]
+            spread = np.repeat(scores, [t.tokens for t in episodes])
+            of = [(s - spread.mean()) / math.sqrt(spread.var(ddof=1) + 1e-8) for s in scores]
+        else:
+            of = {
+                "grpo": compared(total, group, a.advantage_std),
+                "brpo": compared(total, alone, a.advantage_std),
+                "arpo": total,
+            }[a.advantage]
+        out = [np.full(t.tokens, value) for t, value in zip(episodes, of, strict=True)]
+    return [value * weights[g] for value, g in zip(out, group, strict=True)], None
+
+
+def push(cfg: StarPORun, advantage: float, ratio: float, new: float, old: float) -> float:
+    """The derivative of one token's policy loss by its log-prob; `ratio` is its own, its turn's or its episode's."""
+    a = cfg.algorithm
+    if a.loss_type == "cispo":
+        return -min(ratio, a.epsilon_high) * advantage
+    if a.loss_type == "dppo_tv":
+        change = math.exp(new) - math.exp(old)
+        return 0.0 if change * np.sign(advantage) > a.delta else -min(ratio, 20.0) * advantage
+    stopped = ratio > 1 + a.epsilon_high if advantage > 0 else ratio < 1 - a.epsilon
+    stopped = stopped or (a.dual_clip is not None and advantage < 0 and ratio > a.dual_clip)
+    return 0.0 if stopped else -ratio * advantage
+
+
+def trust(cfg: StarPORun, gap: np.ndarray) -> np.ndarray:
+    """The importance weights of one episode's tokens; gap: log-probs of the trainer less those of the sampler."""
+    a = cfg.algorithm
+    low, high = a.importance_range
+    ratio = np.exp(gap)
+    if a.importance == "none":
+        return np.ones_like(gap)
+    if a.importance == "truncate":
+        return np.minimum(ratio, high)
+    if a.importance == "mask":
+        return np.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+    of = np.exp(gap.sum() if a.importance == "sequence_mask" else gap.mean())
+    inside = low <= of <= high
+    return np.full_like(gap, inside * (of if a.importance == "sequence_mask" else 1.0))
+
+
+def asked(model: Any, episodes: list[Trajectory], temperature: float) -> list[tuple[torch.Tensor, ...]]:
+    """Of every episode, with gradient, for each sampled token: its log-prob, the entropy there, the state before it."""
+    rows = [segment.ids for t in episodes for segment in t.segments]
+    padded = torch.tensor([ids + [0] * (max(map(len, rows)) - len(ids)) for ids in rows])  # behind, where nobody looks
+    states = iter(model.model(padded).last_hidden_state)
+    out = []
+    for t in episodes:
+        state = torch.cat([next(states)[[i - 1 for i, on in enumerate(segment.mask) if on]] for segment in t.segments])
+        table = (model.lm_head(state).double() / temperature).log_softmax(-1)
+        logprobs = table[range(t.tokens), t.sampled_ids]
+        out.append((logprobs, -(table.exp() * table).sum(-1), state.float()))
+    return out
+
+
+def stepped(cfg: StarPORun, double: bool = False, step: int = 1, parts: Any = None) -> np.ndarray:
+    """All weights after a step written out in loops: the policy's, then the critic's head."""
+    a = cfg.algorithm
+    start, model = policy(double=double), policy(nudge=1, double=double)
+    groups = played()
+    judged = phase3.judge(cfg, groups)  # has tests of its own
+    chosen = [(g, n) for g in judged.kept for n in range(len(groups[g]))]
+    episodes = [groups[g][n] for g, n in chosen]
+    trains = [judged.trains[g][n] for g, n in chosen]
+    heat = cfg.rollout.temperature
+
+    def now(of: Any) -> Flat:
+        with torch.no_grad():
+            return [logprobs.numpy() for logprobs, _, _ in asked(of, episodes, heat)]
+
+    head = critic_head() if a.critical else None
+    trunk = start if a.critical and a.critic.kind == "separate" else model
+    recorded = [np.array(t.sampled_logprobs) for t in episodes]
+    old = now(model) if double else recorded
+    reference = now(start) if a.beta > 0 else None
+    values = None
+    if head is not None:
+        with torch.no_grad():
+            values = [head(state)[:, 0].double().numpy() for _, _, state in asked(trunk, episodes, heat)]
+    gains, targets = worth(cfg, episodes, judged.weights, trains, old, reference, values)
+    share = len(judged.kept) / len(groups)
+    scale = {"none": 1.0, "linear": share, "sqrt": math.sqrt(share)}[a.filter.loss_scale]
+
+    for part in parts or [judged.kept] * a.num_iterations:
+        own = [b for b, t in enumerate(episodes) if t.group in part and trains[b]]
+        lengths = {b: episodes[b].tokens for b in own}
+        objective: Any = 0.0
+        looks = asked(model, [episodes[b] for b in own], heat)
+        judges = looks if trunk is model else asked(trunk, [episodes[b] for b in own], heat)
+        for b, (new, entropy, _), (_, _, state) in zip(own, looks, judges, strict=True):
+            t = episodes[b]
+            turns = np.repeat(np.arange(t.turns), t.turn_tokens)
+            gap = new.detach().numpy() - old[b]
+            if a.loss_type == "gspo_turn":
+                gap = np.array([gap[turns == n].mean() for n in turns])
+            elif a.loss_type == "gspo_episode":
+                gap = np.full_like(gap, gap.mean())
+            trusted = trust(cfg, old[b] - recorded[b])
+            weight = {
+                "token_mean": 1 / sum(lengths.values()),
+                "sequence_mean": 1 / (len(own) * lengths[b]),
+                "dr_grpo": 1 / (len(own) * cfg.rollout.max_completion_length * cfg.protocol.max_turns),
+            }[a.aggregation]
+            pushes = np.zeros(t.tokens)
+            for i, x in enumerate(new.tolist()):
+                pushes[i] = scale * trusted[i] * push(cfg, gains[b][i], math.exp(gap[i]), x, old[b][i])
+                if reference is not None and a.kl_in == "loss":
+                    pushes[i] += a.beta * kl_slope(a.kl_estimator, x - reference[b][i])
+            objective = objective + weight * ((torch.tensor(pushes) * new).sum() - a.entropy_coef * entropy.sum())
+            if head is not None:
+                assert values is not None and targets is not None
+                value = head(state)[:, 0]
+                slopes = []
+                for v, before, target in zip(value.tolist(), values[b], targets[b], strict=True):
+                    near = v if a.critic.clip is None else np.clip(v, before - a.critic.clip, before + a.critic.clip)
+                    slopes.append(v - target if abs(v - target) >= abs(near - target) - 1e-9 else 0.0)
+                objective = objective + a.critic.coef * weight * (torch.tensor(slopes) * value).sum()
+        objective.backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = math.sqrt(sum(float((g**2).sum()) for g in grads))
+        for g in grads:
+            g *= min(1.0, cfg.trainer.max_grad_norm / norm)
+        warming = head is not None and step <= a.critic.warmup_steps
+        critics = [*head.parameters(), *(trunk.parameters() if trunk is not model else ())] if head else []
+        with torch.no_grad():
+            for rate, parameters in (
+                (0.0 if warming else cfg.trainer.learning_rate, list(model.parameters())),
+                (a.critic.learning_rate, critics),
+            ):
+                for p in parameters:
+                    if p.grad is not None:
+                        p -= rate * p.grad
+                    p.grad = None
+    return weights_of(model, head)
+
+
+def critic_head() -> torch.nn.Linear:
+    head = torch.nn.Linear(16, 1)
+    with torch.no_grad():
+        head.weight.copy_(0.2 * torch.randn(1, 16, generator=torch.Generator().manual_seed(3)))
+        head.bias.zero_()
+    return head
+
+
+def weights_of(model: Any, head: torch.nn.Linear | None) -> np.ndarray:
+    """What the step changed, so that small changes count."""
+    parameters = torch.nn.utils.parameters_to_vector(model.parameters()).detach().double()
+    moved = parameters - torch.nn.utils.parameters_to_vector(policy(nudge=1).parameters()).detach().double()
+    if head is None:
+        return moved.numpy()
+    before = torch.nn.utils.parameters_to_vector(critic_head().parameters()).detach()
+    after = torch.nn.utils.parameters_to_vector(head.parameters()).detach()
+    return torch.cat([moved, (after - before).double()]).numpy()
+
+
+def learned(cfg: StarPORun, double: bool = False) -> np.ndarray:
+    """The same weights after `judge` and `learn`, by plain gradient descent in place of AdamW."""
+    learner = phase3.prepare(cfg, policy(double=double), None)  # type: ignore[arg-type]
+    move(learner.policy, 1)
+    head = learner.critic.head if learner.critic else None
+    if head is not None:
+        head.load_state_dict(critic_head().state_dict())
+    learner.optimizer = torch.optim.SGD([{"params": group} for group in learner.groups if group])
+    groups = played()
+    phase3.learn(cfg, learner, groups, phase3.judge(cfg, groups), 1)
+    return weights_of(learner.policy, head)
+
+
+# ------------------------------------------------------------------------------------------------------ the whole step
+
+GAE = "algorithm.advantage=gae"
+TWICE = "algorithm.num_iterations=2"
+GSPO = ("algorithm.epsilon=0.05", "algorithm.epsilon_high=0.05", "trainer.micro_batch_tokens=9999")
+FAST = "algorithm.critic.learning_rate=0.3"
+
+
+@lru_cache
+def without(told: Callable[..., StarPORun], beside: tuple[str, ...], double: bool = False) -> np.ndarray:
+    return stepped(told(*beside), double)
+
+
+@pytest.mark.parametrize(
+    ("key", "beside"),
+    [
+        case("algorithm.advantage=rloo"),
+        case(GAE),
+        case("algorithm.loss_type=gspo_turn", *GSPO),
+        case("algorithm.loss_type=gspo_episode", *GSPO, "algorithm.loss_type=gspo_turn"),
+        case("algorithm.loss_type=cispo", "algorithm.epsilon_high=1.1"),
+        case("algorithm.loss_type=dppo_tv"),
+        case("algorithm.epsilon=0.05"),
+        case("algorithm.epsilon_high=0.05"),
+        case("algorithm.epsilon=0.02", *GSPO, "algorithm.loss_type=gspo_turn"),
+        case("algorithm.epsilon_high=0.3", *GSPO, "algorithm.loss_type=gspo_episode"),
+        case("algorithm.epsilon_high=1.4", "algorithm.epsilon_high=1.1", "algorithm.loss_type=cispo"),
+        case("algorithm.dual_clip=1.3"),
+        case("algorithm.delta=0.01", "algorithm.loss_type=dppo_tv"),
+        case("algorithm.aggregation=sequence_mean"),
+        case("algorithm.aggregation=dr_grpo"),
+        case("protocol.max_turns=5", "algorithm.aggregation=dr_grpo"),
+        case("rollout.max_completion_length=50", "algorithm.aggregation=dr_grpo"),
+        case("rollout.temperature=0.7"),
+        case("algorithm.beta=0.3"),
+        case("algorithm.kl_estimator=k1", "algorithm.beta=0.3"),
+        case("algorithm.kl_estimator=k2", "algorithm.beta=0.3"),
+        case("algorithm.kl_in=reward", "algorithm.beta=0.3"),
+        case("algorithm.entropy_coef=0.1"),
+        case("algorithm.num_iterations=2"),
+        case("trainer.max_grad_norm=0.01"),
+        case("algorithm.mask_truncated=true"),
+        case("algorithm.filter.strategy=soft"),
+        case("algorithm.filter.within=2"),
+        case("algorithm.filter.keep_zero=true"),
+        case("algorithm.filter.loss_scale=linear"),
+        case("algorithm.filter.loss_scale=sqrt"),
+        case("algorithm.whiten=false", GAE),
+        case("algorithm.mask_truncated=true", GAE),
+        case("algorithm.critic.coef=2.0", GAE),
+        case("algorithm.critic.learning_rate=0.1", GAE),
+        case("algorithm.critic.clip=0.01", GAE, FAST, TWICE),
+        case("algorithm.critic.clip=null", GAE, FAST, TWICE, "algorithm.critic.clip=0.01"),
+        case("algorithm.critic.warmup_steps=1", GAE, FAST),
+        case("algorithm.critic.kind=separate", GAE, FAST, TWICE),
+    ],
+)
+def test_a_key_reaches_the_update(told: Callable[..., StarPORun], key: str, beside: tuple[str, ...]) -> None:
+    cfg = told(*beside, key)
+    reaches(key, learned(cfg), stepped(cfg), without(told, beside))
+
+
+@pytest.mark.parametrize(
+    ("key", "beside"),
+    [
+        case("algorithm.importance=truncate", "algorithm.importance_range=[0.0, 1.2]"),
+        case("algorithm.importance=mask", "algorithm.importance_range=[0.7, 1.2]"),
+        case("algorithm.importance=sequence_mask", "trainer.micro_batch_tokens=9999"),
+        case(
+            "algorithm.importance=geometric_mask", "algorithm.importance_range=[0.9, 1.1]",
+            "trainer.micro_batch_tokens=9999",
+        ),
+        case("algorithm.importance_range=[0.0, 1.3]", "algorithm.importance=truncate"),
+        case("algorithm.importance_range=[0.5, 3.0]", "algorithm.importance=mask"),
+    ],
+)  # fmt: skip
+def test_importance_weights_reach_the_update(told: Callable[..., StarPORun], key: str, beside: tuple[str, ...]) -> None:
+    """In double precision the learner does not take the sampler's log-probs for its own."""
+    cfg = told(*beside, key)
+    reaches(key, learned(cfg, double=True), stepped(cfg, double=True), without(told, beside, double=True))
+
+
+def test_minibatches_are_steps_on_parts_of_the_groups(told: Callable[..., StarPORun]) -> None:
+    """Three groups are kept: one step on two of them and one on the third, in an order that the seed decides."""
+    cfg = told("algorithm.minibatches=2")
+    found = learned(cfg)
+    kept = phase3.judge(cfg, played()).kept
+    ways = [stepped(cfg, parts=[order[:2], order[2:]]) for order in permutations(kept)]
+    closest = min(ways, key=lambda way: np.abs(found - way).max())
+    reaches("algorithm.minibatches", found, closest, without(told, ()))
+
+
+# -------------------------------------------------------------------------------------------------------- advantages
+
+REWARD_KL = ("algorithm.beta=0.2", "algorithm.kl_in=reward")
+
+
+@pytest.mark.parametrize(
+    ("key", "beside"),
+    [
+        *(
+            case(f"algorithm.advantage={name}", "algorithm.advantage_std=false")
+            for name in "rloo brpo arpo maxrl reinforce_pp reinforce_pp_baseline turn_return gigpo gae".split()
+        ),
+        case("algorithm.advantage=bilevel_gae", GAE),
+        *(
+            case("algorithm.advantage_std=false", f"algorithm.advantage={name}")
+            for name in "grpo brpo turn_return gigpo".split()
+        ),
+        *(
+            case("algorithm.kl_in=reward", "algorithm.beta=0.2", f"algorithm.advantage={name}")
+            for name in "grpo rloo brpo arpo maxrl reinforce_pp turn_return gigpo gae bilevel_gae".split()
+        ),
+        case("algorithm.beta=0.4", *REWARD_KL),
+        case("algorithm.kl_estimator=k1", *REWARD_KL),
+        case("algorithm.kl_estimator=k2", *REWARD_KL, GAE),
+        case("algorithm.gamma=0.7", "algorithm.advantage=turn_return"),
+        case("algorithm.turn_norm=batch", "algorithm.advantage=turn_return"),
+        case("algorithm.step_weight=0.3", "algorithm.advantage=gigpo"),
+        case("algorithm.step_gamma=0.5", "algorithm.advantage=gigpo"),
+        case("algorithm.step_similarity=0.8", "algorithm.advantage=gigpo"),
+        *(
+            case(f"algorithm.{key}", f"algorithm.advantage={name}")
+            for name in ("gae", "bilevel_gae")
+            for key in ("gamma=0.7", "lam=0.6", "whiten=false")
+        ),
+        case("algorithm.gamma_high=0.5", "algorithm.advantage=bilevel_gae"),
+    ],
+)
+def test_a_key_reaches_the_advantages(told: Callable[..., StarPORun], key: str, beside: tuple[str, ...]) -> None:
+    """Of a batch in which one episode of each group is not trained on, and the groups have weights."""
+    episodes = [t for group in played() for t in group]
+    trains = [number % 4 != 2 for number in range(len(episodes))]
+    random = np.random.default_rng(2)
+    old = [np.array(t.sampled_logprobs) for t in episodes]
+    reference = [x - random.normal(0.1, 0.5, len(x)) for x in old]
+    values = [random.normal(0.3, 0.5, len(x)) for x in old]
+    ends = np.cumsum([len(x) for x in old])[:-1]
+
+    def results(*both: Flat | None) -> np.ndarray:
+        """What the trained tokens are worth, and their returns where there is a critic."""
+        return np.concatenate([x for part in both if part for x, on in zip(part, trains, strict=True) if on])
+
+    def expected(*overrides: str) -> np.ndarray:
+        cfg = told(*overrides)
+        shares = [1.0] * 4 if cfg.algorithm.critical else weights
+        return results(*worth(cfg, episodes, shares, trains, old, reference, values))
+
+    weights, cfg = [1.0, 0.5, 0.75, 0.25], told(*beside, key)
+    measured = Measured(*(torch.tensor(np.concatenate(part)) for part in (old, reference, values)))
+    found = phase3.advantages(cfg, Batch.of(episodes), measured, weights, torch.tensor(trains))
+    arrays = [None if part is None else np.split(part.numpy(), ends) for part in found]
+    reaches(key, results(*arrays), expected(*beside, key), expected(*beside))
+
+
+# ------------------------------------------------------------------------------------------------------------ judging
+
+
+class Kept(NamedTuple):
+    """What `judge` should find, written by hand; trained: members of each kept group whose tokens count."""
+
+    kept: list[int]
+    trained: str = "0123 0123 0123"
+    weights: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
+
+
+FILTERS: dict[str, Kept] = {  # deviations: 0.41, 0, 1.10 and 0.39
+    "keep_zero=true": Kept([2, 0, 3, 1], "0123 0123 0123 0123"),
+    "largest=false": Kept([3, 0, 2]),
+    "metric=reward": Kept([2, 0, 3, 1], "0123 0123 0123 0123"),
+    "metric=length": Kept([1, 3, 2, 0], "0123 0123 0123 0123"),
+    "metric=entropy": Kept([3, 2, 0, 1], "0123 0123 0123 0123"),
+    "metric=entropy_variance": Kept([0, 3], "0123 0123"),
+    "strategy=top_k": Kept([2, 0], "0123 0123"),
+    "strategy=top_k value=0.25": Kept([2], "0123"),
+    "strategy=top_k_abs value=2": Kept([2, 0], "0123 0123"),
+    "strategy=top_p value=0.7": Kept([2, 0], "0123 0123"),
+    "strategy=top_p value=0.7 metric=reward_variance": Kept([2], "0123"),  # variances: 0.17, 0, 1.21 and 0.15
+    "strategy=top_p_softmax value=0.6": Kept([2, 0], "0123 0123"),
+    "strategy=min_p value=0.36": Kept([2, 0], "0123 0123"),
+    "strategy=percentile band=[0.34,1.0]": Kept([0, 3], "0123 0123"),
+    "strategy=percentile band=[0.0,0.67]": Kept([2, 0], "0123 0123"),
+    "strategy=soft": Kept([2, 0, 3], weights=(0.374, 0.0, 1.0, 0.352)),
+    "within=2": Kept([2, 0, 3], "03 03 03"),
+}
+
+
+@pytest.mark.parametrize("keys", FILTERS)
+def test_a_key_reaches_the_filter(told: Callable[..., StarPORun], keys: str) -> None:
+    rewards = [0.0, 0.4, 0.5, 1.0], [0.2] * 4, [0.0, 0.1, 1.9, 2.0], [0.1, 0.2, 0.1, 0.9]
+    tokens, surprise, wobble = [1, 4, 2, 3], [1.0, 0.5, 2.0, 3.0], [0.5, 0.0, 0.0, 0.1]
+    groups = [
+        [
+            Trajectory(
+                segments=[
+                    Segment(
+                        [5] * (1 + tokens[g]), [False] + [True] * tokens[g],
+                        [0.0] + [-surprise[g] - wobble[g] * (-1) ** n] * tokens[g], 0, [0], [1], [1 + tokens[g]],
+                    )
+                ],
+                turn_rewards=[reward], turn_penalties=[0.0], group=g,
+            )
+            for n, reward in enumerate(rewards[g])
+        ]
+        for g in range(4)
+    ]  # fmt: skip
+    cfg = told(*(f"algorithm.filter.{key}" for key in keys.split()))
+
+    def seen(cfg: StarPORun) -> Kept:
+        judged = phase3.judge(cfg, groups)
+        trained = ["".join(str(n) for n, on in enumerate(judged.trains[g]) if on) for g in judged.kept]
+        return Kept(judged.kept, " ".join(trained), tuple(round(weight, 3) for weight in judged.weights))
+
+    assert seen(told()) == Kept([2, 0, 3]), "without a filter all groups are kept that have a spread"
+    found, expected = seen(cfg), FILTERS[keys]
+    assert found == expected, f"algorithm.filter: {keys} {'is ignored' if found == seen(told()) else 'is not followed'}"
+
+
+# ------------------------------------------------------------------------------------------------------------ playing
+
+
+class Engine:
+    """Writes `says(handle, turn)` in every turn, at log-prob -temperature, as far as the turn's room goes."""
+
+    def __init__(self, chat: Chat, says: Callable[[int, int], str]) -> None:
+        self.chat, self.says = chat, says
+        self.turn: list[int] = []
+        self.open_now = self.most_open = 0
+
+    def open(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        self.turn += [0] * len(prompts)
+        self.open_now += len(prompts)
+        self.most_open = max(self.most_open, self.open_now)
+        return list(range(len(self.turn) - len(prompts), len(self.turn)))
+
+    def append(self, handle: int, ids: Sequence[int]) -> None:
+        pass
+
+    def close(self, handles: Sequence[int]) -> None:
+        self.open_now -= len(handles)
+
+    def sample(self, handles: Sequence[int], params: SamplingParams, seeds: Sequence[int]) -> list[Completion]:
+        said = []
+        for handle in handles:
+            ids = [*self.chat.content_ids(self.says(handle, self.turn[handle])), self.chat.stop_id]
+            self.turn[handle] += 1
+            kept = ids[: params.max_new_tokens]
+            said.append(Completion(kept, [-params.temperature] * len(kept), len(kept) == len(ids)))
+        return said
+
+
+def answer(text: str) -> str:
+    return f"<think>so</think><answer>{text}</answer>"
+
+
+PENALTY = "protocol.format_penalty=-0.5"
+LAST = ("rollout.context=last_k", "rollout.context_turns=1")
+Seen = Callable[[list[list[Trajectory]], Engine], Any]
+firsts: Seen = lambda groups, engine: [s.first_turn for s in groups[0][0].segments]  # noqa: E731
+summed_up: Seen = lambda groups, e: ["Turn 1" in e.chat.decode(s.ids) for s in groups[0][0].segments]  # noqa: E731
+fits: Seen = lambda groups, engine: max(t.context for t in groups[0]) <= 420  # noqa: E731
+penalties: Seen = lambda groups, engine: groups[0][0].turn_penalties  # noqa: E731
+actions: Seen = lambda groups, engine: groups[0][0].actions  # noqa: E731
+invalid: Seen = lambda groups, engine: groups[0][0].invalid_turns  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("key", "beside", "said", "seen", "expected"),
+    [
+        case("rollout.groups=3", said=answer("Up"), seen=lambda groups, engine: len(groups), expected=3),
+        case("rollout.num_generations=2", said=answer("Up"), seen=lambda groups, engine: len(groups[1]), expected=2),
+        case("rollout.slots=5", said=answer("Up"), seen=lambda groups, engine: engine.most_open, expected=5),
+        case(
+            "rollout.temperature=0.7", said=answer("Up"),
+            seen=lambda groups, engine: set(groups[0][0].sampled_logprobs), expected={-0.7},
+        ),
+        case(
+            "rollout.max_completion_length=5", said=answer("Up"),
+            seen=lambda groups, engine: groups[0][0].turn_tokens, expected=[5, 5, 5],
+        ),
+        case("rollout.max_context=420", said=answer("Up"), seen=fits, expected=True),
+        case("rollout.context_turns=2", *LAST, said=answer("Up"), seen=firsts, expected=[0, 0, 1]),
+        case(
+            "rollout.context=single_turn", "rollout.context=last_k", "rollout.context_turns=3", said=answer("Up"),
+            seen=summed_up, expected=[False, True, True],
+        ),
+        case(
+            "rollout.context=last_k", "rollout.context=single_turn", "rollout.context_turns=3", said=answer("Up"),
+            seen=summed_up, expected=[False, False, False],
+        ),
+        case("protocol.max_turns=2", said=answer("Up"), seen=lambda groups, engine: groups[0][0].turns, expected=2),
+        case("protocol.max_actions_per_turn=2", said=answer("Up || Down"), seen=actions, expected=["Up", "Down"] * 3),
+        case("protocol.max_actions=2", said=answer("Up"), seen=actions, expected=["Up", "Up"]),
+        case("protocol.think=false", said="<answer>Up</answer>", seen=invalid, expected=0),
+        case(PENALTY, said="no", seen=penalties, expected=[-0.5] * 3),
+        case("protocol.max_penalised_turns=1", PENALTY, said="no", seen=penalties, expected=[-0.5, 0.0, 0.0]),
+        case(
+            "protocol.action_sep=then", "protocol.max_actions_per_turn=2", said=answer("Up then Down"), seen=actions,
+            expected=["Up", "Down"] * 3,
+        ),
+        case("protocol.force_think=true", said=answer("Up").removeprefix("<think>"), seen=invalid, expected=0),
+    ],
+)  # fmt: skip
+def test_a_key_reaches_the_episodes(
+    told: Callable[..., StarPORun], tiny_chat: Chat, key: str, beside: tuple[str, ...], said: str, seen: Seen,
+    expected: Any,
+) -> None:  # fmt: skip
+    def play(cfg: StarPORun) -> Any:
+        engine = Engine(tiny_chat, lambda handle, turn: said)
+        return seen(phase3.rollout(cfg, engine, tiny_chat, 1, {}), engine)
+
+    found, before = play(told(*beside, key)), play(told(*beside))
+    assert before != expected, f"{key} makes no difference here: a case that shows nothing"
+    assert found == expected, f"{key} {'is ignored' if found == before else 'does something else'}"
+
+
+def test_the_engine_is_the_one_asked_for(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """Sliding windows cannot have slots: a run that asks for them is refused instead of being given another engine."""
+    folder = tiny_base(tmp_path / "base", tiny_tokenizer)
+    torch.manual_seed(0)
+    MistralForCausalLM(
+        MistralConfig(
+            vocab_size=512, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=2, sliding_window=4,
+        )
+    ).save_pretrained(folder)  # fmt: skip
+    file = tmp_path / "run.yaml"
+    short = {"evaluation": {"episodes": 1, "final_episodes": 1}, "trainer": {"max_steps": 1}}
+    file.write_text(yaml.safe_dump({**BASE, **short, "model": {"name_or_path": str(folder)}}))
+    with pytest.raises(UserError, match="engine=slots"):
+        phase3.main(["--config", str(file), f"output_dir={tmp_path / 'run'}", "rollout.engine=slots"])
+
+
+# ------------------------------------------------------------------------------------ critics, checkpoints, diagnostics
+
+
+def test_a_lora_critic_leaves_the_policy_alone(told: Callable[..., StarPORun], tiny_chat: Chat) -> None:
+    """How much its loss counts changes the policy's adapter where the trunk is shared, and not where it is not."""
+
+    def adapter(kind: str, coef: float) -> torch.Tensor:
+        beside = ("model.tuning=lora", GAE, f"algorithm.critic.kind={kind}", f"algorithm.critic.coef={coef}")
+        cfg = told(*beside)
+        torch.manual_seed(0)
+        learner = phase3.prepare(cfg, policy(nudge=1), tiny_chat)
+        assert learner.critic
+        learner.critic.head.load_state_dict(critic_head().state_dict())
+        learner.optimizer = torch.optim.SGD([{"params": group} for group in learner.groups if group])
+        phase3.learn(cfg, learner, played(), phase3.judge(cfg, played()), 1)
+        return torch.cat([p.detach().flatten() for p in learner.groups[0]])
+
+    assert not torch.allclose(adapter("shared", 0.5), adapter("shared", 4.0), atol=1e-5)
+    found, expected = adapter("lora", 0.5), adapter("lora", 4.0)
+    assert torch.allclose(found, expected, atol=1e-6), "algorithm.critic.kind=lora is ignored: the trunk is shared"
+
+
+def test_the_entropy_bonus_goes_on_where_the_checkpoint_left_it(
+    told: Callable[..., StarPORun], tiny_chat: Chat, tmp_path: Path
+) -> None:
+    cfg = told("algorithm.entropy_target=9.0", "algorithm.entropy_delta=0.4", "trainer.learning_rate=1e-3")
+
+    def learn(learner: Learner, step: int) -> dict[str, float]:
+        return phase3.learn(cfg, learner, played(), phase3.judge(cfg, played()), step)
+
+    nothing: Any = None
+    straight = phase3.prepare(cfg, policy(), nothing)
+    learn(straight, 1)
+    phase3.save_state(tmp_path / "checkpoint-1", straight, tiny_chat, {"step": 1})
+    row = learn(straight, 2)
+    assert row["policy/entropy_coef"] == pytest.approx(0.4), "the bonus has risen once by entropy_delta"
+
+    resumed = phase3.prepare(cfg, policy(), nothing)
+    assert phase3.load_state(tmp_path / "checkpoint-1", resumed)["step"] == 1
+    again = learn(resumed, 2)
+    assert again["policy/entropy_coef"] == pytest.approx(0.4), "a resumed run forgets the coefficient of its bonus"
+    vectors = [torch.nn.utils.parameters_to_vector(each.policy.parameters()) for each in (straight, resumed)]
+    assert torch.equal(*vectors)
+
+
+def test_diagnostics_ask_the_first_thought_under_every_first_prompt(
+    told: Callable[..., StarPORun], tiny_chat: Chat
+) -> None:
+    """Each turn has a thought of its own; pairs, temperature and the order of turns reach the figures."""
+    cfg = told("rollout.groups=2", "rollout.num_generations=3", "rollout.temperature=0.7")
+    words = ["ice", "goal", "left and down", "the box", "apples", "wall", "up", "a hole", "tree"]
+    engine = Engine(tiny_chat, lambda n, turn: f"<think>{words[n]} {words[-1 - turn]}</think><answer>Up</answer>")
+    groups = phase3.rollout(cfg, engine, tiny_chat, 1, {})
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tiny_chat.tokenizer), hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=2, initializer_range=0.5,
+        )
+    )  # fmt: skip
+    learner = phase3.prepare(cfg, model, tiny_chat)
+
+    def figures(turn: int) -> dict[str, float]:
+        chosen = [[thoughts(tiny_chat, t)[turn] for t in group] for group in groups]
+        own = [g for g, group in enumerate(chosen) for _ in group]
+        prompts = [group[0].prompt_ids for group in chosen if group[0]]
+        said = [thought.ids for group in chosen for thought in group if thought]
+        scores = torch.zeros(len(said), len(prompts))
+        for r, ids in enumerate(said):
+            for n, prompt in enumerate(prompts):
+                with torch.no_grad():
+                    table = (model(torch.tensor([prompt + ids])).logits[0] / 0.7).log_softmax(-1)
+                scores[r, n] = sum(table[len(prompt) + i - 1, token] for i, token in enumerate(ids))
+        return information(scores, torch.tensor(own), torch.tensor([len(ids) for ids in said]))[0]
+
+    found = cockpit.thoughts_and_prompts(cfg, learner, tiny_chat, groups, 1, {}, lambda text: None)
+    expected, last = figures(0), figures(2)
+    assert expected["conditional_entropy"] != pytest.approx(last["conditional_entropy"], rel=0.01)
+    for name, value in expected.items():
+        assert found[f"collapse/first_turn/{name}"] == pytest.approx(value, rel=1e-3, abs=1e-3), name
+    assert found["collapse/trajectory/retrieval_chance"] < 0.5
+    fewer = told("rollout.groups=2", "rollout.num_generations=3", "diagnostics.pairs=2")
+    found = cockpit.thoughts_and_prompts(fewer, learner, tiny_chat, groups, 1, {}, lambda text: None)
+    assert found["collapse/trajectory/retrieval_chance"] == 0.5, "diagnostics.pairs is ignored"
+
+
+def test_gradients_are_looked_at_when_asked(told: Callable[..., StarPORun]) -> None:
+    cfg = told("diagnostics.gradients_every=2")
+    learner = phase3.prepare(cfg, policy(nudge=1), None)  # type: ignore[arg-type]
+    judged = phase3.judge(cfg, played())
+    seen = [any("gradients/" in key for key in phase3.learn(cfg, learner, played(), judged, step)) for step in (1, 2)]
+    assert seen == [False, True]
