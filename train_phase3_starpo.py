@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from posttrain.chat import Chat
     from posttrain.curriculum import Place
     from posttrain.learner import Batch, Learner, Measured
+    from posttrain.runlog import Tracker
     from posttrain.sampler import Sampler
     from posttrain.starpo.alarms import Alarm
 
@@ -142,39 +143,11 @@ def main(argv: list[str] | None = None) -> None:
 
             # 4. look: transcripts, held-out levels and the best policy so far, a checkpoint to resume from
             last = step == cfg.trainer.max_steps
-            to_read = groups[0][: cfg.transcripts.count] if step % cfg.transcripts.every == 0 else []
-            crashed = [trajectory for trajectory in episodes if trajectory.crashed]
-            if parallel.rank() == 0:
-                some = crashed[: max(1, cfg.transcripts.count)]
-                told = write_transcripts(out / "transcripts.jsonl", step, to_read + some)
-                shown, pictures = [], []
-                for number, (episode, t) in enumerate(zip(told, to_read, strict=False)):
-                    picture = (
-                        None if t.crashed else draw(cfg, out / "episodes", f"step-{step}-{number}", t, progress.say)
-                    )
-                    if picture:
-                        shown.append(episode)
-                        pictures.append(picture)
-                if shown:
-                    tracker.show(shown, pictures, step)
-            if crashed:
-                t = crashed[0]
-                progress.say(
-                    f"step {step}: {len(crashed)} of {len(episodes)} episodes crashed and are left out, see transcripts"
-                    f"; the first: {t.world} raised {t.crashed} (level seed {t.level_seed})"
-                )
+            tell(cfg, out, step, groups, tracker, progress.say)
             if last or step % cfg.evaluation.every == 0:
                 validate(step)
             if changes := cockpit.remedy(cfg, learner, raised, len(state["interventions"])):
-                came_from = {
-                    key: state[key] for key in ("step", "tokens", "curriculum", "best", "best_step", "interventions")
-                }
-                state |= load_state(best(), learner) | came_from | {"alarms": {}}
-                done = {"step": step, "alarms": [a.name for a in raised], "back_to": state["best_step"]}
-                state["interventions"].append(done | {"changes": changes})
-                cfg = learner.cfg = cockpit.intervene(cfg, changes)
-                if (coef := changes.get("algorithm.entropy_coef")) is not None:
-                    learner.entropy_coef = learner.entropy_bonus = coef
+                cfg = go_back(cfg, learner, state, step, raised, changes, best())
                 words = f"step {step}: back to the policy of step {state['best_step']}, with {changes}"
                 progress.say(words)
                 tracker.alert("went back", words)
@@ -562,6 +535,50 @@ def evaluate(
             row[f"{name}/{world.name}/{failure}"] = sum(e.failure == failure for e in episodes_played) / episodes
     row[f"{name}/success"] = sum(row[f"{name}/{world.name}/success"] for world in cfg.worlds) / len(cfg.worlds)
     return row
+
+
+def go_back(
+    cfg: StarPORun, learner: Learner, state: dict[str, Any], step: int, raised: list[Alarm], changes: dict[str, Any],
+    best: Path,
+) -> StarPORun:  # fmt: skip
+    """Put the best policy so far in place, with its optimizer, and go on from this step with a changed config."""
+    from posttrain import cockpit
+
+    goes_on = ("step", "tokens", "curriculum", "best", "best_step", "interventions")
+    state |= load_state(best, learner) | {key: state[key] for key in goes_on} | {"alarms": {}}
+    names = [alarm.name for alarm in raised]
+    state["interventions"].append({"step": step, "alarms": names, "back_to": state["best_step"], "changes": changes})
+    learner.cfg = cockpit.intervene(cfg, changes)
+    if (coef := changes.get("algorithm.entropy_coef")) is not None:
+        learner.entropy_coef = learner.entropy_bonus = coef
+    return learner.cfg
+
+
+def tell(
+    cfg: StarPORun, out: Path, step: int, groups: list[list[Trajectory]], tracker: Tracker, say: Callable[[str], None]
+) -> None:
+    """Where it is due, the first group's transcripts and pictures; always, the episodes that crashed."""
+    from posttrain import parallel
+
+    crashed = [trajectory for group in groups for trajectory in group if trajectory.crashed]
+    if crashed:
+        t, of = crashed[0], sum(map(len, groups))
+        say(
+            f"step {step}: {len(crashed)} of {of} episodes crashed and are left out, see transcripts; the first:"
+            f" {t.world} raised {t.crashed} (level seed {t.level_seed})"
+        )
+    if parallel.rank() != 0:
+        return
+    due = groups[0][: cfg.transcripts.count] if step % cfg.transcripts.every == 0 else []
+    told = write_transcripts(out / "transcripts.jsonl", step, due + crashed[: max(1, cfg.transcripts.count)])
+    shown, pictures = [], []
+    for number, (episode, t) in enumerate(zip(told, due, strict=False)):
+        picture = None if t.crashed else draw(cfg, out / "episodes", f"step-{step}-{number}", t, say)
+        if picture:
+            shown.append(episode)
+            pictures.append(picture)
+    if shown:
+        tracker.show(shown, pictures, step)
 
 
 def write_transcripts(path: Path, step: int, trajectories: list[Trajectory]) -> list[dict[str, Any]]:
