@@ -187,9 +187,24 @@ def test_a_signal_leaves_a_checkpoint_to_resume_from(player: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [{}, {"tuning": "lora", "lora": {"r": 4, "alpha": 8}}], ids=["full", "lora"])
-def test_two_processes_are_one(player: Path, tmp_path: Path, model: dict[str, Any]) -> None:
-    file = settings(tmp_path / "run.yaml", player, model=model)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model": {"tuning": "lora", "lora": {"r": 4, "alpha": 8}}},
+        {
+            "algorithm": {"advantage": "bilevel_gae", "whiten": True, "filter": {"within": 2}},
+            "rollout": {"context": "last_k", "context_turns": 2},
+        },
+        {
+            "algorithm": {"advantage": "gigpo", "loss_type": "gspo_episode", "epsilon": 0.02, "epsilon_high": 0.03},
+            "rollout": {"max_context": 160},
+        },
+    ],
+    ids=["full", "lora", "critic and windows", "episodes and overflow"],
+)
+def test_two_processes_are_one(player: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    file = settings(tmp_path / "run.yaml", player, **changes)
     train(file, f"output_dir={tmp_path / 'one'}")
     done = python(
         "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
