@@ -7,24 +7,20 @@ Three engines play the same conversations (same random weights, prompts, replies
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import random
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
 import torch
-import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import _measure
+
 import posttrain.convgpt  # noqa: F401  registers ConvGPT with the Auto classes
 from posttrain.sampler import ReplaySampler, Sampler, SlotSampler
 from posttrain.types import Completion, SamplingParams, address
@@ -92,52 +88,28 @@ def play(
     return sampled
 
 
-def commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
-
-
-def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = [line.split(": ")[1] for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()} ({os.cpu_count()} cores)"
-
-
 def markdown(results: dict[str, Any]) -> str:
-    """Sampled tokens per second at the median time; ratios of medians, and in brackets those of the single repeats."""
-    lines = [
-        f"Commit {results['commit']}, {results['machine']}, {results['threads']} thread(s), "
-        f"load {results['load']:.1f}, torch {results['torch']}, transformers {results['transformers']}.",
-        f"{results['conversations']} conversations, {results['new_tokens']} tokens a turn, {results['dtype']}, "
-        f"medians of {results['repeats']}.",
-        "",
-        "| model | turns | slots tok/s | generate tok/s | replay tok/s | slots vs generate | slots vs replay |",
-        "|---|--:|--:|--:|--:|--:|--:|",
-    ]
+    """Sampled tokens per second at the median time."""
+    rows = []
     for row in results["rows"]:
         seconds = row["seconds"]
-        cells = [f"{row['model']} {row['parameters'] / 1e6:.1f}M", str(row["turns"])]
-        cells += [f"{row['tokens'] / median(seconds[name]):.0f}" for name in ("slots", "generate", "replay")]
-        for peer in ("generate", "replay"):
-            ratios = [theirs / ours for theirs, ours in zip(seconds[peer], seconds["slots"], strict=True)]
-            middle = median(seconds[peer]) / median(seconds["slots"])
-            cells.append(f"**{middle:.1f}x** ({min(ratios):.1f}-{max(ratios):.1f})")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        speeds = [f"{row['tokens'] / median(seconds[name]):.0f}" for name in ("slots", "generate", "replay")]
+        ratios = [_measure.ratio(seconds[peer], seconds["slots"]) for peer in ("generate", "replay")]
+        rows.append([f"{row['model']} {row['parameters'] / 1e6:.1f}M", str(row["turns"]), *speeds, *ratios])
+    header = ["model", "turns", "slots tok/s", "generate tok/s", "replay tok/s", "slots vs generate", "slots vs replay"]
+    size = f"{results['conversations']} conversations, {results['new_tokens']} tokens a turn, {results['dtype']}"
+    return f"{_measure.told(results)}\n{size}, medians of {results['repeats']}.\n\n{_measure.table(header, rows)}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = _measure.parser(__doc__)
     parser.add_argument("--size", choices=SHAPES, default="tiny")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda is timed in bfloat16")
     parser.add_argument("--turns", type=int, nargs="+", default=[2, 5, 10])
     parser.add_argument("--conversations", type=int, default=32, help="played side by side")
     parser.add_argument("--new-tokens", type=int, default=24, help="sampled per conversation and turn")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="also write every figure to this file")
     given = parser.parse_args()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    _measure.threads()
     dtype = torch.bfloat16 if given.device == "cuda" else torch.float32
 
     rows = []
@@ -159,31 +131,21 @@ def main() -> None:
         model.to(dtype)
         for turns in given.turns:
             texts = script(given.conversations, turns)
-            seconds: dict[str, list[float]] = {name: [] for name in engines}
-            for repeat in range(given.repeats):
-                for name in sorted(engines, reverse=repeat % 2 == 1):
-                    start = time.perf_counter()
-                    play(engines[name], *texts, SamplingParams(given.new_tokens))
-                    seconds[name].append(time.perf_counter() - start)
+            params = SamplingParams(given.new_tokens)
+            seconds = _measure.alternating(
+                {name: partial(play, engine, *texts, params) for name, engine in engines.items()}, given.repeats
+            )
             tokens = given.conversations * turns * given.new_tokens
             rows.append(
                 dict(model=kind, parameters=model.num_parameters(), turns=turns, tokens=tokens, seconds=seconds)
             )
 
-    results = {
-        "commit": commit(),
-        "machine": torch.cuda.get_device_name() if given.device == "cuda" else processor(),
-        "threads": torch.get_num_threads(),
-        "load": os.getloadavg()[0],
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+    results = _measure.surroundings(given.device) | {
         "dtype": str(dtype).removeprefix("torch."),
         **{key: value for key, value in vars(given).items() if key != "json"},
         "rows": rows,
     }
-    print(markdown(results))
-    if given.json:
-        given.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    _measure.publish(results, markdown(results), given.json)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ SIZES = "--conversations 3 --new-tokens 3 --turns 1 2 --repeats 2".split()
 
 @pytest.fixture
 def rollout(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "path", [str(FILE.parent), *sys.path])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     return loaded(FILE)
 
@@ -64,6 +64,22 @@ def test_nothing_is_timed_when_the_engines_differ(rollout, tmp_path, monkeypatch
     with pytest.raises(SystemExit, match="engines differ"):
         rollout.main()
     assert not (tmp_path / "figures.json").exists()
+
+
+def test_worlds_are_timed_beside_the_games_they_are_made_of(rollout, tmp_path, monkeypatch, capsys):
+    worlds = loaded(FILE.parent / "worlds.py")
+    sizes = ["--levels", "3", "--steps", "20", "--repeats", "2"]
+    monkeypatch.setattr(sys, "argv", ["worlds.py", *sizes, "--json", str(tmp_path / "figures.json")])
+    try:
+        worlds.main()
+    finally:
+        sys.modules.pop("pkg_resources", None)  # which gym-sokoban asks for
+    rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    assert [(row["world"], row["what"], row["count"]) for row in rows] == [
+        (world, what, count) for world in ("frozen_lake", "sokoban") for what, count in (("levels", 3), ("steps", 20))
+    ]
+    assert all(len(row["seconds"]) == 2 and "ours" in row["seconds"] for row in rows)
+    assert capsys.readouterr().out.count("\n| ") == 2 + len(rows)
 
 
 def test_every_arm_of_the_learning_benchmark_is_a_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,192 @@
+"""What do the worlds cost beside the games they are made of, and how much of an iteration is it?
+
+Levels and steps a second of ours, with text to read, exact lengths of solutions and splits, and of the raw packages.
+    python benchmarks/worlds.py [--player runs/quickstart/phase2/final] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import random
+import sys
+import time
+import types
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import gymnasium
+import numpy as np
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import _measure
+
+import envs
+from envs.base import draw_level
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def our_levels(name: str, count: int) -> None:
+    """Levels that nobody has asked for before, drawn and shown as text."""
+    draw_level.cache_clear()
+    world = envs.make(name)
+    for seed in range(count):
+        world.reset(seed=seed)
+
+
+def our_steps(world: Any, count: int) -> None:
+    """Moves at random, with what is seen after each; a game that is over begins again on its level."""
+    rng = random.Random(0)
+    world.reset(seed=0)
+    for _ in range(count):
+        _, _, over, _, _ = world.step(rng.choice(world.actions))
+        if over:
+            world.reset(seed=0)
+
+
+def lake_levels(count: int) -> None:
+    for seed in range(count):
+        FrozenLakeEnv(desc=generate_random_map(4, seed=seed), is_slippery=False).reset(seed=seed)
+
+
+def lake_steps(lake: gymnasium.Env[Any, Any], count: int) -> None:
+    rng = random.Random(0)
+    lake.reset(seed=0)
+    for _ in range(count):
+        _, _, over, _, _ = lake.step(rng.randrange(4))
+        if over:
+            lake.reset(seed=0)
+
+
+def gym_sokoban() -> Any:
+    """The package, which asks setuptools for a module that it no longer has, and warns of its own age."""
+    shim = types.ModuleType("pkg_resources")
+    shim.resource_filename = lambda package, path: str(  # type: ignore[attr-defined]
+        Path(importlib.import_module(package).__file__ or "").parent / path
+    )
+    sys.modules.setdefault("pkg_resources", shim)
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        return importlib.import_module("gym_sokoban.envs.sokoban_env").SokobanEnv
+
+
+def sokoban_levels(kind: Any, count: int) -> None:
+    """As the package makes them, of any length, with its smallest picture; one that fails (it raises) is repeated."""
+    random.seed(0)
+    np.random.seed(0)
+    game = kind(dim_room=(6, 6), num_boxes=1, reset=False)
+    for _ in range(count):
+        while True:
+            try:
+                game.reset(render_mode="tiny_rgb_array")
+                break
+            except (RuntimeError, RuntimeWarning):
+                continue
+
+
+def sokoban_steps(game: Any, count: int) -> None:
+    """With its smallest picture of each state."""
+    rng = random.Random(0)
+    for _ in range(count):
+        game.step(rng.randrange(1, 5), observation_mode="tiny_rgb_array")
+
+
+def share(player: Path) -> dict[str, float]:
+    """Seconds of one iteration of the quickstart in the worlds and in all, on this player's model."""
+    import train_phase3_starpo as phase3
+    from posttrain.config import StarPORun, resolve
+    from posttrain.models import load
+    from posttrain.rollout import open_sampler
+
+    file = ROOT / "configs" / "quickstart" / "phase3_starpo.yaml"
+    cfg = resolve(StarPORun, file, [f"model.name_or_path={player}", "output_dir=unused"])
+    model, chat = load(cfg.model, device="cpu", chat_template=None)
+    learner = phase3.prepare(cfg, model, chat)
+    sampler = open_sampler(learner.policy, chat, cfg.rollout.engine)
+    spent, inside = 0.0, False
+
+    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any, **named: Any) -> Any:
+            nonlocal spent, inside
+            if inside:
+                return method(*given, **named)
+            start, inside = time.perf_counter(), True
+            try:
+                return method(*given, **named)
+            finally:
+                spent, inside = spent + time.perf_counter() - start, False
+
+        return run
+
+    kinds = {type(envs.make(world.name)) for world in cfg.worlds}
+    with contextlib.ExitStack() as patches:
+        for kind in kinds:
+            for name in ("reset", "step", "observe"):
+                patches.enter_context(mock.patch.object(kind, name, timed(getattr(kind, name))))
+        start = time.perf_counter()
+        groups = phase3.rollout(cfg, sampler, chat, 1, {})
+        judged = phase3.judge(cfg, groups)
+        phase3.learn(cfg, learner, groups, judged, 1)
+    return {"worlds": spent, "iteration": time.perf_counter() - start}
+
+
+def main() -> None:
+    parser = _measure.parser(__doc__)
+    parser.add_argument("--levels", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--player", type=Path, help="a model that can play: also measure the worlds' share of a step")
+    given = parser.parse_args()
+    _measure.threads()
+
+    kind = gym_sokoban()
+    np.random.seed(0)
+    random.seed(0)
+    raw_lake = FrozenLakeEnv(is_slippery=False)
+    raw_room = kind(dim_room=(6, 6), num_boxes=1, max_steps=10**9)
+    contests: dict[tuple[str, str, int], dict[str, Callable[[], object]]] = {
+        ("frozen_lake", "levels", given.levels): {
+            "ours": partial(our_levels, "frozen_lake", given.levels),
+            "gymnasium": partial(lake_levels, given.levels),
+        },
+        ("frozen_lake", "steps", given.steps): {
+            "ours": partial(our_steps, envs.make("frozen_lake"), given.steps),
+            "gymnasium": partial(lake_steps, raw_lake, given.steps),
+        },
+        ("sokoban", "levels", given.levels): {
+            "ours": partial(our_levels, "sokoban", given.levels),
+            "gym-sokoban": partial(sokoban_levels, kind, given.levels),
+        },
+        ("sokoban", "steps", given.steps): {
+            "ours": partial(our_steps, envs.make("sokoban"), given.steps),
+            "gym-sokoban": partial(sokoban_steps, raw_room, given.steps),
+        },
+    }
+    results = _measure.surroundings() | {"repeats": given.repeats, "rows": []}
+    cells = []
+    for (world, what, count), contestants in contests.items():
+        seconds = _measure.alternating(contestants, given.repeats)
+        results["rows"].append({"world": world, "what": what, "count": count, "seconds": seconds})
+        peer = next(name for name in seconds if name != "ours")
+        speeds = [f"{count / median(seconds[name]):,.0f}" for name in ("ours", peer)]
+        cells.append(
+            [world, f"{what}/s", speeds[0], f"{peer} {speeds[1]}", _measure.ratio(seconds[peer], seconds["ours"])]
+        )
+    markdown = f"{_measure.told(results)}\n\n{_measure.table(['world', '', 'ours', 'peer', 'ours vs peer'], cells)}"
+    if given.player:
+        results["share"] = share(given.player)
+        markdown += f"\n\nOf an iteration of the quickstart, {results['share']['worlds']:.2f} of"
+        markdown += f" {results['share']['iteration']:.1f} s are spent in the worlds:"
+        markdown += f" {results['share']['worlds'] / results['share']['iteration']:.1%}."
+    _measure.publish(results, markdown, given.json)
+
+
+if __name__ == "__main__":
+    main()
