@@ -66,6 +66,13 @@ def test_nothing_is_timed_when_the_engines_differ(rollout, tmp_path, monkeypatch
     assert not (tmp_path / "figures.json").exists()
 
 
+def test_both_updates_have_the_same_gradient(rollout):
+    update = loaded(FILE.parent / "update.py")
+    episodes = update.conversations(8, 3, 8, 100)
+    ours = update.ours(update.model_of(100, "cpu"), episodes, 512)()
+    assert ours > 0 and update.theirs(update.model_of(100, "cpu"), episodes, 4)() == pytest.approx(ours, rel=1e-4)
+
+
 def test_worlds_are_timed_beside_the_games_they_are_made_of(rollout, tmp_path, monkeypatch, capsys):
     worlds = loaded(FILE.parent / "worlds.py")
     sizes = ["--levels", "3", "--steps", "20", "--repeats", "2"]

@@ -1,0 +1,258 @@
+"""How fast and how lean is an update beside TRL's GRPO step on the same trajectories?
+
+One optimizer step of the clipped policy gradient over the same conversations, advantages and random weights: ours, and
+`GRPOTrainer.compute_loss` of TRL with its defaults, the conversations cut into as many micro-batches as it is told.
+    python benchmarks/update.py [--vocabulary 1024 65536 151936] [--turns 5] [--device cuda] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import _measure
+
+from posttrain.types import Segment, Trajectory, address
+
+GROUP = 8
+SHAPE: dict[str, Any] = dict(
+    hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4
+)
+
+
+def model_of(vocabulary: int, device: str) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=vocabulary, tie_word_embeddings=True, max_position_embeddings=4096, **SHAPE)
+    model: Any = LlamaForCausalLM(config)
+    return model.to(device)
+
+
+def conversations(count: int, turns: int, new_tokens: int, vocabulary: int) -> list[Trajectory]:
+    """Prompts of 80 to 120 tokens, shared in a group; turns of up to `new_tokens` sampled ones, replies of 20 to 40.
+
+    Episodes end early as they do in training: each after a number of turns of its own.
+    """
+
+    def text(low: int, high: int, *place: int | str) -> list[int]:
+        rng = random.Random(address(*place))
+        return [rng.randrange(3, vocabulary) for _ in range(rng.randint(low, high))]
+
+    played = []
+    for row in range(count):
+        segment = Segment(text(80, 120, "prompt", row // GROUP))
+        last = random.Random(address("turns", row)).randint(1, turns)
+        for turn in range(last):
+            said = text(new_tokens // 2, new_tokens, "said", turn, row)
+            segment.turns.append(turn)
+            segment.turn_starts.append(len(segment.ids))
+            segment.ids += said
+            segment.mask += [True] * len(said)
+            segment.logprobs += [0.0] * len(said)
+            segment.turn_ends.append(len(segment.ids))
+            if turn + 1 < last:
+                segment.read(text(20, 40, "reply", turn, row))
+        won = [0.0] * (last - 1) + [float(row % 2)]
+        played.append(Trajectory([segment], won, [0.0] * last, [""] * last, [""] * last, group=row // GROUP))
+    return played
+
+
+def ours(model: Any, episodes: list[Trajectory], micro_batch_tokens: int) -> Callable[[], float]:
+    """One update of phase 3; the norm of its gradient."""
+    from posttrain.config import StarPORun
+    from posttrain.learner import Batch, Learner, Measured
+    from posttrain.starpo.advantages import grpo
+
+    cfg = StarPORun.model_validate(
+        {
+            "output_dir": "unused",
+            "model": {"name_or_path": "unused"},
+            "worlds": ["frozen_lake"],
+            "trainer": {"learning_rate": 1e-9, "max_grad_norm": 1e9, "micro_batch_tokens": micro_batch_tokens},
+            "algorithm": {"num_iterations": 1, "minibatches": 1},
+        }
+    )
+    learner, batch = Learner(cfg, model), Batch.of(episodes)
+    old_S = learner._look(batch, lambda rows: learner._logprobs(learner.policy, rows))
+    batch = batch._replace(sampler_S=old_S)
+    rewards_B = torch.tensor([t.reward for t in episodes])
+    advantages_S = grpo(rewards_B, batch.group_B)[batch.episode_S]
+    everyone = torch.ones(len(episodes), dtype=torch.bool)
+    passes = [[list(range(len(episodes)))]]
+
+    def step() -> float:
+        row = learner.update(batch, Measured(old_S, None, None), advantages_S, None, everyone, passes, 1)
+        return row["policy/grad_norm"]
+
+    return step
+
+
+def theirs(model: Any, episodes: list[Trajectory], batch_size: int) -> Callable[[], float]:
+    """The loss of TRL's trainer for each micro-batch, its gradients, and one step; the norm of the gradient."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    accumulation = -(-len(episodes) // batch_size)
+    args = GRPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        report_to="none",
+        use_cpu=model.device.type == "cpu",
+        bf16=False,
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=accumulation,
+        num_generations=GROUP,
+        learning_rate=1e-9,
+        gradient_checkpointing=False,
+        loss_type="dapo",
+        beta=0.0,
+        epsilon_high=0.28,
+    )
+    rows = Dataset.from_list([{"prompt": "x"}] * len(episodes))
+    trainer: Any = GRPOTrainer(
+        model, reward_funcs=lambda **_: [], args=args, train_dataset=rows, processing_class=tokenizer
+    )
+    trainer.create_optimizer()
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = accumulation
+    rewards_B = torch.tensor([t.reward for t in episodes]).view(-1, GROUP)
+    advantages_B = ((rewards_B - rewards_B.mean(1, True)) / (rewards_B.std(1, keepdim=True) + 1e-4)).flatten()
+    count = torch.tensor(sum(t.tokens for t in episodes))
+
+    def padded(rows: list[list[int]], left: bool) -> torch.Tensor:
+        width = max(map(len, rows))
+        return torch.tensor([[0] * (width - len(r)) + r if left else r + [0] * (width - len(r)) for r in rows])
+
+    micro = []
+    for start in range(0, len(episodes), batch_size):
+        some = [t.segments[0] for t in episodes[start : start + batch_size]]
+        cut = [segment.mask.index(True) for segment in some]
+        prompts = [segment.ids[:n] for segment, n in zip(some, cut, strict=True)]
+        answers = [segment.ids[n:] for segment, n in zip(some, cut, strict=True)]
+        masks = [[int(on) for on in segment.mask[n:]] for segment, n in zip(some, cut, strict=True)]
+        inputs = {
+            "prompt_ids": padded(prompts, left=True),
+            "prompt_mask": padded([[1] * len(row) for row in prompts], left=True),
+            "completion_ids": padded(answers, left=False),
+            "completion_mask": padded([[1] * len(row) for row in answers], left=False),
+            "tool_mask": padded(masks, left=False),
+            "advantages": advantages_B[start : start + batch_size],
+            "num_items_in_batch": count,
+        }
+        micro.append({key: value.to(model.device) for key, value in inputs.items()})
+
+    def step() -> float:
+        for inputs in micro:
+            trainer.compute_loss(trainer.model, inputs).backward()
+        norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1e9).item()
+        trainer.optimizer.step()
+        trainer.model.zero_grad(set_to_none=True)
+        return norm
+
+    return step
+
+
+def one(given: Any) -> None:
+    """In a process of its own: time and memory of one contestant, as JSON."""
+    _measure.threads()
+    model = model_of(given.vocabulary[0], given.device)
+    episodes = conversations(given.conversations, given.turns, given.new_tokens, given.vocabulary[0])
+    if given.only == "ours":
+        step = ours(model, episodes, given.micro_batch_tokens)
+    else:
+        step = theirs(model, episodes, given.batch_size)
+    norm, seconds = step(), []  # the first one also makes the optimizer's moments
+    for _ in range(given.repeats):
+        start = time.perf_counter()
+        step()
+        if given.device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    if given.device == "cuda":
+        peak = torch.cuda.max_memory_allocated() / 2**30
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+    own = sum(4 * p.numel() for p in model.parameters()) / 2**30
+    print(json.dumps({"norm": norm, "seconds": seconds, "peak": peak, "weights": own}))
+
+
+def main() -> None:
+    parser = _measure.parser(__doc__)
+    parser.add_argument("--vocabulary", type=int, nargs="+", default=[1024, 65536, 151936])
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--new-tokens", type=int, default=24, help="the most sampled in a turn")
+    parser.add_argument("--conversations", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, default=8, help="TRL: conversations in a micro-batch")
+    parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="ours: padded tokens in a micro-batch")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--only", choices=["ours", "trl"], help="one contestant alone, figures as JSON")
+    given = parser.parse_args()
+    if given.only:
+        one(given)
+        return
+    _measure.threads()
+    episodes = conversations(given.conversations, given.turns, given.new_tokens, 1024)
+    sampled, read = sum(t.tokens for t in episodes), sum(t.context for t in episodes)
+    handed_on = ("turns", "new_tokens", "conversations", "batch_size", "micro_batch_tokens", "device")
+    shared = [f"--{key.replace('_', '-')}={getattr(given, key)}" for key in handed_on]
+
+    def contestant(name: str, vocabulary: int) -> dict[str, Any]:
+        command = [sys.executable, __file__, "--only", name, "--vocabulary", str(vocabulary), "--repeats", "1", *shared]
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1"}
+        )
+        if done.returncode:
+            sys.exit(f"{name}, vocabulary {vocabulary}:\n{done.stderr[-2000:]}")
+        return json.loads(done.stdout.splitlines()[-1])
+
+    rows = []
+    for vocabulary in given.vocabulary:
+        found: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
+        for repeat in range(given.repeats):
+            for name in sorted(found, reverse=repeat % 2 == 1):
+                found[name].append(contestant(name, vocabulary))
+        norms = [found[name][0]["norm"] for name in found]
+        if abs(norms[0] - norms[1]) > 1e-3 * norms[0]:
+            sys.exit(
+                f"vocabulary {vocabulary}: the gradients differ ({norms[0]:.6g} and {norms[1]:.6g}): not the same work."
+            )
+        rows.append({"vocabulary": vocabulary} | found)
+
+    results = _measure.surroundings(given.device) | {
+        **{key: value for key, value in vars(given).items() if key not in ("json", "only")},
+        "sampled_tokens": sampled,
+        "read_tokens": read,
+        "rows": rows,
+    }
+    cells = []
+    for row in rows:
+        seconds = {name: [each["seconds"][0] for each in row[name]] for name in ("ours", "trl")}
+        peak = {name: median(each["peak"] for each in row[name]) for name in ("ours", "trl")}
+        speeds = [f"{read / median(seconds[name]):,.0f}" for name in ("ours", "trl")]
+        memory = [f"{peak['ours']:.2f}", f"{peak['trl']:.2f}", f"{peak['ours'] / peak['trl']:.2f}"]
+        cells.append([str(row["vocabulary"]), *speeds, _measure.ratio(seconds["trl"], seconds["ours"]), *memory])
+    header = ["vocabulary", "ours tok/s", "TRL tok/s", "ours vs TRL", "ours GiB", "TRL GiB", "memory"]
+    size = f"{given.conversations} conversations, {read:,} tokens, {sampled:,} of them sampled"
+    markdown = f"{_measure.told(results)}\n{size}; medians of {given.repeats} processes each.\n\n"
+    _measure.publish(results, markdown + _measure.table(header, cells), given.json)
+
+
+if __name__ == "__main__":
+    main()
