@@ -2,7 +2,7 @@
 
 One optimizer step of the clipped policy gradient over the same conversations, advantages and random weights: ours, and
 `GRPOTrainer.compute_loss` of TRL with its defaults, the conversations cut into as many micro-batches as it is told.
-    python benchmarks/update.py [--vocabulary 1024 65536 151936] [--turns 5] [--device cuda] [--json FILE]
+    python benchmarks/update.py [--vocabulary 1024 65536] [--turns 5] [--device cuda] [--json FILE]
 """
 
 from __future__ import annotations
@@ -195,10 +195,10 @@ def one(given: Any) -> None:
 
 def main() -> None:
     parser = _measure.parser(__doc__)
-    parser.add_argument("--vocabulary", type=int, nargs="+", default=[1024, 65536, 151936])
+    parser.add_argument("--vocabulary", type=int, nargs="+", default=[1024, 65536])
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=24, help="the most sampled in a turn")
-    parser.add_argument("--conversations", type=int, default=32)
+    parser.add_argument("--conversations", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=8, help="TRL: conversations in a micro-batch")
     parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="ours: padded tokens in a micro-batch")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
