@@ -15,13 +15,12 @@ def test_it_learns_a_small_lake(tiny_tokenizer: PreTrainedTokenizerFast, tmp_pat
         taught(tmp_path / "player" / "final", tiny_tokenizer, 250),
         rollout={"groups": 16, "num_generations": 8},
         trainer={"max_steps": 15, "learning_rate": 1.5e-3, "warmup_steps": 2, "adam_beta2": 0.99},
-        evaluation={"every": 15, "episodes": 100, "final_episodes": 100},
+        evaluation={"every": 15, "episodes": 20, "final_episodes": 20},
         checkpoint={"every": 100},
         transcripts={"every": 100},
         diagnostics={"every": 0},
     )
     train(file)
-    table = rows(tmp_path / "run")
-    before = next(row["evaluation/frozen_lake/high"] for row in table if row["step"] == 0)
-    after = next(row["final/frozen_lake/low"] for row in table if "final/success" in row)
-    assert after > before, f"upper end before {before}, lower end after {after}"
+    success = [row["rollout/success"] for row in rows(tmp_path / "run") if "rollout/success" in row]
+    before, after = sum(success[:5]) / 5, sum(success[-5:]) / 5  # 640 episodes each, on levels never seen before
+    assert after > before + 0.12, f"{before:.2f} in the first five steps, {after:.2f} in the last five"
