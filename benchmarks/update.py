@@ -1,7 +1,7 @@
 """How fast and how lean is an update beside TRL's GRPO step on the same trajectories?
 
 One optimizer step of the clipped policy gradient over the same conversations, advantages and random weights: ours, and
-`GRPOTrainer.compute_loss` of TRL with its defaults, the conversations cut into as many micro-batches as it is told.
+`GRPOTrainer.compute_loss` of TRL in float32 without gradient checkpointing, by micro-batches of `--batch-size`.
     python benchmarks/update.py [--vocabulary 1024 65536] [--turns 5] [--device cuda] [--json FILE]
 """
 
@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import _measure
 
-from posttrain.types import Segment, Trajectory, address
+from posttrain.types import Completion, Segment, Trajectory, address
 
 GROUP = 8
 SHAPE: dict[str, Any] = dict(
@@ -57,12 +57,7 @@ def conversations(count: int, turns: int, new_tokens: int, vocabulary: int) -> l
         last = random.Random(address("turns", row)).randint(1, turns)
         for turn in range(last):
             said = text(new_tokens // 2, new_tokens, "said", turn, row)
-            segment.turns.append(turn)
-            segment.turn_starts.append(len(segment.ids))
-            segment.ids += said
-            segment.mask += [True] * len(said)
-            segment.logprobs += [0.0] * len(said)
-            segment.turn_ends.append(len(segment.ids))
+            segment.write(turn, Completion(said, [0.0] * len(said), True))
             if turn + 1 < last:
                 segment.read(text(20, 40, "reply", turn, row))
         won = [0.0] * (last - 1) + [float(row % 2)]
@@ -73,7 +68,7 @@ def conversations(count: int, turns: int, new_tokens: int, vocabulary: int) -> l
 def ours(model: Any, episodes: list[Trajectory], micro_batch_tokens: int) -> Callable[[], float]:
     """One update of phase 3; the norm of its gradient."""
     from posttrain.config import StarPORun
-    from posttrain.learner import Batch, Learner, Measured
+    from posttrain.learner import Batch, Learner
     from posttrain.starpo.advantages import grpo
 
     cfg = StarPORun.model_validate(
@@ -86,15 +81,16 @@ def ours(model: Any, episodes: list[Trajectory], micro_batch_tokens: int) -> Cal
         }
     )
     learner, batch = Learner(cfg, model), Batch.of(episodes)
-    old_S = learner._look(batch, lambda rows: learner._logprobs(learner.policy, rows))
-    batch = batch._replace(sampler_S=old_S)
+    learner.exact = False  # nobody has sampled these tokens: their log-probs are the policy's own
+    measured = learner.measure(batch)
+    batch = batch._replace(sampler_S=measured.old_S)
     rewards_B = torch.tensor([t.reward for t in episodes])
     advantages_S = grpo(rewards_B, batch.group_B)[batch.episode_S]
     everyone = torch.ones(len(episodes), dtype=torch.bool)
     passes = [[list(range(len(episodes)))]]
 
     def step() -> float:
-        row = learner.update(batch, Measured(old_S, None, None), advantages_S, None, everyone, passes, 1)
+        row = learner.update(batch, measured, advantages_S, None, everyone, passes, 1)
         return row["policy/grad_norm"]
 
     return step
@@ -189,8 +185,7 @@ def one(given: Any) -> None:
         peak = torch.cuda.max_memory_allocated() / 2**30
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
-    own = sum(4 * p.numel() for p in model.parameters()) / 2**30
-    print(json.dumps({"norm": norm, "seconds": seconds, "peak": peak, "weights": own}))
+    print(json.dumps({"norm": norm, "seconds": seconds, "peak": peak}))
 
 
 def main() -> None:

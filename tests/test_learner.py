@@ -15,7 +15,7 @@ from posttrain.config import StarPORun
 from posttrain.learner import Batch, Learner
 from posttrain.models import peft_config
 from posttrain.policy import token_logprobs
-from posttrain.types import Segment, Trajectory
+from posttrain.types import Completion, Segment, Trajectory
 
 CRITICAL = {"gae", "bilevel_gae"}
 EPISODE = ["grpo", "rloo", "brpo", "arpo", "maxrl", "reinforce_pp", "reinforce_pp_baseline"]
@@ -63,12 +63,7 @@ def played(model: LlamaForCausalLM, groups: int = 3, members: int = 4) -> list[l
                     segments.append(segment)
                     segment = Segment(list(prompt), first_turn=turn)
                 said = ids(2 + (member + turn) % 3)
-                segment.turns.append(turn)
-                segment.turn_starts.append(len(segment.ids))
-                segment.ids += said
-                segment.mask += [True] * len(said)
-                segment.logprobs += [0.0] * len(said)
-                segment.turn_ends.append(len(segment.ids))
+                segment.write(turn, Completion(said, [0.0] * len(said), True))
                 segment.read(ids(3))
             segments.append(segment)
             for segment in segments:
