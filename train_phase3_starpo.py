@@ -147,7 +147,7 @@ def main(argv: list[str] | None = None) -> None:
             if last or step % cfg.evaluation.every == 0:
                 validate(step)
             if changes := cockpit.remedy(cfg, learner, raised, len(state["interventions"])):
-                cfg = go_back(cfg, learner, state, step, raised, changes, best())
+                cfg = go_back(learner, state, step, raised, changes, best())
                 words = f"step {step}: back to the policy of step {state['best_step']}, with {changes}"
                 progress.say(words)
                 tracker.alert("went back", words)
@@ -538,9 +538,8 @@ def evaluate(
 
 
 def go_back(
-    cfg: StarPORun, learner: Learner, state: dict[str, Any], step: int, raised: list[Alarm], changes: dict[str, Any],
-    best: Path,
-) -> StarPORun:  # fmt: skip
+    learner: Learner, state: dict[str, Any], step: int, raised: list[Alarm], changes: dict[str, Any], best: Path
+) -> StarPORun:
     """Put the best policy so far in place, with its optimizer, and go on from this step with a changed config."""
     from posttrain import cockpit
 
@@ -548,7 +547,7 @@ def go_back(
     state |= load_state(best, learner) | {key: state[key] for key in goes_on} | {"alarms": {}}
     names = [alarm.name for alarm in raised]
     state["interventions"].append({"step": step, "alarms": names, "back_to": state["best_step"], "changes": changes})
-    learner.cfg = cockpit.intervene(cfg, changes)
+    learner.cfg = cockpit.intervene(learner.cfg, changes)
     if (coef := changes.get("algorithm.entropy_coef")) is not None:
         learner.entropy_coef = learner.entropy_bonus = coef
     return learner.cfg
@@ -569,10 +568,10 @@ def tell(
         )
     if parallel.rank() != 0:
         return
-    due = groups[0][: cfg.transcripts.count] if step % cfg.transcripts.every == 0 else []
-    told = write_transcripts(out / "transcripts.jsonl", step, due + crashed[: max(1, cfg.transcripts.count)])
+    to_read = groups[0][: cfg.transcripts.count] if step % cfg.transcripts.every == 0 else []
+    told = write_transcripts(out / "transcripts.jsonl", step, to_read + crashed[: max(1, cfg.transcripts.count)])
     shown, pictures = [], []
-    for number, (episode, t) in enumerate(zip(told, due, strict=False)):
+    for number, (episode, t) in enumerate(zip(told, to_read, strict=False)):
         picture = None if t.crashed else draw(cfg, out / "episodes", f"step-{step}-{number}", t, say)
         if picture:
             shown.append(episode)

@@ -110,9 +110,8 @@ def describe(groups: list[list[Trajectory]], spread: list[float], kept: list[int
         "rollout/dropped_turns": sum(e.dropped_turns for e in episodes) / len(episodes),
     }
     wins = [(len(group), sum(t.success for t in group)) for group in groups]
-    for k in (2**power for power in range(1, 1 + min(size for size, _ in wins).bit_length())):
-        if all(size >= k for size, _ in wins):
-            out[f"rollout/pass_at_{k}"] = sum(pass_at(k, *each) for each in wins) / len(wins)
+    for k in (2**power for power in range(1, min(size for size, _ in wins).bit_length())):
+        out[f"rollout/pass_at_{k}"] = sum(pass_at(k, *each) for each in wins) / len(wins)
     for world in sorted({e.world for e in episodes}):
         own = [e for e in episodes if e.world == world]
         out[f"rollout/{world}/success"] = sum(e.success for e in own) / len(own)

@@ -122,9 +122,9 @@ class Learner:
 
         A ratio of whole episodes needs all segments of an episode in one micro-batch.
         """
+        together = self.cfg.algorithm.loss_type == "gspo_episode"
         parts: dict[int, list[Row]] = {}
         for number, row in enumerate(rows):
-            together = self.cfg.algorithm.loss_type == "gspo_episode"
             parts.setdefault(row.episode if together else number, []).append(row)
         units = list(parts.values())
         lengths = [sum(len(row.ids) for row in unit) for unit in units]
