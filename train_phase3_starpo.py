@@ -72,10 +72,11 @@ def main(argv: list[str] | None = None) -> None:
     if args.resume and (found := checkpoint.latest_good(out, say=progress.say)):
         state |= load_state(found, learner)
         progress.say(f"Resuming from {found}.")
-        drop_later(out, state["step"])
         progress.start = state["step"]
         for intervention in state["interventions"]:
             cfg = learner.cfg = cockpit.intervene(cfg, intervention["changes"])
+    if args.resume:
+        drop_later(out, state["step"])
     sampler = open_sampler(learner.policy, chat, cfg.rollout.engine)
     precision = torch.autocast(device.type, dtype=torch.bfloat16, enabled=cfg.trainer.bf16)
     metrics = runlog.MetricsFile(out / "metrics.jsonl", after_step=state["step"] or None, but_not="final/")
@@ -658,7 +659,7 @@ def load_state(folder: Path, learner: Learner) -> dict[str, Any]:
 
 
 def drop_later(out: Path, step: int) -> None:
-    """Checkpoints behind the one that a run resumes from are damaged, and would count as the newest; so would bests."""
+    """Checkpoints and bests behind the step that a run resumes from: damaged or unknown to it, and taken for newer."""
     from posttrain import parallel
 
     for folder in [*out.glob("checkpoint-*"), *out.glob("best-*")] if parallel.rank() == 0 else ():

@@ -171,6 +171,19 @@ def test_resuming_changes_nothing(whole: Path, player: Path, tmp_path: Path) -> 
         subprocess.run(["rm", "-r", *map(str, run.glob("*"))], check=True)
 
 
+def test_a_run_cut_before_its_first_checkpoint_begins_anew(player: Path, tmp_path: Path) -> None:
+    """What it had called its best is of no run any more, and must not outlive the best of this one."""
+    changes = {"trainer": {"learning_rate": 1e-12}, "checkpoint": {"every": 4}}
+    file = settings(tmp_path / "run.yaml", player, **changes)
+    train(file)
+    run = tmp_path / "run"
+    subprocess.run(["cp", "-r", str(run / "best-0"), str(run / "best-3")], check=True)
+    subprocess.run(["rm", "-r", str(run / "checkpoint-4"), str(run / "final")], check=True)
+    train(file, "--resume")
+    assert checkpoint.verify(run / "final")["meta"]["step"] == 0
+    assert [folder.name for folder in run.glob("best-*")] == ["best-0"]
+
+
 def test_a_signal_leaves_a_checkpoint_to_resume_from(player: Path, tmp_path: Path) -> None:
     file = settings(tmp_path / "run.yaml", player, trainer={"max_steps": 500}, checkpoint={"every": 400})
     process = subprocess.Popen(
