@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from envs import TextWorld
 from envs.protocol import Episode, Protocol, thought_span
 from posttrain.chat import Chat
-from posttrain.sampler import Sampler, open_engine
+from posttrain.sampler import Sampler, Turn, open_engine
 from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError, address
 
 Context = Literal["full", "last_k", "single_turn"]
@@ -76,7 +76,7 @@ def play(
     context_turns: int | None = None,
     done: Callable[[int], None] | None = None,
 ) -> list[Trajectory]:
-    """Play every episode to its end, at most `slots` at a time; a finished one makes room for a waiting one.
+    """Play every episode to its end, at most `slots` at a time; a finished one makes room for a waiting one at once.
 
     An episode is truncated where even the system message and the current turn do not fit into `max_context`. One whose
     first turn does not is a crash like that of a world, and a UserError where it is so with all of them. A world that
@@ -97,29 +97,40 @@ def play(
         )
     games = begun
     waiting = list(games)[::-1]
-    active: dict[int, int] = {}  # the handle of each conversation that is open
-    renewed: list[int] = []  # episodes that go on in a new segment
-    while waiting or active or renewed:
-        free = slots - len(active) - len(renewed)
-        entering = renewed + [waiting.pop() for _ in range(min(free, len(waiting)))]
-        opened = sampler.open([games[i].segment.ids for i in entering])
-        active.update(zip(entering, opened, strict=True))
-        turn_seeds = [address(seeds[i], "turn", trajectories[i].turns) for i in active]
-        completions = sampler.sample(list(active.values()), params, turn_seeds)
-        leaving, renewed = [], []
-        for i, completion in zip(active, completions, strict=True):
-            game = games[i]
+    playing: dict[int, int] = {}  # the episode of each open conversation
+
+    def enter(several: Sequence[int]) -> list[Turn]:
+        handles = sampler.open([games[i].segment.ids for i in several])
+        playing.update(zip(handles, several, strict=True))
+        return [turn(handle) for handle in handles]
+
+    def turn(handle: int) -> Turn:
+        i = playing[handle]
+        return handle, address(seeds[i], "turn", trajectories[i].turns)
+
+    def then(finished: list[tuple[int, Completion]]) -> list[Turn]:
+        going, leaving, renewed = [], [], []
+        for handle, completion in finished:
+            game = games[playing[handle]]
             segment, read = game.segment, len(game.segment.ids) + len(completion.ids)
             if not (game.take_turn(completion) and game.look(room, context, context_turns)):
-                leaving.append(i)
+                leaving.append(handle)
                 game.finish()
             elif game.segment is segment:
-                sampler.append(active[i], segment.ids[read:])
+                sampler.append(handle, segment.ids[read:])
+                going.append(turn(handle))
             else:
-                renewed.append(i)
-        sampler.close([active.pop(i) for i in leaving + renewed])
+                leaving.append(handle)
+                renewed.append(playing[handle])
+        for handle in leaving:
+            del playing[handle]
+        sampler.close(leaving)
         if done:
-            done(len(leaving))
+            done(len(leaving) - len(renewed))
+        free = slots - len(playing) - len(renewed)
+        return going + enter(renewed + [waiting.pop() for _ in range(min(free, len(waiting)))])
+
+    sampler.converse(enter([waiting.pop() for _ in range(min(slots, len(waiting)))]), params, then)
     return trajectories
 
 

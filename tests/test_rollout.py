@@ -17,6 +17,7 @@ from envs.protocol import Episode, Protocol, thought_span
 from posttrain.chat import Chat
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.rollout import complete, open_sampler, play, set_up, thoughts
+from posttrain.sampler import ReplaySampler
 from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError
 
 PARAMS = SamplingParams(max_new_tokens=12, temperature=1.0)
@@ -58,7 +59,7 @@ def episodes(count: int, world: str = "frozen_lake", **protocol: Any) -> list[Ep
     ]
 
 
-class Scripted:
+class Scripted(ReplaySampler):
     """An engine that writes what it is told, turn by turn, and keeps what it was given."""
 
     def __init__(self, chat: Chat, answers: list[list[str]], finished: bool = True) -> None:

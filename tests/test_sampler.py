@@ -110,7 +110,87 @@ def test_a_small_prefill_budget_and_reused_slots_change_nothing(monkeypatch: pyt
     assert conversation(sampler, params)[0] == expected  # a stranger keeps a slot of the same cache meanwhile
     assert conversation(sampler, params)[0] == expected
     sampler.close(keep)
-    assert sampler._order == [] and sampler._layers[0].keys is None
+    assert not sampler._slot and sampler._layers[0].keys is None
+
+
+def serve(sampler, params: SamplingParams, places: int, rows: list[list[int]], turns: list[int]):
+    """Conversations of so many turns, so many of them open at a time; what each says, and who was told together."""
+    waiting, heard, said, of, left = list(range(len(rows)))[::-1], [], [[] for _ in rows], {}, list(turns)
+
+    def enter():
+        free = min(len(waiting), places - len(of))
+        entering = [waiting.pop() for _ in range(free)]
+        for row, handle in zip(entering, sampler.open([rows[row] for row in entering]), strict=True):
+            of[handle] = row
+            yield handle, 1000 * row
+
+    def then(finished):
+        heard.append([of[handle] for handle, _ in finished])
+        coming = []
+        for handle, completion in finished:
+            row = of[handle]
+            said[row].append(completion)
+            left[row] -= 1
+            if left[row]:
+                sampler.append(handle, REPLIES[row % len(REPLIES)])
+                coming.append((handle, 1000 * row + len(said[row])))
+            else:
+                del of[handle]
+                sampler.close([handle])
+        return coming + list(enter())
+
+    sampler.converse(list(enter()), params, then)
+    return said, heard
+
+
+def test_turns_join_while_others_are_being_written(model: PreTrainedModel) -> None:
+    rows = [PROMPTS[n % 5] for n in range(14)]
+    turns = [1 + n % 4 for n in range(14)]
+    params, stops = SamplingParams(max_new_tokens=14), [STOP, 7, 19, 33, 41, 55]  # so that turns differ in length
+    sampler = SlotSampler(model, stops, PAD)
+    said, heard = serve(sampler, params, 6, rows, turns)
+    assert [len(each) for each in said] == turns
+    assert min(map(len, heard[:3])) < 6, "nobody waited for the slowest"
+    assert not sampler._slot and not sampler._readers and sampler._layers[0].keys is None
+    expected, _ = serve(ReplaySampler(model, stops, PAD), params, 14, rows, turns)
+    for row, (ours, theirs) in enumerate(zip(said, expected, strict=True)):
+        assert [c.ids for c in ours] == [c.ids for c in theirs], f"conversation {row}"
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.finished == b.finished and a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_places_and_company_change_nothing(data: st.DataObject) -> None:
+    model = build("llama")
+    count = data.draw(st.integers(1, 9))
+    rows = [PROMPTS[n] for n in data.draw(st.lists(st.integers(0, 4), min_size=count, max_size=count))]
+    turns = data.draw(st.lists(st.integers(1, 4), min_size=count, max_size=count))
+    penalty = data.draw(st.sampled_from([1.0, 1.3]))
+    params = SamplingParams(max_new_tokens=data.draw(st.integers(1, 12)), repetition_penalty=penalty)
+    expected, _ = serve(ReplaySampler(model, [STOP], PAD), params, count, rows, turns)
+    said, _ = serve(SlotSampler(model, [STOP], PAD), params, data.draw(st.integers(1, 9)), rows, turns)
+    assert [[c.ids for c in each] for each in said] == [[c.ids for c in each] for each in expected]
+
+
+def test_a_prompt_is_read_once_also_by_those_who_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, honest = [], SlotSampler._read
+
+    def counted(self, handles, width):
+        read.append(len(handles) * width)
+        honest(self, handles, width)
+
+    monkeypatch.setattr(SlotSampler, "_read", counted)
+    sampler = SlotSampler(build("llama"), [STOP], PAD)
+    first = sampler.open([PROMPTS[1]])
+    params = SamplingParams(max_new_tokens=3)
+    sampler.sample(first, params, [0])
+    sampler.sample(sampler.open([PROMPTS[1]] * 3), params, [1, 2, 3])
+    assert read == [len(PROMPTS[1]) - 1]
+    sampler.close(first)
+    alone = sampler.open([PROMPTS[1]])
+    sampler.sample(alone, params, [0])
+    assert read == [len(PROMPTS[1]) - 1] * 2, "its reader has left, and the slot may hold anything"
 
 
 def test_greedy_repeats_generate(model: PreTrainedModel) -> None:

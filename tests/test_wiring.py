@@ -28,6 +28,7 @@ from posttrain.chat import Chat
 from posttrain.config import StarPORun, resolve
 from posttrain.learner import Batch, Learner, Measured
 from posttrain.rollout import thoughts
+from posttrain.sampler import ReplaySampler
 from posttrain.starpo.diagnostics import information
 from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError
 
@@ -632,7 +633,7 @@ def test_a_key_reaches_the_filter(told: Callable[..., StarPORun], keys: str) -> 
 # ------------------------------------------------------------------------------------------------------------ playing
 
 
-class Engine:
+class Engine(ReplaySampler):
     """Writes `says(handle, turn)` in every turn, at log-prob -temperature, as far as the turn's room goes."""
 
     def __init__(self, chat: Chat, says: Callable[[int, int], str]) -> None:

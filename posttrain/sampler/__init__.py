@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
-from posttrain.sampler.base import Sampler
+from posttrain.sampler.base import Sampler, Turn
 from posttrain.sampler.replay import ReplaySampler
 from posttrain.sampler.slots import SlotSampler, agrees_with_full_forward, supports
 from posttrain.types import UserError
 
-__all__ = ["ReplaySampler", "Sampler", "SlotSampler", "agrees_with_full_forward", "open_engine"]
+__all__ = ["ReplaySampler", "Sampler", "SlotSampler", "Turn", "agrees_with_full_forward", "open_engine"]
 
 
 def open_engine(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, engine: str = "auto") -> Sampler:

@@ -1,11 +1,14 @@
-"""What does an engine promise?  Open conversations, append the world's tokens, sample turns, close."""
+"""What does an engine promise?  Open conversations, append the world's tokens, let the model write turns, close."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from posttrain.types import Completion, SamplingParams
+
+Turn = tuple[int, int]  # the handle of a conversation in which a turn is to be written, and the seed of its randomness
+Then = Callable[[list[tuple[int, Completion]]], Sequence[Turn]]
 
 
 class Sampler(Protocol):
@@ -23,10 +26,25 @@ class Sampler(Protocol):
         """Add tokens the model did not sample (the world's reply) to a conversation."""
         ...
 
-    def sample(self, handles: Sequence[int], params: SamplingParams, seeds: Sequence[int]) -> list[Completion]:
-        """Let the model write one turn in each of these conversations; `seeds[i]` addresses row i's randomness."""
+    def converse(self, turns: Sequence[Turn], params: SamplingParams, then: Then) -> None:
+        """Let the model write these turns, and those that follow, until there are none.
+
+        Whenever some are written, `then` is told (handle, completion) of each. It may append, open and close, but not
+        touch a conversation that is still being written in, and returns the turns to come.
+        """
         ...
 
     def close(self, handles: Sequence[int]) -> None:
         """Forget these conversations and free their memory."""
         ...
+
+    def sample(self, handles: Sequence[int], params: SamplingParams, seeds: Sequence[int]) -> list[Completion]:
+        """One turn in each of these conversations; `seeds[i]` addresses row i's randomness."""
+        written: dict[int, Completion] = {}
+
+        def then(finished: list[tuple[int, Completion]]) -> Sequence[Turn]:
+            written.update(finished)
+            return []
+
+        self.converse(list(zip(handles, seeds, strict=True)), params, then)
+        return [written[handle] for handle in handles]

@@ -7,8 +7,8 @@ import torch
 from posttrain.types import SamplingParams
 
 
-def uniforms(seeds_B: torch.Tensor, step: int) -> torch.Tensor:
-    """One uniform in [0, 1) per row, float64, shape (B,): splitmix64 of (row seed, position in the turn).
+def uniforms(seeds_B: torch.Tensor, step: int | torch.Tensor) -> torch.Tensor:
+    """One uniform in [0, 1) per row, float64, shape (B,): splitmix64 of (row seed, position in the turn, int or (B,)).
 
     The number depends on nothing else, so a row draws the same whatever batch it is in (Steele et al. 2014,
     "Fast splittable pseudorandom number generators").
@@ -20,7 +20,7 @@ def uniforms(seeds_B: torch.Tensor, step: int) -> torch.Tensor:
     def shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
         return (z >> bits) & ((1 << (64 - bits)) - 1)  # a logical shift: int64's own is arithmetic
 
-    z = seeds_B + signed((step + 1) * 0x9E3779B97F4A7C15)
+    z = seeds_B + (torch.as_tensor(step, device=seeds_B.device) + 1) * signed(0x9E3779B97F4A7C15)
     z = (z ^ shifted(z, 30)) * signed(0xBF58476D1CE4E5B9)
     z = (z ^ shifted(z, 27)) * signed(0x94D049BB133111EB)
     z = z ^ shifted(z, 31)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from posttrain.sampler.base import Sampler, Then, Turn
 from posttrain.sampler.draw import draw, uniforms
 from posttrain.types import Completion, SamplingParams
 
@@ -37,7 +38,7 @@ class _OurDraw(LogitsProcessor):
         return forced.scatter_(-1, tokens_B[:, None], 0.0)
 
 
-class ReplaySampler:
+class ReplaySampler(Sampler):
     """Keeps token ids only; every turn prefills the whole left-padded history with a fresh cache."""
 
     def __init__(self, model: Any, stop_ids: Sequence[int], pad_id: int) -> None:
@@ -57,6 +58,11 @@ class ReplaySampler:
     def close(self, handles: Sequence[int]) -> None:
         for handle in handles:
             del self._ids[handle]
+
+    def converse(self, turns: Sequence[Turn], params: SamplingParams, then: Then) -> None:
+        while turns:
+            handles, seeds = [handle for handle, _ in turns], [seed for _, seed in turns]
+            turns = then(list(zip(handles, self.sample(handles, params, seeds), strict=True)))
 
     @torch.no_grad()
     def sample(self, handles: Sequence[int], params: SamplingParams, seeds: Sequence[int]) -> list[Completion]:

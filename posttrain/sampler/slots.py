@@ -5,31 +5,35 @@ Shapes: B rows taking part, S slots, H key-value heads, L cache length, D head s
 The one invariant: a token's index in its slot equals its position in the conversation. So the attention mask is
 `index <= position` and nothing else: whatever lies beyond a row's length is invisible, padding on the right writes
 where the next real token will overwrite it, and reusing a slot needs no clearing. The last token of a conversation is
-never in the cache yet; it is what the next forward pass is fed.
+never in the cache yet; it is what the next forward pass is fed. A row that is done is fed as well, and writes behind
+what its slot needs, until another turn begins there or the rows move together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from posttrain.sampler.base import Sampler, Then, Turn
 from posttrain.sampler.draw import draw, uniforms
 from posttrain.types import Completion, SamplingParams
 
-COMPACT_BELOW = 0.8  # move the living rows together once fewer than this share of the batch is still writing
+REFILL_BELOW = 0.8  # finished rows make room once fewer than this share of the batch is still writing
 PREFILL_TOKENS = 16384  # per forward pass, so that a long prompt batch cannot exhaust the memory
 
 
 class _SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer, [S, H, L, D], written at [row, position] and read as a view of some rows."""
+    """Keys and values of one layer, [S, H, L, D], written at [row, position]; neighbouring rows are read as a view."""
 
     def __init__(self) -> None:
         super().__init__()
         self.slots = self.length = self.visible = 0
-        self.rows = slice(0, 0)
+        self.rows: slice | torch.Tensor = slice(0, 0)
         self.positions_BQ = torch.empty(0, 0, dtype=torch.long)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -51,7 +55,9 @@ class _SlotLayer(CacheLayerMixin):
         if self.keys is None or self.keys.shape[0] < self.slots or self.keys.shape[2] < self.length:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
-        row_B1 = torch.arange(self.rows.start, self.rows.stop, device=key_states.device)[:, None]
+        rows = self.rows
+        row_B = torch.arange(rows.start, rows.stop, device=key_states.device) if isinstance(rows, slice) else rows
+        row_B1 = row_B[:, None]
         self.keys[row_B1, :, self.positions_BQ] = key_states.transpose(1, 2).to(self.keys.dtype)
         self.values[row_B1, :, self.positions_BQ] = value_states.transpose(1, 2).to(self.values.dtype)
         return self.keys[self.rows, :, : self.visible], self.values[self.rows, :, : self.visible]
@@ -79,10 +85,105 @@ class _SlotLayer(CacheLayerMixin):
         return -1
 
 
-class SlotSampler:
+class _Rows(NamedTuple):
+    """One row a slot: what the model is fed next, what it has written so far in this turn."""
+
+    token_B: torch.Tensor
+    position_B: torch.Tensor
+    seed_B: torch.Tensor
+    length_B: torch.Tensor
+    tokens_BN: torch.Tensor
+    logprobs_BN: torch.Tensor
+    seen_BV: torch.Tensor  # without a repetition penalty it has no columns
+
+
+class _Writing:
+    """The turns that are being written, each in the row of its slot."""
+
+    def __init__(self, params: SamplingParams, vocabulary: int, stop_ids: list[int], device: torch.device) -> None:
+        self.params, self.device = params, device
+        self.seen_size = vocabulary if params.repetition_penalty != 1.0 else 0
+        self.stop_ids = torch.tensor(stop_ids, device=device)
+        self.rows = self._fresh(0)
+        self.slots: set[int] = set()  # those whose turn is not done
+
+    def _fresh(self, count: int) -> _Rows:
+        def zeros(*shape: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
+            return torch.zeros(count, *shape, dtype=dtype, device=self.device)
+
+        size = self.params.max_new_tokens + 1  # a row that is done writes behind its end
+        written = zeros(size), zeros(size, dtype=torch.float32)
+        return _Rows(zeros(), zeros(), zeros(), zeros(), *written, zeros(self.seen_size, dtype=torch.bool))
+
+    @property
+    def width(self) -> int:
+        """How many rows take part in a forward pass."""
+        return 1 + max(self.slots)
+
+    def begin(self, slots: Sequence[int], ids: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
+        """Turns behind these ids."""
+        missing = 1 + max(slots) - len(self.rows.token_B)
+        if missing > 0:
+            self.rows = _Rows._make(map(torch.cat, zip(self.rows, self._fresh(missing), strict=True)))
+        slot_N, rows = torch.tensor(slots, device=self.device), self.rows
+        rows.token_B[slot_N] = torch.tensor([row[-1] for row in ids], device=self.device)
+        rows.position_B[slot_N] = torch.tensor([len(row) - 1 for row in ids], device=self.device)
+        rows.seed_B[slot_N] = torch.tensor(seeds, device=self.device)
+        rows.length_B[slot_N] = 0
+        rows.seen_BV[slot_N] = False
+        if self.seen_size:
+            for slot, row in zip(slots, ids, strict=True):
+                rows.seen_BV[slot, row] = True
+        self.slots |= set(slots)
+
+    def inputs(self, free: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views of the tokens (B, 1) to be fed and their positions (B, 1); which rows are done, (B,).
+
+        A row that nobody writes in is fed something at the first position that its slot does not need, `free[slot]`.
+        """
+        width = self.width
+        idle = [slot for slot in range(width) if slot not in self.slots]
+        done_B = torch.zeros(width, dtype=torch.bool, device=self.device)
+        done_B[idle] = True
+        unneeded = torch.tensor([free[slot] for slot in idle], dtype=torch.long, device=self.device)
+        self.rows.position_B[idle] = unneeded
+        return self.rows.token_B[:width, None], self.rows.position_B[:width, None], done_B
+
+    def write(self, logits_BV: torch.Tensor, done_B: torch.Tensor) -> torch.Tensor:
+        """One more token in each row that is not done yet; which rows are done now."""
+        rows = _Rows._make(each[: len(done_B)] for each in self.rows)
+        next_B, logprob_B = draw(logits_BV, self.params, uniforms(rows.seed_B, rows.length_B), rows.seen_BV)
+        row_B = torch.arange(len(done_B), device=self.device)
+        rows.tokens_BN[row_B, rows.length_B] = next_B
+        rows.logprobs_BN[row_B, rows.length_B] = logprob_B
+        if self.seen_size:
+            rows.seen_BV[row_B, next_B] = True
+        rows.token_B.copy_(torch.where(done_B, rows.token_B, next_B))
+        rows.position_B.add_(~done_B)
+        rows.length_B.add_(~done_B)
+        return done_B | torch.isin(next_B, self.stop_ids) | (rows.length_B == self.params.max_new_tokens)
+
+    def move(self, target: Sequence[int], source: Sequence[int]) -> None:
+        target_N, source_N = torch.tensor(target, device=self.device), torch.tensor(source, device=self.device)
+        for each in self.rows:
+            each[target_N] = each[source_N]
+        self.slots = (self.slots - set(source)) | set(target)
+
+    def end(self, slots: Sequence[int]) -> list[Completion]:
+        """What was written in these slots."""
+        slot_N = torch.tensor(slots, device=self.device)
+        columns = (self.rows.length_B, self.rows.tokens_BN, self.rows.logprobs_BN)
+        written = zip(*(each[slot_N].tolist() for each in columns), strict=True)
+        self.slots -= set(slots)
+        stop_ids = set(self.stop_ids.tolist())
+        return [Completion(ids[:n], logprobs[:n], ids[n - 1] in stop_ids) for n, ids, logprobs in written]
+
+
+class SlotSampler(Sampler):
     """The KV cache stays across turns: a turn costs its new tokens, not its history.
 
-    Rows that finish leave the batch; members of a group share one reading of their common prompt.
+    Rows that finish make room for the turns that follow while the others go on, and conversations that begin with the
+    same prompt share one reading of it.
     """
 
     def __init__(self, model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int) -> None:
@@ -91,7 +192,9 @@ class SlotSampler:
         self._cache = Cache(layers=list(self._layers))
         self._ids: dict[int, list[int]] = {}
         self._cached: dict[int, int] = {}
-        self._order: list[int] = []  # the handle in each slot
+        self._slot: dict[int, int] = {}
+        self._readers: dict[tuple[int, ...], int] = {}  # which conversation has read this beginning first
+        self._vacant: list[int] = []
         self._next = 0
 
     def open(self, prompts: Sequence[Sequence[int]]) -> list[int]:
@@ -100,7 +203,7 @@ class SlotSampler:
         for handle, prompt in zip(handles, prompts, strict=True):
             assert len(prompt) > 0
             self._ids[handle], self._cached[handle] = list(prompt), 0
-            self._order.append(handle)
+            self._slot[handle] = heappop(self._vacant) if self._vacant else len(self._slot)
         return handles
 
     def append(self, handle: int, ids: Sequence[int]) -> None:
@@ -108,53 +211,66 @@ class SlotSampler:
 
     def close(self, handles: Sequence[int]) -> None:
         gone = set(handles)
-        staying = [handle for handle in self._order if handle not in gone]
-        self._arrange(staying)
-        del self._order[len(staying) :]
         for handle in gone:
+            heappush(self._vacant, self._slot.pop(handle))
             del self._ids[handle], self._cached[handle]
-        if not staying:
+        self._readers = {ids: reader for ids, reader in self._readers.items() if reader not in gone}
+        if not self._slot:
+            self._vacant.clear()
             for layer in self._layers:
                 layer.forget()
 
     @torch.no_grad()
-    def sample(self, handles: Sequence[int], params: SamplingParams, seeds: Sequence[int]) -> list[Completion]:
-        if not handles:
-            return []
+    def converse(self, turns: Sequence[Turn], params: SamplingParams, then: Then) -> None:
         was_training = self.model.training
         self.model.eval()
-        self._reserve(max(len(self._ids[handle]) for handle in handles) + params.max_new_tokens)
-        self._prefill(handles)
-        self._arrange(handles)
-        completions = self._decode(dict(zip(handles, seeds, strict=True)), params)
+        vocabulary = self.model.config.get_text_config().vocab_size
+        writing = _Writing(params, vocabulary, self.stop_ids, self.model.device)
+        while turns or writing.slots:
+            if turns:
+                handles = [handle for handle, _ in turns]
+                ids = [self._ids[handle] for handle in handles]
+                self._reserve(max(map(len, ids)) + params.max_new_tokens)
+                self._prefill(handles)
+                writing.begin([self._slot[handle] for handle in handles], ids, [seed for _, seed in turns])
+            if len(writing.slots) < REFILL_BELOW * writing.width:
+                self._gather(writing)
+            turns = then(self._write(writing))
         self.model.train(was_training)
-        return [completions[handle] for handle in handles]
 
     # ------------------------------------------------------------------ the cache
 
     def _reserve(self, length: int) -> None:
         for layer in self._layers:
-            layer.slots = max(layer.slots, len(self._order))
+            layer.slots = max(layer.slots, len(self._slot) + len(self._vacant))
             if layer.length < length:
                 layer.length = -(-max(length, layer.length * 3 // 2) // 64) * 64
 
-    def _arrange(self, first: Sequence[int]) -> None:
-        """Make these handles occupy the first slots, in any order, moving as few as possible."""
-        wanted, count = set(first), len(first)
-        strangers = [slot for slot in range(count) if self._order[slot] not in wanted]
-        outside = [slot for slot in range(count, len(self._order)) if self._order[slot] in wanted]
-        if strangers:
-            self._swap(strangers, outside, max(self._cached[self._order[slot]] for slot in strangers + outside))
-
-    def _swap(self, left: list[int], right: list[int], length: int) -> None:
-        target_N, source_N = torch.tensor(left + right), torch.tensor(right + left)
+    def _copy(self, target: Sequence[int], source: Sequence[int], length: int) -> None:
+        target_N, source_N = torch.tensor(target), torch.tensor(source)
         for layer in self._layers:
-            layer.slots = max(layer.slots, len(self._order))
             layer.copy_rows(target_N, source_N, length)
-        for a, b in zip(left, right, strict=True):
-            self._order[a], self._order[b] = self._order[b], self._order[a]
 
-    def _inputs(self, ids_BQ: torch.Tensor, positions_BQ: torch.Tensor, rows: slice, visible: int) -> dict[str, object]:
+    def _gather(self, writing: _Writing) -> None:
+        """Move the rows that are being written into the first slots, and who waits there out of the way."""
+        count = len(writing.slots)
+        holes = [slot for slot in range(count) if slot not in writing.slots]
+        late = sorted(slot for slot in writing.slots if slot >= count)
+        owner = {slot: handle for handle, slot in self._slot.items()}
+        moves = dict(zip(late, holes, strict=True))
+        moves |= {hole: slot for slot, hole in moves.items() if hole in owner}
+        length = max(len(self._ids[owner[slot]]) for slot in moves) + writing.params.max_new_tokens
+        self._copy(list(moves.values()), list(moves), length)
+        writing.move(holes, late)
+        self._vacant = [slot for slot in self._vacant if slot not in moves.values()]
+        self._vacant += [slot for slot in moves if slot not in moves.values()]
+        heapify(self._vacant)
+        for slot, to in moves.items():
+            self._slot[owner[slot]] = to
+
+    def _inputs(
+        self, ids_BQ: torch.Tensor, positions_BQ: torch.Tensor, rows: slice | torch.Tensor, visible: int
+    ) -> dict[str, object]:
         for layer in self._layers:
             layer.rows, layer.positions_BQ, layer.visible = rows, positions_BQ, visible
         index_L = torch.arange(visible, device=ids_BQ.device)
@@ -173,44 +289,36 @@ class SlotSampler:
     # ------------------------------------------------------------------ reading
 
     def _prefill(self, handles: Sequence[int]) -> None:
-        """Bring all but the last token of each conversation into the cache; equal fresh prompts are read once."""
-        leaders: dict[tuple[int, ...], int] = {}
+        """Bring all but the last token of each conversation into the cache; equal beginnings are read once."""
         followers: list[tuple[int, int]] = []
         unread: list[int] = []
         for handle in handles:
             if self._cached[handle] == 0:
-                leader = leaders.setdefault(tuple(self._ids[handle][:-1]), handle)
+                leader = self._readers.setdefault(tuple(self._ids[handle][:-1]), handle)
                 if leader != handle:
                     followers.append((handle, leader))
                     continue
             if self._cached[handle] < len(self._ids[handle]) - 1:
                 unread.append(handle)
-        self._arrange(unread)
-        start = 0
-        while start < len(unread):
-            stop = width = 0
-            for stop in range(start + 1, len(unread) + 1):
-                handle = self._order[stop - 1]
-                wider = max(width, len(self._ids[handle]) - 1 - self._cached[handle])
-                if stop > start + 1 and wider * (stop - start) > PREFILL_TOKENS:
-                    stop -= 1
-                    break
-                width = wider
-            self._read(slice(start, stop), width)
-            start = stop
+        batch: list[int] = []
+        width = 0
+        for handle in sorted(unread, key=self._slot.__getitem__):
+            wider = max(width, len(self._ids[handle]) - 1 - self._cached[handle])
+            if batch and wider * (len(batch) + 1) > PREFILL_TOKENS:
+                self._read(batch, width)
+                batch, wider = [], len(self._ids[handle]) - 1 - self._cached[handle]
+            batch.append(handle)
+            width = wider
+        if batch:
+            self._read(batch, width)
         if followers:
-            slot_of = {handle: slot for slot, handle in enumerate(self._order)}
-            target_N = torch.tensor([slot_of[handle] for handle, _ in followers])
-            source_N = torch.tensor([slot_of[leader] for _, leader in followers])
-            length = max(self._cached[leader] for _, leader in followers)
-            for layer in self._layers:
-                layer.copy_rows(target_N, source_N, length)
-            for handle, leader in followers:
-                self._cached[handle] = self._cached[leader]
+            target, source = ([self._slot[pair[end]] for pair in followers] for end in (0, 1))
+            self._copy(target, source, max(len(self._ids[handle]) for handle, _ in followers) - 1)
+        for handle, _ in followers:
+            self._cached[handle] = len(self._ids[handle]) - 1
 
-    def _read(self, rows: slice, width: int) -> None:
-        """One forward pass over the new tokens of some neighbouring slots; no logits are made."""
-        handles = self._order[rows]
+    def _read(self, handles: Sequence[int], width: int) -> None:
+        """One forward pass over the new tokens of these conversations, `width` at most; no logits are made."""
         ids_BQ = torch.full((len(handles), width), self.pad_id)
         positions_BQ = torch.empty((len(handles), width), dtype=torch.long)
         for i, handle in enumerate(handles):
@@ -219,73 +327,32 @@ class SlotSampler:
             # padding writes where the last token, which is fed next, will overwrite it
             positions_BQ[i] = torch.arange(cached, cached + width).clamp_(max=len(ids) - 1)
             self._cached[handle] = len(ids) - 1
-        device = self.model.device
+        device, slots = self.model.device, [self._slot[handle] for handle in handles]
+        neighbours = slots[-1] - slots[0] == len(slots) - 1
+        rows = slice(slots[0], slots[-1] + 1) if neighbours else torch.tensor(slots, device=device)
         visible = int(positions_BQ.max()) + 1
         self.model.base_model(**self._inputs(ids_BQ.to(device), positions_BQ.to(device), rows, visible))
 
     # ------------------------------------------------------------------ writing
 
-    def _decode(self, seed_of: dict[int, int], params: SamplingParams) -> dict[int, Completion]:
-        count, device = len(seed_of), self.model.device
-        handles = self._order[:count]  # output row i belongs to handles[i], whichever slot it moves to
-        owner_B = torch.arange(count, device=device)
-        seeds_B = torch.tensor([seed_of[handle] for handle in handles], device=device)
-        token_B = torch.tensor([self._ids[handle][-1] for handle in handles], device=device)
-        position_B = torch.tensor([len(self._ids[handle]) - 1 for handle in handles], device=device)
-        alive_B = torch.ones(count, dtype=torch.bool, device=device)
-        stop_ids = torch.tensor(self.stop_ids, device=device)
-        tokens_BN = torch.zeros(count, params.max_new_tokens, dtype=torch.long, device=device)
-        logprobs_BN = torch.zeros(count, params.max_new_tokens, device=device)
-        length_B = torch.zeros(count, dtype=torch.long, device=device)
-        seen_BV = self._seen(handles) if params.repetition_penalty != 1.0 else None
-        visible = int(position_B.max()) + 1
-
-        live = count
-        for step in range(params.max_new_tokens):
-            inputs = self._inputs(token_B[:live, None], position_B[:live, None], slice(0, live), visible + step)
-            logits_BV = self.model(**inputs, logits_to_keep=1).logits[:, -1]
-            seen = seen_BV[:live] if seen_BV is not None else None
-            next_B, logprob_B = draw(logits_BV, params, uniforms(seeds_B[:live], step), seen)
-            rows = owner_B[:live][alive_B[:live]]
-            tokens_BN[rows, step] = next_B[alive_B[:live]]
-            logprobs_BN[rows, step] = logprob_B[alive_B[:live]]
-            length_B[rows] = step + 1
-            token_B[:live] = next_B
-            position_B[:live] += 1
-            if seen_BV is not None:
-                seen_BV[torch.arange(live, device=device), next_B] = True
-            alive_B[:live] &= ~torch.isin(next_B, stop_ids)
-            still = int(alive_B.sum())
-            if still == 0:
-                break
-            if still < COMPACT_BELOW * live:
-                alive = alive_B[:live].tolist()
-                dead = [slot for slot in range(still) if not alive[slot]]
-                late = [slot for slot in range(still, live) if alive[slot]]
-                if dead:
-                    self._swap(dead, late, visible + step)
-                    target_N, source_N = torch.tensor(dead + late), torch.tensor(late + dead)
-                    for row_state in (owner_B, seeds_B, token_B, position_B, alive_B, seen_BV):
-                        if row_state is not None:
-                            row_state[target_N] = row_state[source_N]
-                live = still
-
-        completions = {}
-        stopped = set(self.stop_ids)
-        columns = zip(handles, tokens_BN.tolist(), logprobs_BN.tolist(), length_B.tolist(), strict=True)
-        for handle, tokens, logprobs, length in columns:
-            ids = tokens[:length]
-            completions[handle] = Completion(ids, logprobs[:length], ids[-1] in stopped)
-            self._cached[handle] = len(self._ids[handle]) + length - 1
-            self._ids[handle].extend(ids)
-        return completions
-
-    def _seen(self, handles: list[int]) -> torch.Tensor:
-        size = self.model.config.get_text_config().vocab_size
-        seen_BV = torch.zeros(len(handles), size, dtype=torch.bool, device=self.model.device)
-        for row, handle in enumerate(handles):
-            seen_BV[row, self._ids[handle]] = True
-        return seen_BV
+    def _write(self, writing: _Writing) -> list[tuple[int, Completion]]:
+        """Write on until many of the turns are done, and return these."""
+        owner = {slot: handle for handle, slot in self._slot.items()}
+        free = [self._cached[owner[slot]] if slot in owner else 0 for slot in range(writing.width)]
+        token_B1, position_B1, done_B = writing.inputs(free)
+        rows, visible = slice(0, len(done_B)), int(position_B1.max()) + 1
+        count = going = len(writing.slots)
+        while going >= max(1.0, REFILL_BELOW * count):
+            inputs = self._inputs(token_B1, position_B1, rows, visible)
+            done_B = writing.write(self.model(**inputs, logits_to_keep=1).logits[:, -1], done_B)
+            going = len(done_B) - int(done_B.sum())
+            visible = min(visible + 1, self._layers[0].length)
+        slots = [slot for slot, done in enumerate(done_B.tolist()) if done and slot in writing.slots]
+        finished = [(owner[slot], completion) for slot, completion in zip(slots, writing.end(slots), strict=True)]
+        for handle, completion in finished:
+            self._cached[handle] = len(self._ids[handle]) + len(completion.ids) - 1
+            self._ids[handle].extend(completion.ids)
+        return finished
 
 
 def supports(model: PreTrainedModel) -> bool:
