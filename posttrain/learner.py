@@ -17,6 +17,7 @@ from posttrain import parallel
 from posttrain.config import StarPORun
 from posttrain.critic import Critic
 from posttrain.policy import head_logprobs, microbatches, trained_states
+from posttrain.prefixes import Prefixes, agrees, beginning, worth_sharing
 from posttrain.starpo import losses
 from posttrain.types import Trajectory
 
@@ -90,6 +91,12 @@ class Learner:
         self.autocast: Callable[[], Any] = lambda: torch.autocast(
             device.type, dtype=torch.bfloat16, enabled=cfg.trainer.bf16
         )
+        # the update reads common beginnings once: not where layers are computed again, or a critic reads for itself
+        self.shares = (
+            not cfg.trainer.gradient_checkpointing
+            and (self.critic is None or self.critic.kind == "shared")
+            and agrees(self.policy)
+        )
         # sampler and trainer round alike in float32 alone
         self.exact = self.policy.dtype == torch.float32 and not cfg.trainer.bf16
 
@@ -117,17 +124,24 @@ class Learner:
             out_S[tokens] = part
         return out_S
 
-    def share(self, rows: list[Row]) -> list[list[Row]]:
+    def share(self, rows: list[Row], shared: Sequence[tuple[int, ...]] = ()) -> list[list[Row]]:
         """This process's share of the rows as micro-batches; all have the same number of them, or one less.
 
-        A ratio of whole episodes needs all segments of an episode in one micro-batch.
+        Beginnings that are `shared` do not count. A ratio of whole episodes needs all segments of an episode in one
+        micro-batch.
         """
+        known = set(shared)
         together = self.cfg.algorithm.loss_type == "gspo_episode"
         parts: dict[int, list[Row]] = {}
         for number, row in enumerate(rows):
             parts.setdefault(row.episode if together else number, []).append(row)
         units = list(parts.values())
-        lengths = [sum(len(row.ids) for row in unit) for unit in units]
+
+        def length(row: Row) -> int:
+            begins = beginning(row.ids, row.mask) if known else ()
+            return len(row.ids) - (len(begins) if begins in known else 0)
+
+        lengths = [sum(map(length, unit)) for unit in units]
         chosen = list(microbatches(lengths, self.cfg.trainer.micro_batch_tokens))
         return [[row for i in batch for row in units[i]] for batch in chosen[parallel.rank() :: parallel.size()]]
 
@@ -189,14 +203,21 @@ class Learner:
                 if counted_B.sum() == 0:
                     continue
                 rows = [row for row in batch.rows if counted_B[row.episode] > 0]
-                for micro in self.share(rows):
+                shared = worth_sharing([(row.ids, row.mask) for row in rows], trainer.micro_batch_tokens)
+                shared = shared if self.shares else []
+                micros = self.share(rows, shared)
+                mine = {beginning(row.ids, row.mask) for micro in micros for row in micro}
+                with self.autocast():
+                    prefixes = Prefixes(self.policy, [key for key in shared if key in mine])
+                for micro in micros:
                     found = self._backward(
-                        micro, batch, measured, advantages_S, returns_S, trusted_S, counted_B, scale, warming
+                        micro, prefixes, batch, measured, advantages_S, returns_S, trusted_S, counted_B, scale, warming
                     )
                     gap = max(gap, found.pop("gap")) if steps == 0 else gap
                     found.pop("gap", None)
                     for key, value in found.items():
                         sums[key] = sums.get(key, 0.0) + value
+                prefixes.backward()
                 parallel.sum_gradients(self.groups[POLICY] + self.groups[CRITIC])
                 for parameter in self.groups[POLICY] if warming else ():
                     parameter.grad = None  # not even the optimizer's moments learn from the critic's loss
@@ -230,6 +251,7 @@ class Learner:
     def _backward(
         self,
         rows: list[Row],
+        prefixes: Prefixes,
         batch: Batch,
         measured: Measured,
         advantages_S: torch.Tensor,
@@ -251,7 +273,7 @@ class Learner:
             batch.episode_S[index_S], algorithm.aggregation, counted_B, self._longest()
         ).to(self.device)
         with self.autocast():
-            hidden_SD, tokens_S = trained_states(self.policy, ids, masks)
+            hidden_SD, tokens_S = prefixes.states(ids, masks)
             new_S, entropy_S = head_logprobs(self.policy, hidden_SD, tokens_S, self.cfg.rollout.temperature)
         new_S, entropy_S = new_S.float(), entropy_S.float()
         sampler_S, advantage_S, trusted_S = here(batch.sampler_S), here(advantages_S).float(), here(trusted_S)

@@ -91,3 +91,21 @@ def _logit_scale(config: object) -> float:
         if getattr(config, name, None) is not None:
             return float(getattr(config, name))
     return 1.0 / float(getattr(config, "logits_scaling", None) or 1.0)
+
+
+def attends_to_all(model: PreTrainedModel) -> bool:
+    """Whether every layer attends to everything before it, as engines and shared beginnings need it."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return all(kind == "full_attention" for kind in kinds)
+    return getattr(config, "sliding_window", None) is None
+
+
+def attention_mask(model: PreTrainedModel, sees_BQK: torch.Tensor) -> torch.Tensor:
+    """What a model takes as its mask, (B, 1, Q, K), where each token (Q) sees what is True (K) and nothing else."""
+    sees_B1QK = sees_BQK[:, None]
+    if model.config._attn_implementation != "eager":
+        return sees_B1QK
+    hidden = torch.finfo(model.dtype).min  # eager attention adds its mask instead of selecting by it
+    return torch.zeros(sees_B1QK.shape, dtype=model.dtype, device=sees_BQK.device).masked_fill(~sees_B1QK, hidden)

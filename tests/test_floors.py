@@ -24,7 +24,7 @@ FLOORS = [
         for name in ("chat", "metrics", "runlog", "convgpt", "checkpoint", "starpo", "parallel", "curriculum")
     ],
     ["posttrain.embedded", "posttrain.policy"],
-    ["posttrain.data", "posttrain.models", "posttrain.report", "posttrain.critic"],
+    ["posttrain.data", "posttrain.models", "posttrain.report", "posttrain.critic", "posttrain.prefixes"],
     ["posttrain.sampler", "posttrain.training", "posttrain.cross_score", "posttrain.learner"],
     ["posttrain.rollout"],
     ["posttrain.cockpit"],

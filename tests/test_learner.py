@@ -15,6 +15,7 @@ from posttrain.config import StarPORun
 from posttrain.learner import Batch, Learner
 from posttrain.models import peft_config
 from posttrain.policy import token_logprobs
+from posttrain.prefixes import Prefixes
 from posttrain.types import Completion, Segment, Trajectory
 
 CRITICAL = {"gae", "bilevel_gae"}
@@ -139,6 +140,20 @@ def test_the_first_step_of_every_loss_is_the_policy_gradient(loss: dict[str, Any
     """At ratio 1 all losses have the gradient of -A log p, whatever becomes of them later."""
     plain = moved(config(aggregation=aggregation))
     assert torch.allclose(moved(config(aggregation=aggregation, **loss)), plain, atol=1e-5 * plain.abs().max().item())
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "gae"])
+def test_reading_beginnings_once_changes_nothing(advantage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+    honest = Prefixes.__init__
+    monkeypatch.setattr(Prefixes, "__init__", lambda self, m, keys: (used.append(len(keys)), honest(self, m, keys))[1])
+    shared = moved(config(advantage=advantage))
+    assert max(used) == 3, "the members of each group share their prompt"
+    used.clear()
+    monkeypatch.setattr("posttrain.learner.agrees", lambda model: False)
+    whole = moved(config(advantage=advantage))
+    assert max(used) == 0
+    assert (shared - whole).norm() <= 1e-5 * whole.norm()
 
 
 @pytest.mark.parametrize("algorithm", [{"aggregation": "sequence_mean"}, {"advantage": "gae"}, {"advantage": "gigpo"}])

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
+from posttrain.policy import attends_to_all
 from posttrain.sampler.base import Sampler, Turn
 from posttrain.sampler.replay import ReplaySampler
-from posttrain.sampler.slots import SlotSampler, agrees_with_full_forward, supports
+from posttrain.sampler.slots import SlotSampler, agrees_with_full_forward
 from posttrain.types import UserError
 
 __all__ = ["ReplaySampler", "Sampler", "SlotSampler", "Turn", "agrees_with_full_forward", "open_engine"]
@@ -19,7 +20,7 @@ def open_engine(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, en
     """The engine asked for; `auto` takes the slot engine where a self-test on this very model proves it right."""
     if engine == "replay":
         return ReplaySampler(model, stop_ids, pad_id)
-    if supports(model) and agrees_with_full_forward(model, stop_ids, pad_id):
+    if attends_to_all(model) and agrees_with_full_forward(model, stop_ids, pad_id):
         return SlotSampler(model, stop_ids, pad_id)
     if engine == "slots":
         raise UserError(

@@ -19,6 +19,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from posttrain.policy import attention_mask
 from posttrain.sampler.base import Sampler, Then, Turn
 from posttrain.sampler.draw import draw, uniforms
 from posttrain.types import Completion, SamplingParams
@@ -274,13 +275,9 @@ class SlotSampler(Sampler):
         for layer in self._layers:
             layer.rows, layer.positions_BQ, layer.visible = rows, positions_BQ, visible
         index_L = torch.arange(visible, device=ids_BQ.device)
-        mask_B1QL = (index_L <= positions_BQ[:, :, None])[:, None]
-        if self.model.config._attn_implementation == "eager":  # which adds its mask instead of selecting by it
-            hidden = torch.finfo(self.model.dtype).min
-            mask_B1QL = torch.where(mask_B1QL, 0.0, hidden).to(self.model.dtype)
         return {
             "input_ids": ids_BQ,
-            "attention_mask": mask_B1QL,
+            "attention_mask": attention_mask(self.model, index_L <= positions_BQ[:, :, None]),
             "position_ids": positions_BQ,
             "past_key_values": self._cache,
             "use_cache": True,
@@ -353,15 +350,6 @@ class SlotSampler(Sampler):
             self._cached[handle] = len(self._ids[handle]) + len(completion.ids) - 1
             self._ids[handle].extend(completion.ids)
         return finished
-
-
-def supports(model: PreTrainedModel) -> bool:
-    """Whether the one invariant can hold: every layer attends to everything before it."""
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return all(kind == "full_attention" for kind in kinds)
-    return getattr(config, "sliding_window", None) is None
 
 
 def agrees_with_full_forward(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int) -> bool:

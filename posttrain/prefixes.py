@@ -1,0 +1,171 @@
+"""What do rows with the same beginning cost?  It is read once, and every row continues its keys and values.
+
+Shapes: G beginnings of at most P tokens, B rows of at most Q tokens behind them, H key-value heads, D head size,
+S trained tokens of all rows one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from posttrain.convgpt import ConvGPTModel
+from posttrain.policy import attends_to_all, attention_mask, trained_states
+
+Ids = Sequence[int]
+
+
+def beginning(ids: Ids, mask: Sequence[bool]) -> tuple[int, ...]:
+    """What a row reads before it predicts its first trained token."""
+    return tuple(ids[: mask.index(True) - 1])
+
+
+def worth_sharing(rows: Sequence[tuple[Ids, Sequence[bool]]], budget: int) -> list[tuple[int, ...]]:
+    """Beginnings that several rows have in common, those that save most first, of at most `budget` tokens in all."""
+    count: dict[tuple[int, ...], int] = {}
+    for ids, mask in rows:
+        key = beginning(ids, mask)
+        count[key] = count.get(key, 0) + 1
+    chosen = []
+    for key in sorted(count, key=lambda key: -len(key) * (count[key] - 1)):
+        if count[key] > 1 and 0 < len(key) <= budget:
+            chosen.append(key)
+            budget -= len(key)
+    return chosen
+
+
+class _Layer(CacheLayerMixin):
+    """Keys and values of one layer: of the beginnings, [G, H, P, D]; then those picked for each row, and the row's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: tuple[torch.Tensor, torch.Tensor] | None = None  # as computed, with their graph
+        self.given: tuple[torch.Tensor, torch.Tensor] | None = None  # the same as leaves, which gather gradients
+        self.pick_B = torch.empty(0, dtype=torch.long)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.given is None:
+            self.read = (key_states, value_states)
+            return self.read
+        keys, values = (each[self.pick_B] for each in self.given)
+        return torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class Prefixes:
+    """Beginnings that were read once. `states` is `trained_states` for rows of which some continue them.
+
+    With gradients: call `states` and the backward pass for one micro-batch after another, then `backward` once.
+    """
+
+    def __init__(self, model: PreTrainedModel, beginnings: Sequence[tuple[int, ...]]) -> None:
+        self.model, self.number = model, {key: n for n, key in enumerate(beginnings)}
+        self.width = max(map(len, beginnings), default=0)
+        self.layers = [_Layer() for _ in range(model.config.get_text_config().num_hidden_layers)]
+        self.cache = Cache(layers=list(self.layers))
+        if not beginnings:
+            return
+        ids_GP = torch.zeros(len(beginnings), self.width, dtype=torch.long)
+        for n, key in enumerate(beginnings):
+            ids_GP[n, : len(key)] = torch.tensor(key)
+        position_P = torch.arange(self.width)
+        seen_GPP = (position_P <= position_P[:, None]).expand(len(ids_GP), -1, -1)
+        self._run(ids_GP, position_P.expand(ids_GP.shape), seen_GPP)
+        for layer in self.layers:
+            assert layer.read is not None, "every layer keeps keys and values"
+            keys, values = (each.detach().requires_grad_(each.requires_grad) for each in layer.read)
+            layer.given = (keys, values)
+
+    def states(self, rows: Sequence[Ids], masks: Sequence[Sequence[bool]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the output layer multiplies where a trained token is predicted, (S, D), and that token, (S,)."""
+        keys = [beginning(row, mask) for row, mask in zip(rows, masks, strict=True)]
+        if not any(key in self.number for key in keys):
+            return trained_states(self.model, rows, masks)
+        start_B = torch.tensor([len(key) if key in self.number else 0 for key in keys])
+        width = max(len(row) - start for row, start in zip(rows, start_B.tolist(), strict=True))
+        ids_BQ = torch.zeros(len(rows), width, dtype=torch.long)
+        mask_BQ = torch.zeros(len(rows), width, dtype=torch.bool)
+        for i, (row, mask, start) in enumerate(zip(rows, masks, start_B.tolist(), strict=True)):
+            ids_BQ[i, : len(row) - start] = torch.tensor(row[start:])
+            mask_BQ[i, : len(row) - start] = torch.tensor(mask[start:])
+        for layer in self.layers:
+            layer.pick_B = torch.tensor([self.number.get(key, 0) for key in keys], device=self.model.device)
+        index_Q = torch.arange(width)
+        before_B1P = torch.arange(self.width) < start_B[:, None, None]
+        seen_BQK = torch.cat(
+            [before_B1P.expand(-1, width, -1), (index_Q <= index_Q[:, None]).expand(len(rows), -1, -1)], dim=2
+        )
+        hidden_SD = self._run(ids_BQ, start_B[:, None] + index_Q, seen_BQK, mask_BQ.roll(-1, 1))
+        return hidden_SD, ids_BQ[mask_BQ].to(self.model.device)
+
+    def backward(self) -> None:
+        """Hand the gradients that the rows left at the beginnings on to the weights."""
+        ends = [
+            (read, given.grad)
+            for layer in self.layers
+            if layer.read is not None and layer.given is not None
+            for read, given in zip(layer.read, layer.given, strict=True)
+            if given.grad is not None
+        ]
+        if ends:
+            torch.autograd.backward([read for read, _ in ends], [grad for _, grad in ends])
+
+    def _run(
+        self,
+        ids_BQ: torch.Tensor,
+        positions_BQ: torch.Tensor,
+        seen_BQK: torch.Tensor,
+        predicts_BQ: torch.Tensor | None = None,
+    ) -> Any:
+        """The states that predict something, after everything that each token sees."""
+        model, device = self.model, self.model.device
+        if predicts_BQ is None:
+            predicts_BQ = torch.zeros(ids_BQ.shape, dtype=torch.bool)
+        predicts_BQ = predicts_BQ.to(device)
+        skips = isinstance(model.base_model, ConvGPTModel)  # its last layers can leave out what predicts nothing
+        hidden = model.base_model(
+            input_ids=ids_BQ.to(device),
+            position_ids=positions_BQ.to(device),
+            attention_mask=attention_mask(model, seen_BQK.to(device)),
+            past_key_values=self.cache,
+            use_cache=True,
+            **({"logits_to_keep": predicts_BQ} if skips else {}),
+        ).last_hidden_state
+        return hidden if skips else hidden[predicts_BQ]
+
+
+@torch.no_grad()
+def agrees(model: PreTrainedModel) -> bool:
+    """Whether rows that continue a beginning get the states that they get when they are read as a whole."""
+    if not attends_to_all(model):
+        return False
+    was_training = model.training
+    model.eval()
+    rows = [[3, 4, 5, 6, 7], [3, 4, 5, 8], [3, 4]]
+    masks = [[False] * 3 + [True] * 2, [False] * 3 + [True], [False, True]]
+    try:
+        whole_SD, _ = trained_states(model, rows, masks)
+        shared_SD, _ = Prefixes(model, [(3, 4)]).states(rows, masks)
+    except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        return False  # another kind of cache, or of attention
+    finally:
+        model.train(was_training)
+    exact = model.dtype == torch.float32 and not torch.is_autocast_enabled(model.device.type)
+    return bool((whole_SD - shared_SD).abs().max() <= (1e-4 if exact else 0.05) * whole_SD.abs().max())

@@ -1,0 +1,135 @@
+"""Is an update the same whether common beginnings are read once or in every row?"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.policy import head_logprobs, token_logprobs
+from posttrain.prefixes import Prefixes, agrees, beginning, worth_sharing
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 71, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "intermediate_size": 48, "initializer_range": 0.2, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.fixture(params=["llama", "llama-eager", "qwen3", "convgpt", "convgpt-tied"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    torch.manual_seed(0)
+    if request.param.startswith("llama"):
+        attention = "eager" if request.param == "llama-eager" else "sdpa"
+        model: Any = LlamaForCausalLM(LlamaConfig(hidden_size=32, **SIZES))
+        model.set_attn_implementation(attention)
+        return model
+    if request.param == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(hidden_size=32, **SIZES))
+    tied = request.param == "convgpt-tied"
+    return ConvGPTForCausalLM(ConvGPTConfig(hidden_size=256, tie_word_embeddings=tied, **SIZES))
+
+
+def ragged() -> tuple[list[list[int]], list[list[bool]]]:
+    """Three rows of one prompt, two of another, one alone, one whose first token is the only one that is read."""
+    generator = torch.Generator().manual_seed(1)
+    first, second, alone = (torch.randint(1, 71, (n,), generator=generator).tolist() for n in (9, 5, 7))
+    rows, masks = [], []
+    for prompt, said in [(first, 3), (second, 12), (first, 20), (alone, 6), (second, 1), (first, 7), (first[:1], 4)]:
+        tail = torch.randint(1, 71, (said,), generator=generator).tolist()
+        rows.append([*prompt, *tail])
+        masks.append([False] * len(prompt) + [n == 0 or n % 3 > 0 for n in range(said)])
+    return rows, masks
+
+
+def loss_of(logprobs_S: torch.Tensor, entropy_S: torch.Tensor, place: int) -> torch.Tensor:
+    weight_S = torch.linspace(-1, 1, len(logprobs_S), dtype=logprobs_S.dtype) + place
+    return (weight_S * logprobs_S).sum() - 0.1 * entropy_S.sum()
+
+
+def gradient(model: PreTrainedModel) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def test_gradients_are_those_of_whole_rows(model: PreTrainedModel) -> None:
+    model = model.double()
+    rows, masks = ragged()
+    shared = worth_sharing(list(zip(rows, masks, strict=True)), 100)
+    assert sorted(map(len, shared)) == [4, 8]
+    batches = [[0, 1, 3], [2, 4], [5, 6], [3]]
+    read = []
+    model.base_model.register_forward_pre_hook(
+        lambda m, a, given: read.append(given["input_ids"].shape), with_kwargs=True
+    )
+
+    def pick(values: list[Any], batch: list[int]) -> list[Any]:
+        return [values[i] for i in batch]
+
+    for place, batch in enumerate(batches):
+        loss_of(*token_logprobs(model, pick(rows, batch), pick(masks, batch)), place).backward()
+    expected = gradient(model)
+    model.zero_grad()
+    read.clear()
+    prefixes = Prefixes(model, shared)
+    for place, batch in enumerate(batches):
+        states = prefixes.states(pick(rows, batch), pick(masks, batch))
+        loss_of(*head_logprobs(model, *states), place).backward()
+    prefixes.backward()
+    assert (gradient(model) - expected).norm() <= 1e-6 * expected.norm()
+    assert read == [(2, 8), (3, 13), (2, 21), (2, 8), (1, 13)], "beginnings once, then what each row adds"
+
+
+def test_nothing_shared_is_the_plain_pass(model: PreTrainedModel) -> None:
+    rows, masks = ragged()
+    prefixes = Prefixes(model, [])
+    a, b = head_logprobs(model, *prefixes.states(rows, masks)), token_logprobs(model, rows, masks)
+    assert torch.equal(a[0], b[0])
+    prefixes.backward()
+
+
+def test_only_models_that_can_share_do(model: PreTrainedModel) -> None:
+    assert agrees(model)
+    if model.config.model_type == "qwen3":
+        config: Any = copy.deepcopy(model.config)
+        config.layer_types, config.sliding_window = ["full_attention", "sliding_attention"], 4
+        assert not agrees(Qwen3ForCausalLM(config))
+
+
+def test_a_model_without_keys_and_values_does_not_share() -> None:
+    assert not agrees(MambaForCausalLM(MambaConfig(vocab_size=71, hidden_size=16, num_hidden_layers=2, state_size=4)))
+
+
+def test_a_wrong_cache_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=32, **SIZES))
+    honest = Prefixes._run
+
+    def shifted(self, ids_BQ, positions_BQ, *others):
+        return honest(self, ids_BQ, positions_BQ * 0, *others)
+
+    monkeypatch.setattr(Prefixes, "_run", shifted)
+    assert not agrees(model)
+
+
+@given(st.lists(st.integers(0, 5), max_size=30), st.integers(0, 40))
+def test_what_is_shared_is_common_and_within_the_budget(kinds: list[int], budget: int) -> None:
+    rows = [([kind] * (2 * kind + 1) + [9], [False] * (2 * kind + 1) + [True]) for kind in kinds]
+    shared = worth_sharing(rows, budget)
+    assert len(set(shared)) == len(shared) and sum(map(len, shared)) <= budget
+    for key in shared:
+        assert len(key) > 0 and sum(beginning(*row) == key for row in rows) > 1
+    if budget >= 30:
+        assert len(shared) == len({kind for kind in kinds if kind > 0 and kinds.count(kind) > 1})
