@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from posttrain import cross_score
+from posttrain import prefixes
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.cross_score import Turn, cross_scores, first_turn_pairs, shares_prefixes, trajectory_pairs
+from posttrain.cross_score import Turn, cross_scores, first_turn_pairs, trajectory_pairs
 
 SIZES = {
     "vocab_size": 71, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -61,7 +61,6 @@ def test_equals_plain_forward_passes(kind: str, temperature: float, token_budget
         warnings.simplefilter("error")
         found = cross_scores(model, PROMPTS, REASONINGS, token_budget=token_budget, temperature=temperature)
     assert model.training  # as it came
-    assert shares_prefixes(model, PROMPTS[0], REASONINGS)
     assert found.shape == (6, 5) and not found.requires_grad
     expected = slow_scores(model.eval(), temperature)
     assert expected.std() > 1  # a model that says something
@@ -77,9 +76,8 @@ def test_a_model_with_another_cache_reads_whole_sequences_and_says_so() -> None:
 
 def test_a_cache_that_computes_something_else_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama").eval()
-    whole = cross_score._Prefix.update
-    monkeypatch.setattr(cross_score._Prefix, "update", lambda self, k, v, *a: whole(self, k * 1.01, v * 1.5, *a))
-    assert not shares_prefixes(model, PROMPTS[0], REASONINGS)
+    whole = prefixes._Layer.update
+    monkeypatch.setattr(prefixes._Layer, "update", lambda self, k, v, *a: whole(self, k * 1.01, v * 1.5, *a))
     with pytest.warns(UserWarning, match="no standard KV cache"):
         found = cross_scores(model, PROMPTS, REASONINGS)
     assert torch.allclose(found, slow_scores(model, 1.0), atol=1e-4, rtol=1e-5)
