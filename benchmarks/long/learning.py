@@ -36,6 +36,7 @@ ARMS: dict[str, list[str]] = {  # what they have in common is SMALL and the quic
     "starpo-s": ["algorithm.advantage=gae", "algorithm.filter={strategy: top_k, value: 0.25}", *CRITIC],
     "ragen2": ["algorithm.advantage=grpo", TOP_P],
     "gigpo": ["algorithm.advantage=gigpo", ALL],
+    "gigpo-top-k": ["algorithm.advantage=gigpo", HALF],
     "ppo": ["algorithm.advantage=gae", ALL, *CRITIC],
     "bilevel-gae": ["algorithm.advantage=bilevel_gae", ALL, *CRITIC],
     "bonus": ["algorithm.advantage=grpo", ALL, *BONUS],
