@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None) -> None:
         args.train_sampling_strategy = "sequential"
     if device.type == "cpu":
         training.score_trained_positions_only()
+        training.read_in_slices(model)
     with training.refusals_in_words():
         trainer = SFTTrainer(
             model=model,

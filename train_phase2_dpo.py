@@ -59,6 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     #    loaded by name could be another model, and would take the memory of a second one.
     if device.type == "cpu":
         training.score_trained_positions_only()
+        training.read_in_slices(model)
     with training.refusals_in_words():
         trainer = PairTrainer(
             model=model,

@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 import yaml
 from datasets import Dataset
+from torch.nn import functional
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, get_scheduler
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from posttrain import checkpoint, models, runlog
 from posttrain.chat import Chat
@@ -94,6 +96,34 @@ def score_trained_positions_only() -> None:
 
     assert hasattr(utils, "_use_triton"), "this TRL decides elsewhere which positions are scored"
     utils._use_triton = lambda device: True  # pyright: ignore[reportPrivateImportUsage]
+
+
+def read_in_slices(net: Any, tokens: int = 1024) -> None:
+    """Let the decoder read the rows of a padded batch a few at a time, the longest first, each few cut to their end.
+
+    Where rows differ in length, half of a batch and more is padding, and a CPU computes it like everything else.
+    Slices of about `tokens` keep a CPU busy and hold hardly any. Loss and gradients are the same (a test compares):
+    no row sees another one, whatever batch it is read in.
+    """
+    decoder = net.base_model
+    whole = decoder.forward
+
+    def forward(*given: Any, **named: Any) -> Any:
+        if given or named.keys() != {"input_ids", "attention_mask", "use_cache"} or named["use_cache"]:
+            return whole(*given, **named)  # packed rows, or somebody who generates
+        ids_BT, mask_BT = named["input_ids"], named["attention_mask"]
+        assert (mask_BT[:, 1:] <= mask_BT[:, :-1]).all(), "padding is on the right"
+        lengths, order = mask_BT.sum(1).sort(descending=True)
+        hidden, row = [], 0
+        while row < len(order):
+            end = int(lengths[row])
+            some = order[row : row + max(1, tokens // end)]
+            read = whole(input_ids=ids_BT[some, :end], attention_mask=mask_BT[some, :end], use_cache=False)
+            hidden.append(functional.pad(read.last_hidden_state, (0, 0, 0, ids_BT.shape[1] - end)))
+            row += len(some)
+        return BaseModelOutputWithPast(last_hidden_state=torch.cat(hidden)[order.argsort()])
+
+    decoder.forward = forward
 
 
 def in_length_pools(rows: Dataset, batch_size: int, seed: int, pool: int = 8) -> Dataset:

@@ -17,7 +17,7 @@ import torch
 import yaml
 from datasets import Dataset
 from tiny_runs import ROOT, conversations, python, rows_of, settings, tiny_base
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import train_phase1_sft
 from posttrain import checkpoint, models, runlog, training
@@ -87,7 +87,6 @@ def test_the_loss_is_that_of_the_assistants_tokens_alone(whole: Path, files: Sim
 @pytest.mark.parametrize("labelled", [0.0, 0.4, 1.0])
 def test_scoring_only_trained_positions_changes_no_loss_and_no_gradient(labelled: float) -> None:
     """TRL's private switch still does what training.score_trained_positions_only takes it for."""
-    from transformers import LlamaConfig, LlamaForCausalLM
     from trl.trainer import utils as trl_utils
 
     utils: Any = trl_utils
@@ -112,6 +111,59 @@ def test_scoring_only_trained_positions_changes_no_loss_and_no_gradient(labelled
         utils._use_triton = before
     for plain, compact in zip(*results, strict=True):
         assert torch.allclose(plain, compact, atol=1e-6)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "convgpt"])
+def test_reading_in_slices_changes_no_loss_and_no_gradient(kind: str, checkpointing: bool) -> None:
+    from trl.trainer.utils import add_fused_lm_head
+
+    shape: dict[str, Any] = dict(vocab_size=97, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    shape |= dict(hidden_size=256, num_key_value_heads=2, head_dim=8, initializer_range=0.1)
+    draw = torch.Generator().manual_seed(1)
+    lengths = torch.tensor([3, 11, 4, 11, 2, 7])
+    mask = (torch.arange(11) < lengths[:, None]).long()
+    ids = torch.randint(97, mask.shape, generator=draw)
+    labels = ids.masked_fill((torch.rand(mask.shape, generator=draw) < 0.4) | (mask == 0), -100)
+    results, read = [], []
+    for sliced in (False, True):
+        torch.manual_seed(2)
+        net: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape)).train()
+        if checkpointing:
+            net.gradient_checkpointing_enable()
+        if sliced:
+            training.read_in_slices(net, tokens=12)
+        add_fused_lm_head(net, outputs=("log_probs", "entropy", "is_top1"))
+        widths: list[tuple[int, int]] = []
+        net.get_input_embeddings().register_forward_hook(lambda _, given, __, to=widths: to.append(given[0].shape))
+        scored = net(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+        loss = -scored.log_probs.sum() / (labels != -100).sum()
+        loss.backward()
+        gradient = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+        results.append((loss, scored.log_probs, scored.entropy, gradient))
+        read.append(widths)
+    assert read == [[(6, 11)], [(1, 11), (1, 11), (1, 7), (3, 4)]]
+    plain, slices = results
+    assert slices[0].item() == pytest.approx(plain[0].item(), rel=1e-6)
+    for whole, part in zip(plain[1:], slices[1:], strict=True):
+        assert torch.allclose(whole[whole != 0], part[whole != 0], rtol=1e-4, atol=1e-6)
+
+
+def test_only_the_trainers_padded_batches_are_read_in_slices() -> None:
+    """Generation and packed rows go through the decoder as they are."""
+    shape = LlamaConfig(vocab_size=97, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    net: Any = LlamaForCausalLM(shape).eval()
+    ids = torch.arange(12).view(2, 6)
+    mask = torch.tensor([[1] * 6, [1] * 3 + [0] * 3])
+    before = net(ids, attention_mask=mask, use_cache=True)
+    packed = dict(input_ids=ids.view(1, 12), position_ids=torch.arange(6).repeat(2)[None], use_cache=False)
+    flat = net(**packed).logits
+    training.read_in_slices(net, tokens=6)
+    after = net(ids, attention_mask=mask, use_cache=True)
+    assert torch.equal(after.logits, before.logits) and after.past_key_values.get_seq_length() == 6
+    assert torch.equal(net(**packed).logits, flat)
+    with pytest.raises(AssertionError, match="right"):
+        net.model(input_ids=ids, attention_mask=mask.flip(1), use_cache=False)
 
 
 def test_length_pools_keep_every_row_once_and_halve_the_padding() -> None:
