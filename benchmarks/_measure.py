@@ -1,4 +1,7 @@
-"""What every benchmark needs: contestants that take turns, ratios with their range, and where it all was measured."""
+"""What every benchmark needs: contestants that take turns, ratios with their range, and where it all was measured.
+
+The second half is what several of them share: shapes of models, a tokenizer of words, TRL's trainer.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,36 @@ import argparse
 import json
 import os
 import platform
+import resource
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+
+if TYPE_CHECKING:
+    from posttrain.chat import Chat
+
+PAD = 0
+ENDLESS = dict(pad_token_id=PAD, bos_token_id=None, eos_token_id=None)  # so all sample the same number of tokens
+COMMON = ENDLESS | dict(initializer_range=0.06, max_position_embeddings=4096)
+TINY = COMMON | dict(vocab_size=512, num_attention_heads=4, num_key_value_heads=4)
+LARGER = COMMON | dict(vocab_size=32000, num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=True)
+SHAPES: dict[str, dict[str, dict[str, Any]]] = {  # of the tiny ones, the ConvGPT is the quickstart's
+    "tiny": {
+        "convgpt": TINY
+        | dict(hidden_size=256, num_hidden_layers=3, head_dim=16, intermediate_size=192, tie_word_embeddings=False),
+        "llama": TINY | dict(hidden_size=128, num_hidden_layers=4, intermediate_size=384),
+    },
+    "40m": {"llama": LARGER | dict(hidden_size=512, num_hidden_layers=8, intermediate_size=1536)},
+    "convgpt-164m": {"convgpt": COMMON | dict(vocab_size=65538)},  # the defaults are the published checkpoint
+}
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -89,3 +113,100 @@ def publish(results: dict[str, Any], markdown: str, file: Path | None) -> None:
     print(markdown)
     if file:
         file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def alone(script: str, options: Sequence[str]) -> dict[str, Any]:
+    """The JSON that a script prints last, run in a process of its own: so its peak memory is that of one contestant."""
+    done = subprocess.run([sys.executable, script, *options], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(options)}:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def peak(device: str) -> float:
+    """GiB that this process has held at most: on the GPU, or in all."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def model_of(kind: str, shape: Mapping[str, Any], device: str = "cpu") -> Any:
+    """Random weights, the same in every process."""
+    import posttrain.convgpt  # noqa: F401  registers ConvGPT with the Auto classes
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **shape)
+    return transformers.AutoModelForCausalLM.from_config(config).to(device)
+
+
+CONTROL = ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>"]
+# A tool's result reads like a user's message and the list of tools is not written at all: TRL, whose environments
+# answer as tools, then reads the very tokens that everybody reads.
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ 'user' if message.role == 'tool' else message.role }} "
+    "{{ message.content }}{% for call in message.tool_calls or [] %} {{ call.function.name }}"
+    " {{ call.function.arguments }}{% endfor %} <|im_end|> {% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+)
+
+
+def words(vocabulary: int) -> Chat:
+    """A tokenizer for which each of the words w7, w8, ... is one token, with a template that asks for little."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from posttrain.chat import Chat
+
+    class Caller(PreTrainedTokenizerFast):
+        """Finds in every answer a call of the tool `act`, as a model finds that has learnt to call it."""
+
+        def parse_response(self, response: list[int], *_: object, **__: object) -> dict[str, Any]:
+            call = {"name": "act", "arguments": {"text": self.decode(response)}}
+            return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+
+    known = [*CONTROL, "system", "user", "assistant"]
+    known += [f"w{n}" for n in range(len(known), vocabulary)]
+    level = Tokenizer(models.WordLevel({word: n for n, word in enumerate(known)}, unk_token="<unk>"))
+    level.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    level.add_special_tokens(CONTROL)
+    tokenizer = Caller(tokenizer_object=level, pad_token="<pad>", eos_token="<|im_end|>", unk_token="<unk>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.response_template = {"defaults": {}}  # read by nobody, but TRL wants one beside a template of ours
+    return Chat.load(tokenizer, None)
+
+
+def grpo_trainer(
+    model: Any, tokenizer: Any, rows: list[dict[str, Any]], reward: Callable[..., list[float | None]], **given: Any
+) -> Any:
+    """`GRPOTrainer` of TRL in float32 without gradient checkpointing or logs.
+
+    `given` are settings of its config, and `rollout_func`, `environment_factory`, `optimizers` or `callbacks`.
+    """
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+    from datasets import Dataset
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    parts = ("rollout_func", "environment_factory", "optimizers", "callbacks")
+    settings = {key: value for key, value in given.items() if key not in parts}
+    args = GRPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=model.device.type == "cpu",
+        bf16=False,
+        gradient_checkpointing=False,
+        loss_type="dapo",
+        beta=0.0,
+        epsilon_high=0.28,
+        **settings,
+    )
+    return GRPOTrainer(
+        model,
+        reward_funcs=reward,
+        args=args,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        **{key: given[key] for key in parts if key in given},
+    )

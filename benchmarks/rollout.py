@@ -1,144 +1,366 @@
 """How much faster are multi-turn rollouts when the KV cache is kept, and not the whole history read again each turn?
 
-Three engines play the same conversations (same random weights, prompts, replies and number of sampled tokens):
-`slots` is what we train with, `replay` our fallback, `generate` transformers' own loop, called once per turn.
-    python benchmarks/rollout.py [--size 40m] [--device cuda] [--turns 2 5 10] [--json FILE]
+Six engines play the same conversations (same random weights, prompts, replies and number of sampled tokens):
+`slots` is what we train with, `replay` our fallback, `generate` transformers' own loop, called once per turn,
+`continuous-batching` its paged one, `trl-environment` and `trl-rollout-func` the two multi-turn paths of GRPOTrainer.
+    python benchmarks/rollout.py [--size 40m] [--engines slots trl-environment] [--turns 2 5 10] [--json FILE]
 """
 
 from __future__ import annotations
 
+import copy
+import logging
+import math
 import random
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import _measure
+from _measure import PAD, SHAPES
 
-import posttrain.convgpt  # noqa: F401  registers ConvGPT with the Auto classes
+from posttrain.chat import Chat
 from posttrain.sampler import ReplaySampler, Sampler, SlotSampler
 from posttrain.types import Completion, SamplingParams, address
 
-PAD, GROUP = 0, 8  # the members of a group share their prompt, as they do in training
-ENDLESS = dict(pad_token_id=PAD, bos_token_id=None, eos_token_id=None)  # so all sample the same number of tokens
-COMMON = ENDLESS | dict(initializer_range=0.06, max_position_embeddings=4096)
-TINY = COMMON | dict(vocab_size=512, num_attention_heads=4, num_key_value_heads=4)
-LARGER = COMMON | dict(vocab_size=32000, num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=True)
-SHAPES: dict[str, dict[str, dict[str, Any]]] = {  # of the tiny ones, the ConvGPT is the quickstart's
-    "tiny": {
-        "convgpt": TINY
-        | dict(hidden_size=256, num_hidden_layers=3, head_dim=16, intermediate_size=192, tie_word_embeddings=False),
-        "llama": TINY | dict(hidden_size=128, num_hidden_layers=4, intermediate_size=384),
-    },
-    "40m": {"llama": LARGER | dict(hidden_size=512, num_hidden_layers=8, intermediate_size=1536)},
-}
+GROUP = 8  # the members of a group share their prompt, as they do in training
+PAGE = 32  # tokens of a page of the continuous batching cache
+
+
+class Script(NamedTuple):
+    """What the model is given, as text: prompts[row] of 80-120 words and replies[turn][row] of 20-40."""
+
+    prompts: list[str]
+    replies: list[list[str]]  # one turn fewer than are sampled: nobody reads a reply to the last one
+
+    @property
+    def turns(self) -> int:
+        return len(self.replies) + 1
+
+
+class Played(NamedTuple):
+    sampled: list[list[int]]  # the sampled tokens of each conversation
+    context: int  # tokens of all conversations, those that were only read included
+
+
+Contestant = Callable[[SamplingParams], Played]
+
+
+def script(conversations: int, turns: int) -> Script:
+    def text(low: int, high: int, *place: int | str) -> str:
+        rng = random.Random(address(*place))
+        return " ".join(f"w{n}" for n in rng.choices(range(7, 512), k=rng.randint(low, high)))
+
+    prompts = [text(80, 120, "prompt", row // GROUP) for row in range(conversations)]
+    return Script(
+        prompts, [[text(20, 40, "reply", turn, row) for row in range(conversations)] for turn in range(turns - 1)]
+    )
+
+
+def settings(params: SamplingParams) -> GenerationConfig:
+    """For transformers: exactly so many tokens, from the whole distribution."""
+    return GenerationConfig(
+        max_new_tokens=params.max_new_tokens,
+        do_sample=params.temperature > 0,
+        top_k=0 if params.temperature > 0 else None,
+        pad_token_id=PAD,
+    )
+
+
+# ------------------------------------------------------------------------------------- engines asked turn by turn
 
 
 class GenerateSampler(ReplaySampler):
     """The peer: plain `model.generate` over the left-padded histories, which draws by itself and keeps no log-probs."""
 
+    @torch.no_grad()
     def sample(self, handles: Sequence[int], params: SamplingParams, seeds: Sequence[int]) -> list[Completion]:
         rows = [self._ids[handle] for handle in handles]
-        width, model = max(map(len, rows)), cast(Any, self.model)
-        ids_BT = torch.tensor([[PAD] * (width - len(row)) + row for row in rows], device=model.device)
-        mask_BT = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
-        settings = GenerationConfig(
-            min_new_tokens=params.max_new_tokens,
-            max_new_tokens=params.max_new_tokens,
-            do_sample=params.temperature > 0,
-            top_k=0 if params.temperature > 0 else None,
-            pad_token_id=PAD,
-        )
-        new_BN = model.generate(ids_BT, attention_mask=mask_BT, generation_config=settings)[:, width:].tolist()
+        new_BN = self.write(rows, settings(params))
         for row, new in zip(rows, new_BN, strict=True):
             row.extend(new)
         return [Completion(new, [], False) for new in new_BN]
 
+    def write(self, rows: list[list[int]], config: GenerationConfig) -> list[list[int]]:
+        width = max(map(len, rows))
+        ids_BT = torch.tensor([[PAD] * (width - len(row)) + row for row in rows], device=self.model.device)
+        mask_BT = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=self.model.device)
+        return self.model.generate(ids_BT, attention_mask=mask_BT, generation_config=config)[:, width:].tolist()
 
-def script(conversations: int, turns: int) -> tuple[list[list[int]], list[list[list[int]]]]:
-    """What the model is given: prompts[row] of 80-120 tokens and replies[turn][row] of 20-40."""
 
-    def text(low: int, high: int, *place: int | str) -> list[int]:
-        rng = random.Random(address(*place))
-        return rng.choices(range(1, 512), k=rng.randint(low, high))
+class ContinuousSampler(GenerateSampler):
+    """`model.generate_batch`, whose manager lives as long as the conversations: its pages keep what was read."""
 
-    prompts = [text(80, 120, "prompt", row // GROUP) for row in range(conversations)]
-    return prompts, [[text(20, 40, "reply", turn, row) for row in range(conversations)] for turn in range(turns)]
+    room = 0  # tokens that all conversations take in the end
+
+    def write(self, rows: list[list[int]], config: GenerationConfig) -> list[list[int]]:
+        paged = ContinuousBatchingConfig(
+            page_size=PAGE,
+            num_blocks=math.ceil(self.room / PAGE) + 2 * len(rows),
+            max_batch_tokens=max(512, 2 * len(rows)),
+        )
+        answers = self.model.generate_batch(
+            rows, generation_config=config, continuous_batching_config=paged, persistent_manager=True
+        )
+        return [answer.generated_tokens for answer in answers.values()]
+
+    def close(self, handles: Sequence[int]) -> None:
+        super().close(handles)
+        self.model.destroy_cached_continuous_batching_manager()
+
+
+SAMPLERS: dict[str, type[SlotSampler | ReplaySampler]] = {
+    "slots": SlotSampler,
+    "generate": GenerateSampler,
+    "replay": ReplaySampler,
+    "continuous-batching": ContinuousSampler,
+}
 
 
 def play(
-    sampler: Sampler, prompts: list[list[int]], replies: list[list[list[int]]], params: SamplingParams
-) -> list[list[int]]:
-    """The sampled tokens of each conversation."""
+    sampler: Sampler, chat: Chat, said: Script, params: SamplingParams, marks: list[float] | None = None
+) -> Played:
+    """All turns of all conversations; `marks` gets the time at which each turn ends.
+
+    Each answer is made text, as a world reads it, and each reply made tokens.
+    """
+    prompts = [chat.prompt([{"role": "user", "content": text}]) for text in said.prompts]
     handles = sampler.open(prompts)
+    context = sum(map(len, prompts))
     sampled: list[list[int]] = [[] for _ in handles]
-    for turn, texts in enumerate(replies):
+    for turn in range(said.turns):
         seeds = [address("turn", turn, row) for row in range(len(handles))]
         for row, completion in enumerate(sampler.sample(handles, params, seeds)):
+            chat.decode(completion.ids)
             sampled[row] += completion.ids
-            sampler.append(handles[row], texts[row])
+            context += len(completion.ids)
+            if turn < len(said.replies):
+                reply = chat.extend(said.replies[turn][row])
+                sampler.append(handles[row], reply)
+                context += len(reply)
+        if marks is not None:
+            marks.append(time.perf_counter())
     sampler.close(handles)
-    assert all(len(ids) == len(replies) * params.max_new_tokens for ids in sampled)
-    return sampled
+    return Played(sampled, context)
+
+
+# ------------------------------------------------------------------------------------------ TRL, which plays itself
+
+
+def trl(model: Any, chat: Chat, said: Script, path: str) -> Contestant:
+    """What a training step of GRPOTrainer does before its loss: play, and score with rewards that cost nothing.
+
+    Nothing ends a turn early, as with the others, and so many calls of the tool are allowed as there are replies.
+    """
+    count = len(said.prompts)
+
+    class Environment:
+        def reset(self, row: int, **_: object) -> None:
+            self.row, self.turn = row, -1
+
+        def act(self, text: str) -> str:
+            """Answers as the script says.
+
+            Args:
+                text: What the model wrote.
+            """
+            self.turn += 1
+            return said.replies[self.turn][self.row]
+
+    def rollout(prompts: list[list[dict[str, str]]], trainer: Any) -> dict[str, Any]:
+        """One call of TRL's own `generate` per turn."""
+        prompt_ids = trainer.processing_class.apply_chat_template(
+            prompts, add_generation_prompt=True, return_dict=False
+        )
+        rows, masks = [list(ids) for ids in prompt_ids], [[] for _ in prompts]
+        for turn in range(said.turns):
+            new_BN, _ = trainer._generate_single_turn(rows, None, {}, num_generations=1)
+            for row, new in enumerate(new_BN):
+                chat.decode(new)
+                reply = chat.extend(said.replies[turn][row]) if turn < len(said.replies) else []
+                rows[row] += new + reply
+                masks[row] += [1] * len(new) + [0] * len(reply)
+        answers = [row[len(ids) :] for row, ids in zip(rows, prompt_ids, strict=True)]
+        return {"prompt_ids": prompt_ids, "completion_ids": answers, "env_mask": masks, "logprobs": None}
+
+    paths = {"trl-environment": {"environment_factory": Environment}, "trl-rollout-func": {"rollout_func": rollout}}
+    rows = [{"prompt": [{"role": "user", "content": text}], "row": n} for n, text in enumerate(said.prompts)]
+    trainer = _measure.grpo_trainer(
+        model,
+        chat.tokenizer,
+        rows,
+        lambda prompts, **_: [0.0] * len(prompts),
+        per_device_train_batch_size=count,
+        num_generations=count,
+        max_completion_length=10**6,  # of all turns together
+        max_tool_calling_iterations=len(said.replies),
+        **paths[path],
+    )
+    trainer.eos_token_ids = [-1]
+    trainer.model.train()
+
+    def contestant(params: SamplingParams) -> Played:
+        trainer.generation_config.update(
+            max_new_tokens=params.max_new_tokens, do_sample=params.temperature > 0, eos_token_id=None
+        )
+        found = trainer._generate_and_score_completions([dict(row) for row in rows])
+        on_BT = (found["tool_mask"] * found["completion_mask"]).bool()
+        sampled = [ids[on].tolist() for ids, on in zip(found["completion_ids"], on_BT, strict=True)]
+        return Played(sampled, int(found["prompt_mask"].sum() + found["completion_mask"].sum()))
+
+    return contestant
+
+
+# ------------------------------------------------------------------------------------------------------ measuring
+
+
+class Inside:
+    """Where our engine's time goes: the seconds of each turn, and all that were spent in the model's forward."""
+
+    def __init__(self, sampler: Sampler, chat: Chat, said: Script, model: Any) -> None:
+        self.sampler, self.chat, self.said, self.model = sampler, chat, said, model
+        self.turns: list[list[float]] = []  # [repeat][turn]
+        self.outside: list[float] = []  # share of each repeat
+
+    def __call__(self, params: SamplingParams) -> Played:
+        marks = [time.perf_counter()]
+        with forwards(self.model) as spent:
+            played = play(self.sampler, self.chat, self.said, params, marks)
+        self.turns.append([after - before for before, after in pairwise(marks)])
+        self.outside.append(1 - sum(spent) / (marks[-1] - marks[0]))
+        return played
+
+
+@contextmanager
+def forwards(model: Any) -> Iterator[list[float]]:
+    """The seconds of each forward pass, of the whole model or of its body alone."""
+    spent: list[float] = []
+    open_calls: list[float] = []  # the body's call is part of the model's
+
+    def now() -> float:
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def begin(*_: object) -> None:
+        open_calls.append(now())
+
+    def end(*_: object) -> None:
+        start = open_calls.pop()
+        if not open_calls:
+            spent.append(now() - start)
+
+    hooks = [module.register_forward_pre_hook(begin) for module in (model, model.base_model)]
+    hooks += [module.register_forward_hook(end) for module in (model, model.base_model)]
+    try:
+        yield spent
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def contestants(model: Any, chat: Chat, said: Script, new_tokens: int, engines: Sequence[str]) -> dict[str, Contestant]:
+    never, made = [model.config.vocab_size], {}
+    theirs = copy.deepcopy(model)  # TRL replaces the forward of its model
+    for name in engines:
+        if name not in SAMPLERS:
+            made[name] = trl(theirs, chat, said, name)
+            continue
+        sampler: Any = SAMPLERS[name](model, never, PAD)
+        if name == "continuous-batching":
+            words = sum(len(text.split()) + 8 for texts in (said.prompts, *said.replies) for text in texts)
+            sampler.room = words + len(said.prompts) * said.turns * new_tokens
+        inside = Inside(sampler, chat, said, model)
+        made[name] = inside if name == "slots" else cast(Any, lambda params, s=sampler: play(s, chat, said, params))
+    return made
+
+
+def unequal(played: dict[str, Played], expected: int) -> list[str]:
+    """Engines that sampled other tokens under greedy decoding than `slots`, or read a context of another length."""
+    first = played["slots"]
+    assert all(len(ids) == expected for ids in first.sampled)
+    return [name for name, own in played.items() if own != first]
+
+
+def once(made: dict[str, Contestant], name: str, params: SamplingParams, context: dict[str, int]) -> None:
+    """Play, and note how many tokens there were."""
+    context[name] = made[name](params).context
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Sampled tokens per second at the median time."""
-    rows = []
+    """Turns of all conversations and sampled tokens per second at the median time; below it, our engine from inside."""
+    rows, inside = [], []
     for row in results["rows"]:
-        seconds = row["seconds"]
-        speeds = [f"{row['tokens'] / median(seconds[name]):.0f}" for name in ("slots", "generate", "replay")]
-        ratios = [_measure.ratio(seconds[peer], seconds["slots"]) for peer in ("generate", "replay")]
-        rows.append([f"{row['model']} {row['parameters'] / 1e6:.1f}M", str(row["turns"]), *speeds, *ratios])
-    header = ["model", "turns", "slots tok/s", "generate tok/s", "replay tok/s", "slots vs generate", "slots vs replay"]
+        who = [f"{row['model']} {row['parameters'] / 1e6:.1f}M", str(row["turns"]), f"{row['context']:,}"]
+        ours = row["seconds"]["slots"]
+        for name, seconds in row["seconds"].items():
+            turns = results["conversations"] * row["turns"] / median(seconds)
+            speeds = [f"{turns:.1f}", f"{turns * results['new_tokens']:.0f}"]
+            rows.append([*who, name, *speeds, "" if name == "slots" else _measure.ratio(seconds, ours)])
+        second, last = ([turns[n] for turns in row["turn_seconds"]] for n in (1, -1))
+        times = [f"{median(second):.3f}", f"{median(last):.3f}", f"{median(last) / median(second):.2f}"]
+        inside.append([*who[:2], *times, f"{median(row['outside']):.1%}"])
+    header = ["model", "turns", "context tokens", "engine", "env turns/s", "tok/s", "slots are faster by"]
     size = f"{results['conversations']} conversations, {results['new_tokens']} tokens a turn, {results['dtype']}"
-    return f"{_measure.told(results)}\n{size}, medians of {results['repeats']}.\n\n{_measure.table(header, rows)}"
+    below = ["slots", "turns", "seconds of turn 2", "of the last turn", "last / second", "outside the model's forward"]
+    return (
+        f"{_measure.told(results)}\n{size}, medians of {results['repeats']}.\n\n{_measure.table(header, rows)}\n\n"
+        f"{_measure.table(below, inside)}"
+    )
 
 
 def main() -> None:
     parser = _measure.parser(__doc__)
     parser.add_argument("--size", choices=SHAPES, default="tiny")
+    engines = [*SAMPLERS, "trl-environment", "trl-rollout-func"]
+    parser.add_argument("--engines", nargs="+", choices=engines, default=engines, help="`slots` always plays")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda is timed in bfloat16")
-    parser.add_argument("--turns", type=int, nargs="+", default=[2, 5, 10])
+    parser.add_argument("--turns", type=int, nargs="+", default=[2, 5, 10], help="2 or more each")
     parser.add_argument("--conversations", type=int, default=32, help="played side by side")
     parser.add_argument("--new-tokens", type=int, default=24, help="sampled per conversation and turn")
     given = parser.parse_args()
+    if min(given.turns) < 2:
+        parser.error("--turns: what is compared is what is read again, from the second turn on")
+    given.engines = [name for name in engines if name in ("slots", *given.engines)]
     _measure.threads()
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)  # it warns of what is meant here
     dtype = torch.bfloat16 if given.device == "cuda" else torch.float32
 
     rows = []
     for kind, shape in SHAPES[given.size].items():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape)).to(given.device).eval()
-        never = [shape["vocab_size"]]
-        engines: dict[str, Sampler] = {
-            "slots": SlotSampler(model, never, PAD),
-            "generate": GenerateSampler(model, never, PAD),
-            "replay": ReplaySampler(model, never, PAD),
-        }
-
+        model = _measure.model_of(kind, shape, given.device).eval()
+        chat = _measure.words(shape["vocab_size"])
         greedy = SamplingParams(given.new_tokens, temperature=0.0)
-        answers = {name: play(engine, *script(given.conversations, 2), greedy) for name, engine in engines.items()}
-        if not answers["slots"] == answers["generate"] == answers["replay"]:
-            sys.exit(f"{kind}: the engines differ under greedy decoding in float32, so nothing was timed.")
+        made = contestants(model, chat, script(given.conversations, 2), given.new_tokens, given.engines)
+        answers = {name: contestant(greedy) for name, contestant in made.items()}
+        if wrong := unequal(answers, 2 * given.new_tokens):
+            sys.exit(
+                f"{kind}: {', '.join(wrong)} and slots differ under greedy decoding in float32: nothing was timed."
+            )
 
         model.to(dtype)
+        params = SamplingParams(given.new_tokens)
         for turns in given.turns:
-            texts = script(given.conversations, turns)
-            params = SamplingParams(given.new_tokens)
+            made = contestants(model, chat, script(given.conversations, turns), given.new_tokens, given.engines)
+            inside, context = cast(Inside, made["slots"]), {}
             seconds = _measure.alternating(
-                {name: partial(play, engine, *texts, params) for name, engine in engines.items()}, given.repeats
+                {name: partial(once, made, name, params, context) for name in made}, given.repeats
             )
-            tokens = given.conversations * turns * given.new_tokens
-            rows.append(
-                dict(model=kind, parameters=model.num_parameters(), turns=turns, tokens=tokens, seconds=seconds)
-            )
+            if len(set(context.values())) > 1:
+                sys.exit(f"{kind}, {turns} turns: the contexts differ in length, it was not the same work: {context}.")
+            row = dict(model=kind, parameters=model.num_parameters(), turns=turns, context=context["slots"])
+            rows.append(row | dict(seconds=seconds, turn_seconds=inside.turns, outside=inside.outside))
 
     results = _measure.surroundings(given.device) | {
         "dtype": str(dtype).removeprefix("torch."),

@@ -12,9 +12,13 @@ import pytest
 import torch
 
 from posttrain.config import StarPORun, resolve
+from posttrain.types import SamplingParams
 
 FILE = Path(__file__).parent.parent / "benchmarks" / "rollout.py"
-SIZES = "--conversations 3 --new-tokens 3 --turns 1 2 --repeats 2".split()
+SIZES = "--conversations 3 --new-tokens 3 --turns 2 3 --repeats 2".split()
+NARROW = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+NARROW |= {"intermediate_size": 32, "initializer_range": 0.2, "max_position_embeddings": 1024}
+NARROW |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
 
 
 @pytest.fixture
@@ -32,23 +36,42 @@ def loaded(file: Path) -> ModuleType:
     return module
 
 
-def test_rollout_measures_three_engines_on_equal_work(rollout, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [str(FILE), *SIZES, "--json", str(tmp_path / "figures.json")])
+def test_rollout_measures_engines_on_equal_work(rollout, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(FILE), *SIZES, "--engines", "generate", "--json", str(tmp_path / "f.json")])
     rollout.main()
-    results = json.loads((tmp_path / "figures.json").read_text())
+    results = json.loads((tmp_path / "f.json").read_text())
     assert {"commit", "machine", "threads", "load", "dtype"} <= results.keys()
-    assert [(row["model"], row["turns"], row["tokens"]) for row in results["rows"]] == [
-        ("convgpt", 1, 9),
-        ("convgpt", 2, 18),
-        ("llama", 1, 9),
-        ("llama", 2, 18),
+    assert [(row["model"], row["turns"]) for row in results["rows"]] == [
+        ("convgpt", 2),
+        ("convgpt", 3),
+        ("llama", 2),
+        ("llama", 3),
     ]
     for row in results["rows"]:
-        assert row["seconds"].keys() == {"slots", "generate", "replay"}
+        assert row["seconds"].keys() == {"slots", "generate"}
         assert all(len(times) == 2 and min(times) > 0 for times in row["seconds"].values())
+        for turns, seconds in zip(row["turn_seconds"], row["seconds"]["slots"], strict=True):
+            assert len(turns) == row["turns"] and 0.8 * seconds < sum(turns) < seconds
+        assert all(0 < share < 1 for share in row["outside"])
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert len(table) == 2 + len(results["rows"])
-    assert len({line.count("|") for line in table}) == 1
+    assert len(table) == 2 + 2 * len(results["rows"]) + 2 + len(results["rows"])
+    assert [line.count("|") for line in table] == [8] * (2 + 2 * 4) + [7] * (2 + 4)
+
+
+def test_every_engine_writes_the_same_tokens_after_the_same_contexts(rollout):
+    model, chat = rollout._measure.model_of("llama", NARROW).eval(), rollout._measure.words(512)
+    said = rollout.script(3, 3)
+    engines = ["slots", "generate", "replay", "continuous-batching", "trl-environment", "trl-rollout-func"]
+    made = rollout.contestants(model, chat, said, 4, engines)
+    played = {name: contestant(SamplingParams(4, temperature=0.0)) for name, contestant in made.items()}
+    assert rollout.unequal(played, 12) == []
+    written = [chat.prompt([{"role": "user", "content": text}]) for text in said.prompts]
+    written += [chat.extend(text) for texts in said.replies for text in texts]
+    assert played["slots"].context == sum(map(len, written)) + 3 * 12
+    drawn = {name: made[name](SamplingParams(4)) for name in engines}
+    assert {own.context for own in drawn.values()} == {played["slots"].context}
+    assert all(len(ids) == 12 for own in drawn.values() for ids in own.sampled)
+    assert all(own.sampled != played[name].sampled for name, own in drawn.items())
 
 
 def test_nothing_is_timed_when_the_engines_differ(rollout, tmp_path, monkeypatch):
@@ -56,12 +79,13 @@ def test_nothing_is_timed_when_the_engines_differ(rollout, tmp_path, monkeypatch
 
     def wrong(self, handles, params, seeds):
         return [
-            rollout.Completion([token + 1 for token in c.ids], [], False) for c in honest(self, handles, params, seeds)
+            rollout.Completion([token ^ 1 for token in c.ids], [], False) for c in honest(self, handles, params, seeds)
         ]
 
     monkeypatch.setattr(rollout.GenerateSampler, "sample", wrong)
-    monkeypatch.setattr(sys, "argv", [str(FILE), *SIZES, "--json", str(tmp_path / "figures.json")])
-    with pytest.raises(SystemExit, match="engines differ"):
+    options = [*SIZES, "--engines", "generate", "--json", str(tmp_path / "figures.json")]
+    monkeypatch.setattr(sys, "argv", [str(FILE), *options])
+    with pytest.raises(SystemExit, match="generate and slots differ"):
         rollout.main()
     assert not (tmp_path / "figures.json").exists()
 
