@@ -24,6 +24,7 @@ import transformers
 
 if TYPE_CHECKING:
     from posttrain.chat import Chat
+    from posttrain.config import StarPORun
 
 PAD = 0
 ENDLESS = dict(pad_token_id=PAD, bos_token_id=None, eos_token_id=None)  # so all sample the same number of tokens
@@ -210,3 +211,36 @@ def grpo_trainer(
         processing_class=tokenizer,
         **{key: given[key] for key in parts if key in given},
     )
+
+
+def rollout_func(cfg: StarPORun, chat: Chat) -> Callable[[list[str], Any], dict[str, Any]]:
+    """How GRPOTrainer plays the first world of a run: TRL's own `generate`, once a turn, for those that are not over.
+
+    A prompt is the seed of a level. World, protocol and the tokens between two answers are ours.
+    """
+    import envs
+    from envs.protocol import Episode, Protocol
+
+    world, protocol = cfg.worlds[0], Protocol(**cfg.protocol.model_dump())
+    assert not protocol.opening
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        episodes = [Episode(envs.make(world.name, **world.options), protocol, int(seed)) for seed in prompts]
+        prompt_ids = [chat.prompt(episode.messages) for episode in episodes]
+        answers: list[list[int]] = [[] for _ in episodes]
+        masks: list[list[int]] = [[] for _ in episodes]
+        rewards = [0.0] * len(episodes)
+        while going := [i for i, episode in enumerate(episodes) if not episode.done]:
+            contexts = [prompt_ids[i] + answers[i] for i in going]
+            new_BN, _ = trainer._generate_single_turn(contexts, None, {}, num_generations=1)
+            for i, new in zip(going, new_BN, strict=True):
+                turn = episodes[i].step(chat.decode(new))
+                rewards[i] += turn.reward + turn.penalty
+                finished = new[-1] in trainer.eos_token_ids
+                reply = [] if turn.user is None else chat.extend(turn.user, finished=finished)
+                answers[i] += new + reply
+                masks[i] += [1] * len(new) + [0] * len(reply)
+        made = {"prompt_ids": prompt_ids, "completion_ids": answers, "env_mask": masks, "logprobs": None}
+        return made | {"reward": rewards}
+
+    return rollout

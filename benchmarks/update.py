@@ -8,12 +8,8 @@ One optimizer step of the clipped policy gradient over the same conversations, a
 from __future__ import annotations
 
 import json
-import os
 import random
-import resource
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -98,32 +94,16 @@ def ours(model: Any, episodes: list[Trajectory], micro_batch_tokens: int) -> Cal
 
 def theirs(model: Any, episodes: list[Trajectory], batch_size: int) -> Callable[[], float]:
     """The loss of TRL's trainer for each micro-batch, its gradients, and one step; the norm of the gradient."""
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-    from trl.trainer.grpo_config import GRPOConfig
-    from trl.trainer.grpo_trainer import GRPOTrainer
-
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
     accumulation = -(-len(episodes) // batch_size)
-    args = GRPOConfig(
-        output_dir=tempfile.mkdtemp(),
-        report_to="none",
-        use_cpu=model.device.type == "cpu",
-        bf16=False,
+    trainer = _measure.grpo_trainer(
+        model,
+        _measure.words(8).tokenizer,
+        [{"prompt": "x"}] * len(episodes),
+        lambda **_: [],
         per_device_train_batch_size=batch_size,
         gradient_accumulation_steps=accumulation,
         num_generations=GROUP,
         learning_rate=1e-9,
-        gradient_checkpointing=False,
-        loss_type="dapo",
-        beta=0.0,
-        epsilon_high=0.28,
-    )
-    rows = Dataset.from_list([{"prompt": "x"}] * len(episodes))
-    trainer: Any = GRPOTrainer(
-        model, reward_funcs=lambda **_: [], args=args, train_dataset=rows, processing_class=tokenizer
     )
     trainer.create_optimizer()
     trainer.model.train()
@@ -181,11 +161,7 @@ def one(given: Any) -> None:
         if given.device == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    if given.device == "cuda":
-        peak = torch.cuda.max_memory_allocated() / 2**30
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
-    print(json.dumps({"norm": norm, "seconds": seconds, "peak": peak}))
+    print(json.dumps({"norm": norm, "seconds": seconds, "peak": _measure.peak(given.device)}))
 
 
 def main() -> None:
@@ -209,13 +185,8 @@ def main() -> None:
     shared = [f"--{key.replace('_', '-')}={getattr(given, key)}" for key in handed_on]
 
     def contestant(name: str, vocabulary: int) -> dict[str, Any]:
-        command = [sys.executable, __file__, "--only", name, "--vocabulary", str(vocabulary), "--repeats", "1", *shared]
-        done = subprocess.run(
-            command, capture_output=True, text=True, env={**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1"}
-        )
-        if done.returncode:
-            sys.exit(f"{name}, vocabulary {vocabulary}:\n{done.stderr[-2000:]}")
-        return json.loads(done.stdout.splitlines()[-1])
+        own = [f"--only={name}", f"--vocabulary={vocabulary}", "--repeats=1"]
+        return _measure.alone(__file__, [*own, *shared])
 
     rows = []
     for vocabulary in given.vocabulary:

@@ -97,6 +97,43 @@ def test_both_updates_have_the_same_gradient(rollout):
     assert ours > 0 and update.theirs(update.model_of(100, "cpu"), episodes, 4)() == pytest.approx(ours, rel=1e-4)
 
 
+def test_both_iterations_play_and_learn_from_the_same_number_of_tokens(rollout):
+    iteration = loaded(FILE.parent / "iteration.py")
+    cfg, chat = iteration.config(2, 2, 2, 3), rollout._measure.words(512)
+    models = [rollout._measure.model_of("llama", NARROW) for _ in range(2)]
+    before = models[0].lm_head.weight.clone()
+    play = iteration.ours(cfg, models[0], chat)
+    ours = [play(step) for step in (1, 2)]
+    theirs = iteration.theirs(cfg, models[1], chat, 2, 2)
+    assert [each[2:] for each in ours] == [each[2:] for each in theirs]
+    assert all(each.rollout > 0 and each.update > 0 for each in ours + theirs)
+    assert ours[0].turns == 2 * 2 * 2 and ours[0].sampled == 3 * ours[0].turns
+    assert all((model.lm_head.weight != before).any() for model in models)
+
+
+def test_iterations_of_unequal_work_are_not_compared(rollout, tmp_path, monkeypatch, capsys):
+    iteration = loaded(FILE.parent / "iteration.py")
+    file = tmp_path / "figures.json"
+    monkeypatch.setattr(sys, "argv", ["iteration.py", "--repeats=2", f"--json={file}"])
+
+    def process(script, options):
+        slow = 3 if "--only=trl" in options else 1
+        turns = {"turns": 640, "sampled": 15360 - missing * slow, "context": 40000}
+        return {"iterations": [{"rollout": 2.0 * slow, "update": slow, **turns}], "peak": 1.0, "parameters": 10**6}
+
+    monkeypatch.setattr(iteration._measure, "alone", process)
+    missing = 1
+    with pytest.raises(SystemExit, match="not the same work"):
+        iteration.main()
+    assert not file.exists()
+    missing = 0
+    iteration.main()
+    assert [row["model"] for row in json.loads(file.read_text())["rows"]] == ["convgpt", "llama"]
+    line = "| 1.0M | 2.00 + 1.00 | 6.00 + 3.00 | **3.0x** (3.0-3.0) | 1.00 | 1.00 | 1.00 |"
+    lines = [line.replace("1.0M", f"{model} 1.0M") for model in ("convgpt", "llama")]
+    assert capsys.readouterr().out.splitlines()[-2:] == lines
+
+
 def test_worlds_are_timed_beside_the_games_they_are_made_of(rollout, tmp_path, monkeypatch, capsys):
     worlds = loaded(FILE.parent / "worlds.py")
     sizes = ["--levels", "3", "--steps", "20", "--repeats", "2"]

@@ -1,0 +1,216 @@
+"""How fast and how lean is a whole iteration, played, judged and learnt from, beside one of TRL's GRPOTrainer?
+
+The functions of phase 3, and `GRPOTrainer.train` with a `rollout_func`: the same levels of FrozenLake, protocol, tokens
+and random weights, the same number of turns and sampled tokens, one optimizer step each.
+    python benchmarks/iteration.py [--size 40m] [--groups 8] [--num-generations 16] [--turns 5] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from transformers import TrainerCallback
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import _measure
+from _measure import PAD, SHAPES
+
+import train_phase3_starpo as phase3
+from posttrain.chat import Chat
+from posttrain.config import StarPORun, resolve
+from posttrain.sampler import SlotSampler
+from posttrain.types import address
+
+CONFIG = Path(__file__).parent.parent / "configs" / "quickstart" / "phase3_starpo.yaml"
+
+
+class Iteration(NamedTuple):
+    """What one iteration took, in seconds, and the work that it was."""
+
+    rollout: float
+    update: float
+    turns: int
+    sampled: int
+    context: int  # tokens of all episodes, sampled or read
+
+
+def config(
+    groups: int = 8, num_generations: int = 16, turns: int = 5, new_tokens: int = 24, micro_batch_tokens: int = 2048
+) -> StarPORun:
+    """A run in which no group is left out and every batch is used once."""
+    changes = [f"rollout={{groups: {groups}, num_generations: {num_generations}}}", "model.name_or_path=unused"]
+    changes += [f"rollout.max_completion_length={new_tokens}", "rollout.max_context=4096", "worlds=[frozen_lake]"]
+    changes += [f"protocol.max_turns={turns}", f"trainer.micro_batch_tokens={micro_batch_tokens}"]
+    changes += ["algorithm.filter={strategy: none, keep_zero: true}", "trainer.learning_rate=1e-6"]
+    return resolve(StarPORun, CONFIG, [*changes, "algorithm.num_iterations=1", "algorithm.minibatches=1"])
+
+
+def won(sample: int) -> float:
+    """Random weights write nothing that a world understands, so every episode lasts for all its turns and wins nothing.
+
+    Without a reward there is nothing to learn: every second member of a group is given one.
+    """
+    return float(sample % 2)
+
+
+def ours(cfg: StarPORun, model: Any, chat: Chat) -> Callable[[int], Iteration]:
+    """Iteration 1, 2, ... of phase 3, its model being the policy."""
+    learner = phase3.prepare(cfg, model, chat)
+    sampler = SlotSampler(learner.policy, [model.config.vocab_size], PAD)  # no token ends a turn
+
+    def iteration(step: int) -> Iteration:
+        start = time.perf_counter()
+        groups = phase3.rollout(cfg, sampler, chat, step, {})
+        played = time.perf_counter()
+        for group in groups:
+            for sample, trajectory in enumerate(group):
+                trajectory.turn_rewards[-1] = won(sample)
+        phase3.learn(cfg, learner, groups, phase3.judge(cfg, groups), step)
+        end = time.perf_counter()
+        episodes = [trajectory for group in groups for trajectory in group]
+        work = (sum(t.turns for t in episodes), sum(t.tokens for t in episodes), sum(t.context for t in episodes))
+        return Iteration(played - start, end - played, *work)
+
+    return iteration
+
+
+def theirs(cfg: StarPORun, model: Any, chat: Chat, iterations: int, batch_size: int) -> list[Iteration]:
+    """So many training steps of GRPOTrainer, on the levels that ours plays."""
+    size, found = cfg.rollout.num_generations, []
+    play = _measure.rollout_func(cfg, chat)
+    began = rollout = 0.0
+    work = (0, 0, 0)
+
+    def timed(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        nonlocal rollout, work
+        start = time.perf_counter()
+        made = play(prompts, trainer)
+        rollout = time.perf_counter() - start
+        sampled = sum(map(sum, made["env_mask"]))
+        context = sum(map(len, made["prompt_ids"] + made["completion_ids"]))
+        work = (sampled // cfg.rollout.max_completion_length, sampled, context)
+        return made
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            nonlocal began
+            began = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            found.append(Iteration(rollout, time.perf_counter() - began - rollout, *work))
+
+    steps = range(1, iterations + 1)
+    levels = [address(cfg.seed, "level", step, group) for step in steps for group in range(cfg.rollout.groups)]
+    trainer = _measure.grpo_trainer(
+        model,
+        chat.tokenizer,
+        [{"prompt": str(level)} for level in levels],
+        lambda prompts, **_: [won(row % size) for row in range(len(prompts))],
+        rollout_func=timed,
+        callbacks=[Clock()],
+        max_steps=iterations,
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=cfg.rollout.groups * size // batch_size,
+        num_generations=size,
+        max_completion_length=cfg.rollout.max_completion_length,
+        generation_kwargs={"eos_token_id": None},
+        shuffle_dataset=False,
+        learning_rate=cfg.trainer.learning_rate,
+    )
+    trainer.eos_token_ids = [-1]  # no token ends a turn
+    trainer.train()
+    return found
+
+
+def one(given: Any) -> None:
+    """In a process of its own: time and memory of one contestant, as JSON."""
+    _measure.threads()
+    shape = SHAPES[given.size][given.model]
+    model, chat = _measure.model_of(given.model, shape), _measure.words(shape["vocab_size"])
+    cfg = config(given.groups, given.num_generations, given.turns, given.new_tokens, given.micro_batch_tokens)
+    if given.only == "ours":
+        iteration = ours(cfg, model, chat)
+        found = [iteration(step) for step in range(1, given.iterations + 1)]
+    else:
+        found = theirs(cfg, model, chat, given.iterations, given.batch_size)
+    assert len(found) == given.iterations
+    counted = [each._asdict() for each in found[1:] or found]
+    print(json.dumps({"iterations": counted, "parameters": model.num_parameters(), "peak": _measure.peak("cpu")}))
+
+
+def markdown(results: dict[str, Any]) -> str:
+    cells = []
+    for row in results["rows"]:
+        seconds, parts = {}, []
+        for name in ("ours", "trl"):
+            each = [iteration for process in row[name] for iteration in process["iterations"]]
+            seconds[name] = [one["rollout"] + one["update"] for one in each]
+            parts.append(f"{median(one['rollout'] for one in each):.2f} + {median(one['update'] for one in each):.2f}")
+        peak = {name: median(process["peak"] for process in row[name]) for name in ("ours", "trl")}
+        memory = [f"{peak['ours']:.2f}", f"{peak['trl']:.2f}", f"{peak['ours'] / peak['trl']:.2f}"]
+        who = f"{row['model']} {row['ours'][0]['parameters'] / 1e6:.1f}M"
+        cells.append([who, *parts, _measure.ratio(seconds["trl"], seconds["ours"]), *memory])
+    work = results["rows"][0]["ours"][0]["iterations"][0]
+    header = ["model", "ours: rollout + update, s", "TRL", "ours vs TRL", "ours GiB", "TRL GiB", "memory"]
+    size = f"{results['groups']} x {results['num_generations']} episodes of {results['turns']} turns"
+    tokens = f"{work['context']:,} tokens, {work['sampled']:,} of them sampled"
+    return (
+        f"{_measure.told(results)}\n{size}: {tokens}; medians of {results['repeats']} processes each.\n\n"
+        f"{_measure.table(header, cells)}"
+    )
+
+
+def main() -> None:
+    parser = _measure.parser(__doc__)
+    parser.add_argument("--size", choices=SHAPES, default="tiny")
+    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--num-generations", type=int, default=16)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--new-tokens", type=int, default=24, help="sampled in a turn")
+    parser.add_argument("--iterations", type=int, default=2, help="of a process; the first of several is not counted")
+    parser.add_argument("--batch-size", type=int, default=8, help="TRL: episodes in a micro-batch")
+    parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="ours: padded tokens in a micro-batch")
+    parser.add_argument("--only", choices=["ours", "trl"], help="one contestant alone, figures as JSON")
+    parser.add_argument("--model", help="with --only: which model of the size")
+    given = parser.parse_args()
+    if given.only:
+        one(given)
+        return
+    _measure.threads()
+    mine = ("json", "repeats", "only", "model")
+    shared = [f"--{key.replace('_', '-')}={value}" for key, value in vars(given).items() if key not in mine]
+
+    rows = []
+    for kind in SHAPES[given.size]:
+        found: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
+        for repeat in range(given.repeats):
+            for name in sorted(found, reverse=repeat % 2 == 1):
+                found[name].append(_measure.alone(__file__, [f"--only={name}", f"--model={kind}", *shared]))
+        work = {name: amounts(processes) for name, processes in found.items()}
+        if work["ours"] != work["trl"]:
+            sys.exit(f"{kind}: turns, sampled tokens and tokens in all differ, it was not the same work: {work}.")
+        rows.append({"model": kind} | found)
+    results = _measure.surroundings() | {
+        **{key: value for key, value in vars(given).items() if key not in ("json", "only", "model")},
+        "rows": rows,
+    }
+    _measure.publish(results, markdown(results), given.json)
+
+
+def amounts(processes: list[dict[str, Any]]) -> list[list[int]]:
+    """Turns, sampled tokens and tokens in all of every iteration."""
+    return [
+        [iteration[key] for key in ("turns", "sampled", "context")]
+        for process in processes
+        for iteration in process["iterations"]
+    ]
+
+
+if __name__ == "__main__":
+    main()
