@@ -6,13 +6,17 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
+import envs
+from envs.protocol import Protocol
 from posttrain.config import StarPORun, resolve
-from posttrain.types import SamplingParams
+from posttrain.rollout import play, set_up
+from posttrain.sampler import ReplaySampler
+from posttrain.types import Completion, SamplingParams, address
 
 FILE = Path(__file__).parent.parent / "benchmarks" / "rollout.py"
 SIZES = "--conversations 3 --new-tokens 3 --turns 2 3 --repeats 2".split()
@@ -97,6 +101,41 @@ def test_both_updates_have_the_same_gradient(rollout):
     assert ours > 0 and update.theirs(update.model_of(100, "cpu"), episodes, 4)() == pytest.approx(ours, rel=1e-4)
 
 
+def test_the_episodes_of_trl_are_ours(rollout, tiny_chat):
+    cfg = resolve(StarPORun, FILE.parent.parent / "configs/quickstart/phase3_starpo.yaml", ["worlds=[frozen_lake]"])
+    levels, actions = [address("level", n) for n in range(40)], envs.make("frozen_lake").actions
+
+    def write(context):
+        """A move that the context decides; every fifth answer is cut short."""
+        choice = address(*context) % 5
+        if choice == 4:
+            return tiny_chat.content_ids("<think>so")
+        text = f"<think>so</think><answer>{actions[choice]}</answer>"
+        return [*tiny_chat.content_ids(text), tiny_chat.stop_id]
+
+    class Player(ReplaySampler):
+        def sample(self, handles, params, seeds):
+            new_BN = [write(self._ids[handle]) for handle in handles]
+            for handle, new in zip(handles, new_BN, strict=True):
+                self.append(handle, new)
+            return [Completion(new, [0.0] * len(new), new[-1] == tiny_chat.stop_id) for new in new_BN]
+
+    protocol = Protocol(**cfg.protocol.model_dump())
+    episodes = [set_up(envs.make("frozen_lake"), protocol, level, "train") for level in levels]
+    ours = play(Player(None, [], 0), tiny_chat, episodes, SamplingParams(40), [0] * 40)
+    trainer = SimpleNamespace(
+        eos_token_ids=[tiny_chat.stop_id],
+        _generate_single_turn=lambda contexts, *_, num_generations: ([write(ids) for ids in contexts], None),
+    )
+    theirs = rollout._measure.rollout_func(cfg, tiny_chat)([str(level) for level in levels], trainer)
+    assert {t.turns for t in ours} >= {1, 8} and {t.success for t in ours} == {True, False}
+    for row, t in enumerate(ours):
+        prompt, answer, mask = (theirs[key][row] for key in ("prompt_ids", "completion_ids", "env_mask"))
+        assert prompt + answer == t.segments[0].ids
+        assert [0] * len(prompt) + mask == [int(on) for on in t.segments[0].mask]
+        assert theirs["reward"][row] == pytest.approx(t.reward)
+
+
 def test_both_iterations_play_and_learn_from_the_same_number_of_tokens(rollout):
     iteration = loaded(FILE.parent / "iteration.py")
     cfg, chat = iteration.config(2, 2, 2, 3), rollout._measure.words(512)
@@ -132,6 +171,48 @@ def test_iterations_of_unequal_work_are_not_compared(rollout, tmp_path, monkeypa
     line = "| 1.0M | 2.00 + 1.00 | 6.00 + 3.00 | **3.0x** (3.0-3.0) | 1.00 | 1.00 | 1.00 |"
     lines = [line.replace("1.0M", f"{model} 1.0M") for model in ("convgpt", "llama")]
     assert capsys.readouterr().out.splitlines()[-2:] == lines
+
+
+def test_an_exponent_is_the_slope_on_two_logarithmic_scales(rollout):
+    scaling = loaded(FILE.parent / "scaling.py")
+    xs = [2, 4, 8, 16]
+    slope, low, high = scaling.exponent(xs, [[3 * x**1.5, 3 * x, 3 * x**2] for x in xs])
+    assert (slope, low, high) == (pytest.approx(1.5), pytest.approx(1.0), pytest.approx(2.0))
+
+
+def test_scaling_varies_one_thing_at_a_time(rollout, tmp_path, monkeypatch, capsys):
+    scaling = loaded(FILE.parent / "scaling.py")
+    asked = []
+
+    def prepared(point, new_tokens):
+        def iteration(step):
+            asked.append(point)
+            return scaling.iteration.Iteration(point.turns * point.vocabulary / 512, 2.0, 1, 1, 1)
+
+        return iteration, 1000 * point.width**2
+
+    monkeypatch.setattr(scaling, "prepared", prepared)
+    files = [f"--plot={tmp_path / 'plot.png'}", f"--json={tmp_path / 'figures.json'}"]
+    monkeypatch.setattr(sys, "argv", ["scaling.py", "--repeats=2", *files])
+    scaling.main()
+    base = scaling.Point()
+    assert all(sum(a != b for a, b in zip(point, base, strict=True)) <= 1 for point in asked)
+    assert len(set(asked)) == 13 and len(asked) == 13 * 3  # the base is in all four sweeps
+    sweeps = {sweep["axis"]: sweep for sweep in json.loads((tmp_path / "figures.json").read_text())["sweeps"]}
+    assert sweeps["turns"]["xs"] == [2, 4, 8, 16]
+    assert sweeps["parameters"]["xs"] == [1000 * width**2 for width in (64, 128, 256, 512)]
+    for axis, slope in {"turns": 1, "conversations": 0, "parameters": 0, "vocabulary": 1}.items():
+        assert sweeps[axis]["exponents"]["rollout"][0] == pytest.approx(slope, abs=1e-9)
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+    assert capsys.readouterr().out.splitlines()[-4].startswith("| turns | 2 to 16 | **1.00** (1.00 to 1.00) |")
+
+
+def test_scaling_plays_what_a_point_says(rollout):
+    scaling = loaded(FILE.parent / "scaling.py")
+    play, parameters = scaling.prepared(scaling.Point(turns=2, conversations=8, width=64, vocabulary=600), 3)
+    found = play(1)
+    assert found.turns == 16 and found.sampled == 48
+    assert parameters == 600 * 64 + 4 * (4 * 64**2 + 3 * 64 * 192 + 2 * 64) + 64
 
 
 def test_worlds_are_timed_beside_the_games_they_are_made_of(rollout, tmp_path, monkeypatch, capsys):
