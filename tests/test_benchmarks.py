@@ -215,6 +215,60 @@ def test_scaling_plays_what_a_point_says(rollout):
     assert parameters == 600 * 64 + 4 * (4 * 64**2 + 3 * 64 * 192 + 2 * 64) + 64
 
 
+def test_both_runs_to_the_target_pay_for_training_alone(rollout, monkeypatch):
+    target = loaded(FILE.parent / "long" / "target.py")
+    small = ["rollout={groups: 4, num_generations: 2, max_completion_length: 3}", "protocol.max_turns=2"]
+    small += ["worlds=[frozen_lake]", "evaluation={every: 2, episodes: 2}", "algorithm.minibatches=2"]
+    cfg = resolve(StarPORun, target.CONFIG, [*small, "trainer.max_steps=6", "trainer.warmup_steps=3"])
+    chat, rates, clock = rollout._measure.words(512), [], [0.0]
+    honest, judge = target._measure.grpo_trainer, target.phase3.judge
+
+    def trainer(*given, optimizers, **more):
+        def stepped(optimizer, *_):
+            rates.append(optimizer.param_groups[0]["lr"])
+            clock[0] += 1
+
+        optimizers[0].register_step_pre_hook(stepped)
+        return honest(*given, optimizers=optimizers, **more)
+
+    def judged(*given):
+        clock[0] += 1
+        return judge(*given)
+
+    def evaluate(*_):
+        clock[0] += 100
+        return {"evaluation/success": 0.1 * len(race.curve)}
+
+    monkeypatch.setattr(target._measure, "grpo_trainer", trainer)
+    monkeypatch.setattr(target.phase3, "judge", judged)
+    monkeypatch.setattr(target.phase3, "evaluate", evaluate)
+    now = SimpleNamespace(perf_counter=lambda: clock[0], process_time=lambda: clock[0])
+    monkeypatch.setattr(target, "time", now)
+    for contestant, more, cost in ((target.ours, {}, 1), (target.theirs, {"batch_size": 4}, 4)):
+        race = target.Race(cfg, chat, target=0.2)
+        contestant(cfg, rollout._measure.model_of("llama", NARROW), chat, race, **more)
+        assert [row["step"] for row in race.curve] == [0, 2, 4]
+        assert [row["cpu"] for row in race.curve] == [row["wall"] for row in race.curve] == [0, 2 * cost, 4 * cost]
+    assert rates == [pytest.approx(6e-4 * min(1, step / 3)) for step in (1, 2, 3, 4) for _ in range(4)]
+
+
+def test_the_time_to_the_target_is_compared_where_both_arrive() -> None:
+    target = loaded(FILE.parent / "long" / "target.py")
+    where = {"commit": "c", "machine": "m", "threads": 1, "load": 0.0, "torch": "t", "transformers": "t"}
+
+    def row(who, seed, minutes, success):
+        last = {"step": 10, "success": success, "cpu": 60 * minutes, "wall": 90 * minutes}
+        curve = [{"step": 0, "success": 0.2, "cpu": 0.0, "wall": 0.0}, last]
+        return where | {"who": who, "seed": seed, "target": 0.65, "curve": curve}
+
+    rows = [row("ours", 0, 2, 0.7), row("trl", 0, 12, 0.66), row("ours", 1, 3, 0.7), row("trl", 1, 50, 0.5)]
+    lines = target.markdown(rows).splitlines()
+    assert "| ours | 0 | 10 | 2.0 | 3.0 | 0.20 | 0.70 |" in lines
+    assert "| trl | 1 | not in 10 | 50.0 | 75.0 | 0.20 | 0.50 |" in lines
+    assert lines[-1] == "TRL takes **6.0x** (6.0-6.0) of our time to get there (1 seeds)."
+    assert "takes" not in target.markdown(rows[2:])
+
+
 def test_worlds_are_timed_beside_the_games_they_are_made_of(rollout, tmp_path, monkeypatch, capsys):
     worlds = loaded(FILE.parent / "worlds.py")
     sizes = ["--levels", "3", "--steps", "20", "--repeats", "2"]
