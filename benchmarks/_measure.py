@@ -189,7 +189,8 @@ def grpo_trainer(
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     parts = ("rollout_func", "environment_factory", "optimizers", "callbacks")
-    settings = {key: value for key, value in given.items() if key not in parts}
+    settings: dict[str, Any] = {"epsilon_high": 0.28}
+    settings |= {key: value for key, value in given.items() if key not in parts}
     args = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         report_to="none",
@@ -200,7 +201,6 @@ def grpo_trainer(
         gradient_checkpointing=False,
         loss_type="dapo",
         beta=0.0,
-        epsilon_high=0.28,
         **settings,
     )
     return GRPOTrainer(

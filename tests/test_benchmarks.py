@@ -252,7 +252,7 @@ def test_both_runs_to_the_target_pay_for_training_alone(rollout, monkeypatch):
     assert rates == [pytest.approx(6e-4 * min(1, step / 3)) for step in (1, 2, 3, 4) for _ in range(4)]
 
 
-def test_the_time_to_the_target_is_compared_where_both_arrive() -> None:
+def test_the_time_to_the_target_is_compared_where_ours_arrives() -> None:
     target = loaded(FILE.parent / "long" / "target.py")
     where = {"commit": "c", "machine": "m", "threads": 1, "load": 0.0, "torch": "t", "transformers": "t"}
 
@@ -261,12 +261,14 @@ def test_the_time_to_the_target_is_compared_where_both_arrive() -> None:
         curve = [{"step": 0, "success": 0.2, "cpu": 0.0, "wall": 0.0}, last]
         return where | {"who": who, "seed": seed, "target": 0.65, "curve": curve}
 
-    rows = [row("ours", 0, 2, 0.7), row("trl", 0, 12, 0.66), row("ours", 1, 3, 0.7), row("trl", 1, 50, 0.5)]
+    rows = [row("ours", 0, 2, 0.7), row("trl", 0, 12, 0.66), row("ours", 1, 3, 0.6), row("trl", 1, 50, 0.7)]
     lines = target.markdown(rows).splitlines()
     assert "| ours | 0 | 10 | 2.0 | 3.0 | 0.20 | 0.70 |" in lines
-    assert "| trl | 1 | not in 10 | 50.0 | 75.0 | 0.20 | 0.50 |" in lines
-    assert lines[-1] == "TRL takes **6.0x** (6.0-6.0) of our time to get there (1 seeds)."
+    assert "| ours | 1 | not in 10 | 3.0 | 4.5 | 0.20 | 0.60 |" in lines
+    assert lines[-3] == "TRL takes **6.0x** (6.0-6.0) of our CPU time (1 of 2 seeds)."
     assert "takes" not in target.markdown(rows[2:])
+    rows[2:] = [row("ours", 1, 3, 0.7), row("trl", 1, 50, 0.5)]
+    assert "TRL takes at least **12.4x** (6.0-16.7) of our time (2 of 2 seeds)." in target.markdown(rows)
 
 
 def test_worlds_are_timed_beside_the_games_they_are_made_of(rollout, tmp_path, monkeypatch, capsys):

@@ -84,6 +84,7 @@ def ours(cfg: StarPORun, model: Any, chat: Chat, race: Race) -> None:
 def theirs(cfg: StarPORun, model: Any, chat: Chat, race: Race, batch_size: int) -> None:
     """The same run in GRPOTrainer."""
     episodes = cfg.rollout.groups * cfg.rollout.num_generations
+    assert episodes % (cfg.algorithm.minibatches * batch_size) == 0, "micro-batches must fill a minibatch"
     updates = cfg.algorithm.num_iterations * cfg.algorithm.minibatches  # of each step
 
     class Clock(TrainerCallback):
@@ -122,6 +123,9 @@ def theirs(cfg: StarPORun, model: Any, chat: Chat, race: Race, batch_size: int) 
         num_generations=cfg.rollout.num_generations,
         max_completion_length=cfg.rollout.max_completion_length,
         temperature=cfg.rollout.temperature,
+        epsilon=cfg.algorithm.epsilon,
+        epsilon_high=cfg.algorithm.epsilon_high,
+        entropy_coef=cfg.algorithm.entropy_coef,
         max_grad_norm=settings.max_grad_norm,
         shuffle_dataset=False,
     )
@@ -166,22 +170,24 @@ def run(given: Any, who: str, seed: int) -> dict[str, Any]:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """Steps, success and cost of each run, and how many times as long TRL takes for the seeds where both arrive."""
-    cells, cost = [], {}
+    """Steps, success and cost of each run, and how many times as long TRL takes for the seeds where ours arrives.
+
+    A run of TRL that does not arrive counts with what it has cost so far, and the ratio is a lower bound.
+    """
+    cells, cost, arrived = [], {}, {}
     for row in rows:
-        first, last = row["curve"][0], row["curve"][-1]
-        arrived = last["success"] >= row["target"]
-        cost[row["who"], row["seed"]] = {part: last[part] for part in ("cpu", "wall")} if arrived else None
-        figures = [f"{last['step']}" if arrived else f"not in {last['step']}", f"{last['cpu'] / 60:.1f}"]
+        first, last, which = row["curve"][0], row["curve"][-1], (row["who"], row["seed"])
+        cost[which], arrived[which] = last, last["success"] >= row["target"]
+        figures = [f"{last['step']}" if arrived[which] else f"not in {last['step']}", f"{last['cpu'] / 60:.1f}"]
         success = [f"{first['success']:.2f}", f"{last['success']:.2f}"]
         cells.append([row["who"], str(row["seed"]), *figures, f"{last['wall'] / 60:.1f}", *success])
     header = ["", "seed", f"steps to {rows[0]['target']:.0%}", "CPU-minutes", "minutes", "success before", "after"]
     text = f"{_measure.told(rows[0])}\n\n{_measure.table(header, cells)}"
-    both = [(cost["trl", seed], cost["ours", seed]) for who, seed in cost if who == "ours" and cost.get(("trl", seed))]
-    pairs = [(theirs, ours) for theirs, ours in both if theirs and ours]
-    for part, name in (("cpu", "CPU time"), ("wall", "time")) if pairs else ():
-        ratio = _measure.ratio([theirs[part] for theirs, _ in pairs], [ours[part] for _, ours in pairs])
-        text += f"\n\nTRL takes {ratio} of our {name} to get there ({len(pairs)} seeds)."
+    seeds = [seed for who, seed in arrived if who == "ours" and arrived[who, seed] and cost[who, seed]["cpu"] > 0]
+    bound = "at least " if not all(arrived["trl", seed] for seed in seeds) else ""
+    for part, name in (("cpu", "CPU time"), ("wall", "time")) if seeds else ():
+        ratio = _measure.ratio(*([cost[who, seed][part] for seed in seeds] for who in ("trl", "ours")))
+        text += f"\n\nTRL takes {bound}{ratio} of our {name} ({len(seeds)} of {len(rows) // 2} seeds)."
     return text
 
 
