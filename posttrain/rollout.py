@@ -27,9 +27,9 @@ from posttrain.types import Completion, SamplingParams, Segment, Trajectory, Use
 Context = Literal["full", "last_k", "single_turn"]
 
 
-def open_sampler(model: PreTrainedModel, chat: Chat, engine: str = "auto") -> Sampler:
+def open_sampler(model: PreTrainedModel, chat: Chat, engine: str = "auto", max_context: int | None = None) -> Sampler:
     """An engine for this model that stops where this chat's turns end."""
-    return open_engine(model, [chat.stop_id], chat.pad_id, engine)
+    return open_engine(model, [chat.stop_id], chat.pad_id, engine, longest=max_context)
 
 
 def complete(

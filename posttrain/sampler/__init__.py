@@ -16,12 +16,17 @@ from posttrain.types import UserError
 __all__ = ["ReplaySampler", "Sampler", "SlotSampler", "Turn", "agrees_with_full_forward", "open_engine"]
 
 
-def open_engine(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, engine: str = "auto") -> Sampler:
-    """The engine asked for; `auto` takes the slot engine where a self-test on this very model proves it right."""
+def open_engine(
+    model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, engine: str = "auto", longest: int | None = None
+) -> Sampler:
+    """The engine asked for; `auto` takes the slot engine where a self-test on this very model proves it right.
+
+    longest: the tokens that no conversation exceeds, where that is known.
+    """
     if engine == "replay":
         return ReplaySampler(model, stop_ids, pad_id)
     if attends_to_all(model) and agrees_with_full_forward(model, stop_ids, pad_id):
-        return SlotSampler(model, stop_ids, pad_id)
+        return SlotSampler(model, stop_ids, pad_id, longest)
     if engine == "slots":
         raise UserError(
             f"engine=slots keeps the KV cache across turns, which {type(model).__name__} does not allow (sliding"

@@ -11,6 +11,7 @@ what its slot needs, until another turn begins there or the rows move together.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
@@ -26,6 +27,11 @@ from posttrain.types import Completion, SamplingParams
 
 REFILL_BELOW = 0.8  # finished rows make room once fewer than this share of the batch is still writing
 PREFILL_TOKENS = 16384  # per forward pass, so that a long prompt batch cannot exhaust the memory
+
+
+def whole_blocks(length: int) -> int:
+    """The positions that the cache has for conversations of this length."""
+    return -(-length // 64) * 64
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -184,11 +190,15 @@ class SlotSampler(Sampler):
     """The KV cache stays across turns: a turn costs its new tokens, not its history.
 
     Rows that finish make room for the turns that follow while the others go on, and conversations that begin with the
-    same prompt share one reading of it.
+    same prompt share one reading of it. Where it is known how long a conversation can become, the cache grows to this
+    `longest` and not beyond.
     """
 
-    def __init__(self, model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, longest: int | None = None
+    ) -> None:
         self.model, self.stop_ids, self.pad_id = model, sorted(stop_ids), pad_id
+        self.longest = longest
         self._layers = [_SlotLayer() for _ in range(model.config.get_text_config().num_hidden_layers)]
         self._cache = Cache(layers=list(self._layers))
         self._ids: dict[int, list[int]] = {}
@@ -245,7 +255,8 @@ class SlotSampler(Sampler):
         for layer in self._layers:
             layer.slots = max(layer.slots, len(self._slot) + len(self._vacant))
             if layer.length < length:
-                layer.length = -(-max(length, layer.length * 3 // 2) // 64) * 64
+                ahead = min(layer.length * 3 // 2, self.longest or sys.maxsize)
+                layer.length = whole_blocks(max(length, ahead))
 
     def _copy(self, target: Sequence[int], source: Sequence[int], length: int) -> None:
         target_N, source_N = torch.tensor(target), torch.tensor(source)
