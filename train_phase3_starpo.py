@@ -642,13 +642,12 @@ def load_state(folder: Path, learner: Learner) -> dict[str, Any]:
     from posttrain import checkpoint
 
     checkpoint.verify(folder)
-    device = str(learner.device)
-    if learner.adapted:
+    if learner.adapted:  # read into the CPU's memory: the device need not hold all of it twice
         from peft import set_peft_model_state_dict
 
-        set_peft_model_state_dict(learner.model, load_file(folder / "adapter_model.safetensors", device=device))
+        set_peft_model_state_dict(learner.model, load_file(folder / "adapter_model.safetensors"))
     else:
-        shards = [load_file(file, device=device) for file in sorted(folder.glob("model*.safetensors"))]
+        shards = [load_file(file) for file in sorted(folder.glob("model*.safetensors"))]
         weights = {key: value for shard in shards for key, value in shard.items()}
         missing = learner.model.load_state_dict(weights, strict=False)
         assert not missing.unexpected_keys, missing.unexpected_keys

@@ -399,6 +399,7 @@ class Learner:
 
     def load(self, folder: Path) -> None:
         """Optimizer and critic of a checkpoint; the weights of the policy are already there."""
+        self.optimizer.state.clear()  # or the old moments would be there beside the new ones
         self.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location=self.device, weights_only=True))
         if self.critic:
             self.critic.load(folder)
