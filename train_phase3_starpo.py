@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from transformers import set_seed
 
-    from posttrain import checkpoint, cockpit, curriculum, models, parallel, training
+    from posttrain import checkpoint, cockpit, curriculum, models, parallel, plan, training
     from posttrain.rollout import open_sampler
 
     settings = cfg.model_dump(mode="json")
@@ -62,14 +62,22 @@ def main(argv: list[str] | None = None) -> None:
     parallel.start(device)
     set_seed(cfg.seed)  # for new adapters; whatever is drawn later has a seed of its own
 
+    found = checkpoint.latest_good(out, say=runlog.say) if args.resume else None
+    if found:  # what was chosen then rounds as it did then
+        cfg = cockpit.intervene(cfg, json.loads((found / "state.json").read_text(encoding="utf-8"))["plan"])
+    planned = plan.make(cfg, device)
+    cfg = cockpit.intervene(cfg, planned.changes)
+    for words in (planned.table(), *planned.warnings):
+        runlog.say(words)
+
     model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template)
     learner = prepare(cfg, model, chat)
     progress = runlog.Progress(cfg.trainer.max_steps, "phase 3")
     progress.say(f"phase 3: {training.describe(learner.model, device)}")
     state: dict[str, Any] = {"step": 0, "best": -1.0, "best_step": 0, "empty_steps": 0, "tokens": 0}
     state |= {"curriculum": curriculum.start(cfg.worlds), "alarms": {}, "collapse": {}, "interventions": []}
-    state["stopped_early"] = False
-    if args.resume and (found := checkpoint.latest_good(out, say=progress.say)):
+    state |= {"stopped_early": False, "plan": planned.changes}
+    if found:
         state |= load_state(found, learner)
         progress.say(f"Resuming from {found}.")
         progress.start = state["step"]
@@ -77,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
             cfg = learner.cfg = cockpit.intervene(cfg, intervention["changes"])
     if args.resume:
         drop_later(out, state["step"])
-    sampler = open_sampler(learner.policy, chat, cfg.rollout.engine)
+    sampler = open_sampler(learner.policy, chat, cfg.rollout.engine, cfg.rollout.max_context)
     precision = torch.autocast(device.type, dtype=torch.bfloat16, enabled=cfg.trainer.bf16)
     metrics = runlog.MetricsFile(out / "metrics.jsonl", after_step=state["step"] or None, but_not="final/")
     runlog.MetricsFile(out / "transcripts.jsonl", after_step=state["step"] or None)  # steps that will be played again
@@ -187,6 +195,7 @@ def main(argv: list[str] | None = None) -> None:
                 f"  {world.name}: {success:.1%} [{low:.1%}, {high:.1%}] of {cfg.evaluation.final_episodes} episodes"
                 + (f", {crashed} of which raised and count as lost" if crashed else "")
             )
+        print(f"Memory: at most {cockpit.memory(device):.2f} GiB; planned {plan.gib(planned.peak)} GiB.")
         print(f"Handed over: {final}  (curves: {out / 'metrics.jsonl'})")
         print(
             f"Next: python inference_with_improved_settings.py model.name_or_path={final} --play {cfg.worlds[0].name}"

@@ -142,7 +142,7 @@ class Learner:
             return len(row.ids) - (len(begins) if begins in known else 0)
 
         lengths = [sum(map(length, unit)) for unit in units]
-        chosen = list(microbatches(lengths, self.cfg.trainer.micro_batch_tokens))
+        chosen = list(microbatches(lengths, self.cfg.trainer.micro_batch_tokens or math.inf))
         return [[row for i in batch for row in units[i]] for batch in chosen[parallel.rank() :: parallel.size()]]
 
     def _logprobs(self, model: Any, rows: list[Row]) -> torch.Tensor:
@@ -203,7 +203,7 @@ class Learner:
                 if counted_B.sum() == 0:
                     continue
                 rows = [row for row in batch.rows if counted_B[row.episode] > 0]
-                shared = worth_sharing([(row.ids, row.mask) for row in rows], trainer.micro_batch_tokens)
+                shared = worth_sharing([(row.ids, row.mask) for row in rows], trainer.micro_batch_tokens or math.inf)
                 shared = shared if self.shares else []
                 micros = self.share(rows, shared)
                 mine = {beginning(row.ids, row.mask) for micro in micros for row in micro}
@@ -317,7 +317,7 @@ class Learner:
         """Policy loss, entropy and, with a reference, KL of these rows: for each micro-batch its share of the means."""
         count = sum(row.tokens.stop - row.tokens.start for row in rows)
         self.model.train()
-        for chosen in microbatches([len(row.ids) for row in rows], self.cfg.trainer.micro_batch_tokens):
+        for chosen in microbatches([len(row.ids) for row in rows], self.cfg.trainer.micro_batch_tokens or math.inf):
             index_S = torch.cat([torch.arange(rows[i].tokens.start, rows[i].tokens.stop) for i in chosen])
             with self.autocast():
                 states = trained_states(self.policy, [rows[i].ids for i in chosen], [rows[i].mask for i in chosen])

@@ -19,7 +19,14 @@ from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import httpx  # the one it was built with, httpx or httpx2
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 import posttrain.convgpt  # noqa: F401  registers ConvGPT with the Auto classes
@@ -321,11 +328,19 @@ def _verify_if_sealed(folder: Path) -> None:
         checkpoint.verify(folder)
 
 
-def _load_weights(model: ModelSection, dtype: torch.dtype, **more: Any) -> PreTrainedModel:
+def load_config(model: ModelSection) -> PreTrainedConfig:
+    """The architecture and its sizes, without the weights."""
     try:
-        config = AutoConfig.from_pretrained(
+        return AutoConfig.from_pretrained(
             model.name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{model.name_or_path} is no checkpoint that can be loaded: {_one_line(error)}") from error
+
+
+def _load_weights(model: ModelSection, dtype: torch.dtype, **more: Any) -> PreTrainedModel:
+    config = load_config(model)
+    try:
         with no_bars() if Path(model.name_or_path).is_dir() else contextlib.nullcontext():
             return AutoModelForCausalLM.from_pretrained(
                 model.name_or_path,

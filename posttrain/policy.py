@@ -17,7 +17,7 @@ from posttrain.convgpt import ConvGPTModel
 VOCABULARY_CHUNK = 8192  # columns of the logits that exist at any one time
 
 
-def microbatches(lengths: Sequence[int], token_budget: int) -> Iterator[list[int]]:
+def microbatches(lengths: Sequence[int], token_budget: float) -> Iterator[list[int]]:
     """Indices of rows of similar length, each batch within `token_budget` padded tokens (a longer row goes alone)."""
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

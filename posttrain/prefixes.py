@@ -24,7 +24,7 @@ def beginning(ids: Ids, mask: Sequence[bool]) -> tuple[int, ...]:
     return tuple(ids[: mask.index(True) - 1])
 
 
-def worth_sharing(rows: Sequence[tuple[Ids, Sequence[bool]]], budget: int) -> list[tuple[int, ...]]:
+def worth_sharing(rows: Sequence[tuple[Ids, Sequence[bool]]], budget: float) -> list[tuple[int, ...]]:
     """Beginnings that several rows have in common, those that save most first, of at most `budget` tokens in all."""
     count: dict[tuple[int, ...], int] = {}
     for ids, mask in rows:

@@ -30,6 +30,12 @@ def is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def say(text: str) -> None:
+    """A line on stderr, from the first process alone."""
+    if is_main_process():
+        print(text, file=sys.stderr)
+
+
 def keep_private(output_dir: Path) -> None:
     """Set, before any library reads them, the environment variables that keep a run on this machine.
 
@@ -192,8 +198,7 @@ class _Nowhere:
         pass
 
     def alert(self, title: str, text: str, error: bool = False) -> None:
-        if is_main_process():
-            print(f"{title}: {text}", file=sys.stderr)
+        say(f"{title}: {text}")
 
     def show(self, episodes: Sequence[Mapping[str, Any]], pictures: Sequence[Path], step: int) -> None:
         pass

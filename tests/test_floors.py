@@ -27,7 +27,7 @@ FLOORS = [
     ["posttrain.data", "posttrain.models", "posttrain.report", "posttrain.critic", "posttrain.prefixes"],
     ["posttrain.sampler", "posttrain.training", "posttrain.cross_score", "posttrain.learner"],
     ["posttrain.rollout"],
-    ["posttrain.cockpit"],
+    ["posttrain.cockpit", "posttrain.plan"],
     SCRIPTS,
 ]
 FLOOR = {module: number for number, modules in enumerate(FLOORS) for module in modules}

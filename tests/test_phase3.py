@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import envs
 import train_phase3_starpo as phase3
 from envs.protocol import Episode, Protocol, demonstrate
-from posttrain import checkpoint, cockpit
+from posttrain import checkpoint, cockpit, models, plan
 from posttrain.chat import Chat
 from posttrain.config import StarPORun, resolve
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
@@ -169,6 +170,36 @@ def test_resuming_changes_nothing(whole: Path, player: Path, tmp_path: Path) -> 
             assert all(torch.equal(value, moments[1][index][key]) for key, value in state.items())
         assert rows(run) == rows(whole)
         subprocess.run(["rm", "-r", *map(str, run.glob("*"))], check=True)
+
+
+def test_a_resumed_run_keeps_what_the_plan_chose(
+    player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In other micro-batches sums would round otherwise, and the machine may have less memory by now."""
+    file = settings(tmp_path / "run.yaml", player, trainer={"max_steps": 1, "micro_batch_tokens": None})
+    train(file)
+    began = capsys.readouterr()
+    chosen = "memory as planned, GiB (16 conversations at a time, micro-batches of 2048 tokens)"
+    assert chosen in began.err and re.search(r"Memory: at most [\d.]+ GiB; planned [\d.]+ GiB", began.out)
+    state = json.loads((tmp_path / "run" / "checkpoint-1" / "state.json").read_text())
+    assert state["plan"] == {"rollout.slots": 16, "trainer.micro_batch_tokens": 2048}
+    assert yaml.safe_load((tmp_path / "run" / "run_config.yaml").read_text())["rollout"]["slots"] is None
+    monkeypatch.setitem(plan.MOST_TOKENS, "cpu", 600)
+    subprocess.run(["rm", "-r", str(tmp_path / "run" / "final")], check=True)
+    train(file, "--resume")
+    assert chosen in capsys.readouterr().err
+
+
+def test_a_run_that_does_not_fit_is_refused_before_anything_is_loaded(
+    player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = settings(tmp_path / "run.yaml", player)
+    with monkeypatch.context() as patch:
+        patch.setattr(plan.psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000))
+        patch.setattr(models, "load", lambda *args, **kwargs: pytest.fail("the model is loaded"))
+        with pytest.raises(UserError, match="does not fit"):
+            train(file)
+    checkpoint.in_use(tmp_path / "run", resume=False)  # nothing is there that another try would overwrite
 
 
 def test_a_run_cut_before_its_first_checkpoint_begins_anew(player: Path, tmp_path: Path) -> None:

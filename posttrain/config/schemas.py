@@ -299,7 +299,11 @@ class RolloutSection(Section):
     max_context: int = Field(MAX_CONTEXT, 1024, ge=8)
     context: Context = Field(CONTEXT, "full")
     context_turns: int | None = Field(CONTEXT_TURNS, None, ge=1)
-    slots: int | None = Field("conversations that run at the same time; null takes all of a step", None, ge=1)
+    slots: int | None = Field(
+        "conversations that run at the same time; null takes as many as fit into the memory, at most all of a step",
+        None,
+        ge=1,
+    )
     engine: Literal["auto", "slots", "replay"] = Field("slots keeps the KV cache across turns, replay re-reads", "auto")
 
     _context = model_validator(mode="after")(turns_where_counted)
@@ -526,8 +530,10 @@ class StarPOTrainerSection(Section):
     )
     warmup_steps: int = Field("steps over which the learning rate rises from 0", 0, ge=0)
     max_steps: int = Field("rollouts, each followed by its update", 200, ge=1)
-    micro_batch_tokens: int = Field(
-        "token budget of one forward and backward; changes memory, not the result", 8192, ge=1
+    micro_batch_tokens: int | None = Field(
+        "token budget of one forward and backward; changes memory, not the result; null takes what fits into it",
+        None,
+        ge=1,
     )
     optim: Literal["adamw_torch", "adamw_8bit", "paged_adamw_8bit"] = Field(
         "optimizer; 8 bits need bitsandbytes", "adamw_torch"

@@ -1,0 +1,333 @@
+"""How much memory will a run of phase 3 take, and how much of it can it use at once?  Arithmetic before anything loads.
+
+A model becomes a `Shape`, a handful of numbers. `always`, `playing`, `learning` and `stepping` turn shape and config
+into bytes, part by part; `choose` takes the most conversations and the largest micro-batch whose bytes fit. Each part
+says whether it is exact or an estimate; tests/test_plan.py compares them with the tensors of small models.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+from transformers import AutoModelForCausalLM
+from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
+
+from posttrain import models, parallel
+from posttrain.config import ModelSection, StarPORun
+from posttrain.policy import VOCABULARY_CHUNK
+from posttrain.sampler.slots import PREFILL_TOKENS, whole_blocks
+from posttrain.types import UserError
+
+MARGIN = 0.15  # of the free memory: for what no formula sees, fragments and workspaces
+MOST_TOKENS = {"cuda": 16384, "cpu": 2048}  # of a micro-batch: a CPU is no faster with more, a GPU not expected to be
+FLOAT = 4  # bytes of a float32
+FOUR_BITS = 0.5 + (1 + 4 / 256) / 64  # of a number under QLoRA: blocks of 64 share a scale, 256 scales another
+EIGHT_BITS = 1 + 4 / 256  # of a moment of an 8-bit optimizer: blocks of 256 share a scale
+
+
+class Shape(NamedTuple):
+    """A model in numbers; Qwen2.5-0.5B is
+
+    Shape(parameters=494e6, blocks=358e6, top=136e6, adapter=0, layers=24, hidden=896, query=896, key_value=128,
+          intermediate=4864, behind=0, embedding=896, vocabulary=151936, states=896, tied=True)
+    """
+
+    parameters: int
+    blocks: int  # numbers in the linear layers of the decoder's blocks
+    top: int  # numbers in the linear layers behind them, the output layer included
+    adapter: int  # numbers that tuning=lora or qlora adds
+    layers: int
+    hidden: int  # width of a token between two blocks
+    query: int  # query heads x head size
+    key_value: int  # key-value heads x head size
+    intermediate: int  # width inside a block's MLP
+    behind: int  # the widest layer between blocks and output layer; 0 where there is none
+    embedding: int
+    vocabulary: int
+    states: int  # width of what the output layer multiplies
+    tied: bool  # whether the output layer is the embedding
+
+    @classmethod
+    def of(cls, config: Any, model: ModelSection) -> Shape:
+        """Counted on a model without memory, so for any architecture."""
+        with torch.device("meta"):
+            net: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+        text, output = config.get_text_config(), net.get_output_embeddings()
+        inside, outside = [], []
+        for name, layer in net.named_modules():
+            if isinstance(layer, torch.nn.Linear):  # a block's name has a number: model.layers.3.mlp.up_proj
+                (inside if any(part.isdigit() for part in name.split(".")) else outside).append(layer)
+        hidden = getattr(text, "transformer_dim", text.hidden_size)  # ConvGPT's blocks are narrower than its embedding
+        heads = text.num_attention_heads
+        size = getattr(text, "head_dim", None) or text.hidden_size // heads
+        shape = cls(
+            parameters=net.num_parameters(),
+            blocks=sum(layer.weight.numel() for layer in inside),
+            top=sum(layer.weight.numel() for layer in outside),
+            adapter=0,
+            layers=text.num_hidden_layers,
+            hidden=hidden,
+            query=heads * size,
+            key_value=(getattr(text, "num_key_value_heads", None) or heads) * size,
+            intermediate=getattr(text, "intermediate_size", None) or 4 * hidden,
+            behind=max((layer.out_features for layer in outside if layer is not output), default=0),
+            embedding=net.get_input_embeddings().embedding_dim,
+            vocabulary=output.out_features,
+            states=output.in_features,
+            tied=output.weight is net.get_input_embeddings().weight,
+        )
+        if (settings := models.peft_config(model, net)) is None:
+            return shape
+        from peft import get_peft_model
+
+        adapted = get_peft_model(net, settings)
+        return shape._replace(adapter=sum(p.numel() for p in adapted.parameters() if p.requires_grad))
+
+    @property
+    def cache(self) -> int:
+        """Numbers that the KV cache holds of a token."""
+        return 2 * self.layers * self.key_value
+
+
+def stored(cfg: StarPORun) -> int:
+    """Bytes of a number of the weights; "auto" is float32."""
+    return 2 if cfg.model.dtype in ("bfloat16", "float16") else FLOAT
+
+
+def computed(cfg: StarPORun) -> int:
+    """Bytes of a number that layers compute with, and that the KV cache holds."""
+    return 2 if cfg.trainer.bf16 else stored(cfg)
+
+
+# -------------------------------------------------------------------------------------------------------------- always
+
+
+def trained(shape: Shape, cfg: StarPORun) -> list[tuple[int, int]]:
+    """What the optimizer moves, as numbers and bytes of each: the policy or its adapter, then what the critic has."""
+    tuned = cfg.model.tuning != "full"
+    parts = [(shape.adapter, FLOAT) if tuned else (shape.parameters, stored(cfg))]
+    if cfg.algorithm.critical:
+        parts.append((shape.states + 1, FLOAT))  # the value head
+        if cfg.algorithm.critic.kind == "lora":
+            parts.append((shape.adapter, FLOAT))
+        if cfg.algorithm.critic.kind == "separate":
+            unused = 0 if shape.tied else shape.vocabulary * shape.states
+            parts += [(shape.parameters - unused, stored(cfg)), (shape.adapter, FLOAT)]
+    return parts
+
+
+def always(shape: Shape, cfg: StarPORun) -> dict[str, int]:
+    """What is held from the first update to the end. Exact, up to the 8 bits of small tensors."""
+    size = stored(cfg)
+    weights = shape.parameters * size + shape.adapter * FLOAT
+    if cfg.model.tuning == "qlora":
+        packed = shape.blocks + shape.top - shape.vocabulary * shape.states  # everything linear but the output layer
+        weights -= round(packed * (size - FOUR_BITS))
+    parts = trained(shape, cfg)
+    critic = sum(count * each for count, each in parts[1:])
+    if cfg.algorithm.critical and cfg.algorithm.critic.kind == "separate" and not shape.tied:
+        critic += shape.vocabulary * shape.states * size  # copied, too
+    eight = cfg.trainer.optim != "adamw_torch"
+    return {
+        "weights": weights,
+        "reference model": shape.parameters * size if cfg.algorithm.beta > 0 and cfg.model.tuning == "full" else 0,
+        "critic": critic,
+        "optimizer": round(sum(2 * count * (EIGHT_BITS if eight else each) for count, each in parts)),
+    }
+
+
+# --------------------------------------------------------------------------------------------------------- at one time
+
+
+def copies(shape: Shape, cfg: StarPORun, learns: bool) -> int:
+    """Bytes of the bfloat16 copies that autocast makes of float32 weights.
+
+    It keeps those of trained weights; others live as long as their product, or the graph that needs them.
+    """
+    if not cfg.trainer.bf16 or stored(cfg) == 2:
+        return 0
+    in_graph = learns and cfg.model.tuning == "lora" and not cfg.trainer.gradient_checkpointing
+    return 2 * (shape.top + (shape.blocks if in_graph or cfg.model.tuning == "full" else 0))
+
+
+def playing(shape: Shape, cfg: StarPORun, slots: int) -> dict[str, int]:
+    """A rollout of so many conversations at once, all of which become as long as they may.
+
+    The cache is exact, the rest an estimate for the slot engine: one forward pass over what is new to it.
+    """
+    size, length = computed(cfg), whole_blocks(cfg.rollout.max_context)
+    tokens = min(slots * cfg.rollout.max_context, max(PREFILL_TOKENS, cfg.rollout.max_context))
+    stream = tokens * FLOAT * (shape.embedding + 3 * shape.hidden)
+    mlp = tokens * size * 3 * max(shape.intermediate, shape.behind)
+    # one layer's keys and values, twice: old and new ones while the cache grows, or repeated for every query head
+    twice = slots * length * 2 * shape.query * size
+    attention = twice + tokens * (size * 3 * (shape.query + shape.key_value) + (1 + size) * length)  # and its mask
+    sampling = slots * shape.vocabulary * 32  # logits in the several precisions of draw.py
+    return {
+        "KV cache": slots * length * shape.cache * size,
+        "reading and sampling": max(stream + mlp, stream + attention, sampling),
+        "bfloat16 weights": copies(shape, cfg, learns=False),
+    }
+
+
+def learning(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool) -> dict[str, int]:
+    """Forward and backward pass of a micro-batch of so many tokens, as if all of them were sampled.
+
+    What a block keeps for its backward pass is an estimate for a decoder with a gated MLP and fused attention (after
+    Korthikanti et al., arXiv 2205.05198, section 4): norms and their inputs in float32, the rest as it is computed.
+    """
+    size, attention = computed(cfg), shape.query + shape.key_value
+    block = FLOAT * (6 * shape.hidden + 2 * attention) + size * (4 * shape.intermediate + 2 * attention)
+    before = size * (shape.embedding + 3 * shape.hidden) if shape.embedding != shape.hidden else 0  # ConvGPT's stage
+    behind = size * 4 * shape.behind + FLOAT * 4 * shape.states
+    kept = shape.layers * (FLOAT * shape.hidden if cfg.trainer.gradient_checkpointing else block)
+    at_work = size * 2 * shape.intermediate + (block if cfg.trainer.gradient_checkpointing else 0)
+    tile = size * VOCABULARY_CHUNK + (0 if cuda else 8 * FLOAT * min(VOCABULARY_CHUNK, shape.vocabulary))
+    in_flight = 2 * FLOAT * shape.vocabulary * shape.states if cfg.model.tuning == "full" else 0
+    looks = 3 + (cfg.algorithm.beta > 0) if cfg.diagnostics.gradients_every else 1  # gradients of several losses
+    policy, *critic = (count * each for count, each in trained(shape, cfg))
+    return {
+        "gradients": max(policy + sum(critic), looks * policy),
+        "activations": tokens * (before + kept + behind),
+        "the layer at work": max(tokens * at_work, min(tokens, TOKEN_CHUNK_SIZE) * tile) + in_flight,
+        "bfloat16 weights": copies(shape, cfg, learns=True),
+    }
+
+
+def stepping(shape: Shape, cfg: StarPORun, cuda: bool) -> dict[str, int]:
+    """The optimizer's step. On a GPU torch's AdamW takes the roots of all second moments at once."""
+    gradients = sum(count * each for count, each in trained(shape, cfg))
+    return {"gradients": gradients, "square roots": gradients if cuda and cfg.trainer.optim == "adamw_torch" else 0}
+
+
+# ------------------------------------------------------------------------------------------------------------ the plan
+
+
+class Plan(NamedTuple):
+    slots: int
+    micro_batch_tokens: int
+    parts: dict[str, dict[str, int]]  # {"always": {"weights": ..., ...}, "playing": {...}, ...}, in bytes
+    room: int  # bytes that this process holds or can have
+    warnings: list[str]
+
+    @property
+    def changes(self) -> dict[str, int]:
+        """The chosen numbers by their dotted paths."""
+        return {"rollout.slots": self.slots, "trainer.micro_batch_tokens": self.micro_batch_tokens}
+
+    @property
+    def peak(self) -> int:
+        return most(self.parts)
+
+    def table(self) -> str:
+        """What takes how much, in plain words."""
+        rows = [
+            (name if phase == "always" else f"{phase}: {name}", size)
+            for phase, sizes in self.parts.items()
+            for name, size in sizes.items()
+            if size >= 2**20
+        ]
+        rows.append(("at most, at one time", self.peak))
+        width = max(len(name) for name, _ in rows)
+        lines = [f"  {name:<{width}}  {gib(size):>8}" for name, size in rows]
+        what = f"{self.slots} conversations at a time, micro-batches of {self.micro_batch_tokens} tokens"
+        return "\n".join([f"memory as planned, GiB ({what})", *lines]) + f" of {gib(self.room)}"
+
+
+def most(parts: Mapping[str, Mapping[str, int]]) -> int:
+    """Bytes at the worst moment: phases follow each other, `always` is there in all of them."""
+    totals = {phase: sum(sizes.values()) for phase, sizes in parts.items()}
+    return totals.pop("always") + max(totals.values())
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.2f}"
+
+
+def largest(candidates: Sequence[int], budget: float, takes: Callable[[int], int]) -> int | None:
+    """The last of these rising numbers that takes no more than the budget; None where the first one does."""
+    fitting = bisect_right(candidates, budget, key=takes)
+    return candidates[fitting - 1] if fitting else None
+
+
+def choose(shape: Shape, cfg: StarPORun, free: int, *, held: int = 0, cuda: bool = True, processes: int = 1) -> Plan:
+    """The config's own numbers where it has them, and else the largest that fit into `free` bytes but for a margin.
+
+    held: what this process has already. UserError where a number is to be chosen and the smallest does not fit.
+    """
+    rollout, row = cfg.rollout, cfg.rollout.max_context
+    siblings, groups = rollout.num_generations, -(-rollout.groups // processes)
+    episodes = cfg.algorithm.filter.most(rollout.groups) * siblings
+    contexts = 1 if rollout.context == "full" else cfg.protocol.max_turns
+    share = episodes * contexts * row // (cfg.algorithm.minibatches * processes)
+    cap = max(row, min(share, MOST_TOKENS["cuda" if cuda else "cpu"]))
+
+    base = held + sum(always(shape, cfg).values())
+    budget = held + free * (1 - MARGIN)
+    step = sum(stepping(shape, cfg, cuda).values())
+    whole_groups = [*range(1, siblings), *range(siblings, siblings * groups + 1, siblings)]  # which share their prompt
+    slots = rollout.slots or largest(
+        whole_groups, budget - base, lambda count: sum(playing(shape, cfg, count).values())
+    )
+    tokens = cfg.trainer.micro_batch_tokens or largest(
+        [*range(row, cap, 256), cap],
+        budget - base,
+        lambda count: max(step, sum(learning(shape, cfg, count, cuda).values())),
+    )
+    parts = {
+        "always": {"held already": held} | always(shape, cfg),
+        "playing": playing(shape, cfg, slots or 1),
+        "learning": learning(shape, cfg, max(row, min(tokens or row, share)), cuda),
+        "stepping": stepping(shape, cfg, cuda),
+    }
+    if slots is None or tokens is None:
+        raise UserError(too_much(cfg, slots or 1, tokens or row, parts, budget))
+    warnings = []
+    if most(parts) > held + free:
+        warnings.append(
+            f"This run is planned to take {gib(most(parts))} GiB, and {gib(held + free)} GiB are there: it may run out."
+            " Lower rollout.slots or trainer.micro_batch_tokens, or write null for the plan to choose."
+        )
+    return Plan(slots, tokens, parts, held + free, warnings)
+
+
+def too_much(cfg: StarPORun, slots: int, tokens: int, parts: Mapping[str, Mapping[str, int]], budget: float) -> str:
+    """The paragraph for a run that cannot fit: what takes how much, and what to lower."""
+    listed = "; ".join(
+        f"{phase} " + ", ".join(f"{name} {gib(size)}" for name, size in sizes.items() if size >= 2**20)
+        for phase, sizes in parts.items()
+    )
+    full = cfg.model.tuning == "full"
+    remedies = {
+        "algorithm.critic.kind=shared": cfg.algorithm.critical and cfg.algorithm.critic.kind == "separate",
+        "algorithm.beta=0 (no reference model)": full and cfg.algorithm.beta > 0,
+        "trainer.gradient_checkpointing=true": not cfg.trainer.gradient_checkpointing,
+        "trainer.optim=adamw_8bit": full and cfg.trainer.optim == "adamw_torch",
+        "model.tuning=lora": full,
+        f"a rollout.max_context below {cfg.rollout.max_context}": True,
+        "a smaller model": True,
+    }
+    return (
+        f"This run does not fit: with rollout.slots={slots} conversations of up to {cfg.rollout.max_context} tokens and"
+        f" trainer.micro_batch_tokens={tokens} it takes {gib(most(parts))} GiB, and {gib(budget)} GiB can be used here"
+        f" ({MARGIN:.0%} of what is free are left alone). In GiB: {listed}. What helps:"
+        f" {', '.join(key for key, on in remedies.items() if on)}."
+    )
+
+
+def make(cfg: StarPORun, device: torch.device) -> Plan:
+    """The plan for this process's device; all processes choose what fits the one with the least memory."""
+    cuda = device.type == "cuda"
+    if cuda:
+        free, held = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_allocated(device)
+    else:
+        free = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        held = psutil.Process().memory_info().rss
+    free, held = min(parallel.gather([free])), max(parallel.gather([held]))
+    shape = Shape.of(models.load_config(cfg.model), cfg.model)
+    return choose(shape, cfg, free, held=held, cuda=cuda, processes=parallel.size())

@@ -1,0 +1,341 @@
+"""Does the plan say what a run takes?  Against the tensors of small models, of every shape, tuning and critic."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3ForCausalLM
+
+import train_phase3_starpo as phase3
+from posttrain import models, plan
+from posttrain.config import ModelSection, StarPORun
+from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.learner import Batch
+from posttrain.plan import Shape
+from posttrain.policy import trained_states
+from posttrain.sampler import SlotSampler
+from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError
+
+CONTEXT = 128
+GIB = 2**30
+
+
+def config(**sections: Any) -> StarPORun:
+    given: dict[str, Any] = {
+        "output_dir": "unused",
+        "model": {"name_or_path": "unused"},
+        "worlds": ["frozen_lake"],
+        "rollout": {"max_context": CONTEXT, "max_completion_length": 16, "groups": 4, "num_generations": 4},
+    }
+    for name, section in sections.items():
+        given[name] = given.get(name, {}) | section
+    return StarPORun.model_validate(given)
+
+
+def network(kind: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = dict(
+        vocab_size=300, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, head_dim=16,
+        intermediate_size=256,
+    )  # fmt: skip
+    match kind:
+        case "llama":
+            return LlamaForCausalLM(LlamaConfig(hidden_size=64, tie_word_embeddings=True, **sizes))
+        case "qwen3":
+            return Qwen3ForCausalLM(Qwen3Config(hidden_size=64, tie_word_embeddings=False, **sizes))
+        case "convgpt":
+            return ConvGPTForCausalLM(ConvGPTConfig(hidden_size=256, tie_word_embeddings=False, **sizes))
+    return ConvGPTForCausalLM(ConvGPTConfig(hidden_size=256, **sizes))
+
+
+KINDS = ["llama", "qwen3", "convgpt", "convgpt-tied"]
+
+
+def shape_of(model: PreTrainedModel, cfg: StarPORun) -> Shape:
+    return Shape.of(model.config, cfg.model)
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of the tensors made inside that are still there, and the most there have been at one time."""
+
+    def __init__(self, before: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.known = {tensor.untyped_storage()._cdata for tensor in before}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.known:
+                self.made(tensor.untyped_storage())
+        return out
+
+    def made(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+
+        def gone() -> None:
+            self.known.discard(key)
+            self.now -= size
+
+        self.known.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, gone)
+
+
+def episodes(count: int) -> list[Trajectory]:
+    played = []
+    for number in range(count):
+        segment = Segment([1] * 8)
+        segment.write(0, Completion([2] * (CONTEXT - 8), [-1.0] * (CONTEXT - 8), True))
+        played.append(Trajectory([segment], [float(number % 2)], [0.0], [""], [""], group=0))
+    return played
+
+
+def update(learner: Any, count: int) -> None:
+    batch = Batch.of(episodes(count))
+    ones_S = torch.ones(len(batch.turn_S))
+    returns_S = ones_S if learner.critic else None
+    everyone = torch.ones(count, dtype=torch.bool)
+    learner.update(batch, learner.measure(batch), ones_S, returns_S, everyone, [[list(range(count))]], 1)
+
+
+def moments(learner: Any) -> Iterator[torch.Tensor]:
+    for state in learner.optimizer.state.values():
+        yield from (value for key, value in state.items() if torch.is_tensor(value) and key != "step")
+
+
+def total(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes, of a shared tensor once."""
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+
+# ------------------------------------------------------------------------------------------------------------ exact
+
+
+def test_published_models_have_the_sizes_on_their_cards() -> None:
+    model = ModelSection(name_or_path="unused")
+    convgpt = Shape.of(ConvGPTConfig(), model)
+    assert convgpt.parameters == 163_952_769 and convgpt.cache * 2 == 131_072 and convgpt.tied
+    qwen = Shape.of(
+        Qwen2Config(
+            vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+            num_key_value_heads=2, tie_word_embeddings=True,
+        ),
+        model,
+    )  # fmt: skip
+    assert qwen.parameters == 494_032_768 and qwen.cache * 2 == 12_288
+    assert 2 * qwen.blocks == 2 * 357_826_560  # FLOPs a token without the output layer
+
+
+CRITICS = [{}, *({"advantage": "gae", "critic": {"kind": kind}} for kind in ("shared", "separate", "lora"))]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "convgpt-tied"])
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+@pytest.mark.parametrize(
+    "algorithm", [{"beta": 0.1}, *CRITICS], ids=["reference", "none", "shared", "separate", "lora"]
+)
+def test_weights_gradients_and_moments_to_the_byte(kind: str, tuning: str, algorithm: dict[str, Any]) -> None:
+    if tuning == "full" and algorithm.get("critic") == {"kind": "lora"}:
+        pytest.skip("a critic's adapter needs the policy's")
+    cfg = config(model={"tuning": tuning, "lora": {"r": 4}}, algorithm=algorithm)
+    model = network(kind)
+    shape = shape_of(model, cfg)
+    learner = phase3.prepare(cfg, model, None)  # type: ignore[arg-type]
+    for parameter in [*learner.groups[0], *learner.groups[1]]:
+        parameter.grad = torch.zeros_like(parameter)
+    gradients = total(p.grad for group in learner.groups for p in group if p.grad is not None)
+    learner.optimizer.step()
+    held = plan.always(shape, cfg)
+    beside = [learner.reference] if learner.reference is not None else []
+    assert held["reference model"] == total(p for net in beside for p in net.parameters())
+    own = list(learner.critic.parameters()) if learner.critic else []
+    assert held["weights"] + held["critic"] == total([*learner.model.parameters(), *own])
+    assert held["optimizer"] == total(moments(learner))
+    assert plan.learning(shape, cfg, CONTEXT, cuda=False)["gradients"] == gradients
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cache_to_the_byte_and_never_longer_than_a_context(kind: str, bf16: bool) -> None:
+    cfg, rows = config(rollout={"max_context": 260}, trainer={"bf16": bf16}), 3
+    model = network(kind).eval()
+    sampler = SlotSampler(model, [300], 0, longest=260)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        handles = sampler.open([[row + 1] * 190 for row in range(rows)])
+        sampler.sample(handles, SamplingParams(5), [0] * rows)  # 195 tokens: the cache has 256 places
+        for handle in handles:
+            sampler.append(handle, [7] * 60)
+        sampler.sample(handles, SamplingParams(5), [0] * rows)  # 260: half as much again would be 384
+        held = total(tensor for layer in sampler._layers for tensor in (layer.keys, layer.values))  # type: ignore
+    assert held == plan.playing(shape_of(model, cfg), cfg, rows)["KV cache"]
+
+
+# -------------------------------------------------------------------------------------------------------- estimates
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_activations(kind: str, bf16: bool, checkpointing: bool) -> None:
+    """Never less than autograd keeps of a micro-batch, weights apart, and at most 1.3 times as much."""
+    cfg, model = config(trainer={"bf16": bf16, "gradient_checkpointing": checkpointing}), network(kind)
+    learner = phase3.prepare(cfg, model, None)  # type: ignore[arg-type]
+    rows, row = 4, episodes(1)[0].segments[0]
+    of_tokens = (rows, rows * CONTEXT, rows * row.tokens)  # others are weights, or autocast's copies of them
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[:1] and tensor.shape[0] in of_tokens:
+            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), learner.autocast():
+        states_SD, _ = trained_states(model.train(), [row.ids] * rows, [row.mask] * rows)
+    found = sum(storage.nbytes() for storage in kept.values()) + states_SD.nbytes
+    planned = plan.learning(shape_of(model, cfg), cfg, rows * CONTEXT, cuda=False)["activations"]
+    assert found <= planned <= 1.3 * found
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["llama", "convgpt-tied"])
+def test_the_peaks_of_playing_and_learning(kind: str, bf16: bool) -> None:
+    """All tensors of a rollout that fills its contexts, and of an update: at most a quarter below the plan."""
+    rows = 8
+    for checkpointing in (False, True):
+        cfg = config(trainer={"bf16": bf16, "gradient_checkpointing": checkpointing})
+        model = network(kind)
+        shape = shape_of(model, cfg)
+        learner = phase3.prepare(cfg, model, None)  # type: ignore[arg-type]
+        update(learner, rows)
+        with Alive([*model.parameters(), *moments(learner)]) as alive:
+            update(learner, rows)
+        planned = sum(plan.learning(shape, cfg, rows * CONTEXT, cuda=False).values())
+        assert 0.75 * planned <= alive.peak <= planned
+
+    sampler = SlotSampler(model.eval(), [300], 0, longest=CONTEXT)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16), Alive(model.parameters()) as alive:
+        handles = sampler.open([[row + 1] * (CONTEXT - 16) for row in range(rows)])
+        sampler.sample(handles, SamplingParams(16), [0] * rows)
+    planned = sum(plan.playing(shape, cfg, rows).values())
+    assert 0.75 * planned <= alive.peak <= planned
+
+
+def test_four_and_eight_bits(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """But for tables of a few hundred numbers, which all layers share."""
+    whole = network("llama")
+    whole.resize_token_embeddings(len(tiny_tokenizer))
+    whole.save_pretrained(tmp_path)
+    copy.deepcopy(tiny_tokenizer).save_pretrained(tmp_path)
+    # with this rank no matrix of the adapter is so small that its moments stay in float32
+    source = {"name_or_path": str(tmp_path), "tuning": "qlora", "lora": {"r": 128}}
+    cfg = config(model=source, trainer={"optim": "adamw_8bit"})
+    held, shape = plan.always(shape_of(whole, cfg), cfg), shape_of(whole, cfg)
+    model, chat = models.load(cfg.model, device="cpu", chat_template=None)
+    packed: list[Any] = [parameter for parameter in model.parameters() if hasattr(parameter, "quant_state")]
+    states = [parameter.quant_state for parameter in packed]
+    scales = [scale for state in states for scale in (state.absmax, state.state2.absmax)]
+    assert held["weights"] - 4 * shape.adapter == pytest.approx(total([*model.parameters(), *scales]), rel=0.01)
+    learner = phase3.prepare(cfg, model, chat)
+    update(learner, 2)
+    assert held["optimizer"] == pytest.approx(total(moments(learner)), rel=0.02)
+
+
+# ---------------------------------------------------------------------------------------------------------- choosing
+
+SHAPE = Shape(
+    parameters=494_032_768, blocks=357_826_560, top=136_134_656, adapter=0, layers=24, hidden=896, query=896,
+    key_value=128, intermediate=4864, behind=0, embedding=896, vocabulary=151936, states=896, tied=True,
+)  # fmt: skip
+
+
+def tried(free: int, cfg: StarPORun, cuda: bool) -> plan.Plan | None:
+    try:
+        return plan.choose(SHAPE, cfg, free, cuda=cuda)
+    except UserError:
+        return None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 60 * GIB), st.integers(0, 20 * GIB), st.booleans(), st.booleans(), st.sampled_from([256, 1000, 4096])
+)
+def test_what_is_chosen_fits_and_more_memory_never_chooses_less(
+    free: int, more: int, cuda: bool, checkpointing: bool, context: int
+) -> None:
+    trainer = {"gradient_checkpointing": checkpointing, "bf16": cuda}
+    cfg = config(rollout={"groups": 8, "num_generations": 16, "max_context": context}, trainer=trainer)
+    little, much = tried(free, cfg, cuda), tried(free + more, cfg, cuda)
+    if little is None:
+        return
+    assert little.peak <= 0.85 * free
+    assert much is not None and much.slots >= little.slots and much.micro_batch_tokens >= little.micro_batch_tokens
+    assert 1 <= little.slots <= 128 and (little.slots < 16 or little.slots % 16 == 0)
+    assert context <= little.micro_batch_tokens <= max(context, 16384 if cuda else 2048)
+
+
+def test_no_more_is_chosen_than_a_step_needs() -> None:
+    cfg = config(algorithm={"minibatches": 2, "filter": {"strategy": "top_k", "value": 0.5}})
+    planned = plan.choose(SHAPE, cfg, 200 * GIB)
+    assert planned.slots == 16  # 4 groups of 4
+    assert planned.micro_batch_tokens == 2 * 4 * CONTEXT // 2
+    assert plan.choose(SHAPE, cfg, 200 * GIB, processes=2).slots == 8
+    windows = config(rollout={"context": "last_k", "context_turns": 1}, protocol={"max_turns": 3})
+    assert plan.choose(SHAPE, windows, 200 * GIB).micro_batch_tokens == 3 * 16 * CONTEXT
+
+
+def test_a_written_number_wins_and_is_warned_of() -> None:
+    cfg = config(rollout={"slots": 100_000}, trainer={"micro_batch_tokens": 512})
+    planned = plan.choose(SHAPE, cfg, 24 * GIB)
+    assert planned.changes == {"rollout.slots": 100_000, "trainer.micro_batch_tokens": 512}
+    (warning,) = planned.warnings
+    assert "\n" not in warning and "rollout.slots" in warning
+    assert plan.choose(SHAPE, config(), 24 * GIB).warnings == []
+
+
+def test_a_run_that_cannot_fit_says_what_takes_how_much() -> None:
+    cfg = config(algorithm={"beta": 0.1, "advantage": "gae", "critic": {"kind": "separate"}})
+    with pytest.raises(UserError) as problem:
+        plan.choose(SHAPE, cfg, 4 * GIB)
+    words = str(problem.value)
+    assert "\n" not in words and "weights 1.84" in words and "reference model 1.84" in words
+    for remedy in ("critic.kind=shared", "beta=0", "adamw_8bit", "tuning=lora", "gradient_checkpointing=true"):
+        assert remedy in words
+    small = config(model={"tuning": "lora"}, trainer={"gradient_checkpointing": True})
+    with pytest.raises(UserError) as problem:
+        plan.choose(SHAPE, small, GIB)
+    assert "tuning=lora" not in str(problem.value) and "max_context below 128" in str(problem.value)
+
+
+def test_the_table_adds_up() -> None:
+    planned = plan.choose(SHAPE, config(), 24 * GIB, held=GIB)
+    first, *rows, last = planned.table().splitlines()
+    assert "16 conversations at a time, micro-batches of 2048 tokens" in first
+    assert len({len(row) for row in rows}) == 1  # aligned
+    sizes = {name.strip(): float(size) for name, size in (row.rsplit("  ", 1) for row in rows)}
+    phases = ("playing", "learning", "stepping")
+    by_phase = [sum(size for name, size in sizes.items() if name.startswith(phase)) for phase in phases]
+    always = sum(size for name, size in sizes.items() if not name.startswith(phases))
+    assert last.endswith(f"{planned.peak / GIB:.2f} of 25.00")
+    assert always + max(by_phase) == pytest.approx(planned.peak / GIB, abs=0.06)
+
+
+def test_the_plan_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    network("llama").save_pretrained(tmp_path)
+    cfg = config(model={"name_or_path": str(tmp_path)})
+    planned = plan.make(cfg, torch.device("cpu"))
+    assert planned.slots == 16 and planned.micro_batch_tokens == 2048
+    assert 0 < planned.parts["always"]["held already"] < planned.room
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # which share the memory
+    assert plan.make(cfg, torch.device("cpu")).room < planned.room / 2
