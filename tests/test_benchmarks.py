@@ -271,6 +271,40 @@ def test_the_time_to_the_target_is_compared_where_ours_arrives() -> None:
     assert "TRL takes at least **12.4x** (6.0-16.7) of our time (2 of 2 seeds)." in target.markdown(rows)
 
 
+def test_seconds_are_predicted_for_gpus_that_are_not_here(rollout, tmp_path, monkeypatch, capsys):
+    plan = loaded(FILE.parent / "plan.py")
+    figures, measured = tmp_path / "figures.json", tmp_path / "measured.json"
+    measured.write_text(json.dumps({"device": "NVIDIA H200", "model": "convgpt", "rollout": 17.2, "update": 0.089}))
+    sizes = ["--model", "convgpt", "qwen2.5-1.5b", "--device", "A10G", "H200", "--measured", str(measured)]
+    monkeypatch.setattr(sys, "argv", ["plan.py", *sizes, "--json", str(figures)])
+    plan.main()
+    rows = {(row["model"], row["device"]): row for row in json.loads(figures.read_text())["rows"]}
+    assert len(rows) == 4 and rows["qwen2.5-1.5b", "A10G"]["slots"] is None  # 25 GB of weights, gradients and moments
+    here, there = rows["convgpt", "A10G"], rows["convgpt", "H200"]
+    assert here["slots"] == there["slots"] == 128
+    assert there["decode"] == pytest.approx(5 * 64 * 32 * 0.83e-3)  # waits for launches
+    # the last turn's step reads 131 KB for each of 778 tokens of 128 conversations at half of 600 GB/s
+    assert 5 * 64 * 32 * 0.83e-3 < here["decode"] < 5 * 64 * 128 * 778 * 131072 / 300e9 + 1
+    blocks, attention, top = 70_778_880, 32 * 2048 * 405, 93_148_704
+    forward, head = 25920 * (2 * blocks + 4 * attention), 10240 * 2 * top  # tokens of 32 episodes; of these, sampled
+    assert there["update"] == pytest.approx((4 * forward + 5 * head) / (0.4 * 989e12))
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + len(rows) and len({line.count("|") for line in table}) == 1
+    assert [line.count("**") for line in table[2:]] == [0, 4, 0, 0] and "17.20 s" in table[3] and "1.00x" in table[3]
+
+
+def test_a_prediction_for_this_cpu_beside_what_it_does(rollout, tmp_path, monkeypatch, capsys):
+    plan = loaded(FILE.parent / "plan.py")
+    sizes = "--check --conversations 4 --siblings 2 --turns 2 --prompt 12 --new-tokens 4 --reply 4 --repeats 2".split()
+    monkeypatch.setattr(sys, "argv", ["plan.py", *sizes, "--json", str(tmp_path / "figures.json")])
+    plan.main()
+    results = json.loads((tmp_path / "figures.json").read_text())
+    assert results["device"]["bandwidth"] > 1e8 and results["device"]["flops"] > 1e8 and results["launch"] > 0
+    assert all(value > 0 for value in results["predicted"].values())
+    assert {name: len(times) for name, times in results["seconds"].items()} == {"rollout": 2, "update": 2}
+    assert capsys.readouterr().out.count("\n| ") == 4
+
+
 def test_worlds_are_timed_beside_the_games_they_are_made_of(rollout, tmp_path, monkeypatch, capsys):
     worlds = loaded(FILE.parent / "worlds.py")
     sizes = ["--levels", "3", "--steps", "20", "--repeats", "2"]
