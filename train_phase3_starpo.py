@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
 
     found = checkpoint.latest_good(out, say=runlog.say) if args.resume else None
     if found:  # what was chosen then rounds as it did then
-        cfg = cockpit.intervene(cfg, json.loads((found / "state.json").read_text(encoding="utf-8"))["plan"])
+        cfg = cockpit.intervene(cfg, json.loads((found / "state.json").read_text(encoding="utf-8")).get("plan", {}))
     planned = plan.make(cfg, device)
     cfg = cockpit.intervene(cfg, planned.changes)
     for words in (planned.table(), *planned.warnings):

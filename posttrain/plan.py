@@ -191,9 +191,12 @@ def learning(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool) -> dict[str,
     in_flight = 2 * FLOAT * shape.vocabulary * shape.states if cfg.model.tuning == "full" else 0
     looks = 3 + (cfg.algorithm.beta > 0) if cfg.diagnostics.gradients_every else 1  # gradients of several losses
     policy, *critic = (count * each for count, each in trained(shape, cfg))
+    # the beginnings that a minibatch shares wait beside the micro-batches for their gradients, as many tokens at most
+    shares = not cfg.trainer.gradient_checkpointing and (not critic or cfg.algorithm.critic.kind == "shared")
     return {
         "gradients": max(policy + sum(critic), looks * policy),
         "activations": tokens * (before + kept + behind),
+        "common beginnings": tokens * (before + kept) if shares else 0,
         "the layer at work": max(tokens * at_work, min(tokens, TOKEN_CHUNK_SIZE) * tile) + in_flight,
         "bfloat16 weights": copies(shape, cfg, learns=True),
     }

@@ -51,7 +51,7 @@ def trained_states(
         mask_BT[i, : len(row)] = torch.tensor(mask)
     assert not mask_BT[:, 0].any(), "the first token of a conversation is never sampled"
     ids_BT, mask_BT = ids_BT.to(model.device), mask_BT.to(model.device)
-    return _hidden_states(model, ids_BT, mask_BT.roll(-1, 1)), ids_BT[mask_BT]
+    return read(model, mask_BT.roll(-1, 1), input_ids=ids_BT, use_cache=False), ids_BT[mask_BT]
 
 
 def head_logprobs(
@@ -77,12 +77,12 @@ def head_logprobs(
     return logprobs_S, entropy_S
 
 
-def _hidden_states(model: PreTrainedModel, ids_BT: torch.Tensor, predicts_BT: torch.Tensor) -> torch.Tensor:
-    """What the output layer multiplies, at the positions that predict a trained token, (S, D)."""
+def read(model: PreTrainedModel, predicts_BT: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    """One pass through the model up to its output layer; its states where something is predicted, (S, D)."""
     backbone = model.base_model
     if isinstance(backbone, ConvGPTModel):  # with tied embeddings its last layers are most of the work: skip the rest
-        return backbone(input_ids=ids_BT, use_cache=False, logits_to_keep=predicts_BT).last_hidden_state
-    return backbone(input_ids=ids_BT, use_cache=False).last_hidden_state[predicts_BT]
+        return backbone(**inputs, logits_to_keep=predicts_BT).last_hidden_state
+    return backbone(**inputs).last_hidden_state[predicts_BT]
 
 
 def _logit_scale(config: object) -> float:

@@ -7,14 +7,12 @@ S trained tokens of all rows one after another.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from posttrain.convgpt import ConvGPTModel
-from posttrain.policy import attends_to_all, attention_mask, trained_states
+from posttrain.policy import attends_to_all, attention_mask, read, trained_states
 
 Ids = Sequence[int]
 
@@ -133,22 +131,20 @@ class Prefixes:
         positions_BQ: torch.Tensor,
         seen_BQK: torch.Tensor,
         predicts_BQ: torch.Tensor | None = None,
-    ) -> Any:
+    ) -> torch.Tensor:
         """The states that predict something, after everything that each token sees."""
         model, device = self.model, self.model.device
         if predicts_BQ is None:
             predicts_BQ = torch.zeros(ids_BQ.shape, dtype=torch.bool)
-        predicts_BQ = predicts_BQ.to(device)
-        skips = isinstance(model.base_model, ConvGPTModel)  # its last layers can leave out what predicts nothing
-        hidden = model.base_model(
+        return read(
+            model,
+            predicts_BQ.to(device),
             input_ids=ids_BQ.to(device),
             position_ids=positions_BQ.to(device),
             attention_mask=attention_mask(model, seen_BQK.to(device)),
             past_key_values=self.cache,
             use_cache=True,
-            **({"logits_to_keep": predicts_BQ} if skips else {}),
-        ).last_hidden_state
-        return hidden if skips else hidden[predicts_BQ]
+        )
 
 
 @torch.no_grad()

@@ -14,13 +14,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from posttrain.policy import attention_mask
+from posttrain.policy import attention_mask, read
 from posttrain.sampler.base import Sampler, Then, Turn
 from posttrain.sampler.draw import draw, uniforms
 from posttrain.types import Completion, SamplingParams
@@ -282,7 +282,7 @@ class SlotSampler(Sampler):
 
     def _inputs(
         self, ids_BQ: torch.Tensor, positions_BQ: torch.Tensor, rows: slice | torch.Tensor, visible: int
-    ) -> dict[str, object]:
+    ) -> dict[str, Any]:
         for layer in self._layers:
             layer.rows, layer.positions_BQ, layer.visible = rows, positions_BQ, visible
         index_L = torch.arange(visible, device=ids_BQ.device)
@@ -339,7 +339,8 @@ class SlotSampler(Sampler):
         neighbours = slots[-1] - slots[0] == len(slots) - 1
         rows = slice(slots[0], slots[-1] + 1) if neighbours else torch.tensor(slots, device=device)
         visible = int(positions_BQ.max()) + 1
-        self.model.base_model(**self._inputs(ids_BQ.to(device), positions_BQ.to(device), rows, visible))
+        nothing_BQ = torch.zeros(ids_BQ.shape, dtype=torch.bool, device=device)
+        read(self.model, nothing_BQ, **self._inputs(ids_BQ.to(device), positions_BQ.to(device), rows, visible))
 
     # ------------------------------------------------------------------ writing
 
