@@ -132,7 +132,7 @@ def test_reading_in_slices_changes_no_loss_and_no_gradient(kind: str, checkpoint
         if checkpointing:
             net.gradient_checkpointing_enable()
         if sliced:
-            training.read_in_slices(net, tokens=12)
+            training.read_in_slices(net)
         add_fused_lm_head(net, outputs=("log_probs", "entropy", "is_top1"))
         widths: list[tuple[int, int]] = []
         net.get_input_embeddings().register_forward_hook(lambda _, given, __, to=widths: to.append(given[0].shape))
@@ -142,7 +142,7 @@ def test_reading_in_slices_changes_no_loss_and_no_gradient(kind: str, checkpoint
         gradient = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
         results.append((loss, scored.log_probs, scored.entropy, gradient))
         read.append(widths)
-    assert read == [[(6, 11)], [(1, 11), (1, 11), (1, 7), (3, 4)]]
+    assert read == [[(6, 11)], [(2, 11), (1, 7), (2, 4), (1, 2)]]
     plain, slices = results
     assert slices[0].item() == pytest.approx(plain[0].item(), rel=1e-6)
     for whole, part in zip(plain[1:], slices[1:], strict=True):
@@ -158,7 +158,7 @@ def test_only_the_trainers_padded_batches_are_read_in_slices() -> None:
     before = net(ids, attention_mask=mask, use_cache=True)
     packed = dict(input_ids=ids.view(1, 12), position_ids=torch.arange(6).repeat(2)[None], use_cache=False)
     flat = net(**packed).logits
-    training.read_in_slices(net, tokens=6)
+    training.read_in_slices(net)
     after = net(ids, attention_mask=mask, use_cache=True)
     assert torch.equal(after.logits, before.logits) and after.past_key_values.get_seq_length() == 6
     assert torch.equal(net(**packed).logits, flat)
