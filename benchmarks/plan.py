@@ -244,7 +244,6 @@ def conversations(work: Work, vocabulary: int) -> list[Trajectory]:
 
 def check(work: Work, cfg: StarPORun, shares: Assumed, repeats: int) -> dict[str, Any]:
     """The prediction for this CPU beside the slot engine and the learner, on a Llama of 3M."""
-    import rollout
     import update
 
     from posttrain.sampler import SlotSampler
@@ -259,8 +258,12 @@ def check(work: Work, cfg: StarPORun, shares: Assumed, repeats: int) -> dict[str
     def play(work: Work) -> None:
         episodes = conversations(work, config.vocab_size)
         prompts = [episodes[row - row % work.siblings].segments[0].ids[: work.prompt] for row in range(len(episodes))]
-        replies = [[[5] * work.reply for _ in episodes] for _ in range(work.turns)]
-        rollout.play(engine, prompts, replies, SamplingParams(work.new))
+        handles = engine.open(prompts)
+        for _ in range(work.turns):
+            engine.sample(handles, SamplingParams(work.new), handles)
+            for handle in handles:
+                engine.append(handle, [5] * work.reply)
+        engine.close(handles)
 
     one = work._replace(conversations=1, siblings=1, turns=1)
     launch = 1 / rate(partial(play, one), work.new * shape.layers, repeats)  # with one row there is little else

@@ -305,6 +305,56 @@ def test_a_prediction_for_this_cpu_beside_what_it_does(rollout, tmp_path, monkey
     assert capsys.readouterr().out.count("\n| ") == 4
 
 
+def test_phases_do_the_same_work_as_trl_and_read_less_padding(rollout, tmp_path, monkeypatch, capsys):
+    from transformers import LlamaModel
+
+    phases = loaded(FILE.parent / "phases.py")
+    monkeypatch.setattr("trl.trainer.utils._use_triton", lambda device: False)  # ours changes it for its process
+    monkeypatch.setitem(phases.SHAPES, "tiny", phases.SHAPES["tiny"] | dict(hidden_size=32, intermediate_size=32))
+    read: dict[str, int] = {}
+    decode = LlamaModel.forward
+
+    def decode_counted(self, input_ids, **more):
+        read["now"] += input_ids.numel()
+        return decode(self, input_ids=input_ids, **more)
+
+    def contestant(name, phase, folder, given):
+        read["now"] = 0
+        figures = phases.figures_of(name, phase, folder, given)
+        read[f"{phase} {name}"] = read["now"]
+        return figures
+
+    monkeypatch.setattr(LlamaModel, "forward", decode_counted)
+    monkeypatch.setattr(phases, "contestant", contestant)
+    sizes = "--rows 6 --vocabulary 100 --repeats 1 --epochs 1".split()
+    monkeypatch.setattr(sys, "argv", ["phases.py", *sizes, "--json", str(tmp_path / "figures.json")])
+    phases.main()
+    results = json.loads((tmp_path / "figures.json").read_text())
+    assert [(row["phase"], row["epochs"]) for row in results["rows"]] == [("sft", 1), ("dpo", 1)]
+    for row in results["rows"]:
+        ours, theirs = row["ours"][0], row["trl"][0]
+        assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-6)
+        assert (theirs["tokens"], theirs["trained"]) == (ours["tokens"], ours["trained"])
+        assert theirs["seconds"] > 0 and ours["seconds"] > ours["ahead"] >= 0
+        # The pass that compares the losses, the training, and in DPO the reference (TRL asks it in both passes).
+        passes = (2, 2) if row["phase"] == "sft" else (3, 4)
+        wide = [
+            read[f"{row['phase']} {name}"] / n / row["tokens"] for name, n in zip(("ours", "trl"), passes, strict=True)
+        ]
+        assert 1 <= wide[0] < 1.3 < wide[1]
+    assert results["rows"][1]["ours"][0]["ahead"] > 0
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [line.split(" | ")[0] for line in table] == ["| phase", "| ---", "| sft", "| dpo"]
+    assert len({line.count("|") for line in table}) == 1
+
+    first = {name: dict(results["rows"][1][name][0]) for name in phases.CONTESTANTS}
+    phases.require_equal_work("dpo", first, "cpu")
+    for figure, wrong in (("trained", 1), ("logps/chosen", 0.1), ("loss", 0.01)):
+        changed = first | {"trl": first["trl"] | {figure: first["trl"][figure] + wrong}}
+        with pytest.raises(SystemExit, match=figure):
+            phases.require_equal_work("dpo", changed, "cpu")
+
+
 def test_worlds_are_timed_beside_the_games_they_are_made_of(rollout, tmp_path, monkeypatch, capsys):
     worlds = loaded(FILE.parent / "worlds.py")
     sizes = ["--levels", "3", "--steps", "20", "--repeats", "2"]
