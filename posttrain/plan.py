@@ -163,7 +163,7 @@ def playing(shape: Shape, cfg: StarPORun, slots: int) -> dict[str, int]:
     size, length = computed(cfg), whole_blocks(cfg.rollout.max_context)
     tokens = min(slots * cfg.rollout.max_context, max(PREFILL_TOKENS, cfg.rollout.max_context))
     stream = tokens * FLOAT * (shape.embedding + 3 * shape.hidden)
-    mlp = tokens * size * 3 * max(shape.intermediate, shape.behind)
+    mlp = tokens * size * 3 * shape.intermediate
     # one layer's keys and values, twice: old and new ones while the cache grows, or repeated for every query head
     twice = slots * length * 2 * shape.query * size
     attention = twice + tokens * (size * 3 * (shape.query + shape.key_value) + (1 + size) * length)  # and its mask
