@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
             cfg = learner.cfg = cockpit.intervene(cfg, intervention["changes"])
     if args.resume:
         drop_later(out, state["step"])
-    sampler = open_sampler(learner.policy, chat, cfg.rollout.engine, cfg.rollout.max_context)
+    sampler = open_sampler(learner.policy, chat, cfg.rollout.engine, cfg.rollout.max_context, cfg.rollout.vllm_memory)
     precision = torch.autocast(device.type, dtype=torch.bfloat16, enabled=cfg.trainer.bf16)
     metrics = runlog.MetricsFile(out / "metrics.jsonl", after_step=state["step"] or None, but_not="final/")
     runlog.MetricsFile(out / "transcripts.jsonl", after_step=state["step"] or None)  # steps that will be played again

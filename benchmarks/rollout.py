@@ -1,8 +1,8 @@
 """How much faster are multi-turn rollouts when the KV cache is kept, and not the whole history read again each turn?
 
-Six engines play the same conversations (same random weights, prompts, replies and number of sampled tokens):
-`slots` is what we train with, `replay` our fallback, `generate` transformers' own loop, called once per turn,
-`continuous-batching` its paged one, `trl-environment` and `trl-rollout-func` the two multi-turn paths of GRPOTrainer.
+Engines play the same conversations (same random weights, prompts, replies and number of sampled tokens): `slots` is
+what we train with, `replay` our fallback, `generate` transformers' own loop, called once per turn, its paged one
+`continuous-batching`, `trl-environment` and `trl-rollout-func` those of GRPOTrainer, `vllm` where it is installed.
     python benchmarks/rollout.py [--size 40m] [--engines slots trl-environment] [--turns 2 5 10] [--json FILE]
 """
 
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -31,7 +32,7 @@ import _measure
 from _measure import PAD, SHAPES
 
 from posttrain.chat import Chat
-from posttrain.sampler import ReplaySampler, Sampler, SlotSampler
+from posttrain.sampler import ReplaySampler, Sampler, SlotSampler, Turn, VLLMSampler
 from posttrain.types import Completion, SamplingParams, address
 
 GROUP = 8  # the members of a group share their prompt, as they do in training
@@ -137,22 +138,30 @@ def play(
     """
     prompts = [chat.prompt([{"role": "user", "content": text}]) for text in said.prompts]
     handles = sampler.open(prompts)
-    context = sum(map(len, prompts))
+    row_of = {handle: row for row, handle in enumerate(handles)}
     sampled: list[list[int]] = [[] for _ in handles]
-    for turn in range(said.turns):
-        seeds = [address("turn", turn, row) for row in range(len(handles))]
-        for row, completion in enumerate(sampler.sample(handles, params, seeds)):
+    read, heard = sum(map(len, prompts)), [0] * len(handles)
+
+    def then(finished: list[tuple[int, Completion]]) -> list[Turn]:
+        nonlocal read
+        coming = []
+        for handle, completion in finished:
+            row = row_of[handle]
             chat.decode(completion.ids)
             sampled[row] += completion.ids
-            context += len(completion.ids)
-            if turn < len(said.replies):
-                reply = chat.extend(said.replies[turn][row])
-                sampler.append(handles[row], reply)
-                context += len(reply)
-        if marks is not None:
+            heard[row] += 1
+            if heard[row] < said.turns:
+                reply = chat.extend(said.replies[heard[row] - 1][row])
+                sampler.append(handle, reply)
+                read += len(reply)
+                coming.append((handle, address("turn", heard[row], row)))
+        if marks is not None and min(heard) == len(marks):
             marks.append(time.perf_counter())
+        return coming
+
+    sampler.converse([(handle, address("turn", 0, row)) for handle, row in row_of.items()], params, then)
     sampler.close(handles)
-    return Played(sampled, context)
+    return Played(sampled, read + sum(map(len, sampled)))
 
 
 # ------------------------------------------------------------------------------------------ TRL, which plays itself
@@ -274,10 +283,16 @@ def contestants(model: Any, chat: Chat, said: Script, new_tokens: int, engines: 
     never, made = [model.config.vocab_size], {}
     theirs = copy.deepcopy(model)  # TRL replaces the forward of its model
     for name in engines:
-        if name not in SAMPLERS:
+        if name.startswith("trl"):
             made[name] = trl(theirs, chat, said, name)
             continue
-        sampler: Any = SAMPLERS[name](model, never, PAD)
+        if name == "vllm" and "ConvGPT" in type(model).__name__:
+            continue  # which it does not know
+        if name == "vllm":
+            sampler: Any = VLLMSampler(model, [], memory=0.3)
+            play(sampler, chat, script(2, 2), SamplingParams(2))  # it starts at its first turn
+        else:
+            sampler = SAMPLERS[name](model, never, PAD)
         if name == "continuous-batching":
             words = sum(len(text.split()) + 8 for texts in (said.prompts, *said.replies) for text in texts)
             sampler.room = words + len(said.prompts) * said.turns * new_tokens
@@ -323,7 +338,7 @@ def markdown(results: dict[str, Any]) -> str:
 def main() -> None:
     parser = _measure.parser(__doc__)
     parser.add_argument("--size", choices=SHAPES, default="tiny")
-    engines = [*SAMPLERS, "trl-environment", "trl-rollout-func"]
+    engines = [*SAMPLERS, "trl-environment", "trl-rollout-func", *["vllm"] * (find_spec("vllm") is not None)]
     parser.add_argument("--engines", nargs="+", choices=engines, default=engines, help="`slots` always plays")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda is timed in bfloat16")
     parser.add_argument("--turns", type=int, nargs="+", default=[2, 5, 10], help="2 or more each")

@@ -98,7 +98,8 @@ class Learner:
             and agrees(self.policy)
         )
         # sampler and trainer round alike in float32 alone
-        self.exact = self.policy.dtype == torch.float32 and not cfg.trainer.bf16
+        own = cfg.rollout.engine != "vllm"
+        self.exact = own and self.policy.dtype == torch.float32 and not cfg.trainer.bf16
 
     # -------------------------------------------------------------------------------------------------- before
 

@@ -160,6 +160,8 @@ def playing(shape: Shape, cfg: StarPORun, slots: int) -> dict[str, int]:
 
     The cache is exact, the rest an estimate for the slot engine: one forward pass over what is new to it.
     """
+    if cfg.rollout.engine == "vllm":
+        return {"bfloat16 weights": copies(shape, cfg, learns=False)}
     size, length = computed(cfg), whole_blocks(cfg.rollout.max_context)
     tokens = min(slots * cfg.rollout.max_context, max(PREFILL_TOKENS, cfg.rollout.max_context))
     stream = tokens * FLOAT * (shape.embedding + 3 * shape.hidden)
@@ -258,10 +260,13 @@ def largest(candidates: Sequence[int], budget: float, takes: Callable[[int], int
     return candidates[fitting - 1] if fitting else None
 
 
-def choose(shape: Shape, cfg: StarPORun, free: int, *, held: int = 0, cuda: bool = True, processes: int = 1) -> Plan:
+def choose(
+    shape: Shape, cfg: StarPORun, free: int, *, held: int = 0, vllm: int = 0, cuda: bool = True, processes: int = 1
+) -> Plan:
     """The config's own numbers where it has them, and else the largest that fit into `free` bytes but for a margin.
 
-    held: what this process has already. UserError where a number is to be chosen and the smallest does not fit.
+    held: what this process has already. vllm: what vLLM will take.
+    UserError where a number is to be chosen and the smallest does not fit.
     """
     rollout, row = cfg.rollout, cfg.rollout.max_context
     siblings, groups = rollout.num_generations, -(-rollout.groups // processes)
@@ -270,7 +275,7 @@ def choose(shape: Shape, cfg: StarPORun, free: int, *, held: int = 0, cuda: bool
     share = episodes * contexts * row // (cfg.algorithm.minibatches * processes)
     cap = max(row, min(share, MOST_TOKENS["cuda" if cuda else "cpu"]))
 
-    base = held + sum(always(shape, cfg).values())
+    base = held + vllm + sum(always(shape, cfg).values())
     budget = held + free * (1 - MARGIN)
     step = sum(stepping(shape, cfg, cuda).values())
     whole_groups = [*range(1, siblings), *range(siblings, siblings * groups + 1, siblings)]  # which share their prompt
@@ -283,7 +288,7 @@ def choose(shape: Shape, cfg: StarPORun, free: int, *, held: int = 0, cuda: bool
         lambda count: max(step, sum(learning(shape, cfg, count, cuda).values())),
     )
     parts = {
-        "always": {"held already": held} | always(shape, cfg),
+        "always": {"held already": held, "vLLM": vllm} | always(shape, cfg),
         "playing": playing(shape, cfg, slots or 1),
         "learning": learning(shape, cfg, max(row, min(tokens or row, share)), cuda),
         "stepping": stepping(shape, cfg, cuda),
@@ -327,10 +332,12 @@ def make(cfg: StarPORun, device: torch.device) -> Plan:
     """The plan for this process's device; all processes choose what fits the one with the least memory."""
     cuda = device.type == "cuda"
     if cuda:
-        free, held = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_allocated(device)
+        (free, total), held = torch.cuda.mem_get_info(device), torch.cuda.memory_allocated(device)
     else:
+        total = psutil.virtual_memory().total
         free = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         held = psutil.Process().memory_info().rss
     free, held = min(parallel.gather([free])), max(parallel.gather([held]))
+    vllm = round(total * cfg.rollout.vllm_memory) if cfg.rollout.engine == "vllm" else 0
     shape = Shape.of(models.load_config(cfg.model), cfg.model)
-    return choose(shape, cfg, free, held=held, cuda=cuda, processes=parallel.size())
+    return choose(shape, cfg, free, held=held, vllm=vllm, cuda=cuda, processes=parallel.size())

@@ -27,9 +27,15 @@ from posttrain.types import Completion, SamplingParams, Segment, Trajectory, Use
 Context = Literal["full", "last_k", "single_turn"]
 
 
-def open_sampler(model: PreTrainedModel, chat: Chat, engine: str = "auto", max_context: int | None = None) -> Sampler:
+def open_sampler(
+    model: PreTrainedModel,
+    chat: Chat,
+    engine: str = "auto",
+    max_context: int | None = None,
+    vllm_memory: float = 0.3,
+) -> Sampler:
     """An engine for this model that stops where this chat's turns end."""
-    return open_engine(model, [chat.stop_id], chat.pad_id, engine, longest=max_context)
+    return open_engine(model, [chat.stop_id], chat.pad_id, engine, max_context, vllm_memory)
 
 
 def complete(

@@ -488,6 +488,12 @@ def test_mistakes_of_phase_3(change, remedy):
     assert remedy in complaint(StarPORun, ROOT / "configs" / "phase3_starpo.yaml", change)
 
 
+def test_vllm_needs_whole_weights():
+    reference = ROOT / "configs" / "phase3_starpo.yaml"
+    found = complaint(StarPORun, reference, "rollout.engine=vllm", "model.tuning=qlora")
+    assert "vLLM is not given four-bit weights: write `rollout.engine: auto`" in found
+
+
 FILTERED = "algorithm.filter={strategy: none, keep_zero: true}"
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -305,6 +306,15 @@ def test_a_written_number_wins_and_is_warned_of() -> None:
     assert plan.choose(SHAPE, config(), 24 * GIB).warnings == []
 
 
+def test_vllm_takes_its_share_and_no_cache_of_ours() -> None:
+    ours = plan.choose(SHAPE, config(), 24 * GIB)
+    theirs = plan.choose(SHAPE, config(rollout={"engine": "vllm"}), 24 * GIB, vllm=8 * GIB)
+    assert theirs.parts["always"]["vLLM"] == 8 * GIB and "KV cache" not in theirs.parts["playing"]
+    assert theirs.slots >= ours.slots and theirs.peak > 8 * GIB
+    with pytest.raises(UserError, match="vLLM 20"):
+        plan.choose(SHAPE, config(rollout={"engine": "vllm"}), 22 * GIB, vllm=20 * GIB)
+
+
 def test_a_run_that_cannot_fit_says_what_takes_how_much() -> None:
     cfg = config(algorithm={"beta": 0.1, "advantage": "gae", "critic": {"kind": "separate"}})
     with pytest.raises(UserError) as problem:
@@ -338,5 +348,8 @@ def test_the_plan_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     planned = plan.make(cfg, torch.device("cpu"))
     assert planned.slots == 16 and planned.micro_batch_tokens == 2048
     assert 0 < planned.parts["always"]["held already"] < planned.room
+    rented = config(model={"name_or_path": str(tmp_path)}, rollout={"engine": "vllm", "vllm_memory": 0.25})
+    vllm = plan.make(rented, torch.device("cpu")).parts["always"]["vLLM"]
+    assert vllm == round(0.25 * psutil.virtual_memory().total)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # which share the memory
     assert plan.make(cfg, torch.device("cpu")).room < planned.room / 2

@@ -304,7 +304,10 @@ class RolloutSection(Section):
         None,
         ge=1,
     )
-    engine: Literal["auto", "slots", "replay"] = Field("slots keeps the KV cache across turns, replay re-reads", "auto")
+    engine: Literal["auto", "slots", "replay", "vllm"] = Field(
+        "slots keeps the KV cache across turns, replay reads them again, vllm is vLLM where it is installed", "auto"
+    )
+    vllm_memory: float = Field("engine vllm: its share of the GPU's memory", 0.3, gt=0, lt=1)
 
     _context = model_validator(mode="after")(turns_where_counted)
 
@@ -647,6 +650,8 @@ class StarPORun(Run):
             raise wrong(
                 "a LoRA critic shares the frozen base of a LoRA policy: set `model.tuning: lora`, or another kind"
             )
+        if self.rollout.engine == "vllm" and self.model.tuning == "qlora":
+            raise wrong("vLLM is not given four-bit weights: write `rollout.engine: auto`, or `model.tuning: lora`")
         if algorithm.loss_type == "gspo_episode" and self.rollout.context != "full":
             raise wrong("gspo_episode needs an episode in one context: `rollout.context: full`, or take gspo_turn")
         return self

@@ -1,4 +1,4 @@
-"""How do conversations become tokens?  One interface, two engines: the KV cache kept, or the history replayed."""
+"""How do conversations become tokens?  One interface: the KV cache kept, the history replayed, or vLLM asked."""
 
 from __future__ import annotations
 
@@ -11,18 +11,34 @@ from posttrain.policy import attends_to_all
 from posttrain.sampler.base import Sampler, Turn
 from posttrain.sampler.replay import ReplaySampler
 from posttrain.sampler.slots import SlotSampler, agrees_with_full_forward
+from posttrain.sampler.vllm import VLLMSampler
 from posttrain.types import UserError
 
-__all__ = ["ReplaySampler", "Sampler", "SlotSampler", "Turn", "agrees_with_full_forward", "open_engine"]
+__all__ = [
+    "ReplaySampler",
+    "Sampler",
+    "SlotSampler",
+    "Turn",
+    "VLLMSampler",
+    "agrees_with_full_forward",
+    "open_engine",
+]
 
 
 def open_engine(
-    model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, engine: str = "auto", longest: int | None = None
+    model: PreTrainedModel,
+    stop_ids: Sequence[int],
+    pad_id: int,
+    engine: str = "auto",
+    longest: int | None = None,
+    vllm_memory: float = 0.3,
 ) -> Sampler:
     """The engine asked for; `auto` takes the slot engine where a self-test on this very model proves it right.
 
-    longest: the tokens that no conversation exceeds, where that is known.
+    longest: the tokens that no conversation exceeds, where that is known. vllm_memory: vLLM's share of the device.
     """
+    if engine == "vllm":
+        return VLLMSampler(model, stop_ids, longest, vllm_memory)
     if engine == "replay":
         return ReplaySampler(model, stop_ids, pad_id)
     if attends_to_all(model) and agrees_with_full_forward(model, stop_ids, pad_id):

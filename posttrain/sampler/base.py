@@ -48,3 +48,24 @@ class Sampler(Protocol):
 
         self.converse(list(zip(handles, seeds, strict=True)), params, then)
         return [written[handle] for handle in handles]
+
+
+class Histories(Sampler):
+    """The bookkeeping of engines that keep nothing of a conversation but its tokens."""
+
+    def __init__(self) -> None:
+        self._ids: dict[int, list[int]] = {}
+        self._next = 0
+
+    def open(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        handles = list(range(self._next, self._next + len(prompts)))
+        self._next += len(prompts)
+        self._ids.update({handle: list(prompt) for handle, prompt in zip(handles, prompts, strict=True)})
+        return handles
+
+    def append(self, handle: int, ids: Sequence[int]) -> None:
+        self._ids[handle].extend(ids)
+
+    def close(self, handles: Sequence[int]) -> None:
+        for handle in handles:
+            del self._ids[handle]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from posttrain.sampler.base import Sampler, Then, Turn
+from posttrain.sampler.base import Histories, Then, Turn
 from posttrain.sampler.draw import draw, uniforms
 from posttrain.types import Completion, SamplingParams
 
@@ -38,26 +38,12 @@ class _OurDraw(LogitsProcessor):
         return forced.scatter_(-1, tokens_B[:, None], 0.0)
 
 
-class ReplaySampler(Sampler):
+class ReplaySampler(Histories):
     """Keeps token ids only; every turn prefills the whole left-padded history with a fresh cache."""
 
     def __init__(self, model: Any, stop_ids: Sequence[int], pad_id: int) -> None:
+        super().__init__()
         self.model, self.stop_ids, self.pad_id = model, list(stop_ids), pad_id
-        self._ids: dict[int, list[int]] = {}
-        self._next = 0
-
-    def open(self, prompts: Sequence[Sequence[int]]) -> list[int]:
-        handles = list(range(self._next, self._next + len(prompts)))
-        self._next += len(prompts)
-        self._ids.update({handle: list(prompt) for handle, prompt in zip(handles, prompts, strict=True)})
-        return handles
-
-    def append(self, handle: int, ids: Sequence[int]) -> None:
-        self._ids[handle].extend(ids)
-
-    def close(self, handles: Sequence[int]) -> None:
-        for handle in handles:
-            del self._ids[handle]
 
     def converse(self, turns: Sequence[Turn], params: SamplingParams, then: Then) -> None:
         while turns:

@@ -1,0 +1,130 @@
+"""Does vLLM, where it is installed, write what the policy itself would, with today's weights?"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from test_phase3 import rows, settings, train
+from test_sampler import PAD, STOP, check_logprobs, conversation, serve
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from posttrain import checkpoint
+from posttrain.chat import Chat
+from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.sampler import SlotSampler, VLLMSampler, open_engine
+from posttrain.sampler.vllm import weights
+from posttrain.types import SamplingParams, UserError
+
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def llama(vocabulary: int = 96, positions: int = 256) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **SIZES, vocab_size=vocabulary, hidden_size=128, head_dim=32, intermediate_size=96, initializer_range=0.3,
+        max_position_embeddings=positions,
+        pad_token_id=PAD, bos_token_id=1, eos_token_id=3,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def adapted(model: PreTrainedModel) -> PreTrainedModel:
+    settings = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    inject_adapter_in_model(settings, model)
+    return model.eval()
+
+
+def test_an_adapter_is_added_to_the_weights() -> None:
+    plain, tuned = llama(), adapted(llama())
+    names = dict(plain.named_parameters())
+    merged = dict(weights(tuned))
+    assert merged.keys() == names.keys()
+    changed = {name for name in names if not torch.equal(merged[name], names[name])}
+    assert changed == {name for name in names if "q_proj" in name or "down_proj" in name}
+    plain.load_state_dict(merged)
+    ids = torch.arange(5, 30)[None]
+    assert torch.allclose(plain(input_ids=ids).logits, tuned(input_ids=ids).logits, atol=1e-3)
+
+
+def test_without_vllm_one_paragraph_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(UserError, match="engine=auto"):
+        open_engine(llama(), [STOP], PAD, "vllm")
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.parallel.size", lambda: 2)
+    with pytest.raises(UserError, match="one process"):
+        open_engine(llama(), [STOP], PAD, "vllm")
+
+
+@pytest.fixture(scope="module")
+def engine() -> VLLMSampler:
+    pytest.importorskip("vllm")
+    return VLLMSampler(llama(), [STOP], longest=256, memory=0.1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_every_sampled_logprob_is_the_models_own(engine: VLLMSampler, temperature: float) -> None:
+    ids, spans = conversation(engine, SamplingParams(max_new_tokens=12, temperature=temperature))
+    check_logprobs(engine.model, ids, spans, temperature)
+
+
+def test_greedy_it_writes_what_the_slot_engine_writes(engine: VLLMSampler) -> None:
+    params = SamplingParams(max_new_tokens=12, temperature=0.0)
+    assert conversation(engine, params)[0] == conversation(SlotSampler(engine.model, [STOP], PAD), params)[0]
+
+
+def test_seeds_decide(engine: VLLMSampler) -> None:
+    params = SamplingParams(max_new_tokens=12)
+    assert conversation(engine, params)[0] == conversation(engine, params)[0]
+
+
+def test_turns_join_and_leave(engine: VLLMSampler) -> None:
+    rows = [[5, 6, 7 + n] for n in range(7)]
+    said, _ = serve(engine, SamplingParams(max_new_tokens=10), 3, rows, [1 + n % 3 for n in range(7)])
+    assert [len(turns) for turns in said] == [1 + n % 3 for n in range(7)]
+
+
+def test_it_writes_with_todays_weights(engine: VLLMSampler) -> None:
+    before = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in engine.model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    ids, spans = conversation(engine, SamplingParams(max_new_tokens=12))
+    check_logprobs(engine.model, ids, spans, 1.0)
+    engine.model.load_state_dict(before)
+
+
+def test_an_unknown_architecture_is_refused() -> None:
+    pytest.importorskip("vllm")
+    config = ConvGPTConfig(
+        **SIZES, vocab_size=96, hidden_size=256, head_dim=32, intermediate_size=96, conv_kernel_h_w=5
+    )
+    with pytest.raises(UserError, match="ConvGPT"):
+        open_engine(ConvGPTForCausalLM(config), [STOP], PAD, "vllm")
+
+
+def test_phase_3_learns_from_what_vllm_wrote(tmp_path: Path, tiny_chat: Chat) -> None:
+    pytest.importorskip("vllm")
+
+    def write(out: Path) -> None:
+        llama(vocabulary=len(tiny_chat.tokenizer), positions=512).save_pretrained(out)
+        tiny_chat.save(out)
+
+    player = checkpoint.save(tmp_path / "player", write, phase="phase2", chat_template_sha256=tiny_chat.hash)
+    file = settings(
+        tmp_path / "run.yaml",
+        player,
+        rollout={"engine": "vllm", "vllm_memory": 0.1},
+        algorithm={"filter": {"strategy": "none", "keep_zero": True}, "advantage": "arpo"},
+        trainer={"max_steps": 2},
+    )
+    train(file)
+    trained = [row for row in rows(tmp_path / "run") if "policy/loss" in row]
+    assert len(trained) == 2 and all(0 < row["policy/sampler_gap"] < 1e-3 for row in trained)
