@@ -134,7 +134,7 @@ def update_seconds(
     tokens = work.kept * work.conversations * work.context
     sampled = work.kept * work.conversations * work.turns * work.new
     blocks, top = forward_flops(shape, tokens, work.context / 2), 2 * shape.top * sampled
-    passes = (3 if cfg.model.tuning == "full" else 2) + cfg.trainer.gradient_checkpointing  # frozen: no gradient
+    passes = (3 if cfg.model.tuning == "full" else 2) + bool(cfg.trainer.gradient_checkpointing)  # frozen: no gradient
     flops = looks * (blocks + top) + cfg.algorithm.num_iterations * (passes * blocks + 4 * top)
     if cfg.algorithm.critical and cfg.algorithm.critic.kind != "shared":
         flops += cfg.algorithm.num_iterations * passes * blocks

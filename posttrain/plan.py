@@ -216,14 +216,19 @@ def stepping(shape: Shape, cfg: StarPORun, cuda: bool) -> dict[str, int]:
 class Plan(NamedTuple):
     slots: int
     micro_batch_tokens: int
+    gradient_checkpointing: bool
     parts: dict[str, dict[str, int]]  # {"always": {"weights": ..., ...}, "playing": {...}, ...}, in bytes
     room: int  # bytes that this process holds or can have
     warnings: list[str]
 
     @property
     def changes(self) -> dict[str, int]:
-        """The chosen numbers by their dotted paths."""
-        return {"rollout.slots": self.slots, "trainer.micro_batch_tokens": self.micro_batch_tokens}
+        """What was chosen, by dotted paths."""
+        return {
+            "rollout.slots": self.slots,
+            "trainer.micro_batch_tokens": self.micro_batch_tokens,
+            "trainer.gradient_checkpointing": self.gradient_checkpointing,
+        }
 
     @property
     def peak(self) -> int:
@@ -241,6 +246,7 @@ class Plan(NamedTuple):
         width = max(len(name) for name, _ in rows)
         lines = [f"  {name:<{width}}  {gib(size):>8}" for name, size in rows]
         what = f"{self.slots} conversations at a time, micro-batches of {self.micro_batch_tokens} tokens"
+        what += ", activations recomputed" if self.gradient_checkpointing else ""
         return "\n".join([f"memory as planned, GiB ({what})", *lines]) + f" of {gib(self.room)}"
 
 
@@ -277,6 +283,10 @@ def choose(
 
     base = held + vllm + sum(always(shape, cfg).values())
     budget = held + free * (1 - MARGIN)
+    if cfg.trainer.gradient_checkpointing is None:
+        wanted = cfg.trainer.micro_batch_tokens or min(4 * row, cap)
+        cfg = checkpointed(cfg, False)
+        cfg = checkpointed(cfg, base + sum(learning(shape, cfg, wanted, cuda).values()) > budget)
     step = sum(stepping(shape, cfg, cuda).values())
     whole_groups = [*range(1, siblings), *range(siblings, siblings * groups + 1, siblings)]  # which share their prompt
     slots = rollout.slots or largest(
@@ -301,7 +311,11 @@ def choose(
             f"This run is planned to take {gib(most(parts))} GiB, and {gib(held + free)} GiB are there: it may run out."
             " Lower rollout.slots or trainer.micro_batch_tokens, or write null for the plan to choose."
         )
-    return Plan(slots, tokens, parts, held + free, warnings)
+    return Plan(slots, tokens, bool(cfg.trainer.gradient_checkpointing), parts, held + free, warnings)
+
+
+def checkpointed(cfg: StarPORun, on: bool) -> StarPORun:
+    return cfg.model_copy(update={"trainer": cfg.trainer.model_copy(update={"gradient_checkpointing": on})})
 
 
 def too_much(cfg: StarPORun, slots: int, tokens: int, parts: Mapping[str, Mapping[str, int]], budget: float) -> str:

@@ -300,10 +300,27 @@ def test_no_more_is_chosen_than_a_step_needs() -> None:
 def test_a_written_number_wins_and_is_warned_of() -> None:
     cfg = config(rollout={"slots": 100_000}, trainer={"micro_batch_tokens": 512})
     planned = plan.choose(SHAPE, cfg, 24 * GIB)
-    assert planned.changes == {"rollout.slots": 100_000, "trainer.micro_batch_tokens": 512}
+    assert planned.changes == {
+        "rollout.slots": 100_000,
+        "trainer.micro_batch_tokens": 512,
+        "trainer.gradient_checkpointing": False,
+    }
     (warning,) = planned.warnings
     assert "\n" not in warning and "rollout.slots" in warning
     assert plan.choose(SHAPE, config(), 24 * GIB).warnings == []
+
+
+def test_activations_are_recomputed_where_memory_asks() -> None:
+    def chosen(free: int, **trainer: object) -> plan.Plan:
+        return plan.choose(SHAPE, config(rollout={"max_context": 4096}, trainer={"bf16": True, **trainer}), free)
+
+    assert not chosen(80 * GIB).gradient_checkpointing
+    assert chosen(24 * GIB).gradient_checkpointing and "activations recomputed" in chosen(24 * GIB).table()
+    with pytest.raises(UserError, match="gradient_checkpointing=true"):
+        chosen(24 * GIB, gradient_checkpointing=False)
+    assert chosen(32 * GIB).gradient_checkpointing  # a single context would fit without, but not four
+    assert not chosen(32 * GIB, micro_batch_tokens=4096).gradient_checkpointing
+    assert chosen(80 * GIB, gradient_checkpointing=True).gradient_checkpointing
 
 
 def test_vllm_takes_its_share_and_no_cache_of_ours() -> None:
@@ -316,7 +333,10 @@ def test_vllm_takes_its_share_and_no_cache_of_ours() -> None:
 
 
 def test_a_run_that_cannot_fit_says_what_takes_how_much() -> None:
-    cfg = config(algorithm={"beta": 0.1, "advantage": "gae", "critic": {"kind": "separate"}})
+    cfg = config(
+        algorithm={"beta": 0.1, "advantage": "gae", "critic": {"kind": "separate"}},
+        trainer={"gradient_checkpointing": False},
+    )
     with pytest.raises(UserError) as problem:
         plan.choose(SHAPE, cfg, 4 * GIB)
     words = str(problem.value)

@@ -2,7 +2,8 @@
 
     make quickstart                                       # the player that all runs begin with
     python benchmarks/long/learning.py --steps 40 --seeds 0 1 2 --jobs 2
-    python benchmarks/long/learning.py --arms grpo gigpo --worlds sokoban --table
+    python benchmarks/long/learning.py --arms grpo gigpo --worlds sokoban --json rows.json
+    python benchmarks/long/learning.py --table benchmarks/results/learning.json  # the rows of the README's tables
 
 Hours. A run that is finished is not run again, one that was cut begins anew: stop and go on whenever you like.
 """
@@ -154,10 +155,11 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side, one core each")
-    parser.add_argument("--table", action="store_true", help="print what is finished and run nothing")
+    parser.add_argument("--json", type=Path, help="also write every row to this file")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="print the rows of such a file and run nothing")
     args = parser.parse_args()
     if args.table:
-        rows = [json.loads(file.read_text()) for file in sorted(args.out.glob("*/row.json"))]
+        rows = [json.loads(line) for line in args.table.read_text().splitlines()]
         show(rows)
         show_collapse(rows)
         return
@@ -171,6 +173,8 @@ def main() -> None:
             for arm in args.arms
         ]
     rows = [one.result() for one in runs]
+    if args.json:
+        args.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
     show(rows)
     show_collapse(rows)
 

@@ -546,7 +546,9 @@ class StarPOTrainerSection(Section):
     weight_decay: float = Field("decoupled weight decay", 0.0, ge=0)
     max_grad_norm: float = Field("gradients are clipped to this norm", 1.0, gt=0)
     bf16: bool = Field("bfloat16 autocast; only where the GPU has it", False)
-    gradient_checkpointing: bool = Field("recompute activations to save memory", False)
+    gradient_checkpointing: bool | None = Field(
+        "recompute activations to save memory; null does so where less than four contexts would fit without", None
+    )
 
 
 class EvaluationSection(Section):
