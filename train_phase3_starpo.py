@@ -222,7 +222,7 @@ def try_worlds(cfg: StarPORun) -> None:
                 made = envs.make(world.name, **world.options | options)
                 for split in ("train", *(held_out if number == len(stages) - 1 else ())):
                     made.reset(seed=0, options={"split": split})
-            except Exception as problem:  # a world may raise anything
+            except (Exception, SystemExit) as problem:  # a world may raise anything
                 stage = f".curriculum.{number}" if world.curriculum else ""
                 words = str(problem)
                 if not isinstance(problem, ValueError | TypeError):
@@ -329,6 +329,12 @@ def judge(cfg: StarPORun, groups: list[list[Trajectory]]) -> Judged:
     algorithm, chosen = cfg.algorithm, cfg.algorithm.filter
     alive = [(number, sample) for number, group in enumerate(groups) for sample, t in enumerate(group) if not t.crashed]
     played = [groups[number][sample] for number, sample in alive]
+    negative = [t for t in played if t.reward < 0]
+    if algorithm.advantage == "maxrl" and negative:
+        raise UserError(
+            f"{negative[0].world} paid {negative[0].reward:g}, and maxrl divides by the mean reward of a group: play"
+            " worlds that pay 0 or more (sokoban: options: {reward: sparse}), or take another algorithm.advantage."
+        )
     group_B = torch.tensor([number for number, _ in alive], dtype=torch.long)
     rewards_B = torch.tensor([t.reward for t in played], dtype=torch.float64)
     lengths_B = torch.tensor([t.tokens for t in played], dtype=torch.float64)
@@ -433,9 +439,12 @@ def advantages(
 
 
 def learn(
-    cfg: StarPORun, learner: Learner, groups: list[list[Trajectory]], judged: Judged, step: int
+    cfg: StarPORun, learner: Learner, groups: list[list[Trajectory]], judged: Judged, step: int, fresh: bool = True
 ) -> dict[str, float]:
-    """The kept groups' advantages and the update on them; returns what happened."""
+    """The kept groups' advantages and the update on them; returns what happened.
+
+    fresh: the policy is still the one that played. Only a test has groups that another one played.
+    """
     import torch
 
     from posttrain.cockpit import gradients_by_spread
@@ -465,7 +474,7 @@ def learn(
         parts = [order[part :: cfg.algorithm.minibatches] for part in range(cfg.algorithm.minibatches)]
         passes.append([[n for n, (number, _) in enumerate(members) if number in part] for part in parts])
     scale = loss_scale(len(judged.kept) / len(groups), cfg.algorithm.filter.loss_scale)
-    row = learner.update(batch, measured, advantages_S, returns_S, trains_B, passes, step, scale)
+    row = learner.update(batch, measured, advantages_S, returns_S, trains_B, passes, step, scale, fresh)
     return (
         row
         | looked
@@ -519,7 +528,7 @@ def evaluate(
     import envs
     from envs.protocol import Protocol
     from posttrain import curriculum, parallel
-    from posttrain.cockpit import Played
+    from posttrain.cockpit import Played, failures
     from posttrain.metrics import wilson
     from posttrain.rollout import set_up
 
@@ -541,7 +550,7 @@ def evaluate(
             f"{name}/{world.name}/turns": turns / episodes,
             f"{name}/{world.name}/crashed": sum(e.crashed for e in episodes_played),
         }
-        for failure in sorted({e.failure for e in episodes_played if e.failure}):
+        for failure in failures(episodes_played):
             row[f"{name}/{world.name}/{failure}"] = sum(e.failure == failure for e in episodes_played) / episodes
     row[f"{name}/success"] = sum(row[f"{name}/{world.name}/success"] for world in cfg.worlds) / len(cfg.worlds)
     return row
@@ -566,7 +575,7 @@ def go_back(
 def tell(
     cfg: StarPORun, out: Path, step: int, groups: list[list[Trajectory]], tracker: Tracker, say: Callable[[str], None]
 ) -> None:
-    """Where it is due, the first group's transcripts and pictures; always, the episodes that crashed."""
+    """Transcripts and pictures of the first group and a group that nobody finished, where due; crashes, always."""
     from posttrain import parallel
 
     crashed = [trajectory for group in groups for trajectory in group if trajectory.crashed]
@@ -576,10 +585,20 @@ def tell(
             f"step {step}: {len(crashed)} of {of} episodes crashed and are left out, see transcripts; the first:"
             f" {t.world} raised {t.crashed} (level seed {t.level_seed})"
         )
+    stuck = [group for group in groups if all(t.truncated and not t.crashed for t in group)]
+    stuck = stuck if due(cfg.transcripts.every, step) else []
+    if stuck:
+        t = stuck[0][0]
+        say(
+            f"step {step}: in {len(stuck)} of {len(groups)} groups nobody finished, see transcripts; the first:"
+            f" {t.world} (level seed {t.level_seed}). They teach what their rewards tell apart;"
+            " algorithm.mask_truncated leaves them out."
+        )
     if parallel.rank() != 0:
         return
     to_read = groups[0][: cfg.transcripts.count] if step % cfg.transcripts.every == 0 else []
-    told = write_transcripts(out / "transcripts.jsonl", step, to_read + crashed[: max(1, cfg.transcripts.count)])
+    more = crashed[: max(1, cfg.transcripts.count)] + [group[0] for group in stuck[:1] if group[0] not in to_read]
+    told = write_transcripts(out / "transcripts.jsonl", step, to_read + more)
     shown, pictures = [], []
     for number, (episode, t) in enumerate(zip(told, to_read, strict=False)):
         picture = None if t.crashed else draw(cfg, out / "episodes", f"step-{step}-{number}", t, say)

@@ -9,7 +9,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -117,9 +117,15 @@ def describe(groups: list[list[Trajectory]], spread: list[float], kept: list[int
         out[f"rollout/{world}/success"] = sum(e.success for e in own) / len(own)
         if own[0].stage is not None:
             out[f"rollout/{world}/stage"] = own[0].stage
-        for failure in sorted({e.failure for e in own if e.failure}):
+        for failure in failures(own):
             out[f"rollout/{world}/{failure}"] = sum(e.failure == failure for e in own) / len(own)
     return out
+
+
+def failures(episodes: Iterable[Played | Trajectory]) -> list[str]:
+    """How these episodes of one world were lost; not where a world's word for it is the name of another figure."""
+    taken = {"", "success", "stage", "low", "high", "reward", "invalid_turns", "turns", "crashed"}
+    return sorted({episode.failure for episode in episodes} - taken)
 
 
 def pass_at(k: int, size: int, won: int) -> float:

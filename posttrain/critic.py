@@ -28,7 +28,7 @@ class Critic(torch.nn.Module):
         super().__init__()
         policy = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.kind = kind
-        self.head = torch.nn.Linear(policy.get_output_embeddings().in_features, 1, device=policy.device)
+        self.head = torch.nn.Linear(policy.get_output_embeddings().weight.shape[1], 1, device=policy.device)
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
         self.copy = copy.deepcopy(policy).requires_grad_(True) if kind == "separate" else None

@@ -19,7 +19,7 @@ from posttrain.critic import Critic
 from posttrain.policy import head_logprobs, microbatches, trained_states
 from posttrain.prefixes import Prefixes, agrees, beginning, worth_sharing
 from posttrain.starpo import losses
-from posttrain.types import Trajectory
+from posttrain.types import Trajectory, UserError
 
 CRITIC, POLICY = 1, 0  # the optimizer's groups
 
@@ -86,6 +86,11 @@ class Learner:
         self.entropy_coef = self.entropy_bonus = cfg.algorithm.entropy_coef  # kept, and applied in the coming update
         self.adapted = hasattr(model, "get_base_model")
         self.policy: Any = model.get_base_model() if self.adapted else model  # an adapter's layers sit inside it
+        if hasattr(self.policy.get_output_embeddings(), "lora_A"):
+            raise UserError(
+                "Phase 3 computes log-probs from the output layer's own weight, without an adapter: leave the output"
+                " layer (lm_head) out of model.lora.target_modules."
+            )
         device = self.policy.device
         self.device = device
         self.autocast: Callable[[], Any] = lambda: torch.autocast(
@@ -177,11 +182,13 @@ class Learner:
         passes: Iterable[list[list[int]]],
         step: int,
         scale: float = 1.0,
+        fresh: bool = False,
     ) -> dict[str, float]:
         """One optimizer step for each list of episodes of each pass; what happened, as means over tokens.
 
         trains_B: episodes whose tokens count. passes: for each pass over the batch, its minibatches as episode numbers.
-        scale: what the policy loss is multiplied by.
+        scale: what the policy loss is multiplied by. fresh: the policy is still the one that was measured, so in the
+        first minibatch the old log-probs are today's, to the bit.
         """
         algorithm, trainer = self.cfg.algorithm, self.cfg.trainer
         warming = self.critic is not None and step <= algorithm.critic.warmup_steps
@@ -212,8 +219,9 @@ class Learner:
                     prefixes = Prefixes(self.policy, [key for key in shared if key in mine])
                 for micro in micros:
                     found = self._backward(
-                        micro, prefixes, batch, measured, advantages_S, returns_S, trusted_S, counted_B, scale, warming
-                    )
+                        micro, prefixes, batch, measured, advantages_S, returns_S, trusted_S, counted_B, scale,
+                        fresh=fresh and steps == 0, warming=warming,
+                    )  # fmt: skip
                     gap = max(gap, found.pop("gap")) if steps == 0 else gap
                     found.pop("gap", None)
                     for key, value in found.items():
@@ -238,7 +246,7 @@ class Learner:
             "policy/grad_norm": norms[POLICY] / max(1, steps - skipped),
             "policy/skipped_steps": skipped,
             "policy/sampler_gap": max(parallel.gather([gap])),
-            "policy/learning_rate": trainer.learning_rate * schedule(self.cfg, step),
+            "policy/learning_rate": self.optimizer.param_groups[POLICY]["lr"],
             "policy/entropy_coef": self.entropy_bonus,
         }
         if self.critic:
@@ -260,6 +268,8 @@ class Learner:
         trusted_S: torch.Tensor,
         counted_B: torch.Tensor,
         scale: float,
+        *,
+        fresh: bool,
         warming: bool,
     ) -> dict[str, float]:
         """Gradients of one micro-batch, added to those that are there; sums over its tokens."""
@@ -278,7 +288,7 @@ class Learner:
             new_S, entropy_S = head_logprobs(self.policy, hidden_SD, tokens_S, self.cfg.rollout.temperature)
         new_S, entropy_S = new_S.float(), entropy_S.float()
         sampler_S, advantage_S, trusted_S = here(batch.sampler_S), here(advantages_S).float(), here(trusted_S)
-        old_S = here(measured.old_S)
+        old_S = new_S.detach() if fresh else here(measured.old_S)
         loss_S, bites_S = self._policy_loss(new_S, old_S, advantage_S, batch, index_S)
         total_S = scale * loss_S * trusted_S - self.entropy_bonus * entropy_S
         with torch.no_grad():
@@ -315,7 +325,10 @@ class Learner:
     def losses_of(
         self, rows: list[Row], batch: Batch, measured: Measured, advantages_S: torch.Tensor
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """Policy loss, entropy and, with a reference, KL of these rows: for each micro-batch its share of the means."""
+        """Policy loss, entropy and, with a reference, KL of these rows: for each micro-batch its share of the means.
+
+        Before the policy has moved: the old log-probs are today's.
+        """
         count = sum(row.tokens.stop - row.tokens.start for row in rows)
         self.model.train()
         for chosen in microbatches([len(row.ids) for row in rows], self.cfg.trainer.micro_batch_tokens or math.inf):
@@ -323,9 +336,9 @@ class Learner:
             with self.autocast():
                 states = trained_states(self.policy, [rows[i].ids for i in chosen], [rows[i].mask for i in chosen])
                 new_S, entropy_S = head_logprobs(self.policy, *states, self.cfg.rollout.temperature)
-            old_S, advantage_S = (x_S[index_S].to(self.device).float() for x_S in (measured.old_S, advantages_S))
+            advantage_S = advantages_S[index_S].to(self.device).float()
             found = {
-                "task": self._policy_loss(new_S, old_S, advantage_S, batch, index_S)[0].sum() / count,
+                "task": self._policy_loss(new_S, new_S.detach(), advantage_S, batch, index_S)[0].sum() / count,
                 "entropy": -entropy_S.sum() / count,
             }
             if measured.reference_S is not None:
@@ -373,7 +386,8 @@ class Learner:
 
     def _longest(self) -> int:
         """The constant of Dr. GRPO: the most tokens an episode can be sampled."""
-        return self.cfg.rollout.max_completion_length * self.cfg.protocol.max_turns
+        stages = [stage.max_turns or 0 for world in self.cfg.worlds for stage in world.curriculum]
+        return self.cfg.rollout.max_completion_length * max(self.cfg.protocol.max_turns, *stages, 0)
 
     # --------------------------------------------------------------------------------------------------- state
 

@@ -94,8 +94,14 @@ def _logit_scale(config: object) -> float:
 
 
 def attends_to_all(model: PreTrainedModel) -> bool:
-    """Whether every layer attends to everything before it, as engines and shared beginnings need it."""
+    """Whether every layer attends to everything before it, in the same way however long the rows are.
+
+    Engines that keep a cache and shared beginnings need both.
+    """
     config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if {"dynamic", "longrope"} & {rope.get("rope_type")}:  # there a token's rotation depends on the longest row
+        return False
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         return all(kind == "full_attention" for kind in kinds)

@@ -25,6 +25,8 @@ from posttrain.sampler import Sampler, Turn, open_engine
 from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError, address
 
 Context = Literal["full", "last_k", "single_turn"]
+RAISED = (Exception, SystemExit)  # what a world can do that ends its own episode alone
+MOST_PAID = 1e100  # in an episode; squares of more are no numbers
 
 
 def open_sampler(
@@ -64,7 +66,7 @@ def set_up(
     """An episode in its first state; or, of a world that raised on the way there, the record of that."""
     try:
         return Episode(world, protocol, seed, split, noise_seed)
-    except Exception as error:  # it is counted and teaches nothing, as if it had raised later
+    except RAISED as error:  # it is counted and teaches nothing, as if it had raised later
         crashed = f"{type(error).__name__}: {error}"
         return Trajectory(world=world.name, level_seed=seed, noise_seed=noise_seed, crashed=crashed)
 
@@ -210,7 +212,7 @@ class Game:
             length = len(self.prompt(0, context))
             self.too_long, self.trajectory.truncated = True, False
             self.trajectory.crashed = f"The first prompt of {self.episode.world.name} takes {length} tokens"
-        except Exception as error:  # a world may say anything, even no text
+        except RAISED as error:  # a world may say anything, even no text
             self.trajectory.crashed = f"{type(error).__name__}: {error}"
         self.finish()
         return False
@@ -229,14 +231,15 @@ class Game:
         trajectory.observations.append(self.episode.observation)
         key, reward, penalty, over = "", 0.0, 0.0, True
         try:
-            key = self.episode.state_key()
+            found = self.episode.state_key()
+            hash(found)
             turn = self.episode.step(self.text(written))
-            if not math.isfinite(turn.reward):
+            if not abs(sum(trajectory.turn_rewards) + turn.reward) < MOST_PAID:
                 raise ValueError(f"the world paid {turn.reward}")
             if not turn.done:
                 self.coming = self.reply(turn.user or "", completion)
-            reward, penalty, over = turn.reward, turn.penalty, turn.done
-        except Exception as error:  # a world may raise or say anything; its episode ends, is counted, teaches nothing
+            key, reward, penalty, over = found, turn.reward, turn.penalty, turn.done
+        except RAISED as error:  # a world may raise or say anything; its episode ends, is counted, teaches nothing
             trajectory.crashed = f"{type(error).__name__}: {error}"
         trajectory.state_keys.append(key)
         trajectory.turn_rewards.append(reward)

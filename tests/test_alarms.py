@@ -165,6 +165,20 @@ def test_harder_levels_of_a_curriculum_are_no_loss() -> None:
     assert names(repeat(HEALTHY | hard, 20) + repeat(HEALTHY | fallen, 20)) == ["success_drop"]
 
 
+def test_a_world_of_a_curriculum_that_is_not_played_in_every_step_silences_nothing() -> None:
+    fallen = HEALTHY | {"rollout/in_group_std": 0.01, "rollout/success": 0.02}
+    often = repeat(HEALTHY, 20) + repeat(fallen, 20)
+    now_and_then = [row | ({"rollout/sokoban/stage": 0} if n % 2 else {}) for n, row in enumerate(often)]
+    assert set(names(now_and_then)) == set(names(often)) >= {"variance_collapse", "success_drop", "variance_gone"}
+
+
+def test_gradients_of_nothing_are_no_standard_for_the_others() -> None:
+    """While a critic warms up the policy's gradient is 0; the usual scatter after it is no spike."""
+    scatter = [0.2 * math.exp(0.7 * math.sin(7 * n)) for n in range(40)]
+    rows = [HEALTHY | {"policy/grad_norm": norm} for norm in [0.0] * 5 + scatter]
+    assert names(rows) == []
+
+
 def test_verdicts_that_end_a_run() -> None:
     assert names(repeat({"evaluation/success": 0.0}, 4)) == []
     assert names([*repeat({"evaluation/success": 0.0}, 4), {"evaluation/success": 0.02}] * 3) == []

@@ -464,6 +464,11 @@ def test_a_mistake_names_its_remedy(tmp_path, change, remedy):
         ("algorithm.filter={strategy: top_k, band: [0.1, 0.2]}", "`filter.band` belongs to percentile"),
         ("algorithm.filter.within=99", "is more episodes than a group has"),
         ("algorithm.advantage=maxrl", "`protocol.format_penalty: 0`"),
+        ("algorithm={advantage: maxrl, beta: 0.1, kl_in: reward, kl_estimator: k1}", "`algorithm.kl_in: loss`"),
+        ("algorithm.filter={strategy: top_p, value: 0.9, metric: reward}", "write top_p_softmax"),
+        ("protocol.action_sep=' '", "protocol.action_sep"),
+        ("evaluation.final_split=validation", "`final_split` must be another one"),
+        ("worlds=[{name: sokoban, groups: 4, weight: 2}]", "write one of them"),
         ("rollout.max_completion_length=4096", "must be smaller than max_context"),
         ("rollout.num_generations=1", "`rollout.num_generations: 1` makes groups of one: play at least 2"),
         ("worlds=[]", "worlds (on the command line): must not be empty"),
@@ -488,8 +493,10 @@ def test_mistakes_of_phase_3(change, remedy):
     assert remedy in complaint(StarPORun, ROOT / "configs" / "phase3_starpo.yaml", change)
 
 
-def test_vllm_needs_whole_weights():
+def test_four_bit_weights_are_neither_vllms_nor_a_second_critic():
     reference = ROOT / "configs" / "phase3_starpo.yaml"
+    separate = "algorithm={advantage: gae, critic: {kind: separate}}"
+    assert "`algorithm.critic.kind: shared`" in complaint(StarPORun, reference, separate, "model.tuning=qlora")
     found = complaint(StarPORun, reference, "rollout.engine=vllm", "model.tuning=qlora")
     assert "vLLM is not given four-bit weights: write `rollout.engine: auto`" in found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from posttrain.learner import Batch, Learner
 from posttrain.models import peft_config
 from posttrain.policy import token_logprobs
 from posttrain.prefixes import Prefixes
-from posttrain.types import Completion, Segment, Trajectory
+from posttrain.types import Completion, Segment, Trajectory, UserError
 
 CRITICAL = {"gae", "bilevel_gae"}
 EPISODE = ["grpo", "rloo", "brpo", "arpo", "maxrl", "reinforce_pp", "reinforce_pp_baseline"]
@@ -88,7 +88,7 @@ def played(model: LlamaForCausalLM, groups: int = 3, members: int = 4) -> list[l
 
 def learn(cfg: StarPORun, model: Any, groups: list[list[Trajectory]], learner: Learner | None = None, step: int = 1):
     learner = learner or phase3.prepare(cfg, model, None)  # type: ignore[arg-type]
-    return learner, phase3.learn(cfg, learner, groups, phase3.judge(cfg, groups), step)
+    return learner, phase3.learn(cfg, learner, groups, phase3.judge(cfg, groups), step, fresh=step == 1)
 
 
 def moved(
@@ -115,7 +115,7 @@ def test_every_estimator_starts_at_ratio_one_and_learns(advantage: str) -> None:
     groups = played(model)
     learner, row = learn(cfg, model, groups)
     assert row["policy/sampler_gap"] < 1e-4
-    assert row["policy/kl_to_old"] < 1e-8 and row["policy/clip_fraction"] == 0  # before the first step: one policy
+    assert row["policy/kl_to_old"] == 0 == row["policy/clip_fraction"]  # before the first step: one policy
     assert row["policy/kl_to_reference"] < 1e-8
     assert 0 < row["policy/grad_norm"] < 1e3 and row["policy/skipped_steps"] == 0
     assert ("critic/loss" in row) == (advantage in CRITICAL)
@@ -309,6 +309,47 @@ def test_critics_learn_values_and_warm_up_alone(kind: str) -> None:
     assert torch.equal(before, after), "while the critic warms up, the policy stands still"
     learn(cfg, model, groups, learner, step=16)
     assert not torch.allclose(before, token_logprobs(learner.policy, rows, masks)[0], atol=1e-4)
+
+
+def test_a_critic_beside_trained_rows_of_the_embedding() -> None:
+    """Where the chat had to add tokens, peft wraps embedding and output layer."""
+
+    class Chat:
+        added_tokens, tokenizer = 2, range(71)
+
+    for kind in ("shared", "lora"):
+        cfg = config(advantage="gae", tuning="lora", critic={"kind": kind})
+        model = policy()
+        learner = phase3.prepare(cfg, model, Chat())  # type: ignore[arg-type]
+        assert learn(cfg, model, played(policy()), learner)[1]["critic/loss"] > 0
+
+
+def test_an_adapter_on_the_output_layer_is_refused() -> None:
+    cfg = config(tuning="lora")
+    lora = cfg.model.lora.model_copy(update={"target_modules": ["lm_head", "q_proj"]})
+    cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"lora": lora})})
+    with pytest.raises(UserError, match="lm_head"):
+        phase3.prepare(cfg, policy(), NoChat())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [40, 4096])
+def test_the_first_minibatch_is_on_policy_to_the_bit_in_bfloat16(micro_batch_tokens: int) -> None:
+    """Rows read together, or behind a shared beginning, round otherwise than the look before the update did."""
+    cfg = config(loss_type="gspo_turn", epsilon=1e-7, epsilon_high=1e-7, minibatches=1)
+    trainer = cfg.trainer.model_copy(update={"micro_batch_tokens": micro_batch_tokens})
+    cfg = cfg.model_copy(update={"trainer": trainer})
+    model = cast(Any, policy()).to(torch.bfloat16)
+    learner, row = learn(cfg, model, played(model))
+    assert learner.shares and not learner.exact
+    assert row["policy/kl_to_old"] == 0 == row["policy/clip_fraction"] and row["policy/grad_norm"] > 0
+
+
+def test_the_constant_of_dr_grpo_knows_the_longest_stage() -> None:
+    cfg = config(aggregation="dr_grpo")
+    stages = [{"max_turns": 3}, {"max_turns": 50, "from_step": 9}]
+    longer = StarPORun.model_validate(cfg.model_dump() | {"worlds": [{"name": "frozen_lake", "curriculum": stages}]})
+    lengths = [phase3.prepare(c, policy(), NoChat())._longest() for c in (cfg, longer)]  # type: ignore[arg-type]
+    assert lengths == [cfg.rollout.max_completion_length * turns for turns in (cfg.protocol.max_turns, 50)]
 
 
 @pytest.mark.parametrize("kind", ["shared", "lora", "separate"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -418,6 +419,29 @@ def test_a_world_may_misbehave_anywhere(tiny_chat: Chat, monkeypatch: pytest.Mon
     for trajectory in (one, two):
         lengths = {len(trajectory.turn_tokens), len(trajectory.turn_rewards), len(trajectory.state_keys)}
         assert lengths == {1} and trajectory.world == "frozen_lake"
+
+
+@pytest.mark.parametrize("kind", ["unhashable", "too much", "exit"])
+def test_what_a_world_does_ends_its_own_episode(tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    played, answers = episodes(2, max_turns=3), ["<think>hm</think><answer>Jump</answer>"] * 3
+    world, step = played[0].world, played[0].step
+
+    def leave(*_: object) -> None:
+        raise SystemExit(3)
+
+    if kind == "unhashable":
+        monkeypatch.setattr(world, "state_key", lambda: [1, 2])
+    elif kind == "exit":
+        monkeypatch.setattr(world, "observe", leave)
+        monkeypatch.setattr(played[0], "step", leave)
+    else:
+        monkeypatch.setattr(played[0], "step", lambda text: replace(step(text), reward=0.6e100))
+    crashed, healthy = play(Scripted(tiny_chat, [answers] * 2), tiny_chat, played, PARAMS, [0, 1])
+    expected = {"unhashable": "TypeError", "too much": "ValueError: the world paid 6e+99", "exit": "SystemExit"}
+    assert crashed.crashed.startswith(expected[kind]) and not crashed.success
+    assert crashed.turns == (2 if kind == "too much" else 1) == len(crashed.state_keys)
+    assert all(isinstance(key, str) for key in crashed.state_keys)
+    assert healthy.turns == 3 and not healthy.crashed
 
 
 def test_a_reward_that_is_no_number_is_a_crash_not_a_score(tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:

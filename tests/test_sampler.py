@@ -257,6 +257,13 @@ def test_sliding_windows_go_to_the_replay_engine() -> None:
         open_engine(model, [STOP], PAD, "slots")
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotations_that_depend_on_the_longest_row_go_to_the_replay_engine(kind: str) -> None:
+    model = build("llama")
+    model.config.rope_parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    assert isinstance(open_engine(model, [STOP], PAD, "auto"), ReplaySampler)
+
+
 @given(st.integers(0, 2**63 - 1), st.integers(0, 4096))
 def test_uniforms_are_splitmix64(seed: int, step: int) -> None:
     word = (1 << 64) - 1

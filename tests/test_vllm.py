@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, inject_adapter_in_model
+from peft import LoraConfig, get_peft_model
 from test_phase3 import rows, settings, train
 from test_sampler import PAD, STOP, check_logprobs, conversation, serve
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -34,9 +34,16 @@ def llama(vocabulary: int = 96, positions: int = 256) -> PreTrainedModel:
 
 
 def adapted(model: PreTrainedModel) -> PreTrainedModel:
-    settings = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    inject_adapter_in_model(settings, model)
-    return model.eval()
+    layers = {"embed_tokens": [3, 4], "lm_head": [3, 4]}
+    settings = LoraConfig(
+        r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, trainable_token_indices=layers
+    )
+    tuned = get_peft_model(model, settings).get_base_model()
+    with torch.no_grad():
+        for name, parameter in tuned.named_parameters():
+            if "trainable_tokens_delta" in name:
+                parameter.add_(1.0)
+    return tuned.eval()  # type: ignore[return-value]
 
 
 def test_an_adapter_is_added_to_the_weights() -> None:
@@ -45,9 +52,10 @@ def test_an_adapter_is_added_to_the_weights() -> None:
     merged = dict(weights(tuned))
     assert merged.keys() == names.keys()
     changed = {name for name in names if not torch.equal(merged[name], names[name])}
-    assert changed == {name for name in names if "q_proj" in name or "down_proj" in name}
+    adapted_layers = ("q_proj", "down_proj", "embed_tokens", "lm_head")
+    assert changed == {name for name in names if any(layer in name for layer in adapted_layers)}
     plain.load_state_dict(merged)
-    ids = torch.arange(5, 30)[None]
+    ids = torch.arange(2, 30)[None]
     assert torch.allclose(plain(input_ids=ids).logits, tuned(input_ids=ids).logits, atol=1e-3)
 
 

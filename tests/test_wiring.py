@@ -412,7 +412,7 @@ def learned(cfg: StarPORun, double: bool = False) -> np.ndarray:
         head.load_state_dict(critic_head().state_dict())
     learner.optimizer = torch.optim.SGD([{"params": group} for group in learner.groups if group])
     groups = played()
-    phase3.learn(cfg, learner, groups, phase3.judge(cfg, groups), 1)
+    phase3.learn(cfg, learner, groups, phase3.judge(cfg, groups), 1, fresh=False)
     return weights_of(learner.policy, head)
 
 
@@ -524,6 +524,7 @@ REWARD_KL = ("algorithm.beta=0.2", "algorithm.kl_in=reward")
         *(
             case("algorithm.kl_in=reward", "algorithm.beta=0.2", f"algorithm.advantage={name}")
             for name in [*EPISODE, "turn_return", "gigpo", "gae", "bilevel_gae"]
+            if name != "maxrl"
         ),
         case("algorithm.beta=0.4", *REWARD_KL),
         case("algorithm.kl_estimator=k1", *REWARD_KL),
@@ -759,7 +760,7 @@ def test_a_lora_critic_leaves_the_policy_alone(told: Callable[..., StarPORun], t
         assert learner.critic
         learner.critic.head.load_state_dict(critic_head().state_dict())
         learner.optimizer = torch.optim.SGD([{"params": group} for group in learner.groups if group])
-        phase3.learn(cfg, learner, played(), phase3.judge(cfg, played()), 1)
+        phase3.learn(cfg, learner, played(), phase3.judge(cfg, played()), 1, fresh=False)
         return torch.cat([p.detach().flatten() for p in learner.groups[0]])
 
     assert not torch.allclose(adapter("shared", 0.5), adapter("shared", 4.0), atol=1e-5)
@@ -773,7 +774,7 @@ def test_the_entropy_bonus_goes_on_where_the_checkpoint_left_it(
     cfg = told("algorithm.entropy_target=9.0", "algorithm.entropy_delta=0.4", "trainer.learning_rate=1e-3")
 
     def learn(learner: Learner, step: int) -> dict[str, float]:
-        return phase3.learn(cfg, learner, played(), phase3.judge(cfg, played()), step)
+        return phase3.learn(cfg, learner, played(), phase3.judge(cfg, played()), step, fresh=False)
 
     nothing: Any = None
     straight = phase3.prepare(cfg, policy(), nothing)

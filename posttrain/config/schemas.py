@@ -85,6 +85,12 @@ class WorldSection(Section):
     groups: int | None = Field("a fixed number of groups a step, instead of a share by weight", None, ge=1)
     options: dict[str, Any] = Field("keyword arguments of the world, e.g. {size: 4}", {})
 
+    @model_validator(mode="after")
+    def _one_share(self) -> WorldSection:
+        if self.groups is not None and self.weight != 1:
+            raise wrong("groups and weight are two shares of a step: write one of them")
+        return self
+
 
 class StageSection(Section):
     """One stage of a curriculum: StageSection(options={"size": 4}, success=0.6)."""
@@ -144,7 +150,7 @@ class ProtocolSection(Section):
     think: bool = Field("ask for <think>..</think> before <answer>..</answer>", True)
     format_penalty: float = Field("added to the reward for each turn without a valid action", -0.1, le=0)
     max_penalised_turns: int = Field("turns of one episode that can be penalised", 3, ge=0)
-    action_sep: str = Field("text between two actions of one answer", "||", min_length=1)
+    action_sep: str = Field("text between two actions of one answer", "||", pattern=r"\S")
     force_think: bool = Field("give each answer its first tag, <think> or without think <answer>, unsampled", False)
 
 
@@ -334,7 +340,9 @@ class FilterSection(Section):
         "percentile: ranks from this share, the best first, to below that", [0.0, 1.0], min_length=2, max_length=2
     )
     largest: bool = Field("keep the groups where the metric is largest; false keeps the smallest", True)
-    keep_zero: bool = Field("let groups without any spread through as well; they carry no signal", False)
+    keep_zero: bool = Field(
+        "let groups through whose metric is 0: for a spread of rewards, those that carry no signal", False
+    )
     within: int | None = Field("of each kept group train on the so many episodes that differ most; null on all", None)
     loss_scale: Literal["none", "linear", "sqrt"] = Field("multiply the loss by the kept share, or by its root", "none")
 
@@ -350,6 +358,8 @@ class FilterSection(Section):
             raise wrong("the strategy percentile keeps all groups until you write its `band`, e.g. [0, 0.25]")
         if self.strategy == "soft" and self.metric != "reward_std":
             raise wrong("the soft filter weights groups by the deviation of their rewards: `metric: reward_std`")
+        if self.metric == "reward" and self.strategy in ("top_p", "min_p"):
+            raise wrong(f"mean rewards may be negative, and {self.strategy} takes shares of them: write top_p_softmax")
         if self.within is not None and self.within < 2:
             raise wrong("`within` keeps at least 2 episodes of a group, or there is nothing to compare")
         return self
@@ -646,12 +656,20 @@ class StarPORun(Run):
                 f"`algorithm.critic.warmup_steps` ({algorithm.critic.warmup_steps}) leaves no step to the policy: write"
                 f" less than `trainer.max_steps` ({steps})"
             )
+        if algorithm.advantage == "maxrl" and algorithm.beta > 0 and algorithm.kl_in == "reward":
+            raise wrong("maxrl divides by the mean reward, which the KL would make negative: `algorithm.kl_in: loss`")
         if algorithm.advantage == "maxrl" and self.protocol.format_penalty != 0:
             raise wrong("maxrl divides by the mean reward, which must not be negative: `protocol.format_penalty: 0`")
         if algorithm.critical and algorithm.critic.kind == "lora" and self.model.tuning == "full":
             raise wrong(
                 "a LoRA critic shares the frozen base of a LoRA policy: set `model.tuning: lora`, or another kind"
             )
+        if algorithm.critical and algorithm.critic.kind == "separate" and self.model.tuning == "qlora":
+            raise wrong(
+                "a separate critic trains a copy, which four-bit weights cannot be: `algorithm.critic.kind: shared`"
+            )
+        if self.evaluation.split == self.evaluation.final_split:
+            raise wrong("`evaluation.split` chooses the best checkpoint, so `final_split` must be another one")
         if self.rollout.engine == "vllm" and self.model.tuning == "qlora":
             raise wrong("vLLM is not given four-bit weights: write `rollout.engine: auto`, or `model.tuning: lora`")
         if algorithm.loss_type == "gspo_episode" and self.rollout.context != "full":

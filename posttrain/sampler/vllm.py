@@ -109,11 +109,14 @@ class VLLMSampler(Histories):
 def weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """The policy's tensors under their names without an adapter; what an active adapter adds is added."""
     for name, parameter in model.named_parameters():
-        if ".lora_" in name:
+        whole, of_adapter, part = name.partition(".base_layer.")
+        if ".lora_" in name or ".trainable_tokens_delta." in name:
             continue
         tensor = parameter.detach()
-        if ".base_layer." in name:
-            layer: Any = model.get_submodule(name.split(".base_layer.")[0])
-            if name.endswith("weight"):
+        if of_adapter and part == "weight":
+            layer: Any = model.get_submodule(whole)
+            if whole.endswith(".token_adapter"):  # rows of the embedding that are trained beside an adapter
+                tensor = layer.get_merged_weights(layer.active_adapters).detach()
+            else:
                 tensor = sum((layer.get_delta_weight(adapter) for adapter in layer.active_adapters), tensor)
-        yield name.replace(".base_layer.", "."), tensor
+        yield f"{whole.removesuffix('.token_adapter')}.{part}" if of_adapter else name, tensor

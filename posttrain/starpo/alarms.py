@@ -176,10 +176,11 @@ def _in_a_row(memory: dict[str, Any], name: str, holds: bool) -> int:
 
 def _forget_easier_levels(memory: dict[str, Any], row: Mapping[str, float]) -> None:
     """Begin anew where a curriculum has moved on: what was normal before says nothing about the new levels."""
-    stages = {key: value for key, value in row.items() if key.endswith("/stage")}
-    if memory.get("stages", stages) != stages:
+    stages = {key: value for key, value in row.items() if key.endswith("/stage")}  # of the worlds that were played
+    known = memory.get("stages", {})
+    if any(known.get(key, value) != value for key, value in stages.items()):
         memory.clear()
-    memory["stages"] = stages
+    memory["stages"] = known | stages
 
 
 # --------------------------------------------------------------------------------------------------------- rules
@@ -269,9 +270,9 @@ def _entropy(
 def _gradient(
     memory: dict[str, Any], step: int, row: Mapping[str, float], limits: Mapping[str, float]
 ) -> Iterator[_Finding]:
-    if "policy/grad_norm" not in row:
+    norm, before = row.get("policy/grad_norm", 0.0), memory.get("norms", [])
+    if norm == 0:  # a critic that warms up, or nothing to learn from
         return
-    norm, before = row["policy/grad_norm"], memory.get("norms", [])
     usual = median(before) if len(before) >= 5 else 0.0
     _last(memory, "norms", norm, 20)
     if usual > 0:

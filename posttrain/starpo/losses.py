@@ -110,7 +110,7 @@ def kl(logprobs_S: torch.Tensor, reference_S: torch.Tensor, kind: str = "k3") ->
 def kl_k3(logprobs_S: torch.Tensor, old_S: torch.Tensor) -> torch.Tensor:
     """Schulman's non-negative estimate of KL(policy || old) per token: exp(d) - d - 1 with d = old - new."""
     difference_S = old_S - logprobs_S
-    return difference_S.exp() - difference_S - 1
+    return difference_S.expm1() - difference_S
 
 
 def value_loss(
