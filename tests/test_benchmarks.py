@@ -386,6 +386,18 @@ def test_every_arm_of_the_learning_benchmark_is_a_run(capsys: pytest.CaptureFixt
     assert table[-1] == "| sokoban | ppo | 0.60 [0.30, 0.50], 0.40 [0.30, 0.50] | 0.500 | 2.0 | 15.0 | 0.28 |"
 
 
+def test_the_tables_of_the_learning_benchmark_are_those_of_its_rows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = FILE.parent
+    learning = loaded(folder / "long" / "learning.py")
+    monkeypatch.setattr(sys, "argv", ["learning.py", "--table", str(folder / "results" / "learning.json")])
+    learning.main()
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    for part in capsys.readouterr().out.split("| world | algorithm | seed |"):
+        assert part.strip() in text
+
+
 def test_what_came_first_in_a_collapse(capsys: pytest.CaptureFixture[str]) -> None:
     learning = loaded(FILE.parent / "long" / "learning.py")
     spread = [0.4] * 10 + [0.1] * 20
