@@ -1,7 +1,7 @@
 # make quickstart   three phases on a laptop CPU, a table, a report, and what to type next
 # make test         the default test suite
 # make check        lint, types, floors
-# make bench        speed of sampling and learning, where benchmarks/ is
+# make bench        speed beside other libraries, everything in benchmarks/; hours
 # make lock         requirements.lock from fresh, newest packages within the bounds
 # make setup        .venv alone; every target above does it by itself
 
