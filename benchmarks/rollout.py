@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -279,6 +279,14 @@ def forwards(model: Any) -> Iterator[list[float]]:
             hook.remove()
 
 
+@cache
+def vllm(model: Any, chat: Chat) -> Sampler:
+    """One for each model, already started: a second one in a process would take the first one's groups down with it."""
+    sampler = VLLMSampler(model, [], memory=0.3)
+    play(sampler, chat, script(2, 2), SamplingParams(2))
+    return sampler
+
+
 def contestants(model: Any, chat: Chat, said: Script, new_tokens: int, engines: Sequence[str]) -> dict[str, Contestant]:
     never, made = [model.config.vocab_size], {}
     theirs = copy.deepcopy(model)  # TRL replaces the forward of its model
@@ -288,11 +296,7 @@ def contestants(model: Any, chat: Chat, said: Script, new_tokens: int, engines: 
             continue
         if name == "vllm" and "ConvGPT" in type(model).__name__:
             continue  # which it does not know
-        if name == "vllm":
-            sampler: Any = VLLMSampler(model, [], memory=0.3)
-            play(sampler, chat, script(2, 2), SamplingParams(2))  # it starts at its first turn
-        else:
-            sampler = SAMPLERS[name](model, never, PAD)
+        sampler: Any = vllm(model, chat) if name == "vllm" else SAMPLERS[name](model, never, PAD)
         if name == "continuous-batching":
             words = sum(len(text.split()) + 8 for texts in (said.prompts, *said.replies) for text in texts)
             sampler.room = words + len(said.prompts) * said.turns * new_tokens
@@ -357,7 +361,8 @@ def main() -> None:
         model = _measure.model_of(kind, shape, given.device).eval()
         chat = _measure.words(shape["vocab_size"])
         greedy = SamplingParams(given.new_tokens, temperature=0.0)
-        made = contestants(model, chat, script(given.conversations, 2), given.new_tokens, given.engines)
+        compared = [name for name in given.engines if name != "vllm" or dtype == torch.float32]
+        made = contestants(model, chat, script(given.conversations, 2), given.new_tokens, compared)
         answers = {name: contestant(greedy) for name, contestant in made.items()}
         if wrong := unequal(answers, 2 * given.new_tokens):
             sys.exit(
