@@ -391,11 +391,25 @@ def test_the_tables_of_the_learning_benchmark_are_those_of_its_rows(
 ) -> None:
     folder = FILE.parent
     learning = loaded(folder / "long" / "learning.py")
-    monkeypatch.setattr(sys, "argv", ["learning.py", "--table", str(folder / "results" / "learning.json")])
+    monkeypatch.setattr(sys, "argv", ["learning.py", "--table", str(folder / "results" / "learning.jsonl")])
     learning.main()
     text = (folder / "README.md").read_text(encoding="utf-8")
     for part in capsys.readouterr().out.split("| world | algorithm | seed |"):
         assert part.strip() in text
+
+
+@pytest.mark.parametrize(
+    ("script", "file"),
+    [("rollout", f"rollout{size}") for size in ("", "-vllm", "-40m", "-164m")]
+    + [("iteration", "iteration"), ("phases", "phases")],
+)
+def test_the_tables_of_the_results_are_those_of_their_figures(
+    script: str, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(FILE.parent), *sys.path])
+    figures = json.loads((FILE.parent / "results" / f"{file}.json").read_text(encoding="utf-8"))
+    table = loaded(FILE.parent / f"{script}.py").markdown(figures).strip()
+    assert table in (FILE.parent / "RESULTS.md").read_text(encoding="utf-8")
 
 
 def test_what_came_first_in_a_collapse(capsys: pytest.CaptureFixture[str]) -> None:

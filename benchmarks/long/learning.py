@@ -3,7 +3,7 @@
     make quickstart                                       # the player that all runs begin with
     python benchmarks/long/learning.py --steps 40 --seeds 0 1 2 --jobs 2
     python benchmarks/long/learning.py --arms grpo gigpo --worlds sokoban --json rows.json
-    python benchmarks/long/learning.py --table benchmarks/results/learning.json  # the rows of the README's tables
+    python benchmarks/long/learning.py --table benchmarks/results/learning.jsonl  # the rows of the README's tables
 
 Hours. A run that is finished is not run again, one that was cut begins anew: stop and go on whenever you like.
 """
