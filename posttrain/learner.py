@@ -387,7 +387,7 @@ class Learner:
     def _longest(self) -> int:
         """The constant of Dr. GRPO: the most tokens an episode can be sampled."""
         stages = [stage.max_turns or 0 for world in self.cfg.worlds for stage in world.curriculum]
-        return self.cfg.rollout.max_completion_length * max(self.cfg.protocol.max_turns, *stages, 0)
+        return self.cfg.rollout.max_completion_length * max([self.cfg.protocol.max_turns, *stages])
 
     # --------------------------------------------------------------------------------------------------- state
 
