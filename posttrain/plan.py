@@ -163,12 +163,14 @@ def playing(shape: Shape, cfg: StarPORun, slots: int) -> dict[str, int]:
     if cfg.rollout.engine == "vllm":
         return {"bfloat16 weights": copies(shape, cfg, learns=False)}
     size, length = computed(cfg), whole_blocks(cfg.rollout.max_context)
-    tokens = min(slots * cfg.rollout.max_context, max(PREFILL_TOKENS, cfg.rollout.max_context))
+    prompt = cfg.rollout.max_context - cfg.rollout.max_completion_length  # what leaves room for a turn
+    tokens = min(slots * prompt, max(PREFILL_TOKENS, prompt))
     stream = tokens * FLOAT * (shape.embedding + 3 * shape.hidden)
     mlp = tokens * size * 3 * shape.intermediate
-    # one layer's keys and values, twice: old and new ones while the cache grows, or repeated for every query head
-    twice = slots * length * 2 * shape.query * size
-    attention = twice + tokens * (size * 3 * (shape.query + shape.key_value) + (1 + size) * length)  # and its mask
+    # one layer's keys and values, twice: old and new ones while the cache grows, or those of chosen rows
+    twice = slots * length * 2 * shape.key_value * size
+    masks = 1 + (shape.query // shape.key_value) * (1 + size)  # bytes for each pair of tokens
+    attention = twice + tokens * (size * (4 * shape.query + 3 * shape.key_value) + masks * prompt)
     sampling = slots * shape.vocabulary * 32  # logits in the several precisions of draw.py
     return {
         "KV cache": slots * length * shape.cache * size,

@@ -6,10 +6,13 @@ Shapes: B rows, T tokens of the longest row, S trained tokens of all rows one af
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
 from posttrain.convgpt import ConvGPTModel
@@ -80,9 +83,48 @@ def head_logprobs(
 def read(model: PreTrainedModel, predicts_BT: torch.Tensor, **inputs: Any) -> torch.Tensor:
     """One pass through the model up to its output layer; its states where something is predicted, (S, D)."""
     backbone = model.base_model
-    if isinstance(backbone, ConvGPTModel):  # with tied embeddings its last layers are most of the work: skip the rest
-        return backbone(**inputs, logits_to_keep=predicts_BT).last_hidden_state
-    return backbone(**inputs).last_hidden_state[predicts_BT]
+    with _grouped_queries():
+        if isinstance(backbone, ConvGPTModel):  # with tied embeddings its last layers are most of the work
+            return backbone(**inputs, logits_to_keep=predicts_BT).last_hidden_state
+        return backbone(**inputs).last_hidden_state[predicts_BT]
+
+
+@contextmanager
+def _grouped_queries() -> Iterator[None]:
+    """Under a mask of our own, heads that share keys and values ask them together.
+
+    transformers does this where there is one query token, and copies keys and values for each head where there are
+    more: in a cache of long conversations that is most of the time that reading takes.
+    """
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = _attend
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **settings: Any,
+) -> tuple[torch.Tensor, None]:
+    """Scaled-dot-product attention of queries (B, heads, Q, D) over keys and values (B, key-value heads, K, D)."""
+    batch, heads, queries, size = query.shape
+    group = heads // key.shape[1]
+    if group == 1 or attention_mask is None or attention_mask.shape[1] > 1:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
+    mixed = torch.nn.functional.scaled_dot_product_attention(
+        query.reshape(batch, -1, group * queries, size),
+        key,
+        value,
+        attn_mask=attention_mask.repeat(1, 1, group, 1),
+        dropout_p=settings.get("dropout", 0.0),
+        scale=settings.get("scaling"),
+    )
+    return mixed.reshape(batch, heads, queries, -1).transpose(1, 2).contiguous(), None
 
 
 def _logit_scale(config: object) -> float:

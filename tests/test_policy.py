@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.policy import microbatches, token_logprobs
+from posttrain.policy import attention_mask, microbatches, read, token_logprobs
 
 SIZES = {
     "vocab_size": 71, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -82,3 +84,37 @@ def test_micro_batches_hold_every_row_once_within_the_budget(lengths: list[int],
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
     for batch in batches:
         assert len(batch) == 1 or max(lengths[i] for i in batch) * len(batch) <= budget
+
+
+@pytest.mark.parametrize("key_value_heads", [1, 2, 4])
+def test_heads_that_share_keys_ask_them_together(key_value_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = SIZES | {"num_key_value_heads": key_value_heads}
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=32, **sizes)).double()
+    ids = torch.randint(0, 71, (3, 11))
+    sees = (torch.rand(3, 11, 11) < 0.5).tril() | torch.eye(11, dtype=torch.bool)
+    mask = attention_mask(model, sees)
+    weight = torch.randn(3, 11, 32, dtype=torch.float64)
+    transformers_own = torch.nn.functional.scaled_dot_product_attention
+    asked: list[int] = []
+
+    def attend(query: torch.Tensor, key: torch.Tensor, *args: object, **settings: object) -> torch.Tensor:
+        asked.append(key.shape[1])
+        return transformers_own(query, key, *args, **settings)  # type: ignore[arg-type]
+
+    def results(ours: bool) -> list[torch.Tensor]:
+        model.zero_grad()
+        if ours:
+            everywhere = torch.ones(ids.shape, dtype=torch.bool)
+            states = read(model, everywhere, input_ids=ids, attention_mask=mask, use_cache=False).view(weight.shape)
+        else:
+            states = model.model(ids, attention_mask=mask, use_cache=False).last_hidden_state
+        (states * weight).sum().backward()
+        return [states] + [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    own = results(ours=True)
+    assert set(asked) == {key_value_heads}
+    for mine, theirs in zip(own, results(ours=False), strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-9, atol=1e-12)
+    assert key_value_heads == 4 or 4 in asked  # outside `read`, transformers copies

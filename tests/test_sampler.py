@@ -3,6 +3,7 @@
 # pyright: reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -284,6 +285,41 @@ def test_draws_follow_the_law() -> None:
     assert torch.allclose(logprobs.exp(), expected[tokens])
     nucleus = draw(logits, SamplingParams(max_new_tokens=1, top_k=3, top_p=0.7), uniforms(seeds, 0))[0]
     assert set(nucleus.tolist()) == {0, 3}
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([2, 255, 256, 257, 1000]), st.floats(0, 1, exclude_max=True))
+def test_blocks_of_a_large_vocabulary_give_what_one_sum_gives(seed: int, size: int, uniform: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 5 * torch.randn(1, size, generator=generator)
+    logits[torch.rand(1, size, generator=generator) < 0.3] = -torch.inf
+    logits[0, seed % size] = 1.0
+    token = draw(logits, SamplingParams(1), torch.tensor([uniform], dtype=torch.float64))[0].item()
+    probs = logits[0].double().softmax(-1)
+    upper = probs.cumsum(-1)[token].item()
+    assert probs[token] > 0
+    assert upper - probs[token] - 1e-6 <= uniform <= upper + 1e-6
+
+
+@pytest.mark.parametrize("size", [5, 300, 1024])
+def test_the_ends_of_the_interval_choose_tokens_that_can_be(size: int) -> None:
+    logits = torch.full((2, size), -torch.inf)
+    logits[:, size // 2 : size // 2 + 2] = 0.0
+    ends = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
+    assert draw(logits, SamplingParams(1), ends)[0].tolist() == [size // 2, size // 2 + 1]
+
+
+def test_logits_that_are_no_numbers_raise_nothing_and_are_told_by_their_log_probs() -> None:
+    token, logprob = draw(torch.full((1, 600), torch.nan), SamplingParams(1), torch.tensor([0.5]))
+    assert 0 <= token.item() < 600 and logprob.isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_room_in_the_cache_takes_memory_once_it_is_written_to(dtype: torch.dtype) -> None:
+    before = psutil.Process().memory_info().rss
+    room = slots._zeros((64, 4, 4096, 64), dtype, torch.device("cpu"))
+    assert psutil.Process().memory_info().rss - before < room.nbytes / 4
+    assert room.dtype == dtype and room.data_ptr() % 64 == 0 and not room.any()
 
 
 @settings(max_examples=50)

@@ -6,6 +6,8 @@ import torch
 
 from posttrain.types import SamplingParams
 
+BLOCK = 256  # tokens of the vocabulary whose probabilities are summed together
+
 
 def uniforms(seeds_B: torch.Tensor, step: int | torch.Tensor) -> torch.Tensor:
     """One uniform in [0, 1) per row, float64, shape (B,): splitmix64 of (row seed, position in the turn, int or (B,)).
@@ -52,9 +54,23 @@ def draw(
     elif params.top_k > 0 or params.top_p < 1.0:
         tokens_B = _draw_filtered(scaled_BV, params, uniform_B)
     else:
-        cdf_BV = scaled_BV.double().softmax(-1).cumsum(-1)
-        tokens_B = _invert(cdf_BV, uniform_B)
+        tokens_B = _draw_in_blocks(scaled_BV.softmax(-1), uniform_B)
     return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None]).squeeze(-1)
+
+
+def _draw_in_blocks(probs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
+    """A block of the vocabulary by its mass, then one of its tokens: double precision for a few hundred sums only."""
+    blocks_BNK = torch.nn.functional.pad(probs_BV, (0, -probs_BV.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    cdf_BN = blocks_BNK.sum(-1).double().cumsum(-1)
+    block_B1 = _invert(cdf_BN, uniform_B)[:, None]
+    upper_B1 = cdf_BN.gather(-1, block_B1)
+    lower_B1 = torch.where(block_B1 > 0, cdf_BN.gather(-1, (block_B1 - 1).clamp_(min=0)), 0.0)
+    rest_B1 = (uniform_B[:, None] * cdf_BN[:, -1:] - lower_B1) / (
+        upper_B1 - lower_B1
+    )  # uniform again, inside the block
+    inside_BK = blocks_BNK.take_along_dim(block_B1[:, :, None], dim=1).squeeze(1)
+    tokens_B = block_B1.squeeze(-1) * BLOCK + _invert(inside_BK.double().cumsum(-1), rest_B1.squeeze(-1))
+    return tokens_B.clamp_(max=probs_BV.shape[-1] - 1)  # of logits that are no numbers the last token, and no crash
 
 
 def _draw_filtered(scaled_BV: torch.Tensor, params: SamplingParams, uniform_B: torch.Tensor) -> torch.Tensor:
@@ -70,6 +86,7 @@ def _draw_filtered(scaled_BV: torch.Tensor, params: SamplingParams, uniform_B: t
 
 def _invert(cdf_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
     """The first index whose cumulative probability exceeds u; a token of probability zero is never chosen."""
-    target_B1 = uniform_B[:, None].to(cdf_BV) * cdf_BV[:, -1:]
+    total_B1 = cdf_BV[:, -1:]
+    target_B1 = torch.minimum(uniform_B[:, None] * total_B1, total_B1.nextafter(torch.zeros_like(total_B1)))
     index_B = torch.searchsorted(cdf_BV, target_B1, right=True).squeeze(-1)
     return index_B.clamp_(max=cdf_BV.shape[-1] - 1)
