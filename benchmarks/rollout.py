@@ -4,6 +4,7 @@ Engines play the same conversations (same random weights, prompts, replies and n
 what we train with, `replay` our fallback, `generate` transformers' own loop, called once per turn, its paged one
 `continuous-batching`, `trl-environment` and `trl-rollout-func` those of GRPOTrainer, `vllm` where it is installed.
     python benchmarks/rollout.py [--size 40m] [--engines slots trl-environment] [--turns 2 5 10] [--json FILE]
+    python benchmarks/rollout.py --ragged   # turns of 1 to 24 tokens instead of 24 each
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from importlib.util import find_spec
 from itertools import pairwise
@@ -36,6 +37,7 @@ from posttrain.sampler import ReplaySampler, Sampler, SlotSampler, Turn, VLLMSam
 from posttrain.types import Completion, SamplingParams, address
 
 GROUP = 8  # the members of a group share their prompt, as they do in training
+STOP = 511  # ends a turn where turns differ in length; no prompt and no reply has it
 PAGE = 32  # tokens of a page of the continuous batching cache
 
 
@@ -61,7 +63,7 @@ Contestant = Callable[[SamplingParams], Played]
 def script(conversations: int, turns: int) -> Script:
     def text(low: int, high: int, *place: int | str) -> str:
         rng = random.Random(address(*place))
-        return " ".join(f"w{n}" for n in rng.choices(range(7, 512), k=rng.randint(low, high)))
+        return " ".join(f"w{n}" for n in rng.choices(range(7, STOP), k=rng.randint(low, high)))
 
     prompts = [text(80, 120, "prompt", row // GROUP) for row in range(conversations)]
     return Script(
@@ -69,14 +71,33 @@ def script(conversations: int, turns: int) -> Script:
     )
 
 
-def settings(params: SamplingParams) -> GenerationConfig:
-    """For transformers: exactly so many tokens, from the whole distribution."""
+def settings(params: SamplingParams, stop_ids: Sequence[int]) -> GenerationConfig:
+    """For transformers: so many tokens at most, from the whole distribution."""
     return GenerationConfig(
         max_new_tokens=params.max_new_tokens,
         do_sample=params.temperature > 0,
         top_k=0 if params.temperature > 0 else None,
         pad_token_id=PAD,
+        eos_token_id=list(stop_ids),
     )
+
+
+@contextmanager
+def ragged(model: Any, every: int) -> Iterator[None]:
+    """A turn ends where the tokens of its conversation are a multiple of `every`, and nowhere else.
+
+    Whoever reads the same contexts then writes turns of the same lengths, each about as often, and a batch is ragged.
+    """
+
+    def end(_module: Any, _args: Any, given: dict[str, Any], out: Any) -> None:
+        position_BQ = given["position_ids"][:, -out.logits.shape[1] :]
+        out.logits[..., STOP] = torch.where((position_BQ + 2) % every == 0, 1e4, -torch.inf)
+
+    hook = model.register_forward_hook(end, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 # ------------------------------------------------------------------------------------- engines asked turn by turn
@@ -88,8 +109,10 @@ class GenerateSampler(ReplaySampler):
     @torch.no_grad()
     def sample(self, handles: Sequence[int], params: SamplingParams, seeds: Sequence[int]) -> list[Completion]:
         rows = [self._ids[handle] for handle in handles]
-        new_BN = self.write(rows, settings(params))
+        new_BN = self.write(rows, settings(params, self.stop_ids))
         for row, new in zip(rows, new_BN, strict=True):
+            if STOP in self.stop_ids and STOP in new:
+                del new[new.index(STOP) + 1 :]  # padding
             row.extend(new)
         return [Completion(new, [], False) for new in new_BN]
 
@@ -167,10 +190,10 @@ def play(
 # ------------------------------------------------------------------------------------------ TRL, which plays itself
 
 
-def trl(model: Any, chat: Chat, said: Script, path: str) -> Contestant:
+def trl(model: Any, chat: Chat, said: Script, path: str, stop_ids: list[int]) -> Contestant:
     """What a training step of GRPOTrainer does before its loss: play, and score with rewards that cost nothing.
 
-    Nothing ends a turn early, as with the others, and so many calls of the tool are allowed as there are replies.
+    So many calls of the tool are allowed as there are replies.
     """
     count = len(said.prompts)
 
@@ -216,12 +239,12 @@ def trl(model: Any, chat: Chat, said: Script, path: str) -> Contestant:
         max_tool_calling_iterations=len(said.replies),
         **paths[path],
     )
-    trainer.eos_token_ids = [-1]
+    trainer.eos_token_ids = stop_ids
     trainer.model.train()
 
     def contestant(params: SamplingParams) -> Played:
         trainer.generation_config.update(
-            max_new_tokens=params.max_new_tokens, do_sample=params.temperature > 0, eos_token_id=None
+            max_new_tokens=params.max_new_tokens, do_sample=params.temperature > 0, eos_token_id=stop_ids
         )
         found = trainer._generate_and_score_completions([dict(row) for row in rows])
         on_BT = (found["tool_mask"] * found["completion_mask"]).bool()
@@ -287,16 +310,19 @@ def vllm(model: Any, chat: Chat) -> Sampler:
     return sampler
 
 
-def contestants(model: Any, chat: Chat, said: Script, new_tokens: int, engines: Sequence[str]) -> dict[str, Contestant]:
-    never, made = [model.config.vocab_size], {}
+def contestants(
+    model: Any, chat: Chat, said: Script, new_tokens: int, engines: Sequence[str], stop: int | None = None
+) -> dict[str, Contestant]:
+    """Who plays; without a stop token nothing ends a turn early."""
+    stop_ids, made = [model.config.vocab_size if stop is None else stop], {}
     theirs = copy.deepcopy(model)  # TRL replaces the forward of its model
     for name in engines:
         if name.startswith("trl"):
-            made[name] = trl(theirs, chat, said, name)
+            made[name] = trl(theirs, chat, said, name, stop_ids)
             continue
         if name == "vllm" and "ConvGPT" in type(model).__name__:
             continue  # which it does not know
-        sampler: Any = vllm(model, chat) if name == "vllm" else SAMPLERS[name](model, never, PAD)
+        sampler: Any = vllm(model, chat) if name == "vllm" else SAMPLERS[name](model, stop_ids, PAD)
         if name == "continuous-batching":
             words = sum(len(text.split()) + 8 for texts in (said.prompts, *said.replies) for text in texts)
             sampler.room = words + len(said.prompts) * said.turns * new_tokens
@@ -305,16 +331,16 @@ def contestants(model: Any, chat: Chat, said: Script, new_tokens: int, engines: 
     return made
 
 
-def unequal(played: dict[str, Played], expected: int) -> list[str]:
+def unequal(played: dict[str, Played]) -> list[str]:
     """Engines that sampled other tokens under greedy decoding than `slots`, or read a context of another length."""
     first = played["slots"]
-    assert all(len(ids) == expected for ids in first.sampled)
     return [name for name, own in played.items() if own != first]
 
 
-def once(made: dict[str, Contestant], name: str, params: SamplingParams, context: dict[str, int]) -> None:
-    """Play, and note how many tokens there were."""
-    context[name] = made[name](params).context
+def once(made: dict[str, Contestant], name: str, params: SamplingParams, work: dict[str, tuple[int, int]]) -> None:
+    """Play, and note how many tokens there were and how many of them were sampled."""
+    played = made[name](params)
+    work[name] = (played.context, sum(map(len, played.sampled)))
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -325,13 +351,14 @@ def markdown(results: dict[str, Any]) -> str:
         ours = row["seconds"]["slots"]
         for name, seconds in row["seconds"].items():
             turns = results["conversations"] * row["turns"] / median(seconds)
-            speeds = [f"{turns:.1f}", f"{turns * results['new_tokens']:.0f}"]
+            speeds = [f"{turns:.1f}", f"{row['sampled'] / median(seconds):.0f}"]
             rows.append([*who, name, *speeds, "" if name == "slots" else _measure.ratio(seconds, ours)])
         second, last = ([turns[n] for turns in row["turn_seconds"]] for n in (1, -1))
         times = [f"{median(second):.3f}", f"{median(last):.3f}", f"{median(last) / median(second):.2f}"]
         inside.append([*who[:2], *times, f"{median(row['outside']):.1%}"])
     header = ["model", "turns", "context tokens", "engine", "env turns/s", "tok/s", "slots are faster by"]
-    size = f"{results['conversations']} conversations, {results['new_tokens']} tokens a turn, {results['dtype']}"
+    tokens = f"{'1 to ' if results['ragged'] else ''}{results['new_tokens']} tokens a turn"
+    size = f"{results['conversations']} conversations, {tokens}, {results['dtype']}"
     below = ["slots", "turns", "seconds of turn 2", "of the last turn", "last / second", "outside the model's forward"]
     return (
         f"{_measure.told(results)}\n{size}, medians of {results['repeats']}.\n\n{_measure.table(header, rows)}\n\n"
@@ -348,10 +375,13 @@ def main() -> None:
     parser.add_argument("--turns", type=int, nargs="+", default=[2, 5, 10], help="2 or more each")
     parser.add_argument("--conversations", type=int, default=32, help="played side by side")
     parser.add_argument("--new-tokens", type=int, default=24, help="sampled per conversation and turn")
+    parser.add_argument("--ragged", action="store_true", help="1 to so many tokens; not for paged engines")
     given = parser.parse_args()
     if min(given.turns) < 2:
         parser.error("--turns: what is compared is what is read again, from the second turn on")
-    given.engines = [name for name in engines if name in ("slots", *given.engines)]
+    paged = {"continuous-batching", "vllm"} if given.ragged else set()
+    given.engines = [name for name in engines if name in {"slots", *given.engines} - paged]
+    stop = STOP if given.ragged else None
     _measure.threads()
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)  # it warns of what is meant here
     dtype = torch.bfloat16 if given.device == "cuda" else torch.float32
@@ -360,27 +390,31 @@ def main() -> None:
     for kind, shape in SHAPES[given.size].items():
         model = _measure.model_of(kind, shape, given.device).eval()
         chat = _measure.words(shape["vocab_size"])
-        greedy = SamplingParams(given.new_tokens, temperature=0.0)
-        compared = [name for name in given.engines if name != "vllm" or dtype == torch.float32]
-        made = contestants(model, chat, script(given.conversations, 2), given.new_tokens, compared)
-        answers = {name: contestant(greedy) for name, contestant in made.items()}
-        if wrong := unequal(answers, 2 * given.new_tokens):
-            sys.exit(
-                f"{kind}: {', '.join(wrong)} and slots differ under greedy decoding in float32: nothing was timed."
-            )
+        with ragged(model, given.new_tokens) if given.ragged else nullcontext():
+            greedy = SamplingParams(given.new_tokens, temperature=0.0)
+            compared = [name for name in given.engines if name != "vllm" or dtype == torch.float32]
+            made = contestants(model, chat, script(given.conversations, 2), given.new_tokens, compared, stop)
+            if wrong := unequal({name: contestant(greedy) for name, contestant in made.items()}):
+                sys.exit(
+                    f"{kind}: {', '.join(wrong)} and slots differ under greedy decoding in float32: nothing was timed."
+                )
 
-        model.to(dtype)
-        params = SamplingParams(given.new_tokens)
-        for turns in given.turns:
-            made = contestants(model, chat, script(given.conversations, turns), given.new_tokens, given.engines)
-            inside, context = cast(Inside, made["slots"]), {}
-            seconds = _measure.alternating(
-                {name: partial(once, made, name, params, context) for name in made}, given.repeats
-            )
-            if len(set(context.values())) > 1:
-                sys.exit(f"{kind}, {turns} turns: the contexts differ in length, it was not the same work: {context}.")
-            row = dict(model=kind, parameters=model.num_parameters(), turns=turns, context=context["slots"])
-            rows.append(row | dict(seconds=seconds, turn_seconds=inside.turns, outside=inside.outside))
+            model.to(dtype)
+            params = SamplingParams(given.new_tokens)
+            for turns in given.turns:
+                said = script(given.conversations, turns)
+                made = contestants(model, chat, said, given.new_tokens, given.engines, stop)
+                inside, work = cast(Inside, made["slots"]), {}
+                seconds = _measure.alternating(
+                    {name: partial(once, made, name, params, work) for name in made}, given.repeats
+                )
+                if len(set(work.values())) > 1:
+                    sys.exit(
+                        f"{kind}, {turns} turns: tokens and sampled ones differ, it was not the same work: {work}."
+                    )
+                context, sampled = work["slots"]
+                row = dict(model=kind, parameters=model.num_parameters(), turns=turns, context=context, sampled=sampled)
+                rows.append(row | dict(seconds=seconds, turn_seconds=inside.turns, outside=inside.outside))
 
     results = _measure.surroundings(given.device) | {
         "dtype": str(dtype).removeprefix("torch."),

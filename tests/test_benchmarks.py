@@ -68,7 +68,8 @@ def test_every_engine_writes_the_same_tokens_after_the_same_contexts(rollout):
     engines = ["slots", "generate", "replay", "continuous-batching", "trl-environment", "trl-rollout-func"]
     made = rollout.contestants(model, chat, said, 4, engines)
     played = {name: contestant(SamplingParams(4, temperature=0.0)) for name, contestant in made.items()}
-    assert rollout.unequal(played, 12) == []
+    assert rollout.unequal(played) == []
+    assert all(len(ids) == 12 for ids in played["slots"].sampled)
     written = [chat.prompt([{"role": "user", "content": text}]) for text in said.prompts]
     written += [chat.extend(text) for texts in said.replies for text in texts]
     assert played["slots"].context == sum(map(len, written)) + 3 * 12
@@ -76,6 +77,20 @@ def test_every_engine_writes_the_same_tokens_after_the_same_contexts(rollout):
     assert {own.context for own in drawn.values()} == {played["slots"].context}
     assert all(len(ids) == 12 for own in drawn.values() for ids in own.sampled)
     assert all(own.sampled != played[name].sampled for name, own in drawn.items())
+
+
+def test_turns_of_unequal_length_are_the_same_for_every_engine(rollout):
+    model, chat = rollout._measure.model_of("llama", NARROW).eval(), rollout._measure.words(512)
+    said = rollout.script(9, 4)
+    with rollout.ragged(model, 24):
+        engines = ["slots", "generate", "replay", "trl-environment", "trl-rollout-func"]
+        made = rollout.contestants(model, chat, said, 24, engines, rollout.STOP)
+        played = {name: contestant(SamplingParams(24, temperature=0.0)) for name, contestant in made.items()}
+    assert rollout.unequal(played) == []
+    turns = [" ".join(map(str, ids)).split(f"{rollout.STOP}") for ids in played["slots"].sampled]
+    lengths = [len(turn.split()) + 1 for each in turns for turn in each[:-1]]
+    assert all(len(each) == 5 and each[-1] == "" for each in turns)
+    assert len(set(lengths)) > 8 and max(lengths) <= 24
 
 
 def test_nothing_is_timed_when_the_engines_differ(rollout, tmp_path, monkeypatch):
