@@ -3,7 +3,7 @@
 Nothing is measured: rollout and update are arithmetic on datasheets and on assumptions, each of which is an option.
     python benchmarks/plan.py [--model convgpt] [--device A10G H200] [--conversations 128] [--turns 5] [--json FILE]
     python benchmarks/plan.py --measured run.json   # beside it the seconds of a real run
-    python benchmarks/plan.py --check               # this CPU: its bandwidth and rate, a prediction, and what is real
+device.py measures a device that is here, beside the same arithmetic.
 """
 
 from __future__ import annotations
@@ -11,22 +11,17 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import _measure
 
 from posttrain import plan
 from posttrain.config import StarPORun
-from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError
+from posttrain.types import UserError
 
 
 class Device(NamedTuple):
@@ -55,10 +50,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # the config.json of the publ
         QWEN | dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12),
     ),
 }
-CHECKED = dict(  # a Llama of 3M for --check
-    vocab_size=1024, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4,
-    num_key_value_heads=4, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None,
-)  # fmt: skip
 
 
 class Work(NamedTuple):
@@ -110,13 +101,17 @@ def prefill_seconds(shape: plan.Shape, work: Work, device: Device, assumed: Assu
     return flops / (device.flops * assumed.compute_share)
 
 
+def decode_reads(shape: plan.Shape, rows: int, context: float, size: int) -> float:
+    """Bytes that one step reads: the weights, and the KV cache of its rows, in numbers of `size` bytes."""
+    return size * (shape.blocks + shape.top + rows * context * shape.cache)
+
+
 def decode_seconds(shape: plan.Shape, work: Work, device: Device, assumed: Assumed, slots: int, size: int) -> float:
     """Each step reads all weights and the KV cache of `slots` conversations, in numbers of `size` bytes."""
     rows, seconds = min(slots, work.conversations), 0.0
     for turn in range(work.turns):
         context = work.prompt + turn * (work.new + work.reply) + work.new / 2
-        weights = shape.blocks + shape.top
-        reads = size * (weights + rows * context * shape.cache) / (device.bandwidth * assumed.decode_share)
+        reads = decode_reads(shape, rows, context, size) / (device.bandwidth * assumed.decode_share)
         flops = forward_flops(shape, rows, context) + rows * 2 * shape.top
         work_seconds = max(reads, flops / (device.flops * assumed.compute_share))
         host = assumed.launch * shape.layers
@@ -124,9 +119,7 @@ def decode_seconds(shape: plan.Shape, work: Work, device: Device, assumed: Assum
     return seconds * work.conversations / rows
 
 
-def update_seconds(
-    shape: plan.Shape, work: Work, device: Device, assumed: Assumed, cfg: StarPORun, looks: int
-) -> float:
+def update_flops(shape: plan.Shape, work: Work, cfg: StarPORun, looks: int, checkpointing: bool) -> float:
     """6 N T, 8 N T where activations are computed again; the output layer, always so, for sampled tokens alone.
 
     looks: forward passes over the batch before the update.
@@ -134,11 +127,11 @@ def update_seconds(
     tokens = work.kept * work.conversations * work.context
     sampled = work.kept * work.conversations * work.turns * work.new
     blocks, top = forward_flops(shape, tokens, work.context / 2), 2 * shape.top * sampled
-    passes = (3 if cfg.model.tuning == "full" else 2) + bool(cfg.trainer.gradient_checkpointing)  # frozen: no gradient
+    passes = (3 if cfg.model.tuning == "full" else 2) + checkpointing  # frozen: no gradient
     flops = looks * (blocks + top) + cfg.algorithm.num_iterations * (passes * blocks + 4 * top)
     if cfg.algorithm.critical and cfg.algorithm.critic.kind != "shared":
         flops += cfg.algorithm.num_iterations * passes * blocks
-    return flops / (device.flops * assumed.compute_share)
+    return flops
 
 
 def looks_of(cfg: StarPORun) -> int:
@@ -152,20 +145,30 @@ def predict(
     return Seconds(
         prefill_seconds(shape, work, device, assumed),
         decode_seconds(shape, work, device, assumed, slots, plan.computed(cfg)),
-        update_seconds(shape, work, device, assumed, cfg, looks),
+        update_flops(shape, work, cfg, looks, bool(cfg.trainer.gradient_checkpointing))
+        / (device.flops * assumed.compute_share),
     )
 
 
-def config_of(given: Any, work: Work) -> StarPORun:
+def config_of(
+    work: Work,
+    *,
+    tuning: str = "full",
+    critic: str = "none",
+    beta: float = 0.0,
+    num_iterations: int = 1,
+    bf16: bool = True,
+    gradient_checkpointing: bool | None = None,
+) -> StarPORun:
     """A run of phase 3 with this work."""
-    advantage = "grpo" if given.critic == "none" else "gae"
-    algorithm: dict[str, Any] = {"advantage": advantage, "beta": given.beta, "num_iterations": given.num_iterations}
-    if given.critic != "none":
-        algorithm["critic"] = {"kind": given.critic}
+    advantage = "grpo" if critic == "none" else "gae"
+    algorithm: dict[str, Any] = {"advantage": advantage, "beta": beta, "num_iterations": num_iterations}
+    if critic != "none":
+        algorithm["critic"] = {"kind": critic}
     return StarPORun.model_validate(
         {
             "output_dir": "unused",
-            "model": {"name_or_path": "unused", "tuning": given.tuning},
+            "model": {"name_or_path": "unused", "tuning": tuning},
             "worlds": ["frozen_lake"],
             "rollout": {
                 "groups": -(-work.conversations // work.siblings),
@@ -174,7 +177,7 @@ def config_of(given: Any, work: Work) -> StarPORun:
                 "max_completion_length": work.new,
             },
             "algorithm": algorithm,
-            "trainer": {"bf16": not given.check, "gradient_checkpointing": given.gradient_checkpointing},
+            "trainer": {"bf16": bf16, "gradient_checkpointing": gradient_checkpointing},
         }
     )
 
@@ -199,95 +202,6 @@ def table(results: dict[str, Any], measured: dict[str, Any] | None) -> str:
     return _measure.table(header, cells)
 
 
-# --------------------------------------------------------------------------------------------------------- this CPU
-
-
-def rate(action: Callable[[], object], amount: float, repeats: int = 5) -> float:
-    """`amount` a second: the best of a few times, as a datasheet has it."""
-    action()
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        action()
-        seconds.append(time.perf_counter() - start)
-    return amount / min(seconds)
-
-
-def this_cpu() -> Device:
-    """Bandwidth of a copy that no cache holds, and the rate of a float32 matrix product."""
-    numbers, size = torch.zeros(1 << 25), 1024
-    copied, matrix = torch.empty_like(numbers), torch.randn(size, size)
-    return Device(
-        rate(lambda: copied.copy_(numbers), 2 * numbers.nbytes), rate(lambda: matrix @ matrix, 2 * size**3), waits=True
-    )
-
-
-def conversations(work: Work, vocabulary: int) -> list[Trajectory]:
-    """Episodes of exactly this length."""
-    numbers = torch.Generator().manual_seed(0)
-
-    def text(count: int) -> list[int]:
-        return torch.randint(3, vocabulary, (count,), generator=numbers).tolist()
-
-    played = []
-    for row in range(work.conversations):
-        segment = Segment(text(work.prompt))
-        for turn in range(work.turns):
-            segment.write(turn, Completion(text(work.new), [0.0] * work.new, True))
-            if turn + 1 < work.turns:
-                segment.read(text(work.reply))
-        ends = [0.0] * (work.turns - 1) + [float(row % 2)]
-        empty = [""] * work.turns
-        played.append(Trajectory([segment], ends, [0.0] * work.turns, empty, empty, group=row // work.siblings))
-    return played
-
-
-def check(work: Work, cfg: StarPORun, shares: Assumed, repeats: int) -> dict[str, Any]:
-    """The prediction for this CPU beside the slot engine and the learner, on a Llama of 3M."""
-    import update
-
-    from posttrain.sampler import SlotSampler
-
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("llama", **CHECKED)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    shape = plan.Shape.of(config, cfg.model)
-    device = this_cpu()
-    engine = SlotSampler(model, [config.vocab_size], 0, cfg.rollout.max_context)
-
-    def play(work: Work) -> None:
-        episodes = conversations(work, config.vocab_size)
-        prompts = [episodes[row - row % work.siblings].segments[0].ids[: work.prompt] for row in range(len(episodes))]
-        handles = engine.open(prompts)
-        for _ in range(work.turns):
-            engine.sample(handles, SamplingParams(work.new), handles)
-            for handle in handles:
-                engine.append(handle, [5] * work.reply)
-        engine.close(handles)
-
-    one = work._replace(conversations=1, siblings=1, turns=1)
-    launch = 1 / rate(partial(play, one), work.new * shape.layers, repeats)  # with one row there is little else
-    learner_step = update.ours(model, conversations(work, config.vocab_size), plan.MOST_TOKENS["cpu"])
-    found = _measure.alternating({"rollout": partial(play, work), "update": learner_step}, repeats)
-    assumed = shares._replace(launch=launch)
-    said = predict(shape, work, device, assumed, cfg, work.conversations, looks=0)
-    return {"device": device._asdict(), "launch": launch, "predicted": said._asdict(), "seconds": found}
-
-
-def checked(results: dict[str, Any]) -> str:
-    said, device = Seconds(**results["predicted"]), Device(**results["device"])
-    cells = []
-    for name, predicted in (("rollout", said.rollout), ("update", said.update)):
-        real = results["seconds"][name]
-        spread = f"{min(real) / predicted:.2f}-{max(real) / predicted:.2f}"
-        cells.append(
-            [name, f"{predicted:.2f}", f"{median(real):.2f}", f"**{median(real) / predicted:.2f}x** ({spread})"]
-        )
-    here = f"{device.bandwidth / 1e9:.0f} GB/s, {device.flops / 1e9:.0f} GFLOP/s, {results['launch'] * 1e6:.0f} us"
-    head = ["a Llama of 3M", "predicted s", "measured s", "measured / predicted"]
-    return f"This CPU: {here} a layer and step.\n\n{_measure.table(head, cells)}"
-
-
 def main() -> None:
     parser = _measure.parser(__doc__)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
@@ -309,22 +223,16 @@ def main() -> None:
     # Qwen2-0.5B, 24 layers, gives 49.9 tokens a second on an A100 whose bandwidth allows 1,500 (Qwen's speed benchmark)
     parser.add_argument("--launch-ms", type=float, default=0.83, help="assumption: a layer of one decoding step")
     parser.add_argument("--measured", type=Path, help="JSON of a run: device, model, seconds of rollout and update")
-    parser.add_argument("--check", action="store_true", help="measure this CPU and compare")
     given = parser.parse_args()
     _measure.threads()
     work = Work(
-        given.conversations, given.siblings, given.turns, given.prompt, given.new_tokens, given.reply,
-        1.0 if given.check else given.kept,
+        given.conversations, given.siblings, given.turns, given.prompt, given.new_tokens, given.reply, given.kept
     )  # fmt: skip
     assumed = Assumed(given.decode_share, given.compute_share, given.launch_ms / 1000)
-    cfg = config_of(given, work)
+    chosen = ("tuning", "critic", "beta", "num_iterations", "gradient_checkpointing")
+    cfg = config_of(work, **{key: getattr(given, key) for key in chosen})
     options = {key: value for key, value in vars(given).items() if key not in ("json", "measured")}
     results = _measure.surroundings() | options
-    if given.check:
-        results |= check(work, cfg, assumed, given.repeats)
-        _measure.publish(results, f"{_measure.told(results)} {checked(results)}", given.json)
-        return
-
     rows = []
     for name in given.model:
         kind, sizes = MODELS[name]

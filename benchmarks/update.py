@@ -61,8 +61,8 @@ def conversations(count: int, turns: int, new_tokens: int, vocabulary: int) -> l
     return played
 
 
-def ours(model: Any, episodes: list[Trajectory], micro_batch_tokens: int) -> Callable[[], float]:
-    """One update of phase 3; the norm of its gradient."""
+def ours(model: Any, episodes: list[Trajectory], micro_batch_tokens: int, **trainer: Any) -> Callable[[], float]:
+    """One update of phase 3; the norm of its gradient. `trainer` has more of its settings."""
     from posttrain.config import StarPORun
     from posttrain.learner import Batch, Learner
     from posttrain.starpo.advantages import grpo
@@ -72,7 +72,8 @@ def ours(model: Any, episodes: list[Trajectory], micro_batch_tokens: int) -> Cal
             "output_dir": "unused",
             "model": {"name_or_path": "unused"},
             "worlds": ["frozen_lake"],
-            "trainer": {"learning_rate": 1e-9, "max_grad_norm": 1e9, "micro_batch_tokens": micro_batch_tokens},
+            "trainer": {"learning_rate": 1e-9, "max_grad_norm": 1e9, "micro_batch_tokens": micro_batch_tokens}
+            | trainer,
             "algorithm": {"num_iterations": 1, "minibatches": 1},
         }
     )

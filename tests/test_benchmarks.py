@@ -308,16 +308,24 @@ def test_seconds_are_predicted_for_gpus_that_are_not_here(rollout, tmp_path, mon
     assert [line.count("**") for line in table[2:]] == [0, 4, 0, 0] and "17.20 s" in table[3] and "1.00x" in table[3]
 
 
-def test_a_prediction_for_this_cpu_beside_what_it_does(rollout, tmp_path, monkeypatch, capsys):
-    plan = loaded(FILE.parent / "plan.py")
-    sizes = "--check --conversations 4 --siblings 2 --turns 2 --prompt 12 --new-tokens 4 --reply 4 --repeats 2".split()
-    monkeypatch.setattr(sys, "argv", ["plan.py", *sizes, "--json", str(tmp_path / "figures.json")])
-    plan.main()
+def test_a_device_is_measured_beside_its_own_limits(rollout, tmp_path, monkeypatch, capsys):
+    device = loaded(FILE.parent / "device.py")
+    monkeypatch.setattr(device._measure, "alone", lambda _, options: device.one(*device.arguments(options)))
+    sizes = "--conversations 4 --siblings 2 --turns 2 --prompt 12 --new 4 --reply 4 --repeats 2".split()
+    monkeypatch.setattr(sys, "argv", ["device.py", *sizes, "--json", str(tmp_path / "figures.json")])
+    device.main()
     results = json.loads((tmp_path / "figures.json").read_text())
-    assert results["device"]["bandwidth"] > 1e8 and results["device"]["flops"] > 1e8 and results["launch"] > 0
-    assert all(value > 0 for value in results["predicted"].values())
-    assert {name: len(times) for name, times in results["seconds"].items()} == {"rollout": 2, "update": 2}
-    assert capsys.readouterr().out.count("\n| ") == 4
+    (row,) = results["rows"]
+    assert row["bandwidth"] > 1e8 and row["flops"] > 1e8 and row["slots"] == 4
+    assert 0 < row["update_share"] < 1
+    assert {name: len(times) for name, times in row["seconds"].items()} == {"rollout": 2, "update": 2}
+    assert all(value > 0 for value in row["predicted"].values())
+    assert results["work"]["prompt"] == 12 and capsys.readouterr().out.count("\n| ") == 3
+
+
+def test_the_bytes_of_a_decoding_step(rollout):
+    shape = SimpleNamespace(blocks=10, top=5, cache=3)
+    assert loaded(FILE.parent / "plan.py").decode_reads(shape, rows=4, context=100, size=2) == 2 * (15 + 4 * 100 * 3)
 
 
 def test_phases_do_the_same_work_as_trl_and_read_less_padding(rollout, tmp_path, monkeypatch, capsys):
@@ -383,7 +391,7 @@ def test_worlds_are_timed_beside_the_games_they_are_made_of(rollout, tmp_path, m
         (world, what, count) for world in ("frozen_lake", "sokoban") for what, count in (("levels", 3), ("steps", 20))
     ]
     assert all(len(row["seconds"]) == 2 and "ours" in row["seconds"] for row in rows)
-    assert capsys.readouterr().out.count("\n| ") == 2 + len(rows)
+    assert capsys.readouterr().out.count("\n| ") == 3 + len(rows)
 
 
 def test_every_arm_of_the_learning_benchmark_is_a_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -159,7 +159,7 @@ def run(given: Any, who: str, seed: int) -> dict[str, Any]:
     """One row, from its file if it is there."""
     done = given.out / f"{who}-{seed}.json"
     if not done.exists():
-        mine = ("only", "seeds", "jobs", "changes")
+        mine = ("only", "seeds", "jobs", "changes", "json")
         options = [f"--{key.replace('_', '-')}={value}" for key, value in vars(given).items() if key not in mine]
         command = [sys.executable, __file__, *options, f"--only={who}", f"--seeds={seed}", "--", *given.changes]
         with done.with_suffix(".log").open("w") as log:
@@ -203,6 +203,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32, help="TRL: episodes in a micro-batch")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, one core each")
     parser.add_argument("--only", choices=CONTESTANTS, help="one run: this contestant, the first seed")
+    parser.add_argument("--json", type=Path, help="also write every figure to this file")
     parser.add_argument("changes", nargs="*", help="settings of both, as of phase 3: rollout.groups=16")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
@@ -211,7 +212,8 @@ def main() -> None:
         return
     with ThreadPoolExecutor(given.jobs) as pool:
         runs = [pool.submit(run, given, who, seed) for seed in given.seeds for who in CONTESTANTS]
-    print(markdown([each.result() for each in runs]))
+    rows = [each.result() for each in runs]
+    _measure.publish({"rows": rows}, markdown(rows), given.json)
 
 
 if __name__ == "__main__":

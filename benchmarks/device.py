@@ -1,0 +1,215 @@
+"""How near its limits does a device come?  Its bandwidth and FLOP rate, and what decoding and learning make of them.
+
+Rollout and update of phase 3 on conversations of fixed lengths, random weights, as many at once as its plan says; on a
+GPU in bfloat16 over float32 weights, as phase 3 computes there. One process for each model.
+    python benchmarks/device.py --device cuda [--model qwen2.5-0.5b convgpt] [--json FILE]
+    python benchmarks/device.py    # this CPU, with a Llama of 3M; small numbers
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import _measure
+import update
+from plan import MODELS as PUBLISHED
+from plan import Assumed, Device, Work, config_of, decode_reads, predict, update_flops
+
+from posttrain import plan
+from posttrain.sampler import SlotSampler
+from posttrain.types import Completion, SamplingParams, Segment, Trajectory
+
+SMALL = dict(
+    vocab_size=1024, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=4, tie_word_embeddings=True,
+)  # fmt: skip
+MODELS = PUBLISHED | {"llama-3m": ("llama", SMALL)}
+DEFAULTS = {
+    "cpu": (["llama-3m"], Work(16, 8, turns=3, prompt=96, new=16, reply=24)),
+    "cuda": (["qwen2.5-0.5b", "convgpt"], Work(128, 16, turns=10, prompt=320, new=64, reply=60)),  # 1,500 tokens
+}
+
+
+def seconds_of(action: Callable[[], object], kind: str) -> float:
+    if kind == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    action()
+    if kind == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def limits(kind: str) -> Device:
+    """Bandwidth of a copy that no cache holds, and the rate of a matrix product; the best of a few, as a datasheet."""
+
+    def rate(action: Callable[[], object], amount: float) -> float:
+        action()
+        return amount / min(seconds_of(action, kind) for _ in range(5))
+
+    gpu = kind == "cuda"
+    numbers, size = torch.zeros(1 << (28 if gpu else 25), device=kind), 8192 if gpu else 1024
+    copied = torch.empty_like(numbers)
+    matrix = torch.randn(size, size, device=kind, dtype=torch.bfloat16 if gpu else torch.float32)
+    return Device(
+        rate(lambda: copied.copy_(numbers), 2 * numbers.nbytes),
+        rate(lambda: matrix @ matrix, 2 * size**3),
+        waits=not gpu,
+    )
+
+
+def conversations(work: Work, vocabulary: int) -> list[Trajectory]:
+    """Episodes of exactly this length; every second one of a group has won."""
+    numbers = torch.Generator().manual_seed(0)
+
+    def text(count: int) -> list[int]:
+        return torch.randint(3, vocabulary, (count,), generator=numbers).tolist()
+
+    played = []
+    for row in range(work.conversations):
+        if row % work.siblings == 0:
+            prompt = text(work.prompt)
+        segment = Segment(list(prompt))
+        for turn in range(work.turns):
+            segment.write(turn, Completion(text(work.new), [0.0] * work.new, True))
+            if turn + 1 < work.turns:
+                segment.read(text(work.reply))
+        ends = [0.0] * (work.turns - 1) + [float(row % 2)]
+        empty = [""] * work.turns
+        played.append(Trajectory([segment], ends, [0.0] * work.turns, empty, empty, group=row // work.siblings))
+    return played
+
+
+def play(engine: SlotSampler, work: Work, slots: int, vocabulary: int) -> None:
+    prompts = [episode.segments[0].ids[: work.prompt] for episode in conversations(work._replace(turns=1), vocabulary)]
+    for start in range(0, len(prompts), slots):
+        handles = engine.open(prompts[start : start + slots])
+        for _ in range(work.turns):
+            engine.sample(handles, SamplingParams(work.new), handles)
+            for handle in handles:
+                engine.append(handle, [5] * work.reply)
+        engine.close(handles)
+
+
+def one(given: Any, work: Work) -> dict[str, Any]:
+    """In a process of its own: what one model does here."""
+    _measure.threads()
+    kind, device = given.device, limits(given.device)
+    name, sizes = MODELS[given.model[0]]
+    model = _measure.model_of(name, sizes | _measure.ENDLESS, kind).eval()
+    cfg = config_of(work, bf16=kind == "cuda")
+    shape = plan.Shape.of(model.config, cfg.model)
+    planned = plan.choose(shape, cfg, int(given.memory * 1e9), cuda=kind == "cuda")
+    engine = SlotSampler(model, [shape.vocabulary], 0, work.context)
+    precision = torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda")
+
+    def seconds(what: Work) -> list[float]:
+        with precision:
+            action = partial(play, engine, what, planned.slots, shape.vocabulary)
+            action()
+            return [seconds_of(action, kind) for _ in range(given.repeats)]
+
+    # a turn of all conversations, half as long as they become, beside one of a single token: what is left is decoding
+    half = work._replace(turns=1, prompt=work.context // 2)
+    steps = work.new - 1
+    decode = (median(seconds(half)) - median(seconds(half._replace(new=1)))) / steps
+    rows = min(planned.slots, work.conversations)
+    reads = decode_reads(shape, rows, half.prompt + work.new / 2, plan.computed(cfg)) * work.conversations / rows
+    alone = half._replace(conversations=1, siblings=1)  # with one row there is little else than launches
+    launch = (median(seconds(alone)) - median(seconds(alone._replace(new=1)))) / steps / shape.layers
+
+    rollout = seconds(work)
+    step = update.ours(
+        model, conversations(work, shape.vocabulary), planned.micro_batch_tokens, bf16=kind == "cuda",
+        gradient_checkpointing=planned.gradient_checkpointing,
+    )  # fmt: skip
+    step()  # makes the optimizer's moments
+    learning = [seconds_of(step, kind) for _ in range(given.repeats)]
+    assumed = Assumed(given.decode_share, given.compute_share, launch)
+    said = predict(shape, work, device, assumed, cfg, planned.slots, looks=0)
+    flops = update_flops(shape, work, cfg, looks=0, checkpointing=planned.gradient_checkpointing)
+    return {
+        "model": given.model[0],
+        "bandwidth": device.bandwidth,
+        "flops": device.flops,
+        "launch": launch,
+        "slots": planned.slots,
+        "micro_batch_tokens": planned.micro_batch_tokens,
+        "decode_step": decode,
+        "decode_share": reads / decode / device.bandwidth,
+        "update_share": flops / median(learning) / device.flops,
+        "predicted": {"rollout": said.rollout, "update": said.update},
+        "seconds": {"rollout": rollout, "update": learning},
+        "peak": _measure.peak(kind),
+    }
+
+
+def markdown(results: dict[str, Any]) -> str:
+    cells = []
+    for row in results["rows"]:
+        rollout, learning = (median(row["seconds"][part]) for part in ("rollout", "update"))
+        line = [row["model"], str(row["slots"]), f"{row['decode_step'] * 1000:.1f}", f"{row['decode_share']:.0%}"]
+        line += [f"{row['update_share']:.0%}", f"{rollout:.2f} + {learning:.2f}"]
+        parts = (("rollout", rollout), ("update", learning))
+        line += [f"{real / row['predicted'][part]:.2f}" for part, real in parts]
+        cells.append([*line, f"{row['peak']:.1f}"])
+    first = results["rows"][0]
+    limit = f"{first['bandwidth'] / 1e9:,.0f} GB/s and {first['flops'] / 1e9:,.0f} GFLOP/s"
+    header = [
+        "model",
+        "at a time",
+        "decode ms a step",
+        "of the bandwidth",
+        "update, of the FLOPs",
+        "rollout + update, s",
+    ]
+    header += ["measured / predicted: rollout", "update", "peak GiB"]
+    work = Work(**results["work"])
+    size = f"{work.conversations} conversations of {work.turns} turns, {work.context} tokens, all trained on"
+    return f"{_measure.told(results)}\n{size}. Measured here: {limit}.\n\n{_measure.table(header, cells)}"
+
+
+def arguments(argv: Sequence[str]) -> tuple[Any, Work]:
+    parser = _measure.parser(__doc__)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--model", nargs="+", choices=MODELS)
+    for field in Work._fields[:-1]:
+        parser.add_argument(f"--{field}", type=int)
+    parser.add_argument("--memory", type=float, default=20.0, help="GB that the plan may use")
+    parser.add_argument("--decode-share", type=float, default=0.5, help="of the bandwidth, for the prediction")
+    parser.add_argument("--compute-share", type=float, default=0.4, help="of the FLOP rate, for the prediction")
+    parser.add_argument("--only", action="store_true", help="the first model, in this process, figures as JSON")
+    given = parser.parse_args(argv)
+    models, work = DEFAULTS[given.device]
+    sizes = {field: getattr(given, field) for field in Work._fields[:-1] if getattr(given, field) is not None}
+    work = work._replace(**sizes)
+    given.model = given.model or models
+    return given, work
+
+
+def main() -> None:
+    given, work = arguments(sys.argv[1:])
+    if given.only:
+        print(json.dumps(one(given, work)))
+        return
+    options = [f"--device={given.device}", f"--memory={given.memory}", f"--repeats={given.repeats}", "--only"]
+    options += [f"--decode-share={given.decode_share}", f"--compute-share={given.compute_share}"]
+    options += [f"--{field}={getattr(work, field)}" for field in Work._fields[:-1]]
+    rows = [_measure.alone(__file__, [f"--model={name}", *options]) for name in given.model]
+    _measure.threads()
+    results = _measure.surroundings(given.device) | {"work": work._asdict(), "memory": given.memory, "rows": rows}
+    _measure.publish(results, markdown(results), given.json)
+
+
+if __name__ == "__main__":
+    main()
