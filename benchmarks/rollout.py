@@ -372,7 +372,7 @@ def main() -> None:
     engines = [*SAMPLERS, "trl-environment", "trl-rollout-func", *["vllm"] * (find_spec("vllm") is not None)]
     parser.add_argument("--engines", nargs="+", choices=engines, default=engines, help="`slots` always plays")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda is timed in bfloat16")
-    parser.add_argument("--turns", type=int, nargs="+", default=[2, 5, 10], help="2 or more each")
+    parser.add_argument("--turns", type=int, nargs="+", default=[2, 5, 10, 20], help="2 or more each")
     parser.add_argument("--conversations", type=int, default=32, help="played side by side")
     parser.add_argument("--new-tokens", type=int, default=24, help="sampled per conversation and turn")
     parser.add_argument("--ragged", action="store_true", help="1 to so many tokens; not for paged engines")

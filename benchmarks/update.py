@@ -167,7 +167,7 @@ def one(given: Any) -> None:
 
 def main() -> None:
     parser = _measure.parser(__doc__)
-    parser.add_argument("--vocabulary", type=int, nargs="+", default=[1024, 65536])
+    parser.add_argument("--vocabulary", type=int, nargs="+", default=[1024, 65536, 151936])
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=24, help="the most sampled in a turn")
     parser.add_argument("--conversations", type=int, default=16)

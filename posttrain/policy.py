@@ -114,7 +114,8 @@ def _attend(
     """Scaled-dot-product attention of queries (B, heads, Q, D) over keys and values (B, key-value heads, K, D)."""
     batch, heads, queries, size = query.shape
     group = heads // key.shape[1]
-    if group == 1 or attention_mask is None or attention_mask.shape[1] > 1:
+    special = any(settings.get(name) is not None for name in ("position_bias", "softcap", "cache"))
+    if group == 1 or attention_mask is None or attention_mask.shape[1] > 1 or special:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
     mixed = torch.nn.functional.scaled_dot_product_attention(
         query.reshape(batch, -1, group * queries, size),
