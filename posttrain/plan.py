@@ -191,7 +191,8 @@ def learning(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool) -> dict[str,
     behind = size * 4 * shape.behind + FLOAT * 4 * shape.states
     kept = shape.layers * (FLOAT * shape.hidden if cfg.trainer.gradient_checkpointing else block)
     at_work = size * 2 * shape.intermediate + (block if cfg.trainer.gradient_checkpointing else 0)
-    tile = size * VOCABULARY_CHUNK + (0 if cuda else 8 * FLOAT * min(VOCABULARY_CHUNK, shape.vocabulary))
+    columns = VOCABULARY_CHUNK["cuda" if cuda else "cpu"]
+    tile = size * columns + (0 if cuda else 10 * FLOAT * min(columns, shape.vocabulary))
     in_flight = 2 * FLOAT * shape.vocabulary * shape.states if cfg.model.tuning == "full" else 0
     looks = 3 + (cfg.algorithm.beta > 0) if cfg.diagnostics.gradients_every else 1  # gradients of several losses
     policy, *critic = (count * each for count, each in trained(shape, cfg))

@@ -17,7 +17,8 @@ from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
 from posttrain.convgpt import ConvGPTModel
 
-VOCABULARY_CHUNK = 8192  # columns of the logits that exist at any one time
+# columns of the logits that exist at any one time; on a CPU few enough that they hardly leave its caches
+VOCABULARY_CHUNK = {"cuda": 8192, "cpu": 2048}
 
 
 def microbatches(lengths: Sequence[int], token_budget: float) -> Iterator[list[int]]:
@@ -72,7 +73,7 @@ def head_logprobs(
         head.bias,
         tokens_S,
         temperature,
-        VOCABULARY_CHUNK,
+        VOCABULARY_CHUNK.get(hidden_SD.device.type, VOCABULARY_CHUNK["cuda"]),
         getattr(config, "final_logit_softcapping", None),
         _logit_scale(config),
         ("entropy",),
