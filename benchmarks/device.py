@@ -194,6 +194,8 @@ def arguments(argv: Sequence[str]) -> tuple[Any, Work]:
     sizes = {field: getattr(given, field) for field in Work._fields[:-1] if getattr(given, field) is not None}
     work = work._replace(**sizes)
     given.model = given.model or models
+    if work.new < 2:
+        parser.error("--new: 2 or more, the second token is the first that is only decoded")
     return given, work
 
 

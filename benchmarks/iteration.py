@@ -179,6 +179,8 @@ def main() -> None:
     parser.add_argument("--only", choices=["ours", "trl"], help="one contestant alone, figures as JSON")
     parser.add_argument("--model", help="with --only: which model of the size")
     given = parser.parse_args()
+    if given.groups * given.num_generations % given.batch_size:
+        parser.error("--batch-size: must divide the number of episodes, groups x num-generations")
     if given.only:
         one(given)
         return

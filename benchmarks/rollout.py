@@ -375,11 +375,13 @@ def main() -> None:
     parser.add_argument("--turns", type=int, nargs="+", default=[2, 5, 10, 20], help="2 or more each")
     parser.add_argument("--conversations", type=int, default=32, help="played side by side")
     parser.add_argument("--new-tokens", type=int, default=24, help="sampled per conversation and turn")
-    parser.add_argument("--ragged", action="store_true", help="1 to so many tokens; not for paged engines")
+    parser.add_argument("--ragged", action="store_true", help="1 to so many tokens; without paged engines")
     given = parser.parse_args()
     if min(given.turns) < 2:
         parser.error("--turns: what is compared is what is read again, from the second turn on")
     paged = {"continuous-batching", "vllm"} if given.ragged else set()
+    if given.engines != engines and paged & set(given.engines):
+        parser.error("--ragged: paged engines do not say where a token stands, leave them out")
     given.engines = [name for name in engines if name in {"slots", *given.engines} - paged]
     stop = STOP if given.ragged else None
     _measure.threads()

@@ -77,6 +77,8 @@ def ours(model: Any, episodes: list[Trajectory], micro_batch_tokens: int, **trai
             "algorithm": {"num_iterations": 1, "minibatches": 1},
         }
     )
+    if cfg.trainer.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     learner, batch = Learner(cfg, model), Batch.of(episodes)
     learner.exact = False  # nobody has sampled these tokens: their log-probs are the policy's own
     measured = learner.measure(batch)
@@ -176,6 +178,8 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--only", choices=["ours", "trl"], help="one contestant alone, figures as JSON")
     given = parser.parse_args()
+    if given.conversations % GROUP:
+        parser.error(f"--conversations: groups have {GROUP} members, so a multiple of {GROUP}")
     if given.only:
         one(given)
         return

@@ -16,7 +16,7 @@ import torch
 from posttrain import parallel
 from posttrain.config import StarPORun
 from posttrain.critic import Critic
-from posttrain.policy import head_logprobs, microbatches, trained_states
+from posttrain.policy import head_agrees, head_logprobs, microbatches, trained_states
 from posttrain.prefixes import Prefixes, agrees, beginning, worth_sharing
 from posttrain.starpo import losses
 from posttrain.types import Trajectory, UserError
@@ -96,6 +96,11 @@ class Learner:
         self.autocast: Callable[[], Any] = lambda: torch.autocast(
             device.type, dtype=torch.bfloat16, enabled=cfg.trainer.bf16
         )
+        if not head_agrees(self.policy):
+            raise UserError(
+                f"{type(model).__name__} does more to its logits than posttrain/policy.py knows: log-probs of sampled"
+                " tokens would be wrong. Choose a model of another architecture."
+            )
         # the update reads common beginnings once: not where layers are computed again, or a critic reads for itself
         self.shares = (
             not cfg.trainer.gradient_checkpointing

@@ -38,7 +38,7 @@ class Shape(NamedTuple):
     """
 
     parameters: int
-    blocks: int  # numbers in the linear layers of the decoder's blocks
+    blocks: int  # numbers in the matrices of the decoder's blocks
     top: int  # numbers in the linear layers behind them, the output layer included
     adapter: int  # numbers that tuning=lora or qlora adds
     layers: int
@@ -58,16 +58,19 @@ class Shape(NamedTuple):
         with torch.device("meta"):
             net: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
         text, output = config.get_text_config(), net.get_output_embeddings()
-        inside, outside = [], []
-        for name, layer in net.named_modules():
-            if isinstance(layer, torch.nn.Linear):  # a block's name has a number: model.layers.3.mlp.up_proj
-                (inside if any(part.isdigit() for part in name.split(".")) else outside).append(layer)
+
+        def inside(name: str) -> bool:  # a block's name has a number: model.layers.3.mlp.up_proj
+            return any(part.isdigit() for part in name.split("."))
+
+        outside = [
+            layer for name, layer in net.named_modules() if isinstance(layer, torch.nn.Linear) and not inside(name)
+        ]
         hidden = getattr(text, "transformer_dim", text.hidden_size)  # ConvGPT's blocks are narrower than its embedding
-        heads = text.num_attention_heads
-        size = getattr(text, "head_dim", None) or text.hidden_size // heads
+        heads = getattr(text, "num_attention_heads", None) or 0  # none: no attention, and no cache of keys and values
+        size = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
         shape = cls(
             parameters=net.num_parameters(),
-            blocks=sum(layer.weight.numel() for layer in inside),
+            blocks=sum(p.numel() for name, p in net.named_parameters() if p.ndim > 1 and inside(name)),
             top=sum(layer.weight.numel() for layer in outside),
             adapter=0,
             layers=text.num_hidden_layers,
@@ -158,7 +161,8 @@ def copies(shape: Shape, cfg: StarPORun, learns: bool) -> int:
 def playing(shape: Shape, cfg: StarPORun, slots: int) -> dict[str, int]:
     """A rollout of so many conversations at once, all of which become as long as they may.
 
-    The cache is exact, the rest an estimate for the slot engine: one forward pass over what is new to it.
+    The cache is exact where layers keep keys and values for each key-value head, the rest an estimate for the slot
+    engine: one forward pass over what is new to it.
     """
     if cfg.rollout.engine == "vllm":
         return {"bfloat16 weights": copies(shape, cfg, learns=False)}
@@ -169,7 +173,7 @@ def playing(shape: Shape, cfg: StarPORun, slots: int) -> dict[str, int]:
     mlp = tokens * size * 3 * shape.intermediate
     # one layer's keys and values, twice: old and new ones while the cache grows, or those of chosen rows
     twice = slots * length * 2 * shape.key_value * size
-    masks = 1 + (shape.query // shape.key_value) * (1 + size)  # bytes for each pair of tokens
+    masks = 1 + shape.query // max(1, shape.key_value) * (1 + size)  # bytes for each pair of tokens
     attention = twice + tokens * (size * (4 * shape.query + 3 * shape.key_value) + masks * prompt)
     sampling = slots * shape.vocabulary * 32  # logits in the several precisions of draw.py
     return {

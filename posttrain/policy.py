@@ -6,7 +6,7 @@ Shapes: B rows, T tokens of the longest row, S trained tokens of all rows one af
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ def head_logprobs(
         tokens_S,
         temperature,
         VOCABULARY_CHUNK.get(hidden_SD.device.type, VOCABULARY_CHUNK["cuda"]),
-        getattr(config, "final_logit_softcapping", None),
+        _soft_cap(config),
         _logit_scale(config),
         ("entropy",),
     )
@@ -84,7 +84,7 @@ def head_logprobs(
 def read(model: PreTrainedModel, predicts_BT: torch.Tensor, **inputs: Any) -> torch.Tensor:
     """One pass through the model up to its output layer; its states where something is predicted, (S, D)."""
     backbone = model.base_model
-    with _grouped_queries():
+    with _grouped_queries() if "attention_mask" in inputs else nullcontext():  # outside it layers may be run again
         if isinstance(backbone, ConvGPTModel):  # with tied embeddings its last layers are most of the work
             return backbone(**inputs, logits_to_keep=predicts_BT).last_hidden_state
         return backbone(**inputs).last_hidden_state[predicts_BT]
@@ -97,6 +97,9 @@ def _grouped_queries() -> Iterator[None]:
     transformers does this where there is one query token, and copies keys and values for each head where there are
     more: in a cache of long conversations that is most of the time that reading takes.
     """
+    if ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward:  # somebody's own
+        yield
+        return
     ALL_ATTENTION_FUNCTIONS["sdpa"] = _attend
     try:
         yield
@@ -115,7 +118,7 @@ def _attend(
     """Scaled-dot-product attention of queries (B, heads, Q, D) over keys and values (B, key-value heads, K, D)."""
     batch, heads, queries, size = query.shape
     group = heads // key.shape[1]
-    special = any(settings.get(name) is not None for name in ("position_bias", "softcap", "cache"))
+    special = any(settings.get(name) is not None for name in ("position_bias", "softcap", "s_aux", "cache"))
     if group == 1 or attention_mask is None or attention_mask.shape[1] > 1 or special:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
     mixed = torch.nn.functional.scaled_dot_product_attention(
@@ -127,6 +130,34 @@ def _attend(
         scale=settings.get("scaling"),
     )
     return mixed.reshape(batch, heads, queries, -1).transpose(1, 2).contiguous(), None
+
+
+def head_agrees(model: PreTrainedModel) -> bool:
+    """Whether `head_logprobs` gives what the model's own logits give, also where these are as large as in training."""
+    head: Any = model.get_output_embeddings()
+    factor, was_training = 1.0, model.training
+    ids_1T = torch.tensor([[3, 4, 5, 6, 7, 8]], device=model.device)
+    predicts_1T = torch.tensor([[True] * 5 + [False]], device=model.device)
+    larger = head.register_forward_pre_hook(lambda _, given: (given[0] * factor, *given[1:]))
+    model.eval()
+    try:
+        with torch.no_grad():
+            factor = 100.0 / model(input_ids=ids_1T).logits.abs().max().clamp(min=1e-6).item()
+            own_TV = model(input_ids=ids_1T).logits[0, :-1].float()
+            states_TD = read(model, predicts_1T, input_ids=ids_1T, use_cache=False) * factor
+            said_T, _ = head_logprobs(model, states_TD, ids_1T[0, 1:])
+    finally:
+        larger.remove()
+        model.train(was_training)
+    own_T = own_TV.log_softmax(-1).gather(-1, ids_1T[0, 1:, None]).squeeze(-1)
+    exact = states_TD.dtype == head.weight.dtype == torch.float32
+    return bool((own_T - said_T).abs().max() <= (0.1 if exact else 10.0))
+
+
+def _soft_cap(config: object) -> float | None:
+    """Where logits end: cap x tanh(logits / cap) (Gemma 2 and its kin)."""
+    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logit_softcap")
+    return next((cap for name in names if (cap := getattr(config, name, None)) is not None), None)
 
 
 def _logit_scale(config: object) -> float:
@@ -146,10 +177,11 @@ def attends_to_all(model: PreTrainedModel) -> bool:
     rope = getattr(config, "rope_parameters", None) or {}
     if {"dynamic", "longrope"} & {rope.get("rope_type")}:  # there a token's rotation depends on the longest row
         return False
-    kinds = getattr(config, "layer_types", None)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
     if kinds is not None:
-        return all(kind == "full_attention" for kind in kinds)
-    return getattr(config, "sliding_window", None) is None
+        return all(kind in ("full_attention", "global") for kind in kinds)
+    windows = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size")
+    return all(getattr(config, name, None) is None for name in windows)
 
 
 def attention_mask(model: PreTrainedModel, sees_BQK: torch.Tensor) -> torch.Tensor:

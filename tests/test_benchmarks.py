@@ -323,6 +323,27 @@ def test_a_device_is_measured_beside_its_own_limits(rollout, tmp_path, monkeypat
     assert results["work"]["prompt"] == 12 and capsys.readouterr().out.count("\n| ") == 3
 
 
+def test_what_cannot_be_measured_is_said_before(rollout, monkeypatch, capsys):
+    for script, options in {
+        "update": ["--conversations", "4"],
+        "iteration": ["--groups", "1", "--num-generations", "4"],
+        "device": ["--new", "1"],
+        "rollout": ["--ragged", "--engines", "continuous-batching"],
+    }.items():
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *options])
+        with pytest.raises(SystemExit, match="2"):
+            loaded(FILE.parent / f"{script}.py").main()
+        assert f"{script}.py: error: --" in capsys.readouterr().err
+
+
+def test_an_update_computes_activations_again_where_its_settings_say_so(rollout):
+    update = loaded(FILE.parent / "update.py")
+    model, episodes = update.model_of(100, "cpu"), update.conversations(8, 3, 8, 100)
+    plain = update.ours(model, episodes, 512)()
+    again = update.ours(model, episodes, 512, gradient_checkpointing=True)()
+    assert model.is_gradient_checkpointing and again == pytest.approx(plain, rel=1e-3)
+
+
 def test_the_bytes_of_a_decoding_step(rollout):
     shape = SimpleNamespace(blocks=10, top=5, cache=3)
     assert loaded(FILE.parent / "plan.py").decode_reads(shape, rows=4, context=100, size=2) == 2 * (15 + 4 * 100 * 3)
@@ -423,8 +444,9 @@ def test_the_tables_of_the_learning_benchmark_are_those_of_its_rows(
 
 @pytest.mark.parametrize(
     ("script", "file"),
-    [("rollout", f"rollout{size}") for size in ("", "-vllm", "-40m", "-164m")]
-    + [("iteration", "iteration"), ("phases", "phases")],
+    [("rollout", f"rollout{size}") for size in ("", "-vllm", "-20", "-ragged", "-40m", "-40m-20", "-164m")]
+    + [(script, f"{script}{size}") for script, size in (("iteration", ""), ("iteration", "-40m"))]
+    + [("phases", "phases"), ("phases", "phases-65k"), ("scaling", "scaling"), ("device", "device")],
 )
 def test_the_tables_of_the_results_are_those_of_their_figures(
     script: str, file: str, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import train_phase3_starpo as phase3
 from posttrain import models, plan
@@ -373,3 +381,12 @@ def test_the_plan_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert vllm == round(0.25 * psutil.virtual_memory().total)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # which share the memory
     assert plan.make(cfg, torch.device("cpu")).room < planned.room / 2
+
+
+def test_models_without_attention_or_without_linear_layers_have_a_plan() -> None:
+    sizes: dict[str, Any] = dict(vocab_size=300, hidden_size=32, num_hidden_layers=2)
+    cfg = config()
+    mamba = Shape.of(AutoConfig.for_model("mamba", **sizes), cfg.model)
+    assert mamba.cache == 0 and plan.choose(mamba, cfg, GIB).peak < GIB
+    gpt2 = AutoConfig.for_model("gpt2", vocab_size=300, n_embd=32, n_layer=2, n_head=4)
+    assert Shape.of(gpt2, cfg.model).blocks == 2 * 12 * 32 * 32  # no torch.nn.Linear among them

@@ -8,10 +8,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from posttrain import policy
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.policy import attention_mask, microbatches, read, token_logprobs
+from posttrain.policy import attention_mask, head_agrees, microbatches, read, token_logprobs
 
 SIZES = {
     "vocab_size": 71, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -118,3 +129,58 @@ def test_heads_that_share_keys_ask_them_together(key_value_heads: int, monkeypat
     for mine, theirs in zip(own, results(ours=False), strict=True):
         assert torch.allclose(mine, theirs, rtol=1e-9, atol=1e-12)
     assert key_value_heads == 4 or 4 in asked  # outside `read`, transformers copies
+
+
+SMALL: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def test_windows_and_checkpointing_go_together() -> None:
+    """Layers are run again in the backward pass; they must then be what they were."""
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(sliding_window=8, **SMALL)).train()
+    rows, masks = [list(range(1, 40))], [[False] * 5 + [True] * 34]
+
+    def gradient() -> torch.Tensor:
+        model.zero_grad()
+        token_logprobs(model, rows, masks)[0].sum().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    plain = gradient()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert torch.allclose(gradient(), plain, atol=1e-6)
+
+
+def test_somebody_elses_attention_stays() -> None:
+    def own(*args: Any, **settings: Any) -> Any:
+        asked.append(1)
+        return sdpa_attention_forward(*args, **settings)
+
+    asked: list[int] = []
+    model = LlamaForCausalLM(LlamaConfig(**SMALL))
+    ids, everywhere = torch.tensor([[3, 4, 5]]), torch.ones(1, 3, dtype=torch.bool)
+    mask = attention_mask(model, torch.ones(1, 3, 3, dtype=torch.bool).tril())
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = own
+    try:
+        read(model, everywhere, input_ids=ids, attention_mask=mask, use_cache=False)
+        assert asked and ALL_ATTENTION_FUNCTIONS["sdpa"] is own
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]
+    read(model, everywhere, input_ids=ids, attention_mask=mask, use_cache=False)
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+
+
+def test_logits_that_are_more_than_a_product_are_known_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    sizes = SMALL | {"num_hidden_layers": 3, "num_key_value_heads": 1}
+    gemma = AutoConfig.for_model("recurrent_gemma", lru_width=32, **sizes)
+    capped = AutoModelForCausalLM.from_config(gemma).eval()
+    assert gemma.logits_soft_cap == 30.0 and head_agrees(capped)
+    monkeypatch.setattr(policy, "_soft_cap", lambda config: None)
+    assert not head_agrees(capped)
+    multiplied = AutoModelForCausalLM.from_config(AutoConfig.for_model("hyperclovax", logits_scaling=4.0, **SMALL))
+    assert not head_agrees(multiplied)
+
+
+def test_heads_agree(model: Any) -> None:
+    assert head_agrees(model) and head_agrees(model.to(torch.bfloat16))

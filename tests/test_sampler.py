@@ -8,7 +8,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.sampler import ReplaySampler, SlotSampler, agrees_with_full_forward, open_engine, slots
@@ -263,6 +272,20 @@ def test_rotations_that_depend_on_the_longest_row_go_to_the_replay_engine(kind: 
     model = build("llama")
     model.config.rope_parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
     assert isinstance(open_engine(model, [STOP], PAD, "auto"), ReplaySampler)
+
+
+def test_local_layers_and_attention_of_another_kind_go_to_the_replay_engine() -> None:
+    sizes = dict(vocab_size=VOCABULARY, hidden_size=32, pad_token_id=PAD)
+    local = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(
+            "gpt_neo", num_layers=2, attention_types=[[["global", "local"], 1]], num_heads=4, window_size=8, **sizes
+        )
+    )
+    alibi = AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", n_layer=2, n_head=4, **sizes)).train()
+    for model in (local, alibi):
+        with pytest.warns(UserWarning, match="replays"):
+            assert isinstance(open_engine(model, [STOP], PAD, "auto"), ReplaySampler)
+    assert alibi.training
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 4096))

@@ -41,7 +41,7 @@ def open_engine(
         return VLLMSampler(model, stop_ids, longest, vllm_memory)
     if engine == "replay":
         return ReplaySampler(model, stop_ids, pad_id)
-    if attends_to_all(model) and agrees_with_full_forward(model, stop_ids, pad_id):
+    if attends_to_all(model) and _passes(model, stop_ids, pad_id):
         return SlotSampler(model, stop_ids, pad_id, longest)
     if engine == "slots":
         raise UserError(
@@ -51,3 +51,14 @@ def open_engine(
     name = type(model).__name__
     warnings.warn(f"{name}: no standard KV cache; every turn replays its history (slower)", stacklevel=2)
     return ReplaySampler(model, stop_ids, pad_id)
+
+
+def _passes(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int) -> bool:
+    """The self-test of the slot engine; a model that it cannot even run has another kind of cache, or of attention."""
+    was_training = model.training
+    try:
+        return agrees_with_full_forward(model, stop_ids, pad_id)
+    except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        return False
+    finally:
+        model.train(was_training)
