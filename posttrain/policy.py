@@ -138,11 +138,18 @@ def head_agrees(model: PreTrainedModel) -> bool:
     factor, was_training = 1.0, model.training
     ids_1T = torch.tensor([[3, 4, 5, 6, 7, 8]], device=model.device)
     predicts_1T = torch.tensor([[True] * 5 + [False]], device=model.device)
-    larger = head.register_forward_pre_hook(lambda _, given: (given[0] * factor, *given[1:]))
+    asked = []
+
+    def enlarge(_: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        asked.append(True)
+        return (given[0] * factor, *given[1:])
+
+    larger = head.register_forward_pre_hook(enlarge)
     model.eval()
     try:
         with torch.no_grad():
-            factor = 100.0 / model(input_ids=ids_1T).logits.abs().max().clamp(min=1e-6).item()
+            largest = model(input_ids=ids_1T).logits.abs().max().clamp(min=1e-6).item()
+            factor = 100.0 / largest if asked else 1.0  # some use the layer's weights without asking the layer
             own_TV = model(input_ids=ids_1T).logits[0, :-1].float()
             states_TD = read(model, predicts_1T, input_ids=ids_1T, use_cache=False) * factor
             said_T, _ = head_logprobs(model, states_TD, ids_1T[0, 1:])
