@@ -107,9 +107,12 @@ def one(given: Any, work: Work) -> dict[str, Any]:
     kind, device = given.device, limits(given.device)
     name, sizes = MODELS[given.model[0]]
     model = _measure.model_of(name, sizes | _measure.ENDLESS, kind).eval()
-    cfg = config_of(work, bf16=kind == "cuda")
+    own = {"bf16": kind == "cuda"}
+    cfg = config_of(work, **own)
     shape = plan.Shape.of(model.config, cfg.model)
     planned = plan.choose(shape, cfg, int(given.memory * 1e9), cuda=kind == "cuda")
+    own["gradient_checkpointing"] = planned.gradient_checkpointing
+    cfg = config_of(work, **own)
     engine = SlotSampler(model, [shape.vocabulary], 0, work.context)
     precision = torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda")
 
@@ -129,15 +132,12 @@ def one(given: Any, work: Work) -> dict[str, Any]:
     launch = (median(seconds(alone)) - median(seconds(alone._replace(new=1)))) / steps / shape.layers
 
     rollout = seconds(work)
-    step = update.ours(
-        model, conversations(work, shape.vocabulary), planned.micro_batch_tokens, bf16=kind == "cuda",
-        gradient_checkpointing=planned.gradient_checkpointing,
-    )  # fmt: skip
+    step = update.ours(model, conversations(work, shape.vocabulary), planned.micro_batch_tokens, **own)
     step()  # makes the optimizer's moments
     learning = [seconds_of(step, kind) for _ in range(given.repeats)]
     assumed = Assumed(given.decode_share, given.compute_share, launch)
     said = predict(shape, work, device, assumed, cfg, planned.slots, looks=0)
-    flops = update_flops(shape, work, cfg, looks=0, checkpointing=planned.gradient_checkpointing)
+    flops = update_flops(shape, work, cfg, looks=0)
     return {
         "model": given.model[0],
         "bandwidth": device.bandwidth,

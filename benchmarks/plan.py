@@ -119,7 +119,7 @@ def decode_seconds(shape: plan.Shape, work: Work, device: Device, assumed: Assum
     return seconds * work.conversations / rows
 
 
-def update_flops(shape: plan.Shape, work: Work, cfg: StarPORun, looks: int, checkpointing: bool) -> float:
+def update_flops(shape: plan.Shape, work: Work, cfg: StarPORun, looks: int) -> float:
     """6 N T, 8 N T where activations are computed again; the output layer, always so, for sampled tokens alone.
 
     looks: forward passes over the batch before the update.
@@ -127,7 +127,7 @@ def update_flops(shape: plan.Shape, work: Work, cfg: StarPORun, looks: int, chec
     tokens = work.kept * work.conversations * work.context
     sampled = work.kept * work.conversations * work.turns * work.new
     blocks, top = forward_flops(shape, tokens, work.context / 2), 2 * shape.top * sampled
-    passes = (3 if cfg.model.tuning == "full" else 2) + checkpointing  # frozen: no gradient
+    passes = (3 if cfg.model.tuning == "full" else 2) + bool(cfg.trainer.gradient_checkpointing)  # frozen: no gradient
     flops = looks * (blocks + top) + cfg.algorithm.num_iterations * (passes * blocks + 4 * top)
     if cfg.algorithm.critical and cfg.algorithm.critic.kind != "shared":
         flops += cfg.algorithm.num_iterations * passes * blocks
@@ -145,8 +145,7 @@ def predict(
     return Seconds(
         prefill_seconds(shape, work, device, assumed),
         decode_seconds(shape, work, device, assumed, slots, plan.computed(cfg)),
-        update_flops(shape, work, cfg, looks, bool(cfg.trainer.gradient_checkpointing))
-        / (device.flops * assumed.compute_share),
+        update_flops(shape, work, cfg, looks) / (device.flops * assumed.compute_share),
     )
 
 
