@@ -20,6 +20,9 @@ from posttrain.convgpt import ConvGPTModel
 # columns of the logits that exist at any one time; on a CPU few enough that they hardly leave its caches
 VOCABULARY_CHUNK = {"cuda": 8192, "cpu": 2048}
 
+# what a model raises in a self-test if its cache or its attention is of another kind
+UNFIT = (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+
 
 def microbatches(lengths: Sequence[int], token_budget: float) -> Iterator[list[int]]:
     """Indices of rows of similar length, each batch within `token_budget` padded tokens (a longer row goes alone)."""

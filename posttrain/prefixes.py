@@ -12,7 +12,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from posttrain.policy import attends_to_all, attention_mask, read, trained_states
+from posttrain.policy import UNFIT, attends_to_all, attention_mask, read, trained_states
 
 Ids = Sequence[int]
 
@@ -159,8 +159,8 @@ def agrees(model: PreTrainedModel) -> bool:
     try:
         whole_SD, _ = trained_states(model, rows, masks)
         shared_SD, _ = Prefixes(model, [(3, 4)]).states(rows, masks)
-    except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-        return False  # another kind of cache, or of attention
+    except UNFIT:
+        return False
     finally:
         model.train(was_training)
     exact = model.dtype == torch.float32 and not torch.is_autocast_enabled(model.device.type)
