@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from posttrain.policy import head_logprobs, microbatches
+from posttrain.head import head_logprobs
+from posttrain.policy import microbatches
 from posttrain.prefixes import Prefixes, agrees
 from posttrain.types import address
 

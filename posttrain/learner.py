@@ -16,7 +16,8 @@ import torch
 from posttrain import parallel
 from posttrain.config import StarPORun
 from posttrain.critic import Critic
-from posttrain.policy import head_agrees, head_logprobs, microbatches, trained_states
+from posttrain.head import head_logprobs
+from posttrain.policy import head_agrees, microbatches, trained_states
 from posttrain.prefixes import Prefixes, agrees, beginning, worth_sharing
 from posttrain.starpo import losses
 from posttrain.types import Trajectory, UserError
@@ -295,7 +296,9 @@ class Learner:
         sampler_S, advantage_S, trusted_S = here(batch.sampler_S), here(advantages_S).float(), here(trusted_S)
         old_S = new_S.detach() if fresh else here(measured.old_S)
         loss_S, bites_S = self._policy_loss(new_S, old_S, advantage_S, batch, index_S)
-        total_S = scale * loss_S * trusted_S - self.entropy_bonus * entropy_S
+        total_S = scale * loss_S * trusted_S
+        if self.entropy_bonus:  # without it the output layer is spared the gradient of the entropy
+            total_S = total_S - self.entropy_bonus * entropy_S
         with torch.no_grad():
             found = {
                 "gap": (new_S - sampler_S).abs().max().item(),

@@ -19,7 +19,7 @@ from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
 
 from posttrain import models, parallel
 from posttrain.config import ModelSection, StarPORun
-from posttrain.policy import VOCABULARY_CHUNK
+from posttrain.head import VOCABULARY_CHUNK
 from posttrain.sampler.slots import PREFILL_TOKENS, whole_blocks
 from posttrain.types import UserError
 
@@ -194,9 +194,10 @@ def learning(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool) -> dict[str,
     before = size * (shape.embedding + 3 * shape.hidden) if shape.embedding != shape.hidden else 0  # ConvGPT's stage
     behind = size * 4 * shape.behind + FLOAT * 4 * shape.states
     kept = shape.layers * (FLOAT * shape.hidden if cfg.trainer.gradient_checkpointing else block)
-    at_work = size * 2 * shape.intermediate + (block if cfg.trainer.gradient_checkpointing else 0)
-    columns = VOCABULARY_CHUNK["cuda" if cuda else "cpu"]
-    tile = size * columns + (0 if cuda else 10 * FLOAT * min(columns, shape.vocabulary))
+    at_work = size * max(6 * shape.intermediate, 2 * shape.behind + shape.states)  # gradients of a layer's inside
+    if cfg.trainer.gradient_checkpointing:
+        at_work = size * 2 * shape.intermediate + block
+    tile = output_tiles(shape, cfg, tokens, cuda)
     in_flight = 2 * FLOAT * shape.vocabulary * shape.states if cfg.model.tuning == "full" else 0
     looks = 3 + (cfg.algorithm.beta > 0) if cfg.diagnostics.gradients_every else 1  # gradients of several losses
     policy, *critic = (count * each for count, each in trained(shape, cfg))
@@ -206,9 +207,19 @@ def learning(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool) -> dict[str,
         "gradients": max(policy + sum(critic), looks * policy),
         "activations": tokens * (before + kept + behind),
         "common beginnings": tokens * (before + kept) if shares else 0,
-        "the layer at work": max(tokens * at_work, min(tokens, TOKEN_CHUNK_SIZE) * tile) + in_flight,
+        "the layer at work": max(tokens * at_work, tile) + in_flight,
         "bfloat16 weights": copies(shape, cfg, learns=True),
     }
+
+
+def output_tiles(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool) -> int:
+    """Bytes of the logits that exist at any one time (posttrain/head.py), in all the forms that they take."""
+    size, columns = computed(cfg), VOCABULARY_CHUNK["cuda" if cuda else "cpu"]
+    entropy = cfg.algorithm.entropy_coef > 0 or cfg.algorithm.entropy_target is not None
+    logits = FLOAT * min(columns, shape.vocabulary)
+    if not cuda and size == FLOAT:
+        return tokens * logits * (2 + entropy)
+    return min(tokens, TOKEN_CHUNK_SIZE) * (size * columns + (0 if cuda else logits * (7 + entropy)))
 
 
 def stepping(shape: Shape, cfg: StarPORun, cuda: bool) -> dict[str, int]:

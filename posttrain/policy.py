@@ -13,12 +13,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
 from posttrain.convgpt import ConvGPTModel
-
-# columns of the logits that exist at any one time; on a CPU few enough that they hardly leave its caches
-VOCABULARY_CHUNK = {"cuda": 8192, "cpu": 2048}
+from posttrain.head import head_logprobs
 
 # what a model raises in a self-test if its cache or its attention is of another kind
 UNFIT = (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError)
@@ -59,29 +56,6 @@ def trained_states(
     assert not mask_BT[:, 0].any(), "the first token of a conversation is never sampled"
     ids_BT, mask_BT = ids_BT.to(model.device), mask_BT.to(model.device)
     return read(model, mask_BT.roll(-1, 1), input_ids=ids_BT, use_cache=False), ids_BT[mask_BT]
-
-
-def head_logprobs(
-    model: PreTrainedModel, hidden_SD: torch.Tensor, tokens_S: torch.Tensor, temperature: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """log-prob of each token and the entropy there, both (S,), from the states that predict them.
-
-    The output layer is applied in vocabulary chunks to these positions alone: no [B, T, V] exists.
-    """
-    head: Any = model.get_output_embeddings()
-    config = model.config.get_text_config()
-    logprobs_S, entropy_S, *_ = ChunkedLogProbFunction.apply(
-        hidden_SD,
-        head.weight,
-        head.bias,
-        tokens_S,
-        temperature,
-        VOCABULARY_CHUNK.get(hidden_SD.device.type, VOCABULARY_CHUNK["cuda"]),
-        _soft_cap(config),
-        _logit_scale(config),
-        ("entropy",),
-    )
-    return logprobs_S, entropy_S
 
 
 def read(model: PreTrainedModel, predicts_BT: torch.Tensor, **inputs: Any) -> torch.Tensor:
@@ -162,20 +136,6 @@ def head_agrees(model: PreTrainedModel) -> bool:
     own_T = own_TV.log_softmax(-1).gather(-1, ids_1T[0, 1:, None]).squeeze(-1)
     exact = states_TD.dtype == head.weight.dtype == torch.float32
     return bool((own_T - said_T).abs().max() <= (0.1 if exact else 10.0))
-
-
-def _soft_cap(config: object) -> float | None:
-    """Where logits end: cap x tanh(logits / cap) (Gemma 2 and its kin)."""
-    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logit_softcap")
-    return next((cap for name in names if (cap := getattr(config, name, None)) is not None), None)
-
-
-def _logit_scale(config: object) -> float:
-    """The factor some architectures put on their logits (Cohere, Granite, Falcon-H1 and their kin)."""
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        if getattr(config, name, None) is not None:
-            return float(getattr(config, name))
-    return 1.0 / float(getattr(config, "logits_scaling", None) or 1.0)
 
 
 def attends_to_all(model: PreTrainedModel) -> bool:

@@ -21,7 +21,7 @@ FLOORS = [
     ["posttrain.config"],
     [
         f"posttrain.{name}"
-        for name in ("chat", "metrics", "runlog", "convgpt", "checkpoint", "starpo", "parallel", "curriculum")
+        for name in ("chat", "metrics", "runlog", "convgpt", "checkpoint", "starpo", "parallel", "curriculum", "head")
     ],
     ["posttrain.embedded", "posttrain.policy"],
     ["posttrain.data", "posttrain.models", "posttrain.report", "posttrain.critic", "posttrain.prefixes"],

@@ -217,13 +217,16 @@ def test_activations(kind: str, bf16: bool, checkpointing: bool) -> None:
     assert found <= planned <= 1.3 * found
 
 
+@pytest.mark.parametrize("bonus", [0.0, 0.01], ids=["", "entropy"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["llama", "convgpt-tied"])
-def test_the_peaks_of_playing_and_learning(kind: str, bf16: bool) -> None:
+def test_the_peaks_of_playing_and_learning(kind: str, bf16: bool, bonus: float) -> None:
     """All tensors of a rollout that fills its contexts, and of an update: at most a quarter below the plan."""
     rows = 8
     for checkpointing in (False, True):
-        cfg = config(trainer={"bf16": bf16, "gradient_checkpointing": checkpointing})
+        cfg = config(
+            trainer={"bf16": bf16, "gradient_checkpointing": checkpointing}, algorithm={"entropy_coef": bonus}
+        )
         model = network(kind)
         shape = shape_of(model, cfg)
         learner = phase3.prepare(cfg, model, None)  # type: ignore[arg-type]

@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.policy import head_logprobs, token_logprobs
+from posttrain.head import head_logprobs
+from posttrain.policy import token_logprobs
 from posttrain.prefixes import Prefixes, agrees, beginning, worth_sharing
 
 SIZES: dict[str, Any] = {

@@ -1,0 +1,145 @@
+"""How probable is each token?  The output layer, applied to the states that predict something, a few columns at a time.
+
+Shapes: S tokens, D states, V vocabulary, C columns of the output layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+# columns of the logits that exist at any one time; on a CPU few enough that they hardly leave its caches
+VOCABULARY_CHUNK = {"cuda": 8192, "cpu": 2048}
+
+
+def head_logprobs(
+    model: PreTrainedModel, hidden_SD: torch.Tensor, tokens_S: torch.Tensor, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log-prob of each token and the entropy there, both (S,), with gradient, from the states that predict them."""
+    layer: Any = model.get_output_embeddings()
+    config = model.config.get_text_config()
+    cap, scale = soft_cap(config), logit_scale(config)
+    device, exact = hidden_SD.device.type, hidden_SD.dtype == layer.weight.dtype in (torch.float32, torch.float64)
+    if device == "cpu" and exact and not torch.is_autocast_enabled(device):
+        scale /= temperature
+        bias_V = None if layer.bias is None else layer.bias * scale
+        cap = None if cap is None else cap / temperature
+        return _LogProbs.apply(hidden_SD * scale, layer.weight, bias_V, tokens_S, cap)
+    logprobs_S, entropy_S, *_ = ChunkedLogProbFunction.apply(
+        hidden_SD,
+        layer.weight,
+        layer.bias,
+        tokens_S,
+        temperature,
+        VOCABULARY_CHUNK.get(device, VOCABULARY_CHUNK["cuda"]),
+        cap,
+        scale,
+        ("entropy",),
+    )
+    return logprobs_S, entropy_S
+
+
+class _LogProbs(torch.autograd.Function):
+    """log softmax(z)[token] and the entropy of softmax(z) where z = cap tanh((h W^T + b) / cap), both (S,).
+
+    It is what TRL's function computes, which has a kernel for GPUs and goes over all logits three times as often on a
+    CPU. With p = softmax(z): d log p[token] / dz = 1[token] - p, and d entropy / dz = -p (log p + entropy).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_SD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        tokens_S: torch.Tensor,
+        cap: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        most_S = hidden_SD.new_full(tokens_S.shape, -math.inf)
+        sum_S, weighted_S, own_S = (hidden_SD.new_zeros(tokens_S.shape) for _ in range(3))
+        powers = _tile(hidden_SD, weight_VD)
+        for _, logits_SC, own in _tiles(hidden_SD, weight_VD, bias_V, tokens_S, cap):
+            own_S[own[0]] = logits_SC[own]
+            before_S, most_S = most_S, torch.maximum(most_S, logits_SC.amax(-1))
+            power_SC = torch.sub(logits_SC, most_S[:, None], out=powers[:, : logits_SC.shape[1]]).exp_()
+            shrunk_S = (before_S - most_S).exp_()
+            sum_S.mul_(shrunk_S).add_(power_SC.sum(-1))
+            weighted_S.mul_(shrunk_S).add_(torch.linalg.vecdot(power_SC, logits_SC))
+        log_sum_S = most_S + sum_S.log()
+        entropy_S = log_sum_S - weighted_S / sum_S
+        ctx.save_for_backward(hidden_SD, weight_VD, bias_V, tokens_S, log_sum_S, entropy_S)
+        ctx.cap = cap
+        return own_S - log_sum_S, entropy_S
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, by_logprob_S: torch.Tensor | None, by_entropy_S: torch.Tensor | None) -> tuple[Any, ...]:
+        hidden_SD, weight_VD, bias_V, tokens_S, log_sum_S, entropy_S = ctx.saved_tensors
+        if by_logprob_S is None:
+            by_logprob_S = torch.zeros_like(log_sum_S)
+        wanted = ctx.needs_input_grad
+        by_hidden_SD = torch.zeros_like(hidden_SD) if wanted[0] else None
+        by_weight_VD = torch.empty_like(weight_VD) if wanted[1] else None
+        by_bias_V = torch.empty_like(bias_V) if wanted[2] else None
+        for columns, logits_SC, own in _tiles(hidden_SD, weight_VD, bias_V, tokens_S, ctx.cap):
+            slope_SC = None if ctx.cap is None else 1 - (logits_SC / ctx.cap).square_()
+            grad_SC = logits_SC.sub_(log_sum_S[:, None])  # log p for now
+            factor_SC = -by_logprob_S[:, None]
+            if by_entropy_S is not None:
+                factor_SC = factor_SC - (grad_SC + entropy_S[:, None]).mul_(by_entropy_S[:, None])
+            grad_SC.exp_().mul_(factor_SC)
+            grad_SC[own] += by_logprob_S[own[0]]
+            if slope_SC is not None:
+                grad_SC.mul_(slope_SC)
+            if by_hidden_SD is not None:
+                by_hidden_SD.addmm_(grad_SC, weight_VD[columns])
+            if by_weight_VD is not None:
+                torch.mm(grad_SC.t(), hidden_SD, out=by_weight_VD[columns])
+            if by_bias_V is not None:
+                torch.sum(grad_SC, 0, out=by_bias_V[columns])
+        return by_hidden_SD, by_weight_VD, by_bias_V, None, None
+
+
+def _tile(hidden_SD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+    return hidden_SD.new_empty(len(hidden_SD), min(VOCABULARY_CHUNK["cpu"], len(weight_VD)))
+
+
+def _tiles(
+    hidden_SD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    tokens_S: torch.Tensor,
+    cap: float | None,
+) -> Iterator[tuple[slice, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]]:
+    """Some columns, their logits, and where among these (row and column) a token has its own; in the same memory."""
+    tile = _tile(hidden_SD, weight_VD)
+    width = tile.shape[1]
+    for start in range(0, len(weight_VD), width):
+        columns = slice(start, min(start + width, len(weight_VD)))
+        logits_SC = torch.mm(hidden_SD, weight_VD[columns].t(), out=tile[:, : columns.stop - start])
+        if bias_V is not None:
+            logits_SC.add_(bias_V[columns])
+        if cap is not None:
+            logits_SC.div_(cap).tanh_().mul_(cap)
+        (row_O,) = ((start <= tokens_S) & (tokens_S < columns.stop)).nonzero(as_tuple=True)
+        yield columns, logits_SC, (row_O, tokens_S[row_O] - start)
+
+
+def soft_cap(config: object) -> float | None:
+    """Where logits end: cap x tanh(logits / cap) (Gemma 2 and its kin)."""
+    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logit_softcap")
+    return next((cap for name in names if (cap := getattr(config, name, None)) is not None), None)
+
+
+def logit_scale(config: object) -> float:
+    """The factor some architectures put on their logits (Cohere, Granite, Falcon-H1 and their kin)."""
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        if getattr(config, name, None) is not None:
+            return float(getattr(config, name))
+    return 1.0 / float(getattr(config, "logits_scaling", None) or 1.0)

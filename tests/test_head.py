@@ -1,0 +1,116 @@
+"""Are the log-probs, entropies and gradients of the output layer in parts those of the whole softmax?"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+from posttrain import head
+
+SIZES = {"states": 5, "vocabulary": 23}
+
+
+def layer(bias: bool, dtype: torch.dtype = torch.float64, **sizes: int) -> torch.nn.Linear:
+    torch.manual_seed(0)
+    sizes = SIZES | sizes
+    return torch.nn.Linear(sizes["states"], sizes["vocabulary"], bias=bias, dtype=dtype)
+
+
+def model(output: torch.nn.Linear, cap: float | None, scale: float = 1.0) -> Any:
+    """As much of a model as its output layer and what it does to the logits."""
+    config = SimpleNamespace(final_logit_softcapping=cap, logit_scale=scale)
+    config.get_text_config = lambda: config
+    return SimpleNamespace(config=config, get_output_embeddings=lambda: output)
+
+
+def plain(
+    output: torch.nn.Linear, cap: float | None, scale: float, hidden: torch.Tensor, tokens: torch.Tensor, heat: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = output(hidden) * scale
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    table = (logits / heat).log_softmax(-1)
+    return table.gather(-1, tokens[:, None])[:, 0], -(table.exp() * table).sum(-1)
+
+
+@given(
+    tokens=st.lists(st.integers(0, SIZES["vocabulary"] - 1), max_size=9),
+    columns=st.integers(1, 30),
+    bias=st.booleans(),
+    cap=st.sampled_from([None, 2.0]),
+    scale=st.sampled_from([1.0, 0.5]),
+    heat=st.sampled_from([1.0, 0.6]),
+    wanted=st.sampled_from([(1.0, 0.0), (0.0, 1.0), (0.7, -0.3)]),
+    frozen=st.booleans(),
+)
+def test_equals_the_whole_softmax(
+    tokens: list[int],
+    columns: int,
+    bias: bool,
+    cap: float | None,
+    scale: float,
+    heat: float,
+    wanted: tuple[float, float],
+    frozen: bool,
+) -> None:
+    """Values and gradients in float64, whatever the parts are; of frozen weights (LoRA) there are none."""
+    output = layer(bias).requires_grad_(not frozen)
+    index = torch.tensor(tokens, dtype=torch.long)
+    pull = torch.linspace(-1, 2, len(tokens), dtype=torch.float64)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head, "VOCABULARY_CHUNK", {"cpu": columns})
+        for own in (True, False):
+            hidden = torch.randn(len(tokens), SIZES["states"], dtype=torch.float64, generator=torch.Generator())
+            hidden.requires_grad_()
+            output.zero_grad()
+            if own:
+                values = head.head_logprobs(model(output, cap, scale), hidden, index, heat)
+            else:
+                values = plain(output, cap, scale, hidden, index, heat)
+            loss = sum(w * (value * pull).sum() for w, value in zip(wanted, values, strict=True) if w)
+            loss.backward()
+            found.append([*values, hidden.grad, *(p.grad for p in output.parameters() if not frozen)])
+    for a, b in zip(*found, strict=True):
+        assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("cap", [None, 30.0])
+@pytest.mark.parametrize("bias", [False, True])
+def test_equals_the_function_of_trl(bias: bool, cap: float | None) -> None:
+    """In float32, with the columns that are used, logits up to 15 and both gradients."""
+    output = layer(bias, torch.float32, states=64, vocabulary=5000)
+    tokens = torch.randint(5000, (200,))
+    found = []
+    for own in (True, False):
+        hidden = (5 * torch.randn(200, 64, generator=torch.Generator().manual_seed(1))).requires_grad_()
+        output.zero_grad()
+        if own:
+            logprobs, entropy = head.head_logprobs(model(output, cap), hidden, tokens, 0.7)
+        else:
+            function: Any = ChunkedLogProbFunction
+            logprobs, entropy, *_ = function.apply(
+                hidden, output.weight, output.bias, tokens, 0.7, 8192, cap, 1.0, ("entropy",)
+            )
+        (logprobs.sum() - 0.1 * entropy.sum()).backward()
+        assert logprobs.max() <= 0 and entropy.min() >= -1e-4
+        found.append((logprobs.detach(), entropy.detach(), hidden.grad, *(p.grad for p in output.parameters())))
+    for a, b in zip(*found, strict=True):
+        assert a.abs().max() > 0 and (a - b).norm() <= 1e-5 * b.norm()
+
+
+def test_other_precisions_go_to_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "_LogProbs", None)
+    tokens = torch.tensor([1, 2])
+    half = layer(True, torch.bfloat16)
+    head.head_logprobs(model(half, None), torch.randn(2, 5, dtype=torch.bfloat16), tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        head.head_logprobs(model(layer(True, torch.float32), None), torch.randn(2, 5), tokens)
+    with pytest.raises(AttributeError):
+        head.head_logprobs(model(layer(True, torch.float32), None), torch.randn(2, 5), tokens)
