@@ -33,9 +33,7 @@ $(STAMP): requirements.txt requirements-dev.txt requirements.lock
 	@touch $@
 
 # Each phase is a file that exists once it is finished: a second call goes on where the first one stopped. Two processes
-# share each batch, one for each of two cores. Memory that is freed is kept: virtual machines take long to hand out more.
-$(QUICK)/%: export MALLOC_MMAP_MAX_ = 0
-$(QUICK)/%: export MALLOC_TRIM_THRESHOLD_ = 68719476736
+# share each batch, one for each of two cores.
 go_on = $(if $(wildcard $(QUICK)/$(1)/*),--resume)
 
 quickstart: $(STAMP)

@@ -6,8 +6,10 @@ Also `preflight`: everything that can be known to go wrong before a run starts, 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import os
+import platform
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -53,6 +55,18 @@ def resolve_device(device: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if device == "cuda" else torch.device("cpu")
 
 
+def keep_freed_memory() -> None:
+    """Let glibc hand out again what this process has freed, instead of giving it back to the system.
+
+    Each training step needs the memory of the last one. Virtual machines in particular take long to provide it.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        trim_threshold, mmap_max = -1, -4  # as in malloc.h
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(trim_threshold, -1)  # never give anything back
+        mallopt(mmap_max, 0)  # nor take large pieces straight from the system, which go back when they are freed
+
+
 def has_bf16(device: torch.device) -> bool:
     """True where bfloat16 is computed in hardware; a CPU takes it too, but slower than float32."""
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -67,6 +81,8 @@ def load(
     it is bfloat16 on a GPU that has it.  For tuning=qlora the weights are 4-bit; the adapter comes from `peft_config`.
     """
     place = resolve_device(device)
+    if place.type == "cpu":
+        keep_freed_memory()
     chat = load_chat(model, chat_template)
     dtype = torch.float32 if model.dtype == "auto" else getattr(torch, model.dtype)
     if model.dtype == "auto" and not training and has_bf16(place):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import platform
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -346,3 +349,26 @@ def test_preflight_refuses_another_template(tmp_path: Path, base: Path) -> None:
     cfg = run_config(tmp_path, base, f"model.name_or_path={folder}", f"chat.template={tmp_path}/other.jinja")
     with pytest.raises(UserError, match="another chat template"):
         models.preflight(cfg)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
+def test_freed_memory_is_kept() -> None:
+    """The same memory is asked for again and again: the system provides it once, where it did so each time."""
+    program = """
+import resource, torch
+from posttrain import models
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.ones(2**24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+without = faults()
+models.keep_freed_memory()
+faults()
+print(without, faults())
+"""
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    without, kept = map(int, printed.split())
+    assert without > 1000 > 10 * kept

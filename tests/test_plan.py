@@ -224,9 +224,7 @@ def test_the_peaks_of_playing_and_learning(kind: str, bf16: bool, bonus: float) 
     """All tensors of a rollout that fills its contexts, and of an update: at most a quarter below the plan."""
     rows = 8
     for checkpointing in (False, True):
-        cfg = config(
-            trainer={"bf16": bf16, "gradient_checkpointing": checkpointing}, algorithm={"entropy_coef": bonus}
-        )
+        cfg = config(trainer={"bf16": bf16, "gradient_checkpointing": checkpointing}, algorithm={"entropy_coef": bonus})
         model = network(kind)
         shape = shape_of(model, cfg)
         learner = phase3.prepare(cfg, model, None)  # type: ignore[arg-type]
