@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import _measure
 from _measure import PAD, SHAPES
 
+from posttrain import models
 from posttrain.chat import Chat
 from posttrain.sampler import ReplaySampler, Sampler, SlotSampler, Turn, VLLMSampler
 from posttrain.types import Completion, SamplingParams, address
@@ -385,6 +386,7 @@ def main() -> None:
     given.engines = [name for name in engines if name in {"slots", *given.engines} - paged]
     stop = STOP if given.ragged else None
     _measure.threads()
+    models.keep_freed_memory()  # as every script does; here all engines do better with it
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)  # it warns of what is meant here
     dtype = torch.bfloat16 if given.device == "cuda" else torch.float32
 

@@ -74,7 +74,7 @@ def test_equals_the_whole_softmax(
                 values = head.head_logprobs(model(output, cap, scale), hidden, index, heat)
             else:
                 values = plain(output, cap, scale, hidden, index, heat)
-            loss = sum(w * (value * pull).sum() for w, value in zip(wanted, values, strict=True) if w)
+            loss: Any = sum(w * (value * pull).sum() for w, value in zip(wanted, values, strict=True) if w)
             loss.backward()
             found.append([*values, hidden.grad, *(p.grad for p in output.parameters() if not frozen)])
     for a, b in zip(*found, strict=True):

@@ -3,7 +3,6 @@
 # pyright: reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -335,14 +334,6 @@ def test_the_ends_of_the_interval_choose_tokens_that_can_be(size: int) -> None:
 def test_logits_that_are_no_numbers_raise_nothing_and_are_told_by_their_log_probs() -> None:
     token, logprob = draw(torch.full((1, 600), torch.nan), SamplingParams(1), torch.tensor([0.5]))
     assert 0 <= token.item() < 600 and logprob.isnan()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_room_in_the_cache_takes_memory_once_it_is_written_to(dtype: torch.dtype) -> None:
-    before = psutil.Process().memory_info().rss
-    room = slots._zeros((64, 4, 4096, 64), dtype, torch.device("cpu"))
-    assert psutil.Process().memory_info().rss - before < room.nbytes / 4
-    assert room.dtype == dtype and room.data_ptr() % 64 == 0 and not room.any()
 
 
 @settings(max_examples=50)

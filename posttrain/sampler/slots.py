@@ -11,13 +11,11 @@ what its slot needs, until another turn begins there or the rows move together.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
@@ -36,16 +34,6 @@ def whole_blocks(length: int) -> int:
     return -(-length // 64) * 64
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros that take memory once they are written to, where the device is the CPU: `torch.zeros` writes them all."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    size = math.prod(shape) * dtype.itemsize
-    memory = np.zeros(size + 64, dtype=np.uint8)
-    start = -memory.ctypes.data % 64  # as aligned as torch's own
-    return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)
-
-
 class _SlotLayer(CacheLayerMixin):
     """Keys and values of one layer, [S, H, L, D], written at [row, position]; neighbouring rows are read as a view."""
 
@@ -60,7 +48,7 @@ class _SlotLayer(CacheLayerMixin):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else key_states.dtype
 
         def grown(old: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-            new = _zeros((self.slots, like.shape[1], self.length, like.shape[3]), dtype, like.device)
+            new = torch.zeros(self.slots, like.shape[1], self.length, like.shape[3], dtype=dtype, device=like.device)
             if old is not None:
                 new[: old.shape[0], :, : old.shape[2]] = old
             return new
