@@ -20,6 +20,7 @@ from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
 from posttrain import models, parallel
 from posttrain.config import ModelSection, StarPORun
 from posttrain.head import VOCABULARY_CHUNK
+from posttrain.policy import UNFIT
 from posttrain.sampler.slots import PREFILL_TOKENS, whole_blocks
 from posttrain.types import UserError
 
@@ -34,7 +35,7 @@ class Shape(NamedTuple):
     """A model in numbers; Qwen2.5-0.5B is
 
     Shape(parameters=494e6, blocks=358e6, top=136e6, adapter=0, layers=24, hidden=896, query=896, key_value=128,
-          intermediate=4864, behind=0, embedding=896, vocabulary=151936, states=896, tied=True)
+          intermediate=4864, behind=0, embedding=896, vocabulary=151936, states=896, tied=True, cache=6144)
     """
 
     parameters: int
@@ -45,6 +46,7 @@ class Shape(NamedTuple):
     hidden: int  # width of a token between two blocks
     query: int  # query heads x head size
     key_value: int  # key-value heads x head size
+    cache: int  # numbers that the KV cache holds of a token, over all layers
     intermediate: int  # width inside a block's MLP
     behind: int  # the widest layer between blocks and output layer; 0 where there is none
     embedding: int
@@ -77,6 +79,7 @@ class Shape(NamedTuple):
             hidden=hidden,
             query=heads * size,
             key_value=(getattr(text, "num_key_value_heads", None) or heads) * size,
+            cache=_cache_of_a_token(net),
             intermediate=getattr(text, "intermediate_size", None) or 4 * hidden,
             behind=max((layer.out_features for layer in outside if layer is not output), default=0),
             embedding=net.get_input_embeddings().embedding_dim,
@@ -91,10 +94,16 @@ class Shape(NamedTuple):
         adapted = get_peft_model(net, settings)
         return shape._replace(adapter=sum(p.numel() for p in adapted.parameters() if p.requires_grad))
 
-    @property
-    def cache(self) -> int:
-        """Numbers that the KV cache holds of a token."""
-        return 2 * self.layers * self.key_value
+
+def _cache_of_a_token(net: Any) -> int:
+    """Numbers that a model without memory puts into its cache when it reads a token; 0 where it keeps or reads none."""
+    try:
+        with torch.device("meta"), torch.no_grad():  # half precision, which experts on the meta device insist on
+            cache = getattr(net.bfloat16()(input_ids=torch.zeros(1, 1, dtype=torch.long)), "past_key_values", None)
+    except UNFIT:  # a model that the slot engine cannot serve either
+        return 0
+    held = [getattr(layer, name, None) for layer in getattr(cache, "layers", ()) for name in ("keys", "values")]
+    return sum(tensor.numel() for tensor in held if tensor is not None)
 
 
 def stored(cfg: StarPORun) -> int:
@@ -161,7 +170,7 @@ def copies(shape: Shape, cfg: StarPORun, learns: bool) -> int:
 def playing(shape: Shape, cfg: StarPORun, slots: int) -> dict[str, int]:
     """A rollout of so many conversations at once, all of which become as long as they may.
 
-    The cache is exact where layers keep keys and values for each key-value head, the rest an estimate for the slot
+    The cache is exact where layers keep keys and values of every token, the rest an estimate for the slot
     engine: one forward pass over what is new to it.
     """
     if cfg.rollout.engine == "vllm":

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -267,7 +268,7 @@ def test_four_and_eight_bits(tmp_path: Path, tiny_tokenizer: Any) -> None:
 
 SHAPE = Shape(
     parameters=494_032_768, blocks=357_826_560, top=136_134_656, adapter=0, layers=24, hidden=896, query=896,
-    key_value=128, intermediate=4864, behind=0, embedding=896, vocabulary=151936, states=896, tied=True,
+    key_value=128, cache=6144, intermediate=4864, behind=0, embedding=896, vocabulary=151936, states=896, tied=True,
 )  # fmt: skip
 
 
@@ -382,6 +383,25 @@ def test_the_plan_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert vllm == round(0.25 * psutil.virtual_memory().total)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # which share the memory
     assert plan.make(cfg, torch.device("cpu")).room < planned.room / 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("llama", {"num_key_value_heads": 2}),
+        ("falcon", {"multi_query": True, "new_decoder_architecture": False}),
+        ("bloom", {}),
+        ("deepseek_v3", {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}),
+    ],
+)
+def test_the_cache_is_counted_whatever_a_model_keeps_of_a_token(kind: str, sizes: dict[str, Any]) -> None:
+    """Multi-query heads, latents: the plan does not know them, the model does."""
+    common = dict(vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+    config = AutoConfig.for_model(kind, **common, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    held = model(input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=True).past_key_values.layers
+    numbers = sum(layer.keys.numel() + layer.values.numel() for layer in held)
+    assert numbers == 3 * Shape.of(config, ModelSection(name_or_path="unused")).cache > 0
 
 
 def test_models_without_attention_or_without_linear_layers_have_a_plan() -> None:
