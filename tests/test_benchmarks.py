@@ -444,7 +444,7 @@ def test_the_tables_of_the_learning_benchmark_are_those_of_its_rows(
 
 @pytest.mark.parametrize(
     ("script", "file"),
-    [("rollout", f"rollout{size}") for size in ("", "-vllm", "-20", "-ragged", "-40m", "-40m-20", "-164m")]
+    [("rollout", f"rollout{size}") for size in ("", "-vllm", "-trl", "-ragged", "-40m", "-40m-20", "-164m")]
     + [(script, f"{script}{size}") for script, size in (("iteration", ""), ("iteration", "-40m"))]
     + [("phases", "phases"), ("phases", "phases-65k"), ("scaling", "scaling"), ("device", "device")],
 )
