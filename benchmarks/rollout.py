@@ -386,7 +386,8 @@ def main() -> None:
     given.engines = [name for name in engines if name in {"slots", *given.engines} - paged]
     stop = STOP if given.ragged else None
     _measure.threads()
-    models.keep_freed_memory()  # as every script does; here all engines do better with it
+    if given.device == "cpu":
+        models.keep_freed_memory()  # as every script does there; here all engines gain by it
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)  # it warns of what is meant here
     dtype = torch.bfloat16 if given.device == "cuda" else torch.float32
 

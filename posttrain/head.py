@@ -5,13 +5,12 @@ Shapes: S tokens, D states, V vocabulary, C columns of the output layer.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE, ChunkedLogProbFunction
 
 # columns of the logits that exist at any one time; on a CPU few enough that they hardly leave its caches
 VOCABULARY_CHUNK = {"cuda": 8192, "cpu": 2048}
@@ -24,15 +23,16 @@ def head_logprobs(
     layer: Any = model.get_output_embeddings()
     config = model.config.get_text_config()
     cap, scale = soft_cap(config), logit_scale(config)
-    device, exact = hidden_SD.device.type, hidden_SD.dtype == layer.weight.dtype in (torch.float32, torch.float64)
+    weight_VD = layer.weight  # an adapter's is made each time that it is asked for
+    device, exact = hidden_SD.device.type, hidden_SD.dtype == weight_VD.dtype in (torch.float32, torch.float64)
     if device == "cpu" and exact and not torch.is_autocast_enabled(device):
         scale /= temperature
         bias_V = None if layer.bias is None else layer.bias * scale
         cap = None if cap is None else cap / temperature
-        return _LogProbs.apply(hidden_SD * scale, layer.weight, bias_V, tokens_S, cap)
+        return _LogProbs.apply(hidden_SD if scale == 1.0 else hidden_SD * scale, weight_VD, bias_V, tokens_S, cap)
     logprobs_S, entropy_S, *_ = ChunkedLogProbFunction.apply(
         hidden_SD,
-        layer.weight,
+        weight_VD,
         layer.bias,
         tokens_S,
         temperature,
@@ -47,8 +47,8 @@ def head_logprobs(
 class _LogProbs(torch.autograd.Function):
     """log softmax(z)[token] and the entropy of softmax(z) where z = cap tanh((h W^T + b) / cap), both (S,).
 
-    It is what TRL's function computes, which has a kernel for GPUs and goes over all logits three times as often on a
-    CPU. With p = softmax(z): d log p[token] / dz = 1[token] - p, and d entropy / dz = -p (log p + entropy).
+    It is what TRL's function computes, which has a kernel for GPUs and goes over all logits more than twice as often on
+    a CPU. With p = softmax(z): d log p[token] / dz = 1[token] - p, and d entropy / dz = -p (log p + entropy).
     """
 
     @staticmethod
@@ -61,18 +61,20 @@ class _LogProbs(torch.autograd.Function):
         cap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
-        most_S = hidden_SD.new_full(tokens_S.shape, -math.inf)
+        most_S = hidden_SD.new_full(tokens_S.shape, torch.finfo(hidden_SD.dtype).min)
         sum_S, weighted_S, own_S = (hidden_SD.new_zeros(tokens_S.shape) for _ in range(3))
-        powers = _tile(hidden_SD, weight_VD)
+        other = _tile(hidden_SD, weight_VD)
         for _, logits_SC, own in _tiles(hidden_SD, weight_VD, bias_V, tokens_S, cap):
             own_S[own[0]] = logits_SC[own]
             before_S, most_S = most_S, torch.maximum(most_S, logits_SC.amax(-1))
-            power_SC = torch.sub(logits_SC, most_S[:, None], out=powers[:, : logits_SC.shape[1]]).exp_()
-            shrunk_S = (before_S - most_S).exp_()
-            sum_S.mul_(shrunk_S).add_(power_SC.sum(-1))
-            weighted_S.mul_(shrunk_S).add_(torch.linalg.vecdot(power_SC, logits_SC))
+            below_SC = logits_SC.sub_(most_S[:, None])
+            power_SC = torch.exp(below_SC, out=other[:, : below_SC.shape[1]])
+            lower_S = before_S - most_S
+            weighted_S.add_(lower_S * sum_S).mul_(lower_S.exp())  # sums are of powers below the largest logit so far
+            sum_S.mul_(lower_S.exp()).add_(power_SC.sum(-1))
+            weighted_S.add_(power_SC.mul_(below_SC).sum(-1))
         log_sum_S = most_S + sum_S.log()
-        entropy_S = log_sum_S - weighted_S / sum_S
+        entropy_S = sum_S.log() - weighted_S / sum_S
         ctx.save_for_backward(hidden_SD, weight_VD, bias_V, tokens_S, log_sum_S, entropy_S)
         ctx.cap = cap
         return own_S - log_sum_S, entropy_S
@@ -88,15 +90,7 @@ class _LogProbs(torch.autograd.Function):
         by_weight_VD = torch.empty_like(weight_VD) if wanted[1] else None
         by_bias_V = torch.empty_like(bias_V) if wanted[2] else None
         for columns, logits_SC, own in _tiles(hidden_SD, weight_VD, bias_V, tokens_S, ctx.cap):
-            slope_SC = None if ctx.cap is None else 1 - (logits_SC / ctx.cap).square_()
-            grad_SC = logits_SC.sub_(log_sum_S[:, None])  # log p for now
-            factor_SC = -by_logprob_S[:, None]
-            if by_entropy_S is not None:
-                factor_SC = factor_SC - (grad_SC + entropy_S[:, None]).mul_(by_entropy_S[:, None])
-            grad_SC.exp_().mul_(factor_SC)
-            grad_SC[own] += by_logprob_S[own[0]]
-            if slope_SC is not None:
-                grad_SC.mul_(slope_SC)
+            grad_SC = _gradient_(logits_SC, own, log_sum_S, entropy_S, by_logprob_S, by_entropy_S, ctx.cap)
             if by_hidden_SD is not None:
                 by_hidden_SD.addmm_(grad_SC, weight_VD[columns])
             if by_weight_VD is not None:
@@ -106,8 +100,30 @@ class _LogProbs(torch.autograd.Function):
         return by_hidden_SD, by_weight_VD, by_bias_V, None, None
 
 
+def _gradient_(
+    logits_SC: torch.Tensor,
+    own: tuple[torch.Tensor, torch.Tensor],
+    log_sum_S: torch.Tensor,
+    entropy_S: torch.Tensor,
+    by_logprob_S: torch.Tensor,
+    by_entropy_S: torch.Tensor | None,
+    cap: float | None,
+) -> torch.Tensor:
+    """These logits' gradient, in their own memory: that of the product, before its cap."""
+    slope_SC = None if cap is None else (logits_SC / cap).square_().neg_().add_(1)
+    log_p_SC = logits_SC.sub_(log_sum_S[:, None])
+    factor_SC = -by_logprob_S[:, None]
+    if by_entropy_S is not None:
+        factor_SC = (log_p_SC + entropy_S[:, None]).mul_(-by_entropy_S[:, None]).add_(factor_SC)
+    grad_SC = log_p_SC.exp_().mul_(factor_SC)
+    grad_SC[own] += by_logprob_S[own[0]]
+    return grad_SC if slope_SC is None else grad_SC.mul_(slope_SC)
+
+
 def _tile(hidden_SD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-    return hidden_SD.new_empty(len(hidden_SD), min(VOCABULARY_CHUNK["cpu"], len(weight_VD)))
+    """Memory for some columns; fewer where there are more tokens than TRL's function takes at a time."""
+    columns = VOCABULARY_CHUNK["cpu"] * TOKEN_CHUNK_SIZE // max(TOKEN_CHUNK_SIZE, len(hidden_SD))
+    return hidden_SD.new_empty(len(hidden_SD), min(max(1, columns), len(weight_VD)))
 
 
 def _tiles(

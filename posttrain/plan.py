@@ -70,6 +70,7 @@ class Shape(NamedTuple):
         hidden = getattr(text, "transformer_dim", text.hidden_size)  # ConvGPT's blocks are narrower than its embedding
         heads = getattr(text, "num_attention_heads", None) or 0  # none: no attention, and no cache of keys and values
         size = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
+        key_value = (getattr(text, "num_key_value_heads", None) or heads) * size
         shape = cls(
             parameters=net.num_parameters(),
             blocks=sum(p.numel() for name, p in net.named_parameters() if p.ndim > 1 and inside(name)),
@@ -78,8 +79,8 @@ class Shape(NamedTuple):
             layers=text.num_hidden_layers,
             hidden=hidden,
             query=heads * size,
-            key_value=(getattr(text, "num_key_value_heads", None) or heads) * size,
-            cache=_cache_of_a_token(net),
+            key_value=key_value,
+            cache=_cache_of_a_token(net, otherwise=2 * text.num_hidden_layers * key_value),
             intermediate=getattr(text, "intermediate_size", None) or 4 * hidden,
             behind=max((layer.out_features for layer in outside if layer is not output), default=0),
             embedding=net.get_input_embeddings().embedding_dim,
@@ -95,13 +96,14 @@ class Shape(NamedTuple):
         return shape._replace(adapter=sum(p.numel() for p in adapted.parameters() if p.requires_grad))
 
 
-def _cache_of_a_token(net: Any) -> int:
-    """Numbers that a model without memory puts into its cache when it reads a token; 0 where it keeps or reads none."""
+def _cache_of_a_token(net: Any, otherwise: int) -> int:
+    """Numbers that a model puts into its cache when it reads a token; `otherwise` where it cannot without memory."""
+    net, always = net.bfloat16(), {"use_cache": True, "return_dict": True}  # experts want half precision there
     try:
-        with torch.device("meta"), torch.no_grad():  # half precision, which experts on the meta device insist on
-            cache = getattr(net.bfloat16()(input_ids=torch.zeros(1, 1, dtype=torch.long)), "past_key_values", None)
-    except UNFIT:  # a model that the slot engine cannot serve either
-        return 0
+        with torch.device("meta"), torch.no_grad():
+            cache = getattr(net(input_ids=torch.zeros(1, 1, dtype=torch.long), **always), "past_key_values", None)
+    except UNFIT:  # it looks at its inputs' values, as some do for padding
+        return otherwise
     held = [getattr(layer, name, None) for layer in getattr(cache, "layers", ()) for name in ("keys", "values")]
     return sum(tensor.numel() for tensor in held if tensor is not None)
 
@@ -170,7 +172,7 @@ def copies(shape: Shape, cfg: StarPORun, learns: bool) -> int:
 def playing(shape: Shape, cfg: StarPORun, slots: int) -> dict[str, int]:
     """A rollout of so many conversations at once, all of which become as long as they may.
 
-    The cache is exact where layers keep keys and values of every token, the rest an estimate for the slot
+    The cache is exact where a model can count it (`_cache_of_a_token`), the rest an estimate for the slot
     engine: one forward pass over what is new to it.
     """
     if cfg.rollout.engine == "vllm":
@@ -224,11 +226,10 @@ def learning(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool) -> dict[str,
 def output_tiles(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool) -> int:
     """Bytes of the logits that exist at any one time (posttrain/head.py), in all the forms that they take."""
     size, columns = computed(cfg), VOCABULARY_CHUNK["cuda" if cuda else "cpu"]
-    entropy = cfg.algorithm.entropy_coef > 0 or cfg.algorithm.entropy_target is not None
     logits = FLOAT * min(columns, shape.vocabulary)
     if not cuda and size == FLOAT:
-        return tokens * logits * (2 + entropy)
-    return min(tokens, TOKEN_CHUNK_SIZE) * (size * columns + (0 if cuda else logits * (7 + entropy)))
+        return min(tokens, TOKEN_CHUNK_SIZE) * logits * 3  # gradients of the entropy and a cap's slope have their own
+    return min(tokens, TOKEN_CHUNK_SIZE) * (size * columns + (0 if cuda else 8 * logits))
 
 
 def stepping(shape: Shape, cfg: StarPORun, cuda: bool) -> dict[str, int]:

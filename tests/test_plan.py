@@ -30,6 +30,7 @@ import train_phase3_starpo as phase3
 from posttrain import models, plan
 from posttrain.config import ModelSection, StarPORun
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.head import head_logprobs
 from posttrain.learner import Batch
 from posttrain.plan import Shape
 from posttrain.policy import trained_states
@@ -218,6 +219,22 @@ def test_activations(kind: str, bf16: bool, checkpointing: bool) -> None:
     assert found <= planned <= 1.3 * found
 
 
+@pytest.mark.parametrize("cap", [None, 30.0])
+@pytest.mark.parametrize("bonus", [0.0, 0.01])
+def test_the_tiles_of_the_output_layer(bonus: float, cap: float | None) -> None:
+    """All that exists of the logits at one time, in the forward and in the backward pass."""
+    cfg, model = config(), network("llama")
+    output: Any = torch.nn.Linear(2, 5000, bias=False)
+    model.set_output_embeddings(output)
+    model.config.final_logit_softcapping = cap
+    hidden = torch.randn(512, 2, requires_grad=True)
+    with Alive(output.parameters()) as alive:
+        logprobs, entropy = head_logprobs(model, hidden, torch.arange(512))
+        (logprobs.sum() + (bonus * entropy.sum() if bonus else 0.0)).backward()
+    planned = plan.output_tiles(shape_of(network("llama"), cfg)._replace(vocabulary=5000), cfg, 512, cuda=False)
+    assert 0.6 * planned <= alive.peak <= 1.05 * planned  # what is as long as the states or the weights comes on top
+
+
 @pytest.mark.parametrize("bonus", [0.0, 0.01], ids=["", "entropy"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["llama", "convgpt-tied"])
@@ -390,6 +407,8 @@ def test_the_plan_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     [
         ("llama", {"num_key_value_heads": 2}),
         ("falcon", {"multi_query": True, "new_decoder_architecture": False}),
+        ("llama", {"use_cache": False}),  # as models are that a Trainer has trained
+        ("gpt2", {"pad_token_id": 0, "n_embd": 32, "n_layer": 2, "n_head": 4}),  # which reads nothing without memory
         ("bloom", {}),
         ("deepseek_v3", {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}),
     ],
