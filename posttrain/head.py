@@ -69,9 +69,10 @@ class _LogProbs(torch.autograd.Function):
             before_S, most_S = most_S, torch.maximum(most_S, logits_SC.amax(-1))
             below_SC = logits_SC.sub_(most_S[:, None])
             power_SC = torch.exp(below_SC, out=other[:, : below_SC.shape[1]])
-            lower_S = before_S - most_S
-            weighted_S.add_(lower_S * sum_S).mul_(lower_S.exp())  # sums are of powers below the largest logit so far
-            sum_S.mul_(lower_S.exp()).add_(power_SC.sum(-1))
+            lower_S = before_S - most_S  # both sums are of powers below the largest logit so far
+            shrunk_S = lower_S.exp()
+            weighted_S.add_(lower_S * sum_S).mul_(shrunk_S)
+            sum_S.mul_(shrunk_S).add_(power_SC.sum(-1))
             weighted_S.add_(power_SC.mul_(below_SC).sum(-1))
         log_sum_S = most_S + sum_S.log()
         entropy_S = sum_S.log() - weighted_S / sum_S

@@ -172,8 +172,8 @@ def copies(shape: Shape, cfg: StarPORun, learns: bool) -> int:
 def playing(shape: Shape, cfg: StarPORun, slots: int) -> dict[str, int]:
     """A rollout of so many conversations at once, all of which become as long as they may.
 
-    The cache is exact where a model can count it (`_cache_of_a_token`), the rest an estimate for the slot
-    engine: one forward pass over what is new to it.
+    The cache is exact where a model can count it (`_cache_of_a_token`), the rest an estimate for the slot engine: one
+    forward pass over what is new to it.
     """
     if cfg.rollout.engine == "vllm":
         return {"bfloat16 weights": copies(shape, cfg, learns=False)}
