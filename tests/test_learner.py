@@ -190,7 +190,7 @@ def test_ratios_of_whole_episodes_do_not_depend_on_micro_batches(algorithm: dict
     cfg = config(**algorithm)
     whole = moved(cfg, elsewhere, exact)
     cut = cfg.model_copy(update={"trainer": cfg.trainer.model_copy(update={"micro_batch_tokens": 20})})
-    assert whole.norm() > 0 and (moved(cut, elsewhere, exact) - whole).norm() <= 1e-5 * whole.norm()
+    assert whole.norm() > 0 and (moved(cut, elsewhere, exact) - whole).norm() <= 5e-6 * whole.norm()
 
 
 def test_policy_and_critic_are_clipped_apart() -> None:
