@@ -169,6 +169,22 @@ def one(given: Any) -> None:
     print(json.dumps({"norm": norm, "seconds": seconds, "peak": _measure.peak(given.device)}))
 
 
+def markdown(results: dict[str, Any]) -> str:
+    cells, read = [], results["read_tokens"]
+    for row in results["rows"]:
+        seconds = {name: [each["seconds"][0] for each in row[name]] for name in ("ours", "trl")}
+        peak = {name: median(each["peak"] for each in row[name]) for name in ("ours", "trl")}
+        speeds = [f"{read / median(seconds[name]):,.0f}" for name in ("ours", "trl")]
+        memory = [f"{peak['ours']:.2f}", f"{peak['trl']:.2f}", f"{peak['ours'] / peak['trl']:.2f}"]
+        cells.append([str(row["vocabulary"]), *speeds, _measure.ratio(seconds["trl"], seconds["ours"]), *memory])
+    header = ["vocabulary", "ours tok/s", "TRL tok/s", "ours vs TRL", "ours GiB", "TRL GiB", "memory"]
+    size = f"{results['conversations']} conversations, {read:,} tokens, {results['sampled_tokens']:,} of them sampled"
+    return (
+        f"{_measure.told(results)}\n{size}; medians of {results['repeats']} processes each.\n\n"
+        f"{_measure.table(header, cells)}"
+    )
+
+
 def main() -> None:
     parser = _measure.parser(__doc__)
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[1024, 65536, 151936])
@@ -214,17 +230,7 @@ def main() -> None:
         "read_tokens": read,
         "rows": rows,
     }
-    cells = []
-    for row in rows:
-        seconds = {name: [each["seconds"][0] for each in row[name]] for name in ("ours", "trl")}
-        peak = {name: median(each["peak"] for each in row[name]) for name in ("ours", "trl")}
-        speeds = [f"{read / median(seconds[name]):,.0f}" for name in ("ours", "trl")]
-        memory = [f"{peak['ours']:.2f}", f"{peak['trl']:.2f}", f"{peak['ours'] / peak['trl']:.2f}"]
-        cells.append([str(row["vocabulary"]), *speeds, _measure.ratio(seconds["trl"], seconds["ours"]), *memory])
-    header = ["vocabulary", "ours tok/s", "TRL tok/s", "ours vs TRL", "ours GiB", "TRL GiB", "memory"]
-    size = f"{given.conversations} conversations, {read:,} tokens, {sampled:,} of them sampled"
-    markdown = f"{_measure.told(results)}\n{size}; medians of {given.repeats} processes each.\n\n"
-    _measure.publish(results, markdown + _measure.table(header, cells), given.json)
+    _measure.publish(results, markdown(results), given.json)
 
 
 if __name__ == "__main__":

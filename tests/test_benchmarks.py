@@ -445,7 +445,7 @@ def test_the_tables_of_the_learning_benchmark_are_those_of_its_rows(
 @pytest.mark.parametrize(
     ("script", "file"),
     [("rollout", f"rollout{size}") for size in ("", "-vllm", "-trl", "-ragged", "-40m", "-40m-20", "-164m")]
-    + [(script, f"{script}{size}") for script, size in (("iteration", ""), ("iteration", "-40m"))]
+    + [(script, f"{script}{size}") for script, size in (("iteration", ""), ("iteration", "-40m"), ("update", ""))]
     + [("phases", "phases"), ("phases", "phases-65k"), ("scaling", "scaling"), ("device", "device")],
 )
 def test_the_tables_of_the_results_are_those_of_their_figures(
