@@ -53,6 +53,8 @@ def main(argv: list[str] | None = None) -> None:
     if device.type == "cpu":
         training.score_trained_positions_only()
         training.read_in_slices(model)
+    else:
+        training.read_without_padding_masks(model)
     with training.refusals_in_words():
         trainer = SFTTrainer(
             model=model,

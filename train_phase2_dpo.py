@@ -57,14 +57,20 @@ def main(argv: list[str] | None = None) -> None:
 
     # 4. TRL trains. The reference is the policy in memory, asked once for all pairs before the first step: a reference
     #    loaded by name could be another model, and would take the memory of a second one.
+    rows = pairs.train
+    if args.train_sampling_strategy == "group_by_length":
+        rows = training.in_length_pools(rows, args.per_device_train_batch_size * args.world_size, cfg.seed)
+        args.train_sampling_strategy = "sequential"
     if device.type == "cpu":
         training.score_trained_positions_only()
         training.read_in_slices(model)
+    else:
+        training.read_without_padding_masks(model)
     with training.refusals_in_words():
         trainer = PairTrainer(
             model=model,
             args=args,
-            train_dataset=training.on_disk(pairs.train, output_dir / "pairs" / "train"),
+            train_dataset=training.on_disk(rows, output_dir / "pairs" / "train"),
             eval_dataset=training.on_disk(pairs.eval, output_dir / "pairs" / "eval") if len(pairs.eval) else None,
             processing_class=chat.tokenizer,
             peft_config=models.peft_config(cfg.model, model, chat),

@@ -157,14 +157,11 @@ def theirs(phase: str, folder: Path, given: Any, **more: Any) -> dict[str, Any]:
     columns = ("messages",) if phase == "sft" else ("chosen", "rejected")
     data = Dataset.from_list([{name: row[name] for name in columns} for row in rows])
     settings = settings_of(phase, folder, given)
-    trainer, batch_size = settings["trainer"], settings["trainer"]["per_device_train_batch_size"]
-    if trainer.get("packing"):  # as many conversations as one of our packed batches holds
-        average = sum(tokens_of(row["messages"]) for row in rows) / len(rows)
-        batch_size = round(batch_size * settings["data"]["max_length"] / average)
+    trainer = settings["trainer"]
     equal = {
         "learning_rate": trainer["learning_rate"],
         "num_train_epochs": trainer["num_train_epochs"],
-        "per_device_train_batch_size": batch_size,
+        "per_device_train_batch_size": trainer["per_device_train_batch_size"],
         "gradient_accumulation_steps": trainer.get("gradient_accumulation_steps", 1),
         "save_strategy": "no",
         "report_to": "none",

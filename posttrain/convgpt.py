@@ -185,7 +185,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin  # the roll swaps the halves; the sign is in the sine
 
 
-def _pads_on_the_right(attention_mask: Any, tokens: int) -> bool:
+def pads_on_the_right(attention_mask: Any, tokens: int) -> bool:
     """Whether this (rows, tokens) mask hides nothing from a real token that causality does not hide already.
 
     Without a mask, scaled-dot-product attention computes half the scores, and none of them twice.
@@ -345,7 +345,7 @@ class ConvGPTModel(ConvGPTPreTrainedModel):
             past_key_values = DynamicCache(config=self.config)
         tokens = embeds.shape[1]
         if position_ids is None and self.config._attn_implementation == "sdpa":  # given positions may mean packed rows
-            attention_mask = None if _pads_on_the_right(attention_mask, tokens) else attention_mask
+            attention_mask = None if pads_on_the_right(attention_mask, tokens) else attention_mask
         if position_ids is None and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens:]
         elif position_ids is None:

@@ -26,6 +26,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from posttrain import checkpoint, models, runlog
 from posttrain.chat import Chat
+from posttrain.convgpt import pads_on_the_right
 from posttrain.types import UserError, address
 
 COUNTS = "counts.json"  # in each checkpoint: what TRL counts and does not save
@@ -61,7 +62,36 @@ def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed:
     with refusals_in_words():
         args = kind(**{**defaults, **cfg.trainer, **fixed})
         _check_scheduler(args)
+    check_packing(args, device, cfg.model.attn_implementation)
     return args
+
+
+def check_packing(args: Any, device: torch.device, attention: str) -> None:
+    """UserError for packed rows whose conversations could see each other, or whose mask is as large as T x T.
+
+    sdpa and eager keep packed conversations apart by one mask over the whole batch, which TRL makes a single row of T
+    tokens: flash kernels take no mask, so attention costs T^2 in time and memory. On a CPU that is left to the user.
+    """
+    packs = [name for name in ("packing", "eval_packing") if getattr(args, name, None)]
+    if not packs:
+        return
+    key = f"trainer.{packs[0]}=true"
+    instead = "trainer.packing=false trainer.train_sampling_strategy=group_by_length"
+    wrapped = "trainer.packing_strategy=wrapped" if args.packing_strategy == "wrapped" else "trainer.packing=false"
+    if args.packing_strategy == "wrapped" or not args.packing:
+        raise UserError(
+            f"{key} with {wrapped} lets a conversation see the one before it in the same row. Leave both out, or write "
+            f"{instead}: batches of conversations of similar length."
+        )
+    if device.type != "cpu" and attention in ("sdpa", "eager"):
+        rows = max(args.per_device_train_batch_size, args.per_device_eval_batch_size if args.eval_packing else 1)
+        tokens = rows * args.max_length
+        raise UserError(
+            f"{key} with model.attn_implementation={attention} computes attention under a mask of {tokens} x {tokens} "
+            f"tokens, many times slower than without a mask. Write {instead}: batches of conversations of similar "
+            "length hardly need padding and no mask. Packed rows need an attention kernel that takes sequences of "
+            "different length: model.attn_implementation=flash_attention_2, with flash-attn installed."
+        )
 
 
 def _check_scheduler(args: Any) -> None:
@@ -127,6 +157,29 @@ def read_in_slices(net: Any) -> None:
     decoder.forward = forward
 
 
+def read_without_padding_masks(net: Any) -> None:
+    """Let the decoder read a batch that is padded on the right without an attention mask.
+
+    A token attends to itself and to what stands before it, so no real token sees padding behind it, and what is
+    computed for the padding has no label. Loss and gradients are the same (a test compares). transformers would make a
+    mask of rows x T x T from the padding; without one, sdpa takes its flash kernels and shares the keys and values of
+    grouped queries. TRL's trainers count tokens by the attention mask, so it is dropped only here.
+    """
+    if not getattr(net.config.get_text_config(), "is_causal", True):
+        return
+    decoder = net.base_model
+    whole = decoder.forward
+
+    def forward(*given: Any, **named: Any) -> Any:
+        ids, mask = named.get("input_ids"), named.get("attention_mask")
+        generates = named.get("use_cache", True) or named.get("past_key_values") is not None
+        if not (given or generates or ids is None) and pads_on_the_right(mask, ids.shape[1]):
+            named["attention_mask"] = None
+        return whole(*given, **named)
+
+    decoder.forward = forward
+
+
 def in_length_pools(rows: Dataset, batch_size: int, seed: int, pool: int = 8) -> Dataset:
     """The rows in an order whose consecutive batches hold rows of similar length, for a sampler that keeps the order.
 
@@ -135,7 +188,7 @@ def in_length_pools(rows: Dataset, batch_size: int, seed: int, pool: int = 8) ->
     50 batches at a time, and batches that are all of one kind of row taught a small model less.
     """
     draw = random.Random(address(seed, "length pools"))
-    lengths = [len(ids) for ids in rows["input_ids"]]
+    lengths = _lengths(rows)
     order = draw.sample(range(len(rows)), len(rows))
     batches = []
     for start in range(0, len(order), batch_size * pool):
@@ -145,6 +198,14 @@ def in_length_pools(rows: Dataset, batch_size: int, seed: int, pool: int = 8) ->
     draw.shuffle(full)
     rest = [row for batch in batches if len(batch) < batch_size for row in batch]
     return rows.select([row for batch in full for row in batch] + rest)
+
+
+def _lengths(rows: Dataset) -> list[int]:
+    """Tokens of each conversation, or of the longer half of each pair."""
+    if "input_ids" in rows.column_names:
+        return [len(ids) for ids in rows["input_ids"]]
+    columns = (rows[name] for name in ("prompt_ids", "chosen_ids", "rejected_ids"))
+    return [len(prompt) + max(len(chosen), len(rejected)) for prompt, chosen, rejected in zip(*columns, strict=True)]
 
 
 def on_disk(rows: Dataset, folder: Path) -> Dataset:

@@ -160,7 +160,7 @@ def test_the_reference_run_is_the_published_one():
     wanted = {
         "learning_rate": 2e-5,
         "num_train_epochs": 3,
-        "per_device_train_batch_size": 4,
+        "per_device_train_batch_size": 16,
         "gradient_accumulation_steps": 4,
     }
     assert wanted.items() <= one.trainer.items()

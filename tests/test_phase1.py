@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
-from tiny_runs import ROOT, conversations, python, rows_of, settings, tiny_base
+from tiny_runs import ROOT, conversations, preferences, python, rows_of, settings, tiny_base
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import train_phase1_sft
@@ -164,6 +164,141 @@ def test_only_the_trainers_padded_batches_are_read_in_slices() -> None:
     assert torch.equal(net(**packed).logits, flat)
     with pytest.raises(AssertionError, match="right"):
         net.model(input_ids=ids, attention_mask=mask.flip(1), use_cache=False)
+
+
+@pytest.fixture
+def cuda_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripts take the device for a GPU; weights and batches stay on the CPU."""
+    resolve, load = models.resolve_device, models.load
+
+    def load_on_the_cpu(*args: Any, **more: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(models, "resolve_device", resolve)
+            return load(*args, **{**more, "device": "cpu"})
+
+    monkeypatch.setattr(models, "resolve_device", lambda device: SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(models, "load", load_on_the_cpu)
+
+
+TINY: dict[str, Any] = dict(vocab_size=512, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
+TINY |= dict(hidden_size=64, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True)
+
+
+@pytest.mark.parametrize("kind", ["convgpt", "llama", "qwen2"])
+@pytest.mark.parametrize("script", ["train_phase1_sft", "train_phase2_dpo"])
+@pytest.mark.usefixtures("cuda_path")
+def test_the_reference_settings_attend_without_a_mask_on_a_gpu(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, script: str, kind: str
+) -> None:
+    """Training and evaluation; flash kernels take no mask and share the keys and values of grouped queries."""
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **TINY)).save_pretrained(tmp_path / "base")
+    tiny_tokenizer.save_pretrained(tmp_path / "base")
+    first = script == "train_phase1_sft"
+    rows = (conversations if first else preferences)(tmp_path / "rows.jsonl", 60)
+    calls: list[tuple[Any, dict[str, Any]]] = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(query: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        calls.append((query.shape, named))
+        return attend(query, *args, **named)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    config = yaml.safe_load((ROOT / "configs" / script.replace("train_", "")).with_suffix(".yaml").read_text())
+    config |= {"output_dir": str(tmp_path / "run"), "report_to": "none"}
+    config["model"]["name_or_path"] = str(tmp_path / "base")
+    config["data"] |= {"max_length": 96, "eval_rows": 8, "decontaminate": False}
+    config["data"]["sources"] = [{"kind": "messages" if first else "preferences", "path": str(rows)}]
+    # without a GPU, TRL refuses bfloat16 outside a CPU
+    config["trainer"] |= {"bf16": False, "max_steps": 2, "eval_steps": 1, "logging_steps": 1, "save_strategy": "no"}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    importlib.import_module(script).main(["--config", str(tmp_path / "run.yaml")])
+    assert rows_of(tmp_path / "run", "eval_loss").keys() == {1, 2}
+    assert len({shape for shape, _ in calls}) > 3  # batches of several lengths: most are padded
+    for shape, named in calls:
+        assert named.get("attn_mask") is None and named["is_causal"] and named["enable_gqa"], shape
+        assert shape[0] > 1  # not packed into one row
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "convgpt", "gpt2", "opt", "bloom"])
+def test_reading_without_a_mask_changes_no_loss_and_no_gradient(kind: str, checkpointing: bool) -> None:
+    """Beside the dense mask, and beside each row read on its own; what stands in the padding makes no difference."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    lengths = torch.tensor([3, 11, 4, 11, 2, 7])
+    mask = (torch.arange(11) < lengths[:, None]).long()
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(97, mask.shape, generator=draw)
+    labels = ids.masked_fill((torch.rand(mask.shape, generator=draw) < 0.4) | (mask == 0), -100)
+
+    def scored(plain: bool, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(2)
+        more = {"initializer_range": 0.1, "dropout": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+        config = AutoConfig.for_model(kind, **(TINY | {"vocab_size": 97} | more))
+        net: Any = AutoModelForCausalLM.from_config(config).train()
+        if checkpointing:
+            net.gradient_checkpointing_enable({"use_reentrant": False})
+        seen: list[Any] = []
+        attends = [module for name, module in net.named_modules() if name.endswith((".self_attn", ".attn"))]
+        for module in attends:
+            module.register_forward_pre_hook(lambda _, __, named: seen.append(named), with_kwargs=True)
+        if not plain:
+            training.read_without_padding_masks(net)
+        add_fused_lm_head(net, outputs=("log_probs", "entropy", "is_top1"))
+        out = net(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+        loss = -out.log_probs.sum() / (labels != -100).sum()
+        loss.backward()
+        gradient = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+        if not plain and attends:
+            assert all(named.get("attention_mask") is None for named in seen)
+        return loss, out.log_probs, gradient
+
+    masked = scored(True, ids, mask, labels)
+    bare = scored(False, ids, mask, labels)
+    other = scored(False, ids.masked_fill(mask == 0, 5), mask, labels)
+    assert masked[1].abs().max() > 1
+    for one, another, third in zip(masked, bare, other, strict=True):
+        assert torch.allclose(one, another, rtol=1e-4, atol=1e-6)
+        assert torch.allclose(one, third, rtol=1e-4, atol=1e-6)
+    for row, length in enumerate(lengths.tolist()):
+        alone = (part[row : row + 1, :length] for part in (ids, mask, labels))
+        assert torch.allclose(scored(True, *alone)[1][0], bare[1][row, : length - 1], rtol=1e-4, atol=1e-5)
+
+
+def test_only_padding_on_the_right_is_read_without_a_mask() -> None:
+    """Padding on the left, a cache and a caller's own positions keep their mask."""
+    net: Any = LlamaForCausalLM(LlamaConfig(**TINY)).eval()
+    ids = torch.arange(12).view(2, 6)
+    mask = torch.tensor([[1] * 6, [1] * 3 + [0] * 3])
+    before = net.model(ids, attention_mask=mask.flip(1), use_cache=False).last_hidden_state
+    cached = net.generate(ids, attention_mask=mask.flip(1), max_new_tokens=3, do_sample=False)
+    training.read_without_padding_masks(net)
+    assert torch.equal(net.model(input_ids=ids, attention_mask=mask.flip(1), use_cache=False)[0], before)
+    assert torch.equal(net.generate(ids, attention_mask=mask.flip(1), max_new_tokens=3, do_sample=False), cached)
+
+
+def test_packing_on_a_gpu_is_refused_without_a_kernel_for_it(tmp_path: Path, files: SimpleNamespace) -> None:
+    """sdpa would build one mask over all packed rows of a batch."""
+    from trl.trainer.sft_config import SFTConfig
+
+    from posttrain.config import SFTRun, resolve
+
+    def arguments(device: str, attention: str, **packed: Any) -> Any:
+        file = config_in(tmp_path, files, bf16=False, **packed)
+        cfg = resolve(SFTRun, file, [f"model.attn_implementation={attention}"])
+        return training.arguments(SFTConfig, cfg, torch.device(device))
+
+    for packed in ({"packing": True}, {"packing": True, "eval_packing": False}):
+        for attention in ("sdpa", "eager"):
+            with pytest.raises(UserError, match=r"384 x 384.*group_by_length.*flash_attention_2"):
+                arguments("cuda", attention, **packed)
+        assert arguments("cuda", "flash_attention_2", **packed)
+        assert arguments("cpu", "sdpa", **packed)
+    for device in ("cpu", "cuda"):
+        with pytest.raises(UserError, match="see the one before"):
+            arguments(device, "flash_attention_2", packing=True, packing_strategy="wrapped")
+        with pytest.raises(UserError, match="see the one before"):
+            arguments(device, "flash_attention_2", eval_packing=True)
 
 
 def test_length_pools_keep_every_row_once_and_halve_the_padding() -> None:
