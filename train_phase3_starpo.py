@@ -53,6 +53,7 @@ def main(argv: list[str] | None = None) -> None:
     settings = cfg.model_dump(mode="json")
     if runlog.is_main_process():
         try_worlds(cfg)
+        runlog.say(cockpit.reward_table(cfg, share_out(cfg.worlds, cfg.rollout.groups, 1)))
         models.preflight(cfg, resume=args.resume)
         if args.resume:
             training.same_run(out, settings)
@@ -355,6 +356,8 @@ def judge(cfg: StarPORun, groups: list[list[Trajectory]]) -> Judged:
     idle_G = torch.tensor([not any(group) for group in trains])
 
     spread_G = scores("reward_std")
+    worlds = sorted({group[0].world for group in groups})
+    env_G = [worlds.index(group[0].world) for group in groups]  # rewards of two environments need not have one scale
     percentile = chosen.strategy == "percentile"
     kept_G = filters.keep_groups(
         scores(chosen.metric).masked_fill(idle_G, math.nan),
@@ -365,8 +368,9 @@ def judge(cfg: StarPORun, groups: list[list[Trajectory]]) -> Judged:
         keep_zero=chosen.keep_zero,
         # a level's seed is addressed by run, step and group: a new order each step, the same in all processes
         ties=sorted(range(len(groups)), key=lambda number: address("ties", groups[number][0].level_seed)),
+        env_G=env_G,
     )
-    weights_G = filters.soft_weights(spread_G) if chosen.strategy == "soft" else torch.ones(len(groups))
+    weights_G = filters.soft_weights(spread_G, env_G) if chosen.strategy == "soft" else torch.ones(len(groups))
     rewards = [[math.nan if t.crashed else t.reward for t in group] for group in groups]
     return Judged(rewards, trains, spread_G.nan_to_num(0.0).tolist(), weights_G.tolist(), kept_G.tolist())
 
@@ -388,6 +392,9 @@ def advantages(
     paid_N = rewards_N.index_add(0, turn_S, -penalty_S)  # each turn's reward, the KL of its tokens taken off
     rewards_B = torch.zeros(len(group_B), dtype=torch.float64).index_add(0, episode_N, paid_N)
     std = algorithm.advantage_std
+    worlds = sorted({t.world for t in batch.episodes})
+    env_B = torch.tensor([worlds.index(t.world) for t in batch.episodes])  # statistics of a batch are of each alone
+    trained_S, env_S = trains_B[batch.episode_S], env_B[batch.episode_S]
     match algorithm.advantage:
         case "gae" | "bilevel_gae":
             assert measured.values_S is not None
@@ -402,12 +409,11 @@ def advantages(
                     gamma=algorithm.gamma, gamma_high=algorithm.gamma_high, lam=algorithm.lam,
                 )  # fmt: skip
             if algorithm.whiten:
-                trained_S = trains_B[batch.episode_S]
-                value_S = value_S.masked_scatter(trained_S, estimators.whiten(value_S[trained_S]))
+                value_S = estimators.whiten(value_S, trained_S, env_S)
             return value_S, returns_S
         case "turn_return":
             value_N = estimators.turn_advantages(
-                paid_N, episode_N, group_B, gamma=algorithm.gamma, over=algorithm.turn_norm, std=std
+                paid_N, episode_N, group_B, gamma=algorithm.gamma, over=algorithm.turn_norm, std=std, env_B=env_B
             )
             value_S = value_N[turn_S]
         case "gigpo":
@@ -422,12 +428,14 @@ def advantages(
         case "reinforce_pp" | "reinforce_pp_baseline":
             raw_B = torch.zeros(len(group_B), dtype=torch.float64).index_add(0, episode_N, rewards_N)
             baseline = algorithm.advantage == "reinforce_pp_baseline"
-            value_S = estimators.reinforce_pp(raw_B, group_B, batch.episode_S, -penalty_S, baseline=baseline)
+            value_S = estimators.reinforce_pp(
+                raw_B, group_B, batch.episode_S, -penalty_S, baseline=baseline, trained_S=trained_S, env_S=env_S
+            )
         case name:
             value_B = {
                 "grpo": lambda: estimators.grpo(rewards_B, group_B, std=std),
                 "rloo": lambda: estimators.rloo(rewards_B, group_B),
-                "brpo": lambda: estimators.brpo(rewards_B, std=std),
+                "brpo": lambda: estimators.brpo(rewards_B, env_B, std=std),
                 "arpo": lambda: estimators.arpo(rewards_B),
                 "maxrl": lambda: estimators.maxrl(rewards_B, group_B),
             }[name]()

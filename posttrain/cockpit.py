@@ -5,18 +5,21 @@ docs/metrics.md says what each figure means and what to do about it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from posttrain import parallel
+from envs.check import make_ready, play
+from envs.protocol import Protocol
+from posttrain import curriculum, parallel
 from posttrain.chat import Chat
-from posttrain.config import StarPORun
+from posttrain.config import StarPORun, TrainingWorld
 from posttrain.cross_score import Pairs, Turn, cross_scores, first_turn_pairs, trajectory_pairs
 from posttrain.learner import Batch, Learner, Measured
 from posttrain.metrics import seq_rep_n
@@ -115,6 +118,9 @@ def describe(groups: list[list[Trajectory]], spread: list[float], kept: list[int
     for world in sorted({e.world for e in episodes}):
         own = [e for e in episodes if e.world == world]
         out[f"rollout/{world}/success"] = sum(e.success for e in own) / len(own)
+        numbers = [n for n, group in enumerate(groups) if group[0].world == world]
+        out[f"rollout/{world}/in_group_std"] = sum(spread[n] for n in numbers) / len(numbers)
+        out[f"rollout/{world}/kept_groups"] = sum(n in kept for n in numbers)
         if own[0].stage is not None:
             out[f"rollout/{world}/stage"] = own[0].stage
         for failure in failures(own):
@@ -122,9 +128,47 @@ def describe(groups: list[list[Trajectory]], spread: list[float], kept: list[int
     return out
 
 
+def reward_table(cfg: StarPORun, played: Sequence[TrainingWorld], episodes: int = 16) -> str:
+    """The least and the most that an episode of each environment earned, as text for the start of a run.
+
+    played: the environment of each group of a step. An environment does not state its rewards, so its expert and its
+    scripted players each play `episodes` training levels (of the last stage of a curriculum) under the run's limits,
+    one action a turn. A policy may earn less or more, and format penalties come on top.
+    """
+    rows, widths = [], []
+    for world in cfg.worlds:
+        options, protocol = curriculum.conditions(world, Protocol(**cfg.protocol.model_dump()), curriculum.TARGET)
+        earned = scripted_returns(world.name, options, protocol, episodes)
+        seen = f"{min(earned):g} to {max(earned):g} ({len(earned)} episodes)" if earned else "not observed"
+        rows.append((world.name, f"{sum(group.name == world.name for group in played)} groups", seen))
+        widths += [max(earned) - min(earned)] if earned else []
+    lines = [f"  {name:<20} {groups:>12}   {seen}" for name, groups, seen in rows]
+    lines.insert(0, "groups of the first step, and what an episode earns when scripted players play it")
+    if cfg.algorithm.keeps_scale and len(widths) > 1 and max(widths) > 2 * min(widths):
+        lines.append(
+            f"WARNING: with `algorithm.advantage: {cfg.algorithm.advantage}` as this run sets it, advantages are as"
+            " large as rewards, so the environment with the widest range outweighs the others. Give them one scale"
+            " (sokoban: options: {reward: sparse}), or divide by a deviation (advantage: grpo, advantage_std: true)."
+        )
+    return "\n".join(lines)
+
+
+def scripted_returns(name: str, options: dict[str, Any], protocol: Protocol, episodes: int) -> list[float]:
+    """What the environment paid in each episode of its expert and its scripted players, as far as none raises."""
+    earned: list[float] = []
+    with contextlib.suppress(Exception):  # an environment may raise anything, and a run goes on without this table
+        for player in ("expert", *make_ready(name, options).players()):
+            for seed in range(episodes):
+                with contextlib.suppress(Exception):
+                    episode = play(name, options, player, protocol, seed, "train")
+                    earned.append(round(sum(turn.reward for turn in episode.past), 6))
+    return [each for each in earned if math.isfinite(each)]
+
+
 def failures(episodes: Iterable[Played | Trajectory]) -> list[str]:
     """How these episodes of one world were lost; not where a world's word for it is the name of another figure."""
     taken = {"", "success", "stage", "low", "high", "reward", "invalid_turns", "turns", "crashed"}
+    taken |= {"in_group_std", "kept_groups"}
     return sorted({episode.failure for episode in episodes} - taken)
 
 

@@ -304,7 +304,7 @@ def choose(
     """
     rollout, row = cfg.rollout, cfg.rollout.max_context
     siblings, groups = rollout.num_generations, -(-rollout.groups // processes)
-    episodes = cfg.algorithm.filter.most(rollout.groups) * siblings
+    episodes = cfg.algorithm.filter.most(rollout.groups, len(cfg.worlds)) * siblings
     contexts = 1 if rollout.context == "full" else cfg.protocol.max_turns
     share = episodes * contexts * row // (cfg.algorithm.minibatches * processes)
     cap = max(row, min(share, MOST_TOKENS["cuda" if cuda else "cpu"]))

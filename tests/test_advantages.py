@@ -126,6 +126,8 @@ def test_grpo_and_brpo_are_the_loop(batch: Batch, std: bool) -> None:
     assert same(grpo(t["rewards_B"], t["group_B"], std=std), normalised(returns, batch.group, std))
     assert same(brpo(t["rewards_B"], std=std), normalised(returns, [0] * len(returns), std))
     assert torch.equal(arpo(t["rewards_B"]), t["rewards_B"])
+    env = [group % 2 for group in batch.group]
+    assert same(brpo(t["rewards_B"], torch.tensor(env), std=std), normalised(returns, env, std))
 
 
 def test_grpo_is_that_of_trl() -> None:
@@ -358,6 +360,16 @@ def test_whiten_is_the_loop(batch: Batch) -> None:
     variance = sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1)
     assert same(whiten(tensor(values)), [(v - mean) / math.sqrt(variance + 1e-8) for v in values])
     assert same(whiten(tensor([2.0, 2.0])), [0.0, 0.0])
+    random = np.random.default_rng(len(values))
+    trained, env = random.random(len(values)) < 0.7, random.integers(0, 2, len(values))
+    slow = list(values)
+    for i, value in enumerate(values):
+        own = [v for v, on, e in zip(values, trained, env, strict=True) if on and e == env[i]]
+        if trained[i]:
+            mean = sum(own) / len(own)
+            variance = sum((v - mean) ** 2 for v in own) / max(1, len(own) - 1)
+            slow[i] = (value - mean) / math.sqrt(variance + 1e-8)
+    assert np.allclose(whiten(tensor(values), torch.tensor(trained), torch.tensor(env)), slow, rtol=1e-5, atol=1e-5)
 
 
 # Invariances

@@ -52,6 +52,22 @@ def test_a_figure_of_each_group_and_turn() -> None:
     ]
 
 
+def test_the_table_at_the_start_shows_what_episodes_earn(monkeypatch: pytest.MonkeyPatch) -> None:
+    from envs.frozen_lake import FrozenLake
+
+    def table(**algorithm: Any) -> str:
+        worlds = ["frozen_lake", {"name": "sokoban", "options": {"max_length": 2}}]
+        cfg = type(config()).model_validate(config(**algorithm).model_dump() | {"worlds": worlds})
+        return cockpit.reward_table(cfg, [*cfg.worlds, cfg.worlds[1]])
+
+    lake, sokoban = table().splitlines()[1:]
+    assert lake.split()[:6] == ["frozen_lake", "1", "groups", "0", "to", "1"]
+    assert sokoban.split()[:6] == ["sokoban", "2", "groups", "-0.8", "to", "10.8"]  # eight steps lost; two, and 11
+    assert "WARNING" in table(advantage="arpo")
+    monkeypatch.setattr(FrozenLake, "step", lambda self, action: 1 / 0)
+    assert "not observed" in table()
+
+
 def heard(cfg: Any, rows: list[dict[str, float]], state: dict[str, Any]) -> tuple[list[str], list[str]]:
     said: list[str] = []
     alerts: list[str] = []

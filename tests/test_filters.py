@@ -6,6 +6,7 @@ import doctest
 import math
 import random
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_phase3_starpo as phase3
+from posttrain import cockpit
 from posttrain.config import StarPORun
 from posttrain.starpo import filters
 from posttrain.starpo.advantages import grpo
-from posttrain.starpo.filters import group_scores, keep_groups, loss_scale, soft_weights, within_group
+from posttrain.starpo.filters import divide, group_scores, keep_groups, loss_scale, soft_weights, within_group
 from posttrain.types import Segment, Trajectory, address
 
 few = settings(max_examples=60, deadline=None)
@@ -235,6 +237,109 @@ def test_a_group_without_a_score_is_never_kept() -> None:
     assert keep_groups(score[:1], "none", 1.0, keep_zero=True).tolist() == []
 
 
+# Environments
+
+RANKED = [
+    {"strategy": "none"}, {"strategy": "top_k", "value": 0.5}, {"strategy": "top_k_abs", "value": 4},
+    {"strategy": "top_p", "value": 0.9}, {"strategy": "top_p_softmax", "value": 0.7},
+    {"strategy": "min_p", "value": 0.8}, {"strategy": "percentile", "band": [0.0, 0.5]}, {"strategy": "soft"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("chosen", RANKED, ids=lambda chosen: chosen["strategy"])
+def test_environments_of_unequal_scale_both_keep_groups(chosen: dict[str, Any]) -> None:
+    """FrozenLake pays 0 or 1 and Sokoban up to 10.9: by one raw deviation, only Sokoban's groups would be kept."""
+    random_ = random.Random(1)
+    groups = [
+        [
+            Trajectory(
+                segments=[Segment([5, 5], [False, True], [0.0, 0.0], 0, [0], [1], [2])],
+                turn_rewards=[scale * (member < wins) + 0.01 * random_.random()],
+                turn_penalties=[0.0],
+                world=world,
+                level_seed=number,
+            )
+            for member in range(8)
+        ]
+        for number, (world, scale, wins) in enumerate(
+            (world, scale, wins) for wins in (1, 2, 3, 4) for world, scale in (("frozen_lake", 1.0), ("sokoban", 10.9))
+        )
+    ]
+    judged = phase3.judge(
+        StarPORun.model_validate(
+            {
+                "output_dir": "unused",
+                "model": {"name_or_path": "unused"},
+                "worlds": ["frozen_lake", "sokoban"],
+                "rollout": {"groups": 8},
+                "algorithm": {"filter": chosen},
+            }
+        ),
+        groups,
+    )
+    kept = [groups[number][0].world for number in judged.kept]
+    row = cockpit.describe(groups, judged.spread, judged.kept)
+    for name in ("frozen_lake", "sokoban"):
+        assert row[f"rollout/{name}/kept_groups"] == kept.count(name) > 0
+    # softmax is not a matter of shares: a scale of its own keeps fewer
+    assert kept.count("frozen_lake") == kept.count("sokoban") or chosen["strategy"] == "top_p_softmax"
+    assert row["rollout/sokoban/in_group_std"] > 10 * row["rollout/frozen_lake/in_group_std"]
+    lake, boxes = judged.weights[::2], judged.weights[1::2]
+    assert lake == pytest.approx(boxes, abs=0.05)
+
+
+@few
+@given(distinct, st.floats(0.05, 1), st.booleans(), st.randoms(use_true_random=False))
+def test_each_environment_is_filtered_as_if_it_were_alone(
+    values: list[float], value: float, smallest: bool, random_: random.Random
+) -> None:
+    envs = [random_.randrange(3) for _ in values]
+    for strategy in ("none", "top_p", "top_p_softmax", "min_p", "percentile"):
+        given_value = value / 2 if strategy == "percentile" else value
+        kept = keep_groups(tensor(values), strategy, given_value, upper=value, smallest=smallest, env_G=envs).tolist()
+        for env in set(envs):
+            own = [i for i, e in enumerate(envs) if e == env]
+            alone = keep_groups(tensor([values[i] for i in own]), strategy, given_value, upper=value, smallest=smallest)
+            assert [i for i in kept if envs[i] == env] == [own[i] for i in alone.tolist()], strategy
+        one = keep_groups(tensor(values), strategy, given_value, upper=value, smallest=smallest)
+        same = keep_groups(tensor(values), strategy, given_value, upper=value, smallest=smallest, env_G=[7] * len(envs))
+        assert torch.equal(one, same)
+
+
+@few
+@given(distinct, st.integers(1, 12), st.randoms(use_true_random=False))
+def test_top_k_keeps_the_best_of_each_environment(values: list[float], total: int, random_: random.Random) -> None:
+    envs = [random_.randrange(3) for _ in values]
+    useful = {env: [i for i in slow_order(values, False, False) if envs[i] == env] for env in envs}
+    kept = keep_groups(tensor(values), "top_k_abs", total, env_G=envs).tolist()
+    able = [env for env in useful if useful[env]]
+    assert len(kept) == min(max(total, len(able)), sum(map(len, useful.values())))
+    for env in able:
+        own = [i for i in kept if envs[i] == env]
+        assert own == useful[env][: len(own)] and own
+    share = len(kept) / len(values)
+    assert keep_groups(tensor(values), "top_k", share, env_G=envs).tolist() == kept or int(share * len(values)) < total
+
+
+@few
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=4), st.integers(1, 30))
+def test_kept_groups_are_divided_by_the_highest_averages(counts: list[tuple[int, int]], total: int) -> None:
+    played, candidates = [a for a, _ in counts], [min(a, b) for a, b in counts]
+    averages = [
+        (-(math.inf if kept == 0 else played[env] / (kept + 1)), kept, env)
+        for env in range(len(played))
+        for kept in range(candidates[env])
+    ]
+    chosen = [env for *_, env in sorted(averages)[: max(total, sum(c > 0 for c in candidates))]]
+    found = divide(total, played, candidates)
+    wanted = [chosen.count(env) for env in range(len(played))]
+    assert sum(found) == len(chosen) and [n > 0 for n in found] == [n > 0 for n in wanted]
+    # of equal averages another one may have been taken: what counts is which averages were
+    assert sorted(played[e] / (k + 1) for e, n in enumerate(found) for k in range(1, n)) == pytest.approx(
+        sorted(played[e] / (k + 1) for e, n in enumerate(wanted) for k in range(1, n))
+    )
+
+
 # Within groups
 
 
@@ -264,6 +369,7 @@ def test_soft_weights_are_the_loop(values: list[float]) -> None:
     assert np.allclose(soft_weights(tensor(values)).numpy(), wanted, atol=1e-6)
     assert soft_weights(tensor([math.nan, 2.0, 1.0])).tolist() == [0.0, 1.0, 0.5]
     assert soft_weights(tensor([])).tolist() == []
+    assert soft_weights(tensor([1.0, 2.0, 9.0, 3.0]), [0, 0, 1, 1]).tolist() == pytest.approx([0.5, 1, 1, 1 / 3])
 
 
 def test_loss_scale() -> None:

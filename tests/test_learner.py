@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import train_phase3_starpo as phase3
 from posttrain.config import StarPORun
-from posttrain.learner import Batch, Learner
+from posttrain.learner import Batch, Learner, Measured
 from posttrain.models import peft_config
 from posttrain.policy import token_logprobs
 from posttrain.prefixes import Prefixes
@@ -249,6 +249,37 @@ def test_soft_weights_scale_each_groups_advantages() -> None:
     assert weights[2] == 1 and weights[0] == pytest.approx(0.25)
     scaled_S, _ = phase3.advantages(soft, batch, measured, weights, trains_B)
     assert torch.allclose(scaled_S, plain_S * torch.tensor(weights)[batch.group_B][batch.episode_S])
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"advantage": "brpo"},
+        {"advantage": "reinforce_pp"},
+        {"advantage": "reinforce_pp_baseline"},
+        {"advantage": "turn_return", "turn_norm": "batch"},
+        {"advantage": "gae"},
+        {"advantage": "bilevel_gae"},
+    ],
+    ids=lambda algorithm: algorithm["advantage"],
+)
+def test_statistics_of_a_batch_are_of_each_environment_alone(algorithm: dict[str, Any]) -> None:
+    """Rewards ten times as large in one of two environments change the advantages of neither."""
+    cfg = config(**algorithm)
+    assert not cfg.algorithm.keeps_scale and config(advantage="arpo").algorithm.keeps_scale
+
+    def found(scale: float) -> torch.Tensor:
+        groups = played(policy())
+        for group in groups[1:]:
+            for t in group:
+                t.world, t.turn_rewards = "sokoban", [scale * (reward - 0.1) for reward in t.turn_rewards]
+        batch = Batch.of([t for group in groups for t in group])
+        values_S = torch.linspace(0, 0.5, len(batch.turn_S)) * (1 + (scale - 1) * (batch.group_B[batch.episode_S] > 0))
+        everyone = torch.ones(len(batch.episodes), dtype=torch.bool)
+        return phase3.advantages(cfg, batch, Measured(batch.sampler_S, None, values_S), [1.0] * 3, everyone)[0]
+
+    assert torch.allclose(found(1.0), found(10.0), atol=1e-3)
+    assert found(1.0).std() > 0.1
 
 
 def test_kl_in_the_reward_is_taken_from_the_tokens_that_caused_it() -> None:

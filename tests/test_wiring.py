@@ -241,7 +241,7 @@ def worth(
         if a.advantage == "reinforce_pp_baseline":
             raw = compared(raw, group, std=False)
         out = [r + np.array(later(-cost, 1.0)) for r, cost in zip(raw, penalty, strict=True)]
-        every = np.concatenate(out)
+        every = np.concatenate([each for each, on in zip(out, trains, strict=True) if on])
         out = [(each - every.mean()) / math.sqrt(every.var(ddof=1) + 1e-8) for each in out]
     else:
         siblings = [[r for r, g in zip(total, group, strict=True) if g == own] for own in group]

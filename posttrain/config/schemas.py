@@ -332,7 +332,8 @@ class FilterSection(Section):
     strategy: Literal["none", "top_k", "top_k_abs", "top_p", "top_p_softmax", "min_p", "percentile", "soft"] = Field(
         "none keeps all groups; top_k the best share `value`; top_k_abs the best `value`; top_p the fewest that hold"
         " the share `value` of the metric; top_p_softmax the same of its softmax; min_p those above `value` times the"
-        " best; percentile those whose rank lies in `band`; soft all, each weighted by its deviation over the largest",
+        " best; percentile those whose rank lies in `band`; soft all, each weighted by its deviation over the largest."
+        " Groups are ranked within their environment, and each environment keeps its share",
         "none",
     )
     value: float = Field("see strategy: a share, or a number of groups for top_k_abs", 0.5, gt=0)
@@ -364,14 +365,14 @@ class FilterSection(Section):
             raise wrong("`within` keeps at least 2 episodes of a group, or there is nothing to compare")
         return self
 
-    def most(self, groups: int) -> int:
-        """The most of so many groups that can be kept."""
+    def most(self, groups: int, environments: int = 1) -> int:
+        """The most of so many groups that can be kept, of which every environment gets at least one."""
         kept = {
             "top_k": int(self.value * groups),
             "top_k_abs": int(self.value),
-            "percentile": 1 + int((self.band[1] - self.band[0]) * groups),
+            "percentile": environments + int((self.band[1] - self.band[0]) * groups),
         }
-        return max(1, kept.get(self.strategy, groups))
+        return min(groups, max(environments, kept.get(self.strategy, groups)))
 
 
 def _at(values: Any, key: str) -> Any:
@@ -528,6 +529,13 @@ class AlgorithmSection(Section):
         """Whether there is a critic."""
         return self.advantage in ("gae", "bilevel_gae")
 
+    @property
+    def keeps_scale(self) -> bool:
+        """Whether advantages are as large as rewards are, so that environments with larger rewards weigh more."""
+        if self.advantage in ("grpo", "brpo", "turn_return", "gigpo"):
+            return not self.advantage_std
+        return self.advantage in ("arpo", "rloo") or (self.critical and not self.whiten)
+
     @field_validator("preset")
     @classmethod
     def _known_preset(cls, name: str | None) -> str | None:
@@ -645,7 +653,12 @@ class StarPORun(Run):
             )
         if chosen.within is not None and chosen.within > siblings:
             raise wrong(f"`algorithm.filter.within` ({chosen.within}) is more episodes than a group has ({siblings})")
-        most, parts = chosen.most(self.rollout.groups), algorithm.minibatches
+        if chosen.strategy == "top_k_abs" and chosen.value < len(self.worlds):
+            raise wrong(
+                f"`algorithm.filter.value` ({chosen.value:g}) is fewer groups than there are environments"
+                f" ({len(self.worlds)}), each of which keeps at least one: write at least {len(self.worlds)}"
+            )
+        most, parts = chosen.most(self.rollout.groups, len(self.worlds)), algorithm.minibatches
         if parts > most and algorithm.written("minibatches"):
             raise wrong(
                 f"`algorithm.minibatches` ({parts}) is more than the groups that a step can keep ({most}): write less,"

@@ -43,9 +43,17 @@ def rloo(rewards_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
     return grpo(rewards_B, group_B, std=False) * count_B / (count_B - 1).clamp(min=1)
 
 
-def brpo(rewards_B: torch.Tensor, *, std: bool = True) -> torch.Tensor:
-    """The whole batch as one group, shape (B,): RAGEN's BRPO. Of turns, it is ReBN (GEM, arXiv 2510.01051)."""
-    return grpo(rewards_B, torch.zeros(len(rewards_B), dtype=torch.long, device=rewards_B.device), std=std)
+def brpo(rewards_B: torch.Tensor, env_B: torch.Tensor | None = None, *, std: bool = True) -> torch.Tensor:
+    """The whole batch as one group, shape (B,): RAGEN's BRPO. Of turns, it is ReBN (GEM, arXiv 2510.01051).
+
+    env_B: which environment each episode played, any integers; each environment is then a group of its own, because the
+    rewards of two need not have one scale.
+
+    >>> brpo(torch.tensor([0.0, 1.0, -1.0, 10.0]), torch.tensor([0, 0, 1, 1])).round(decimals=1)
+    tensor([-0.7000,  0.7000, -0.7000,  0.7000])
+    """
+    env_B = torch.zeros(len(rewards_B), dtype=torch.long, device=rewards_B.device) if env_B is None else env_B
+    return grpo(rewards_B, env_B, std=std)
 
 
 def arpo(rewards_B: torch.Tensor) -> torch.Tensor:
@@ -110,15 +118,16 @@ def turn_advantages(
     gamma: float = 1.0,
     over: Literal["group_turn", "batch"] = "group_turn",
     std: bool = True,
+    env_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return-to-go of each turn, normalised over the k-th turns of its group or over all turns, shape (N,).
 
-    `batch` is GEM's ReBN (arXiv 2510.01051). A turn that only one episode of its group reached gets 0 under
-    `group_turn`: nothing to compare with.
+    `batch` is GEM's ReBN (arXiv 2510.01051), over the turns of one environment where `env_B` tells them apart. A turn
+    that only one episode of its group reached gets 0 under `group_turn`: nothing to compare with.
     """
     returns_N = returns_to_go(rewards_N, episode_N, gamma)
     if over == "batch":
-        return brpo(returns_N, std=std)
+        return brpo(returns_N, None if env_B is None else env_B[episode_N], std=std)
     _, place_N = _places(episode_N)
     return grpo(returns_N, group_B[episode_N] * (len(place_N) + 1) + place_N, std=std)
 
@@ -234,18 +243,39 @@ def reinforce_pp(
     extra_S: torch.Tensor | None = None,
     *,
     baseline: bool = False,
+    trained_S: torch.Tensor | None = None,
+    env_S: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The episode's reward and what `extra_S` still pays from each token on, whitened over all tokens, shape (S,).
+    """The episode's reward and what `extra_S` still pays from each token on, whitened as `whiten` says, shape (S,).
 
     REINFORCE++, arXiv 2501.03262, where `extra_S` is -beta * KL. `baseline` subtracts the mean of the group from the
     reward first (REINFORCE++-baseline).
     """
     score_B = grpo(rewards_B, group_B, std=False) if baseline else rewards_B
-    return whiten(returns_to_go(token_rewards(score_B, episode_S, extra_S), episode_S, 1.0))
+    return whiten(returns_to_go(token_rewards(score_B, episode_S, extra_S), episode_S, 1.0), trained_S, env_S)
 
 
-def whiten(advantages_S: torch.Tensor) -> torch.Tensor:
-    """Mean 0 and variance 1 over all tokens, shape (S,); equal ones become 0."""
+def whiten(
+    advantages_S: torch.Tensor, trained_S: torch.Tensor | None = None, env_S: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Mean 0 and variance 1 over the trained tokens of each environment, shape (S,); equal ones become 0.
+
+    trained_S: the tokens that count; the others are left as they are. None: all. env_S: which environment each token
+    belongs to, any integers; None: all to one.
+
+    >>> whiten(torch.tensor([0.0, 2.0, 9.0]), torch.tensor([True, True, False])).round(decimals=1)
+    tensor([-0.7000,  0.7000,  9.0000])
+    """
+    trained_S = torch.ones_like(advantages_S, dtype=torch.bool) if trained_S is None else trained_S
+    env_S = torch.zeros_like(advantages_S, dtype=torch.long) if env_S is None else env_S
+    out_S = advantages_S.clone()
+    for env in env_S[trained_S].unique():
+        own_S = trained_S & (env_S == env)
+        out_S[own_S] = _whitened(advantages_S[own_S])
+    return out_S
+
+
+def _whitened(advantages_S: torch.Tensor) -> torch.Tensor:
     variance = ((advantages_S - advantages_S.mean()) ** 2).sum() / max(1, len(advantages_S) - 1)
     return (advantages_S - advantages_S.mean()) * (variance + 1e-8).rsqrt()
 

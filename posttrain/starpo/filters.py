@@ -49,17 +49,23 @@ def keep_groups(
     smallest: bool = False,
     keep_zero: bool = False,
     ties: Sequence[int] | None = None,
+    env_G: Sequence[int] | None = None,
     eps: float = 0.01,
 ) -> torch.Tensor:
     """Indices of the groups to train on, best score first; may be empty.
 
     score_G: one number per group, of `group_scores`. Groups without a score (NaN) are never kept; groups whose score is
     zero teach nothing and are dropped first unless `keep_zero`. Best is largest, or `smallest`; of equal scores the one
-    that comes first in `ties`, a permutation of the groups. Without it low numbers win, and with them the first world.
+    that comes first in `ties`, a permutation of the groups. Without it low numbers win.
+
+    env_G: which environment each group played, any integers; None: all the same one. Rewards of two environments need
+    not have one scale (0 or 1; -1 to 10), so scores are compared within an environment only, and every rule below is
+    followed in each as if it were alone. The groups kept are then those of one environment after those of another.
 
     none            all
-    top_k           the best `value` share of all groups, at least one
-    top_k_abs       the best `value` groups, at least one
+    top_k           the best `value` share of all groups, at least one: max(1, int(value * groups)) in all environments
+                    together, divided as `divide` says
+    top_k_abs       the best `value` groups, at least one, divided likewise
     top_p           from the best until their scores sum to `value` of all, less `eps` (RAGEN-2, arXiv 2604.06268, the
                     linear rule); 1 keeps all, scores that sum to almost nothing keep none
     top_p_softmax   the fewest whose softmax sums to `value`
@@ -68,30 +74,62 @@ def keep_groups(
 
     >>> keep_groups(torch.tensor([0.1, 0.5, 0.0, 0.4]), "top_k", 0.5)
     tensor([1, 3])
+    >>> keep_groups(torch.tensor([0.1, 0.5, 3.0, 4.0]), "top_k", 0.5, env_G=[0, 0, 1, 1])
+    tensor([1, 3])
     """
     order_G = torch.tensor(range(len(score_G)) if ties is None else ties, dtype=torch.long, device=score_G.device)
+    envs_G = torch.zeros_like(order_G) if env_G is None else torch.tensor(env_G, device=score_G.device)
+    envs = list(dict.fromkeys(envs_G[order_G].tolist()))
     order_G = order_G[score_G[order_G].argsort(descending=not smallest, stable=True)]
     order_G = order_G[~score_G[order_G].isnan()]
     if not keep_zero:
         order_G = order_G[score_G[order_G].abs() > 1e-10]
-    ranked_G = score_G[order_G]
-    if strategy == "none" or len(order_G) == 0:
-        return order_G
-    if strategy == "top_k":
-        return order_G[: max(1, int(value * len(score_G)))]
-    if strategy == "top_k_abs":
-        return order_G[: max(1, int(value))]
+    ranked = [order_G[envs_G[order_G] == env] for env in envs]  # the candidates of each environment, best first
+    if strategy in ("top_k", "top_k_abs"):
+        total = int(value * len(score_G)) if strategy == "top_k" else int(value)
+        counts = divide(max(1, total), [int((envs_G == env).sum()) for env in envs], [len(own_G) for own_G in ranked])
+        parts = [own_G[:count] for own_G, count in zip(ranked, counts, strict=True)]
+    else:
+        parts = [own_G[_passing(score_G[own_G], strategy, value, upper, smallest, eps)] for own_G in ranked]
+    return torch.cat([order_G[:0], *parts])
+
+
+def divide(total: int, played: Sequence[int], candidates: Sequence[int]) -> list[int]:
+    """How many of `total` kept groups each environment gets, given the groups it played and those that may be kept.
+
+    One each (so `total` grows to the number of environments where it is less), and then one after the other to the
+    environment with the largest played / (kept + 1), which keeps the shares proportional to the groups played. What an
+    environment has no candidates for goes to the others. Of equal ones the first wins.
+
+    >>> divide(4, played=[6, 2], candidates=[6, 2]), divide(4, played=[4, 4], candidates=[1, 4])
+    ([3, 1], [1, 3])
+    >>> divide(1, played=[7, 1], candidates=[7, 1])
+    [1, 1]
+    """
+    kept = [0] * len(played)
+    for _ in range(min(max(total, sum(count > 0 for count in candidates)), sum(candidates))):
+        open_ = [env for env, count in enumerate(candidates) if kept[env] < count]
+        kept[max(open_, key=lambda env: (kept[env] == 0, played[env] / (kept[env] + 1)))] += 1
+    return kept
+
+
+def _passing(
+    ranked_G: torch.Tensor, strategy: str, value: float, upper: float, smallest: bool, eps: float
+) -> torch.Tensor | slice:
+    """Which of the scores of one environment, best first, a rule keeps that compares them with each other."""
+    if strategy == "none" or len(ranked_G) == 0:
+        return slice(None)
     if strategy == "top_p":
         mass_G = ranked_G.clamp(min=0)
-        return order_G if value >= 1 else order_G[mass_G.cumsum(0) - mass_G < value * mass_G.sum() - eps]
+        return slice(None) if value >= 1 else mass_G.cumsum(0) - mass_G < value * mass_G.sum() - eps
     if strategy == "top_p_softmax":
         mass_G = (-ranked_G if smallest else ranked_G).softmax(0)
-        return order_G if value >= 1 else order_G[mass_G.cumsum(0) - mass_G < value]
+        return slice(None) if value >= 1 else mass_G.cumsum(0) - mass_G < value
     if strategy == "min_p":
-        return order_G[ranked_G * value <= ranked_G[0] if smallest else ranked_G >= value * ranked_G[0]]
+        return ranked_G * value <= ranked_G[0] if smallest else ranked_G >= value * ranked_G[0]
     if strategy == "percentile":
-        first = int(value * len(order_G))
-        return order_G[first : max(first + 1, int(upper * len(order_G)))]
+        first = int(value * len(ranked_G))
+        return slice(first, max(first + 1, int(upper * len(ranked_G))))
     raise ValueError(
         f"unknown filter strategy {strategy!r}: none, top_k, top_k_abs, top_p, top_p_softmax, min_p or percentile"
     )
@@ -121,13 +159,19 @@ def within_group(rewards_B: torch.Tensor, group_B: torch.Tensor, k: int) -> torc
     return kept_B
 
 
-def soft_weights(score_G: torch.Tensor) -> torch.Tensor:
+def soft_weights(score_G: torch.Tensor, env_G: Sequence[int] | None = None) -> torch.Tensor:
     """What to multiply each group's advantages by instead of dropping some, shape (G,): its score / the largest score.
 
     RAGEN's soft reweighting, of `reward_std`; groups without a score get 0, and all do where no score is positive.
+    env_G: which environment each group played; the largest score is that of the same environment.
     """
     score_G = score_G.nan_to_num(0.0).clamp(min=0)
-    return score_G / score_G.max().clamp(min=1e-10) if len(score_G) else score_G
+    envs_G = torch.zeros(len(score_G), dtype=torch.long) if env_G is None else torch.tensor(env_G)
+    out_G = torch.zeros_like(score_G)
+    for env in envs_G.unique():
+        own_G = envs_G == env
+        out_G[own_G] = score_G[own_G] / score_G[own_G].max().clamp(min=1e-10)
+    return out_G
 
 
 def loss_scale(kept_share: float, scaling: str) -> float:
