@@ -25,7 +25,7 @@ FLOORS = [
     ],
     ["posttrain.embedded", "posttrain.policy"],
     ["posttrain.data", "posttrain.models", "posttrain.report", "posttrain.critic", "posttrain.prefixes"],
-    ["posttrain.sampler", "posttrain.training", "posttrain.cross_score", "posttrain.learner"],
+    ["posttrain.sampler", "posttrain.training", "posttrain.gguf", "posttrain.cross_score", "posttrain.learner"],
     ["posttrain.rollout"],
     ["posttrain.cockpit", "posttrain.plan"],
     SCRIPTS,
