@@ -15,11 +15,14 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain import config, runlog
 from posttrain.config import DPORun
 from posttrain.types import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -76,8 +79,14 @@ def main(argv: list[str] | None = None) -> None:
             peft_config=models.peft_config(cfg.model, model, chat),
         )
 
+    margin = reference_margin(
+        args,
+        getattr(getattr(model.config, "quantization_config", None), "bnb_4bit_compute_dtype", model.dtype),
+        answers=[len(ids) for name in ("chosen_ids", "rejected_ids") for ids in trainer.train_dataset[name]],
+    )
+
     def check_first(figures: dict[str, Any]) -> None:
-        check_reference(figures, trainer.loss_types, trainer.loss_weights, bf16=trainer.args.bf16)
+        check_reference(figures, trainer.loss_types, trainer.loss_weights, margin)
 
     figures = training.fit(trainer, "phase 2", cfg, resume=flags.resume, check_first=check_first)
 
@@ -87,22 +96,45 @@ def main(argv: list[str] | None = None) -> None:
     )
 
 
-def check_reference(figures: dict[str, Any], loss_types: list[str], loss_weights: list[float], *, bf16: bool) -> None:
+# Standard deviation of a token's log-prob, in nats, between two batch shapes: kernels sum in another order. bfloat16
+# showed .58 over 300 tokens; the two others are more exact by the bits that their mantissas are longer.
+ROUNDING = {"bfloat16": 0.58 / 300**0.5, "float16": 0.58 / 300**0.5 / 2**3, "float32": 0.58 / 300**0.5 / 2**16}
+
+
+def reference_margin(args: Any, dtype: torch.dtype, answers: list[int]) -> float:
+    """How far from zero the rewards of the first step may be: four standard deviations of rounding, at least 1e-3.
+
+    A reward is beta times the difference of two log-probs of an answer. Reference and training read it in batches of
+    different shapes, and rounding makes their difference grow with the root of its tokens (`answers`: of each answer).
+    The step reports the mean over its pairs. With the reference settings (bfloat16, beta .1, 300 tokens, 16 pairs):
+    .058.
+
+    args: a DPOConfig. dtype: what layers compute with outside autocast.
+    """
+    used = [str(dtype).removeprefix("torch.")]
+    used += ["bfloat16"] if args.bf16 else ["float16"] if args.fp16 or args.tf32 else []
+    a_token = max(ROUNDING.get(name, ROUNDING["bfloat16"]) for name in used)
+    pairs = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    return max(1e-3, 4 * args.beta * a_token * (sum(answers) / len(answers) / pairs) ** 0.5)
+
+
+def check_reference(
+    figures: dict[str, Any], loss_types: list[str], loss_weights: list[float], margin: float = 1e-3
+) -> None:
     """Before its first update the policy is the reference: no reward either way, and a sigmoid loss of ln 2.
 
-    Anything else means that the reference log-probs belong to another model or to other tokens. bfloat16 rounds a sum
-    of hundreds of log-probs differently from batch to batch, hence its wider margin.
+    Anything else means that the reference log-probs belong to another model or to other tokens, or are not numbers.
     """
-    margin = 1e-2 if bf16 else 1e-3
-    off = {name: figures[name] for name in ("rewards/chosen", "rewards/rejected") if abs(figures[name]) > margin}
-    if loss_types == ["sigmoid"] and abs(figures["loss"] - math.log(2) * loss_weights[0]) > margin:
-        off["loss"] = figures["loss"]
+    expected = {"rewards/chosen": 0.0, "rewards/rejected": 0.0}
+    if loss_types == ["sigmoid"]:
+        expected["loss"] = math.log(2) * loss_weights[0]
+    off = [f"{name} {figures[name]:.4f}" for name, at in expected.items() if not abs(figures[name] - at) <= margin]
     if off:
         raise UserError(
             f"The first step should find the policy equal to its reference (rewards 0, sigmoid loss ln 2 = 0.6931), "
-            f"but found {', '.join(f'{name} {value:.4f}' for name, value in off.items())}: the reference log-probs are "
-            "not the policy's own. A layer that draws random numbers in training (dropout) does this: write "
-            "trainer.disable_dropout=true. Otherwise delete the output folder and start again without --resume."
+            f"up to {margin:.4f}, but found {', '.join(off)}: the reference log-probs are not the policy's own. A "
+            "layer that draws random numbers in training (dropout) does this: write trainer.disable_dropout=true. "
+            "Otherwise delete the output folder and start again without --resume."
         )
 
 

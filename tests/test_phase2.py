@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,11 +78,13 @@ def test_the_reference_is_the_policy_and_not_what_its_name_says(
     assert rows_of(tmp_path / "run")[1] == pytest.approx(math.log(2), abs=1e-5)
 
 
+@pytest.mark.parametrize("bf16", [False, True])
 def test_a_wrong_reference_stops_the_run(
-    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, bf16: bool
 ) -> None:
     """The policy changes between the reference pass and the first step."""
     fit = training.fit
+    monkeypatch.setattr(models, "_check_libraries", lambda cfg: None)  # a CPU that only imitates bfloat16 will do
 
     def changed(trainer: Any, *args: Any, **more: Any) -> Any:
         with torch.no_grad():
@@ -91,32 +94,80 @@ def test_a_wrong_reference_stops_the_run(
 
     monkeypatch.setattr(training, "fit", changed)
     with pytest.raises(UserError, match=r"ln 2.*reference log-probs"):
-        train(config_in(tmp_path, files))
+        train(config_in(tmp_path, files, bf16=bf16))
     assert not (tmp_path / "run" / "final").exists()
 
 
 @pytest.mark.parametrize(
-    ("figures", "losses", "weights", "bf16", "passes"),
+    ("figures", "losses", "weights", "margin", "passes"),
     [
-        ({"loss": 0.6931}, ["sigmoid"], [1.0], False, True),
-        ({"loss": 0.6945}, ["sigmoid"], [1.0], False, False),
-        ({"loss": 0.6945}, ["sigmoid"], [1.0], True, True),
-        ({"loss": 0.7200}, ["sigmoid"], [1.0], True, False),
-        ({"loss": 0.3466}, ["sigmoid"], [0.5], False, True),
-        ({"loss": 1.4}, ["sigmoid", "sft"], [1.0, 1.0], False, True),  # ln 2 + a likelihood: only the rewards tell
-        ({"loss": 1.4, "rewards/chosen": 0.02}, ["sigmoid", "sft"], [1.0, 1.0], False, False),
-        ({"loss": 0.6931, "rewards/rejected": -0.02}, ["sigmoid"], [1.0], False, False),
+        ({"loss": 0.6931}, ["sigmoid"], [1.0], 1e-3, True),
+        ({"loss": 0.6945}, ["sigmoid"], [1.0], 1e-3, False),
+        ({"loss": 0.6945}, ["sigmoid"], [1.0], 1e-2, True),
+        ({"loss": 0.7200}, ["sigmoid"], [1.0], 1e-2, False),
+        ({"loss": 0.3466}, ["sigmoid"], [0.5], 1e-3, True),
+        ({"loss": 1.4}, ["sigmoid", "sft"], [1.0, 1.0], 1e-3, True),  # ln 2 + a likelihood: only the rewards tell
+        ({"loss": 1.4, "rewards/chosen": 0.02}, ["sigmoid", "sft"], [1.0, 1.0], 1e-3, False),
+        ({"loss": 0.6931, "rewards/rejected": -0.02}, ["sigmoid"], [1.0], 1e-3, False),
+        ({"loss": math.nan}, ["sigmoid"], [1.0], 1e-3, False),
+        ({"loss": 1.4, "rewards/chosen": math.nan}, ["sigmoid", "sft"], [1.0, 1.0], 1e-1, False),
+        ({"loss": 1.4, "rewards/rejected": math.inf}, ["sigmoid", "sft"], [1.0, 1.0], 1e-1, False),
     ],
 )
 def test_the_check_of_the_first_step(
-    figures: dict[str, float], losses: list[str], weights: list[float], bf16: bool, passes: bool
+    figures: dict[str, float], losses: list[str], weights: list[float], margin: float, passes: bool
 ) -> None:
     row = {"rewards/chosen": 0.0, "rewards/rejected": 0.0, **figures}
     if passes:
-        train_phase2_dpo.check_reference(row, losses, weights, bf16=bf16)
+        train_phase2_dpo.check_reference(row, losses, weights, margin)
     else:
         with pytest.raises(UserError, match="reference"):
-            train_phase2_dpo.check_reference(row, losses, weights, bf16=bf16)
+            train_phase2_dpo.check_reference(row, losses, weights, margin)
+
+
+def dpo_settings(**more: Any) -> SimpleNamespace:
+    """What of a DPOConfig decides how far rounding moves the first rewards; by default that of the reference run."""
+    precision = dict(bf16=True, fp16=False, tf32=None)
+    batch = dict(per_device_train_batch_size=2, gradient_accumulation_steps=8, world_size=1)
+    return SimpleNamespace(**(precision | batch | dict(beta=0.1) | more))
+
+
+def test_the_margin_is_what_rounding_explains() -> None:
+    """Log-probs off by .58 nats over 300 tokens in bfloat16 pass, a reward of .06 does not, nor 1e-3 in float32."""
+    draw = random.Random(0)
+    answers = [100, 500, 300] * 20
+    margin = train_phase2_dpo.reference_margin(dpo_settings(), torch.float32, answers)
+
+    def reward() -> float:
+        """The mean over the 16 pairs of the first step, the reference being the policy."""
+        return sum(0.1 * draw.gauss(0, 0.58 * (draw.choice(answers) / 300) ** 0.5) for _ in range(16)) / 16
+
+    off, before = 0, 0
+    for _ in range(5000):
+        row = {"rewards/chosen": reward(), "rewards/rejected": reward()}
+        row["loss"] = math.log(1 + math.exp(row["rewards/rejected"] - row["rewards/chosen"]))
+        before += max(map(abs, (row["rewards/chosen"], row["rewards/rejected"]))) > 0.01
+        try:
+            train_phase2_dpo.check_reference(row, ["sigmoid"], [1.0], margin)
+        except UserError:
+            off += 1
+    assert off <= 5 and before > 2500  # a margin of .01 was a coin toss
+    wrong = {"loss": math.log(2), "rewards/chosen": -0.06, "rewards/rejected": 0.0}
+    with pytest.raises(UserError, match=r"rewards/chosen -0.06"):
+        train_phase2_dpo.check_reference(wrong, ["sigmoid"], [1.0], margin)
+
+
+def test_the_margin_follows_precision_beta_length_and_batch() -> None:
+    def margin(tokens: int = 300, dtype: torch.dtype = torch.float32, **more: Any) -> float:
+        return train_phase2_dpo.reference_margin(dpo_settings(**more), dtype, [tokens] * 4)
+
+    assert margin() == pytest.approx(4 * 0.1 * 0.58 / 4)
+    assert margin(tokens=1200) == pytest.approx(2 * margin())
+    assert margin(beta=0.2) == pytest.approx(2 * margin())
+    assert margin(world_size=4) == pytest.approx(margin() / 2)
+    assert margin(bf16=False, dtype=torch.bfloat16) == margin()  # an adapter on half-precision weights
+    assert margin(bf16=False, fp16=True) == margin(bf16=False, tf32=True) == pytest.approx(margin() / 8)
+    assert margin(bf16=False) == margin(bf16=False, tokens=2000, beta=0.5) == 1e-3  # float32: as tight as can be
 
 
 def test_a_mixed_loss_trains(tmp_path: Path, files: SimpleNamespace) -> None:
