@@ -49,6 +49,7 @@ def main(argv: list[str] | None = None) -> None:
         models.preflight(cfg, resume=flags.resume)
         if flags.resume:
             training.same_run(output_dir, cfg.model_dump(mode="json"))
+            training.same_processes(output_dir)
         checkpoint.claim(output_dir, flags.resume)
     device = models.resolve_device(cfg.device)
     args = training.arguments(DPOConfig, cfg, device, precompute_ref_log_probs=True, logging_first_step=True)

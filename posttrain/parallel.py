@@ -8,18 +8,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+TIMEOUT = 6 * 3600  # seconds that processes wait for each other: one streams a large source, or writes to a slow disk
 
-def start(device: torch.device) -> None:
-    """Join the other processes when this one was launched among several."""
+
+def start(device: torch.device, timeout: float = TIMEOUT) -> None:
+    """Join the other processes when this one was launched among several; TRL's trainers use what is set up here.
+
+    NCCL's own limit is ten minutes, and without `device_id` it guesses which GPU belongs to a process.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        patience = timedelta(seconds=timeout)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            dist.init_process_group("nccl", timeout=patience, device_id=device)
+        else:
+            dist.init_process_group("gloo", timeout=patience)
 
 
 def stop() -> None:

@@ -37,14 +37,17 @@ def say(text: str) -> None:
 
 
 def keep_private(output_dir: Path) -> None:
-    """Set, before any library reads them, the environment variables that keep a run on this machine.
+    """Set, before any library reads them, the environment variables that keep a run on this machine, and in its memory.
 
     No library reports its use anywhere, and trackio keeps its database beside the run (all phases of one experiment
-    share it, so they stand next to each other on its page).
+    share it, so they stand next to each other on its page). Batches differ in length, so torch is asked for segments
+    that can grow: otherwise much of a GPU's memory ends up in pieces that fit no later batch. A user's setting stays.
     """
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     os.environ.setdefault("TRACKIO_DIR", str(Path(output_dir).resolve().parent / "trackio"))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # says at import that a CPU has no 4-bit GPU kernel
 
 

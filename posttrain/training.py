@@ -24,7 +24,7 @@ from torch.nn import functional
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, get_scheduler
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from posttrain import checkpoint, models, runlog
+from posttrain import checkpoint, models, parallel, runlog
 from posttrain.chat import Chat
 from posttrain.convgpt import pads_on_the_right
 from posttrain.types import UserError, address
@@ -46,7 +46,6 @@ def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed:
         "dataloader_pin_memory": device.type == "cuda",
         "save_total_limit": 2,
         "ddp_find_unused_parameters": False,
-        "ddp_timeout": 6 * 3600,  # seconds; processes wait for each other's sources, and a large one streams for long
     }
     fixed = {
         "output_dir": str(cfg.output_dir),
@@ -57,6 +56,7 @@ def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed:
         "max_length": cfg.data.max_length,
         **fixed,
     }
+    parallel.start(device, cfg.trainer.get("ddp_timeout", parallel.TIMEOUT))  # or accelerate would, without device_id
     # TRL itself uses this name, which transformers is about to change.
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
     with refusals_in_words():
@@ -319,6 +319,23 @@ def same_run(output_dir: Path, settings: dict[str, Any]) -> None:
         )
 
 
+def same_processes(output_dir: Path) -> None:
+    """UserError when a run of phase 1 or 2 goes on with another number of processes: they share out each batch."""
+    now = int(os.environ.get("WORLD_SIZE", "1"))
+    for file in Path(output_dir).glob(f"checkpoint-*/{COUNTS}"):
+        try:
+            before = int(json.loads(file.read_text(encoding="utf-8"))["processes"])
+        except (OSError, ValueError, KeyError, TypeError):  # damaged, and passed over when the checkpoint is chosen
+            continue
+        if before != now:
+            begun = f"torchrun --nproc_per_node {before}" if before > 1 else "python, without torchrun"
+            raise UserError(
+                f"The run in {output_dir} was begun on {before} process{'es' if before > 1 else ''} and would go on on "
+                f"{now}: its batches would hold other rows, and as many times more or fewer. Use {begun}, or start a "
+                "new run (output_dir=...)."
+            )
+
+
 def remember_run(output_dir: Path, settings: dict[str, Any], resume: bool) -> None:
     """Write the settings that `same_run` compares with, unless this goes on with a run that has."""
     begun = Path(output_dir) / checkpoint.RUN_CONFIG
@@ -384,7 +401,7 @@ class Reporter(TrainerCallback):
         barrier()  # every process has written its random state by now
         if state.is_world_process_zero:
             folder = self.output_dir / f"checkpoint-{state.global_step}"
-            (folder / COUNTS).write_text(json.dumps({"num_tokens": self.tokens()}))
+            (folder / COUNTS).write_text(json.dumps({"num_tokens": self.tokens(), "processes": args.world_size}))
             checkpoint.seal(folder, step=state.global_step)
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import textwrap
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from tiny_runs import ROOT, conversations, preferences, python, rows_of, setting
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import train_phase1_sft
-from posttrain import checkpoint, models, runlog, training
+from posttrain import checkpoint, models, parallel, runlog, training
 from posttrain.chat import Chat
 from posttrain.types import UserError
 
@@ -486,6 +487,26 @@ def test_resume_with_other_settings_is_refused(tmp_path: Path, files: SimpleName
     train(file, "--resume", "run_name=another")  # only a name
 
 
+def test_resume_on_another_number_of_processes_is_refused(
+    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any data is read: each batch would be of another size, and of other rows."""
+    file = config_in(tmp_path, files, max_steps=4)
+    train(file)
+    kept = snapshot(tmp_path / "run")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"begun on 1 process and .* on 2.*python, without torchrun"):
+        train(file, "--resume")
+    assert snapshot(tmp_path / "run") == kept
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    (tmp_path / "run" / "checkpoint-4" / training.COUNTS).write_text('{"num_tokens": 9, "processes": 4}')
+    with pytest.raises(UserError, match=r"begun on 4 processes and .* on 1.*torchrun --nproc_per_node 4"):
+        train(file, "--resume")
+    for damaged in ("", "[]", '{"processes": "x"}', "{}"):  # no reason to refuse
+        (tmp_path / "run" / "checkpoint-4" / training.COUNTS).write_text(damaged)
+        training.same_processes(tmp_path / "run")
+
+
 def same_weights(one: Path, other: Path) -> bool:
     return (one / "final" / "model.safetensors").read_bytes() == (other / "final" / "model.safetensors").read_bytes()
 
@@ -617,6 +638,20 @@ def test_two_processes_train_as_one_with_twice_the_batch(tmp_path: Path, files: 
     assert two[6] == pytest.approx(one[6], abs=0.1)
     checkpoint.verify(tmp_path / "pair" / "final")
     assert {"rng_state_0.pth", "rng_state_1.pth"} <= set(checkpoint.verify(tmp_path / "pair" / "checkpoint-6")["files"])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_processes_wait_long_for_each_other_and_know_their_gpu(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    asked: list[Any] = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "set_device", asked.append)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *how, **more: asked.append((*how, more)))
+    place, patience = torch.device(device), timedelta(hours=6)
+    parallel.start(place)
+    if device == "cpu":
+        assert asked == [("gloo", {"timeout": patience})]
+    else:
+        assert asked == [place, ("nccl", {"timeout": patience, "device_id": place})]
 
 
 def test_only_the_first_process_writes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tiny_runs import ROOT
 
 from posttrain import runlog
 
@@ -100,6 +101,31 @@ def test_no_tracker_prints_its_alerts(capsys: pytest.CaptureFixture[str]) -> Non
     tracker.alert("Loss", "is not finite")
     tracker.finish()
     assert capsys.readouterr().err == "Loss: is not finite\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}),
+    ],
+)
+def test_memory_of_a_gpu_can_grow_unless_the_user_says_otherwise(
+    tmp_path: Path, given: dict[str, str], found: dict[str, str]
+) -> None:
+    """Before torch is imported, which may read it once; the module that sets it does not import torch itself."""
+    program = (
+        "import json, os, sys\n"
+        "from pathlib import Path\n"
+        "from posttrain import runlog\n"
+        "runlog.keep_private(Path(sys.argv[1]) / 'run')\n"
+        "assert 'torch' not in sys.modules\n"
+        "print(json.dumps({key: value for key, value in os.environ.items() if 'ALLOC_CONF' in key}))\n"
+    )
+    clean = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    assert json.loads(subprocess.check_output(command, cwd=ROOT, env=clean | given)) == found
 
 
 def test_trackio_stays_on_this_machine(tmp_path: Path) -> None:
