@@ -218,6 +218,7 @@ def preflight(cfg: Any, *, resume: bool = False) -> None:
         for model in found:
             passes(lambda model=model: load_chat(model, cfg.chat.template))
         if hasattr(cfg, "trainer"):
+            passes(lambda: _check_kernels(cfg))
             passes(lambda: checkpoint.needs_free_space(Path(cfg.output_dir), sum(_room(cfg, model) for model in found)))
     if hasattr(cfg, "output_dir"):
         passes(lambda: checkpoint.in_use(Path(cfg.output_dir), resume))
@@ -249,6 +250,38 @@ def _check_libraries(cfg: Any) -> None:
             "trainer.bf16=true, but there is no GPU that computes in bfloat16, and a CPU only imitates it, slower than "
             "float32. Leave trainer.bf16 out (it is then switched on where the hardware has it) or write false."
         )
+
+
+def _check_kernels(cfg: Any) -> None:
+    """What a GPU compiles when training begins is compiled now, before hours of data work."""
+    try:
+        device = resolve_device(cfg.device)
+    except UserError:  # said already
+        return
+    if device.type == "cuda":
+        try_output_layer(device)
+
+
+def try_output_layer(device: torch.device) -> None:
+    """UserError unless TRL's output layer computes a log-prob and its gradient on this device.
+
+    On a GPU it is a Triton kernel, which needs a C compiler and Python's headers when it first runs.
+    """
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+    try:
+        hidden = torch.zeros(1, 16, device=device, requires_grad=True)
+        weight, token = torch.zeros(32, 16, device=device), torch.zeros(1, dtype=torch.long, device=device)
+        logprob, *_ = ChunkedLogProbFunction.apply(hidden, weight, None, token, 1.0, 32, None, 1.0, ("entropy",))
+        logprob.sum().backward()
+    except torch.OutOfMemoryError as error:
+        raise UserError(f"The GPU has no free memory ({_one_line(error)}). End what else runs on it.") from error
+    except Exception as error:  # Triton, the compiler, the driver: each fails in its own way
+        raise UserError(
+            f"TRL's output layer does not run on this GPU ({_one_line(error)}). It is a Triton kernel, compiled when "
+            "it first runs, which needs a C compiler and Python's headers: `sudo apt-get install gcc python3-dev`, or "
+            "name a compiler in the environment variable CC."
+        ) from error
 
 
 def _trainer(cfg: Any, name: str) -> Any:

@@ -179,6 +179,7 @@ def cuda_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(models, "resolve_device", lambda device: SimpleNamespace(type="cuda"))
     monkeypatch.setattr(models, "load", load_on_the_cpu)
+    monkeypatch.setattr(models, "try_output_layer", lambda device: None)
 
 
 TINY: dict[str, Any] = dict(vocab_size=512, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
@@ -218,6 +219,30 @@ def test_the_reference_settings_attend_without_a_mask_on_a_gpu(
     for shape, named in calls:
         assert named.get("attn_mask") is None and named["is_causal"] and named["enable_gqa"], shape
         assert shape[0] > 1  # not packed into one row
+
+
+def test_a_kernel_that_cannot_be_compiled_is_found_before_the_data_work(
+    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Triton raises where there is no C compiler, from inside TRL's output layer."""
+    from trl.kernels import chunked_logprob
+
+    from posttrain import data
+
+    models.try_output_layer(torch.device("cpu"))  # the same function, there without Triton
+
+    def uncompiled(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+
+    monkeypatch.setattr(chunked_logprob, "_forward_tile", uncompiled)
+    monkeypatch.setattr(data, "load_sft", lambda *_: pytest.fail("data was read"))
+    real = models.try_output_layer
+    monkeypatch.setattr(models, "try_output_layer", lambda device: real(torch.device("cpu")))
+    monkeypatch.setattr(models, "resolve_device", lambda device: SimpleNamespace(type="cuda"))
+    with pytest.raises(UserError, match=r"Failed to find C compiler.*apt-get install gcc") as problem:
+        train(config_in(tmp_path, files, bf16=False), "device=cuda")
+    assert "\n" not in str(problem.value)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
