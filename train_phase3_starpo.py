@@ -315,6 +315,7 @@ class Judged(NamedTuple):
     """What each group earned, which groups are kept, and which of their episodes are trained on."""
 
     rewards: list[list[float]]  # [P][G] raw rewards, penalties included; nan for an episode whose world raised
+    members: list[list[bool]]  # [P][G] whether it is in its group's statistics: no crash, and chosen by `within`
     trains: list[list[bool]]  # [P][G] whether its tokens may count in the loss
     spread: list[float]  # [P] standard deviation of the rewards in the group
     weights: list[float]  # [P] what the group's advantages are multiplied by
@@ -350,9 +351,13 @@ def judge(cfg: StarPORun, groups: list[list[Trajectory]]) -> Judged:
     within_B = torch.ones(len(alive), dtype=torch.bool)
     if chosen.within is not None:
         within_B = filters.within_group(rewards_B, group_B, chosen.within)
-    trains = [[False] * len(group) for group in groups]
+    members = [[False] * len(group) for group in groups]
     for (number, sample), t, within in zip(alive, played, within_B.tolist(), strict=True):
-        trains[number][sample] = within and t.tokens > 0 and not (algorithm.mask_truncated and t.truncated)
+        members[number][sample] = within and t.tokens > 0
+    trains = [
+        [on and not (algorithm.mask_truncated and t.truncated) for on, t in zip(*both, strict=True)]
+        for both in zip(members, groups, strict=True)
+    ]
     idle_G = torch.tensor([not any(group) for group in trains])
 
     spread_G = scores("reward_std")
@@ -372,7 +377,7 @@ def judge(cfg: StarPORun, groups: list[list[Trajectory]]) -> Judged:
     )
     weights_G = filters.soft_weights(spread_G, env_G) if chosen.strategy == "soft" else torch.ones(len(groups))
     rewards = [[math.nan if t.crashed else t.reward for t in group] for group in groups]
-    return Judged(rewards, trains, spread_G.nan_to_num(0.0).tolist(), weights_G.tolist(), kept_G.tolist())
+    return Judged(rewards, members, trains, spread_G.nan_to_num(0.0).tolist(), weights_G.tolist(), kept_G.tolist())
 
 
 def advantages(
@@ -388,7 +393,7 @@ def advantages(
     rewards_N = torch.tensor([score for t in batch.episodes for score in t.turn_scores], dtype=torch.float64)
     penalty_S = torch.zeros(len(turn_S), dtype=torch.float64)
     if algorithm.kl_in == "reward" and measured.reference_S is not None:
-        penalty_S = algorithm.beta * losses.kl(measured.old_S, measured.reference_S, algorithm.kl_estimator).double()
+        penalty_S = algorithm.beta * losses.kl(measured.old_S, measured.reference_S, algorithm.kl_kind).double()
     paid_N = rewards_N.index_add(0, turn_S, -penalty_S)  # each turn's reward, the KL of its tokens taken off
     rewards_B = torch.zeros(len(group_B), dtype=torch.float64).index_add(0, episode_N, paid_N)
     std = algorithm.advantage_std
@@ -459,12 +464,7 @@ def learn(
     from posttrain.learner import Batch
     from posttrain.starpo.filters import loss_scale
 
-    members = [
-        (number, sample)
-        for number in judged.kept
-        for sample, t in enumerate(groups[number])
-        if not t.crashed and t.tokens
-    ]
+    members = [(number, sample) for number in judged.kept for sample, on in enumerate(judged.members[number]) if on]
     batch = Batch.of([groups[number][sample] for number, sample in members])
     trains_B = torch.tensor([judged.trains[number][sample] for number, sample in members])
     measured = learner.measure(batch)

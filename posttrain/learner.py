@@ -314,13 +314,15 @@ class Learner:
             reference_S = here(measured.reference_S)
             found["policy/kl_to_reference"] = losses.kl(new_S.detach(), reference_S, "k3").sum().item()
             if algorithm.kl_in == "loss":
-                total_S = total_S + algorithm.beta * losses.kl(new_S, reference_S, algorithm.kl_estimator)
-        total = (weights_S * total_S).sum() * (0.0 if warming else 1.0)
+                total_S = total_S + algorithm.beta * losses.kl(new_S, reference_S, algorithm.kl_kind)
+        # while the critic warms up, nothing of the policy's loss: 0 times a number that is not finite is not finite
+        total = None if warming else (weights_S * total_S).sum()
         if self.critic and self.critic.kind == "shared":
             value, more = self._value_loss(self.critic.of(hidden_SD), measured, returns_S, weights_S, here)
-            (total + value).backward()
+            (value if total is None else total + value).backward()
             return found | more
-        total.backward()
+        if total is not None:
+            total.backward()
         if not self.critic:
             return found
         with self.critic.active():  # recomputed activations, too, must be the critic's
@@ -351,7 +353,9 @@ class Learner:
             }
             if measured.reference_S is not None:
                 reference_S = measured.reference_S[index_S].to(self.device)
-                found["kl"] = losses.kl(new_S, reference_S, self.cfg.algorithm.kl_estimator).sum() / count
+                kind = self.cfg.algorithm.kl_kind
+                # the gradient of k2 is what k1 has in the reward
+                found["kl"] = losses.kl(new_S, reference_S, "k2" if kind == "k1" else kind).sum() / count
             yield found
 
     def _policy_loss(

@@ -89,7 +89,7 @@ def test_alarms_are_said_once_and_their_memory_is_plain_data() -> None:
 def test_limits_follow_the_run() -> None:
     clipped = [{"policy/clip_fraction": 0.4}] * 6
     assert heard(config(), clipped, {"alarms": {}})[1] == ["clip fraction"]
-    gspo = config(loss_type="gspo_turn", epsilon=3e-4, epsilon_high=4e-4)
+    gspo = config(loss_type="gspo_turn", aggregation="sequence_mean", epsilon=3e-4, epsilon_high=4e-4)
     assert heard(gspo, clipped, {"alarms": {}})[1] == []  # there it bites by design
 
 

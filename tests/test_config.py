@@ -452,6 +452,12 @@ def test_a_mistake_names_its_remedy(tmp_path, change, remedy):
             "`kl_in` belongs to beta, and this run has `beta: 0.0`: leave it out, or change `beta`",
         ),
         ("algorithm={beta: 0.1, kl_estimator: k1}", "the gradient of k1 is zero on average: write k2 or k3, or `kl_in"),
+        ("algorithm={beta: 0.1, kl_in: reward, kl_estimator: k3}", "the gradient of k3 is not that of the KL"),
+        ("algorithm={beta: 0.1, kl_in: reward, kl_estimator: k2}", "write `kl_estimator: k1`, or `kl_in: loss`"),
+        (
+            "algorithm={loss_type: gspo_turn, epsilon: 3e-4, epsilon_high: 4e-4}",
+            "would weigh a sequence by its length: write `aggregation: sequence_mean`",
+        ),
         ("algorithm.dual_clip=1.1", "must lie above 1 + epsilon_high"),
         ("algorithm.loss_type=cispo", "bounds the ratio itself: write a number above 1, e.g. 5"),
         ("algorithm.loss_type=gspo_turn", "write a small `epsilon` and `epsilon_high`, e.g. 3e-4 and 4e-4"),
@@ -459,6 +465,7 @@ def test_a_mistake_names_its_remedy(tmp_path, change, remedy):
         ("algorithm={importance: mask, importance_range: [3, 1]}", "from a smaller to a larger ratio"),
         ("algorithm.filter={strategy: soft, metric: length}", "`metric: reward_std`"),
         ("algorithm.filter={strategy: top_k_abs, value: 99}", "(99) is more groups than are played"),
+        ("algorithm.filter={strategy: top_k_abs, value: 1}", "is fewer groups than there are environments (2)"),
         ("algorithm.filter={strategy: top_k_abs, value: 0.5}", "is a number of groups for top_k_abs"),
         ("algorithm.filter={strategy: top_p, value: 2}", "is a share for top_p"),
         ("algorithm.filter={strategy: top_k, band: [0.1, 0.2]}", "`filter.band` belongs to percentile"),
@@ -526,6 +533,7 @@ def test_who_compares_within_a_group_needs_groups_of_two(advantage, fits):
         ["algorithm.filter.strategy=soft"],
         ["algorithm.loss_type=dppo_tv"],  # its `epsilon`, too
         ["algorithm.preset=starpo", "algorithm.beta=0"],
+        ["algorithm.preset=starpo", "algorithm.kl_in=reward"],  # k1 there, without being asked
         [
             "algorithm.preset=starpo",
             "algorithm.advantage=rloo",
@@ -534,7 +542,8 @@ def test_who_compares_within_a_group_needs_groups_of_two(advantage, fits):
         ],
         ["algorithm.preset=ragen2", "rollout.groups=2"],  # and its `minibatches`
         ["algorithm.preset=ragen2", "algorithm.filter={strategy: top_k, value: 0.25}"],
-        ["algorithm.gamma=1", "algorithm.kl_estimator=k3", "algorithm.filter={strategy: none, value: 0.5}"],  # defaults
+        # defaults
+        ["algorithm.gamma=1", "algorithm.kl_estimator=null", "algorithm.filter={strategy: none, value: 0.5}"],
     ],
 )
 def test_what_a_preset_or_a_default_says_is_never_refused(changes, tmp_path):

@@ -19,6 +19,7 @@ from posttrain.prefixes import Prefixes
 from posttrain.types import Completion, Segment, Trajectory, UserError
 
 CRITICAL = {"gae", "bilevel_gae"}
+SEQUENCES = {"aggregation": "sequence_mean"}
 EPISODE = ["grpo", "rloo", "brpo", "arpo", "maxrl", "reinforce_pp", "reinforce_pp_baseline"]
 
 
@@ -138,6 +139,10 @@ def test_every_estimator_starts_at_ratio_one_and_learns(advantage: str) -> None:
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "dr_grpo"])
 def test_the_first_step_of_every_loss_is_the_policy_gradient(loss: dict[str, Any], aggregation: str) -> None:
     """At ratio 1 all losses have the gradient of -A log p, whatever becomes of them later."""
+    if loss["loss_type"].startswith("gspo") and aggregation != "sequence_mean":
+        with pytest.raises(ValueError, match="gspo is a mean over sequences"):
+            config(aggregation=aggregation, **loss)
+        return
     plain = moved(config(aggregation=aggregation))
     assert torch.allclose(moved(config(aggregation=aggregation, **loss)), plain, atol=1e-5 * plain.abs().max().item())
 
@@ -170,7 +175,7 @@ def test_cutting_and_order_change_nothing(algorithm: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "exact"),
     [
-        ({"loss_type": "gspo_episode", "epsilon": 1e-2, "epsilon_high": 2e-2}, True),
+        ({**SEQUENCES, "loss_type": "gspo_episode", "epsilon": 1e-2, "epsilon_high": 2e-2}, True),
         ({"importance": "sequence_mask", "importance_range": [0.5, 2.0]}, False),
         ({"importance": "geometric_mask", "importance_range": [0.9, 1.1]}, False),
     ],
@@ -297,6 +302,25 @@ def test_kl_in_the_reward_is_taken_from_the_tokens_that_caused_it() -> None:
     assert torch.allclose(value_S, expected_B.double()[batch.episode_S], atol=1e-5)
 
 
+def test_a_token_that_the_reference_finds_far_likelier_does_not_cost_the_update() -> None:
+    """exp(95) is more than float32 holds: the gradient was not finite, and the update of all tokens was left out."""
+    cfg = config(beta=0.1)
+    learner = phase3.prepare(cfg, model := policy(), None)  # type: ignore[arg-type]
+    honest = learner.measure
+
+    def measure(batch: Batch) -> Measured:
+        measured = honest(batch)
+        assert measured.reference_S is not None
+        measured.reference_S[0] = measured.old_S[0] + 95
+        return measured
+
+    learner.measure = measure  # type: ignore[method-assign]
+    before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    _, row = learn(cfg, model, played(policy()), learner)
+    assert row["policy/skipped_steps"] == 0 and 0 < row["policy/grad_norm"] < 1e3
+    assert not torch.equal(torch.nn.utils.parameters_to_vector(model.parameters()).detach(), before)
+
+
 def test_entropy_above_its_target_gets_no_bonus() -> None:
     cfg = config(entropy_coef=0.3, entropy_target=0.01, entropy_delta=0.1)
     learner, row = learn(cfg, model := policy(), played(model))
@@ -365,7 +389,7 @@ def test_an_adapter_on_the_output_layer_is_refused() -> None:
 @pytest.mark.parametrize("micro_batch_tokens", [40, 4096])
 def test_the_first_minibatch_is_on_policy_to_the_bit_in_bfloat16(micro_batch_tokens: int) -> None:
     """Rows read together, or behind a shared beginning, round otherwise than the look before the update did."""
-    cfg = config(loss_type="gspo_turn", epsilon=1e-7, epsilon_high=1e-7, minibatches=1)
+    cfg = config(**SEQUENCES, loss_type="gspo_turn", epsilon=1e-7, epsilon_high=1e-7, minibatches=1)
     trainer = cfg.trainer.model_copy(update={"micro_batch_tokens": micro_batch_tokens})
     cfg = cfg.model_copy(update={"trainer": trainer})
     model = cast(Any, policy()).to(torch.bfloat16)

@@ -225,6 +225,35 @@ def test_kl_estimates_have_the_means_and_gradients_that_are_said_of_them() -> No
         kl(logp, reference, "k4")
 
 
+def test_as_a_reward_k1_alone_has_the_gradient_of_the_kl() -> None:
+    """Exactly, by summing over a vocabulary of five: the policy gradient of -k against that of -KL."""
+    random = torch.Generator().manual_seed(0)
+    alike = {"k1": [], "k2": [], "k3": []}
+    for _ in range(200):
+        reference = torch.randn(5, generator=random, dtype=torch.float64).log_softmax(0)
+        logits = (reference + 0.1 * torch.randn(5, generator=random, dtype=torch.float64)).requires_grad_()
+        logp = logits.log_softmax(0)
+        (wanted,) = torch.autograd.grad((logp.exp() * (logp - reference)).sum(), logits, retain_graph=True)
+        for kind, found in alike.items():
+            reward = kl(logp.detach(), reference, kind)
+            (grad,) = torch.autograd.grad((logp.exp().detach() * reward * logp).sum(), logits, retain_graph=True)
+            found.append(torch.cosine_similarity(grad, wanted, dim=0).item())
+    assert min(alike["k1"]) > 1 - 1e-9
+    for kind in ("k2", "k3"):
+        wrong_way = sum(cosine < 0 for cosine in alike[kind]) / 200
+        assert abs(sum(alike[kind]) / 200) < 0.3 and wrong_way > 0.25
+
+
+@pytest.mark.parametrize("gap", [30.0, 95.0, 1e4])
+def test_k3_never_overflows(gap: float) -> None:
+    new = torch.tensor([-1.0, -1.0 - gap, -1.0], requires_grad=True)
+    value = kl(new, torch.tensor([-1.5, -1.0, -1.0 - gap]), "k3")
+    (grad,) = torch.autograd.grad(value.sum(), new)
+    assert value[1].item() == pytest.approx(math.exp(20) - 21) and grad[1] == 0  # its neighbours keep their pull
+    assert value[2].item() == pytest.approx(gap - 1 + math.exp(-gap))
+    assert grad[2] > 0.9 and grad[0].item() == pytest.approx(1 - math.exp(-0.5))
+
+
 @few
 @given(batches())
 def test_value_loss_is_the_loop(batch: Tokens) -> None:

@@ -246,7 +246,13 @@ def test_a_signal_leaves_a_checkpoint_to_resume_from(player: Path, tmp_path: Pat
             "rollout": {"context": "last_k", "context_turns": 2},
         },
         {
-            "algorithm": {"advantage": "gigpo", "loss_type": "gspo_episode", "epsilon": 0.02, "epsilon_high": 0.03},
+            "algorithm": {
+                "advantage": "gigpo",
+                "loss_type": "gspo_episode",
+                "aggregation": "sequence_mean",
+                "epsilon": 0.02,
+                "epsilon_high": 0.03,
+            },
             "rollout": {"max_context": 160},
         },
     ],

@@ -436,7 +436,8 @@ class AlgorithmSection(Section):
         "bilevel_gae",
     ] = Field(
         "how rewards become advantages: of an episode among its group (grpo, rloo, maxrl), in the whole batch (brpo,"
-        " reinforce_pp) or as it is (arpo); of a turn (turn_return, gigpo); of a token (gae, bilevel_gae: a critic)",
+        " reinforce_pp) or as it is (arpo); of a turn (turn_return, gigpo); of a token (gae, bilevel_gae: a critic; an"
+        " episode that a limit ended is worth nothing afterwards, as the turns left are shown to model and critic)",
         "grpo",
     )
     advantage_std: bool = Field(
@@ -456,7 +457,9 @@ class AlgorithmSection(Section):
     whiten: bool = Field("gae, bilevel_gae: normalise the advantages over all trained tokens", True)
     critic: CriticSection = Field("gae, bilevel_gae: who estimates values", CriticSection())
     loss_type: Literal["ppo_clip", "gspo_turn", "gspo_episode", "cispo", "dppo_tv"] = Field(
-        "the policy loss; gspo compares whole turns or whole episodes instead of tokens", "ppo_clip"
+        "the policy loss; gspo compares whole turns or whole episodes instead of tokens (with aggregation:"
+        " sequence_mean)",
+        "ppo_clip",
     )
     aggregation: Literal["token_mean", "sequence_mean", "dr_grpo"] = Field(
         "mean over the sampled tokens of the whole step, all ranks; mean over episodes of their token means; or Dr."
@@ -469,7 +472,11 @@ class AlgorithmSection(Section):
     delta: float = Field("dppo_tv: how far the probability of a token may move", 0.2, gt=0)
     beta: float = Field("weight of the KL to the model that the run began with", 0.0, ge=0)
     kl_in: Literal["loss", "reward"] = Field("beta times the KL is added to the loss, or taken from the reward", "loss")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("Schulman's estimators of the KL", "k3")
+    kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
+        "Schulman's estimators of the KL; null is k3 in the loss and k1 in the reward, where no other has the gradient"
+        " of the KL",
+        None,
+    )
     entropy_coef: float = Field("weight of the entropy bonus", 0.0, ge=0)
     entropy_target: float | None = Field("entropy_coef moves until the entropy is here; null leaves it", None, gt=0)
     entropy_delta: float = Field("by how much it moves in one step", 0.005, gt=0)
@@ -511,8 +518,18 @@ class AlgorithmSection(Section):
                 "the ratios of gspo are means over many tokens: write a small `epsilon` and `epsilon_high`, e.g. 3e-4"
                 " and 4e-4"
             )
-        if self.beta > 0 and (self.kl_in, self.kl_estimator) == ("loss", "k1"):
+        if self.beta > 0 and (self.kl_in, self.kl_kind) == ("loss", "k1"):
             raise wrong("in a loss the gradient of k1 is zero on average: write k2 or k3, or `kl_in: reward`")
+        if self.beta > 0 and self.kl_in == "reward" and self.kl_kind != "k1":
+            raise wrong(
+                f"as a reward, the gradient of {self.kl_kind} is not that of the KL and may point away from it: write"
+                " `kl_estimator: k1`, or `kl_in: loss`"
+            )
+        if self.loss_type.startswith("gspo") and self.aggregation != "sequence_mean":
+            raise wrong(
+                f"gspo is a mean over sequences (arXiv 2507.18071, eq. 5), and `aggregation: {self.aggregation}` would"
+                " weigh a sequence by its length: write `aggregation: sequence_mean`"
+            )
         if not 0 <= self.importance_range[0] < self.importance_range[1]:
             raise wrong("`importance_range` goes from a smaller to a larger ratio, e.g. [0.5, 3]")
         return self
@@ -528,6 +545,11 @@ class AlgorithmSection(Section):
     def critical(self) -> bool:
         """Whether there is a critic."""
         return self.advantage in ("gae", "bilevel_gae")
+
+    @property
+    def kl_kind(self) -> str:
+        """The estimator of the KL in use."""
+        return self.kl_estimator or ("k1" if self.kl_in == "reward" else "k3")
 
     @property
     def keeps_scale(self) -> bool:

@@ -70,7 +70,7 @@ def keep_groups(
                     linear rule); 1 keeps all, scores that sum to almost nothing keep none
     top_p_softmax   the fewest whose softmax sums to `value`
     min_p           scores of at least `value` times the largest, or of at most the smallest / `value`
-    percentile      ranks from `value` to below `upper`, as shares: 0 to .25 is the best quarter; at least one
+    percentile      ranks from `value` to below `upper`, as shares, rounded: 0 to .25 is the best quarter; at least one
 
     >>> keep_groups(torch.tensor([0.1, 0.5, 0.0, 0.4]), "top_k", 0.5)
     tensor([1, 3])
@@ -128,8 +128,8 @@ def _passing(
     if strategy == "min_p":
         return ranked_G * value <= ranked_G[0] if smallest else ranked_G >= value * ranked_G[0]
     if strategy == "percentile":
-        first = int(value * len(ranked_G))
-        return slice(first, max(first + 1, int(upper * len(ranked_G))))
+        first = min(round(value * len(ranked_G)), len(ranked_G) - 1)
+        return slice(first, max(first + 1, round(upper * len(ranked_G))))
     raise ValueError(
         f"unknown filter strategy {strategy!r}: none, top_k, top_k_abs, top_p, top_p_softmax, min_p or percentile"
     )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+K3_LARGEST = 20.0  # nats
+
 # Policy
 
 
@@ -92,8 +94,9 @@ def kl(logprobs_S: torch.Tensor, reference_S: torch.Tensor, kind: str = "k3") ->
     """Schulman's estimates of KL(policy || reference) from the policy's own tokens, shape (S,).
 
     With d = log policy - log reference: k1 is d, k2 is d^2 / 2, k3 is exp(-d) - 1 + d. k1 and k3 are unbiased, k2 and
-    k3 never negative. In the reward, take k1. In the loss, k1 teaches nothing on average (its gradient has mean 0), k2
-    has the gradient of the KL, and k3 only near d = 0 (joschu.net/blog/kl-approx.html; arXiv 2510.01555).
+    k3 never negative. In the reward, take k1: as rewards, k2 and k3 have the gradients of other things than the KL. In
+    the loss, k1 teaches nothing on average (its gradient has mean 0), k2 has the gradient of the KL, and k3 only near
+    d = 0 (joschu.net/blog/kl-approx.html; arXiv 2510.01555).
 
     >>> kl(torch.tensor([-1.0]), torch.tensor([-1.5]), "k2")
     tensor([0.1250])
@@ -108,8 +111,13 @@ def kl(logprobs_S: torch.Tensor, reference_S: torch.Tensor, kind: str = "k3") ->
 
 
 def kl_k3(logprobs_S: torch.Tensor, old_S: torch.Tensor) -> torch.Tensor:
-    """Schulman's non-negative estimate of KL(policy || old) per token: exp(d) - d - 1 with d = old - new."""
-    difference_S = old_S - logprobs_S
+    """Schulman's non-negative estimate of KL(policy || old) per token: exp(d) - d - 1 with d = old - new.
+
+    d counts up to 20, as in verl, and has no gradient beyond: exp(d) would overflow in float32 from 88 on, and one
+    token that the policy has all but ruled out would cost the update of all the others. TRL has no such bound. (verl
+    bounds the estimate at 10, too, which would take the pull from every token with d above 2.6 or below -11.)
+    """
+    difference_S = (old_S - logprobs_S).clamp(max=K3_LARGEST)
     return difference_S.expm1() - difference_S
 
 
