@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from transformers import set_seed
 
-    from posttrain import checkpoint, cockpit, curriculum, models, parallel, plan, training
+    from posttrain import checkpoint, cockpit, curriculum, distillation, models, parallel, plan, training
     from posttrain.rollout import open_sampler
 
     settings = cfg.model_dump(mode="json")
@@ -73,6 +73,13 @@ def main(argv: list[str] | None = None) -> None:
 
     model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template)
     learner = prepare(cfg, model, chat)
+    sampler = open_sampler(learner.policy, chat, cfg.rollout.engine, cfg.rollout.max_context, cfg.rollout.vllm_memory)
+    precision = torch.autocast(device.type, dtype=torch.bfloat16, enabled=cfg.trainer.bf16)
+    former = None
+    if cfg.distillation is not None:  # while the policy is the model that it starts from
+        with precision, models.no_bars():
+            former = distillation.Distillation(learner, distillation.answered(cfg, sampler, chat))
+        learner.distil = former.backward if cfg.distillation.coef else None
     progress = runlog.Progress(cfg.trainer.max_steps, "phase 3")
     progress.say(f"phase 3: {training.describe(learner.model, device)}")
     state: dict[str, Any] = {"step": 0, "best": -1.0, "best_step": 0, "empty_steps": 0, "tokens": 0}
@@ -86,8 +93,6 @@ def main(argv: list[str] | None = None) -> None:
             cfg = learner.cfg = cockpit.intervene(cfg, intervention["changes"])
     if args.resume:
         drop_later(out, state["step"])
-    sampler = open_sampler(learner.policy, chat, cfg.rollout.engine, cfg.rollout.max_context, cfg.rollout.vllm_memory)
-    precision = torch.autocast(device.type, dtype=torch.bfloat16, enabled=cfg.trainer.bf16)
     metrics = runlog.MetricsFile(out / "metrics.jsonl", after_step=state["step"] or None, but_not="final/")
     runlog.MetricsFile(out / "transcripts.jsonl", after_step=state["step"] or None)  # steps that will be played again
     tracker = runlog.start_tracker(
@@ -111,6 +116,8 @@ def main(argv: list[str] | None = None) -> None:
         began = time.perf_counter()
         with precision:
             row = evaluate(cfg, sampler, chat, cfg.evaluation.split, cfg.evaluation.episodes)
+        if former is not None:
+            row["evaluation/distillation_kl"] = former.measure()
         report(step, row | {"seconds/evaluation": time.perf_counter() - began})
         if row["evaluation/success"] > state["best"]:
             state.update(best=row["evaluation/success"], best_step=step)
@@ -508,8 +515,8 @@ def prepare(cfg: StarPORun, model: Any, chat: Chat) -> Learner:
             vars(module)["attention_dropout"] = 0.0
     if cfg.model.tuning != "full" and cfg.model.lora.dropout > 0:
         raise UserError("model.lora.dropout must be 0 in phase 3: sampler and learner have to be the same policy.")
-    reference = None
-    if cfg.algorithm.beta > 0 and cfg.model.tuning == "full":  # an adapter is switched off instead
+    reference = None  # and the teacher of `distillation`; an adapter is switched off instead
+    if (cfg.algorithm.beta > 0 or cfg.distillation) and cfg.model.tuning == "full":
         reference = copy.deepcopy(model).requires_grad_(False).eval()
     if (adapter := models.peft_config(cfg.model, model, chat)) is not None:
         from peft import get_peft_model

@@ -14,6 +14,8 @@ from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE, ChunkedLogProbFunction
 
 # columns of the logits that exist at any one time; on a CPU few enough that they hardly leave its caches
 VOCABULARY_CHUNK = {"cuda": 8192, "cpu": 2048}
+# numbers in the logits, tokens times vocabulary, that exist of each of two models whose distributions are compared
+KL_TILE = {"cuda": 2**25, "cpu": 2**20}
 
 
 def head_logprobs(
@@ -42,6 +44,48 @@ def head_logprobs(
         ("entropy",),
     )
     return logprobs_S, entropy_S
+
+
+def kl_backward(
+    model: PreTrainedModel,
+    hidden_SD: torch.Tensor,
+    teacher: PreTrainedModel,
+    teacher_SD: torch.Tensor,
+    weight: float | None,
+) -> float:
+    """The sum over tokens of KL(teacher || model), over the whole vocabulary; `weight` times its gradient is added.
+
+    hidden_SD and teacher_SD are the states of the same tokens. A few tokens at a time, forward and backward, so that
+    logits of both exist for these alone; then the states' own graph, which is spent. weight=None: no gradient.
+    """
+    layer: Any = model.get_output_embeddings()
+    tokens = max(1, KL_TILE.get(hidden_SD.device.type, KL_TILE["cuda"]) // len(layer.weight))
+    leaf_SD = hidden_SD.detach().requires_grad_(weight is not None)
+    total = 0.0
+    for state_CD, state_of_teacher_CD in zip(leaf_SD.split(tokens), teacher_SD.split(tokens), strict=True):
+        with torch.no_grad():
+            log_q_CV = _logits(teacher, state_of_teacher_CD).log_softmax(-1)
+        with torch.set_grad_enabled(weight is not None):
+            log_p_CV = _logits(model, state_CD).log_softmax(-1)
+            kl = torch.nn.functional.kl_div(log_p_CV, log_q_CV, reduction="sum", log_target=True)
+        total += kl.item()
+        if weight is not None:
+            with torch.autocast(hidden_SD.device.type, enabled=False):  # which is for forward passes
+                (weight * kl).backward()
+    if leaf_SD.grad is not None:
+        with torch.autocast(hidden_SD.device.type, enabled=False):
+            hidden_SD.backward(leaf_SD.grad)
+    return total
+
+
+def _logits(model: PreTrainedModel, hidden_SD: torch.Tensor) -> torch.Tensor:
+    """What the output layer says of these states, (S, V), in float32 at least."""
+    layer: Any = model.get_output_embeddings()
+    config = model.config.get_text_config()
+    logits_SV = torch.nn.functional.linear(hidden_SD, layer.weight, layer.bias)
+    logits_SV = logits_SV.to(torch.promote_types(logits_SV.dtype, torch.float32)) * logit_scale(config)
+    cap = soft_cap(config)
+    return logits_SV if cap is None else cap * torch.tanh(logits_SV / cap)
 
 
 class _LogProbs(torch.autograd.Function):

@@ -84,6 +84,9 @@ class Learner:
         known = {id(parameter) for parameter in own}
         self.groups = [[p for p in model.parameters() if p.requires_grad and id(p) not in known], own]
         self.optimizer = self._optimizer()
+        # adds the gradient of a further loss, given step and number of the optimizer step in it; the sum of that loss
+        # over this process's tokens, and how many tokens all have
+        self.distil: Callable[[int, int], tuple[float, int]] | None = None
         self.entropy_coef = self.entropy_bonus = cfg.algorithm.entropy_coef  # kept, and applied in the coming update
         self.adapted = hasattr(model, "get_base_model")
         self.policy: Any = model.get_base_model() if self.adapted else model  # an adapter's layers sit inside it
@@ -209,9 +212,9 @@ class Learner:
         self.model.train()
         sums: dict[str, float] = {}
         gap, steps, skipped = 0.0, 0, 0
-        norms = [0.0, 0.0]
-        for minibatches in passes:
-            for chosen in minibatches:
+        norms, distilled = [0.0, 0.0], [0.0, 0]
+        for iteration, minibatches in enumerate(passes):
+            for number, chosen in enumerate(minibatches):
                 counted_B = torch.zeros_like(lengths_B)
                 counted_B[chosen] = lengths_B[chosen]
                 if counted_B.sum() == 0:
@@ -233,6 +236,9 @@ class Learner:
                     for key, value in found.items():
                         sums[key] = sums.get(key, 0.0) + value
                 prefixes.backward()
+                if self.distil and not warming:
+                    more = self.distil(step, iteration * algorithm.minibatches + number)
+                    distilled = [a + b for a, b in zip(distilled, more, strict=True)]
                 parallel.sum_gradients(self.groups[POLICY] + self.groups[CRITIC])
                 for parameter in self.groups[POLICY] if warming else ():
                     parameter.grad = None  # not even the optimizer's moments learn from the critic's loss
@@ -255,6 +261,8 @@ class Learner:
             "policy/learning_rate": self.optimizer.param_groups[POLICY]["lr"],
             "policy/entropy_coef": self.entropy_bonus,
         }
+        if distilled[1]:
+            row["distillation/kl"] = parallel.total(distilled[0], self.device) / distilled[1]
         if self.critic:
             row["critic/grad_norm"] = norms[CRITIC] / max(1, steps - skipped)
         if algorithm.entropy_target is not None:

@@ -19,7 +19,7 @@ from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
 
 from posttrain import models, parallel
 from posttrain.config import ModelSection, StarPORun
-from posttrain.head import VOCABULARY_CHUNK
+from posttrain.head import KL_TILE, VOCABULARY_CHUNK
 from posttrain.policy import UNFIT
 from posttrain.sampler.slots import PREFILL_TOKENS, whole_blocks
 from posttrain.types import UserError
@@ -147,9 +147,10 @@ def always(shape: Shape, cfg: StarPORun) -> dict[str, int]:
     if cfg.algorithm.critical and cfg.algorithm.critic.kind == "separate" and not shape.tied:
         critic += shape.vocabulary * shape.states * size  # copied, too
     eight = cfg.trainer.optim != "adamw_torch"
+    copied = cfg.algorithm.beta > 0 or cfg.distillation is not None  # one copy is reference and teacher
     return {
         "weights": weights,
-        "reference model": shape.parameters * size if cfg.algorithm.beta > 0 and cfg.model.tuning == "full" else 0,
+        "reference model": shape.parameters * size if copied and cfg.model.tuning == "full" else 0,
         "critic": critic,
         "optimizer": round(sum(2 * count * (EIGHT_BITS if eight else each) for count, each in parts)),
     }
@@ -209,6 +210,8 @@ def learning(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool) -> dict[str,
     if cfg.trainer.gradient_checkpointing:
         at_work = size * 2 * shape.intermediate + block
     tile = output_tiles(shape, cfg, tokens, cuda)
+    if cfg.distillation is not None:  # log-probs of both models, what they are made of and their gradients
+        tile = max(tile, 6 * FLOAT * min(KL_TILE["cuda" if cuda else "cpu"], tokens * shape.vocabulary))
     in_flight = 2 * FLOAT * shape.vocabulary * shape.states if cfg.model.tuning == "full" else 0
     looks = 3 + (cfg.algorithm.beta > 0) if cfg.diagnostics.gradients_every else 1  # gradients of several losses
     policy, *critic = (count * each for count, each in trained(shape, cfg))
@@ -355,7 +358,8 @@ def too_much(cfg: StarPORun, slots: int, tokens: int, parts: Mapping[str, Mappin
     full = cfg.model.tuning == "full"
     remedies = {
         "algorithm.critic.kind=shared": cfg.algorithm.critical and cfg.algorithm.critic.kind == "separate",
-        "algorithm.beta=0 (no reference model)": full and cfg.algorithm.beta > 0,
+        "algorithm.beta=0 (no reference model)": full and cfg.algorithm.beta > 0 and cfg.distillation is None,
+        "distillation=null (no teacher)": full and cfg.algorithm.beta == 0 and cfg.distillation is not None,
         "trainer.gradient_checkpointing=true": not cfg.trainer.gradient_checkpointing,
         "trainer.optim=adamw_8bit": full and cfg.trainer.optim == "adamw_torch",
         "model.tuning=lora": full,

@@ -27,7 +27,7 @@ FLOORS = [
     ["posttrain.data", "posttrain.models", "posttrain.report", "posttrain.critic", "posttrain.prefixes"],
     ["posttrain.sampler", "posttrain.training", "posttrain.gguf", "posttrain.cross_score", "posttrain.learner"],
     ["posttrain.rollout"],
-    ["posttrain.cockpit", "posttrain.plan"],
+    ["posttrain.cockpit", "posttrain.plan", "posttrain.distillation"],
     SCRIPTS,
 ]
 FLOOR = {module: number for number, modules in enumerate(FLOORS) for module in modules}

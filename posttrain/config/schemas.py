@@ -207,6 +207,7 @@ class Run(Section):
 # Which kinds of source each phase reads, and which filter options belong to which kind (with their defaults).
 SFT_KINDS = ("openmathinstruct", "capybara", "messages", "demonstrations")
 DPO_KINDS = ("ultrafeedback", "preferences")
+PROMPT_KINDS = (*SFT_KINDS, *DPO_KINDS, "prompts")  # of which phase 3 takes the prompts alone
 _KIND_OPTIONS: dict[str, dict[str, Any]] = {
     "openmathinstruct": {"code": "drop", "max_per_question": 4},
     "capybara": {"min_turns": 1},
@@ -214,15 +215,16 @@ _KIND_OPTIONS: dict[str, dict[str, Any]] = {
     "messages": {},
     "preferences": {"min_margin": 0.0},
     "demonstrations": {"worlds": []},
+    "prompts": {},
 }
 
 
 class Source(Section):
     """One data set: Source(kind="capybara", path="trl-lib/Capybara", rows=12000)."""
 
-    kind: Literal["openmathinstruct", "capybara", "ultrafeedback", "messages", "preferences", "demonstrations"] = Field(
-        "the schema of its rows, which decides the loader and its filters"
-    )
+    kind: Literal[
+        "openmathinstruct", "capybara", "ultrafeedback", "messages", "preferences", "demonstrations", "prompts"
+    ] = Field("the schema of its rows, which decides the loader and its filters")
     path: str = Field("Hub id, a local .jsonl or .parquet file, or `embedded` (generated here)", min_length=1)
     rows: int | None = Field("rows kept after filtering, sampled by seed; null keeps all", None, ge=1)
     weight: float = Field("how often its rows are seen in one epoch: 2 twice, 0.5 half of them", 1.0, gt=0)
@@ -566,6 +568,21 @@ class AlgorithmSection(Section):
         return name
 
 
+class DistillationSection(Section):
+    """Generalized knowledge distillation (Agarwal et al., arXiv 2306.13649) with lmbda 0 and beta 0: the teacher is the
+    model that phase 3 starts from, rows are its own answers, and the divergence is KL(teacher || policy)."""
+
+    sources: list[Source] = Field(
+        "where the prompts come from, as in phases 1 and 2, `rows` of each; answers that stand there are not read",
+        min_length=1,
+    )
+    coef: float = Field("weight of the KL in the loss; 0 only measures it", 1.0, ge=0)
+    batch_size: int = Field("rows that are read in an optimizer step, over all processes", 32, ge=1)
+    max_new_tokens: int = Field("longest answer", 256, ge=1)
+    temperature: float = Field("at which the answers are sampled; 1 is the model itself", 1.0, gt=0)
+    eval_rows: int = Field("rows held out, on which the KL is measured at each evaluation", 128, ge=1)
+
+
 class StarPOTrainerSection(Section):
     learning_rate: float = Field("peak learning rate", 1e-6, gt=0)
     lr_scheduler_type: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = Field(
@@ -633,6 +650,11 @@ class StarPORun(Run):
     protocol: ProtocolSection = Field("turns, answer format and penalties", ProtocolSection())
     rollout: RolloutSection = Field("how episodes are sampled", RolloutSection())
     algorithm: AlgorithmSection = Field("how episodes become an update", AlgorithmSection())
+    distillation: DistillationSection | None = Field(
+        "what keeps the policy from forgetting: the KL to the model it starts from, on that model's answers to old"
+        " prompts; null leaves it out",
+        None,
+    )
     trainer: StarPOTrainerSection = Field("the optimizer, under TRL's names", StarPOTrainerSection())
     evaluation: EvaluationSection = Field("held-out levels", EvaluationSection())
     checkpoint: CheckpointSection = Field("what is kept to resume from", CheckpointSection())
@@ -707,6 +729,11 @@ class StarPORun(Run):
             raise wrong("`evaluation.split` chooses the best checkpoint, so `final_split` must be another one")
         if self.rollout.engine == "vllm" and self.model.tuning == "qlora":
             raise wrong("vLLM is not given four-bit weights: write `rollout.engine: auto`, or `model.tuning: lora`")
+        if self.distillation and self.distillation.max_new_tokens + 8 > self.rollout.max_context:
+            raise wrong(
+                f"`distillation.max_new_tokens` ({self.distillation.max_new_tokens}) leaves no prompt any room in"
+                f" `rollout.max_context` ({self.rollout.max_context}), which holds both: lower it"
+            )
         if algorithm.loss_type == "gspo_episode" and self.rollout.context != "full":
             raise wrong("gspo_episode needs an episode in one context: `rollout.context: full`, or take gspo_turn")
         return self

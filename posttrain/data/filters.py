@@ -91,6 +91,15 @@ def preference(row: dict[str, Any], source: Source, judge: MathJudge) -> Row | s
     return Row("\n".join(message["content"] for message in chosen[:-1]), [chosen, rejected])
 
 
+def prompt(row: dict[str, Any], source: Source, judge: MathJudge) -> Row | str:
+    """A prompt alone, as text or as messages of which the last is the user's (TRL's prompt-only format)."""
+    asked = row["prompt"]
+    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else _plain(asked)
+    if fault := _fault([*messages, {"role": "assistant", "content": "its answer, to come"}]):
+        return "does not end with the user" if fault == "roles do not alternate" else fault
+    return Row("\n".join(message["content"] for message in messages), [messages])
+
+
 CHECKS: dict[str, Check] = {
     "openmathinstruct": openmathinstruct,
     "capybara": dialogue,
@@ -98,6 +107,7 @@ CHECKS: dict[str, Check] = {
     "demonstrations": dialogue,
     "ultrafeedback": preference,
     "preferences": preference,
+    "prompts": prompt,
 }
 
 

@@ -37,6 +37,7 @@ Encode = Callable[[list[Row], Chat, int], list["Sample | str"]]
 
 SFT_COLUMNS = Features({"input_ids": List(Value("int32")), "assistant_masks": List(Value("int8"))})
 PREFERENCE_COLUMNS = Features({name: List(Value("int32")) for name in ("prompt_ids", "chosen_ids", "rejected_ids")})
+PROMPT_COLUMNS = Features({"prompt_ids": List(Value("int32"))})
 
 
 class SFTData(NamedTuple):
@@ -49,6 +50,14 @@ class SFTData(NamedTuple):
 
 class PreferenceData(NamedTuple):
     """Rows of prompt_ids, chosen_ids and rejected_ids, the last two with their stop token."""
+
+    train: Dataset
+    eval: Dataset
+    table: FilterTable
+
+
+class PromptData(NamedTuple):
+    """Rows of prompt_ids, up to the header of the answer."""
 
     train: Dataset
     eval: Dataset
@@ -82,10 +91,23 @@ def load_preferences(data: DataSection, chat: Chat) -> PreferenceData:
     return PreferenceData(train, evaluation, table)
 
 
-def _load(data: DataSection, chat: Chat, encode: Encode, columns: Features) -> tuple[Dataset, Dataset, FilterTable]:
+def load_prompts(data: DataSection, chat: Chat) -> PromptData:
+    """Prompts without their answers, for phase 3; prints the table, and raises UserError where there are none.
+
+    Of a dialogue with several answers it is the prompt of one, addressed by its text.
+    """
+    words = {"title": "Old prompts, to be answered by the model that phase 3 starts from", "trained": "answers to come"}
+    return PromptData(*_load(data, chat, encode_prompts, PROMPT_COLUMNS, **words))
+
+
+def _load(
+    data: DataSection, chat: Chat, encode: Encode, columns: Features, **words: str
+) -> tuple[Dataset, Dataset, FilterTable]:
     paths = [source.path for source in data.sources]
     known = evaluation_questions(paths, data.seed) if data.decontaminate else EvaluationQuestions()
-    table = FilterTable(notes=known.notes or ["NOT checked against any evaluation set: data.decontaminate is false."])
+    table = FilterTable(
+        notes=known.notes or ["NOT checked against any evaluation set: data.decontaminate is false."], **words
+    )
     kept: list[list[tuple[str, Sample]]] = []
     for report, samples in _read_all(data, chat, encode, known):
         table.sources.append(report)
@@ -237,6 +259,22 @@ def encode_pairs(rows: list[Row], chat: Chat, max_length: int) -> list[Sample | 
             samples.append("identical answers")
         else:
             samples.append(Sample((prompt, better, worse), 2 * len(prompt) + trained, trained))
+    return samples
+
+
+def encode_prompts(rows: list[Row], chat: Chat, max_length: int) -> list[Sample | str]:
+    """Ids of the messages before an answer, up to its header; none is cut."""
+    samples: list[Sample | str] = []
+    for row in rows:
+        messages = row.dialogues[0]
+        answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        if messages[-1]["role"] == "assistant":
+            messages = messages[: answers[address("answer", *(m["content"] for m in messages)) % len(answers)]]
+        ids = np.array(chat.prompt(messages), np.int32)
+        if len(ids) > max_length:
+            samples.append(f"longer than {max_length} tokens")
+        else:
+            samples.append(Sample((ids,), len(ids), trained=1))
     return samples
 
 

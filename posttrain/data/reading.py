@@ -67,6 +67,7 @@ COLUMNS = {
     "messages": ("messages",),
     "preferences": ("chosen", "rejected"),
     "demonstrations": ("messages",),
+    "prompts": ("prompt",),
 }
 
 
@@ -80,7 +81,9 @@ def read(source: Source, key: str, seed: int) -> Iterator[dict[str, Any]]:
                 f"{source.kind} needs {', '.join(columns)}. Rename the columns or choose the kind that fits."
             )
         prompt = row.get("prompt")
-        if source.kind == "preferences" and not (prompt is None or isinstance(prompt, str) or _is_dialogue(prompt)):
+        absent = prompt is None and source.kind == "preferences"
+        spoken = absent or isinstance(prompt, str) or _is_dialogue(prompt)
+        if source.kind in ("preferences", "prompts") and not spoken:
             raise UserError(
                 f"{key}: column prompt in row {number} of {source.path} should be text or a list of messages, but is "
                 f"{prompt!r:.120}. Convert the file."

@@ -47,13 +47,15 @@ class FilterTable:
 
     sources: list[SourceReport] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    title: str = "Training data"
+    trained: str = "of them trained"  # what `trained_tokens` are, in words
 
     @property
     def trained_tokens(self) -> int:
         return sum(source.trained_tokens for source in self.sources)
 
     def __rich__(self) -> Group:
-        table = Table(title="Training data", title_justify="left")
+        table = Table(title=self.title, title_justify="left")
         table.add_column("rows", no_wrap=True)
         for number in range(1, len(self.sources) + 1):
             table.add_column(escape(f"[{number}]"), justify="right")
@@ -71,6 +73,6 @@ class FilterTable:
         table.add_section()
         line("rows per epoch", [source.per_epoch for source in self.sources])
         line("tokens per epoch", [source.tokens for source in self.sources])
-        line("  of them trained", [source.trained_tokens for source in self.sources], "bold")
+        line(f"  {self.trained}", [source.trained_tokens for source in self.sources], "bold")
         notes = [f"[{n}] {one.kind}: {one.path}, licence: {one.licence}" for n, one in enumerate(self.sources, 1)]
         return Group(table, *map(Text, [*notes, *self.notes]))

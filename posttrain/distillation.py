@@ -1,0 +1,168 @@
+"""What keeps phase 3 from forgetting?  The model that it starts from, asked again: its own answers to old prompts.
+
+Before the first step that model, the teacher, answers prompts of the former phases. In every optimizer step the policy
+reads some of these rows, and
+
+    coef x mean over their answers' tokens of KL(teacher || policy), over the whole vocabulary
+
+is added to the loss. It is generalized knowledge distillation (Agarwal et al., arXiv 2306.13649) with lmbda 0 and beta
+0: rows of the teacher, forward KL. Which rows a step reads is addressed by seed and step, and the rows lie in the run's
+folder, so a resumed run reads what it would have read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from posttrain import checkpoint, parallel, runlog
+from posttrain.chat import Chat
+from posttrain.config import StarPORun
+from posttrain.config.schemas import DataSection, DistillationSection
+from posttrain.data import load_prompts
+from posttrain.head import kl_backward
+from posttrain.policy import microbatches, trained_states
+from posttrain.rollout import complete
+from posttrain.sampler import Sampler
+from posttrain.types import SamplingParams, address
+
+if TYPE_CHECKING:
+    from posttrain.learner import Learner
+
+FOLDER, FILE = "distillation", "rows.jsonl"
+
+
+class Answered(NamedTuple):
+    """A prompt and what the teacher answered, as token ids; the stop token is there where it came."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    held_out: bool
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt_ids + self.completion_ids
+
+    @property
+    def mask(self) -> list[bool]:
+        return [False] * len(self.prompt_ids) + [True] * len(self.completion_ids)
+
+
+def answered(cfg: StarPORun, sampler: Sampler, chat: Chat) -> list[Answered]:
+    """The rows of this run: those in its folder, or new ones, sampled by the model as it is now and written there.
+
+    A UserError where the folder is damaged.
+    """
+    folder = Path(cfg.output_dir) / FOLDER
+    if folder.exists():
+        checkpoint.verify(folder)
+        lines = (folder / FILE).read_text(encoding="utf-8").splitlines()
+        return [Answered(**{key: row[key] for key in Answered._fields}) for row in map(json.loads, lines)]
+    rows = _sample(cfg, _section(cfg), sampler, chat)
+
+    def write(out: Path) -> None:
+        with (out / FILE).open("w", encoding="utf-8") as file:
+            for row in rows:
+                text = {"prompt": chat.decode(row.prompt_ids), "completion": chat.decode(row.completion_ids)}
+                file.write(json.dumps(row._asdict() | text) + "\n")
+
+    parallel.barrier()  # every process has looked for the folder
+    if parallel.rank() == 0:
+        checkpoint.save(folder, write, teacher=cfg.model.name_or_path)
+    return rows
+
+
+def _section(cfg: StarPORun) -> DistillationSection:
+    assert cfg.distillation is not None
+    return cfg.distillation
+
+
+def _sample(cfg: StarPORun, wanted: DistillationSection, sampler: Sampler, chat: Chat) -> list[Answered]:
+    """Prompts from the sources, answered by all processes together."""
+    prompts = load_prompts(
+        DataSection(
+            sources=wanted.sources,
+            eval_rows=wanted.eval_rows,
+            max_length=cfg.rollout.max_context - wanted.max_new_tokens,
+            seed=cfg.seed,
+        ),
+        chat,
+    )
+    ids = prompts.train["prompt_ids"][:] + prompts.eval["prompt_ids"][:]
+    mine = parallel.mine(len(ids))
+    with runlog.Progress(len(mine), "answers to old prompts", unit="row") as progress:
+        completions = complete(
+            sampler,
+            [ids[n] for n in mine],
+            SamplingParams(max_new_tokens=wanted.max_new_tokens, temperature=wanted.temperature),
+            [address(cfg.seed, "distillation", n) for n in mine],
+            batch=cfg.rollout.slots or cfg.rollout.groups * cfg.rollout.num_generations,
+            done=lambda count: progress.update(progress.done + count),
+        )
+    said = parallel.gather([completion.ids for completion in completions])
+    return [
+        Answered(prompt, completion, n >= len(prompts.train))
+        for n, (prompt, completion) in enumerate(zip(ids, said, strict=True))
+    ]
+
+
+class Distillation:
+    """The KL to the teacher, its gradient, and its mean on the rows that are held out.
+
+    The teacher is the learner's reference, a frozen copy of the model that phase 3 starts from; without one the policy
+    is an adapter on that model, which is switched off.
+    """
+
+    def __init__(self, learner: Learner, rows: Sequence[Answered]) -> None:
+        self.learner, self.teacher = learner, learner.reference
+        self.rows = [row for row in rows if not row.held_out]
+        self.held_out = [row for row in rows if row.held_out]
+        self.order = cache(self._order)
+
+    def chosen(self, step: int, number: int) -> list[Answered]:
+        """The rows of one optimizer step, the `number`-th of this step: each row once before any comes again."""
+        algorithm, size = self.learner.cfg.algorithm, _section(self.learner.cfg).batch_size
+        done = (step - 1) * algorithm.num_iterations * algorithm.minibatches + number
+        places = (divmod(place, len(self.rows)) for place in range(done * size, (done + 1) * size))
+        return [self.rows[self.order(epoch)[place]] for epoch, place in places]
+
+    def _order(self, epoch: int) -> list[int]:
+        return sorted(range(len(self.rows)), key=lambda n: address(self.learner.cfg.seed, "distilled", epoch, n))
+
+    def backward(self, step: int, number: int) -> tuple[float, int]:
+        """Add this process's share of the gradient; the sum of its tokens' KL, and how many tokens all processes have.
+
+        With several processes gradients are to be summed, as those of the policy loss.
+        """
+        rows, coef = self.chosen(step, number), _section(self.learner.cfg).coef
+        tokens = sum(len(row.completion_ids) for row in rows)
+        return self._kl(rows, coef / tokens), tokens
+
+    def measure(self) -> float:
+        """The mean KL of the held-out rows' tokens, in nats, over all processes."""
+        with torch.no_grad():
+            found = parallel.total(self._kl(self.held_out, None), self.learner.device)
+        return found / max(1, sum(len(row.completion_ids) for row in self.held_out))
+
+    def _kl(self, rows: Sequence[Answered], weight: float | None) -> float:
+        """The sum of this process's rows, dealt out by length; rows of similar length share a micro-batch."""
+        learner, total = self.learner, 0.0
+        own = sorted(rows, key=lambda row: -len(row.ids))[parallel.rank() :: parallel.size()]
+        budget = learner.cfg.trainer.micro_batch_tokens or math.inf
+        for micro in microbatches([len(row.ids) for row in own], budget):
+            ids, masks = [own[n].ids for n in micro], [own[n].mask for n in micro]
+            without_adapter = nullcontext() if self.teacher is not None else learner.model.disable_adapter()
+            teacher = learner.policy if self.teacher is None else self.teacher
+            with torch.no_grad(), without_adapter, learner.autocast():
+                teacher_SD, _ = trained_states(teacher, ids, masks)
+            with learner.autocast():
+                hidden_SD, _ = trained_states(learner.policy, ids, masks)
+                total += kl_backward(learner.policy, hidden_SD, teacher, teacher_SD, weight)
+        return total
