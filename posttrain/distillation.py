@@ -92,6 +92,7 @@ def _sample(cfg: StarPORun, wanted: DistillationSection, sampler: Sampler, chat:
             eval_rows=wanted.eval_rows,
             max_length=cfg.rollout.max_context - wanted.max_new_tokens,
             seed=cfg.seed,
+            decontaminate=wanted.decontaminate,
         ),
         chat,
     )

@@ -576,6 +576,7 @@ class DistillationSection(Section):
         "where the prompts come from, as in phases 1 and 2, `rows` of each; answers that stand there are not read",
         min_length=1,
     )
+    decontaminate: bool = Field("drop prompts that share 13 words in a row with an evaluation set", True)
     coef: float = Field("weight of the KL in the loss; 0 only measures it", 1.0, ge=0)
     batch_size: int = Field("rows that are read in an optimizer step, over all processes", 32, ge=1)
     max_new_tokens: int = Field("longest answer", 256, ge=1)

@@ -1,0 +1,261 @@
+"""Does distillation from the first model hold exactly what it says: the full KL, however rows are cut and shared out?"""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_learner import config, policy
+from test_phase3 import rows, settings, taught, train, weights
+from tiny_runs import python
+from transformers import PreTrainedTokenizerFast
+
+import train_phase3_starpo as phase3
+from posttrain import checkpoint, head
+from posttrain.config import StarPORun
+from posttrain.distillation import Answered, Distillation
+from posttrain.learner import Learner
+from posttrain.types import UserError
+
+SOURCES = [{"kind": "prompts", "path": "unused"}]
+
+
+def distilling(tuning: str = "full", checkpointing: bool = False, tokens: int | None = None, **keys: Any) -> StarPORun:
+    given = config(tuning=tuning, num_iterations=2, minibatches=2).model_dump()
+    given["distillation"] = {"sources": SOURCES, "batch_size": 6} | keys
+    given["model"]["lora"] |= {"r": 4, "alpha": 8}
+    given["trainer"] |= {"gradient_checkpointing": checkpointing, "micro_batch_tokens": tokens}
+    return StarPORun.model_validate(given)
+
+
+def answers(count: int = 10) -> list[Answered]:
+    random = torch.Generator().manual_seed(2)
+
+    def ids(most: int) -> list[int]:
+        return torch.randint(1, 71, (int(torch.randint(1, most, (1,), generator=random)),), generator=random).tolist()
+
+    return [Answered(ids(9), ids(7), held_out=n % 5 == 0) for n in range(count)]
+
+
+def moved_away(cfg: StarPORun) -> Learner:
+    """A policy that is no longer its teacher."""
+    learner = phase3.prepare(cfg, policy(), None)  # type: ignore[arg-type]
+    random = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in learner.groups[0]:
+            parameter += 0.05 * torch.randn(parameter.shape, generator=random)
+    return learner
+
+
+def full_kl(model: Any, teacher: Any, batch: list[Answered]) -> torch.Tensor:
+    """The mean over the answers' tokens, row by row, whole logits in float64."""
+    parts = []
+    for row in batch:
+        span = slice(len(row.prompt_ids) - 1, len(row.ids) - 1)
+        log_p, log_q = (net(torch.tensor([row.ids])).logits[0, span].log_softmax(-1) for net in (model, teacher))
+        parts.append((log_q.exp() * (log_q - log_p)).sum(-1))
+    return torch.cat(parts).mean()
+
+
+def reference(learner: Learner, batch: list[Answered]) -> tuple[float, list[torch.Tensor]]:
+    exact, teacher = copy.deepcopy(learner.model).double(), policy().double()
+    for parameter, own in zip(exact.parameters(), learner.model.parameters(), strict=True):
+        parameter.requires_grad_(own.requires_grad)
+    value = full_kl(exact, teacher, batch)
+    value.backward()
+    return value.item(), [p.grad for p in exact.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("tokens", [None, 1, 20])
+@pytest.mark.parametrize(
+    ("tuning", "checkpointing"), [("full", False), ("full", True), ("lora", False), ("lora", True)]
+)
+def test_the_gradient_is_that_of_the_whole_kl(
+    tuning: str, checkpointing: bool, tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(head.KL_TILE, "cpu", 3 * 71)  # three tokens at a time
+    learner = moved_away(distilling(tuning, checkpointing, tokens, coef=0.7))
+    learner.model.train()
+    distillation = Distillation(learner, answers())
+    batch = distillation.chosen(step=2, number=1)
+    assert len(batch) == 6
+    total, count = distillation.backward(step=2, number=1)
+    value, gradients = reference(learner, batch)
+    assert count == sum(len(row.completion_ids) for row in batch)
+    assert total / count == pytest.approx(value, rel=1e-4) and value > 0.01
+    own = [p.grad for p in learner.model.parameters() if p.grad is not None]
+    assert len(own) == len(gradients) > 0
+    largest = max(gradient.abs().max() for gradient in gradients)
+    for found, wanted in zip(own, gradients, strict=True):
+        assert (found - 0.7 * wanted).abs().max() < 1e-5 * largest
+    assert learner.reference is None or all(p.grad is None for p in learner.reference.parameters())
+
+
+@pytest.mark.parametrize("changes", [{"logit_scale": 0.3}, {"final_logit_softcapping": 2.0}, {"bias": True}])
+def test_the_kl_is_of_what_the_model_says_behind_scale_cap_and_bias(changes: dict[str, Any]) -> None:
+    torch.manual_seed(5)
+    models = [policy(), policy()]
+    for net in models:
+        if changes.pop("bias", False) or net.lm_head.bias is not None:
+            net.lm_head.bias = torch.nn.Parameter(torch.randn(71))
+        for key, value in changes.items():
+            setattr(net.config, key, value)
+    states = [torch.randn(9, 32, requires_grad=True), torch.randn(9, 32)]
+
+    def said(net: Any, state_SD: torch.Tensor) -> torch.Tensor:
+        logits = (state_SD @ net.lm_head.weight.T + (0 if net.lm_head.bias is None else net.lm_head.bias)).double()
+        logits = logits * changes.get("logit_scale", 1.0)
+        cap = changes.get("final_logit_softcapping")
+        return (logits if cap is None else cap * torch.tanh(logits / cap)).log_softmax(-1)
+
+    log_q, log_p = said(models[1], states[1]), said(models[0], states[0])
+    value = (log_q.exp() * (log_q - log_p)).sum()
+    (wanted,) = torch.autograd.grad(value, states[0])
+    assert head.kl_backward(models[0], states[0], models[1], states[1], 1.0) == pytest.approx(value.item(), rel=1e-5)
+    assert states[0].grad is not None and torch.allclose(states[0].grad, wanted, atol=1e-6)
+
+
+def test_every_row_is_read_once_before_any_comes_again() -> None:
+    distillation = Distillation(moved_away(distilling(batch_size=3)), answers(20))
+    taken = [row for step in (1, 2) for number in range(4) for row in distillation.chosen(step, number)]
+    trained = [row for row in answers(20) if not row.held_out]
+    assert len(trained) == 16 and len(taken) == 24
+    assert sorted(taken[:16]) == sorted(trained) and len({row.ids.__repr__() for row in taken[16:]}) == 8
+    assert taken[:16] != trained
+    again = Distillation(moved_away(distilling(batch_size=3)), answers(20))
+    assert again.chosen(2, 3) == taken[21:24], "addressed, not consumed"
+
+
+def test_held_out_rows_are_measured_and_not_trained() -> None:
+    learner = moved_away(distilling())
+    distillation = Distillation(learner, answers())
+    held_out = [row for row in answers() if row.held_out]
+    assert distillation.measure() == pytest.approx(reference(learner, held_out)[0], rel=1e-4)
+    assert all(p.grad is None for p in learner.model.parameters())
+    assert Distillation(phase3.prepare(distilling(), policy(), None), answers()).measure() == 0  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------------------ whole runs
+
+
+@pytest.fixture(scope="module")
+def player(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast) -> Path:
+    return taught(tmp_path_factory.mktemp("player") / "final", tiny_tokenizer, 40)
+
+
+def old_prompts(folder: Path) -> dict[str, Any]:
+    """A section of the config, and the file that it names."""
+    file = folder / "prompts.jsonl"
+    asked = [{"prompt": f"What is {n} and {n + 1}?"} for n in range(20)]
+    asked += [{"prompt": [{"role": "user", "content": f"Say {n}."}]} for n in range(20)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    return {
+        "sources": [{"kind": "prompts", "path": str(file)}],
+        "decontaminate": False,
+        "batch_size": 4,
+        "max_new_tokens": 12,
+        "eval_rows": 4,
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(player: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    file = settings(folder / "run.yaml", player, distillation=old_prompts(folder), trainer={"max_steps": 3})
+    train(file)
+    return folder
+
+
+def kls(run: Path, key: str) -> Iterator[float]:
+    yield from (row[key] for row in rows(run) if key in row)
+
+
+def test_a_run_answers_old_prompts_first_and_stays_near_its_teacher(whole: Path, player: Path) -> None:
+    run = whole / "run"
+    lines = (run / "distillation" / "rows.jsonl").read_text().splitlines()
+    table = [json.loads(line) for line in lines]
+    assert len(table) == 40 and sum(row["held_out"] for row in table) == 4
+    assert all(0 < len(row["completion_ids"]) <= 12 and row["prompt_ids"] for row in table)
+    trained, held_out = list(kls(run, "distillation/kl")), list(kls(run, "evaluation/distillation_kl"))
+    assert len(trained) == 3 and held_out[0] == 0 < held_out[-1]
+
+    file = settings(whole / "free.yaml", player, distillation=old_prompts(whole) | {"coef": 0}, trainer={"max_steps": 3})
+    train(file, f"output_dir={whole / 'free'}")
+    assert not list(kls(whole / "free", "distillation/kl"))
+    assert list(kls(whole / "free", "evaluation/distillation_kl"))[-1] > held_out[-1]
+
+
+def test_without_weight_or_section_the_run_is_the_same(whole: Path, player: Path, tmp_path: Path) -> None:
+    """Measuring changes nothing; test_a_run_answers_old_prompts_first has made the run with coef 0."""
+    train(settings(tmp_path / "run.yaml", player, trainer={"max_steps": 3}))
+    measured = [{k: v for k, v in row.items() if k != "evaluation/distillation_kl"} for row in rows(whole / "free")]
+    assert rows(tmp_path / "run") == measured
+    for name, tensor in weights(tmp_path / "run" / "checkpoint-3").items():
+        assert torch.equal(tensor, weights(whole / "free" / "checkpoint-3")[name]), name
+
+
+def test_resuming_reads_the_same_rows(whole: Path, player: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    subprocess.run(["cp", "-r", *map(str, (whole / "run").glob("*")), str(run)], check=True)
+    for later in ("checkpoint-2", "checkpoint-3", "final"):
+        subprocess.run(["rm", "-r", str(run / later)], check=True)
+    file = settings(tmp_path / "run.yaml", player, distillation=old_prompts(whole), trainer={"max_steps": 3})
+    (run / "run_config.yaml").write_text(
+        (run / "run_config.yaml").read_text().replace(str(whole / "run"), str(run))
+    )
+    made = (run / "distillation" / "manifest.json").read_bytes()
+    train(file, "--resume")
+    assert (run / "distillation" / "manifest.json").read_bytes() == made
+    for name, tensor in weights(whole / "run" / "checkpoint-3").items():
+        assert torch.equal(tensor, weights(run / "checkpoint-3")[name]), name
+    assert rows(run) == rows(whole / "run")
+
+    damaged = run / "distillation" / "rows.jsonl"
+    damaged.write_text(damaged.read_text().replace("Say 1.", "Say 2."))
+    with pytest.raises(UserError, match=r"rows\.jsonl"):
+        train(file, "--resume")
+
+
+def test_an_adapter_is_distilled_from_the_model_under_it(player: Path, tmp_path: Path) -> None:
+    adapter = {"tuning": "lora", "lora": {"r": 4, "alpha": 8}}
+    file = settings(
+        tmp_path / "run.yaml", player, model=adapter, distillation=old_prompts(tmp_path), trainer={"max_steps": 2}
+    )
+    train(file)
+    held_out = list(kls(tmp_path / "run", "evaluation/distillation_kl"))
+    assert held_out[0] == 0 < held_out[-1]
+    assert checkpoint.verify(tmp_path / "run" / "final")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_two_processes_distil_as_one(player: Path, tmp_path: Path, tuning: str) -> None:
+    model = {"tuning": tuning, "lora": {"r": 4, "alpha": 8}}
+    file = settings(
+        tmp_path / "run.yaml", player, model=model, distillation=old_prompts(tmp_path), trainer={"max_steps": 2}
+    )
+    train(file, f"output_dir={tmp_path / 'one'}")
+    done = python(
+        "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+        "train_phase3_starpo.py", "--config", str(file),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for key in ("distillation/kl", "evaluation/distillation_kl"):
+        assert list(kls(tmp_path / "run", key)) == pytest.approx(list(kls(tmp_path / "one", key)), rel=1e-2, abs=1e-7)
+    for name, tensor in weights(tmp_path / "one" / "final").items():
+        apart = (tensor - weights(tmp_path / "run" / "final")[name]).abs()
+        assert apart.max() < 1e-4 and (apart > 1e-5).float().mean() < 1e-3, name
+
+
+def test_answers_longer_than_the_context_are_refused(player: Path, tmp_path: Path) -> None:
+    section = old_prompts(tmp_path) | {"max_new_tokens": 510}
+    with pytest.raises(UserError, match=r"distillation\.max_new_tokens"):
+        train(settings(tmp_path / "run.yaml", player, distillation=section))
+    assert not (tmp_path / "run").exists()
