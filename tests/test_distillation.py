@@ -1,4 +1,4 @@
-"""Does distillation from the first model hold exactly what it says: the full KL, however rows are cut and shared out?"""
+"""Does distillation hold exactly what it says: the KL over all tokens, however rows are cut and shared out?"""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_held_out_rows_are_measured_and_not_trained() -> None:
     assert Distillation(phase3.prepare(distilling(), policy(), None), answers()).measure() == 0  # type: ignore[arg-type]
 
 
-# ------------------------------------------------------------------------------------------------------------ whole runs
+# ----------------------------------------------------------------------------------------------------------- whole runs
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,9 @@ def test_a_run_answers_old_prompts_first_and_stays_near_its_teacher(whole: Path,
     trained, held_out = list(kls(run, "distillation/kl")), list(kls(run, "evaluation/distillation_kl"))
     assert len(trained) == 3 and held_out[0] == 0 < held_out[-1]
 
-    file = settings(whole / "free.yaml", player, distillation=old_prompts(whole) | {"coef": 0}, trainer={"max_steps": 3})
+    file = settings(
+        whole / "free.yaml", player, distillation=old_prompts(whole) | {"coef": 0}, trainer={"max_steps": 3}
+    )
     train(file, f"output_dir={whole / 'free'}")
     assert not list(kls(whole / "free", "distillation/kl"))
     assert list(kls(whole / "free", "evaluation/distillation_kl"))[-1] > held_out[-1]
@@ -207,9 +209,7 @@ def test_resuming_reads_the_same_rows(whole: Path, player: Path, tmp_path: Path)
     for later in ("checkpoint-2", "checkpoint-3", "final"):
         subprocess.run(["rm", "-r", str(run / later)], check=True)
     file = settings(tmp_path / "run.yaml", player, distillation=old_prompts(whole), trainer={"max_steps": 3})
-    (run / "run_config.yaml").write_text(
-        (run / "run_config.yaml").read_text().replace(str(whole / "run"), str(run))
-    )
+    (run / "run_config.yaml").write_text((run / "run_config.yaml").read_text().replace(str(whole / "run"), str(run)))
     made = (run / "distillation" / "manifest.json").read_bytes()
     train(file, "--resume")
     assert (run / "distillation" / "manifest.json").read_bytes() == made
