@@ -312,13 +312,16 @@ def set_figures(results: dict[str, Any], path: str, **figures: Any) -> dict[str,
         ("phase2.repetition", {"tokens": 20.0}, "20 % shorter", False),
         ("phase2.math", {"accuracy": 0.5}, "5 points lower", False),
         ("phase2.worlds.frozen_lake", {"success": 0.46}, "from less than 45 %", False),
-        ("phase3.worlds.frozen_lake", {"success": 0.74}, "from less than 45 %", False),
+        ("phase3.worlds.frozen_lake", {"success": 0.80}, "from less than 45 %", True),
+        ("phase3.worlds.frozen_lake", {"success": 0.79}, "from less than 45 %", False),
         ("phase3.worlds.frozen_lake", {"success": 0.6}, "beats every demonstrator", False),
         ("phase3.worlds.frozen_lake", {"failures": {"hole": 39}}, "half the deaths", False),
         ("phase2.worlds.frozen_lake", {"failures": {}}, "half the deaths", False),
         ("phase3.worlds.frozen_lake", {"low": 0.2}, "Frozen lake: intervals", False),
         ("phase2.worlds.sokoban", {"success": 0.0}, "Sokoban at least doubled", False),
         ("phase3.worlds.sokoban", {"success": 0.3}, "Sokoban at least doubled", False),
+        ("phase3.worlds.sokoban", {"success": 0.45}, "Sokoban to at least", True),
+        ("phase3.worlds.sokoban", {"success": 0.44}, "Sokoban to at least", False),
     ],
 )
 def test_goals_at_their_limits(
@@ -328,9 +331,39 @@ def test_goals_at_their_limits(
     assert found["reached"] is reached
 
 
+@pytest.mark.parametrize(
+    ("shares", "average", "each"),
+    [
+        ({"math": 1.0, "recall": 0.93, "preferences": 0.99}, True, True),
+        ({"math": 0.96, "recall": 0.96, "preferences": 0.97}, False, True),
+        ({"math": 1.1, "recall": 0.91, "preferences": 1.0}, True, False),
+    ],
+)
+def test_what_phase_2_knew_is_kept(
+    results: dict[str, Any], shares: dict[str, float], average: bool, each: bool
+) -> None:
+    for suite, share in shares.items():
+        results = set_figures(results, f"phase2.{suite}", accuracy=0.5)
+        results = set_figures(results, f"phase3.{suite}", accuracy=0.5 * share)
+    found = {entry["goal"]: entry["reached"] for entry in report.goals(results)}
+    names = "math, recall, preferences"
+    assert found[f"{names}: at least 97 % of phase 2's, on average"] is average
+    assert found[f"{names}: at least 92 % of phase 2's, each"] is each
+
+
+@pytest.mark.parametrize(("low", "reached"), [(-0.01, True), (0.001, False)])
+def test_repetition_may_not_rise_in_phase_3(results: dict[str, Any], low: float, reached: bool) -> None:
+    changed = json.loads(json.dumps(results))
+    for row in changed["differences"]:
+        if (row["from"], row["to"], row["suite"]) == ("phase2", "phase3", "repetition"):
+            row |= {"value": 0.01, "low": low, "high": 0.02}
+    (found,) = [entry for entry in report.goals(changed) if "repeats no more" in entry["goal"]]
+    assert found["reached"] is reached
+
+
 def test_goals_of_the_made_up_run(results: dict[str, Any]) -> None:
     found = {entry["goal"]: entry for entry in results["goals"]}
-    assert len(found) == 12
+    assert len(found) == 16
     assert found["Sokoban at least doubled"]["reached"]
     assert "unseen questions +" in found["math at least 30 points above base"]["measured"]
 

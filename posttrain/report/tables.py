@@ -134,8 +134,8 @@ def goals(results: Results) -> list[Row]:
         change = f"{percent(before['success'])} to {percent(after['success'])}"
         apart = f"before up to {100 * before['high']:.0f} %, after from {100 * after['low']:.0f} %"
         if world == "frozen_lake":
-            reached = before["success"] < 0.45 and after["success"] >= 0.75
-            goal("phase3", "Frozen lake to at least 75 % from less than 45 %", change, reached)
+            reached = before["success"] < 0.45 and after["success"] >= 0.80
+            goal("phase3", "Frozen lake to at least 80 % from less than 45 %", change, reached)
             falls = [entry["failures"].get("hole", 0) / entry["episodes"] for entry in (before, after)]
             text = f"{percent(falls[0])} to {percent(falls[1])} of episodes"
             goal("phase3", "Frozen lake: half the deaths in holes or fewer", text, 0 < falls[0] >= 2 * falls[1])
@@ -145,9 +145,31 @@ def goals(results: Results) -> list[Row]:
             goal("phase3", "Frozen lake: beats every demonstrator", text, after["success"] > weak[best]["success"])
         if world == "sokoban":
             goal("phase3", "Sokoban at least doubled", change, after["success"] >= 2 * before["success"] > 0)
+            goal("phase3", "Sokoban to at least 45 %", change, after["success"] >= 0.45)
         title = f"{readable(world)}: intervals before and after do not overlap"
         goal("phase3", title, apart, after["low"] > before["high"])
+    kept = {suite: _accuracy(three, suite) / _accuracy(two, suite) for suite in KEPT if _accuracy(two, suite)}
+    if three and kept:
+        average = sum(kept.values()) / len(kept)
+        each = ", ".join(f"{suite} {percent(share)}" for suite, share in kept.items())
+        names = ", ".join(kept)
+        goal("phase3", f"{names}: at least 97 % of phase 2's, on average", percent(average), average >= 0.97)
+        goal("phase3", f"{names}: at least 92 % of phase 2's, each", each, min(kept.values()) >= 0.92)
+    both = "repetition" in two and "repetition" in three
+    more = difference("phase2", "phase3", "repetition", "equal_length") if both else None
+    if more is not None:
+        text = f"{points(more['value'])} ({points(more['low'])} to {points(more['high'])})"
+        goal("phase3", "repeats no more than phase 2 at equal length, interval not above 0", text, more["low"] <= 0)
     return found
+
+
+KEPT = ("math", "recall", "preferences")  # what phase 3 does not ask for and should not take away
+
+
+def _accuracy(entry: Row, suite: str) -> float:
+    """The headline accuracy; 0 where it was not measured."""
+    found = entry.get(suite, {})
+    return found.get("embedded", found).get("accuracy", 0.0)
 
 
 # ----------------------------------------------------------------------------------- Markdown, terminal and PNG
