@@ -96,18 +96,22 @@ def load_prompts(data: DataSection, chat: Chat) -> PromptData:
 
     Of a dialogue with several answers it is the prompt of one, addressed by its text.
     """
-    words = {"title": "Old prompts, to be answered by the model that phase 3 starts from", "trained": "answers to come"}
-    return PromptData(*_load(data, chat, encode_prompts, PROMPT_COLUMNS, **words))
+    title = "Old prompts, to be answered by the model that phase 3 starts from"
+    return PromptData(*_load(data, chat, encode_prompts, PROMPT_COLUMNS, title, "answers to come"))
 
 
 def _load(
-    data: DataSection, chat: Chat, encode: Encode, columns: Features, **words: str
+    data: DataSection,
+    chat: Chat,
+    encode: Encode,
+    columns: Features,
+    title: str = "Training data",
+    trained: str = "of them trained",
 ) -> tuple[Dataset, Dataset, FilterTable]:
     paths = [source.path for source in data.sources]
     known = evaluation_questions(paths, data.seed) if data.decontaminate else EvaluationQuestions()
-    table = FilterTable(
-        notes=known.notes or ["NOT checked against any evaluation set: data.decontaminate is false."], **words
-    )
+    unchecked = ["NOT checked against any evaluation set: data.decontaminate is false."]
+    table = FilterTable(notes=known.notes or unchecked, title=title, trained=trained)
     kept: list[list[tuple[str, Sample]]] = []
     for report, samples in _read_all(data, chat, encode, known):
         table.sources.append(report)
