@@ -1,0 +1,258 @@
+"""What does somebody who finds a model of ours on the Hub need to know?  The README.md of `final/`.
+
+Each phase leaves a record in the manifest of what it hands over: what it started from, data with licences and rows,
+settings, results, commit. The card of a model tells of all phases that made it, in order.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import HfApi, ModelCardData, metadata_load, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import httpx  # the one it was built with, httpx or httpx2
+
+from posttrain import checkpoint
+from posttrain.types import UserError
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+METHODS = {
+    "phase1": ("SFT", "supervised fine-tuning on the assistant's tokens"),
+    "phase2": ("DPO", "direct preference optimization (arXiv 2305.18290)"),
+    "phase3": ("StarPO", "multi-turn reinforcement learning in text environments (arXiv 2504.20073)"),
+}
+SETTINGS = (
+    "model.tuning",
+    "trainer.learning_rate",
+    "trainer.num_train_epochs",
+    "trainer.max_steps",
+    "trainer.per_device_train_batch_size",
+    "trainer.gradient_accumulation_steps",
+    "trainer.beta",
+    "trainer.bf16",
+    "algorithm.preset",
+    "algorithm.advantage",
+    "algorithm.loss_type",
+    "rollout.groups",
+    "rollout.num_generations",
+    "data.max_length",
+    "rollout.max_context",
+    "seed",
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A figure on held-out items: Result("sokoban, test levels: success", .54, 300, .48, .6): low and high.
+
+    Shares of independent items have a 95 % interval; a mean loss has none.
+    """
+
+    name: str
+    value: float
+    items: int
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one phase did; `data` holds a dict a source with path, kind, licence, train and held_out rows."""
+
+    phase: str
+    base: str
+    step: int
+    commit: str | None
+    settings: dict[str, Any]
+    data: list[dict[str, Any]] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
+    licence: str | None = None  # of the base model, where it is known
+
+
+def record(
+    phase: str,
+    config: dict[str, Any],
+    step: int,
+    *,
+    data: Iterable[Any] = (),
+    results: Sequence[Result] = (),
+) -> dict[str, Any]:
+    """The record of a phase as JSON; `data` are posttrain.data.table.SourceReport."""
+    base, revision = config["model"]["name_or_path"], config["model"].get("revision")
+    rows = [{key: getattr(one, key) for key in ("path", "kind", "licence", "train", "held_out")} for one in data]
+    found = {key: value for key in SETTINGS if (value := _at(config, key)) is not None}
+    first = not history(base)
+    licence = _licence(base, revision) if first else None
+    name = f"{base} at {revision}" if revision else base
+    return asdict(Record(phase, name, step, commit(), found, rows, list(results), licence))
+
+
+def history(name_or_path: str) -> list[dict[str, Any]]:
+    """The records of the phases that made a checkpoint folder; none for a model of somebody else's."""
+    folder = Path(name_or_path)
+    if not (folder / checkpoint.MANIFEST).is_file():
+        return []
+    try:
+        return list(checkpoint.read_manifest(folder)["meta"].get("history", []))
+    except UserError:
+        return []
+
+
+def render(records: Sequence[dict[str, Any]], model_type: str) -> str:
+    """The card, metadata and text, of a model that these phases made, one after another."""
+    first, last = records[0], records[-1]
+    base = first["base"].partition(" at ")[0]
+    published = bool(HUB_NAME.fullmatch(base)) and not Path(base).exists()
+    short, method = METHODS[last["phase"]]
+    sources = [source for one in records for source in one["data"]]
+    sets = [s["path"] for s in sources if HUB_NAME.fullmatch(s["path"]) and not Path(s["path"]).exists()]
+    data = ModelCardData(
+        base_model=base if published else None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        license=first["licence"],
+        datasets=list(dict.fromkeys(sets)) or None,
+        tags=[*(METHODS[one["phase"]][0].lower() for one in records), model_type],
+        ignore_metadata_errors=True,
+    )
+    title = Path(base).name or base
+    parts = [
+        f"---\n{data.to_yaml()}\n---\n",
+        f"# {_text(title)}, {short}\n",
+        f"A fine-tuned version of {_base_link(base, published)}. The last step was {method}.\n",
+        "## Training\n",
+        _table(
+            ("phase", "method", "from", "optimizer step", "settings", "code"),
+            [
+                (
+                    one["phase"],
+                    METHODS[one["phase"]][0],
+                    one["base"],
+                    str(one["step"]),
+                    ", ".join(f"{key.rpartition('.')[2]} {_short(value)}" for key, value in one["settings"].items()),
+                    one["commit"] or "no git checkout",
+                )
+                for one in records
+            ],
+        ),
+        "All settings of the last phase are in `run_config.yaml`.\n",
+    ]
+    if sources:
+        parts += [
+            "## Data\n",
+            _table(
+                ("phase", "data set", "kind", "licence", "rows trained on", "rows held out"),
+                [
+                    (one["phase"], s["path"], s["kind"], s["licence"], f"{s['train']:,}", f"{s['held_out']:,}")
+                    for one in records
+                    for s in one["data"]
+                ],
+            ),
+        ]
+    parts += ["## Results\n", *_results(records), "## Limits\n", *_limits(records), "## Use\n", _use(model_type)]
+    return "\n".join(parts)
+
+
+def commit() -> str | None:
+    """The commit of this code, with "+" for changes on top of it; None outside a git checkout."""
+    git = ["git", "-C", str(Path(__file__).parents[1])]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+        changes = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True)
+    except OSError:  # no git
+        return None
+    return head.stdout.strip() + ("+" if changes.stdout.strip() else "") if head.returncode == 0 else None
+
+
+def _results(records: Sequence[dict[str, Any]]) -> list[str]:
+    rows = []
+    for one in records:
+        for result in one["results"]:
+            interval = "" if result["low"] is None else f" [{result['low']:.3g}, {result['high']:.3g}]"
+            rows.append((one["phase"], result["name"], f"{result['value']:.3g}{interval}", f"{result['items']:,}"))
+    if not rows:
+        return ["Nothing was measured on held-out items.\n"]
+    return [
+        _table(("after", "measured", "value [95 % interval]", "held-out items"), rows),
+        "Each figure was measured at the end of its phase. Later phases may have changed it.\n",
+    ]
+
+
+def _limits(records: Sequence[dict[str, Any]]) -> list[str]:
+    lines = []
+    if any(source["path"] == "embedded" for one in records for source in one["data"]):
+        lines.append("Some of its data is generated by the training code and simple: it says little about real tasks.")
+    for result in records[-1]["results"]:
+        if result["name"].endswith("success") and result["value"] < 0.9:
+            lines.append(f"{result['name']}: it fails in {1 - result['value']:.0%} of the levels.")
+    lengths = [one["settings"][key] for one in records for key in ("data.max_length", "rollout.max_context")
+               if key in one["settings"]]  # fmt: skip
+    if lengths:
+        lines.append(f"No training row was longer than {max(lengths):,} tokens.")
+    if len(records) > 1:
+        lines.append("What an earlier phase taught may have weakened since: measure what you rely on.")
+    lines.append("Facts, safety and bias were not measured.")
+    return [*(f"- {_text(line)}" for line in lines), ""]
+
+
+def _use(model_type: str) -> str:
+    known = "" if model_type != "convgpt" else (
+        "import posttrain.convgpt  # from the training code: transformers has no ConvGPT of its own\n"
+    )  # fmt: skip
+    return (
+        f"```python\n{known}from transformers import pipeline\n\n"
+        'chat = pipeline("text-generation", "FOLDER_OR_HUB_NAME")\n'
+        'print(chat([{"role": "user", "content": "Hello!"}], max_new_tokens=64)[0]["generated_text"][-1])\n```\n'
+    )
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(_text(cell) for cell in line)} |" for line in lines) + "\n"
+
+
+def _text(text: str) -> str:
+    """One line that Markdown shows as it is."""
+    plain = " ".join(str(text).split()).replace("\\", "\\\\").replace("|", "\\|")
+    return plain.replace("<", "&lt;").replace("`", "\\`").replace("[", "\\[") if plain != "---" else plain
+
+
+def _base_link(base: str, published: bool) -> str:
+    return f"[{_text(base)}](https://huggingface.co/{base})" if published else f"the local model `{base}`"
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _at(config: dict[str, Any], path: str) -> Any:
+    """_at({"a": {"b": 1}}, "a.b") -> 1; None where a key is missing."""
+    found: Any = config
+    for key in path.split("."):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
+
+
+def _licence(name_or_path: str, revision: str | None) -> str | None:
+    """The licence that the base model's own card names: beside the weights, in the cache, or on the Hub."""
+    card: Any = Path(name_or_path) / "README.md"
+    if not Path(name_or_path).is_dir():
+        card = try_to_load_from_cache(name_or_path, "README.md", revision=revision)
+        if not isinstance(card, str):
+            try:
+                told = HfApi().model_info(name_or_path, revision=revision, timeout=10).card_data
+            except (OSError, ValueError, httpx.HTTPError, HfHubHTTPError):
+                return None
+            found = told.get("license") if told else None
+            return found if isinstance(found, str) else None
+    try:
+        found = (metadata_load(card) or {}).get("license")
+    except (OSError, ValueError, AttributeError, yaml.YAMLError):
+        return None
+    return found if isinstance(found, str) else None
