@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -90,6 +91,62 @@ def broken_promises(name: str, options: dict[str, Any]) -> list[str]:
         elif sum(turn.penalty for turn in turns) < protocol.format_penalty * protocol.max_penalised_turns - 1e-9:
             broken.append(f"the hostile response {text[:40]!r} was penalised beyond the cap.")
     return broken
+
+
+LEVELS = 64  # drawn from each split to count the different ones
+FEW = 0.25  # below this share of different levels, held-out episodes repeat each other
+LONG = 100  # turns in which an expert that knows no deadline does as well as one that does
+
+
+def distinct_levels(name: str, options: dict[str, Any]) -> dict[str, int]:
+    """How many of `LEVELS` levels of each split are different ones."""
+    world = make(name, **options)
+    found = {}
+    for split in SPLITS:
+        keys = set()
+        for seed in range(LEVELS):
+            world.reset(seed=seed, options={"split": split})
+            keys.add(world.level_key())
+        found[split] = len(keys)
+    return found
+
+
+def few_levels(distinct: dict[str, int]) -> list[str]:
+    """A sentence for each split whose levels repeat so often that success in it says little."""
+    return [
+        f"the split {split} has only {count} different levels in {LEVELS} draws: success there is counted on the same "
+        "few levels again and again. Let draw() make more of them, or choose options with more levels."
+        for split, count in distinct.items()
+        if count < FEW * LEVELS
+    ]
+
+
+def wrong_optimum(name: str, options: dict[str, Any], protocol: Protocol, episodes: int, split: str) -> list[str]:
+    """Where play contradicts `optimal_success`: somebody wins more often than it allows, or the expert less often.
+
+    The wins on levels with the chances p_i have the mean sum(p_i) and the variance sum(p_i (1 - p_i)); four standard
+    deviations away is a contradiction. Where every chance is 0 or 1 that is any difference at all. An expert that
+    knows no deadline may fall short of a chance within few turns, so chances in between are compared in long episodes.
+    """
+    wrong = []
+    for limit in (protocol, Protocol(max_turns=LONG, max_actions=LONG)):
+        chances = []
+        for seed in range(episodes):
+            world = make(name, **options)
+            world.reset(seed=seed, options={"split": split})
+            chances.append(world.optimal_success(limit.max_actions))
+        if any(not 0 <= chance <= 1 + 1e-9 for chance in chances):
+            return [f"optimal_success({limit.max_actions}) gave {max(chances, key=abs):g}, which is no probability."]
+        expected, certain = sum(chances), all(chance in (0, 1) for chance in chances)
+        noise = 4 * math.sqrt(sum(chance * (1 - chance) for chance in chances)) + 1e-6
+        for player in ("expert", *make_ready(name, options).players()):
+            wins = sum(play(name, options, player, limit, seed, split).success for seed in range(episodes))
+            told = f"{wins} of {episodes} levels in {limit.max_turns} turns; optimal_success adds up to {expected:.1f}"
+            if wins > expected + noise:
+                wrong.append(f"{player} wins {told}: the claimed optimum is too low.")
+            elif player == "expert" and wins < expected - noise and (certain or limit.max_turns == LONG):
+                wrong.append(f"the expert wins {told}: either it does not play its best, or the optimum is too high.")
+    return wrong
 
 
 def play(name: str, options: dict[str, Any], player: str, protocol: Protocol, seed: int, split: str) -> Episode:
@@ -178,12 +235,17 @@ def look(arguments: argparse.Namespace, options: dict[str, Any], protocol: Proto
         console.print(Panel(escape(message["content"]), title=role, title_align="left", border_style=colours[role]))
     console.print(f"The expert {'succeeds' if shown.success else 'fails'} after {shown.turns} turns.\n")
     console.print(scores(arguments.name, options, protocol, arguments.episodes, arguments.split))
-    broken = broken_promises(arguments.name, options)
+    distinct = distinct_levels(arguments.name, options)
+    told = ", ".join(f"{split} {count}" for split, count in distinct.items())
+    console.print(f"Different levels in {LEVELS} draws: {told}.\n")
+    broken = broken_promises(arguments.name, options) + few_levels(distinct)
+    broken += wrong_optimum(arguments.name, options, protocol, arguments.episodes, arguments.split)
     for promise in broken:
         console.print(f"[red]broken[/red] {escape(promise)}")
     if not broken:
         console.print(
             "[green]kept[/green] gymnasium's checker, levels in their splits, the same levels in another process, "
+            "the expert's wins those of the claimed optimum, "
             f"{len(HOSTILE)} hostile responses harmless"
         )
     return 1 if broken else 0

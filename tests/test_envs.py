@@ -499,3 +499,42 @@ def test_check_hides_no_mistake_in_a_world_and_says_when_there_are_no_levels(mon
     base.draw_level.cache_clear()
     assert check.main(["frozen_lake", "--episodes", "2"]) == 2
     assert "no level for the split" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options, claim, says",
+    [
+        ({}, lambda self, horizon: 0.5, "the claimed optimum is too low"),
+        ({"slippery": True}, lambda self, horizon: 1.0, "the optimum is too high"),
+        ({}, lambda self, horizon: 1.5, "no probability"),
+    ],
+)
+def test_check_notices_a_wrong_optimum(options, claim, says, monkeypatch):
+    protocol = check.Protocol()
+    assert not check.wrong_optimum("frozen_lake", options, protocol, 60, "test")
+    monkeypatch.setattr(frozen_lake.FrozenLake, "optimal_success", claim)
+    assert says in " ".join(check.wrong_optimum("frozen_lake", options, protocol, 60, "test"))
+
+
+def test_check_notices_an_expert_that_is_none(monkeypatch):
+    monkeypatch.setattr(frozen_lake.FrozenLake, "expert", lambda self: "Left")
+    assert "does not play its best" in " ".join(
+        check.wrong_optimum("frozen_lake", {}, check.Protocol(), 40, "test")
+    )
+
+
+def test_check_counts_different_levels(monkeypatch):
+    assert check.distinct_levels("frozen_lake", {})["test"] > 50
+    honest = frozen_lake.FrozenLake.draw
+
+    def few(config, rng):
+        for seed in itertools.cycle(rng.permutation(100)):
+            yield next(level for level in honest(config, np.random.default_rng(seed)) if level is not None)
+
+    monkeypatch.setattr(frozen_lake.FrozenLake, "draw", staticmethod(few))
+    base.draw_level.cache_clear()
+    try:
+        (test,) = [line for line in check.few_levels(check.distinct_levels("frozen_lake", {})) if "split test" in line]
+    finally:
+        base.draw_level.cache_clear()
+    assert "different levels in 64 draws" in test
