@@ -44,13 +44,9 @@ def main(argv: list[str] | None = None) -> None:
 
     # 3. The model, the chat that speaks to it, and the conversations as token ids with a mask on what is trained.
     model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template)
-    sft = data.load_sft(cfg.data, chat)
+    rows = training.prepared(output_dir / "rows", cfg, chat, args, data.load_sft, resume=flags.resume)
 
     # 4. TRL trains. The rows carry assistant_masks, from which TRL makes the labels: only those tokens have a loss.
-    rows = sft.train
-    if args.train_sampling_strategy == "group_by_length":
-        rows = training.in_length_pools(rows, args.per_device_train_batch_size * args.world_size, cfg.seed)
-        args.train_sampling_strategy = "sequential"
     if device.type == "cpu":
         training.score_trained_positions_only()
         training.read_in_slices(model)
@@ -60,11 +56,12 @@ def main(argv: list[str] | None = None) -> None:
         trainer = SFTTrainer(
             model=model,
             args=args,
-            train_dataset=rows,
-            eval_dataset=sft.eval if len(sft.eval) else None,
+            train_dataset=rows["train"],
+            eval_dataset=rows.get("eval"),
             processing_class=chat.tokenizer,
             peft_config=models.peft_config(cfg.model, model, chat),
         )
+    training.seal_prepared(output_dir / "rows", cfg, chat)
     figures = training.fit(trainer, "phase 1", cfg, resume=flags.resume)
 
     # 5. What phase 2 takes over.

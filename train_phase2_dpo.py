@@ -57,14 +57,10 @@ def main(argv: list[str] | None = None) -> None:
 
     # 3. The model, the chat that speaks to it, and the pairs as token ids: prompt, chosen, rejected.
     model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template)
-    pairs = data.load_preferences(cfg.data, chat)
+    pairs = training.prepared(output_dir / "pairs", cfg, chat, args, data.load_preferences, resume=flags.resume)
 
     # 4. TRL trains. The reference is the policy in memory, asked once for all pairs before the first step: a reference
     #    loaded by name could be another model, and would take the memory of a second one.
-    rows = pairs.train
-    if args.train_sampling_strategy == "group_by_length":
-        rows = training.in_length_pools(rows, args.per_device_train_batch_size * args.world_size, cfg.seed)
-        args.train_sampling_strategy = "sequential"
     if device.type == "cpu":
         training.score_trained_positions_only()
         training.read_in_slices(model)
@@ -74,11 +70,12 @@ def main(argv: list[str] | None = None) -> None:
         trainer = PairTrainer(
             model=model,
             args=args,
-            train_dataset=training.on_disk(rows, output_dir / "pairs" / "train"),
-            eval_dataset=training.on_disk(pairs.eval, output_dir / "pairs" / "eval") if len(pairs.eval) else None,
+            train_dataset=pairs["train"],
+            eval_dataset=pairs.get("eval"),
             processing_class=chat.tokenizer,
             peft_config=models.peft_config(cfg.model, model, chat),
         )
+    training.seal_prepared(output_dir / "pairs", cfg, chat)
 
     margin = reference_margin(
         args,

@@ -157,8 +157,8 @@ def in_use(output_dir: Path, resume: bool) -> None:
 
 
 def _worth_keeping(path: Path) -> bool:
-    """False for what a run leaves that failed before its first step: its settings, empty files, prepared pairs."""
-    if path.name in (RUN_CONFIG, "pairs"):
+    """False for what a run leaves that failed before its first step: its settings, empty files, prepared rows."""
+    if path.name in (RUN_CONFIG, "rows", "pairs") or path.name.startswith((".rows.partial-", ".pairs.partial-")):
         return False
     return path.is_dir() or path.stat().st_size > 0
 

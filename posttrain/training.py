@@ -5,6 +5,7 @@ TRL trains; what is here lets a person watch it, lets a killed run go on where i
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -208,18 +209,74 @@ def _lengths(rows: Dataset) -> list[int]:
     return [len(prompt) + max(len(chosen), len(rejected)) for prompt, chosen, rejected in zip(*columns, strict=True)]
 
 
-def on_disk(rows: Dataset, folder: Path) -> Dataset:
-    """The same rows read from `folder`, beside which TRL then keeps the reference log-probs.
+def prepared(
+    folder: Path, cfg: Any, chat: Chat, args: Any, load: Callable[..., Any], *, resume: bool
+) -> dict[str, Dataset]:
+    """The rows that `load(cfg.data, chat)` makes, {"train": ..., "eval": ...} without what is empty, kept in `folder`.
 
-    Kept in memory, every process would look for them in a temporary folder of its own, and a resumed run would compute
-    them once more.
+    A resumed run takes them from there, unless a checksum or the settings they were made with differ: a source may be
+    large, and far away. TRL keeps beside them what it computes from them, reference log-probs above all, which
+    `seal_prepared` adds to the checksums. Every process calls this; `load` shares the sources out.
+
+    args: a SFTConfig or DPOConfig, whose `group_by_length` becomes the order of the rows (`in_length_pools`).
     """
-    if runlog.is_main_process():
-        datasets.disable_progress_bars()
-        rows.save_to_disk(folder)
-        datasets.enable_progress_bars()
+    grouped = args.train_sampling_strategy == "group_by_length"
+    if grouped:
+        args.train_sampling_strategy = "sequential"
+    made_with = _made_with(cfg, chat)
+    found = resume and runlog.is_main_process() and _still_whole(folder, made_with)
+    if not parallel.gather([found])[0]:
+        loaded = load(cfg.data, chat)
+        if runlog.is_main_process():
+            batch_size = args.per_device_train_batch_size * args.world_size
+            train = in_length_pools(loaded.train, batch_size, cfg.seed) if grouped else loaded.train
+            rows = {"train": train, "eval": loaded.eval}
+            checkpoint.save(folder, lambda out: _write_rows(rows, out), made_with=made_with)
+        barrier()
+    return {part.name: Dataset.load_from_disk(str(part)) for part in sorted(folder.iterdir()) if part.is_dir()}
+
+
+def seal_prepared(folder: Path, cfg: Any, chat: Chat) -> None:
+    """Add to the checksums what has been computed from the rows since `prepared` wrote them."""
     barrier()
-    return Dataset.load_from_disk(str(folder))
+    if runlog.is_main_process():
+        with checkpoint.full_disk_in_words(folder):
+            checkpoint.seal(folder, made_with=_made_with(cfg, chat))
+
+
+def _write_rows(rows: dict[str, Dataset], folder: Path) -> None:
+    datasets.disable_progress_bars()
+    try:
+        for name, part in rows.items():
+            if len(part):
+                part.save_to_disk(folder / name)
+    finally:
+        datasets.enable_progress_bars()
+
+
+def _still_whole(folder: Path, made_with: str) -> bool:
+    """True where every byte is as it was written, for these settings. Files that no checksum covers are removed."""
+    if not folder.exists():
+        return False
+    try:
+        listed = checkpoint.read_manifest(folder)
+        for path in folder.rglob("*"):
+            name = path.relative_to(folder).as_posix()
+            if path.is_file() and name not in listed["files"] and name != checkpoint.MANIFEST:
+                path.unlink()
+        whole = checkpoint.verify(folder)["meta"].get("made_with") == made_with
+        problem = "" if whole else f"{folder} was made with other settings."
+    except UserError as error:
+        problem = str(error)
+    print(f"{problem} The rows are prepared again." if problem else f"Rows as prepared before: {folder}.")
+    return not problem
+
+
+def _made_with(cfg: Any, chat: Chat) -> str:
+    """sha256 of all that decides which rows there are, and in which order."""
+    settings = {key: value for key, value in cfg.model_dump(mode="json").items() if key not in FREE_TO_CHANGE}
+    facts = [settings, chat.hash, os.environ.get("WORLD_SIZE", "1")]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def fit(

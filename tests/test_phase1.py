@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import random
+import shutil
 import signal
 import textwrap
 from datetime import timedelta
@@ -456,6 +457,49 @@ def test_after_a_kill_in_the_middle_of_a_save_resume_takes_the_older_checkpoint(
     assert rows_of(tmp_path / "run") == rows_of(whole)
     assert same_weights(tmp_path / "run", whole)
     checkpoint.verify(tmp_path / "run" / "checkpoint-8")
+
+
+@pytest.mark.parametrize("damage", ["none", "a byte", "a leftover", "other settings"])
+def test_resume_reads_no_source_again_unless_the_kept_rows_are_damaged(
+    tmp_path: Path,
+    files: SimpleNamespace,
+    whole: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    damage: str,
+) -> None:
+    from posttrain import data
+
+    file = config_in(tmp_path, files)
+    train(file, "run_name=first")
+    for step in (8, 12):
+        shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}")
+    shutil.rmtree(tmp_path / "run" / "final")
+    arrow = next((tmp_path / "run" / "rows" / "train").glob("data-*.arrow"))
+    if damage == "a byte":
+        content = bytearray(arrow.read_bytes())
+        content[len(content) // 2] ^= 1
+        arrow.write_bytes(content)
+    elif damage == "a leftover":  # of a process that was killed before it took a checksum
+        arrow.with_name("cache-0123456789abcdef.arrow").write_text("half a")
+    elif damage == "other settings":
+        checkpoint.seal(tmp_path / "run" / "rows", made_with="something else")
+    times, load = [0], data.load_sft
+
+    def counted(*args: Any) -> Any:
+        times[0] += 1
+        return load(*args)
+
+    monkeypatch.setattr(data, "load_sft", counted)
+    capsys.readouterr()
+    train(file, "--resume")
+    again = damage in ("a byte", "other settings")
+    assert times[0] == again
+    out = capsys.readouterr().out
+    assert ("prepared again" in out) == again and ("Rows as prepared before" in out) != again
+    assert "cache-0123456789abcdef.arrow" not in checkpoint.verify(tmp_path / "run" / "rows")["files"]
+    assert rows_of(tmp_path / "run") == rows_of(whole)
+    assert same_weights(tmp_path / "run", whole)
 
 
 @pytest.mark.slow

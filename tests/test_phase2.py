@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -213,6 +214,31 @@ def test_a_stopped_run_goes_on_exactly_and_asks_the_reference_once(
 
     monkeypatch.setattr(DPOTrainer, "compute_ref_log_probs", never)
     train(file, "--resume")
+    assert rows_of(tmp_path / "run") == rows_of(whole)
+    one, other = ((run / "final" / "model.safetensors").read_bytes() for run in (tmp_path / "run", whole))
+    assert one == other
+
+
+@pytest.mark.parametrize("damaged", ["data-*.arrow", "cache-*.arrow"])
+def test_damaged_pairs_or_reference_log_probs_are_made_again(
+    tmp_path: Path, files: SimpleNamespace, whole: Path, capsys: pytest.CaptureFixture[str], damaged: str
+) -> None:
+    """Their checksum is no checkpoint's: a changed byte would otherwise train on other numbers without a word."""
+    file = config_in(tmp_path, files)
+    train(file)
+    pairs = tmp_path / "run" / "pairs"
+    assert any("cache-" in name for name in checkpoint.verify(pairs)["files"])  # the reference log-probs
+    for step in (8, 12):
+        shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}")
+    shutil.rmtree(tmp_path / "run" / "final")
+    for arrow in (pairs / "train").glob(damaged):
+        content = bytearray(arrow.read_bytes())
+        content[len(content) // 2] ^= 64
+        arrow.write_bytes(content)
+    capsys.readouterr()
+    train(file, "--resume")
+    assert "prepared again" in capsys.readouterr().out
+    checkpoint.verify(pairs)
     assert rows_of(tmp_path / "run") == rows_of(whole)
     one, other = ((run / "final" / "model.safetensors").read_bytes() for run in (tmp_path / "run", whole))
     assert one == other
