@@ -503,16 +503,11 @@ def learn(
 
 def prepare(cfg: StarPORun, model: Any, chat: Chat) -> Learner:
     """The adapter where one is asked for, memory savings, the reference, and the learner of it all."""
-    import torch
-
     from posttrain import models, training
     from posttrain.learner import Learner
+    from posttrain.policy import without_noise
 
-    for module in model.modules():  # the ratio must start at 1, and a resumed run has no random state to restore
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            vars(module)["attention_dropout"] = 0.0
+    without_noise(model)  # the ratio must start at 1, and a resumed run has no random state to restore
     if cfg.model.tuning != "full" and cfg.model.lora.dropout > 0:
         raise UserError("model.lora.dropout must be 0 in phase 3: sampler and learner have to be the same policy.")
     reference = None  # and the teacher of `distillation`; an adapter is switched off instead

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -114,6 +115,8 @@ class ConvGPTRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == self.weight.dtype == torch.float32:  # one kernel on a GPU
+            return functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
         normed = functional.rms_norm(x.float(), (x.shape[-1],), eps=self.eps)
         return self.weight * normed.to(x.dtype)
 
@@ -141,6 +144,7 @@ class ConvGPTStage(nn.Conv2d):
         side = config.emb_dim_factor
         super().__init__(side, side, kernel_size=(1, config.conv_kernel_h_w), bias=False)
         self.pool = config.emb_factor
+        self.fixed: torch.Tensor | None = None  # the matrix, while `posttrain.fused` knows that the kernel stays
 
     def matrix(self) -> torch.Tensor:
         """(hidden_size, transformer_dim), in float32 up to the last step, differentiable in the kernel."""
@@ -154,7 +158,7 @@ class ConvGPTStage(nn.Conv2d):
         return matrix.reshape(side * side, -1).to(weight.dtype)
 
     def forward(self, embeds: torch.Tensor) -> torch.Tensor:
-        return embeds @ self.matrix()
+        return embeds @ (self.matrix() if self.fixed is None else self.fixed)
 
 
 class ConvGPTMLP(nn.Module):
@@ -312,6 +316,8 @@ class ConvGPTModel(ConvGPTPreTrainedModel):
         self.conv = ConvGPTStage(config)
         self.norm_emb = ConvGPTScaleNorm()
         self.layers = nn.ModuleList([ConvGPTLayer(config, layer) for layer in range(config.num_hidden_layers)])
+        # All layers in fewer operations, over a cache and under a finished mask: see `posttrain.fused`.
+        self.fused: Callable[..., torch.Tensor] | None = None
         self.scale_up = None
         if config.tie_word_embeddings:
             self.scale_up = ConvGPTMLP(dim, 4 * config.hidden_size, config.hidden_size, config.hidden_act)
@@ -367,17 +373,20 @@ class ConvGPTModel(ConvGPTPreTrainedModel):
                 masks["sliding_attention"] = create_sliding_window_causal_mask(**arguments)
 
         hidden_states = self.norm_emb(self.conv(embeds))
-        position_embeddings = rotary(self.config, position_ids, hidden_states.dtype)
-        for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
-            hidden_states = layer(
-                hidden_states,
-                attention_mask=masks[kind],
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                use_cache=use_cache,
-                position_embeddings=position_embeddings,
-                **kwargs,
-            )
+        if self.fused is not None and past_key_values is not None and isinstance(attention_mask, torch.Tensor):
+            hidden_states = self.fused(hidden_states, position_ids, masks["full_attention"], past_key_values)
+        else:
+            position_embeddings = rotary(self.config, position_ids, hidden_states.dtype)
+            for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
+                hidden_states = layer(
+                    hidden_states,
+                    attention_mask=masks[kind],
+                    position_ids=position_ids,
+                    past_key_values=past_key_values,
+                    use_cache=use_cache,
+                    position_embeddings=position_embeddings,
+                    **kwargs,
+                )
         hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)
         if self.scale_up is not None:
             hidden_states = self.scale_up(hidden_states)

@@ -10,15 +10,18 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from posttrain.convgpt import ConvGPTModel
 from posttrain.head import head_logprobs
+from posttrain.types import UserError
 
 # what a model raises in a self-test if its cache or its attention is of another kind
 UNFIT = (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+# RuntimeErrors that tell of the device instead: no self-test may take them for an answer
+DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
 
 
 def microbatches(lengths: Sequence[int], token_budget: float) -> Iterator[list[int]]:
@@ -138,6 +141,50 @@ def head_agrees(model: PreTrainedModel) -> bool:
     return bool((own_T - said_T).abs().max() <= (0.1 if exact else 10.0))
 
 
+def without_noise(model: PreTrainedModel) -> None:
+    """Switch off all dropout, layer drop and router jitter, so that sampler and learner are the same policy.
+
+    What the model computes in training mode must then be what it computed in evaluation mode before, twice in a row;
+    otherwise a UserError. In the model's config the rates are 0 as well, for some architectures read them there.
+    """
+    vocabulary = model.config.get_text_config().vocab_size
+    ids_1T = torch.arange(3, min(67, vocabulary), device=model.device)[None]
+    devices = [model.device] if model.device.type == "cuda" else []
+    was_training = model.training
+
+    def logits(training: bool) -> torch.Tensor:
+        return model.train(training)(input_ids=ids_1T, use_cache=False).logits.float()
+
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            expected = logits(training=False)
+            for module in model.modules():
+                if isinstance(module, torch.nn.Dropout):
+                    module.p = 0.0
+                _no_rates(module)
+                if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
+                    _no_rates(config)
+            tolerance = (1e-3 if model.dtype == torch.float32 else 0.05) * expected.abs().max()
+            differs = any(bool((logits(training=True) - expected).abs().max() > tolerance) for _ in range(2))
+    finally:
+        model.train(was_training)
+    if differs:
+        raise UserError(
+            f"{type(model).__name__} computes other probabilities in training mode than in evaluation mode, although"
+            " all rates of dropout and jitter were set to 0: sampler and learner would not be the same policy. Phase 3"
+            " cannot train this architecture. Take a model without noise of its own."
+        )
+
+
+def _no_rates(thing: object) -> None:
+    """Set what is named as a rate of dropout or jitter to 0, in a module or a config and the configs inside it."""
+    for name, value in list(vars(thing).items()):
+        if isinstance(value, PreTrainedConfig):
+            _no_rates(value)
+        elif type(value) in (int, float) and 0 < value <= 1 and ("drop" in name or "jitter" in name):
+            setattr(thing, name, type(value)(0))  # a config may take no other type
+
+
 def attends_to_all(model: PreTrainedModel) -> bool:
     """Whether every layer attends to everything before it, in the same way however long the rows are.
 
@@ -157,7 +204,12 @@ def attends_to_all(model: PreTrainedModel) -> bool:
 def attention_mask(model: PreTrainedModel, sees_BQK: torch.Tensor) -> torch.Tensor:
     """What a model takes as its mask, (B, 1, Q, K), where each token (Q) sees what is True (K) and nothing else."""
     sees_B1QK = sees_BQK[:, None]
-    if model.config._attn_implementation != "eager":
+    implementation = model.config._attn_implementation
+    if implementation not in ("eager", "sdpa"):
         return sees_B1QK
-    hidden = torch.finfo(model.dtype).min  # eager attention adds its mask instead of selecting by it
-    return torch.zeros(sees_B1QK.shape, dtype=model.dtype, device=sees_BQK.device).masked_fill(~sees_B1QK, hidden)
+    # Both add a mask instead of selecting by it; sdpa would convert it anew in every layer.
+    device, dtype = sees_BQK.device, model.dtype
+    if implementation == "sdpa" and torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    hidden = -torch.inf if implementation == "sdpa" else torch.finfo(dtype).min
+    return torch.zeros(sees_B1QK.shape, dtype=dtype, device=device).masked_fill_(~sees_B1QK, hidden)

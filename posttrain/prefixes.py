@@ -12,7 +12,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from posttrain.policy import UNFIT, attends_to_all, attention_mask, read, trained_states
+from posttrain.policy import DEVICE_ERRORS, UNFIT, attends_to_all, attention_mask, read, trained_states
 
 Ids = Sequence[int]
 
@@ -157,11 +157,14 @@ def agrees(model: PreTrainedModel) -> bool:
     rows = [[3, 4, 5, 6, 7], [3, 4, 5, 8], [3, 4]]
     masks = [[False] * 3 + [True] * 2, [False] * 3 + [True], [False, True]]
     try:
-        whole_SD, _ = trained_states(model, rows, masks)
-        shared_SD, _ = Prefixes(model, [(3, 4)]).states(rows, masks)
+        with torch.autocast(model.device.type, enabled=False):
+            whole_SD, _ = trained_states(model, rows, masks)
+            shared_SD, _ = Prefixes(model, [(3, 4)]).states(rows, masks)
+    except DEVICE_ERRORS:
+        raise
     except UNFIT:
         return False
     finally:
         model.train(was_training)
-    exact = model.dtype == torch.float32 and not torch.is_autocast_enabled(model.device.type)
-    return bool((whole_SD - shared_SD).abs().max() <= (1e-4 if exact else 0.05) * whole_SD.abs().max())
+    tolerance = 1e-4 if model.dtype == torch.float32 else 0.05
+    return bool((whole_SD - shared_SD).abs().max() <= tolerance * whole_SD.abs().max())

@@ -349,6 +349,25 @@ def test_the_bytes_of_a_decoding_step(rollout):
     assert loaded(FILE.parent / "plan.py").decode_reads(shape, rows=4, context=100, size=2) == 2 * (15 + 4 * 100 * 3)
 
 
+def test_a_decoded_token_takes_few_operations(rollout, tmp_path, monkeypatch, capsys):
+    """ConvGPT of 32 layers, from models of one layer and of two: at most 60 % of 1,565 and of 1,202 (float32)."""
+    launches = loaded(FILE.parent / "launches.py")
+    shape = dict(hidden_size=256, head_dim=16, intermediate_size=32)
+    sizes = {f"{layers} layers": ("convgpt", shape | dict(num_hidden_layers=layers)) for layers in (1, 2)}
+    monkeypatch.setattr(launches, "SHAPES", sizes)
+    monkeypatch.setattr(sys, "argv", ["launches.py", "--json", str(tmp_path / "figures.json")])
+    launches.main()
+    rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    taken = {(row["precision"], row["layers"]): row["kernels"]["all"] for row in rows}
+    for precision, most in (("float32", 0.6 * 1202), ("bfloat16 autocast", 0.6 * 1565)):
+        one, two = taken[precision, 1], taken[precision, 2]
+        assert one < two and one + 31 * (two - one) <= most
+    assert all(row["dispatched"]["all"] > row["kernels"]["all"] for row in rows)
+    assert all(row["kernels"]["each"]["rms_norm"] == 3 * row["layers"] + 1 for row in rows)
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + len(rows) and len({line.count("|") for line in table}) == 1
+
+
 def test_phases_do_the_same_work_as_trl_and_read_less_padding(rollout, tmp_path, monkeypatch, capsys):
     from transformers import LlamaModel
 
@@ -446,7 +465,8 @@ def test_the_tables_of_the_learning_benchmark_are_those_of_its_rows(
     ("script", "file"),
     [("rollout", f"rollout{size}") for size in ("", "-vllm", "-trl", "-ragged", "-40m", "-40m-20", "-164m")]
     + [(script, f"{script}{size}") for script, size in (("iteration", ""), ("iteration", "-40m"), ("update", ""))]
-    + [("phases", "phases"), ("phases", "phases-65k"), ("scaling", "scaling"), ("device", "device")],
+    + [("phases", "phases"), ("phases", "phases-65k"), ("scaling", "scaling"), ("device", "device")]
+    + [("launches", "launches-before"), ("launches", "launches")],
 )
 def test_the_tables_of_the_results_are_those_of_their_figures(
     script: str, file: str, monkeypatch: pytest.MonkeyPatch

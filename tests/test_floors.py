@@ -23,7 +23,7 @@ FLOORS = [
         f"posttrain.{name}"
         for name in ("chat", "metrics", "runlog", "convgpt", "checkpoint", "starpo", "parallel", "curriculum", "head")
     ],
-    ["posttrain.embedded", "posttrain.policy", "posttrain.model_card"],
+    ["posttrain.embedded", "posttrain.policy", "posttrain.fused", "posttrain.model_card"],
     ["posttrain.data", "posttrain.models", "posttrain.report", "posttrain.critic", "posttrain.prefixes"],
     ["posttrain.sampler", "posttrain.training", "posttrain.gguf", "posttrain.cross_score", "posttrain.learner"],
     ["posttrain.rollout"],

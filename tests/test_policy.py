@@ -22,7 +22,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from posttrain import head
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.policy import attention_mask, head_agrees, microbatches, read, token_logprobs
+from posttrain.policy import attention_mask, head_agrees, microbatches, read, token_logprobs, without_noise
+from posttrain.types import UserError
 
 SIZES = {
     "vocab_size": 71, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -184,3 +185,49 @@ def test_logits_that_are_more_than_a_product_are_known_or_refused(monkeypatch: p
 
 def test_heads_agree(model: Any) -> None:
     assert head_agrees(model) and head_agrees(model.to(torch.bfloat16))
+
+
+NOISY: dict[str, dict[str, Any]] = {  # rates that some set by default and some only where a config says so
+    "opt": dict(hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32,
+                layerdrop=0.3, attention_dropout=0.2),
+    "xglm": dict(d_model=32, ffn_dim=48, num_layers=2, attention_heads=4),
+    "biogpt": dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4),
+    "gpt_bigcode": dict(n_embd=32, n_layer=2, n_head=4, n_inner=48),
+    "starcoder2": dict(SMALL, residual_dropout=0.3, embedding_dropout=0.3, attention_dropout=0.3),
+    "falcon": dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, hidden_dropout=0.3,
+                   attention_dropout=0.3),
+    "mpt": dict(d_model=32, n_layers=2, n_heads=4, attn_config={"attn_pdrop": 1}),
+    "mixtral": dict(SMALL, num_local_experts=4, router_jitter_noise=0.5),
+    "bloom": dict(hidden_size=32, n_layer=2, n_head=4, hidden_dropout=0.3, attention_dropout=0.3),
+    "gpt2": dict(n_embd=32, n_layer=2, n_head=4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NOISY)
+def test_no_noise_is_left_in_training_mode(kind: str) -> None:
+    torch.manual_seed(0)
+    shape = NOISY[kind] | {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape))
+    for parameter in model.parameters():  # large enough for noise to show
+        torch.nn.init.normal_(parameter, std=0.3)
+    ids = torch.arange(3, 40)[None]
+
+    def logits(training: bool) -> torch.Tensor:
+        return model.train(training)(input_ids=ids, use_cache=False).logits.detach()
+
+    expected = logits(training=False)
+    assert not torch.allclose(logits(training=True), expected, atol=1e-2)
+    state = torch.get_rng_state()
+    without_noise(model)
+    assert model.training and torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(logits(training=True), expected) and torch.equal(logits(training=False), expected)
+
+
+def test_noise_that_cannot_be_switched_off_is_refused() -> None:
+    """PhiMoE draws its experts in training mode, and its jitter decides on experts in evaluation mode as well."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("phimoe", num_local_experts=4, **SMALL))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    with pytest.raises(UserError, match="other probabilities in training mode"):
+        without_noise(model.train())
+    assert model.training

@@ -3,6 +3,9 @@
 # pyright: reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,8 +21,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from posttrain import prefixes
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.sampler import ReplaySampler, SlotSampler, agrees_with_full_forward, open_engine, slots
+from posttrain.fused import fused
+from posttrain.sampler import ReplaySampler, SlotSampler, agrees_with_full_forward, open_engine, selftest, slots
 from posttrain.sampler.draw import draw, uniforms
 from posttrain.types import SamplingParams, UserError
 
@@ -346,3 +351,129 @@ def test_filters_never_choose_outside(values: list[float], uniform: float, top_k
     kept = order.values[: top_k or None].double().softmax(-1)
     allowed = order.values[: int((kept.cumsum(-1) - kept < 0.5).sum())]
     assert values[token] >= allowed[-1].item() - 1e-6
+
+
+def test_fused_projections_change_rounding_alone(model: PreTrainedModel) -> None:
+    """Ragged rows, a mask, several queries and one: the states that the layers make, one by one."""
+    decoder: Any = model.base_model
+    found: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    for fuses in (True, False):
+        sampler = SlotSampler(model, [STOP], PAD)
+        handles = sampler.open(PROMPTS)
+        hook = decoder.register_forward_hook(lambda *given, fuses=fuses: found[fuses].append(given[2][0]))
+        with pytest.MonkeyPatch.context() as patch:
+            if not fuses:
+                patch.setattr(slots, "fused", lambda model: nullcontext())
+            done = sampler.sample(handles, SamplingParams(max_new_tokens=6), [1] * len(PROMPTS))
+        hook.remove()
+        assert sum(len(completion.ids) for completion in done) > 0
+    assert len(found[True]) == len(found[False]) > 3
+    for ours, plain in zip(found[True], found[False], strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", ["optimizer", "load", "adapter", "merge"])
+def test_what_is_made_of_the_weights_lasts_for_one_rollout(change: str) -> None:
+    model = build("convgpt-tied")
+    sampler = SlotSampler(model, [STOP], PAD)
+    params = SamplingParams(max_new_tokens=8)
+    before, _ = conversation(sampler, params)
+    if change == "optimizer":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        model(input_ids=torch.tensor([PROMPTS[1]])).logits.square().mean().backward()
+        optimizer.step()
+    elif change == "load":
+        model.load_state_dict({name: 1.3 * weight for name, weight in model.state_dict().items()})
+    else:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(1)
+        wanted = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        adapted: Any = get_peft_model(model, wanted)
+        model = adapted.merge_and_unload() if change == "merge" else adapted.base_model.model
+        sampler.model = model
+    ids, spans = conversation(sampler, params)
+    assert ids != before
+    check_logprobs(model, ids, spans, 1.0)
+    decoder: Any = model.base_model
+    assert decoder.fused is None and decoder.conv.fixed is None
+
+
+def test_only_a_plain_convgpt_is_fused() -> None:
+    def fuses(model: Any) -> bool:
+        with fused(model):
+            return getattr(model.base_model, "fused", None) is not None
+
+    assert fuses(build("convgpt")) and not fuses(build("llama"))
+    eager, biased, hooked, windowed = (build("convgpt") for _ in range(4))
+    eager.set_attn_implementation("eager")
+    biased.model.layers[1].self_attn.k_proj.bias = torch.nn.Parameter(torch.ones(16))
+    hooked.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *given: None)
+    windowed.config.sliding_window = 8
+    assert not any(map(fuses, (eager, biased, hooked, windowed)))
+    model = build("convgpt")
+    with pytest.raises(KeyError), fused(model):
+        raise KeyError
+    assert model.base_model.fused is None
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_what_the_device_raises_is_no_answer_of_the_self_test(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("llama")
+
+    def fail(*args: object, **settings: object) -> None:
+        raise error("the device")
+
+    monkeypatch.setattr(model.model, "forward", fail)
+    with pytest.raises(error, match="the device"):
+        open_engine(model, [STOP], PAD, "auto")
+    with pytest.raises(error, match="the device"):
+        prefixes.agrees(model)
+
+
+def test_the_cause_of_a_fallback_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    with monkeypatch.context() as patch:
+        patch.setattr(slots._SlotLayer, "copy_rows", lambda *args: None)
+        with pytest.warns(UserWarning, match=r"log-probs differ from those of a full forward pass by up to \d"):
+            assert isinstance(open_engine(model, [STOP], PAD, "auto"), ReplaySampler)
+
+    def fail(*args: object, **settings: object) -> None:
+        raise TypeError("past_key_values has\nno layers")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model, "forward", fail)
+        with pytest.warns(UserWarning, match="its self-test raised TypeError: past_key_values has no layers"):
+            open_engine(model, [STOP], PAD, "auto")
+        with pytest.raises(UserError, match=r"engine=slots .* raised TypeError"):
+            open_engine(model, [STOP], PAD, "slots")
+    model.config.layer_types = ["sliding_attention", "full_attention"]
+    with pytest.warns(UserWarning, match="not every layer attends to all tokens"):
+        open_engine(model, [STOP], PAD, "auto")
+
+
+def test_the_self_test_compares_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half-precision weights and autocast make differences of their own, which say nothing about the cache."""
+    model = build("convgpt").to(torch.bfloat16)
+    seen: list[torch.dtype] = []
+    honest = selftest._largest_difference
+
+    def compared(model: Any, *given: Any) -> float:
+        seen.append(model.base_model(input_ids=torch.tensor([[3, 4]])).last_hidden_state.dtype)
+        return honest(model, *given)
+
+    monkeypatch.setattr(selftest, "_largest_difference", compared)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert agrees_with_full_forward(model, [STOP], PAD)
+        assert agrees_with_full_forward(build("convgpt"), [STOP], PAD)
+    assert seen == [torch.float32] * 2 and model.dtype == torch.bfloat16
+
+
+def test_weights_that_are_no_numbers_are_not_blamed_on_the_architecture() -> None:
+    model = build("llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
+    with pytest.raises(UserError, match=r"no numbers \(NaN\).* weights are damaged"):
+        open_engine(model, [STOP], PAD, "auto")

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
-from posttrain.policy import UNFIT, attends_to_all
 from posttrain.sampler.base import Sampler, Turn
 from posttrain.sampler.replay import ReplaySampler
-from posttrain.sampler.slots import SlotSampler, agrees_with_full_forward
+from posttrain.sampler.selftest import agrees_with_full_forward, why_unfit
+from posttrain.sampler.slots import SlotSampler
 from posttrain.sampler.vllm import VLLMSampler
 from posttrain.types import UserError
 
@@ -41,24 +41,14 @@ def open_engine(
         return VLLMSampler(model, stop_ids, longest, vllm_memory)
     if engine == "replay":
         return ReplaySampler(model, stop_ids, pad_id)
-    if attends_to_all(model) and _passes(model, stop_ids, pad_id):
+    cause = why_unfit(model, stop_ids, pad_id)
+    if cause is None:
         return SlotSampler(model, stop_ids, pad_id, longest)
+    name = type(model).__name__
     if engine == "slots":
         raise UserError(
-            f"engine=slots keeps the KV cache across turns, which {type(model).__name__} does not allow (sliding"
-            " windows or a cache of its own). Write engine=replay, or engine=auto to let the self-test choose."
+            f"engine=slots keeps the KV cache across turns, which {name} does not allow: {cause}. Write engine=replay,"
+            " or engine=auto to let the self-test choose."
         )
-    name = type(model).__name__
-    warnings.warn(f"{name}: no standard KV cache; every turn replays its history (slower)", stacklevel=2)
+    warnings.warn(f"{name} replays its history in every turn (slower), without a kept KV cache: {cause}", stacklevel=2)
     return ReplaySampler(model, stop_ids, pad_id)
-
-
-def _passes(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int) -> bool:
-    """The self-test of the slot engine, failed as well by a model that it cannot even run."""
-    was_training = model.training
-    try:
-        return agrees_with_full_forward(model, stop_ids, pad_id)
-    except UNFIT:
-        return False
-    finally:
-        model.train(was_training)

@@ -12,6 +12,8 @@ BLOCK = 256  # tokens of the vocabulary whose probabilities are summed together
 def uniforms(seeds_B: torch.Tensor, step: int | torch.Tensor) -> torch.Tensor:
     """One uniform in [0, 1) per row, float64, shape (B,): splitmix64 of (row seed, position in the turn, int or (B,)).
 
+    Seeds (B, 1) and positions (N,) give those of N positions, (B, N).
+
     The number depends on nothing else, so a row draws the same whatever batch it is in (Steele et al. 2014,
     "Fast splittable pseudorandom number generators").
     """
@@ -41,14 +43,15 @@ def draw(
     Inverse-CDF sampling: one uniform per row is enough.
     """
     logits_BV = logits_BV.float()
-    scaled_BV = logits_BV / params.temperature if params.temperature > 0 else logits_BV
+    divides = params.temperature not in (0, 1)
+    scaled_BV = logits_BV / params.temperature if divides else logits_BV
     logprobs_BV = scaled_BV.log_softmax(-1)
     if params.repetition_penalty != 1.0:
         assert seen_BV is not None
         rate = params.repetition_penalty
         punished_BV = torch.where(logits_BV > 0, logits_BV / rate, logits_BV * rate)
         logits_BV = torch.where(seen_BV, punished_BV, logits_BV)
-        scaled_BV = logits_BV / params.temperature if params.temperature > 0 else logits_BV
+        scaled_BV = logits_BV / params.temperature if divides else logits_BV
     if params.temperature == 0:
         tokens_B = scaled_BV.argmax(-1)
     elif params.top_k > 0 or params.top_p < 1.0:

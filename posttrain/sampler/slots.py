@@ -20,6 +20,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from posttrain.fused import fused
 from posttrain.policy import attention_mask, read
 from posttrain.sampler.base import Sampler, Then, Turn
 from posttrain.sampler.draw import draw, uniforms
@@ -41,6 +42,7 @@ class _SlotLayer(CacheLayerMixin):
         super().__init__()
         self.slots = self.length = self.visible = 0
         self.rows: slice | torch.Tensor = slice(0, 0)
+        self.row_B1 = torch.empty(0, 1, dtype=torch.long)
         self.positions_BQ = torch.empty(0, 0, dtype=torch.long)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -62,11 +64,8 @@ class _SlotLayer(CacheLayerMixin):
         if self.keys is None or self.keys.shape[0] < self.slots or self.keys.shape[2] < self.length:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
-        rows = self.rows
-        row_B = torch.arange(rows.start, rows.stop, device=key_states.device) if isinstance(rows, slice) else rows
-        row_B1 = row_B[:, None]
-        self.keys[row_B1, :, self.positions_BQ] = key_states.transpose(1, 2).to(self.keys.dtype)
-        self.values[row_B1, :, self.positions_BQ] = value_states.transpose(1, 2).to(self.values.dtype)
+        self.keys[self.row_B1, :, self.positions_BQ] = key_states.transpose(1, 2).to(self.keys.dtype)
+        self.values[self.row_B1, :, self.positions_BQ] = value_states.transpose(1, 2).to(self.values.dtype)
         return self.keys[self.rows, :, : self.visible], self.values[self.rows, :, : self.visible]
 
     def copy_rows(self, target_N: torch.Tensor, source_N: torch.Tensor, length: int) -> None:
@@ -97,7 +96,7 @@ class _Rows(NamedTuple):
 
     token_B: torch.Tensor
     position_B: torch.Tensor
-    seed_B: torch.Tensor
+    uniform_BN: torch.Tensor
     length_B: torch.Tensor
     tokens_BN: torch.Tensor
     logprobs_BN: torch.Tensor
@@ -120,7 +119,8 @@ class _Writing:
 
         size = self.params.max_new_tokens + 1  # a row that is done writes behind its end
         written = zeros(size), zeros(size, dtype=torch.float32)
-        return _Rows(zeros(), zeros(), zeros(), zeros(), *written, zeros(self.seen_size, dtype=torch.bool))
+        uniform = zeros(size, dtype=torch.float64)
+        return _Rows(zeros(), zeros(), uniform, zeros(), *written, zeros(self.seen_size, dtype=torch.bool))
 
     @property
     def width(self) -> int:
@@ -135,7 +135,8 @@ class _Writing:
         slot_N, rows = torch.tensor(slots, device=self.device), self.rows
         rows.token_B[slot_N] = torch.tensor([row[-1] for row in ids], device=self.device)
         rows.position_B[slot_N] = torch.tensor([len(row) - 1 for row in ids], device=self.device)
-        rows.seed_B[slot_N] = torch.tensor(seeds, device=self.device)
+        seed_N1 = torch.tensor(seeds, device=self.device)[:, None]
+        rows.uniform_BN[slot_N] = uniforms(seed_N1, torch.arange(rows.uniform_BN.shape[1], device=self.device))
         rows.length_B[slot_N] = 0
         rows.seen_BV[slot_N] = False
         if self.seen_size:
@@ -159,15 +160,16 @@ class _Writing:
     def write(self, logits_BV: torch.Tensor, done_B: torch.Tensor) -> torch.Tensor:
         """One more token in each row that is not done yet; which rows are done now."""
         rows = _Rows._make(each[: len(done_B)] for each in self.rows)
-        next_B, logprob_B = draw(logits_BV, self.params, uniforms(rows.seed_B, rows.length_B), rows.seen_BV)
-        row_B = torch.arange(len(done_B), device=self.device)
-        rows.tokens_BN[row_B, rows.length_B] = next_B
-        rows.logprobs_BN[row_B, rows.length_B] = logprob_B
+        place_B1 = rows.length_B[:, None]
+        next_B, logprob_B = draw(logits_BV, self.params, rows.uniform_BN.gather(1, place_B1).squeeze(1), rows.seen_BV)
+        rows.tokens_BN.scatter_(1, place_B1, next_B[:, None])
+        rows.logprobs_BN.scatter_(1, place_B1, logprob_B[:, None])
         if self.seen_size:
-            rows.seen_BV[row_B, next_B] = True
+            rows.seen_BV.scatter_(1, next_B[:, None], True)
+        going_B = ~done_B
         rows.token_B.copy_(torch.where(done_B, rows.token_B, next_B))
-        rows.position_B.add_(~done_B)
-        rows.length_B.add_(~done_B)
+        rows.position_B.add_(going_B)
+        rows.length_B.add_(going_B)
         return done_B | torch.isin(next_B, self.stop_ids) | (rows.length_B == self.params.max_new_tokens)
 
     def move(self, target: Sequence[int], source: Sequence[int]) -> None:
@@ -237,16 +239,17 @@ class SlotSampler(Sampler):
         self.model.eval()
         vocabulary = self.model.config.get_text_config().vocab_size
         writing = _Writing(params, vocabulary, self.stop_ids, self.model.device)
-        while turns or writing.slots:
-            if turns:
-                handles = [handle for handle, _ in turns]
-                ids = [self._ids[handle] for handle in handles]
-                self._reserve(max(map(len, ids)) + params.max_new_tokens)
-                self._prefill(handles)
-                writing.begin([self._slot[handle] for handle in handles], ids, [seed for _, seed in turns])
-            if len(writing.slots) < REFILL_BELOW * writing.width:
-                self._gather(writing)
-            turns = then(self._write(writing))
+        with fused(self.model):  # no weight changes before the last turn is written
+            while turns or writing.slots:
+                if turns:
+                    handles = [handle for handle, _ in turns]
+                    ids = [self._ids[handle] for handle in handles]
+                    self._reserve(max(map(len, ids)) + params.max_new_tokens)
+                    self._prefill(handles)
+                    writing.begin([self._slot[handle] for handle in handles], ids, [seed for _, seed in turns])
+                if len(writing.slots) < REFILL_BELOW * writing.width:
+                    self._gather(writing)
+                turns = then(self._write(writing))
         self.model.train(was_training)
 
     # ------------------------------------------------------------------ the cache
@@ -283,9 +286,11 @@ class SlotSampler(Sampler):
     def _inputs(
         self, ids_BQ: torch.Tensor, positions_BQ: torch.Tensor, rows: slice | torch.Tensor, visible: int
     ) -> dict[str, Any]:
+        device = ids_BQ.device
+        row_B = torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, slice) else rows
         for layer in self._layers:
-            layer.rows, layer.positions_BQ, layer.visible = rows, positions_BQ, visible
-        index_L = torch.arange(visible, device=ids_BQ.device)
+            layer.rows, layer.row_B1, layer.positions_BQ, layer.visible = rows, row_B[:, None], positions_BQ, visible
+        index_L = torch.arange(visible, device=device)
         return {
             "input_ids": ids_BQ,
             "attention_mask": attention_mask(self.model, index_L <= positions_BQ[:, :, None]),
@@ -362,28 +367,3 @@ class SlotSampler(Sampler):
             self._cached[handle] = len(self._ids[handle]) + len(completion.ids) - 1
             self._ids[handle].extend(completion.ids)
         return finished
-
-
-def agrees_with_full_forward(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int) -> bool:
-    """A self-test before a run: ragged rows, two turns, each sampled log-prob against one plain forward pass."""
-    sampler = SlotSampler(model, stop_ids, pad_id)
-    plain = [token for token in range(model.config.get_text_config().vocab_size) if token not in set(stop_ids)][:64]
-    handles = sampler.open([plain[:5], plain[3:15], plain[:5]])
-    params = SamplingParams(max_new_tokens=4)
-    start = [5, 12, 5]
-    spans: list[list[tuple[int, Completion]]] = [[], [], []]
-    for turn in range(2):
-        for row, done in enumerate(sampler.sample(handles, params, [turn * 3 + row for row in range(3)])):
-            spans[row].append((start[row], done))
-            reply = plain[7 : 10 + row]
-            sampler.append(handles[row], reply)
-            start[row] += len(done.ids) + len(reply)
-    worst = 0.0
-    with torch.no_grad():
-        for row, handle in enumerate(handles):
-            ids_1T = torch.tensor([sampler._ids[handle]], device=model.device)
-            logprobs_TV = model(input_ids=ids_1T).logits[0].float().log_softmax(-1)
-            for begin, done in spans[row]:
-                for n, (token, logprob) in enumerate(zip(done.ids, done.logprobs, strict=True)):
-                    worst = max(worst, abs(logprobs_TV[begin + n - 1, token].item() - logprob))
-    return worst < (1e-3 if model.dtype == torch.float32 else 0.25)
