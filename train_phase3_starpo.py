@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from posttrain.chat import Chat
     from posttrain.curriculum import Place
     from posttrain.learner import Batch, Learner, Measured
+    from posttrain.model_card import Result
     from posttrain.runlog import Tracker
     from posttrain.sampler import Sampler
     from posttrain.starpo.alarms import Alarm
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from transformers import set_seed
 
-    from posttrain import checkpoint, cockpit, curriculum, distillation, models, parallel, plan, training
+    from posttrain import checkpoint, cockpit, curriculum, distillation, model_card, models, parallel, plan, training
     from posttrain.rollout import open_sampler
 
     settings = cfg.model_dump(mode="json")
@@ -191,9 +192,12 @@ def main(argv: list[str] | None = None) -> None:
     progress.close()
     tracker.finish()
     if parallel.rank() == 0:
+        told = model_card.record("phase3", settings, state["best_step"], results=test_results(cfg, row))
         final = models.save(
-            out / "final", learner.model, chat, settings, source=cfg.model, phase="phase3", step=state["best_step"]
-        )
+            out / "final", learner.model, chat, settings,
+            source=cfg.model, history=[*model_card.history(cfg.model.name_or_path), told],
+            phase="phase3", step=state["best_step"],
+        )  # fmt: skip
         print(f"Best on {cfg.evaluation.split} levels: step {state['best_step']}.", end=" ")
         print(f"On {cfg.evaluation.final_split} levels:")
         for world in cfg.worlds:
@@ -564,6 +568,18 @@ def evaluate(
             row[f"{name}/{world.name}/{failure}"] = sum(e.failure == failure for e in episodes_played) / episodes
     row[f"{name}/success"] = sum(row[f"{name}/{world.name}/success"] for world in cfg.worlds) / len(cfg.worlds)
     return row
+
+
+def test_results(cfg: StarPORun, row: dict[str, float]) -> list[Result]:
+    """The last evaluation's success in each environment, for the model card."""
+    from posttrain.model_card import Result
+
+    split, levels = cfg.evaluation.final_split, cfg.evaluation.final_episodes
+    shares = {env.name: [row[f"final/{env.name}/{key}"] for key in ("success", "low", "high")] for env in cfg.worlds}
+    return [
+        Result(f"{name}, {split} levels: success", success, levels, low, high)
+        for name, (success, low, high) in shares.items()
+    ]
 
 
 def go_back(

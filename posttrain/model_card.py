@@ -104,17 +104,20 @@ def history(name_or_path: str) -> list[dict[str, Any]]:
         return []
 
 
-def render(records: Sequence[dict[str, Any]], model_type: str) -> str:
-    """The card, metadata and text, of a model that these phases made, one after another."""
+def render(records: Sequence[dict[str, Any]], model_type: str, *, adapter: bool = False) -> str:
+    """The card, metadata and text, of a model that these phases made, one after another.
+
+    With `adapter` it is the card of the last phase's LoRA adapter alone, which needs the model that phase began with.
+    """
     first, last = records[0], records[-1]
-    base = first["base"].partition(" at ")[0]
+    base = (last if adapter else first)["base"].partition(" at ")[0]
     published = bool(HUB_NAME.fullmatch(base)) and not Path(base).exists()
     short, method = METHODS[last["phase"]]
     sources = [source for one in records for source in one["data"]]
     sets = [s["path"] for s in sources if HUB_NAME.fullmatch(s["path"]) and not Path(s["path"]).exists()]
     data = ModelCardData(
         base_model=base if published else None,
-        library_name="transformers",
+        library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
         license=first["licence"],
         datasets=list(dict.fromkeys(sets)) or None,
@@ -125,7 +128,8 @@ def render(records: Sequence[dict[str, Any]], model_type: str) -> str:
     parts = [
         f"---\n{data.to_yaml()}\n---\n",
         f"# {_text(title)}, {short}\n",
-        f"A fine-tuned version of {_base_link(base, published)}. The last step was {method}.\n",
+        f"{'A LoRA adapter for' if adapter else 'A fine-tuned version of'} {_base_link(base, published)}. The last phase"
+        f" was {method}.\n",
         "## Training\n",
         _table(
             ("phase", "method", "from", "optimizer step", "settings", "code"),
@@ -155,7 +159,7 @@ def render(records: Sequence[dict[str, Any]], model_type: str) -> str:
                 ],
             ),
         ]
-    parts += ["## Results\n", *_results(records), "## Limits\n", *_limits(records), "## Use\n", _use(model_type)]
+    parts += ["## Results\n", *_results(records), "## Limits\n", *_limits(records), "## Use\n", _use(model_type, adapter)]
     return "\n".join(parts)
 
 
@@ -201,15 +205,16 @@ def _limits(records: Sequence[dict[str, Any]]) -> list[str]:
     return [*(f"- {_text(line)}" for line in lines), ""]
 
 
-def _use(model_type: str) -> str:
-    known = "" if model_type != "convgpt" else (
-        "import posttrain.convgpt  # from the training code: transformers has no ConvGPT of its own\n"
-    )  # fmt: skip
-    return (
-        f"```python\n{known}from transformers import pipeline\n\n"
-        'chat = pipeline("text-generation", "FOLDER_OR_HUB_NAME")\n'
-        'print(chat([{"role": "user", "content": "Hello!"}], max_new_tokens=64)[0]["generated_text"][-1])\n```\n'
-    )
+def _use(model_type: str, adapter: bool) -> str:
+    lines = ["from transformers import pipeline", "", 'chat = pipeline("text-generation", "FOLDER_OR_HUB_NAME")']
+    if adapter:
+        lines = ["from peft import AutoPeftModelForCausalLM", "", "model = AutoPeftModelForCausalLM.from_pretrained("]
+        lines[-1] += '"FOLDER_OR_HUB_NAME")'
+    else:
+        lines.append('print(chat([{"role": "user", "content": "Hello!"}])[0]["generated_text"][-1])')
+    if model_type == "convgpt":
+        lines.insert(0, "import posttrain.convgpt  # from the training code: transformers does not know ConvGPT")
+    return "\n".join(["```python", *lines, "```", ""])
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

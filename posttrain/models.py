@@ -11,7 +11,7 @@ import importlib.util
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 import posttrain.convgpt  # noqa: F401  registers ConvGPT with the Auto classes
-from posttrain import checkpoint
+from posttrain import checkpoint, model_card
 from posttrain.chat import Chat
 from posttrain.config import ModelSection
 from posttrain.types import UserError
@@ -156,17 +156,35 @@ def _pass_on_bias() -> None:
     TrainableTokensWrapper.bias = property(bias)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def save(folder: Path, net: Any, chat: Chat, config: dict[str, Any], *, source: ModelSection, **meta: Any) -> Path:
-    """Hand a phase's result over: whole weights, tokenizer, template, the config that made them, manifest.
+def save(
+    folder: Path,
+    net: Any,
+    chat: Chat,
+    config: dict[str, Any],
+    *,
+    source: ModelSection,
+    history: Sequence[dict[str, Any]] = (),
+    **meta: Any,
+) -> Path:
+    """Hand a phase's result over: whole weights, tokenizer, template, the config that made them, model card, manifest.
+
+    `history` are the records of the phases that made it (posttrain/model_card.py); without them there is no card.
 
     A LoRA adapter is merged into the weights (for QLoRA into the unquantised weights of `source`, since 4-bit ones
     would round the result) and kept by itself in `adapter/` beside the folder.
     """
+    net_type = net.config.model_type
     if source.tuning != "full":
         from peft import PeftModel
 
         adapter = net
-        checkpoint.save(Path(folder).with_name("adapter"), lambda out: adapter.save_pretrained(out), **meta)
+
+        def write_adapter(out: Path) -> None:
+            adapter.save_pretrained(out)
+            if history:
+                (out / "README.md").write_text(model_card.render(history, net_type, adapter=True), encoding="utf-8")
+
+        checkpoint.save(Path(folder).with_name("adapter"), write_adapter, **meta)
         if source.tuning == "qlora":
             whole: Any = _load_weights(source, torch.float32)
             if len(chat.tokenizer) > whole.get_input_embeddings().weight.shape[0]:
@@ -181,8 +199,10 @@ def save(folder: Path, net: Any, chat: Chat, config: dict[str, Any], *, source: 
             net.save_pretrained(out)
         chat.save(out)
         (out / "run_config.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+        if history:
+            (out / "README.md").write_text(model_card.render(history, net_type), encoding="utf-8")
 
-    return checkpoint.save(folder, write, chat_template_sha256=chat.hash, **meta)
+    return checkpoint.save(folder, write, chat_template_sha256=chat.hash, history=list(history), **meta)
 
 
 @contextlib.contextmanager
