@@ -65,7 +65,10 @@ def main(argv: list[str] | None = None) -> None:
     figures = training.fit(trainer, "phase 1", cfg, resume=flags.resume)
 
     # 5. What phase 2 takes over.
-    training.hand_over(trainer, chat, cfg, figures, phase="phase1", next_phase="phase2_dpo", config_file=flags.config)
+    training.hand_over(
+        trainer, chat, cfg, figures, rows=output_dir / "rows", phase="phase1", next_phase="phase2_dpo",
+        config_file=flags.config,
+    )  # fmt: skip
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

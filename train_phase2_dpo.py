@@ -90,8 +90,9 @@ def main(argv: list[str] | None = None) -> None:
 
     # 5. What phase 3 takes over.
     training.hand_over(
-        trainer, chat, cfg, figures, phase="phase2", next_phase="phase3_starpo", config_file=flags.config
-    )
+        trainer, chat, cfg, figures, rows=output_dir / "pairs", phase="phase2", next_phase="phase3_starpo",
+        config_file=flags.config,
+    )  # fmt: skip
 
 
 # Standard deviation of a token's log-prob, in nats, between two batch shapes: kernels sum in another order. bfloat16

@@ -80,17 +80,16 @@ def record(
     config: dict[str, Any],
     step: int,
     *,
-    data: Iterable[Any] = (),
+    data: Iterable[dict[str, Any]] = (),
     results: Sequence[Result] = (),
 ) -> dict[str, Any]:
-    """The record of a phase as JSON; `data` are posttrain.data.table.SourceReport."""
+    """The record of a phase as JSON."""
     base, revision = config["model"]["name_or_path"], config["model"].get("revision")
-    rows = [{key: getattr(one, key) for key in ("path", "kind", "licence", "train", "held_out")} for one in data]
     found = {key: value for key in SETTINGS if (value := _at(config, key)) is not None}
     first = not history(base)
     licence = _licence(base, revision) if first else None
     name = f"{base} at {revision}" if revision else base
-    return asdict(Record(phase, name, step, commit(), found, rows, list(results), licence))
+    return asdict(Record(phase, name, step, commit(), found, list(data), list(results), licence))
 
 
 def history(name_or_path: str) -> list[dict[str, Any]]:
@@ -128,8 +127,8 @@ def render(records: Sequence[dict[str, Any]], model_type: str, *, adapter: bool 
     parts = [
         f"---\n{data.to_yaml()}\n---\n",
         f"# {_text(title)}, {short}\n",
-        f"{'A LoRA adapter for' if adapter else 'A fine-tuned version of'} {_base_link(base, published)}. The last phase"
-        f" was {method}.\n",
+        f"{'A LoRA adapter for' if adapter else 'A fine-tuned version of'} {_base_link(base, published)}."
+        f" The last phase was {method}.\n",
         "## Training\n",
         _table(
             ("phase", "method", "from", "optimizer step", "settings", "code"),
@@ -159,7 +158,8 @@ def render(records: Sequence[dict[str, Any]], model_type: str, *, adapter: bool 
                 ],
             ),
         ]
-    parts += ["## Results\n", *_results(records), "## Limits\n", *_limits(records), "## Use\n", _use(model_type, adapter)]
+    parts += ["## Results\n", *_results(records), "## Limits\n", *_limits(records)]
+    parts += ["## Use\n", _use(model_type, adapter)]
     return "\n".join(parts)
 
 

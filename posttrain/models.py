@@ -202,7 +202,8 @@ def save(
         if history:
             (out / "README.md").write_text(model_card.render(history, net_type), encoding="utf-8")
 
-    return checkpoint.save(folder, write, chat_template_sha256=chat.hash, history=list(history), **meta)
+    meta |= {"history": list(history)} if history else {}
+    return checkpoint.save(folder, write, chat_template_sha256=chat.hash, **meta)
 
 
 @contextlib.contextmanager

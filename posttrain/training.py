@@ -25,11 +25,14 @@ from torch.nn import functional
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, get_scheduler
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from posttrain import checkpoint, models, parallel, runlog
+from posttrain import checkpoint, model_card, models, parallel, runlog
 from posttrain.chat import Chat
 from posttrain.convgpt import pads_on_the_right
+from posttrain.metrics import wilson
 from posttrain.types import UserError, address
 
+SOURCES = "sources.json"  # beside the prepared rows: what the model card says of each data set
+TOLD = ("path", "kind", "licence", "train", "held_out")
 COUNTS = "counts.json"  # in each checkpoint: what TRL counts and does not save
 SHOWN = ("eval_loss", "eval_mean_token_accuracy", "eval_rewards/accuracies", "eval_rewards/margins")
 FREE_TO_CHANGE = ("output_dir", "run_name", "report_to", "hardware")  # what a resumed run may have otherwise
@@ -231,7 +234,8 @@ def prepared(
             batch_size = args.per_device_train_batch_size * args.world_size
             train = in_length_pools(loaded.train, batch_size, cfg.seed) if grouped else loaded.train
             rows = {"train": train, "eval": loaded.eval}
-            checkpoint.save(folder, lambda out: _write_rows(rows, out), made_with=made_with)
+            sources = [{key: getattr(one, key) for key in TOLD} for one in loaded.table.sources]
+            checkpoint.save(folder, lambda out: _write_rows(rows, sources, out), made_with=made_with)
         barrier()
     return {part.name: Dataset.load_from_disk(str(part)) for part in sorted(folder.iterdir()) if part.is_dir()}
 
@@ -244,7 +248,8 @@ def seal_prepared(folder: Path, cfg: Any, chat: Chat) -> None:
             checkpoint.seal(folder, made_with=_made_with(cfg, chat))
 
 
-def _write_rows(rows: dict[str, Dataset], folder: Path) -> None:
+def _write_rows(rows: dict[str, Dataset], sources: list[dict[str, Any]], folder: Path) -> None:
+    (folder / SOURCES).write_text(json.dumps(sources), encoding="utf-8")
     datasets.disable_progress_bars()
     try:
         for name, part in rows.items():
@@ -301,6 +306,7 @@ def fit(
     with runlog.StopSignals() as stop, models.no_bars():
         reporter = Reporter(title, output_dir, tracker, stop, lambda: counter._total_train_tokens, check_first)
         trainer.remove_callback(PrinterCallback)
+        trainer.create_model_card = lambda *_, **__: None  # TRL's, with every checkpoint: ours is written into final/
         trainer.add_callback(reporter)
         try:
             if newest is not None and _is_last(newest):
@@ -344,20 +350,43 @@ def _held_out_figures(trainer: Trainer) -> dict[str, float]:
 
 
 def hand_over(
-    trainer: Trainer, chat: Chat, cfg: Any, figures: dict[str, float], *, phase: str, next_phase: str, config_file: str
+    trainer: Trainer,
+    chat: Chat,
+    cfg: Any,
+    figures: dict[str, float],
+    *,
+    rows: Path,
+    phase: str,
+    next_phase: str,
+    config_file: str,
 ) -> None:
-    """Write `<output_dir>/final` and say what to type next."""
+    """Write `<output_dir>/final` and say what to type next; `rows` is the folder of `prepared`."""
     barrier()
     if not runlog.is_main_process():
         return
     final, step = Path(cfg.output_dir) / "final", trainer.state.global_step
-    models.save(final, trainer.model, chat, cfg.model_dump(mode="json"), source=cfg.model, phase=phase, step=step)
+    settings = cfg.model_dump(mode="json")
+    history = [*model_card.history(cfg.model.name_or_path), _record(phase, settings, step, figures, rows)]
+    models.save(final, trainer.model, chat, settings, source=cfg.model, history=history, phase=phase, step=step)
     shown = ", ".join(f"{name.removeprefix('eval_')} {figures[name]:.4g}" for name in SHOWN if name in figures)
     print(f"{phase} is done after {step} steps. Held-out rows: {shown or 'none'}.")
     print(f"Handed over: {final}  (curves: {final.with_name('metrics.jsonl')})")
     beside = Path(config_file).with_name(f"{next_phase}.yaml")
     given = f" --config {beside}" if beside.is_file() else ""
     print(f"Next: python train_{next_phase}.py{given} model.name_or_path={final}")
+
+
+def _record(phase: str, settings: dict[str, Any], step: int, figures: dict[str, float], rows: Path) -> dict[str, Any]:
+    """What the model card says of this run: its sources, and its figures on the held-out rows."""
+    sources = json.loads((rows / SOURCES).read_text(encoding="utf-8"))
+    held_out = sum(source["held_out"] for source in sources)
+    results = []
+    if "eval_loss" in figures:
+        results.append(model_card.Result("held-out rows: loss", figures["eval_loss"], held_out))
+    if (share := figures.get("eval_rewards/accuracies")) is not None:
+        low, high = wilson(round(share * held_out), held_out)
+        results.append(model_card.Result("held-out pairs: the chosen answer wins", share, held_out, low, high))
+    return model_card.record(phase, settings, step, data=sources, results=results)
 
 
 def same_run(output_dir: Path, settings: dict[str, Any]) -> None:

@@ -9,8 +9,12 @@ import pytest
 from huggingface_hub import ModelCard, ModelCardData
 
 from posttrain import checkpoint, model_card
-from posttrain.data.table import SourceReport
 from posttrain.model_card import Result
+
+
+def source(path: str, kind: str, licence: str, train: int = 0, held_out: int = 0) -> dict[str, Any]:
+    return {"path": path, "kind": kind, "licence": licence, "train": train, "held_out": held_out}
+
 
 CONFIG: dict[str, Any] = {
     "seed": 3,
@@ -18,8 +22,8 @@ CONFIG: dict[str, Any] = {
     "trainer": {"learning_rate": 2e-4, "num_train_epochs": 3},
     "data": {"max_length": 2048},
 }
-CAPYBARA = SourceReport("trl-lib/Capybara", "capybara", "Apache-2.0 (as LDJnr/Capybara)", train=11000, held_out=200)
-MINE = SourceReport("data/mine | yours.jsonl", "messages", "your own", train=40, held_out=4)
+CAPYBARA = source("trl-lib/Capybara", "capybara", "Apache-2.0 (as LDJnr/Capybara)", train=11000, held_out=200)
+MINE = source("data/mine | yours.jsonl", "messages", "your own", train=40, held_out=4)
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +109,6 @@ def test_the_phases_before_are_told_of(tmp_path: Path) -> None:
 
 
 def test_hostile_names_stay_text() -> None:
-    source = SourceReport("<script>alert(1)</script>|`x`", "messages", "[mine](http://x)\n# Title", train=1)
-    card = card_of([model_card.record("phase1", CONFIG, 1, data=[source])])
+    hostile = source("<script>alert(1)</script>|`x`", "messages", "[mine](http://x)\n# Title", train=1)
+    card = card_of([model_card.record("phase1", CONFIG, 1, data=[hostile])])
     assert not any(bad in card.content for bad in ("<script>", "\n# Title", "|`x`", " [mine]("))

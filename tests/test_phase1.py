@@ -428,6 +428,16 @@ def test_a_signal_stops_with_a_checkpoint_and_resume_repeats_the_whole_runs_loss
     assert same_weights(tmp_path / "run", whole)
 
 
+def test_the_model_card_is_part_of_the_result(whole: Path) -> None:
+    from huggingface_hub import ModelCard
+
+    card: Any = ModelCard.load(whole / "final" / "README.md")
+    assert card.data.library_name == "transformers" and "sft" in card.data.tags
+    assert "| loss" in card.text or "loss |" in card.text
+    assert "README.md" in checkpoint.verify(whole / "final")["files"]
+    assert not (whole / "README.md").exists()  # TRL's
+
+
 def test_after_a_kill_in_the_middle_of_a_save_resume_takes_the_older_checkpoint(
     tmp_path: Path, files: SimpleNamespace, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

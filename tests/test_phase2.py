@@ -244,6 +244,16 @@ def test_damaged_pairs_or_reference_log_probs_are_made_again(
     assert one == other
 
 
+def test_the_model_card_is_part_of_the_result(whole: Path) -> None:
+    from huggingface_hub import ModelCard
+
+    card: Any = ModelCard.load(whole / "final" / "README.md")
+    assert card.data.library_name == "transformers" and "dpo" in card.data.tags
+    assert "| loss" in card.text or "loss |" in card.text
+    assert "README.md" in checkpoint.verify(whole / "final")["files"]
+    assert not (whole / "README.md").exists()  # TRL's
+
+
 def test_another_template_than_phase_1s_is_refused(tmp_path: Path, files: SimpleNamespace) -> None:
     (tmp_path / "other.jinja").write_text(TEMPLATE_PATH.read_text() + "{# mine #}")
     with pytest.raises(UserError, match="another chat template"):
