@@ -14,6 +14,9 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
+import os
+import select
 import signal
 import sys
 import time
@@ -48,7 +51,8 @@ HELP = """\
 /save FILE      write the conversation as one row of JSON, which phase 1 can train on (kind: messages)
 /help           this list
 /quit           leave; so does Ctrl-D
-Ctrl-C stops an answer, and leaves where there is none. A message that begins with / needs a space before it."""
+Ctrl-C stops an answer, and leaves where there is none. A message that begins with / needs a space before it.
+Several lines that are pasted are one message."""
 COMMANDS = [line.split()[0] for line in HELP.splitlines() if line.startswith("/")]
 
 NARROW = 36  # columns of the terminal that an answer needs to stand beside another
@@ -130,6 +134,11 @@ def check(cfg: ChatRun, flags: argparse.Namespace) -> None:
     """Flags that contradict the config or each other."""
     if flags.preset is not None and flags.preset not in cfg.presets:
         raise UserError(unknown_preset(cfg, flags.preset))
+    if flags.prompt is not None and not flags.prompt.strip():
+        raise UserError(
+            '--prompt is empty. Write the message behind it, e.g. --prompt "Hello"; without --prompt messages are read'
+            " from the terminal or from a pipe."
+        )
     if flags.compare and flags.play:
         raise UserError("--compare shows answers side by side; with --play there is only one game. Leave one out.")
     if flags.compare and len(cfg.presets) < 2:
@@ -146,6 +155,10 @@ def unknown_preset(cfg: ChatRun, name: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------ one answer
+
+
+class DamagedModel(UserError):
+    """The model computes no probabilities, so no other message will help."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +191,13 @@ class Speaker:
             logits_1V = output.logits[:, -1]
             seen_1V = torch.zeros_like(logits_1V, dtype=torch.bool) if seen_1V is None else seen_1V
             seen_1V[0, unread_1Q[0]] = True
-            token = int(draw(logits_1V, params, uniforms(seed_1, step), seen_1V)[0])
+            token_1, logprob_1 = draw(logits_1V, params, uniforms(seed_1, step), seen_1V)
+            if math.isnan(logprob_1.item()):
+                raise DamagedModel(
+                    "The model gives probabilities that are no numbers (NaN), so its weights are damaged: a training"
+                    " that diverged leaves such ones. Name an earlier checkpoint (model.name_or_path=...)."
+                )
+            token = int(token_1)
             yield token
             if token == self.chat.stop_id:
                 return
@@ -325,7 +344,11 @@ def reply(
     if compare:
         show_beside(answers, cfg, stopped)
     else:
+        began = time.monotonic()
         stream(answers[cfg.preset], stopped)
+        if sys.stderr.isatty():
+            count = len(answers[cfg.preset].ids)
+            note(f"[{count} tokens, {count / max(time.monotonic() - began, 1e-9):.0f} a second]")
         if not answers[cfg.preset].finished and not stopped():
             limit = "max_new_tokens" if budget == cfg.max_new_tokens else "the end of the model's context"
             note(f"[cut after {budget} tokens: {limit}]")
@@ -334,35 +357,80 @@ def reply(
 
 
 def converse(speaker: Speaker, conversation: Conversation, cfg: ChatRun, *, compare: bool) -> None:
-    """Messages and commands, line by line, until the end of the input."""
+    """Messages and commands until the end of the input: line by line, or in a terminal as they are typed or pasted."""
     by_hand = sys.stdin.isatty()
     if by_hand:
         with suppress(ImportError):  # Windows has none
             import readline  # noqa: F401  input() then knows arrow keys and earlier lines
         note(f"{cfg.model.name_or_path}, {described(cfg, cfg.preset)}. /help lists the commands, /quit leaves.")
-    number = 0
-    while True:
-        try:
-            line = input("\nyou> " if by_hand else "")
-        except EOFError:
-            break
-        except KeyboardInterrupt:
-            print()
-            raise
-        if line.startswith("/"):
-            if not obey(line, conversation, cfg):
+    number, rest = 0, ""
+    with ctrl_c_keeps_what_was_typed():
+        while True:
+            try:
+                text, rest = rest or next_message(by_hand), ""
+            except EOFError:
                 break
-        elif line.strip():
-            if by_hand and not compare:
-                print(f"{cfg.preset}> ", end="", flush=True)
-            with one_ctrl_c() as stopped:
-                try:
-                    reply(speaker, conversation, cfg, line, number, compare=compare, stopped=stopped)
-                except UserError as problem:  # about this message; the next one may do
-                    note(str(problem))
-                if stopped():
-                    note("[stopped]")
-            number += 1
+            except KeyboardInterrupt:
+                print()
+                raise
+            if text.startswith("/"):
+                if not text.startswith("/system "):  # a message of several lines may follow a command
+                    text, _, rest = text.partition("\n")
+                if not obey(text, conversation, cfg):
+                    break
+            elif text.strip():
+                if by_hand and not compare:
+                    print(f"{cfg.preset}> ", end="", flush=True)
+                with one_ctrl_c() as stopped:
+                    try:
+                        reply(speaker, conversation, cfg, text, number, compare=compare, stopped=stopped)
+                    except DamagedModel:
+                        raise
+                    except UserError as problem:  # about this message; the next one may do
+                        note(str(problem))
+                    if stopped():
+                        note("[stopped]")
+                number += 1
+
+
+def next_message(by_hand: bool) -> str:
+    """The next line; in a terminal with all lines that came at once, as they do when a text is pasted."""
+    if not by_hand:
+        return input()
+    text = input("\nyou> ")
+    if more := pending():
+        text = f"{text}\n{more}".rstrip("\n")
+        note(f"[{len(text.splitlines())} lines are taken as one message]")
+    return text
+
+
+def pending() -> str:
+    """What a terminal holds that nobody has read yet: a paste comes faster than anybody types."""
+    if os.name != "posix":  # elsewhere a terminal cannot be asked
+        return ""
+    found, descriptor = b"", sys.stdin.fileno()
+    while select.select([descriptor], [], [], 0.05)[0] and (piece := os.read(descriptor, 65536)):
+        found += piece
+    return found.decode(sys.stdin.encoding, errors="replace")
+
+
+@contextmanager
+def ctrl_c_keeps_what_was_typed() -> Iterator[None]:
+    """Within it Ctrl-C does not empty the terminal's queue, so lines that wait for their turn are still answered."""
+    if os.name != "posix" or not sys.stdin.isatty():
+        yield
+        return
+    import termios
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    kept = before[:]
+    kept[3] |= termios.NOFLSH  # the local modes
+    termios.tcsetattr(descriptor, termios.TCSANOW, kept)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSANOW, before)
 
 
 def obey(line: str, conversation: Conversation, cfg: ChatRun) -> bool:

@@ -209,7 +209,7 @@ def test_columns_show_hostile_text_safely_too(
     says: Says, answers: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers("\x1b[2J[bold]left[/bold]", "right")
-    out = terminal(monkeypatch, width=100)
+    out = terminal(monkeypatch, width=120)
     says("--prompt", "Hi", "--compare")
     assert "␛[2J[bold]left[/bold]" in out.getvalue() and "\x1b[2J" not in out.getvalue()
 
@@ -248,9 +248,9 @@ def test_compare_shows_both_answers_with_their_figures(says: Says, speaker: scri
     ids = speaker.chat.prompt(user("Hello?"))
     presets = config.resolve(ChatRun, ROOT / "configs" / "chat.yaml").presets
     figures = []
-    for name in ("improved", "plain"):
+    for name in ("improved", "plain", "greedy"):
         (done,) = complete(open_sampler(*_pair(speaker)), [ids], presets[name].params(30), [address(0, "chat", 0)])
-        assert f"--- {name}: temperature" in said.out
+        assert f"--- {name}: " in said.out
         assert script.harmless(speaker.chat.decode(done.ids)) in said.out
         written = done.ids[:-1] if done.finished else done.ids
         figures.append(metrics.repetition([written], [done.finished]))
@@ -271,7 +271,7 @@ def test_the_figures_of_a_text_that_repeats_itself(tiny_chat: Chat) -> None:
     assert row_of(out.getvalue(), "distinct-1: different tokens") == ["1.00", "0.10"]
 
 
-@pytest.mark.parametrize("width", [100, 60])
+@pytest.mark.parametrize("width", [120, 60])
 def test_side_by_side_where_there_is_room(
     says: Says, answers: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
@@ -279,7 +279,7 @@ def test_side_by_side_where_there_is_room(
     out = terminal(monkeypatch, width)
     said = says("--prompt", "Hi", "--compare")
     together = re.search(r"left answer\s+right answer, which is longer", out.getvalue())
-    assert bool(together) == (width == 100)
+    assert bool(together) == (width == 120)
     assert ("--- improved: " in said.out and "--- plain: " in said.out) == (width == 60)
     assert "longest repeated span" in out.getvalue()
 
@@ -289,7 +289,7 @@ def test_columns_higher_than_the_terminal_end_up_whole(
 ) -> None:
     lines = [f"line {n}" for n in range(40)]
     answers("\n".join(lines), "short")
-    out = terminal(monkeypatch, width=100, height=12)
+    out = terminal(monkeypatch, width=120, height=12)
     clock = itertools.count()  # a second at each look: drawn after every token
     monkeypatch.setattr(script, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     says("--prompt", "Hi", "--compare")
@@ -325,7 +325,8 @@ def test_every_command(says: Says, answers: Callable[..., Any], tmp_path: Path, 
     for words in (
         "/reset          forget", f"[2 turns written to {file}]", "[forgotten]", "[the system message is set]",
         "* improved: temperature 0.7, top-p 0.9, top-k 50, repetition penalty 1.15\n  plain: temperature 1\n",
-        "[plain: temperature 1]", "There is no preset `wild`, only improved, plain",
+        "  greedy: greedy\n",
+        "[plain: temperature 1]", "There is no preset `wild`, only improved, plain, greedy",
         f"Not saved: {file}: File exists. Name another file.", "Name the file: /save FILE",
         "Not saved: /no/such/folder/x: No such file or directory",
         "There is no command /rest; did you mean `/reset`? /help lists them.", "[no system message]",
@@ -573,12 +574,17 @@ def test_every_cell_of_a_world_has_a_colour_and_a_world_without_a_grid_no_map() 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--preset", "improve"], "There is no preset `improve`, only improved, plain; did you mean `improved`?"),
+        (
+            ["--preset", "improve"],
+            "There is no preset `improve`, only improved, plain, greedy; did you mean",
+        ),
         (["--play", "frozen_lak"], '--play frozen_lak: There is no world "frozen_lak". Did you mean "frozen_lake"?'),
         (["--play", "sokoban", "worlds=[{name: sokoban, options: {sise: 5}}]"], 'Did you mean "size"?'),
         (["--play", "sokoban", "worlds=[{name: sokoban, options: {size: big}}]"], "--play sokoban: "),
         (["--play", "sokoban", "--compare"], "Leave one out"),
         (["--compare", "presets={plain: {temperature: 1.0}}", "preset=plain"], "needs two presets"),
+        (["--prompt", ""], "--prompt is empty"),
+        (["--prompt", " \n"], "--prompt is empty"),
         (["--episodes", "3"], "--episodes and --delay belong to --play"),
         (["model.name_or_path=no/such/folder/final"], "no/such/folder/final does not exist"),
         (["model.name_or_path=configs"], "configs is no checkpoint: it has no config.json"),
@@ -619,6 +625,67 @@ def test_a_flag_with_a_wrong_value(folder: Path, args: list[str], capsys: pytest
     assert left.value.code == 2 and args[0] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("args", [["--prompt", "Hi"], ["--prompt", "Hi", "--compare"], ["--play", "frozen_lake"], []])
+def test_weights_that_are_no_numbers_end_it(
+    folder: Path, args: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    honest = models.load
+
+    def damaged(*given: Any, **settings: Any) -> Any:
+        model, chat = honest(*given, **settings)
+        with torch.no_grad():
+            model.get_input_embeddings().weight[300] = torch.nan
+        return model, chat
+
+    monkeypatch.setattr(models, "load", damaged)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\nHo\n"))
+    with pytest.raises(SystemExit) as left:
+        config.run(lambda: script.main([*always(folder), *args, "--preset", "greedy"]))
+    said = capsys.readouterr()
+    assert left.value.code == 2 and said.err.count("(NaN), so its weights are damaged") == 1
+    assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("pasted", "messages", "words"),
+    [
+        ("one\n\n  two", ["one\n\n  two"], ["[3 lines are taken as one message]"]),
+        ("/reset\none\ntwo", ["one\ntwo"], ["[forgotten]"]),
+        ("/system Be kind.\nBe brief.", [], ["[the system message is set]"]),
+        ("/etc\nis a path", ["is a path"], ["There is no command /etc"]),
+        ("/quit\nnever asked", [], []),
+    ],
+)
+def test_lines_that_come_at_once_are_one_message(
+    says: Says,
+    answers: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_chat: Chat,
+    pasted: str,
+    messages: list[str],
+    words: list[str],
+) -> None:
+    first, _, rest = pasted.partition("\n")
+    lines = iter([first])
+
+    def typed(prompt: str = "") -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    shown = answers("Yes")
+    waiting = iter([rest + "\n"])
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr(script, "pending", lambda: next(waiting, ""))
+    honest = script.next_message
+    monkeypatch.setattr(script, "next_message", lambda by_hand: honest(True))
+    said = says()
+    system = [{"role": "system", "content": "Be kind.\nBe brief."}] if "/system" in pasted else []
+    assert shown == [tiny_chat.prompt([*system, *user(message)]) for message in messages]
+    assert all(word in said.err for word in words)
+
+
 def test_a_damaged_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(folder, tmp_path / "final"))
     weights = broken / "model.safetensors"
@@ -655,16 +722,30 @@ def test_in_a_terminal(folder: Path) -> None:
         os.write(ours, b"Hi \xed\n")  # the last one is no text in UTF-8
         heard.until("improved> ")
         heard.more(200)
+        os.write(ours, b"/preset\n")  # typed ahead: Ctrl-C does not drop it
+        time.sleep(0.2)
+        os.write(ours, b"\x03")
+        heard.until("tokens, ")  # and how many of them a second
+        heard.until(" a second]")
+        heard.until("[stopped]")
+        heard.until("* improved: greedy")
+        heard.until("you> ")
+        os.write(ours, b"one\n\n  /two\nthree\n")  # pasted
+        heard.until("improved> ")
+        heard.more(50)
         os.write(ours, b"\x03")
         heard.until("[stopped]")
         heard.until("you> ")
-        os.write(ours, b"/preset\n")
-        heard.until("* improved: greedy")
+        saved = place.with_name("pasted.jsonl")
+        os.write(ours, f"/save {saved}\n".encode())
+        heard.until("2 turns written")
+        said = [message["content"] for message in json.loads(saved.read_text())["messages"]]
+        assert len(said) == 4 and said[2] == "one\n\n  /two\nthree"
         heard.until("you> ")
         time.sleep(0.5)  # readline hears a signal only once it waits, a moment after its prompt
         os.write(ours, b"\x03")
         heard.until("interrupted")
-        assert started.wait(timeout=30) == 130
+        assert started.wait(timeout=120) == 130
     finally:
         started.kill()
         os.close(ours)
@@ -686,12 +767,12 @@ class Listener:
         self.terminal, self.text = terminal, ""
 
     def read(self) -> None:
-        ready, _, _ = select.select([self.terminal], [], [], 30)
+        ready, _, _ = select.select([self.terminal], [], [], 120)
         assert ready, f"silence after: {self.text[-500:]}"
         self.text += os.read(self.terminal, 4096).decode(errors="replace")
 
     def until(self, words: str) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while words not in self.text:
             assert time.monotonic() < deadline, self.text[-500:]
             self.read()

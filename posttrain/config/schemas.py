@@ -862,6 +862,7 @@ class ChatRun(Section):
         {
             "improved": SamplingSection(repetition_penalty=1.15, temperature=0.7, top_p=0.9, top_k=50),
             "plain": SamplingSection(),
+            "greedy": SamplingSection(temperature=0.0),
         },
         min_length=1,
     )
