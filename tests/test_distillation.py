@@ -17,8 +17,11 @@ from tiny_runs import python
 from transformers import PreTrainedTokenizerFast
 
 import train_phase3_starpo as phase3
-from posttrain import checkpoint, head
+from posttrain import checkpoint, head, plan
+from posttrain.chat import Chat
 from posttrain.config import StarPORun
+from posttrain.config.schemas import DataSection
+from posttrain.data import load_prompts
 from posttrain.distillation import Answered, Distillation
 from posttrain.learner import Learner
 from posttrain.types import UserError
@@ -259,3 +262,57 @@ def test_answers_longer_than_the_context_are_refused(player: Path, tmp_path: Pat
     with pytest.raises(UserError, match=r"distillation\.max_new_tokens"):
         train(settings(tmp_path / "run.yaml", player, distillation=section))
     assert not (tmp_path / "run").exists()
+
+
+# --------------------------------------------------------------------------------------------------- prompts and memory
+
+
+def prompts_of(tmp_path: Path, chat: Chat, kind: str, table: list[dict[str, Any]], **keys: Any) -> list[str]:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in table))
+    sources = [{"kind": kind, "path": str(file)}]
+    data = DataSection.model_validate({"sources": sources, "eval_rows": 1, "decontaminate": False} | keys)
+    found = load_prompts(data, chat)
+    return [chat.decode(ids) for part in (found.train, found.eval) for ids in part["prompt_ids"]]
+
+
+def test_prompts_end_where_an_answer_begins(tmp_path: Path, tiny_chat: Chat) -> None:
+    def said(number: int) -> list[dict[str, str]]:
+        texts = [f"ask {number}", f"first {number}", "more", "second", "still more", "third"]
+        return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+
+    found = prompts_of(tmp_path, tiny_chat, "messages", [{"messages": said(n)} for n in range(30)])
+    wanted = {tiny_chat.decode(tiny_chat.prompt(said(n)[:turn])) for n in range(30) for turn in (1, 3, 5)}
+    assert len(found) == 30 and set(found) <= wanted
+    lengths = [sum(f"{text}" in prompt for text in ("first", "second")) for prompt in found]
+    assert set(lengths) == {0, 1, 2}, "not always the same turn"
+
+    pairs = [
+        {"chosen": said(n)[:2], "rejected": [*said(n)[:1], {"role": "assistant", "content": "no"}]} for n in range(4)
+    ]
+    found = prompts_of(tmp_path, tiny_chat, "preferences", pairs)
+    assert sorted(found) == sorted(tiny_chat.decode(tiny_chat.prompt(said(n)[:1])) for n in range(4))
+
+
+def test_prompts_alone_are_text_or_messages_that_end_with_the_user(tmp_path: Path, tiny_chat: Chat) -> None:
+    user, other = {"role": "user", "content": "again"}, {"role": "assistant", "content": "yes"}
+    good = [{"prompt": "once"}, {"prompt": [user]}, {"prompt": [{"role": "user", "content": "a"}, other, user]}]
+    bad = [{"prompt": ""}, {"prompt": [user, other]}, {"prompt": "far " * 300}]
+    found = prompts_of(tmp_path, tiny_chat, "prompts", good + bad, max_length=64)
+    assert len(found) == 3 and not any("far" in prompt for prompt in found)
+    with pytest.raises(UserError, match="column prompt in row 1"):
+        prompts_of(tmp_path, tiny_chat, "prompts", [{"prompt": 7}])
+
+
+def test_the_plan_counts_the_teacher_and_the_logits_of_both() -> None:
+    shape = plan.Shape(
+        parameters=10**6, blocks=10**5, top=10**5, adapter=10**3, layers=2, hidden=8, query=8, key_value=8,
+        intermediate=8, behind=0, embedding=8, vocabulary=10**5, states=8, tied=True, cache=8,
+    )  # fmt: skip
+    without, full, lora = config(), distilling(), distilling("lora")
+    assert plan.always(shape, without)["reference model"] == 0
+    assert plan.always(shape, full)["reference model"] == 4 * 10**6
+    assert plan.always(shape, lora)["reference model"] == 0, "the adapter is switched off instead"
+    layers = [plan.learning(shape, cfg, 512, cuda=False)["the layer at work"] for cfg in (without, full)]
+    in_flight = 2 * 4 * 10**5 * 8
+    assert layers[1] == max(layers[0], 6 * 4 * head.KL_TILE["cpu"] + in_flight)
