@@ -32,6 +32,7 @@ def main(argv: list[str] | None = None) -> None:
     from posttrain import checkpoint, data, models, training
 
     # 2. Can it be done? Everything that is wrong is said at once, before anything is written.
+    cfg = models.settle(cfg)
     if runlog.is_main_process():
         models.preflight(cfg, resume=flags.resume)
         if flags.resume:
@@ -62,11 +63,11 @@ def main(argv: list[str] | None = None) -> None:
             peft_config=models.peft_config(cfg.model, model, chat),
         )
     training.seal_prepared(output_dir / "rows", cfg, chat)
-    figures = training.fit(trainer, "phase 1", cfg, resume=flags.resume)
+    outcome = training.fit(trainer, "phase 1", cfg, resume=flags.resume)
 
     # 5. What phase 2 takes over.
     training.hand_over(
-        trainer, chat, cfg, figures, rows=output_dir / "rows", phase="phase1", next_phase="phase2_dpo",
+        trainer, chat, cfg, outcome, rows=output_dir / "rows", phase="phase1", next_phase="phase2_dpo",
         config_file=flags.config,
     )  # fmt: skip
 

@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> None:
             return dataset
 
     # 2. Can it be done? Everything that is wrong is said at once, before anything is written.
+    cfg = models.settle(cfg)
     if runlog.is_main_process():
         models.preflight(cfg, resume=flags.resume)
         if flags.resume:
@@ -86,11 +87,11 @@ def main(argv: list[str] | None = None) -> None:
     def check_first(figures: dict[str, Any]) -> None:
         check_reference(figures, trainer.loss_types, trainer.loss_weights, margin)
 
-    figures = training.fit(trainer, "phase 2", cfg, resume=flags.resume, check_first=check_first)
+    outcome = training.fit(trainer, "phase 2", cfg, resume=flags.resume, check_first=check_first)
 
     # 5. What phase 3 takes over.
     training.hand_over(
-        trainer, chat, cfg, figures, rows=output_dir / "pairs", phase="phase2", next_phase="phase3_starpo",
+        trainer, chat, cfg, outcome, rows=output_dir / "pairs", phase="phase2", next_phase="phase3_starpo",
         config_file=flags.config,
     )  # fmt: skip
 

@@ -51,6 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     from posttrain import checkpoint, cockpit, curriculum, distillation, model_card, models, parallel, plan, training
     from posttrain.rollout import open_sampler
 
+    cfg = models.settle(cfg)
     settings = cfg.model_dump(mode="json")
     if runlog.is_main_process():
         try_worlds(cfg)
@@ -75,14 +76,14 @@ def main(argv: list[str] | None = None) -> None:
     model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template)
     learner = prepare(cfg, model, chat)
     sampler = open_sampler(learner.policy, chat, cfg.rollout.engine, cfg.rollout.max_context, cfg.rollout.vllm_memory)
-    precision = torch.autocast(device.type, dtype=torch.bfloat16, enabled=cfg.trainer.bf16)
+    precision = torch.autocast(device.type, dtype=torch.bfloat16, enabled=bool(cfg.trainer.bf16))
     former = None
     if cfg.distillation is not None:  # while the policy is the model that it starts from
         with precision, models.no_bars():
             former = distillation.Distillation(learner, distillation.answered(cfg, sampler, chat))
         learner.distil = former.backward if cfg.distillation.coef else None
     progress = runlog.Progress(cfg.trainer.max_steps, "phase 3")
-    progress.say(f"phase 3: {training.describe(learner.model, device)}")
+    progress.say(f"phase 3: {training.describe(cfg, learner.model, device)}")
     state: dict[str, Any] = {"step": 0, "best": -1.0, "best_step": 0, "empty_steps": 0, "tokens": 0}
     state |= {"curriculum": curriculum.start(cfg.worlds), "alarms": {}, "collapse": {}, "interventions": []}
     state |= {"stopped_early": False, "plan": planned.changes}
@@ -522,6 +523,7 @@ def prepare(cfg: StarPORun, model: Any, chat: Chat) -> Learner:
 
         with training.refusals_in_words():
             model = get_peft_model(model, adapter)
+        models.adapters_in_float32(model)
     if cfg.trainer.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if cfg.model.tuning != "full":

@@ -332,7 +332,7 @@ def remedy(cfg: StarPORun, learner: Learner, raised: list[alarms.Alarm], done: i
     if done >= cfg.diagnostics.rollbacks:
         return {}
     values = {
-        "trainer.learning_rate": cfg.trainer.learning_rate,
+        "trainer.learning_rate": cfg.learning_rate,
         "algorithm.filter.strategy": cfg.algorithm.filter.strategy,
         "algorithm.entropy_coef": learner.entropy_coef,
     }
@@ -340,5 +340,5 @@ def remedy(cfg: StarPORun, learner: Learner, raised: list[alarms.Alarm], done: i
     try:
         intervene(cfg, changes)
     except ValueError:  # the change does not suit this run: a filter where groups have one member
-        changes = {"trainer.learning_rate": cfg.trainer.learning_rate / 2}
+        changes = {"trainer.learning_rate": cfg.learning_rate / 2}
     return changes

@@ -31,7 +31,8 @@ class Critic(torch.nn.Module):
         self.head = torch.nn.Linear(policy.get_output_embeddings().weight.shape[1], 1, device=policy.device)
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
-        self.copy = copy.deepcopy(policy).requires_grad_(True) if kind == "separate" else None
+        # float32 like all that is trained, whatever the policy's frozen weights are
+        self.copy = copy.deepcopy(policy).float().requires_grad_(True) if kind == "separate" else None
         if self.copy is not None:  # its output layer is not asked
             self.copy.get_output_embeddings().requires_grad_(policy.config.tie_word_embeddings)
         self._wrapped = [model]  # in a list: the policy is no part of this module

@@ -98,7 +98,7 @@ class Learner:
         device = self.policy.device
         self.device = device
         self.autocast: Callable[[], Any] = lambda: torch.autocast(
-            device.type, dtype=torch.bfloat16, enabled=cfg.trainer.bf16
+            device.type, dtype=torch.bfloat16, enabled=bool(cfg.trainer.bf16)
         )
         if not head_agrees(self.policy):
             raise UserError(
@@ -201,7 +201,7 @@ class Learner:
         """
         algorithm, trainer = self.cfg.algorithm, self.cfg.trainer
         warming = self.critic is not None and step <= algorithm.critic.warmup_steps
-        rates = {POLICY: trainer.learning_rate, CRITIC: algorithm.critic.learning_rate}
+        rates = {POLICY: self.cfg.learning_rate, CRITIC: algorithm.critic.learning_rate}
         for number, setting in enumerate(self.optimizer.param_groups):
             setting["lr"] = 0.0 if warming and number == POLICY else rates[number] * schedule(self.cfg, step)
         lengths_B = torch.bincount(batch.episode_S, minlength=len(batch.episodes)) * trains_B
@@ -415,7 +415,7 @@ class Learner:
         trainer = self.cfg.trainer
         groups = [{"params": group} for group in self.groups if group]
         options = {
-            "lr": trainer.learning_rate,
+            "lr": self.cfg.learning_rate,
             "betas": (trainer.adam_beta1, trainer.adam_beta2),
             "weight_decay": trainer.weight_decay,
         }

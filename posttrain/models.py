@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib.util
 import os
 import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import yaml
@@ -34,12 +35,22 @@ from transformers.utils import logging as transformers_logging
 import posttrain.convgpt  # noqa: F401  registers ConvGPT with the Auto classes
 from posttrain import checkpoint, model_card
 from posttrain.chat import Chat
-from posttrain.config import ModelSection
+from posttrain.config import ModelSection, TrainingRun
+from posttrain.config.trl_fields import NOT_SUPPORTED
 from posttrain.types import UserError
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+TrainingConfig = TypeVar("TrainingConfig", bound=TrainingRun)
+
+# What `accelerate launch` sets in the environment where its config file or its flags ask for a sharded model.
+SHARDING = (
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_USE_MEGATRON_LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG",
+)
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -68,8 +79,47 @@ def keep_freed_memory() -> None:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """True where bfloat16 is computed in hardware; a CPU takes it too, but slower than float32."""
-    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    """True where bfloat16 is multiplied in hardware; every other device takes it too, but slower than float32.
+
+    Of CPUs those with AVX512-BF16 or AMX, by the flags that Linux lists.
+    """
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.backends.mkldnn.is_available() and not {"avx512_bf16", "amx_bf16"}.isdisjoint(_cpu_flags())
+
+
+@functools.cache
+def _cpu_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # not Linux
+        return frozenset()
+    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))
+
+
+def settle(cfg: TrainingConfig) -> TrainingConfig:
+    """The config of a phase with what only this machine can say: trainer.bf16 where it is left open.
+
+    UserError where a launcher asks for a sharded model: `trainer.fsdp` and the like are refused by the config itself.
+    """
+    sharded = [name for name in SHARDING if os.environ.get(name, "").lower() in ("true", "1")]
+    if sharded:
+        raise UserError(
+            f"The launcher asks for a sharded model ({sharded[0]}=true, as `accelerate launch` sets it). "
+            f"{NOT_SUPPORTED['fsdp']}. Choose `distributed_type: MULTI_GPU` in accelerate's config file "
+            "(configs/accelerate), or launch with torchrun."
+        )
+    if _trainer(cfg, "bf16") is not None:
+        return cfg
+    try:
+        bf16 = has_bf16(resolve_device(cfg.device)) and not _trainer(cfg, "fp16")
+    except UserError:  # `preflight` says it together with everything else that is wrong
+        return cfg
+    trainer: Any = cfg.trainer
+    update = {"bf16": bf16}
+    return cfg.model_copy(
+        update={"trainer": trainer | update if isinstance(trainer, dict) else trainer.model_copy(update=update)}
+    )
 
 
 def load(
@@ -77,8 +127,9 @@ def load(
 ) -> tuple[PreTrainedModel, Chat]:
     """The model on its device, and the chat that speaks to it.
 
-    dtype "auto" is float32, so that training has full master weights (autocast supplies bfloat16); without `training`
-    it is bfloat16 on a GPU that has it.  For tuning=qlora the weights are 4-bit; the adapter comes from `peft_config`.
+    dtype "auto" is float32 whatever the checkpoint holds, so that training has full master weights (autocast supplies
+    bfloat16); without `training` it is bfloat16 where the hardware has it. For tuning=qlora the weights are 4-bit; the
+    adapter comes from `peft_config`.
     """
     place = resolve_device(device)
     if place.type == "cpu":
@@ -93,6 +144,11 @@ def load(
     if Path(model.name_or_path).is_dir():
         _verify_if_sealed(Path(model.name_or_path))
     net: Any = _load_weights(model, dtype, **quantised)
+    if broken := not_finite(net):
+        raise UserError(
+            f"{model.name_or_path} holds weights that are not finite numbers: {broken}. The run that wrote them went "
+            "wrong: name another checkpoint (model.name_or_path=...)."
+        )
     for layer in net.modules() if quantised and place.type == "cpu" else ():
         # On CPUs with AVX512-BF16, bitsandbytes repacks 4-bit weights in the first evaluation, and the kernel for
         # that layout has no gradient: everything trained afterwards would silently get a wrong one.
@@ -146,6 +202,27 @@ def peft_config(model: ModelSection, net: Any = None, chat: Chat | None = None) 
     )
 
 
+def adapters_in_float32(net: Any) -> None:
+    """Whatever is trained becomes float32, in place, before an optimizer knows it.
+
+    TRL rounds the adapter of a 4-bit model to bfloat16, where small updates are lost: the number after .01 is .01006,
+    and a step of Adam at a learning rate of 1e-5 moves a weight by about .00001.
+    """
+    for parameter in net.parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            parameter.data = parameter.data.float()
+
+
+def not_finite(net: Any) -> str:
+    """The parameters that hold inf or nan, in words, e.g. "model.norm.weight (2 of 64)"; "" where there are none."""
+    found = []
+    for name, parameter in net.named_parameters():
+        if parameter.is_floating_point() and not torch.isfinite(parameter).all():
+            found.append(f"{name} ({int((~torch.isfinite(parameter)).sum())} of {parameter.numel()})")
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return ", ".join(found[:3]) + more
+
+
 def _pass_on_bias() -> None:
     """peft's wrapper around a layer with trained rows passes its weight on, but not the bias a fused head reads."""
     from peft.utils.other import TrainableTokensWrapper
@@ -170,9 +247,11 @@ def save(
 
     `history` are the records of the phases that made it (posttrain/model_card.py); without them there is no card.
 
-    A LoRA adapter is merged into the weights (for QLoRA into the unquantised weights of `source`, since 4-bit ones
-    would round the result) and kept by itself in `adapter/` beside the folder.
+    A LoRA adapter is merged into the weights (into the float32 weights of `source` where those in memory have 4 or 16
+    bits, which would round the result) and kept by itself in `adapter/` beside the folder. UserError, and nothing is
+    written, where weights are not finite.
     """
+    _require_finite(folder, net)
     net_type = net.config.model_type
     if source.tuning != "full":
         from peft import PeftModel
@@ -185,13 +264,14 @@ def save(
                 (out / "README.md").write_text(model_card.render(history, net_type, adapter=True), encoding="utf-8")
 
         checkpoint.save(Path(folder).with_name("adapter"), write_adapter, **meta)
-        if source.tuning == "qlora":
+        if source.tuning == "qlora" or source.dtype in ("bfloat16", "float16"):
             whole: Any = _load_weights(source, torch.float32)
             if len(chat.tokenizer) > whole.get_input_embeddings().weight.shape[0]:
                 whole.resize_token_embeddings(len(chat.tokenizer))
             net = PeftModel.from_pretrained(whole, str(Path(folder).with_name("adapter"))).merge_and_unload()
         else:
             net = adapter.merge_and_unload()
+        _require_finite(folder, net)
     _own_special_tokens(net, chat)
 
     def write(out: Path) -> None:
@@ -204,6 +284,14 @@ def save(
 
     meta |= {"history": list(history)} if history else {}
     return checkpoint.save(folder, write, chat_template_sha256=chat.hash, **meta)
+
+
+def _require_finite(folder: Path, net: Any) -> None:
+    if broken := not_finite(net):
+        raise UserError(
+            f"{folder} is not written, because weights are not finite numbers: {broken}. Start again with a smaller "
+            "trainer.learning_rate, or with trainer.bf16=false, trainer.fp16=false."
+        )
 
 
 @contextlib.contextmanager
@@ -266,10 +354,12 @@ def _check_libraries(cfg: Any) -> None:
             f"{' and '.join(needs_bnb)} needs bitsandbytes, which is not installed: `pip install bitsandbytes`, "
             "or write trainer.optim=adamw_torch and model.tuning=lora."
         )
-    if bf16 is True and (cfg.device == "cpu" or (cfg.device == "auto" and not torch.cuda.is_available())):
+    missing = cfg.device == "cuda" and not torch.cuda.is_available()  # said elsewhere
+    if bf16 is True and not missing and not has_bf16(resolve_device(cfg.device)):
         raise UserError(
-            "trainer.bf16=true, but there is no GPU that computes in bfloat16, and a CPU only imitates it, slower than "
-            "float32. Leave trainer.bf16 out (it is then switched on where the hardware has it) or write false."
+            "trainer.bf16=true, but this device has no bfloat16 in hardware (a GPU since Ampere, a CPU with AVX512-BF16"
+            " or AMX) and only imitates it, slower than float32. Leave trainer.bf16 out (it is then switched on where "
+            "the hardware has it) or write false."
         )
 
 
@@ -433,7 +523,8 @@ def _load_weights(model: ModelSection, dtype: torch.dtype, **more: Any) -> PreTr
 def _four_bit(place: torch.device) -> Any:
     from transformers import BitsAndBytesConfig
 
-    compute = torch.bfloat16 if has_bf16(place) else torch.float32
+    # on a CPU whoever asks for float32 (trainer.bf16=false) gets it
+    compute = torch.bfloat16 if place.type == "cuda" and has_bf16(place) else torch.float32
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
     )

@@ -124,14 +124,14 @@ def computed(cfg: StarPORun) -> int:
 def trained(shape: Shape, cfg: StarPORun) -> list[tuple[int, int]]:
     """What the optimizer moves, as numbers and bytes of each: the policy or its adapter, then what the critic has."""
     tuned = cfg.model.tuning != "full"
-    parts = [(shape.adapter, FLOAT) if tuned else (shape.parameters, stored(cfg))]
+    parts = [(shape.adapter if tuned else shape.parameters, FLOAT)]
     if cfg.algorithm.critical:
         parts.append((shape.states + 1, FLOAT))  # the value head
         if cfg.algorithm.critic.kind == "lora":
             parts.append((shape.adapter, FLOAT))
         if cfg.algorithm.critic.kind == "separate":
             unused = 0 if shape.tied else shape.vocabulary * shape.states
-            parts += [(shape.parameters - unused, stored(cfg)), (shape.adapter, FLOAT)]
+            parts += [(shape.parameters - unused + shape.adapter, FLOAT)]
     return parts
 
 
@@ -145,7 +145,7 @@ def always(shape: Shape, cfg: StarPORun) -> dict[str, int]:
     parts = trained(shape, cfg)
     critic = sum(count * each for count, each in parts[1:])
     if cfg.algorithm.critical and cfg.algorithm.critic.kind == "separate" and not shape.tied:
-        critic += shape.vocabulary * shape.states * size  # copied, too
+        critic += shape.vocabulary * shape.states * FLOAT  # copied, too
     eight = cfg.trainer.optim != "adamw_torch"
     copied = cfg.algorithm.beta > 0 or cfg.distillation is not None  # one copy is reference and teacher
     return {

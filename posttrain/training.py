@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import torch
@@ -27,6 +27,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from posttrain import checkpoint, model_card, models, parallel, runlog
 from posttrain.chat import Chat
+from posttrain.config import TrainingRun
 from posttrain.convgpt import pads_on_the_right
 from posttrain.metrics import wilson
 from posttrain.types import UserError, address
@@ -41,11 +42,10 @@ FREE_TO_CHANGE = ("output_dir", "run_name", "report_to", "hardware")  # what a r
 def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed: Any) -> Any:
     """TRL's SFTConfig or DPOConfig: the config's `trainer` section over what the device calls for, `fixed` over all.
 
-    bfloat16 only where the hardware computes it, and recomputing activations only where memory is scarce: TRL switches
-    both on everywhere, and on a CPU both only cost time.
+    Activations are recomputed only where memory is scarce: TRL does so everywhere, and on a CPU it only costs time.
+    bfloat16, which TRL switches on everywhere as well, is as `models.settle` has put it into the config.
     """
     defaults = {
-        "bf16": models.has_bf16(device),
         "gradient_checkpointing": device.type == "cuda",
         "dataloader_pin_memory": device.type == "cuda",
         "save_total_limit": 2,
@@ -57,9 +57,11 @@ def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed:
         "use_cpu": device.type == "cpu",
         "report_to": "none",  # our own Reporter writes the numbers, once, for all trackers
         "disable_tqdm": True,
+        "logging_nan_inf_filter": False,  # it would show a loss of 0 where there is none
         "max_length": cfg.data.max_length,
         **fixed,
     }
+    cfg = models.settle(cfg)
     parallel.start(device, cfg.trainer.get("ddp_timeout", parallel.TIMEOUT))  # or accelerate would, without device_id
     # TRL itself uses this name, which transformers is about to change.
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
@@ -237,7 +239,10 @@ def prepared(
             sources = [{key: getattr(one, key) for key in TOLD} for one in loaded.table.sources]
             checkpoint.save(folder, lambda out: _write_rows(rows, sources, out), made_with=made_with)
         barrier()
-    return {part.name: Dataset.load_from_disk(str(part)) for part in sorted(folder.iterdir()) if part.is_dir()}
+    parts = {part.name: Dataset.load_from_disk(str(part)) for part in sorted(folder.iterdir()) if part.is_dir()}
+    if "eval" not in parts:  # of less than ten rows none is held out
+        args.eval_strategy = "no"
+    return parts
 
 
 def seal_prepared(folder: Path, cfg: Any, chat: Chat) -> None:
@@ -284,12 +289,31 @@ def _made_with(cfg: Any, chat: Chat) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
+class NotFinite(UserError):
+    """A loss, a gradient or a weight is inf or nan in optimizer step `step`; so were the weights after `updates`."""
+
+    def __init__(self, step: int, what: str, updates: int) -> None:
+        super().__init__(
+            f"The run stopped at step {step}: {what} is not a finite number. Lower trainer.learning_rate, look at the "
+            "rows of this step, or compute in float32 (trainer.bf16=false, trainer.fp16=false)."
+        )
+        self.updates = updates
+
+
+class Outcome(NamedTuple):
+    """What training came to: the figures of the held-out rows, and why it ended early, if it did."""
+
+    figures: dict[str, float]
+    failure: UserError | None = None
+
+
 def fit(
     trainer: Trainer, title: str, cfg: Any, *, resume: bool, check_first: Callable[[dict[str, Any]], None] | None = None
-) -> dict[str, float]:
+) -> Outcome:
     """Train to the end and measure the held-out rows; a signal ends the process here, with a checkpoint.
 
-    `check_first(figures)` sees the very first step of a run and may raise.
+    `check_first(figures)` sees the very first step of a run and may raise. A loss, gradient or weight that is not
+    finite ends training: the outcome is then that of the last healthy checkpoint, or a UserError where there is none.
     """
     output_dir = Path(cfg.output_dir)
     counter: Any = trainer  # TRL's trainers count tokens in a private attribute, and forget it
@@ -302,7 +326,8 @@ def fit(
         remember_run(output_dir, settings, resume)
     name = cfg.run_name or output_dir.name
     tracker = runlog.start_tracker(cfg.report_to, project="posttrain", run_name=name, config=settings)
-    say(f"{title}: {describe(trainer.model, trainer.args.device)}")
+    models.adapters_in_float32(trainer.model)
+    say(f"{title}: {describe(cfg, trainer.model, trainer.args.device)}")
     with runlog.StopSignals() as stop, models.no_bars():
         reporter = Reporter(title, output_dir, tracker, stop, lambda: counter._total_train_tokens, check_first)
         trainer.remove_callback(PrinterCallback)
@@ -314,14 +339,58 @@ def fit(
             else:
                 if newest is not None:
                     counter._total_train_tokens = json.loads((newest / COUNTS).read_text())["num_tokens"]
+                _watch_gradients(trainer, reporter)
                 with checkpoint.full_disk_in_words(output_dir):
                     trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
             if reporter.stopped:
                 say(f"Stopped after step {trainer.state.global_step}. Go on with the same command and --resume.")
                 stop.leave()
-            return _held_out_figures(trainer)
+            return Outcome(_held_out_figures(trainer))
+        except NotFinite as problem:
+            tracker.alert(f"{title}: not finite", str(problem))
+            trainer.remove_callback(reporter)  # its file tells of the steps in order
+            return _last_healthy(trainer, output_dir, problem)
         finally:
             reporter.close()
+
+
+def _watch_gradients(trainer: Trainer, reporter: Reporter) -> None:
+    """Let the reporter see the gradient norm of every step, which transformers shows to its log only.
+
+    accelerate is asked for it exactly once a step, whether gradients are clipped or not.
+    """
+    clip = trainer.accelerator.clip_grad_norm_
+
+    def clip_grad_norm_(*given: Any, **named: Any) -> Any:
+        norm = clip(*given, **named)
+        reporter.grad_norm = None if norm is None else float(norm)
+        return norm
+
+    trainer.accelerator.clip_grad_norm_ = clip_grad_norm_
+
+
+def _last_healthy(trainer: Trainer, output_dir: Path, problem: NotFinite) -> Outcome:
+    """Put the newest checkpoint in place that comes before the broken weights and is finite on the held-out rows."""
+    named = [path for path in output_dir.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+    for folder in sorted(named, key=_step_of, reverse=True):
+        if _step_of(folder) >= problem.updates:
+            continue
+        try:
+            checkpoint.verify(folder)
+        except UserError:  # damaged
+            continue
+        trainer._load_from_checkpoint(str(folder))
+        trainer.state = TrainerState.load_from_json(str(folder / "trainer_state.json"))
+        figures = trainer.evaluate() if trainer.eval_dataset is not None else {}
+        if math.isfinite(figures.get("eval_loss", 0.0)):
+            handed = f"{output_dir / 'final'} was made from {folder.name}, the last healthy checkpoint."
+            return Outcome(figures, UserError(f"{problem} {handed}"))
+    raise UserError(f"{problem} There is no healthy checkpoint before it, so nothing is handed over.") from problem
+
+
+def _step_of(folder: Path) -> int:
+    """checkpoint-20 -> 20"""
+    return int(folder.name.rpartition("-")[2])
 
 
 def _is_last(folder: Path) -> bool:
@@ -353,21 +422,26 @@ def hand_over(
     trainer: Trainer,
     chat: Chat,
     cfg: Any,
-    figures: dict[str, float],
+    outcome: Outcome,
     *,
     rows: Path,
     phase: str,
     next_phase: str,
     config_file: str,
 ) -> None:
-    """Write `<output_dir>/final` and say what to type next; `rows` is the folder of `prepared`."""
+    """Write `<output_dir>/final` and say what to type next; UserError, after that, where training failed.
+
+    `rows` is the folder of `prepared`.
+    """
     barrier()
     if not runlog.is_main_process():
         return
-    final, step = Path(cfg.output_dir) / "final", trainer.state.global_step
+    final, step, figures = Path(cfg.output_dir) / "final", trainer.state.global_step, outcome.figures
     settings = cfg.model_dump(mode="json")
     history = [*model_card.history(cfg.model.name_or_path), _record(phase, settings, step, figures, rows)]
     models.save(final, trainer.model, chat, settings, source=cfg.model, history=history, phase=phase, step=step)
+    if outcome.failure is not None:
+        raise outcome.failure
     shown = ", ".join(f"{name.removeprefix('eval_')} {figures[name]:.4g}" for name in SHOWN if name in figures)
     print(f"{phase} is done after {step} steps. Held-out rows: {shown or 'none'}.")
     print(f"Handed over: {final}  (curves: {final.with_name('metrics.jsonl')})")
@@ -447,6 +521,8 @@ class Reporter(TrainerCallback):
 
     metrics: runlog.MetricsFile
     progress: runlog.Progress | None = None
+    grad_norm: float | None = None  # of the coming optimizer step
+    logged = 0  # the last step that was logged
 
     def __init__(
         self,
@@ -465,6 +541,11 @@ class Reporter(TrainerCallback):
         self.metrics = runlog.MetricsFile(self.output_dir / "metrics.jsonl", after_step=state.global_step or None)
         self.progress = runlog.Progress(state.max_steps, self.title, start=state.global_step)
 
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        # float16 scales its loss until gradients fit, and leaves out the steps in which they do not
+        if not args.fp16 and self.grad_norm is not None and not math.isfinite(self.grad_norm):
+            raise NotFinite(state.global_step + 1, "the gradient", state.global_step)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._show(state.global_step)
         if _any_process(self.stop.requested):
@@ -480,10 +561,15 @@ class Reporter(TrainerCallback):
         self._show(state.global_step, **shown)
         self.metrics.write(row, state.global_step)
         self.tracker.log(row, state.global_step)
-        if not math.isfinite(row.get("loss", 0.0)):
-            self.tracker.alert(f"{self.title}: loss is not finite", f"step {state.global_step}: loss {row['loss']}")
+        if not math.isfinite(row.get("loss", 0.0)):  # a mean over all steps since the last one that was logged
+            raise NotFinite(state.global_step, "the loss", self.logged)
+        if not math.isfinite(row.get("eval_loss", 0.0)):
+            raise NotFinite(state.global_step, "the loss of the held-out rows", state.global_step)
+        self.logged = state.global_step
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if broken := models.not_finite(model):
+            raise NotFinite(state.global_step, f"a weight ({broken})", state.global_step)
         barrier()  # every process has written its random state by now
         if state.is_world_process_zero:
             folder = self.output_dir / f"checkpoint-{state.global_step}"
@@ -517,10 +603,20 @@ def barrier() -> None:
         dist.barrier()
 
 
-def describe(net: Any, device: torch.device) -> str:
-    """What is about to train: "0.21 M parameters (all trained), cpu, 1 process"."""
+def describe(cfg: TrainingRun, net: Any, device: torch.device) -> str:
+    """What is about to train, e.g. "0.21 M parameters (all trained), cpu, 1 process, float32, learning rate 2e-05".
+
+    A second sentence warns of a learning rate that is too low for this tuning.
+    """
     parameters = list(net.parameters())
     count, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
     share = "all trained" if trained == count else f"{trained / 1e6:.2f} M trained"
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    return f"{count / 1e6:.2f} M parameters ({share}), {device}, {processes} process{'es' if processes > 1 else ''}"
+    trainer = cfg.trainer if isinstance(cfg.trainer, dict) else cfg.trainer.model_dump()
+    computes = "bfloat16" if trainer.get("bf16") else "float16" if trainer.get("fp16") else "float32"
+    told = (
+        f"{count / 1e6:.2f} M parameters ({share}), {device}, {processes} process{'es' if processes > 1 else ''}, "
+        f"{computes}, learning rate {cfg.learning_rate:g}"
+    )
+    warning = cfg.low_rate()
+    return f"{told}\nWARNING: {warning}" if warning else told

@@ -320,6 +320,8 @@ def test_presets_lie_under_the_file_and_the_overrides():
 def test_every_preset_can_be_chosen(file):
     """On the command line a preset is what it says, whatever estimator or filter the file had; overrides still win."""
     published = read_yaml(file)
+    assert published["trainer"]["learning_rate"] is None
+    published["trainer"]["learning_rate"] = 1e-6  # of model.tuning: full
     for run in ("phase3_starpo.yaml", "worlds/frozen_lake.yaml", "quickstart/phase3_starpo.yaml"):
         cfg = config.resolve(
             StarPORun, ROOT / "configs" / run, ["trainer.max_steps=3", f"algorithm.preset={file.stem}"]
@@ -394,6 +396,13 @@ def test_all_mistakes_come_at_once_with_their_paths(tmp_path):
         ("data.sources=[]", "data.sources (on the command line): must not be empty"),
         ("model.lora.target_modules=3", "should be text, but is 3"),
         ("learning_rate=1e-5", "unknown key here; did you mean `trainer.learning_rate`?"),
+        ("model.dtype=bfloat16", "an update is smaller than the gap to the next such number. Leave model.dtype out"),
+        ("model.dtype=float16", "or write `model.tuning: lora`, whose adapter is float32"),
+        ("trainer.fsdp=true", "FSDP, DeepSpeed and other ways of sharding a model are not supported yet"),
+        ("trainer.fsdp_config={}", "`torchrun --nproc_per_node N`"),
+        ("trainer.deepspeed=zero3.json", "FSDP, DeepSpeed and other ways of sharding a model are not supported yet"),
+        ("trainer.push_to_hub=true", "`hf upload NAME/MODEL OUTPUT_DIR/final`"),
+        ("trainer.bf16_full_eval=true", "it would round the trained weights for good"),
         ("model.trust_remote_code=true", "write the 40-digit commit"),
         ("data.sources.0.kind=ultrafeedback", "this phase reads openmathinstruct, capybara, messages, demonstrations"),
         ("data.sources.0.code=mask", "`code` belongs to the kind openmathinstruct, not to capybara"),
@@ -494,10 +503,71 @@ def test_a_mistake_names_its_remedy(tmp_path, change, remedy):
         ("worlds.0.curriculum=[{}, {success: 1.5}]", "worlds.0.curriculum.1.success (on the command line): should be"),
         ("worlds.0.curriculum=[{}, {from: 3}]", "worlds.0.curriculum.1.from (on the command line): unknown key"),
         ("trainer.lerning_rate=1", "did you mean `learning_rate`?"),
+        ("lerning_rate=1", "did you mean `trainer.learning_rate`?"),  # not the critic's
+        ("model.dtype=bfloat16", "an update is smaller than the gap to the next such number. Leave model.dtype out"),
+        ("trainer.fsdp=full_shard", "FSDP, DeepSpeed and other ways of sharding a model are not supported yet"),
+        ("trainer.deepspeed=zero3.json", "not supported yet"),
+        ("trainer.push_to_hub=true", "`hf upload NAME/MODEL OUTPUT_DIR/final`"),
     ],
 )
 def test_mistakes_of_phase_3(change, remedy):
     assert remedy in complaint(StarPORun, ROOT / "configs" / "phase3_starpo.yaml", change)
+
+
+# ------------------------------------------------------------------------------------------- learning rates, options
+
+REFERENCE = {SFTRun: "phase1_sft", DPORun: "phase2_dpo", StarPORun: "phase3_starpo"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "full", "adapter"), [(SFTRun, 2e-5, 2e-4), (DPORun, 1e-6, 1e-5), (StarPORun, 1e-6, 1e-5)]
+)
+def test_the_learning_rate_follows_from_the_tuning(schema, full, adapter):
+    file = ROOT / "configs" / f"{REFERENCE[schema]}.yaml"
+    for tuning, rate in {"full": full, "lora": adapter, "qlora": adapter}.items():
+        for unwritten in ([], ["trainer.learning_rate=null"]):
+            cfg = config.resolve(schema, file, [f"model.tuning={tuning}", *unwritten])
+            assert cfg.learning_rate == rate and cfg.low_rate() is None
+            assert yaml.safe_load(config.dump(cfg))["trainer"]["learning_rate"] == rate  # what --print-config shows
+        written = config.resolve(schema, file, [f"model.tuning={tuning}", f"trainer.learning_rate={rate / 9}"])
+        assert written.learning_rate == rate / 9 and written.low_rate() is None
+        low = config.resolve(schema, file, [f"model.tuning={tuning}", f"trainer.learning_rate={rate / 10}"])
+        assert f"so low for model.tuning={tuning} that next to nothing will be learned" in (low.low_rate() or "")
+
+
+def test_a_preset_on_an_adapter_has_an_adapters_learning_rate():
+    file = ROOT / "configs" / "quickstart" / "phase3_starpo.yaml"
+    cfg = config.resolve(StarPORun, file, ["algorithm.preset=ragen2", "model.tuning=lora"])
+    assert cfg.learning_rate == 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_frozen_weights_may_be_half_precision(dtype):
+    for schema, name in REFERENCE.items():
+        file = ROOT / "configs" / f"{name}.yaml"
+        for tuning in ("lora", "qlora"):
+            assert config.resolve(schema, file, [f"model.tuning={tuning}", f"model.dtype={dtype}"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "remedy"),
+    [
+        ("--learning_rate 1e-5", "`trainer.learning_rate=1e-5`"),
+        ("--learning-rate=1e-5 seed=1", "`trainer.learning_rate=1e-5`"),
+        ("seed=1 --bf16", "`trainer.bf16=true`"),
+        ("--bf16 seed=1", "`trainer.bf16=true`"),
+        ("--seed 3", "`seed=3`"),
+        ("--model_name_or_path some/model", "`model.name_or_path=some/model`"),
+        ("--push_to_hub", "`hf upload NAME/MODEL OUTPUT_DIR/final`"),
+        ("--print_config", "did you mean `--print-config`?"),
+        ("--wibble", "--help lists them"),
+    ],
+)
+def test_an_option_of_other_trainers_names_the_key(argv, remedy):
+    for schema, name in REFERENCE.items():
+        with pytest.raises(UserError) as error:
+            config.load(schema, ROOT / "configs" / f"{name}.yaml", argv.split())
+        assert remedy in str(error.value) and "\n" not in str(error.value)
 
 
 def test_four_bit_weights_are_neither_vllms_nor_a_second_critic():

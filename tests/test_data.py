@@ -485,8 +485,29 @@ def test_weight_is_how_often_an_epoch_sees_a_row(tmp_path: Path, tiny_chat: Chat
         assert sorted((seen.count(text) for text in set(seen)), reverse=True) == counts
         report = data.table.sources[0]
         assert (report.train, report.per_epoch) == (10, len(data.train))
+    path = write(tmp_path / "b.jsonl", talks(40))
     data = load_sft(section(Source(kind="messages", path=path, weight=3), eval_rows=4), tiny_chat)
-    assert (len(data.train), len(data.eval)) == (18, 4), "held-out rows are never repeated"
+    assert (len(data.train), len(data.eval)) == (108, 4), "held-out rows are never repeated"
+
+
+@pytest.mark.parametrize(("rows", "held_out"), [(9, 0), (10, 1), (40, 4), (99, 9), (400, 40), (600, 50)])
+def test_at_most_a_tenth_is_held_out(tmp_path: Path, tiny_chat: Chat, rows: int, held_out: int) -> None:
+    """`eval_rows: 50` of the reference config, on a small data set of one's own."""
+    path = write(tmp_path / "a.jsonl", talks(rows))
+    data = load_sft(section(Source(kind="messages", path=path), eval_rows=50), tiny_chat)
+    assert (len(data.train), len(data.eval)) == (rows - held_out, held_out)
+
+
+def test_a_question_with_many_rows_stays_in_training(tmp_path: Path, tiny_chat: Chat) -> None:
+    """40 rows: one question of 31 answers and nine of one each; the nine may be held out, up to four of them."""
+    talk = [
+        [{"role": "user", "content": f"q {max(0, n - 30)}"}, {"role": "assistant", "content": str(n)}]
+        for n in range(40)
+    ]
+    path = write(tmp_path / "a.jsonl", [{"messages": messages} for messages in talk])
+    for seed in range(5):
+        data = load_sft(section(Source(kind="messages", path=path), eval_rows=50, seed=seed), tiny_chat)
+        assert len(data.eval) == 4
 
 
 def test_rows_are_drawn_by_seed_whatever_their_order(tmp_path: Path, tiny_chat: Chat) -> None:
@@ -859,7 +880,7 @@ def test_nothing_left_is_an_error_with_the_reasons(
     with pytest.raises(UserError, match=r"data\.sources\.1: 0 rows read"):
         load_sft(section(good, empty), tiny_chat)
     with pytest.raises(UserError, match="All 5 rows are held out"):
-        load_sft(section(good, eval_rows=10), tiny_chat)
+        load_sft(section(good, eval_fraction=0.999), tiny_chat)
     with pytest.raises(UserError, match="no trained token"):
         load_sft(section(good.model_copy(update={"weight": 0.01})), tiny_chat)
 

@@ -20,11 +20,11 @@ from conftest import byte_level_tokenizer
 from huggingface_hub import HfApi
 from huggingface_hub.utils import httpx  # the one it was built with, httpx or httpx2
 from tiny_runs import conversations, settings, tiny_base
-from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from posttrain import checkpoint, config, models
 from posttrain.chat import TEMPLATE_PATH, Chat
-from posttrain.config import ModelSection, SFTRun
+from posttrain.config import ModelSection, SFTRun, StarPORun
 from posttrain.types import UserError
 
 
@@ -280,6 +280,11 @@ def run_config(tmp_path: Path, base: Path, *overrides: str) -> SFTRun:
     return config.resolve(SFTRun, file, list(overrides))
 
 
+def starpo_config(base: Path) -> StarPORun:
+    given = {"output_dir": "x", "device": "cpu", "model": {"name_or_path": str(base)}, "worlds": ["frozen_lake"]}
+    return StarPORun.model_validate(given)
+
+
 def test_preflight_passes_and_writes_nothing(tmp_path: Path, base: Path) -> None:
     models.preflight(run_config(tmp_path, base))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "sft.yaml"]
@@ -323,13 +328,127 @@ def test_preflight_without_a_network_names_all_it_would_need(
 
 @pytest.mark.parametrize(
     ("override", "words"),
-    [("trainer.bf16=true", "only imitates"), ("model.name_or_path=runs/none/final", "previous phase")],
+    [("trainer.bf16=true", "has no bfloat16 in hardware"), ("model.name_or_path=runs/none/final", "previous phase")],
 )
 def test_preflight_refuses(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, override: str, words: str
 ) -> None:
+    monkeypatch.setattr(models, "_cpu_flags", frozenset)
     with pytest.raises(UserError, match=words):
         models.preflight(run_config(tmp_path, base, override))
+
+
+# ------------------------------------------------------------------------------------------------------------ precision
+
+
+@pytest.mark.parametrize(
+    ("flags", "there"),
+    [("fpu avx2 avx512f", False), ("avx512f avx512_bf16", True), ("amx_tile amx_bf16", True), ("", False)],
+)
+def test_bf16_is_derived_from_the_cpu(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, flags: str, there: bool
+) -> None:
+    monkeypatch.setattr(models, "_cpu_flags", lambda: frozenset(flags.split()))
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    cpu = torch.device("cpu")
+    assert models.has_bf16(cpu) is there
+    for cfg in (run_config(tmp_path, base, "trainer.bf16=null"), starpo_config(base)):
+        settled = models.settle(cfg)
+        assert models._trainer(settled, "bf16") is there and models.settle(settled) is settled
+        assert models._trainer(cfg, "bf16") is None  # the config itself is left alone
+    assert models.settle(run_config(tmp_path, base, "trainer.bf16=false")).trainer["bf16"] is False
+    section = ModelSection(name_or_path=str(base))
+    for training, dtype in ((True, torch.float32), (False, torch.bfloat16 if there else torch.float32)):
+        net, _ = models.load(section, device="cpu", chat_template=None, training=training)
+        assert net.dtype == dtype
+    models.preflight(run_config(tmp_path, base, f"trainer.bf16={there}"))
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not models.has_bf16(cpu)
+
+
+def test_the_flags_of_this_cpu_are_those_that_torch_finds() -> None:
+    told = getattr(torch.cpu, "get_capabilities", dict)()
+    for flag in ("avx2", "avx512_bf16", "amx_bf16"):
+        if flag in told and models._cpu_flags():
+            assert (flag in models._cpu_flags()) == told[flag]
+
+
+def test_a_bf16_checkpoint_is_trained_in_float32(tmp_path: Path, base: Path) -> None:
+    net, chat = load(base)
+    net.bfloat16().save_pretrained(tmp_path / "half")
+    chat.save(tmp_path / "half")
+    for tuning in ("full", "lora"):
+        section = ModelSection.model_validate({"name_or_path": str(tmp_path / "half"), "tuning": tuning})
+        net, _ = models.load(section, device="cpu", chat_template=None)
+        assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("variable", models.SHARDING)
+def test_a_launcher_that_shards_is_refused(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    for value in ("true", "True", "1"):
+        monkeypatch.setenv(variable, value)
+        for cfg in (run_config(tmp_path, base), starpo_config(base)):
+            with pytest.raises(UserError, match=f"{variable}=true.*distributed_type: MULTI_GPU") as error:
+                models.settle(cfg)
+            assert "\n" not in str(error.value)
+    monkeypatch.setenv(variable, "false")
+    assert models.settle(run_config(tmp_path, base))
+
+
+def test_weights_that_are_not_finite_are_neither_loaded_nor_handed_over(tmp_path: Path, base: Path) -> None:
+    """One row of the embedding, of a token that nobody may ever write."""
+    net, chat = load(base)
+    with torch.no_grad():
+        net.get_input_embeddings().weight[3] = torch.nan
+    section = ModelSection(name_or_path=str(base))
+    with pytest.raises(UserError, match=r"final is not written.*embed_tokens.weight \(\d+ of \d+\)"):
+        models.save(tmp_path / "run" / "final", net, chat, {}, source=section, phase="phase1")
+    assert not (tmp_path / "run" / "final").exists()
+    net.save_pretrained(tmp_path / "broken")
+    chat.save(tmp_path / "broken")
+    for training in (True, False):
+        with pytest.raises(UserError, match=r"broken holds weights that are not finite.*embed_tokens.weight"):
+            models.load(
+                ModelSection(name_or_path=str(tmp_path / "broken")), device="cpu", chat_template=None, training=training
+            )
+
+
+def test_an_adapter_that_is_not_finite_is_not_handed_over(tmp_path: Path, base: Path) -> None:
+    from peft import get_peft_model
+
+    section = ModelSection(name_or_path=str(base), tuning="lora")
+    net, chat = load(base)
+    lora: Any = models.peft_config(section)
+    adapted: Any = get_peft_model(net, lora)
+    with torch.no_grad():
+        next(p for name, p in adapted.named_parameters() if "lora_A" in name).fill_(torch.inf)
+    with pytest.raises(UserError, match=r"final is not written.*lora_A"):
+        models.save(tmp_path / "run" / "final", adapted, chat, {}, source=section, phase="phase1")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_adapter_on_half_precision_weights_is_merged_in_float32(tmp_path: Path, base: Path) -> None:
+    from peft import get_peft_model
+
+    section = ModelSection(name_or_path=str(base), tuning="lora", dtype="bfloat16")
+    net, chat = models.load(section, device="cpu", chat_template=None)
+    assert net.dtype == torch.bfloat16
+    lora: Any = models.peft_config(section)
+    adapted: Any = get_peft_model(net, lora)
+    models.adapters_in_float32(adapted)
+    trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    assert trained and {p.dtype for p in trained.values()} == {torch.float32}
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter.fill_(1e-3)  # r x 1e-6 x alpha / r: far less than a bfloat16 weight can take
+    folder = models.save(tmp_path / "run" / "final", adapted, chat, {}, source=section, phase="phase1")
+    merged, before = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, base))
+    name = "model.layers.0.mlp.up_proj.weight"
+    moved = merged.state_dict()[name] - before.state_dict()[name]
+    rank, alpha = section.lora.r, section.lora.alpha
+    assert torch.allclose(moved, torch.full_like(moved, rank * 1e-6 * alpha / rank), rtol=0.02)
 
 
 @pytest.mark.parametrize("override", ["trainer.optim=adamw_8bit", "model.tuning=qlora"])

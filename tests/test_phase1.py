@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 import train_phase1_sft
 from posttrain import checkpoint, models, parallel, runlog, training
 from posttrain.chat import Chat
+from posttrain.config import SFTRun, resolve
 from posttrain.types import UserError
 
 
@@ -68,7 +69,6 @@ def test_a_run_learns_and_hands_over(whole: Path, files: SimpleNamespace, tiny_c
 
 def test_the_loss_is_that_of_the_assistants_tokens_alone(whole: Path, files: SimpleNamespace) -> None:
     """The held-out loss that TRL reports, recomputed from the handed-over weights without TRL."""
-    from posttrain.config import SFTRun, resolve
     from posttrain.data import load_sft
 
     cfg = resolve(SFTRun, files.folder / "whole.yaml")
@@ -362,15 +362,22 @@ def test_packing_trains_on_whole_conversations(tmp_path: Path, files: SimpleName
     assert tokens[4] > 4 * 70  # a step is one packed row of up to 96 tokens; a single conversation has about 30
 
 
-def test_bf16_and_checkpointing_are_off_on_a_cpu(files: SimpleNamespace) -> None:
+@pytest.mark.parametrize("has_bf16", [False, True])
+def test_what_the_device_calls_for(
+    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, has_bf16: bool
+) -> None:
     from trl.trainer.sft_config import SFTConfig
 
-    from posttrain.config import SFTRun, resolve
-
-    cfg = resolve(SFTRun, settings(files.folder / "args.yaml", "messages", files.base, files.rows))
-    args = training.arguments(SFTConfig, cfg, torch.device("cpu"))
-    assert (args.bf16, args.gradient_checkpointing, args.use_cpu, args.report_to) == (False, False, True, [])
-    assert args.max_length == 96
+    monkeypatch.setattr(models, "has_bf16", lambda _: has_bf16)
+    file = config_in(tmp_path, files, bf16=None)
+    args = training.arguments(SFTConfig, resolve(SFTRun, file), torch.device("cpu"))
+    assert (args.bf16, args.gradient_checkpointing, args.use_cpu, args.report_to) == (has_bf16, False, True, [])
+    assert args.max_length == 96 and args.logging_nan_inf_filter is False
+    for written in (False, True):
+        cfg = resolve(SFTRun, file, [f"trainer.bf16={written}"])
+        assert training.arguments(SFTConfig, cfg, torch.device("cpu")).bf16 is written
+    half = training.arguments(SFTConfig, resolve(SFTRun, file, ["trainer.fp16=true"]), torch.device("cpu"))
+    assert (half.bf16, half.fp16) == (False, True)
 
 
 @pytest.mark.parametrize("tuning", ["lora", "qlora"])
@@ -398,6 +405,82 @@ def test_an_8_bit_optimizer_trains(tmp_path: Path, files: SimpleNamespace) -> No
     train(config_in(tmp_path, files, max_steps=4, optim="adamw_8bit"))
     losses = rows_of(tmp_path / "run")
     assert losses[4] < losses[1]
+
+
+# --------------------------------------------------------------------------------------------------------- not finite
+
+
+def finite(folder: Path) -> bool:
+    return models.not_finite(AutoModelForCausalLM.from_pretrained(folder)) == ""
+
+
+def test_a_run_that_diverges_at_once_hands_nothing_over(tmp_path: Path, files: SimpleNamespace) -> None:
+    with pytest.raises(UserError, match=r"stopped at step \d+:.*not a finite number.*nothing is handed over") as error:
+        train(config_in(tmp_path, files, learning_rate=1e30, save_steps=1))
+    assert "trainer.learning_rate" in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "run" / "final").exists()
+    assert len(rows_of(tmp_path / "run", "learning_rate")) < 4  # not to the end
+
+
+def test_a_run_that_diverges_exits_with_an_error_in_words(tmp_path: Path, files: SimpleNamespace) -> None:
+    done = python("train_phase1_sft.py", "--config", str(config_in(tmp_path, files)), "trainer.learning_rate=1e30")
+    assert done.returncode == 2 and done.stderr.count("error: The run stopped at step") == 1
+    assert "Traceback" not in done.stderr and "Handed over" not in done.stdout
+    assert not (tmp_path / "run" / "final").exists()
+
+
+@pytest.mark.parametrize("clipped", [True, False])
+def test_a_run_that_diverges_later_hands_over_its_last_healthy_checkpoint(
+    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, clipped: bool
+) -> None:
+    """The weights are ruined by the 7th update, unseen in the checkpoint that is saved after it."""
+    healthy: dict[int, torch.Tensor] = {}
+
+    def ruin(self: Any, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        weight = model.model.layers[0].mlp.up_proj.weight
+        healthy[state.global_step] = weight.detach().clone()
+        if state.global_step == 7:
+            weight.data.fill_(3e38)
+
+    monkeypatch.setattr(training.Reporter, "on_step_end", ruin)
+    file = config_in(tmp_path, files, save_steps=1, max_grad_norm=1.0 if clipped else 0.0)
+    with pytest.raises(UserError, match=r"stopped at step 8: the gradient is not.*final was made from checkpoint-6"):
+        train(file)
+    final = tmp_path / "run" / "final"
+    assert checkpoint.verify(final)["meta"]["step"] == 6 and finite(final)
+    handed = AutoModelForCausalLM.from_pretrained(final).model.layers[0].mlp.up_proj.weight
+    assert torch.equal(handed, healthy[6])
+    assert finite(tmp_path / "run" / "checkpoint-7")  # finite, and broken
+
+
+def test_a_checkpoint_with_weights_that_are_not_finite_is_not_sealed(
+    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ruin(self: Any, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step == 8:
+            model.get_input_embeddings().weight.data[3] = torch.inf
+
+    monkeypatch.setattr(training.Reporter, "on_step_end", ruin)
+    with pytest.raises(UserError, match=r"stopped at step 8: a weight \(.*made from checkpoint-4"):
+        train(config_in(tmp_path, files))
+    with pytest.raises(UserError):
+        checkpoint.verify(tmp_path / "run" / "checkpoint-8")
+    assert finite(tmp_path / "run" / "final")
+
+
+def test_held_out_rows_that_are_not_finite_fail_the_run(
+    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last update ruins the model: no later gradient shows it."""
+
+    def ruin(self: Any, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step == 12:
+            model.model.layers[0].mlp.up_proj.weight.data.fill_(3e38)
+
+    monkeypatch.setattr(training.Reporter, "on_step_end", ruin)
+    with pytest.raises(UserError, match=r"step 12: the loss of the held-out rows is not.*made from checkpoint-8"):
+        train(config_in(tmp_path, files))
+    assert checkpoint.verify(tmp_path / "run" / "final")["meta"]["step"] == 8
 
 
 # ------------------------------------------------------------------------------------------------------ stop and go on
@@ -737,8 +820,15 @@ def test_only_the_first_process_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert not runlog.is_main_process()
-    line = training.describe(torch.nn.Linear(1000, 1000, bias=False), torch.device("cpu"))
-    assert line == "1.00 M parameters (all trained), cpu, 2 processes"
+    layer, cpu = torch.nn.Linear(1000, 1000, bias=False), torch.device("cpu")
+    section = {"output_dir": "x", "model": {"name_or_path": "a/b", "tuning": "lora"}}
+    section |= {"data": {"sources": [{"kind": "capybara", "path": "embedded"}]}}
+    line = training.describe(SFTRun.model_validate(section), layer, cpu)
+    assert line == "1.00 M parameters (all trained), cpu, 2 processes, float32, learning rate 0.0002"
+    section["trainer"] = {"learning_rate": 1e-6, "bf16": True}
+    line, warning = training.describe(SFTRun.model_validate(section), layer, cpu).splitlines()
+    assert line.endswith("2 processes, bfloat16, learning rate 1e-06")
+    assert warning.startswith("WARNING: trainer.learning_rate=1e-06 is so low for model.tuning=lora")
 
 
 def test_the_reference_run_without_a_network_is_one_paragraph(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def settings(file: Path, player: Path, **sections: Any) -> Path:
         "protocol": {"max_turns": 3, "max_actions": 3},
         "rollout": {"groups": 4, "num_generations": 4, "max_completion_length": 32, "max_context": 512},
         "algorithm": {"num_iterations": 2, "minibatches": 2},
-        "trainer": {"max_steps": 4, "learning_rate": 1e-3, "micro_batch_tokens": 2048},
+        "trainer": {"max_steps": 4, "learning_rate": 1e-3, "micro_batch_tokens": 2048, "bf16": False},
         "evaluation": {"every": 2, "episodes": 8, "final_episodes": 8, "temperature": 1.0},
         "checkpoint": {"every": 1, "keep": 9},
         "transcripts": {"every": 2, "count": 2},
@@ -558,7 +558,7 @@ def test_worlds_share_the_groups_by_weight_or_by_number(player: Path, tmp_path: 
 def test_the_learning_rate_follows_its_schedule(player: Path, tmp_path: Path) -> None:
     trainer = {"max_steps": 12, "warmup_steps": 2, "learning_rate": 1.0, "lr_scheduler_type": "linear"}
     cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, trainer=trainer))
-    rates = [cfg.trainer.learning_rate * schedule(cfg, step) for step in range(1, 13)]
+    rates = [cfg.learning_rate * schedule(cfg, step) for step in range(1, 13)]
     assert rates == pytest.approx([0.5, 1.0, *(1 - n / 10 for n in range(10))])
     trainer["lr_scheduler_type"] = "warmup_stable_decay"
     cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, trainer=trainer))

@@ -65,7 +65,7 @@ def preferences(file: Path, count: int = 48) -> Path:
 
 def settings(file: Path, kind: str, model: Path, data: Path, **trainer: Any) -> Path:
     """A config file whose run takes twelve steps, a figure a step and a checkpoint every four."""
-    steps = {"max_steps": 12, "save_steps": 4, "logging_steps": 1, "learning_rate": 1e-3}
+    steps = {"max_steps": 12, "save_steps": 4, "logging_steps": 1, "learning_rate": 1e-3, "bf16": False}
     config = {
         "output_dir": str(file.with_name("run")),
         "device": "cpu",

@@ -9,7 +9,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from posttrain.config.schemas import Section, hint
-from posttrain.config.trl_fields import SET_BY_SCRIPTS, TRLFields
+from posttrain.config.trl_fields import NOT_SUPPORTED, SET_BY_SCRIPTS, TRLFields
 from posttrain.config.yaml_file import StrictLoader, read_yaml
 from posttrain.types import UserError
 
@@ -56,7 +56,9 @@ def load(
     parser.add_argument("--print-config", action="store_true", help="print the resolved config as YAML and stop")
     if add_arguments:
         add_arguments(parser)
-    args = parser.parse_intermixed_args(argv)
+    args, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        raise UserError(_no_option(parser, schema, unknown[0], sys.argv[1:] if argv is None else argv))
     cfg = resolve(schema, args.config, args.overrides)
     if args.print_config:
         print(dump(cfg), end="")
@@ -203,15 +205,40 @@ def _unknown(schema: type[BaseModel], path: tuple[str, ...]) -> str:
     name, parent = path[-1], _at(schema, path[:-1])
     if isinstance(parent, TRLFields) and name in SET_BY_SCRIPTS:
         return f"not set here: {SET_BY_SCRIPTS[name]}"
+    if path[0] == "trainer" and name in NOT_SUPPORTED:
+        return f"not set here: {NOT_SUPPORTED[name]}"
     if close := difflib.get_close_matches(name, _keys(parent), n=1):
         return f"unknown key; did you mean `{close[0]}`?"
-    keys = list(_paths(schema))
-    names = [key.split(".")[-1] for key in keys]
-    if close := difflib.get_close_matches(name, names, n=1, cutoff=0.8):
-        return f"unknown key here; did you mean `{keys[names.index(close[0])]}`?"
+    if meant := _meant(schema, name):
+        return f"unknown key here; did you mean `{meant}`?"
     if isinstance(parent, TRLFields):
         return f"unknown key; {parent.source.split(':')[1]} of the installed TRL has no such field"
     return f"unknown key; there are {', '.join(_keys(parent))}"
+
+
+def _meant(schema: type[BaseModel], name: str) -> str | None:
+    """The dotted key whose last name is most like this one; of several, the one that lies in the fewest sections."""
+    places: dict[str, str] = {}
+    for key in sorted(_paths(schema), key=lambda key: key.count(".")):
+        places.setdefault(key.rpartition(".")[2], key)
+    close = difflib.get_close_matches(name, places, n=1, cutoff=0.8)
+    return places[close[0]] if close else None
+
+
+def _no_option(parser: argparse.ArgumentParser, schema: type[BaseModel], option: str, argv: Sequence[str]) -> str:
+    """What to write instead of an option such as `--learning_rate 1e-5`, as other trainers take them."""
+    name, equals, value = option.partition("=")
+    if close := difflib.get_close_matches(name, list(parser._option_string_actions), n=1, cutoff=0.8):
+        return f"{name} is no option of this script; did you mean `{close[0]}`?"
+    key = name.lstrip("-").replace("-", "_")
+    if not equals:  # `--seed 1`, or a flag
+        after = [*argv, "--"][list(argv).index(option) + 1]
+        value = "true" if after.startswith("--") or "=" in after else after
+    if key in NOT_SUPPORTED:
+        return f"{name} is no option of this script: {NOT_SUPPORTED[key]}."
+    says = f"{name} is no option of this script. Keys of the config are written KEY=VALUE"
+    meant = _meant(schema, key.rpartition(".")[2])
+    return f"{says}: `{meant}={value}`." if meant else f"{says}; --help lists them."
 
 
 def _short(value: Any) -> str:

@@ -6,7 +6,7 @@ import difflib
 import re
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import AfterValidator, BaseModel, BeforeValidator, field_validator, model_validator
@@ -22,6 +22,14 @@ PRESETS = Path(__file__).parents[2] / "configs" / "presets"
 def Field(description: str, default: Any = ..., **limits: Any) -> Any:
     """pydantic's Field with the description first, because here no key goes without one."""
     return pydantic.Field(default, description=description, **limits)
+
+
+# Peak learning rates where `trainer.learning_rate` is not written, by phase and by model.tuning. Those of `full` are
+# the defaults of TRL's SFTConfig, DPOConfig and GRPOConfig (the last also RAGEN's); adapters take ten times as much, as
+# in TRL's example commands for LoRA and in Schulman et al., "LoRA Without Regret" (2025).
+SFT_RATES = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4}
+DPO_RATES = {"full": 1e-6, "lora": 1e-5, "qlora": 1e-5}
+STARPO_RATES = {"full": 1e-6, "lora": 1e-5, "qlora": 1e-5}
 
 
 class Section(BaseModel):
@@ -59,7 +67,11 @@ class ModelSection(Section):
     name_or_path: str = Field("Hub id, or the folder that the previous phase handed over", min_length=1)
     revision: str | None = Field("commit of the Hub repository; null takes the newest", None)
     trust_remote_code: bool = Field("run the Python code of the Hub repository; needs a pinned revision", False)
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("precision the weights are loaded in", "auto")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "precision the weights are loaded in; auto is float32 for training, otherwise bfloat16 where the GPU or CPU"
+        " has it in hardware",
+        "auto",
+    )
     attn_implementation: str = Field("attention kernel: sdpa, eager, or one that transformers can fetch", "sdpa")
     tuning: Literal["full", "lora", "qlora"] = Field("train all weights, an adapter, or an adapter on 4 bits", "full")
     lora: LoraSection = Field("the adapter, used with tuning lora or qlora", LoraSection())
@@ -202,6 +214,54 @@ class Run(Section):
     )
 
 
+class TrainingRun(Run):
+    """What the three phases share: weights that the optimizer can move, and a learning rate that fits them."""
+
+    model: ModelSection = Field("the model that is trained")
+    if TYPE_CHECKING:
+        trainer: Any  # each phase declares its own, in its own place
+
+    rates: ClassVar[dict[str, float]]  # by model.tuning
+
+    @model_validator(mode="after")
+    def _weights_can_move(self) -> TrainingRun:
+        model = self.model
+        if model.tuning == "full" and model.dtype in ("bfloat16", "float16"):
+            raise wrong(
+                f"`model.dtype: {model.dtype}` with `model.tuning: full` trains weights that round most updates away:"
+                " an update is smaller than the gap to the next such number. Leave model.dtype out (the weights are"
+                " float32, and trainer.bf16 computes in bfloat16), or write `model.tuning: lora`, whose adapter is"
+                " float32 whatever the frozen weights are"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _learning_rate(self) -> TrainingRun:
+        default = self.rates[self.model.tuning]
+        if isinstance(self.trainer, dict):
+            if self.trainer.get("learning_rate") is None:
+                self.trainer = self.trainer | {"learning_rate": default}
+        elif self.trainer.learning_rate is None:
+            self.trainer = self.trainer.model_copy(update={"learning_rate": default})
+        return self
+
+    @property
+    def learning_rate(self) -> float:
+        """The peak learning rate, as written or by `model.tuning`."""
+        trainer = self.trainer
+        return trainer["learning_rate"] if isinstance(trainer, dict) else trainer.learning_rate
+
+    def low_rate(self) -> str | None:
+        """One sentence where the learning rate is a tenth of this tuning's default or less, otherwise None."""
+        rate, tuning, default = self.learning_rate, self.model.tuning, self.rates[self.model.tuning]
+        if rate > default / 10 * (1 + 1e-9):
+            return None
+        return (
+            f"trainer.learning_rate={rate:g} is so low for model.tuning={tuning} that next to nothing will be learned: "
+            f"the default is {default:g} (leave the key out to get it)."
+        )
+
+
 # ------------------------------------------------------------------------------------------------------- phases 1 and 2
 
 # Which kinds of source each phase reads, and which filter options belong to which kind (with their defaults).
@@ -255,7 +315,9 @@ class Source(Section):
 class DataSection(Section):
     sources: list[Source] = Field("one or more data sets, mixed", min_length=1)
     eval_fraction: float = Field("share of the questions (prompts) held out for the evaluation loss", 0.02, gt=0, lt=1)
-    eval_rows: int | None = Field("hold out this many rows instead of a share", None, ge=1)
+    eval_rows: int | None = Field(
+        "hold out this many rows instead of a share, but at most a tenth of all rows", None, ge=1
+    )
     max_length: int = Field("longest row in tokens", 2048, ge=8)
     seed: int = Field("chooses rows and the held-out split; independent of the run's seed", 0, ge=0)
     decontaminate: bool = Field("drop rows that share 13 words in a row with an evaluation set", True)
@@ -274,25 +336,33 @@ def _of_kind(*kinds: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-class SFTRun(Run):
+class SFTRun(TrainingRun):
     """Phase 1."""
+
+    rates = SFT_RATES
 
     model: ModelSection = Field("the model that is trained")
     chat: ChatSection = Field("how messages become tokens", ChatSection())
     data: Annotated[DataSection, _of_kind(*SFT_KINDS)] = Field("what it is trained on")
     trainer: Annotated[dict[str, Any], TRLFields("trl/trainer/sft_config.py:SFTConfig")] = Field(
-        "any field of trl.SFTConfig under its own name", {}
+        "any field of trl.SFTConfig under its own name; without learning_rate 2e-5 (full) or 2e-4 (lora, qlora),"
+        " without bf16 whatever the GPU or CPU has in hardware",
+        {},
     )
 
 
-class DPORun(Run):
+class DPORun(TrainingRun):
     """Phase 2; `model.name_or_path` is the folder phase 1 handed over."""
+
+    rates = DPO_RATES
 
     model: ModelSection = Field("the model that is trained, and the reference it starts from")
     chat: ChatSection = Field("how messages become tokens; must be what phase 1 used", ChatSection())
     data: Annotated[DataSection, _of_kind(*DPO_KINDS)] = Field("the preference pairs")
     trainer: Annotated[dict[str, Any], TRLFields("trl/trainer/dpo_config.py:DPOConfig")] = Field(
-        "any field of trl.DPOConfig under its own name", {}
+        "any field of trl.DPOConfig under its own name; without learning_rate 1e-6 (full) or 1e-5 (lora, qlora),"
+        " without bf16 whatever the GPU or CPU has in hardware",
+        {},
     )
 
 
@@ -585,7 +655,9 @@ class DistillationSection(Section):
 
 
 class StarPOTrainerSection(Section):
-    learning_rate: float = Field("peak learning rate", 1e-6, gt=0)
+    learning_rate: float | None = Field(
+        "peak learning rate; null takes what fits model.tuning: 1e-6 for full, 1e-5 for lora and qlora", None, gt=0
+    )
     lr_scheduler_type: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = Field(
         "after the warm-up; the others fall towards 0, warmup_stable_decay in the last quarter", "constant"
     )
@@ -603,7 +675,10 @@ class StarPOTrainerSection(Section):
     adam_beta2: float = Field("decay of the second moment", 0.999, ge=0, lt=1)
     weight_decay: float = Field("decoupled weight decay", 0.0, ge=0)
     max_grad_norm: float = Field("gradients are clipped to this norm", 1.0, gt=0)
-    bf16: bool = Field("bfloat16 autocast; only where the GPU has it", False)
+    bf16: bool | None = Field(
+        "compute in bfloat16 (autocast; weights stay float32); null does so where the GPU or CPU has it in hardware",
+        None,
+    )
     gradient_checkpointing: bool | None = Field(
         "recompute activations to save memory; null does so where less than four contexts would fit without", None
     )
@@ -638,9 +713,10 @@ class TranscriptSection(Section):
     count: int = Field("whole episodes written each time; at any step as many whose world raised", 4, ge=0)
 
 
-class StarPORun(Run):
+class StarPORun(TrainingRun):
     """Phase 3; `model.name_or_path` is the folder phase 2 handed over."""
 
+    rates = STARPO_RATES
     preset_key = "algorithm.preset"
 
     model: ModelSection = Field("the policy")

@@ -17,8 +17,25 @@ from posttrain.types import UserError
 # No unknown keys, no silent conversion (`4e4` is no whole number, `yes` no boolean), no nan.
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+# Keys that no phase supports, and what to do instead.
+_NOT_SHARDED = (
+    "FSDP, DeepSpeed and other ways of sharding a model are not supported yet: a phase hands over what the first "
+    "process holds. Every GPU has a copy of the model (`torchrun --nproc_per_node N`); where that does not fit, write "
+    "`model.tuning: lora` or `qlora`, `trainer.gradient_checkpointing: true` or `trainer.optim: adamw_8bit`"
+)
+_UPLOADED_LATER = (
+    "nothing is uploaded during training. When the phase is done, upload what it hands over: "
+    "`hf upload NAME/MODEL OUTPUT_DIR/final`"
+)
+NOT_SUPPORTED = dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "parallelism_config"), _NOT_SHARDED) | dict.fromkeys(
+    (
+        "push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push",
+        "hub_revision",
+    ),
+    _UPLOADED_LATER,
+)  # fmt: skip
 # Keys of TRL's dataclass that a script sets itself, and what to write instead.
-SET_BY_SCRIPTS = {
+SET_BY_SCRIPTS = NOT_SUPPORTED | {
     "output_dir": "it is the key `output_dir` at the top level",
     "seed": "it is the key `seed` at the top level",
     "data_seed": "it follows from the key `seed` at the top level",
@@ -43,6 +60,9 @@ SET_BY_SCRIPTS = {
     "precompute_ref_log_probs": "phase 2 always takes the reference from the policy in memory",
     "sync_ref_model": "phase 2 always takes the reference from the policy in memory",
     "resume_from_checkpoint": "use the flag --resume",
+    "bf16_full_eval": "it would round the trained weights for good; evaluation computes as training does, see `bf16`",
+    "fp16_full_eval": "it would round the trained weights for good; evaluation computes as training does, see `fp16`",
+    "logging_nan_inf_filter": "a loss that is not finite ends the run, so there is nothing to hide from the log",
     "do_train": "the script trains",
     "do_eval": "evaluation is on whenever `eval_strategy` is not `no`",
     "do_predict": "evaluate_model.py does that",
@@ -171,6 +191,7 @@ class TRLFields:
 
     def _check(self, given: dict[str, Any]) -> dict[str, Any]:
         allowed = self.allowed()
+        allowed["learning_rate"] = float | None  # null takes what fits model.tuning
         if self.source.endswith(":DPOConfig"):
             allowed["loss_type"] = list[Literal[DPO_LOSSES]] | Literal[DPO_LOSSES]
         fields: dict[str, Any] = {name: (_at_least(name, allowed[name]), ...) for name in given if name in allowed}

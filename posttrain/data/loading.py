@@ -297,7 +297,8 @@ def _last_answer(ids: list[int], mask: list[bool]) -> tuple[np.ndarray, np.ndarr
 def _held_out(kept: list[list[tuple[str, Sample]]], data: DataSection) -> set[str]:
     """The questions whose rows are evaluated on: a share of all questions, or as many as make up `eval_rows` rows.
 
-    A question has its place by its own text and the seed, so it is on the same side in every source.
+    `eval_rows` is written for a large data set: of a small one, no more than a tenth of the rows is held out. A
+    question has its place by its own text and the seed, so it is on the same side in every source.
     """
     rows: dict[str, int] = {}
     for question, _ in (one for samples in kept for one in samples):
@@ -310,8 +311,9 @@ def _held_out(kept: list[list[tuple[str, Sample]]], data: DataSection) -> set[st
     for question in sorted(places, key=places.__getitem__):
         if found >= data.eval_rows:
             break
-        chosen.add(question)
-        found += rows[question]
+        if found + rows[question] <= sum(rows.values()) // 10:
+            chosen.add(question)
+            found += rows[question]
     return chosen
 
 
@@ -331,8 +333,8 @@ def _require_something(table: FilterTable) -> None:
     if sum(report.train for report in table.sources) == 0:
         held_out = sum(report.held_out for report in table.sources)
         raise UserError(
-            f"All {held_out} rows are held out, none is left to train on. Write a smaller data.eval_fraction or "
-            "data.eval_rows, or add data."
+            f"All {held_out} rows are held out, none is left to train on. Write a smaller data.eval_fraction, or add "
+            "data."
         )
     if table.trained_tokens == 0:
         raise UserError(
