@@ -123,7 +123,7 @@ def theirs(cfg: StarPORun, model: Any, chat: Chat, iterations: int, batch_size: 
         max_completion_length=cfg.rollout.max_completion_length,
         generation_kwargs={"eos_token_id": None},
         shuffle_dataset=False,
-        learning_rate=cfg.trainer.learning_rate,
+        learning_rate=cfg.learning_rate,
     )
     trainer.eos_token_ids = [-1]  # no token ends a turn
     trainer.train()

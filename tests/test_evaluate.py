@@ -69,6 +69,7 @@ def settings(folder: Path, checkpoints: dict[str, str], **changes: Any) -> dict[
         "report_to": "none",
         "workers": 1,
         "batch_size": 8,
+        "dtype": "float32",  # rows are the same in any batch, on any CPU
         "bootstrap_samples": 200,
         "checkpoints": checkpoints,
         "settings": [

@@ -132,6 +132,7 @@ def build_run(folder: Path, episodes: int) -> Path:
     config = {
         "output_dir": str(folder),
         "checkpoints": {name: str(folder / name / "final") for name in NAMES},
+        "dtype": "float32",  # the same on any CPU
         "goals": True,
         "workers": 1,
         "hardware": "two CPU cores",
