@@ -6,6 +6,9 @@
 
 An exam is set once: prompts, levels and the seed of every answer. Each checkpoint sits it under each sampling setting.
 Written to `output_dir`: results.json, results.md, transcripts.jsonl (every generation), plots/ and report.html.
+
+There is one process for every visible GPU, or `workers` on a CPU; under torchrun the ranks share the work out. What is
+finished is kept in `output_dir`/evaluation_rows: the same command with --resume goes on from there.
 """
 
 from __future__ import annotations
@@ -13,36 +16,32 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 import json
-import multiprocessing
+import math
 import platform
 import re
-import signal
 import subprocess
 from argparse import ArgumentParser
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from multiprocessing import connection
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from posttrain import metrics, runlog
-from posttrain.config import EvaluateRun, ModelSection, load, run
+from posttrain.config import EvaluateRun, ModelSection, Suite, load, run
 from posttrain.config.schemas import NamedSampling, WorldSection
-from posttrain.types import SamplingParams, UserError, address
+from posttrain.evaluation import ROWS, Loaded, Row, Sitting, Store, Tick, run_exam
+from posttrain.types import UserError, address
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from posttrain.chat import Chat
-    from posttrain.sampler import Sampler
-
-Row = dict[str, Any]  # one answer, one pair or one episode, as transcripts.jsonl holds it
 
 RESULTS = "results.json"
 PACKAGES = ("torch", "transformers", "trl", "datasets", "gymnasium", "gym-sokoban", "math-verify", "numpy")
 PAIR_TOKENS = 8192  # padded tokens in one batch of preference pairs
+MOST_ROWS = 256  # sampled at the same time where batch_size is null and the memory allows it
 # What is compared between two checkpoints, item by item. `equal_length` cuts each pair of answers to the shorter one.
 COMPARED = {
     "math": ("accuracy", "tokens"),
@@ -53,64 +52,73 @@ COMPARED = {
 }
 
 
-@dataclass(frozen=True)
-class Sitting:
-    """A part of the exam under one setting: Sitting("math", "unseen_questions", "greedy", params, items, seeds).
-
-    items: {"messages", "answer"} for math and recall, {"messages"} for repetition, {"chosen", "rejected"} for
-    preferences (which sample nothing: no setting), {"seed"} of a level for worlds.
-    """
-
-    suite: str
-    part: str
-    setting: str
-    params: SamplingParams | None
-    items: list[dict[str, Any]]
-    seeds: list[int]
-
-
 def main() -> None:
     cfg, args = load(EvaluateRun, "configs/evaluate.yaml", add_arguments=_arguments)
     out = Path(cfg.output_dir)
     runlog.keep_private(out)
-    check(cfg, overwrite=args.overwrite)
+    if runlog.is_main_process():
+        check(cfg, overwrite=args.overwrite, resume=args.resume)
+
+    import torch
+
+    from posttrain import checkpoint, parallel, report
+
+    parallel.start(torch.device("cpu"))  # ranks hand rows to each other, never tensors
     exam = set_exam(cfg)
+    headlines = headline_levels(cfg, exam).items() if runlog.is_main_process() else ()
+    baselines = {world: play_baselines(cfg, sitting) for world, sitting in headlines}
+    store = Store(cfg, exam)
+    if runlog.is_main_process() and not args.resume:
+        store.clear()
+    parallel.barrier()
+    found = run_exam(cfg, exam, measure)
+    parallel.stop()
+    if not runlog.is_main_process():
+        return
 
-    baselines = {world: play_baselines(cfg, sitting) for world, sitting in headline_levels(cfg, exam).items()}
-    rows = sit(cfg, exam)
-
-    results = {
-        "checkpoints": {name: summarise(cfg, rows[name], rows) for name in cfg.checkpoints},
-        "differences": compare(cfg, rows),
-        "baselines": baselines,
-        "commit": commit(),
-        "versions": versions(),
-        "config": cfg.model_dump(mode="json"),
-        "seeds": {
-            "run": cfg.seed,
-            "answer": "address(run, suite, part, setting, i)",
-            "level": "address(run, world, i), repeats left out",
-            "bootstrap": "address(run, bootstrap)",
-        },
-    }
-
-    from posttrain import report
-
-    if cfg.goals:
-        results["goals"] = report.goals(results)
-    out.mkdir(parents=True, exist_ok=True)
-    write(out / "transcripts.jsonl", (json.dumps(row) for name in rows for row in rows[name]))
-    write(out / "results.md", [report.markdown(results)])
-    report.plots(results, out / "plots")
-    write(out / RESULTS, [json.dumps(results, indent=1, allow_nan=False)])
-    report.show(results)
-    print(f"Written: {out / RESULTS}, results.md, transcripts.jsonl, plots/")
-    if cfg.report:
-        print(f"Report: {report.build(out)}")
+    measured = [name for name in cfg.checkpoints if name not in found.failed]
+    if measured:
+        rows = {name: found.of(name, exam) for name in measured}
+        results = {
+            "checkpoints": {name: summarise(cfg, rows[name], rows) for name in measured},
+            "failed": found.failed,
+            "differences": compare(cfg, rows),
+            "baselines": baselines,
+            "commit": commit(),
+            "versions": versions(),
+            "config": cfg.model_dump(mode="json"),
+            "seeds": {
+                "run": cfg.seed,
+                "answer": "address(run, suite, part, setting, i)",
+                "level": "address(run, world, i), repeats left out",
+                "bootstrap": "address(run, bootstrap)",
+            },
+        }
+        if cfg.goals:
+            results["goals"] = report.goals(results)
+        with checkpoint.full_disk_in_words(out):
+            write(out / "transcripts.jsonl", (json.dumps(row) for name in rows for row in rows[name]))
+            write(out / "results.md", [report.markdown(results)])
+            report.plots(results, out / "plots")
+            write(out / RESULTS, [json.dumps(results, indent=1, allow_nan=False)])
+        report.show(results)
+        print(f"Written: {out / RESULTS}, results.md, transcripts.jsonl, plots/")
+        if cfg.report:
+            print(f"Report: {report.build(out)}")
+    if found.failed:
+        listed = "\n  ".join(f"{name}: {reason}" for name, reason in found.failed.items())
+        raise UserError(
+            f"{len(found.failed)} of {len(cfg.checkpoints)} checkpoints could not be measured:\n  {listed}\nThe rows "
+            f"of the others are in {out}. Repair these (checkpoints.NAME=...) and give the same command with --resume, "
+            "which measures only what is missing."
+        )
+    store.clear()
 
 
 def _arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--overwrite", action="store_true", help="replace the results that output_dir holds already")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--overwrite", action="store_true", help="replace the results that output_dir holds already")
+    what.add_argument("--resume", action="store_true", help="keep what an evaluation has finished that did not end")
 
 
 # --------------------------------------------------------------------------------------------------- setting the exam
@@ -123,30 +131,32 @@ def set_exam(cfg: EvaluateRun) -> list[Sitting]:
     suites = cfg.suites
     exam: list[Sitting] = []
 
-    def add(suite: str, part: str, items: list[dict[str, Any]], n: int, others: int | None, tokens: int) -> None:
+    def add(
+        suite: str, source: str, part: str, items: list[dict[str, Any]], n: int, others: int | None, tokens: int
+    ) -> None:
         for setting in used_settings(cfg, suite):
             asked = items[: n if setting.name == headline(cfg, suite) else others or n]
             seeds = [address(cfg.seed, suite, part, setting.name, i) for i in range(len(asked))]
-            exam.append(Sitting(suite, part, setting.name, setting.params(tokens), asked, seeds))
+            exam.append(Sitting(suite, source, part, setting.name, setting.params(tokens), asked, seeds))
 
     if suites.math:
-        for part, items in math_items(cfg):
-            add("math", part, items, suites.math.n, suites.math.n_others, suites.math.max_new_tokens)
+        for source, part, items in math_items(cfg):
+            add("math", source, part, items, suites.math.n, suites.math.n_others, suites.math.max_new_tokens)
     if suites.repetition:
         suite = suites.repetition
         if suite.source == "embedded":
-            prompts = embedded.open_prompts(max(suite.n, suite.n_others or 0), cfg.seed)
+            prompts = embedded.open_prompts(most(suite), cfg.seed)
+            items = [{"messages": [{"role": "user", "content": prompt}]} for prompt in prompts]
         else:
-            prompts = [row["prompt"] for row in read_rows(suite.source, ("prompt",))]
-        items = [{"messages": [{"role": "user", "content": prompt}]} for prompt in prompts]
-        add("repetition", "", items, suite.n, suite.n_others, suite.max_new_tokens)
+            items = file_rows(suite.source, "prompts", "suites.repetition.source", most(suite))
+        add("repetition", "", "", items, suite.n, suite.n_others, suite.max_new_tokens)
     if suites.recall:
         suite = suites.recall
         if suite.source == "embedded":
-            items = embedded.recall_dialogues(max(suite.n, suite.n_others or 0), cfg.seed)
+            items = embedded.recall_dialogues(most(suite), cfg.seed)
         else:
-            items = read_rows(suite.source, ("messages", "answer"))
-        add("recall", "", items, suite.n, suite.n_others, suite.max_new_tokens)
+            items = file_rows(suite.source, "recall", "suites.recall.source", most(suite))
+        add("recall", "", "", items, suite.n, suite.n_others, suite.max_new_tokens)
     if suites.preferences:
         suite = suites.preferences
         if suite.source == "embedded":
@@ -155,15 +165,21 @@ def set_exam(cfg: EvaluateRun) -> list[Sitting]:
             pairs = hub_rows(suite.source, "preferences.source")
             pairs = [pair for pair in pairs if pair["score_chosen"] > pair["score_rejected"]][: suite.n]
         else:
-            pairs = read_rows(suite.source, ("chosen", "rejected"))[: suite.n]
+            pairs = file_rows(suite.source, "preferences", "suites.preferences.source", suite.n)
         items = [{"chosen": pair["chosen"], "rejected": pair["rejected"]} for pair in pairs]
-        exam.append(Sitting("preferences", "", "", None, items, [0] * len(items)))
+        exam.append(Sitting("preferences", "", "", "", None, items, [0] * len(items)))
     if suites.worlds:
         suite = suites.worlds
         for world in suite.worlds:
+            name, tokens = world.name, suite.max_completion_length
             items = levels(cfg, world, max(suite.episodes, suite.episodes_others or 0))
-            add("worlds", world.name, items, suite.episodes, suite.episodes_others, suite.max_completion_length)
+            add("worlds", name, name, items, suite.episodes, suite.episodes_others, tokens)
     return exam
+
+
+def most(suite: Suite) -> int:
+    """The most items that a suite asks under any setting."""
+    return max(suite.n, suite.n_others or 0)
 
 
 def used_settings(cfg: EvaluateRun, suite: str) -> list[NamedSampling]:
@@ -193,6 +209,8 @@ def levels(cfg: EvaluateRun, world: WorldSection, n: int) -> list[dict[str, Any]
             game.reset(seed=item["seed"], options={"split": cfg.suites.worlds.split})
         except ValueError as problem:
             raise UserError(f"suites.worlds.worlds: {problem} Choose other options.") from problem
+        except (Exception, SystemExit) as problem:  # a world may raise anything
+            raise raised(world.name, problem) from problem
         (repeats if game.level_key() in seen else new).append(item)
         seen.add(game.level_key())
         if len(new) == n:
@@ -200,33 +218,55 @@ def levels(cfg: EvaluateRun, world: WorldSection, n: int) -> list[dict[str, Any]
     return (new + repeats)[:n]
 
 
+def raised(world: str, problem: BaseException) -> UserError:
+    return UserError(
+        f"suites.worlds.worlds: {world} raised {type(problem).__name__}: {problem}. `python -m envs.check {world}` "
+        "says what is wrong with it."
+    )
+
+
 def world_options(cfg: EvaluateRun, name: str) -> dict[str, Any]:
     assert cfg.suites.worlds is not None
     return next(world.options for world in cfg.suites.worlds.worlds if world.name == name)
 
 
-def math_items(cfg: EvaluateRun) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Each part's problems; the embedded ones have two: new questions, and operands never seen together."""
+def math_items(cfg: EvaluateRun) -> list[tuple[str, str, list[dict[str, Any]]]]:
+    """(source, part, problems) of every part; embedded has two: new questions, and operands never seen together."""
     from posttrain import embedded
 
     suite = cfg.suites.math
     assert suite is not None
-    wanted = max(suite.n, suite.n_others or 0)
-    parts: list[tuple[str, list[dict[str, Any]]]] = []
+    parts: list[tuple[str, str, list[dict[str, Any]]]] = []
+    stems = [Path(source).stem for source in suite.sources]
     for source in suite.sources:
         if source == "embedded":
             splits = ("unseen_questions", "unseen_operands")
-            parts += [(split, embedded.math_problems(wanted, cfg.seed, split)) for split in splits]
+            parts += [(source, split, embedded.math_problems(most(suite), cfg.seed, split)) for split in splits]
         elif source == "gsm8k":
             rows = hub_rows(source, "math.sources")
             golds = [row["answer"].split("####")[-1].strip().replace(",", "") for row in rows]
-            parts.append((source, [{"question": r["question"], "answer": a} for r, a in zip(rows, golds, strict=True)]))
+            asked = [{"question": row["question"], "answer": gold} for row, gold in zip(rows, golds, strict=True)]
+            parts.append((source, source, asked))
         elif source == "math500":
             rows = hub_rows(source, "math.sources")
-            parts.append((source, [{"question": row["problem"], "answer": row["answer"]} for row in rows]))
+            asked = [{"question": row["problem"], "answer": row["answer"]} for row in rows]
+            parts.append((source, source, asked))
         else:
-            parts.append((Path(source).stem, read_rows(source, ("question", "answer"))))
-    return [(part, [_as_prompt(row, suite.instruction) for row in rows[:wanted]]) for part, rows in parts]
+            rows, stem = file_rows(source, "questions", "suites.math.sources", most(suite)), Path(source).stem
+            unlike = stems.count(stem) == 1 and stem not in ("unseen_questions", "unseen_operands")
+            name = stem if unlike else source
+            parts.append((name, name, rows))
+    return [
+        (source, part, [_as_prompt(row, suite.instruction) for row in rows[: most(suite)]])
+        for source, part, rows in parts
+    ]
+
+
+def file_rows(source: str, kind: Any, key: str, most: int) -> list[dict[str, Any]]:
+    """The first rows of a local file; `key` is where the config names it."""
+    from posttrain.data.reading import evaluation_rows
+
+    return evaluation_rows(source, kind, key, most)
 
 
 def _as_prompt(row: dict[str, Any], instruction: str) -> dict[str, Any]:
@@ -249,34 +289,14 @@ def hub_rows(source: str, key: str) -> list[dict[str, Any]]:
         ) from error
 
 
-def read_rows(source: str, columns: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The rows of a local .jsonl or .parquet file that has these columns."""
-    path = Path(source)
-    if path.suffix not in (".jsonl", ".parquet") or not path.is_file():
-        raise UserError(f"The source {source} is neither a name that is known here nor a .jsonl or .parquet file.")
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    else:
-        try:
-            rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        except json.JSONDecodeError as error:
-            raise UserError(f"{source} should hold one JSON object a line, but: {error}.") from error
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict) or set(columns) - set(row):
-            found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-            raise UserError(f"Row {number} of {source} has {found}; expected are the columns {', '.join(columns)}.")
-    if not rows:
-        raise UserError(f"{source} is empty.")
-    return rows
-
-
 # ------------------------------------------------------------------------------------------------- before any work
 
 
-def check(cfg: EvaluateRun, *, overwrite: bool) -> None:
-    """Everything that can be known to be wrong, in one UserError: results in the way, checkpoints, worlds, device."""
+def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
+    """Everything that can be known to be wrong, in one UserError: results in the way, checkpoints, worlds, device.
+
+    What passes is locked: no other process may write to output_dir until this one ends.
+    """
     from safetensors import SafetensorError, safe_open
 
     from envs import make
@@ -284,7 +304,19 @@ def check(cfg: EvaluateRun, *, overwrite: bool) -> None:
 
     problems = []
     out = Path(cfg.output_dir)
-    if (out / RESULTS).exists() and not overwrite:
+    if out.is_dir():
+        checkpoint.lock_folder(out)
+    elif out.exists():
+        problems.append(f"output_dir={out} is a file. Choose another name: output_dir=...")
+    kept = any((out / ROWS).glob("*.jsonl"))
+    if resume and not kept:
+        done = f"{out / RESULTS} is complete" if (out / RESULTS).exists() else f"no evaluation has begun in {out}"
+        problems.append(f"There is nothing to resume: {done}. Leave out --resume.")
+    elif kept and not (overwrite or resume):
+        problems.append(
+            f"{out} holds an evaluation that has not ended: go on with it (--resume) or drop it (--overwrite)."
+        )
+    elif (out / RESULTS).exists() and not (overwrite or resume):
         problems.append(f"{out / RESULTS} exists. Keep it (output_dir=ANOTHER) or replace it (--overwrite).")
     if not any(getattr(cfg.suites, suite) for suite in type(cfg.suites).model_fields):
         problems.append("suites: nothing is asked; give at least one of math, repetition, recall, preferences, worlds.")
@@ -310,8 +342,8 @@ def check(cfg: EvaluateRun, *, overwrite: bool) -> None:
                     pass
         except UserError as problem:
             problems.append(f"checkpoints.{name}: {problem}")
-        except SafetensorError as error:
-            problems.append(f"checkpoints.{name}: {path} is damaged: {error}.")
+        except (SafetensorError, OSError) as error:
+            problems.append(f"checkpoints.{name}: {path} cannot be read or is damaged: {error}.")
     for world in cfg.suites.worlds.worlds if cfg.suites.worlds else []:
         try:
             make(world.name, **world.options)
@@ -319,6 +351,7 @@ def check(cfg: EvaluateRun, *, overwrite: bool) -> None:
             problems.append(f"suites.worlds.worlds: {error}")
     if problems:
         raise UserError("\n  ".join(["The evaluation cannot start:", *problems] if len(problems) > 1 else problems))
+    checkpoint.lock_folder(out)
 
 
 def hub_sets(cfg: EvaluateRun) -> list[str]:
@@ -339,115 +372,68 @@ def section(cfg: EvaluateRun, name: str) -> ModelSection:
 # ------------------------------------------------------------------------------------------------------ sitting it
 
 
-def sit(cfg: EvaluateRun, exam: list[Sitting]) -> dict[str, list[Row]]:
-    """Every checkpoint's rows; `workers` checkpoints at a time, whose number changes no row."""
-    from posttrain.runlog import Progress
-
-    total = len(cfg.checkpoints) * sum(len(sitting.items) for sitting in exam)
-    with Progress(total, f"evaluating {len(cfg.checkpoints)} checkpoints", unit="answer") as progress:
-
-        def tick(count: int) -> None:
-            progress.update(progress.done + count)
-
-        if min(cfg.workers, len(cfg.checkpoints)) == 1:
-            return {name: measure(cfg, name, exam, tick) for name in cfg.checkpoints}
-        return sit_in_parallel(cfg, exam, tick)
-
-
-def sit_in_parallel(cfg: EvaluateRun, exam: list[Sitting], tick: Callable[[int], None]) -> dict[str, list[Row]]:
-    """One process per checkpoint, at most `workers` at once; none survives this function."""
-    context = multiprocessing.get_context("forkserver")  # a server that imports once; nothing of this process is forked
-    context.set_forkserver_preload(["posttrain.models", "posttrain.rollout", "posttrain.policy"])
-    waiting, rows = list(cfg.checkpoints), {}
-    running: dict[Any, tuple[str, Any]] = {}
-    try:
-        while waiting or running:
-            while waiting and len(running) < cfg.workers:
-                name = waiting.pop(0)
-                here, there = context.Pipe(duplex=False)
-                process = context.Process(target=_measure_apart, args=(there, cfg, name, exam), daemon=True)
-                process.start()
-                there.close()
-                running[here] = name, process
-            for pipe in connection.wait(list(running)):
-                name, process = running[pipe]
-                try:
-                    message = pipe.recv()  # type: ignore[union-attr]
-                except EOFError:
-                    process.join()
-                    raise UserError(
-                        f"The process that measured {name} ended with exit code {process.exitcode}; what it said "
-                        "stands above. If it was killed for memory (-9), write workers=1 or a smaller batch_size."
-                    ) from None
-                if isinstance(message, UserError):
-                    raise message
-                if isinstance(message, int):
-                    tick(message)
-                else:
-                    rows[name] = message
-                    process.join()
-                    del running[pipe]
-    finally:
-        for _, process in running.values():
-            process.kill()
-            process.join()
-    return {name: rows[name] for name in cfg.checkpoints}
-
-
-def _measure_apart(pipe: Any, cfg: EvaluateRun, name: str, exam: list[Sitting]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends this process
-    try:
-        message: Any = measure(cfg, name, exam, pipe.send)
-    except UserError as problem:
-        message = problem
-    pipe.send(message)
-
-
-def measure(cfg: EvaluateRun, name: str, exam: list[Sitting], tick: Callable[[int], None]) -> list[Row]:
-    """One checkpoint's answers to the whole exam, judged."""
+def measure(cfg: EvaluateRun, name: str, sitting: Sitting, tick: Tick, loaded: Loaded) -> list[Row]:
+    """One checkpoint's answers to one part of the exam, judged; ValueError where a log-prob is NaN."""
     import torch
 
-    from posttrain import models
-    from posttrain.rollout import open_sampler
-
     torch.set_num_threads(1)  # sums come out the same wherever this runs; more cores are used by more `workers`
-    model, chat = models.load(section(cfg, name), device=cfg.device, chat_template=cfg.chat.template, training=False)
-    model.eval()
-    sampler = open_sampler(model, chat)
-    rows: list[Row] = []
-    with metrics.MathJudge() as judge:
-        for sitting in exam:
-            if sitting.suite == "preferences":
-                found = weigh_pairs(model, chat, sitting, tick)
-            elif sitting.suite == "worlds":
-                found = play_levels(cfg, sampler, chat, sitting, tick)
-            else:
-                found = answer(cfg, sampler, chat, sitting, judge, tick)
-            where = {"checkpoint": name, "suite": sitting.suite, "part": sitting.part, "setting": sitting.setting}
-            rows += [where | {"index": index} | row for index, row in enumerate(found)]
+    model_section = section(cfg, name)
+    if sitting.suite == "preferences":  # bfloat16 would move a sequence's log-prob as much as DPO does
+        model_section.dtype = "float32"
+    model, chat = loaded.get(model_section, cfg.device, cfg.chat.template)
+    if sitting.suite == "preferences":
+        with torch.autocast(model.device.type, enabled=False):
+            found = weigh_pairs(model, chat, sitting, tick)
+    elif sitting.suite == "worlds":
+        found = play_levels(cfg, model_section, loaded, sitting, tick)
+    else:
+        found = answer(cfg, model_section, loaded, sitting, tick)
+    where = {
+        "checkpoint": name,
+        "suite": sitting.suite,
+        "source": sitting.source,
+        "part": sitting.part,
+        "setting": sitting.setting,
+    }
+    return [where | {"index": index} | row for index, row in enumerate(found)]
+
+
+def rows_at_once(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, longest: int, new: int) -> int:
+    """How many conversations of `longest` tokens, `new` of them sampled in one go, are sampled at the same time."""
+    from posttrain import plan
+
+    assert loaded.model is not None
+    most = cfg.batch_size or MOST_ROWS
+    rows = plan.rows_at_once(loaded.model, section, longest, new, most, loaded.processes)
+    if cfg.batch_size and rows < most:
+        runlog.say(f"Memory is there for {rows} answers at a time, not for batch_size={most}.")
     return rows
 
 
-def answer(
-    cfg: EvaluateRun,
-    sampler: Sampler,
-    chat: Chat,
-    sitting: Sitting,
-    judge: metrics.MathJudge,
-    tick: Callable[[int], None],
-) -> list[Row]:
-    """One written answer to each prompt, judged where there is something to judge."""
-    from posttrain.rollout import complete
+def finite(logprobs: Iterable[float]) -> None:
+    """ValueError where one is not: what was sampled then says nothing about the checkpoint."""
+    if not all(map(math.isfinite, logprobs)):
+        raise ValueError("a log-prob is NaN or infinite")
 
-    assert sitting.params is not None
+
+def answer(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, sitting: Sitting, tick: Tick) -> list[Row]:
+    """One written answer to each prompt, judged where there is something to judge."""
+    from posttrain.rollout import complete, open_sampler
+
+    model, chat, params = loaded.model, loaded.chat, sitting.params
+    assert model is not None and chat is not None and params is not None
     prompts = [chat.prompt(item["messages"]) for item in sitting.items]
-    completions = complete(sampler, prompts, sitting.params, sitting.seeds, batch=cfg.batch_size, done=tick)
+    longest = max(map(len, prompts)) + params.max_new_tokens
+    batch = rows_at_once(cfg, section, loaded, longest, params.max_new_tokens)
+    sampler = open_sampler(model, chat, max_context=longest)
+    completions = complete(sampler, prompts, params, sitting.seeds, batch=batch, done=tick)
     rows = []
     for item, completion in zip(sitting.items, completions, strict=True):
+        finite(completion.logprobs)
         ids = completion.ids[:-1] if completion.finished else completion.ids
         row = item | {"text": chat.decode(completion.ids), "never_stops": not completion.finished, "tokens": len(ids)}
         if sitting.suite == "math":
-            row["accuracy"] = judge.correct(row["text"], item["answer"])
+            row["accuracy"] = loaded.judge.correct(row["text"], item["answer"])
             row["boxed"] = metrics.last_boxed(row["text"]) is not None
         elif sitting.suite == "recall":
             row["accuracy"] = recalls(row["text"], item["answer"])
@@ -469,7 +455,7 @@ def recalls(text: str, wanted: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(wanted)}(?!\w)", text, re.IGNORECASE) is not None
 
 
-def weigh_pairs(model: PreTrainedModel, chat: Chat, sitting: Sitting, tick: Callable[[int], None]) -> list[Row]:
+def weigh_pairs(model: PreTrainedModel, chat: Chat, sitting: Sitting, tick: Tick) -> list[Row]:
     """log pi(answer | prompt), summed over the answer's tokens, for both answers of each pair."""
     import torch
 
@@ -487,6 +473,7 @@ def weigh_pairs(model: PreTrainedModel, chat: Chat, sitting: Sitting, tick: Call
             logprobs_S, _ = token_logprobs(model, [encoded[i][0] for i in batch], [encoded[i][1] for i in batch])
         for i, part in zip(batch, logprobs_S.split([sum(encoded[i][1]) for i in batch]), strict=True):
             sums[i] = float(part.double().sum())
+    finite(sums)
     rows = []
     for item, chosen, rejected in zip(sitting.items, sums[::2], sums[1::2], strict=True):
         figures = {"chosen_logprob": chosen, "rejected_logprob": rejected, "margin": chosen - rejected}
@@ -495,31 +482,31 @@ def weigh_pairs(model: PreTrainedModel, chat: Chat, sitting: Sitting, tick: Call
     return rows
 
 
-def play_levels(
-    cfg: EvaluateRun, sampler: Sampler, chat: Chat, sitting: Sitting, tick: Callable[[int], None]
-) -> list[Row]:
+def play_levels(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, sitting: Sitting, tick: Tick) -> list[Row]:
     """One episode on each level."""
     from envs import make
-    from envs.protocol import Episode, Protocol
-    from posttrain.rollout import play
+    from envs.protocol import Protocol
+    from posttrain.rollout import open_sampler, play, set_up
 
-    suite = cfg.suites.worlds
-    assert suite is not None and sitting.params is not None
+    suite, model, chat = cfg.suites.worlds, loaded.model, loaded.chat
+    assert suite is not None and sitting.params is not None and model is not None and chat is not None
     options = world_options(cfg, sitting.part)
     protocol = Protocol(**suite.protocol.model_dump())
-    episodes = [Episode(make(sitting.part, **options), protocol, item["seed"], suite.split) for item in sitting.items]
+    episodes = [set_up(make(sitting.part, **options), protocol, item["seed"], suite.split) for item in sitting.items]
     played = play(
-        sampler,
+        open_sampler(model, chat, max_context=suite.max_context),
         chat,
         episodes,
         sitting.params,
         sitting.seeds,
-        slots=cfg.batch_size,
+        slots=rows_at_once(cfg, section, loaded, suite.max_context, suite.max_completion_length),
         max_context=suite.max_context,
         context=suite.context,
         context_turns=suite.context_turns,
         done=tick,
     )
+    for trajectory in played:
+        finite(trajectory.sampled_logprobs)
     return [
         item
         | {
@@ -559,19 +546,24 @@ def play_baselines(cfg: EvaluateRun, sitting: Sitting) -> dict[str, Row]:
     game = make(sitting.part, **world_options(cfg, sitting.part))
     optima: list[float] = []
     played: dict[str, list[Row]] = {}
-    for item in sitting.items:
-        game.reset(seed=item["seed"], options={"split": suite.split})
-        if hasattr(game, "optimal_success"):
-            optima.append(game.optimal_success(horizon))  # type: ignore[attr-defined]
-        for player in (*game.players(), "expert"):
-            _, info = game.reset(seed=item["seed"], options={"split": suite.split})
-            paid, actions, over = 0.0, 0, False
-            while not over and actions < horizon:
-                action = game.expert() if player == "expert" else game.players()[player]
-                _, reward, terminated, truncated, info = game.step(action)
-                paid, actions, over = paid + float(reward), actions + 1, terminated or truncated
-            row = {"success": info["success"], "failure": info["failure"], "return": paid, "turns": actions}
-            played.setdefault(player, []).append(row)
+    try:
+        for item in sitting.items:
+            game.reset(seed=item["seed"], options={"split": suite.split})
+            if hasattr(game, "optimal_success"):
+                optima.append(game.optimal_success(horizon))  # type: ignore[attr-defined]
+            for player in (*game.players(), "expert"):
+                _, info = game.reset(seed=item["seed"], options={"split": suite.split})
+                paid, actions, over = 0.0, 0, False
+                while not over and actions < horizon:
+                    action = game.expert() if player == "expert" else game.players()[player]
+                    _, reward, terminated, truncated, info = game.step(action)
+                    paid, actions, over = paid + float(reward), actions + 1, terminated or truncated
+                if not math.isfinite(paid):
+                    raise ValueError(f"the world paid {paid}")
+                row = {"success": info["success"], "failure": info["failure"], "return": paid, "turns": actions}
+                played.setdefault(player, []).append(row)
+    except (Exception, SystemExit) as problem:  # a world may raise anything
+        raise raised(sitting.part, problem) from problem
     baselines = {player: _world_figures(rows) for player, rows in played.items()}
     if optima:
         baselines["optimum"] = {"success": fmean(optima), "episodes": len(optima)}
@@ -597,8 +589,15 @@ def summarise(cfg: EvaluateRun, rows: list[Row], everybody: dict[str, list[Row]]
                 world: _with_settings(cfg, suite, {s: _world_figures(by[world]) for s, by in settings.items()})
                 for world in sorted(parts, key=[part for _, part in sittings].index)
             }
-        elif suite == "math":
-            summary[suite] = _with_settings(cfg, suite, {s: _math_figures(by) for s, by in settings.items()})
+        elif suite == "math":  # by source: what is unlike is never counted together
+            sources: dict[str, dict[str, dict[str, list[Row]]]] = {}
+            for setting, parts in settings.items():
+                for part, found in parts.items():
+                    sources.setdefault(found[0]["source"], {}).setdefault(setting, {})[part] = found
+            summary[suite] = {
+                source: _with_settings(cfg, suite, {s: _math_figures(by) for s, by in by_setting.items()})
+                for source, by_setting in sources.items()
+            }
         elif suite == "recall":
             summary[suite] = _with_settings(cfg, suite, {s: _answer_figures(by[""]) for s, by in settings.items()})
         elif suite == "repetition":
@@ -647,7 +646,7 @@ def _preference_figures(cfg: EvaluateRun, rows: Sequence[Row], everybody: dict[s
         name: fmean(row[name] for row in rows) for name in ("chosen_logprob", "rejected_logprob", "margin")
     }
     reference = cfg.suites.preferences.reference
-    if reference is not None and reference != rows[0]["checkpoint"]:
+    if reference in everybody and reference != rows[0]["checkpoint"]:
         before = [row for row in everybody[reference] if row["suite"] == "preferences"]
         rewarded = [{"accuracy": row["margin"] > old["margin"]} for row, old in zip(rows, before, strict=True)]
         share = _share(rewarded)
@@ -680,14 +679,15 @@ def compare(cfg: EvaluateRun, rows: dict[str, list[Row]]) -> list[Row]:
     """Paired differences, each checkpoint against the one before it and against the first.
 
     {"from": "phase1", "to": "phase2", "suite": "repetition", "part": "", "setting": "chat", "metric": "equal_length",
-     "before": 0.21, "after": 0.11, "value": -0.1, "low": -0.13, "high": -0.07, "n": 100}; math in total has part "".
+     "before": 0.21, "after": 0.11, "value": -0.1, "low": -0.13, "high": -0.07, "n": 100}
+    In math, part is a source or one of the parts of a source.
     """
-    names = list(cfg.checkpoints)
+    names = list(rows)
     pairs = list(dict.fromkeys([*itertools.pairwise(names), *((names[0], name) for name in names[1:])]))
     sittings: dict[str, dict[tuple[str, str, str], list[Row]]] = {name: {} for name in names}
     for name in names:
         for row in rows[name]:
-            for part in {row["part"], "" if row["suite"] == "math" else row["part"]}:
+            for part in dict.fromkeys((row["source"], row["part"]) if row["suite"] == "math" else (row["part"],)):
                 sittings[name].setdefault((row["suite"], part, row["setting"]), []).append(row)
     seed, differences = address(cfg.seed, "bootstrap"), []
     for old, new in pairs:

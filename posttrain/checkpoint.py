@@ -165,8 +165,12 @@ def _worth_keeping(path: Path) -> bool:
 
 def claim(output_dir: Path, resume: bool) -> None:
     """Make the output folder this process's own until it ends; UserError when a run lies in it or is writing to it."""
-    output_dir = Path(output_dir)
-    in_use(output_dir, resume)
+    in_use(Path(output_dir), resume)
+    lock_folder(Path(output_dir))
+
+
+def lock_folder(output_dir: Path) -> None:
+    """Make the output folder, which may hold something, this process's own; UserError when another one has it."""
     key = output_dir.resolve()
     if key in _claimed:
         return

@@ -12,7 +12,7 @@ import re
 import select
 import subprocess
 import sys
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from statistics import NormalDist, fmean
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,6 +27,14 @@ JUDGE_START_SECONDS = 60.0  # the worker's own imports, on a busy machine
 JUDGE_MEMORY = 4 << 30  # bytes of address space
 LONGEST_ANSWER = 1000  # characters; nothing longer is an answer
 WHOLE_NUMBER = re.compile(r"-?[0-9]{1,18}")
+BOX_OR_BRACE = re.compile(r"(?P<box>\\boxed\s*\{)|[{}]")
+PERCENT = re.compile(r"%|per\s?cent", re.IGNORECASE)
+PERCENT_AT_END = re.compile(r"\s*(?:\\?%|\\text\s*\{\s*per\s?cent\s*\}|per\s?cent)\s*$", re.IGNORECASE)
+# what a chain of equations is cut at, and the brackets inside which it is not
+EQUALS = re.compile(
+    r"(?P<open>[({\[])|(?P<close>[)}\]])|(?<![<>!\\])[:=]?="
+    r"|\\(?:to|(?:[Ll]ong)?[Rr]ightarrow|implies|iff|equiv)(?![a-z])"
+)
 
 # --------------------------------------------------------------------------------------------------------- repetition
 
@@ -138,14 +146,20 @@ def paired_bootstrap(before: Sequence[float], after: Sequence[float], seed: int,
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last complete \boxed{...} of a text holds, braces balanced; None without one."""
-    for match in reversed(list(re.finditer(r"\\boxed\s*\{", text))):
-        depth = 1
-        for end in range(match.end(), min(len(text), match.end() + LONGEST_ANSWER + 1)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return text[match.end() : end].strip()
-    return None
+    r"""What the last complete \boxed{...} of a text holds, braces balanced; None without one.
+
+    One pass over the braces, so that the time is linear in the length of any text.
+    """
+    open_braces: list[int | None] = []  # where the content of a box starts; None for any other brace
+    last: tuple[int, int] | None = None
+    for match in BOX_OR_BRACE.finditer(text):
+        if match[0] != "}":
+            open_braces.append(match.end() if match["box"] else None)
+            continue
+        start = open_braces.pop() if open_braces else None
+        if start is not None and match.start() - start <= LONGEST_ANSWER and (last is None or start > last[0]):
+            last = start, match.start()
+    return None if last is None else text[last[0] : last[1]].strip()
 
 
 class MathJudge:
@@ -154,6 +168,7 @@ class MathJudge:
         with MathJudge() as judge:
             judge.correct(r"3+4=7. The answer is \boxed{7.0}.", "7")                 # True
             judge.correct_many([(r"\boxed{\frac12}", "0.5"), ("no box", "3")])       # [True, False]
+            judge.correct_many([(r"\boxed{x=7}", "7"), (r"\boxed{6=7}", "7")])       # [True, False]
     The worker is a fresh Python that imports math-verify alone: no torch, no copy of this process's memory. It is
     killed when it takes too long and started again for the next answer. `restarts` counts how often.
     """
@@ -235,10 +250,56 @@ def _serve() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (JUDGE_MEMORY, JUDGE_MEMORY))
     from math_verify import parse, verify
 
+    def same(answer: str, given: str) -> bool:
+        gold, found = (parse(rf"\boxed{{{text}}}", parsing_timeout=0) for text in (answer, given))
+        return verify(gold, found, timeout_seconds=None)
+
     print("ready", flush=True)
     for line in sys.stdin:
-        answer, given = (parse(rf"\boxed{{{text}}}", parsing_timeout=0) for text in json.loads(line))
-        print("true" if verify(answer, given, timeout_seconds=None) else "false", flush=True)
+        answer, given = json.loads(line)
+        print("true" if equals(answer, given, same) else "false", flush=True)
+
+
+def equals(answer: str, given: str, same: Callable[[str, str], bool]) -> bool:
+    r"""`same` (math-verify) where it alone is too generous: it takes 6=7 for 7, and 7\% for 7 as well as for .07.
+
+    Every side of an equation that is a number must be the answer: x=7 and 3+4=7 are 7, 6=7 is not. A percentage is so
+    many hundredths, unless the answer is a percentage as well.
+    """
+    if len(equation(answer)) == 1:
+        sides = [given] if "," in given or ";" in given else equation(given)
+        if len(sides) > 1 and not all(same(answer, side) for side in sides if is_number(side)):
+            return False
+        if PERCENT.search(sides[-1]) and not PERCENT.search(answer):
+            number = PERCENT_AT_END.sub("", sides[-1])
+            return not PERCENT.search(number) and same(answer, rf"\frac{{{number}}}{{100}}")
+    return same(answer, given)
+
+
+def equation(text: str) -> list[str]:
+    """The sides of an equation or of a chain of them: equation("x=3+4=7") -> ["x", "3+4", "7"].
+
+    An equals sign inside brackets counts only where there is none outside them: equation("(6=7)") -> ["6", "7"].
+    """
+    cuts: list[tuple[int, int, int]] = []  # depth, start, end
+    depth = 0
+    for match in EQUALS.finditer(text):
+        if match["open"] or match["close"]:
+            depth = max(0, depth + (1 if match["open"] else -1))
+        else:
+            cuts.append((depth, *match.span()))
+    outermost = [(start, end) for level, start, end in cuts if level == min(cuts)[0]]
+    ends, starts = [start for start, _ in outermost] + [len(text)], [0] + [end for _, end in outermost]
+    sides = [text[start:end].strip() for start, end in zip(starts, ends, strict=True)]
+    if cuts and min(cuts)[0] > 0:
+        sides = [re.sub(r"\\(?:left|right)(?![a-z])|[(){}\[\]$]", "", side).strip(" \\") for side in sides]
+    return sides
+
+
+def is_number(text: str) -> bool:
+    r"""True for digits and operations, without a letter but those of commands: 3+4, \frac{1}{2}; not f(2)."""
+    plain = re.sub(r"\\[a-zA-Z]+", " ", text)
+    return any(map(str.isdigit, plain)) and not any(map(str.isalpha, plain))
 
 
 if __name__ == "__main__":

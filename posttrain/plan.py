@@ -7,6 +7,7 @@ says whether it is exact or an estimate; tests/test_plan.py compares them with t
 
 from __future__ import annotations
 
+import copy
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
 
 from posttrain import models, parallel
@@ -178,8 +179,14 @@ def playing(shape: Shape, cfg: StarPORun, slots: int) -> dict[str, int]:
     """
     if cfg.rollout.engine == "vllm":
         return {"bfloat16 weights": copies(shape, cfg, learns=False)}
-    size, length = computed(cfg), whole_blocks(cfg.rollout.max_context)
     prompt = cfg.rollout.max_context - cfg.rollout.max_completion_length  # what leaves room for a turn
+    parts = conversations(shape, computed(cfg), slots, cfg.rollout.max_context, prompt)
+    return parts | {"bfloat16 weights": copies(shape, cfg, learns=False)}
+
+
+def conversations(shape: Shape, size: int, slots: int, longest: int, prompt: int) -> dict[str, int]:
+    """Bytes of so many conversations of `longest` tokens, of which `prompt` are read; `size` is that of a number."""
+    length = whole_blocks(longest)
     tokens = min(slots * prompt, max(PREFILL_TOKENS, prompt))
     stream = tokens * FLOAT * (shape.embedding + 3 * shape.hidden)
     mlp = tokens * size * 3 * shape.intermediate
@@ -191,8 +198,31 @@ def playing(shape: Shape, cfg: StarPORun, slots: int) -> dict[str, int]:
     return {
         "KV cache": slots * length * shape.cache * size,
         "reading and sampling": max(stream + mlp, stream + attention, sampling),
-        "bfloat16 weights": copies(shape, cfg, learns=False),
     }
+
+
+def rows_at_once(
+    model: PreTrainedModel, section: ModelSection, longest: int, new: int, most: int, processes: int = 1
+) -> int:
+    """How many conversations of `longest` tokens, the last `new` of them sampled, fit beside a loaded model: `most`, or
+    what the free memory of its device holds, which that many processes share on a CPU.
+
+    UserError where not even one fits.
+    """
+    shape, size = Shape.of(copy.deepcopy(model.config), section), model.dtype.itemsize
+    if model.device.type == "cuda":
+        free = torch.cuda.mem_get_info(model.device)[0]
+    else:
+        free = psutil.virtual_memory().available // processes
+    budget = free * (1 - MARGIN)
+    takes = lambda count: sum(conversations(shape, size, count, longest, longest - new).values())  # noqa: E731
+    fitting = largest(range(1, most + 1), budget, takes)
+    if fitting is None:
+        raise UserError(
+            f"Not even one conversation of {longest} tokens fits into the {gib(free)} GiB that are free beside the "
+            f"model; it takes {gib(takes(1))} GiB. Lower max_context and max_new_tokens, or take a smaller model."
+        )
+    return fitting
 
 
 def learning(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool) -> dict[str, int]:

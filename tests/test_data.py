@@ -31,11 +31,12 @@ from trl.trainer.sft_trainer import SFTTrainer
 from posttrain import embedded, parallel
 from posttrain.chat import Chat
 from posttrain.config import DataSection, Source
-from posttrain.data import FilterTable, PreferenceData, SFTData, load_preferences, load_sft
+from posttrain.data import FilterTable, PreferenceData, SFTData, load_preferences, load_sft, reading
 from posttrain.data import contamination as contamination_module
 from posttrain.data import loading as data_loading
 from posttrain.data.contamination import EvaluationQuestions, N, words
-from posttrain.data.filters import Row
+from posttrain.data.filters import CHECKS, Row
+from posttrain.metrics import MathJudge
 from posttrain.types import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -820,25 +821,216 @@ def refusal(tmp_path: Path, chat: Chat, text: str, kind: Any = "messages", name:
 @pytest.mark.parametrize("spans", ["ab", [[0, 99]], [[3, 1]], [[0]], [0, 1], [["0", "1"]], 7])
 def test_spans_that_do_not_fit_are_told_with_their_row(tmp_path: Path, tiny_chat: Chat, spans: Any) -> None:
     row = {"messages": [user("2+2?"), assistant("It is 4.") | {"mask_spans": spans}]}
-    assert (
-        "column messages in row 1" in (text := refusal(tmp_path, tiny_chat, json.dumps(row))) and "mask_spans" in text
-    )
+    text = refusal(tmp_path, tiny_chat, json.dumps(row))
+    assert "line 1" in text and "column messages" in text and "mask_spans" in text
 
 
 def test_wrong_columns_are_named_found_and_expected(tmp_path: Path, tiny_chat: Chat) -> None:
     row = json.dumps({"instruction": "a", "output": "b"})
     text = refusal(tmp_path, tiny_chat, row, "openmathinstruct")
-    for part in ("data.sources.0", "row 1", "instruction, output", "question, generated_solution, expected_answer"):
+    for part in ("data.sources.0", "line 1", "instruction, output", "question, generated_solution, expected_answer"):
         assert part in text
     good = json.dumps(talks(1)[0])
-    assert "row 2" in refusal(tmp_path, tiny_chat, f"{good}\n\n{row}\n")
+    assert "line 3" in refusal(tmp_path, tiny_chat, f"{good}\n\n{row}\n")
     assert "score_chosen" in refusal(tmp_path, tiny_chat, '{"chosen": [], "rejected": []}', "ultrafeedback")
 
 
 @pytest.mark.parametrize("value", ["text", None, [1], [{"from": "human", "value": "hi"}]])
 def test_messages_of_another_shape_are_shown(tmp_path: Path, tiny_chat: Chat, value: Any) -> None:
     text = refusal(tmp_path, tiny_chat, json.dumps({"messages": value}))
-    assert "column messages in row 1" in text and repr(value)[:20] in text and '"role"' in text
+    assert "line 1" in text and "column messages" in text and repr(value)[:10] in text and '"role"' in text
+
+
+def test_only_a_line_feed_ends_a_row(tmp_path: Path) -> None:
+    """str.splitlines would also end one at these, which may stand unescaped inside a JSON text."""
+    row = {"messages": [user("a\u2028b\x85c\x0cd\u2029e"), assistant("f")]}
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(row, ensure_ascii=False).replace("\x0c", "\\f") + "\r\n", encoding="utf-8")
+    assert list(reading.read(Source(kind="messages", path=str(path)), "data.sources.0", 0)) == [row]
+    row = {"messages": [user("a\u2028b"), assistant("f"), user("g")], "answer": 7}
+    path.write_text(json.dumps(row, ensure_ascii=False), encoding="utf-8")
+    assert reading.evaluation_rows(str(path), "recall", "source") == [row | {"answer": "7"}]
+
+
+def test_evaluation_reads_what_training_reads(tmp_path: Path) -> None:
+    """The same forms of a pair; what no suite needs is left out."""
+    prompt, chosen, rejected = user("2+2?"), assistant("4"), assistant("5")
+    whole = {"chosen": [prompt, chosen], "rejected": [prompt, rejected]}
+    for row in (
+        whole | {"score_chosen": 1.0, "prompt": "2+2?"},
+        {"prompt": "2+2?", "chosen": "4", "rejected": "5"},
+        {"prompt": [prompt], "chosen": [chosen], "rejected": [rejected]},
+    ):
+        path = write(tmp_path / "pairs.jsonl", [row])
+        assert reading.evaluation_rows(path, "preferences", "source") == [whole]
+        assert list(reading.read(Source(kind="preferences", path=path), "source", 0)) == [row]
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / "pairs.parquet")
+        assert reading.evaluation_rows(str(tmp_path / "pairs.parquet"), "preferences", "source") == [whole]
+    path = write(tmp_path / "sums.jsonl", [{"question": "2+2?", "answer": 4.5, "level": 3}] * 3)
+    assert reading.evaluation_rows(path, "questions", "source", 2) == [{"question": "2+2?", "answer": "4.5"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "part"),
+    [
+        ("questions", {"question": "1+1?"}, "needs question, answer"),
+        ("questions", {"question": None, "answer": "2"}, "question should be text, but is None"),
+        ("questions", {"question": " ", "answer": "2"}, "question should be text"),
+        ("questions", {"question": "1+1?", "answer": None}, "answer should be text or a number"),
+        ("questions", {"question": "1+1?", "answer": True}, "answer should be text or a number"),
+        ("questions", {"question": "1+1?", "answer": float("nan")}, "answer is nan"),
+        ("questions", {"question": "a\ud800", "answer": "2"}, "question should be text"),
+        ("prompts", {"prompt": ["a"]}, "prompt should be text or a list"),
+        ("prompts", {"prompt": " "}, "empty content"),
+        ("recall", {"messages": None, "answer": "a"}, "column messages should be a list"),
+        ("recall", {"messages": [], "answer": "a"}, "roles do not alternate"),
+        ("recall", {"messages": [assistant("a")], "answer": "a"}, "roles do not alternate"),
+        ("recall", {"messages": [{"role": "user", "content": None}], "answer": "a"}, "content is no text"),
+        ("preferences", {"chosen": None, "rejected": "b"}, "column chosen should be a list"),
+        ("preferences", {"chosen": "a", "rejected": "b"}, "chosen: roles do not alternate; rejected"),
+        ("preferences", {"prompt": "a", "chosen": "b", "rejected": "b"}, "both answers are the same"),
+        (
+            "preferences",
+            {"chosen": [user("a"), assistant("b")], "rejected": [user("c"), assistant("d")]},
+            "different prompts",
+        ),
+    ],
+)
+def test_rows_that_no_suite_can_ask_are_refused(tmp_path: Path, kind: Any, row: dict[str, Any], part: str) -> None:
+    good = {"question": "?", "answer": "!", "prompt": "?", "messages": [user("?")]}
+    good |= {"chosen": "a", "rejected": "b"}
+    path = write(tmp_path / "mine.jsonl", [good, row])
+    with pytest.raises(UserError) as told:
+        reading.evaluation_rows(path, kind, "suites.x.source")
+    assert part in str(told.value) and f"line 2 of {path}" in str(told.value) and "\n" not in str(told.value)
+    assert str(told.value).startswith("suites.x.source")
+
+
+def damaged(content: bytes, dice: random.Random) -> bytes:
+    """One of the ways in which a file gets broken, or is made to break its reader."""
+    at, to = sorted(dice.randrange(len(content) + 1) for _ in range(2))
+    lines = content.split(b"\n")
+    line = dice.randrange(len(lines))
+    nasty = [
+        b"\xff\xfe",
+        b"\x00",
+        b"\xe2\x80\xa8",
+        b"\xed\xa0\x80",
+        b"\r",
+        b"\n",
+        b"\xef\xbb\xbf",
+        b"{",
+        b"]",
+        b'"',
+        b"\\u",
+    ]
+    nasty += [
+        b"[" * 20_000,
+        b'{"a":' * 20_000,
+        b"9" * 5001,
+        b"1e999",
+        b"NaN",
+        b"null",
+        b"-",
+        b"\\ud800",
+        b"true",
+        b"{}",
+        b"[]",
+    ]
+    match dice.randrange(7):
+        case 0:
+            return content[:at]
+        case 1:
+            return content[:at] + content[to:]
+        case 2:
+            return content[:at] + dice.choice(nasty) + content[at:]
+        case 3:
+            return content[:at] + dice.choice(nasty) + content[to:]
+        case 4:
+            return bytes(byte ^ (1 << dice.randrange(8)) if dice.random() < 0.01 else byte for byte in content)
+        case 5:
+            return b"\n".join([*lines[:line], dice.choice(nasty), *lines[line + 1 :]])
+        case _:
+            return content[:at] + dice.randbytes(to - at) + content[to:]
+
+
+def replaced(value: Any, dice: random.Random) -> Any:
+    """The same value with something else at a random place inside."""
+    if isinstance(value, dict | list) and value and dice.random() < 0.8:
+        keys = list(value) if isinstance(value, dict) else range(len(value))
+        chosen = dice.choice(list(keys))
+        pairs = [(key, replaced(value[key], dice) if key == chosen else value[key]) for key in keys]
+        return dict(pairs) if isinstance(value, dict) else [inside for _, inside in pairs]
+    deep: Any = []
+    for _ in range(300):
+        deep = [deep]
+    odd = [
+        None,
+        True,
+        0,
+        -1,
+        10**400,
+        1e308,
+        float("nan"),
+        "",
+        " ",
+        "\ud800",
+        "\x00",
+        [],
+        [[]],
+        {},
+        {"role": "user"},
+        deep,
+    ]
+    return dice.choice([*odd, {"role": "user", "content": None}, [None], {"role": [], "content": {}}, "text"])
+
+
+FUZZED = {
+    "messages": {"messages": [user("2+2?"), assistant("4") | {"mask_spans": [[0, 1]]}]},
+    "openmathinstruct": {
+        "question": "2+2?",
+        "generated_solution": r"It is \boxed{4}.",
+        "expected_answer": "4",
+        "error_message": "",
+        "is_correct": True,
+    },
+    "ultrafeedback": {**GOOD_PAIRS[0]},
+    "preferences": {"prompt": "2+2?", "chosen": "4", "rejected": "5", "score_chosen": 2, "score_rejected": 1.5},
+    "questions": {"question": "2+2?", "answer": "4"},
+    "prompts": {"prompt": "Tell me."},
+    "recall": {"messages": [user("2+2?")], "answer": 4},
+}
+
+
+@pytest.mark.parametrize("kind", FUZZED)
+def test_damaged_files_are_read_or_refused(kind: Any, tmp_path: Path) -> None:
+    """Bytes, lines and values of a file changed at random: rows that can be used, or one paragraph with the place."""
+    dice, good = random.Random(f"fuzz {kind}"), FUZZED[kind]
+    jsonl, parquet = tmp_path / "mine.jsonl", tmp_path / "mine.parquet"
+    pq.write_table(pa.Table.from_pylist([good] * 3), parquet)
+    whole_jsonl, whole_parquet = (json.dumps(good) + "\n").encode() * 3, parquet.read_bytes()
+    refused = 0
+    with MathJudge() as judge:
+        for number in range(150):
+            path = (jsonl, jsonl, parquet)[number % 3]
+            if number % 3 == 0:
+                content = whole_jsonl + (json.dumps(replaced(good, dice)) + "\n").encode()
+            else:
+                content = damaged(whole_jsonl if path is jsonl else whole_parquet, dice)
+            path.write_bytes(content)
+            try:
+                if kind in ("messages", "openmathinstruct", "ultrafeedback"):
+                    source = Source(kind=kind, path=str(path))
+                    for row in reading.read(source, "data.sources.0", 0):
+                        CHECKS[kind](row, source, judge)
+                else:
+                    for row in reading.evaluation_rows(str(path), kind, "suites.x.source"):
+                        json.dumps(row, allow_nan=False).encode()
+                        [str(value).encode() for value in row.values()]
+            except UserError as problem:
+                refused += 1
+                assert str(path) in str(problem) and "\n" not in str(problem) and len(str(problem)) < 1200
+    assert refused > 40
 
 
 def test_broken_files_are_named_with_the_line(tmp_path: Path, tiny_chat: Chat) -> None:
@@ -851,7 +1043,7 @@ def test_broken_files_are_named_with_the_line(tmp_path: Path, tiny_chat: Chat) -
     assert "neither .jsonl nor .parquet" in refusal(tmp_path, tiny_chat, good, name="a.csv")
     (tmp_path / "latin.jsonl").write_bytes(b'{"messages": "\xe9"}\n')
     for path, part in (
-        (tmp_path / "latin.jsonl", "cannot be read"),
+        (tmp_path / "latin.jsonl", "line 1 of .* is not UTF-8 text .byte 0xe9 at place 15"),
         (tmp_path / "missing.jsonl", "does not exist"),
         (tmp_path, "neither .jsonl nor .parquet"),
         ("nonsense", "owner/name"),
@@ -862,7 +1054,7 @@ def test_broken_files_are_named_with_the_line(tmp_path: Path, tiny_chat: Chat) -
 
 def test_a_prompt_is_text_or_messages(tmp_path: Path, tiny_chat: Chat) -> None:
     path = write(tmp_path / "pairs.jsonl", [{"prompt": 3, "chosen": "yes", "rejected": "no"}])
-    with pytest.raises(UserError, match="column prompt in row 1"):
+    with pytest.raises(UserError, match=r"line 1 of .*column prompt"):
         load_preferences(section(Source(kind="preferences", path=path)), tiny_chat)
 
 

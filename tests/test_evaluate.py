@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -18,10 +24,11 @@ from tiny_runs import python
 import evaluate_model
 from envs import make
 from envs.protocol import Episode, Protocol
-from posttrain import checkpoint, config, embedded, metrics, rollout
+from posttrain import checkpoint, config, embedded, evaluation, metrics, models, plan, rollout
 from posttrain.chat import Chat
 from posttrain.config import EvaluateRun
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.evaluation import Loaded, Sitting
 from posttrain.types import Completion, SamplingParams, UserError
 
 ROOT = Path(__file__).parent.parent
@@ -98,6 +105,7 @@ def settings(folder: Path, checkpoints: dict[str, str], **changes: Any) -> dict[
 
 
 def resolved(folder: Path, checkpoints: dict[str, str], **changes: Any) -> EvaluateRun:
+    folder.mkdir(parents=True, exist_ok=True)
     file = folder / "evaluate.yaml"
     file.write_text(yaml.safe_dump(settings(folder, checkpoints, **changes), sort_keys=False))
     return config.resolve(EvaluateRun, file)
@@ -130,16 +138,18 @@ def rows(measured: Path) -> list[dict[str, Any]]:
 
 
 def test_results_have_their_schema(results: dict[str, Any]) -> None:
-    wanted = {"checkpoints", "differences", "baselines", "commit", "versions", "config", "seeds"}
-    assert set(results) == wanted
+    wanted = {"checkpoints", "failed", "differences", "baselines", "commit", "versions", "config", "seeds"}
+    assert set(results) == wanted and results["failed"] == {}
     assert list(results["checkpoints"]) == list(NAMES)
     for entry in results["checkpoints"].values():
         assert list(entry) == ["math", "repetition", "recall", "preferences", "worlds"]
         assert list(entry["worlds"]) == ["frozen_lake", "sokoban"]
-        assert set(entry["math"]["parts"]) == {"unseen_questions", "unseen_operands"}
-        assert {part["n"] for part in entry["math"]["parts"].values()} == {4}
+        assert list(entry["math"]) == ["embedded"]
+        sums = entry["math"]["embedded"]
+        assert set(sums["parts"]) == {"unseen_questions", "unseen_operands"}
+        assert {part["n"] for part in sums["parts"].values()} == {4}
         shares = [
-            (entry["math"], "accuracy", 8),
+            (sums, "accuracy", 8),
             (entry["recall"], "accuracy", 3),
             (entry["preferences"], "accuracy", 5),
         ]
@@ -161,11 +171,8 @@ def test_results_have_their_schema(results: dict[str, Any]) -> None:
             "tokens",
         }
         assert figures | {"low", "high", "n"} <= set(entry["repetition"])
-        assert set(entry["math"]["settings"]) == {"greedy", "t05", "chat"}
-        assert (
-            entry["math"]["setting"] == "t05"
-            and entry["math"]["accuracy"] == entry["math"]["settings"]["t05"]["accuracy"]
-        )
+        assert set(sums["settings"]) == {"greedy", "t05", "chat"}
+        assert sums["setting"] == "t05" and sums["accuracy"] == sums["settings"]["t05"]["accuracy"]
         assert set(entry["worlds"]["sokoban"]["settings"]) == {"greedy", "t05"}
     assert set(results["versions"]) >= {"python", "torch", "transformers", "trl"}
     assert results["config"]["suites"]["math"]["n"] == 4 and results["seeds"]["run"] == 0
@@ -339,14 +346,268 @@ def test_messages_from_the_shell(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
-def test_a_process_that_dies_is_reported(tmp_path: Path, checkpoints: dict[str, str]) -> None:
-    cfg = resolved(tmp_path, checkpoints, workers=2)
-    crash = evaluate_model.Sitting("recall", "", "greedy", SamplingParams(max_new_tokens=2), [{"messages": 7}], [0])
-    with pytest.raises(UserError, match="exit code 1"):
-        evaluate_model.sit_in_parallel(cfg, [crash], lambda _: None)
-    missing = cfg.model_copy(update={"checkpoints": {"a": str(tmp_path / "x" / "final"), "b": checkpoints["base"]}})
-    with pytest.raises(UserError, match="does not exist"):
-        evaluate_model.sit_in_parallel(missing, [], lambda _: None)
+# ------------------------------------------------------------------------- shared out, interrupted, failed
+
+
+SMALL = {"recall": {"n": 2, "max_new_tokens": 2, "settings": ["greedy", "t05"]}, "preferences": {"n": 2}}
+
+
+def said(cfg: Any, name: str, sitting: Sitting, tick: Any, loaded: Loaded) -> list[dict[str, Any]]:
+    """Stands for `measure`: what a checkpoint of this name does."""
+    if name == "raises":
+        raise ZeroDivisionError("of its own")
+    if name == "refuses":
+        raise UserError("The weights w hold NaN or infinity.")
+    if name == "full":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+    if name == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    tick(len(sitting.items))
+    return [
+        {"checkpoint": name, "part": sitting.part, "setting": sitting.setting, "index": i, "pid": os.getpid()}
+        for i in range(len(sitting.items))
+    ]
+
+
+def exam_of(cfg: EvaluateRun) -> list[Sitting]:
+    return evaluate_model.set_exam(cfg)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_fails_costs_its_own_rows_alone(tmp_path: Path, checkpoints: dict[str, str], workers: int) -> None:
+    broken = ["raises", "refuses", "full"] + ["dies"] * (workers > 1)
+    cfg = resolved(tmp_path, {name: checkpoints["base"] for name in ["fine", *broken, "good"]}, suites=SMALL)
+    cfg = cfg.model_copy(update={"workers": workers})
+    exam = exam_of(cfg)
+    found = evaluation.run_exam(cfg, exam, said)
+    assert set(found.failed) == set(broken)
+    assert "ZeroDivisionError: of its own (test_evaluate.py, line" in found.failed["raises"]
+    assert "hold NaN" in found.failed["refuses"] and "batch_size" in found.failed["full"]
+    assert workers == 1 or "exit code -9" in found.failed["dies"]
+    for name in ("fine", "good"):
+        assert [row["index"] for row in found.of(name, exam)] == [0, 1] * 3
+    if workers == 1:
+        return
+    again = evaluation.run_exam(cfg, exam, said)  # in other processes: whose rows have other numbers
+    assert all(again.of(name, exam) == found.of(name, exam) for name in ("fine", "good"))
+
+
+def test_finished_parts_are_kept_only_where_everything_is_the_same(
+    tmp_path: Path, checkpoints: dict[str, str], tiny_chat: Chat
+) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def measure(cfg: Any, name: str, sitting: Sitting, *_: Any) -> list[dict[str, Any]]:
+        asked.append((name, sitting.setting))
+        return [{"index": i} for i in range(len(sitting.items))]
+
+    def run(**changes: Any) -> list[tuple[str, str]]:
+        asked.clear()
+        cfg = resolved(
+            tmp_path, {name: checkpoints[name] for name in ("base", "other")}, **{"suites": SMALL, **changes}
+        )
+        evaluation.run_exam(cfg, exam_of(cfg), measure)
+        return list(asked)
+
+    every = [(name, setting) for name in ("base", "other") for setting in ("greedy", "t05", "")]
+    assert run() == every
+    assert run() == [] == run(batch_size=3, workers=1, bootstrap_samples=300, report=False)
+    assert run(seed=1) == every  # other seeds, other prompts
+    assert run(dtype="bfloat16") == every
+    longer = {**SMALL, "recall": {**SMALL["recall"], "max_new_tokens": 3}}
+    assert run(suites=longer) == [one for one in every if one[1]]
+    cfg = resolved(tmp_path, {"base": checkpoints["base"]}, suites=SMALL)
+    paths = [evaluation.Store(cfg, exam_of(cfg)).path(evaluation.Unit("base", n)) for n in range(3)]
+    for damage in (b"", b"{}\n", b"\xff\n\n", b"[" * 9999, b"[1]\n[2]\n"):
+        paths[0].write_bytes(damage)
+        assert run() == [("base", "greedy")]
+    weights = Path(checkpoints["other"])
+    assert evaluation.fingerprint(cfg, "base") == evaluation.fingerprint(cfg, "base")
+    both = resolved(tmp_path, {"base": checkpoints["base"], "other": str(weights)}, suites=SMALL)
+    assert evaluation.fingerprint(both, "other") != evaluation.fingerprint(both, "base")
+    copy_of = tmp_path / "copy"  # without a manifest: by its files
+    shutil.copytree(weights, copy_of, ignore=shutil.ignore_patterns("manifest.json"))
+    plain = resolved(tmp_path, {"plain": str(copy_of)}, suites=SMALL)
+    before = evaluation.fingerprint(plain, "plain")
+    (copy_of / "config.json").write_text((copy_of / "config.json").read_text() + " ")
+    assert evaluation.fingerprint(plain, "plain") != before
+
+
+def test_an_evaluation_that_dies_is_resumed(
+    tmp_path: Path, checkpoints: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after some parts, refused without a flag, and resumed to the very bytes of one that never stopped."""
+    whole = evaluate(tmp_path / "whole", checkpoints, suites=SMALL, report=False)
+    true_measure, done = evaluate_model.measure, []
+
+    def interrupted(cfg: Any, name: str, sitting: Sitting, *others: Any) -> list[dict[str, Any]]:
+        if len(done) == 4:
+            raise KeyboardInterrupt
+        done.append((name, sitting.setting))
+        return true_measure(cfg, name, sitting, *others)
+
+    monkeypatch.setattr(evaluate_model, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(tmp_path / "cut", checkpoints, suites=SMALL, report=False)
+    out = tmp_path / "cut" / "out"
+    assert not (out / "results.json").exists() and len(list((out / "evaluation_rows").iterdir())) == 4
+    with pytest.raises(UserError, match=r"has not ended: go on with it .--resume."):
+        evaluate(tmp_path / "cut", checkpoints, suites=SMALL, report=False)
+    again: list[Any] = []
+    monkeypatch.setattr(evaluate_model, "measure", lambda *given: again.append(given[1]) or true_measure(*given))
+    evaluate(tmp_path / "cut", checkpoints, "--resume", suites=SMALL, report=False)
+    assert len(again) == 3 * 3 - 4
+    assert (out / "transcripts.jsonl").read_bytes() == (whole / "transcripts.jsonl").read_bytes()
+    assert not (out / "evaluation_rows").exists()
+    with pytest.raises(UserError, match=r"nothing to resume: .*results.json is complete"):
+        evaluate(tmp_path / "cut", checkpoints, "--resume", suites=SMALL, report=False)
+
+
+def test_a_broken_checkpoint_is_named_and_the_exit_code_tells(
+    tmp_path: Path, checkpoints: dict[str, str], tiny_chat: Chat, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """NaN in the weights: results.json holds the other checkpoints and no NaN; repaired, only its rows are measured."""
+    model = tiny_model(tiny_chat, 5)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[7, 3] = float("nan")  # type: ignore[index]
+    broken = tmp_path / "broken"
+    model.save_pretrained(broken)
+    copy.deepcopy(tiny_chat).save(broken)
+    names = {"base": checkpoints["base"], "broken": str(broken), "other": checkpoints["other"]}
+    with pytest.raises(UserError, match=r"(?s)1 of 3 checkpoints could not be measured:\n  broken: .* NaN .*--resume"):
+        evaluate(tmp_path, names, suites=SMALL)
+    text = (tmp_path / "out" / "results.json").read_text()
+    results = json.loads(text, parse_constant=lambda name: pytest.fail(name))
+    assert list(results["checkpoints"]) == ["base", "other"] and list(results["failed"]) == ["broken"]
+    assert {(d["from"], d["to"]) for d in results["differences"]} == {("base", "other")}
+    assert "not measured" in (tmp_path / "out" / "report.html").read_text() and "broken" in capsys.readouterr().out
+    model.get_input_embeddings().weight.data.nan_to_num_(0.0)  # type: ignore[union-attr]
+    model.save_pretrained(broken)
+    evaluate(tmp_path, names, "--resume", suites=SMALL, report=False)
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert list(results["checkpoints"]) == list(names) and results["failed"] == {}
+
+
+def test_scores_that_are_not_finite_are_a_failure(tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    from posttrain import policy
+
+    def broken(_: Any, rows: Any, masks: Any) -> Any:
+        return torch.full((sum(map(sum, masks)),), float("nan")), None
+
+    monkeypatch.setattr(policy, "token_logprobs", broken)
+    pair = {
+        side: [{"role": "user", "content": "a"}, {"role": "assistant", "content": side}]
+        for side in ("chosen", "rejected")
+    }
+    with pytest.raises(ValueError, match="NaN"):
+        evaluate_model.weigh_pairs(
+            tiny_model(tiny_chat, 0), tiny_chat, Sitting("preferences", "", "", "", None, [pair], [0]), lambda _: None
+        )
+
+
+def test_pairs_are_scored_in_float32(tmp_path: Path, checkpoints: dict[str, str]) -> None:
+    """Whatever the dtype of everything else: bfloat16 moves a sequence's log-prob as much as DPO does."""
+    suites = {"recall": SMALL["recall"], "preferences": {"n": 4}}
+    loaded, rows = Loaded(), {}
+    for dtype in ("bfloat16", "float32"):
+        cfg = resolved(tmp_path, checkpoints, suites=suites, dtype=dtype)
+        for sitting in exam_of(cfg):
+            with torch.autocast("cpu", torch.bfloat16):
+                found = evaluate_model.measure(cfg, "base", sitting, lambda _: None, loaded)
+            assert loaded.model is not None
+            assert loaded.model.dtype == (torch.float32 if sitting.suite == "preferences" else getattr(torch, dtype))
+            rows[dtype, sitting.suite, sitting.setting] = found
+    assert rows["bfloat16", "preferences", ""] == rows["float32", "preferences", ""]
+
+
+def test_two_evaluators_never_share_a_folder(tmp_path: Path, checkpoints: dict[str, str]) -> None:
+    resolved(tmp_path, checkpoints, suites=SMALL)
+    (tmp_path / "out").mkdir()
+    with (tmp_path / "out" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = python("evaluate_model.py", "--config", str(tmp_path / "evaluate.yaml"), "--overwrite")
+    assert done.returncode == 2 and "Another process is writing to output_dir" in done.stderr
+    assert "Traceback" not in done.stderr and [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
+
+
+def test_every_visible_gpu_has_a_process_of_its_own(
+    tmp_path: Path, checkpoints: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert evaluation.visible_gpus() == ["0", "1", "2"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-5f, 6")
+    assert evaluation.visible_gpus() == ["4", "GPU-5f", "6"]
+    monkeypatch.setattr(models, "resolve_device", lambda _: torch.device("cuda", 0))
+    cfg = resolved(tmp_path, {name: checkpoints["base"] for name in "abcd"}, suites=SMALL)
+    exam = exam_of(cfg)
+    found = evaluation.run_exam(cfg, exam, seen)
+    processes = {(row["pid"], row["gpu"]) for rows in found.rows.values() for row in rows}
+    assert len(processes) == 3 and {gpu for _, gpu in processes} == {"4", "GPU-5f", "6"}
+    assert found.failed == {} and len(found.rows) == 4 * len(exam)
+
+
+def seen(cfg: Any, name: str, sitting: Sitting, tick: Any, loaded: Loaded) -> list[dict[str, Any]]:
+    time.sleep(0.2)  # as long as work takes, so that one process does not do it all
+    row = {"pid": os.getpid(), "gpu": os.environ["CUDA_VISIBLE_DEVICES"]}
+    assert "LOCAL_RANK" not in os.environ
+    return [row for _ in sitting.items]
+
+
+def test_ranks_share_the_units_out() -> None:
+    params = SamplingParams(max_new_tokens=100)
+    exam = [Sitting("math", "", str(n), "", params, [{}] * size, []) for n, size in enumerate((1300, 250, 250, 60))]
+    units = [evaluation.Unit(name, number) for name in "abcd" for number in range(len(exam))]
+    for size in (1, 2, 3, 5, 30):
+        given = evaluation.shares(units, exam, size)
+        assert sorted(unit for share in given for unit in share) == sorted(units) and len(given) == size
+        costs = [sum(exam[unit.number].cost for unit in share) for share in given]
+        assert max(costs) <= sum(costs) / size + max(sitting.cost for sitting in exam)
+
+
+def test_next_unit_stays_with_the_checkpoint_that_is_loaded() -> None:
+    params = SamplingParams(max_new_tokens=10)
+    exam = [Sitting("math", "", str(n), "", params, [{}] * size, []) for n, size in enumerate((9, 1))]
+    waiting = [evaluation.Unit(name, number) for name, number in (("a", 1), ("b", 0), ("b", 1))]
+    assert evaluation.next_unit(waiting, exam, "a") == ("a", 1)
+    assert evaluation.next_unit(waiting, exam, "a") == ("b", 0)
+    assert evaluation.next_unit(waiting, exam, "b") == ("b", 1) and not waiting
+
+
+@pytest.mark.slow
+def test_torchrun_shares_the_work_out(measured: Path, tmp_path: Path, checkpoints: dict[str, str]) -> None:
+    """Two ranks write what one process writes, and one of them refuses for both."""
+    resolved(tmp_path, checkpoints)
+    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "evaluate_model.py"]
+    command += ["--config", str(tmp_path / "evaluate.yaml")]
+    done = python(*command)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "transcripts.jsonl").read_bytes() == (measured / "transcripts.jsonl").read_bytes()
+    assert not (tmp_path / "out" / "evaluation_rows").exists()
+    done = python(*command)
+    assert done.returncode != 0 and "results.json exists" in done.stderr
+
+
+def test_rows_at_a_time_follow_from_the_memory(
+    tmp_path: Path, checkpoints: dict[str, str], tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = resolved(tmp_path, checkpoints, batch_size=None)
+    section, loaded = evaluate_model.section(cfg, "base"), Loaded()
+    loaded.get(section, "cpu", None)
+    needed = {}
+    for free in (32, 64, 128):
+        memory = SimpleNamespace(available=free << 20)
+        monkeypatch.setattr(plan.psutil, "virtual_memory", lambda memory=memory: memory)
+        needed[free] = evaluate_model.rows_at_once(cfg, section, loaded, 1024, 64)
+    assert 1 <= needed[32] < needed[64] < needed[128] <= evaluate_model.MOST_ROWS
+    loaded.processes = 2
+    assert evaluate_model.rows_at_once(cfg, section, loaded, 1024, 64) == needed[64]
+    assert evaluate_model.rows_at_once(cfg, section, loaded, 64, 8) == evaluate_model.MOST_ROWS
+    few = cfg.model_copy(update={"batch_size": 2})
+    assert evaluate_model.rows_at_once(few, section, loaded, 1024, 64) == 2
+    monkeypatch.setattr(plan.psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
+    with pytest.raises(UserError, match="Not even one conversation of 1024 tokens"):
+        evaluate_model.rows_at_once(cfg, section, loaded, 1024, 64)
 
 
 # ------------------------------------------------------------------------------------------------------ the exam
@@ -390,20 +651,31 @@ def test_local_files_of_questions(tmp_path: Path, checkpoints: dict[str, str]) -
     suites = {"math": {"sources": [str(file)], "n": 9, "settings": ["greedy"]}}
     (sitting,) = evaluate_model.set_exam(resolved(tmp_path, checkpoints, suites=suites))
     assert (sitting.part, [item["answer"] for item in sitting.items]) == ("mine", ["2", "4"])
-    parquet = tmp_path / "mine.parquet"
-    datasets.Dataset.from_list([{"prompt": "Tell me."}]).to_parquet(str(parquet))
-    assert evaluate_model.read_rows(str(parquet), ("prompt",)) == [{"prompt": "Tell me."}]
     for content, message in (
-        ('{"question": "1+1?"}\n', "expected are the columns question, answer"),
-        ("[1]\n", "Row 1"),
-        ("{\n", "one JSON object a line"),
+        ('{"question": "1+1?"}\n', "needs question, answer"),
+        ("[1]\n", "line 1"),
+        ("{\n", "line 1 of .* is no JSON"),
         ("", "is empty"),
     ):
         file.write_text(content)
         with pytest.raises(UserError, match=message):
-            evaluate_model.read_rows(str(file), ("question", "answer"))
-    with pytest.raises(UserError, match="neither"):
-        evaluate_model.read_rows("gsm9k", ("question",))
+            evaluate_model.set_exam(resolved(tmp_path, checkpoints, suites=suites))
+    suites["math"]["sources"] = ["gsm9k"]
+    with pytest.raises(UserError, match=r"suites\.math\.sources=gsm9k is neither"):
+        evaluate_model.set_exam(resolved(tmp_path, checkpoints, suites=suites))
+
+
+def test_two_files_of_one_name_stay_apart(tmp_path: Path, checkpoints: dict[str, str]) -> None:
+    files = [tmp_path / folder / "mine.jsonl" for folder in ("a", "b")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text('{"question": "1+1?", "answer": 2}\n')
+    suites: dict[str, Any] = {"math": {"sources": [str(file) for file in files], "n": 9, "settings": ["greedy"]}}
+    exam = evaluate_model.set_exam(resolved(tmp_path, checkpoints, suites=suites))
+    assert [sitting.source for sitting in exam] == [str(file) for file in files]
+    suites["math"]["sources"] = ["embedded", "embedded"]
+    with pytest.raises(UserError, match="names a source twice"):
+        resolved(tmp_path, checkpoints, suites=suites)
 
 
 def test_seeds_are_addressed(tmp_path: Path, checkpoints: dict[str, str]) -> None:
@@ -435,9 +707,12 @@ def judged(tmp_path: Path, checkpoints: dict[str, str], tiny_chat: Chat, monkeyp
         completions = [Completion(ids, [0.0] * len(ids), finished)]
         monkeypatch.setattr(rollout, "complete", lambda *_, **__: completions)
         item = {"messages": [{"role": "user", "content": "?"}], "answer": answer}
-        sitting = evaluate_model.Sitting(suite, "", "greedy", SamplingParams(max_new_tokens=99), [item], [0])
+        sitting = Sitting(suite, "", "", "greedy", SamplingParams(max_new_tokens=99), [item], [0])
+        monkeypatch.setattr(rollout, "open_sampler", lambda *_, **__: None)
+        monkeypatch.setattr(evaluate_model, "rows_at_once", lambda *_: 1)
         with metrics.MathJudge() as worker:
-            (row,) = evaluate_model.answer(cfg, Any, tiny_chat, sitting, worker, lambda _: None)  # type: ignore[arg-type]
+            loaded = Loaded(model=Any, chat=tiny_chat, judge=worker)  # type: ignore[arg-type]
+            (row,) = evaluate_model.answer(cfg, evaluate_model.section(cfg, "base"), loaded, sitting, lambda _: None)
         return row
 
     return judge
@@ -482,7 +757,7 @@ def test_pairs_are_weighed_by_the_last_answer_alone(tiny_chat: Chat) -> None:
     ]
     ticks: list[int] = []
     rows = evaluate_model.weigh_pairs(
-        model, tiny_chat, evaluate_model.Sitting("preferences", "", "", None, items, [0, 0]), ticks.append
+        model, tiny_chat, Sitting("preferences", "", "", "", None, items, [0, 0]), ticks.append
     )
     assert ticks == [2]
     for item, row in zip(items, rows, strict=True):

@@ -28,6 +28,7 @@ FLOORS = [
     ["posttrain.sampler", "posttrain.training", "posttrain.gguf", "posttrain.cross_score", "posttrain.learner"],
     ["posttrain.rollout"],
     ["posttrain.cockpit", "posttrain.plan", "posttrain.distillation"],
+    ["posttrain.evaluation"],
     SCRIPTS,
 ]
 FLOOR = {module: number for number, modules in enumerate(FLOORS) for module in modules}

@@ -20,7 +20,7 @@ from PIL import Image
 import evaluate_model
 from envs import make
 from envs.protocol import Episode, Protocol, answer
-from posttrain import metrics, report
+from posttrain import evaluation, metrics, report
 from posttrain.report import charts, page, tables
 from posttrain.report.episodes import gif, replay
 from posttrain.types import UserError
@@ -34,20 +34,18 @@ LOOPS = {"base": 0.6, "phase1": 0.35, "phase2": 0.1, "phase3": 0.12}
 PLAYS_WELL = {"base": -1.0, "phase1": 0.05, "phase2": 0.05, "phase3": 0.85}  # share of turns; -1 says nothing valid
 
 
-def made_up(cfg: Any, name: str, exam: Any, tick: Callable[[int], None]) -> list[dict[str, Any]]:
+def made_up(cfg: Any, name: str, sitting: Any, tick: Callable[[int], None], _: Any) -> list[dict[str, Any]]:
     """Stands for `evaluate_model.measure`: rows of the same form, from dice instead of a model."""
     rows: list[dict[str, Any]] = []
-    for sitting in exam:
-        where = {"checkpoint": name, "suite": sitting.suite, "part": sitting.part, "setting": sitting.setting}
-        for index, item in enumerate(sitting.items):
-            dice = random.Random(f"{name} {sitting.suite} {sitting.part} {sitting.setting} {index}")
-            row = (
-                _episode(cfg, name, sitting, item, dice)
-                if sitting.suite == "worlds"
-                else _said(name, sitting, item, dice)
-            )
-            rows.append(where | {"index": index} | item | row)
-        tick(len(sitting.items))
+    where = {"checkpoint": name, "suite": sitting.suite, "source": sitting.source, "part": sitting.part}
+    where |= {"setting": sitting.setting}
+    for index, item in enumerate(sitting.items):
+        dice = random.Random(f"{name} {sitting.suite} {sitting.part} {sitting.setting} {index}")
+        row = (
+            _episode(cfg, name, sitting, item, dice) if sitting.suite == "worlds" else _said(name, sitting, item, dice)
+        )
+        rows.append(where | {"index": index} | item | row)
+    tick(len(sitting.items))
     return rows
 
 
@@ -154,6 +152,7 @@ def build_run(folder: Path, episodes: int) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluate_model, "measure", made_up)
         patch.setattr(evaluate_model, "check", lambda *_, **__: None)
+        patch.setattr(evaluation, "fingerprint", lambda _, name: name)
         patch.setattr(sys, "argv", ["evaluate_model.py", "--config", str(folder / "config.yaml")])
         evaluate_model.main()
     return folder
@@ -171,14 +170,16 @@ def html(run: Path) -> str:
 
 def test_page_needs_nothing_from_outside(html: str) -> None:
     assert not re.search(r"https?://|//\w+\.\w+/", re.sub(r"base64,[^\"]+", "", html))
-    assert not re.search(r"<script|<link|<iframe|@import|url\(", html)
-    assert {source.split(",")[0] for source in re.findall(r'src="([^"]+)"', html)} == {"data:image/gif;base64"}
+    assert not re.search(r"<link|<iframe|@import|url\(|fetch|import |XMLHttp|innerHTML|eval\(", html)
+    assert re.findall(r"<script[^>]*>", html) == ["<script>"]
+    assert {source.split(",")[0] for source in re.findall(r'src="([^"]+)"', html)} == {"data:image/png;base64"}
     assert all(target.startswith("#") for target in re.findall(r'href="([^"]+)"', html))
 
 
 def test_page_is_well_formed(html: str) -> None:
     opened: list[str] = []
-    for closing, name, empty in re.findall(r"<(/?)([a-z][a-z0-9]*)[^>]*?(/?)>", html):
+    without_script = re.sub(r"<script>.*</script>", "", html, flags=re.DOTALL)
+    for closing, name, empty in re.findall(r"<(/?)([a-z][a-z0-9]*)[^>]*?(/?)>", without_script):
         if name in ("meta", "br", "img") or empty:
             continue
         if closing:
@@ -195,10 +196,10 @@ def test_hostile_text_stays_text(run: Path, html: str) -> None:
 
 def test_page_shows_the_measured_figures(results: dict[str, Any], html: str) -> None:
     for entry in results["checkpoints"].values():
-        for found in (entry["math"], entry["recall"], entry["preferences"]):
+        for found in (entry["math"]["embedded"], entry["recall"], entry["preferences"]):
             assert f"<b>{tables.percent(found['accuracy'])}</b>" in html
             assert f"{100 * found['low']:.0f} to {100 * found['high']:.0f}" in html
-        for part in entry["math"]["parts"].values():
+        for part in entry["math"]["embedded"]["parts"].values():
             assert f"{100 * part['low']:.0f} to {100 * part['high']:.0f}, n 60" in html
     for title in ("unseen questions", "unseen operands", "Frozen lake", "Sokoban", "optimum", "Loss", "Entropy"):
         assert title in html
@@ -226,12 +227,77 @@ def test_episodes_are_shown_as_they_were_played(run: Path, results: dict[str, An
     assert info["success"]
     assert (frames[-1] == world.render()).all()
 
-    pictures = [base64.b64decode(code) for code in re.findall(r"data:image/gif;base64,([^\"]+)", html)]
-    assert 4 <= len(pictures) <= 8  # two worlds, lost and solved, before and after
-    for picture in pictures:
-        with Image.open(BytesIO(picture)) as image:
-            assert image.format == "GIF" and getattr(image, "n_frames") > 1  # noqa: B009
-    assert "Lost before, solved after" in html
+    films = re.findall(r'<div class="film">(.*?)</div><ol>(.*?)</ol>', html)
+    assert 4 <= len(films) <= 2 * 3 * page.LEVELS * 2  # two worlds, three kinds of level, before and after
+    for film, turns in films:
+        pictures = re.findall(r'data-turn="(-?\d+)" src="data:image/png;base64,([^"]+)"', film)
+        assert pictures[0][0] == "-1" and int(pictures[-1][0]) < turns.count("<li>")
+        for _, code in pictures:
+            with Image.open(BytesIO(base64.b64decode(code))) as image:
+                assert image.format == "PNG" and image.size == (208, 208)
+
+
+def test_levels_are_counted_by_who_solved_them(run: Path, results: dict[str, Any], html: str) -> None:
+    """`lost` would read as a step back, so every kind is said, and what was solved before is a kind of its own."""
+    rows = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
+    for world in ("frozen_lake", "sokoban"):
+        setting = results["checkpoints"]["phase3"]["worlds"][world]["setting"]
+        two, three = (
+            [r["success"] for r in rows if (r["checkpoint"], r["part"], r["setting"]) == (name, world, setting)]
+            for name in ("phase2", "phase3")
+        )
+        alone = sum(b and not a for a, b in zip(two, three, strict=True))
+        back = sum(a and not b for a, b in zip(two, three, strict=True))
+        neither, both = (sum(a == b == won for a, b in zip(two, three, strict=True)) for won in (False, True))
+        assert (
+            f"40 levels: {alone} solved by phase3 alone, {back} solved by phase2 alone, {neither} solved by neither, "
+            f"{both} solved by both." in html
+        )
+    assert "lost" not in re.sub(r"base64,[^\"]+", "", html)
+    assert html.count('<details class="levels"><summary>') >= 2
+
+
+def test_headings_say_what_is_a_setting(html: str) -> None:
+    assert "sampled: sampled" not in html and "sampled: " not in html
+    assert "greedy</small>" in html and "episodes on" in html
+
+
+def test_long_answers_are_folded() -> None:
+    assert page.folded("short <b>") == "<p>short &lt;b&gt;</p>"
+    words = "a<" * 200
+    found = page.folded(words)
+    assert found.startswith("<details><summary>a&lt;") and found.count("a&lt;") == 200
+
+
+def test_a_checkpoint_that_failed_is_named_everywhere(run: Path, tmp_path: Path) -> None:
+    results = json.loads((run / "results.json").read_text())
+    del results["checkpoints"]["phase2"]
+    results["failed"] = {"phase2": "math: its weights <hold> NaN [bold]"}
+    keep = {"base", "phase1", "phase3"}
+    results["differences"] = [d for d in results["differences"] if {d["from"], d["to"]} <= keep]
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    (tmp_path / "transcripts.jsonl").write_bytes((run / "transcripts.jsonl").read_bytes())
+    found = report.build(tmp_path).read_text()
+    assert "not measured" in found and "weights &lt;hold&gt; NaN" in found
+    assert "phase2 could not be measured: math: its weights <hold> NaN" in report.markdown(results)
+    report.show(results)
+
+
+def test_sources_of_math_are_never_pooled(results: dict[str, Any]) -> None:
+    """One column for each, with a title of its own; GSM8K's figures never hold those of toy sums."""
+    changed = json.loads(json.dumps(results))
+    for entry in changed["checkpoints"].values():
+        entry["math"]["gsm8k"] = {**entry["math"]["embedded"], "accuracy": 0.015, "parts": {}}
+    columns = {column.title: column for column in tables.columns(changed)}
+    assert columns["GSM8K"].get(changed["checkpoints"]["phase1"]).value == 0.015
+    assert "Math (toy sums)" in columns and "Math" not in columns
+    assert report.goals(changed) == report.goals(results)
+
+
+def test_ranking_and_reward_accuracy_have_two_names(html: str) -> None:
+    """The table ranks pairs by log-prob alone, the training log by DPO's implicit reward against the reference."""
+    assert "Pairs ranked right" not in html
+    assert "ranking accuracy" in html and "Reward accuracy, against the reference" in html
 
 
 def test_replay_of_a_silent_player_is_one_picture(run: Path, results: dict[str, Any]) -> None:
@@ -274,10 +340,8 @@ def test_damaged_results_are_refused(run: Path, tmp_path: Path) -> None:
 def test_markdown_holds_every_table(run: Path, results: dict[str, Any]) -> None:
     text = (run / "results.md").read_text()
     for entry in results["checkpoints"].values():
-        assert (
-            f"{tables.percent(entry['math']['accuracy'])} ({tables.span(tables.figure_of(entry['math'], 'accuracy'))})"
-            in text
-        )
+        found = entry["math"]["embedded"]
+        assert f"{tables.percent(found['accuracy'])} ({tables.span(tables.figure_of(found, 'accuracy'))})" in text
     for heading in ("## Paired differences", "## Frozen lake: players", "## Every setting", "## Goals"):
         assert heading in text
     for block in text.split("\n\n"):
@@ -305,13 +369,13 @@ def set_figures(results: dict[str, Any], path: str, **figures: Any) -> dict[str,
 @pytest.mark.parametrize(
     ("path", "figures", "goal", "reached"),
     [
-        ("base.math", {"accuracy": 0.1}, "30 points", True),
-        ("phase1.math", {"accuracy": 0.29}, "30 points", False),
+        ("base.math.embedded", {"accuracy": 0.1}, "30 points", True),
+        ("phase1.math.embedded", {"accuracy": 0.29}, "30 points", False),
         ("phase1.recall", {"accuracy": 0.49}, "50 points", False),
         ("phase2.preferences", {"accuracy": 0.75}, "75 % of held-out pairs", True),
         ("phase2.preferences", {"accuracy": 0.74}, "75 % of held-out pairs", False),
         ("phase2.repetition", {"tokens": 20.0}, "20 % shorter", False),
-        ("phase2.math", {"accuracy": 0.5}, "5 points lower", False),
+        ("phase2.math.embedded", {"accuracy": 0.5}, "5 points lower", False),
         ("phase2.worlds.frozen_lake", {"success": 0.46}, "from less than 45 %", False),
         ("phase3.worlds.frozen_lake", {"success": 0.80}, "from less than 45 %", True),
         ("phase3.worlds.frozen_lake", {"success": 0.79}, "from less than 45 %", False),
@@ -344,8 +408,9 @@ def test_what_phase_2_knew_is_kept(
     results: dict[str, Any], shares: dict[str, float], average: bool, each: bool
 ) -> None:
     for suite, share in shares.items():
-        results = set_figures(results, f"phase2.{suite}", accuracy=0.5)
-        results = set_figures(results, f"phase3.{suite}", accuracy=0.5 * share)
+        path = "math.embedded" if suite == "math" else suite
+        results = set_figures(results, f"phase2.{path}", accuracy=0.5)
+        results = set_figures(results, f"phase3.{path}", accuracy=0.5 * share)
     found = {entry["goal"]: entry["reached"] for entry in report.goals(results)}
     names = "math, recall, preferences"
     assert found[f"{names}: at least 97 % of phase 2's, on average"] is average
@@ -377,7 +442,7 @@ def test_goals_about_absent_checkpoints_are_left_out(results: dict[str, Any]) ->
 
 
 def test_arrows_stand_only_where_the_interval_leaves_zero_out(results: dict[str, Any]) -> None:
-    (math,) = [column for column in tables.columns(results) if column.title == "Math"]
+    (math,) = [column for column in tables.columns(results) if column.suite == "math"]
     assert "▲" in page.change(results, "phase1", math)
     changed = json.loads(json.dumps(results))
     for difference in changed["differences"]:

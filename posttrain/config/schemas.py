@@ -848,6 +848,13 @@ class MathSuite(Suite):
     )
     instruction: str = Field("added to each question, e.g. how to mark the answer", "")
 
+    @field_validator("sources")
+    @classmethod
+    def _each_once(cls, sources: list[str]) -> list[str]:
+        if len(set(sources)) < len(sources):
+            raise wrong(f"names a source twice: {', '.join(sources)}")
+        return sources
+
 
 class RepetitionSuite(Suite):
     source: str = Field("embedded, or a local file with the column prompt", "embedded")
@@ -895,13 +902,18 @@ class EvaluateRun(Run):
     chat: ChatSection = Field("template for a checkpoint that has none", ChatSection())
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("precision the weights are loaded in", "auto")
     attn_implementation: str = Field("attention kernel", "sdpa")
-    batch_size: int = Field("answers and episodes that are sampled at the same time", 64, ge=1)
+    batch_size: int | None = Field(
+        "most answers and episodes that are sampled at the same time; null takes as many as the free memory holds, up "
+        "to 256",
+        None,
+        ge=1,
+    )
     settings: list[NamedSampling] = Field("sampling settings, one column each", min_length=1)
     suites: SuitesSection = Field("what is measured")
     bootstrap_samples: int = Field("resamples behind each interval of a difference", 2000, ge=100)
     goals: bool = Field("check the results against the quickstart's goals", False)
     report: bool = Field("write report.html, one file with curves, table and episodes", True)
-    workers: int = Field("checkpoints measured at the same time, each in a process of one thread", 2, ge=1)
+    workers: int = Field("on a CPU: processes of one thread; on GPUs there is one for each that is visible", 2, ge=1)
 
     @model_validator(mode="after")
     def _known_names(self) -> EvaluateRun:

@@ -14,8 +14,13 @@ from posttrain.config import Source
 from posttrain.metrics import MathJudge, last_boxed
 
 BOX = re.compile(r"\\boxed\s*\{")
-AFTER_BOX = re.compile(r"[\s.$!]*(\\[)\]])?[\s.$!]*")  # what may close the sentence or the formula around the box
-PRINTED = re.compile(r"<llm-code-output>.*?</llm-code-output>", re.DOTALL)
+# Possessive, so that the time is linear in any text: what may close the sentence or the formula around the box, and
+# what the interpreter printed.
+AFTER_BOX = re.compile(r"[\s.$!]*+(\\[)\]])?+[\s.$!]*+")
+PRINTED = re.compile(r"<llm-code-output>(?:(?!</?llm-code-output>).)*+</llm-code-output>", re.DOTALL)
+
+
+LARGEST_SCORE = 1e100  # what is larger, or no number, is no score
 
 
 class Row(NamedTuple):
@@ -32,8 +37,8 @@ def openmathinstruct(row: dict[str, Any], source: Source, judge: MathJudge) -> R
     """A question and a worked solution whose one box, at its end, holds the expected answer."""
     question, solution = row["question"], row["generated_solution"]
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": solution}]
-    if fault := _fault(messages):
-        return fault
+    if reason := fault(messages):
+        return reason
     if not row["is_correct"]:
         return "marked as wrong"
     if row["error_message"] not in ("", None, "<not_executed>"):
@@ -61,8 +66,8 @@ def openmathinstruct(row: dict[str, Any], source: Source, judge: MathJudge) -> R
 def dialogue(row: dict[str, Any], source: Source, judge: MathJudge) -> Row | str:
     """User and assistant in turn, after a system message perhaps; the held-out split goes by the first user message."""
     messages = _plain(row["messages"])
-    if fault := _fault(messages):
-        return fault
+    if reason := fault(messages):
+        return reason
     if sum(message["role"] == "assistant" for message in messages) < (source.min_turns or 1):
         return f"fewer than {source.min_turns} answers"
     return Row(next(message["content"] for message in messages if message["role"] == "user"), [messages])
@@ -73,17 +78,17 @@ def preference(row: dict[str, Any], source: Source, judge: MathJudge) -> Row | s
 
     A `prompt` beside whole dialogues, as UltraFeedback has it, is ignored: it repeats their first message as a string.
     """
-    chosen, rejected = (_whole(row[name], row.get("prompt")) for name in ("chosen", "rejected"))
+    chosen, rejected = (whole_dialogue(row[name], row.get("prompt")) for name in ("chosen", "rejected"))
     for messages in (chosen, rejected):
-        if fault := _fault(messages):
-            return fault
+        if reason := fault(messages):
+            return reason
     if chosen[:-1] != rejected[:-1]:
         return "two different prompts"
     if chosen[-1]["content"].strip() == rejected[-1]["content"].strip():
         return "identical answers"
     scores: list[Any] = [row.get("score_chosen"), row.get("score_rejected")]
     margin = source.min_margin or 0.0
-    if all(isinstance(score, int | float) for score in scores):
+    if all(isinstance(score, int | float) and abs(score) < LARGEST_SCORE for score in scores):
         if not float(scores[0]) - float(scores[1]) > margin:
             return f"score margin not above {margin:g}"
     elif source.kind == "ultrafeedback" or margin > 0 or scores != [None, None]:
@@ -95,8 +100,8 @@ def prompt(row: dict[str, Any], source: Source, judge: MathJudge) -> Row | str:
     """A prompt alone, as text or as messages of which the last is the user's (TRL's prompt-only format)."""
     asked = row["prompt"]
     messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else _plain(asked)
-    if fault := _fault([*messages, {"role": "assistant", "content": "its answer, to come"}]):
-        return "does not end with the user" if fault == "roles do not alternate" else fault
+    if reason := fault([*messages, {"role": "assistant", "content": "its answer, to come"}]):
+        return "does not end with the user" if reason == "roles do not alternate" else reason
     return Row("\n".join(message["content"] for message in messages), [messages])
 
 
@@ -111,12 +116,12 @@ CHECKS: dict[str, Check] = {
 }
 
 
-def _fault(messages: Sequence[Message]) -> str | None:
+def fault(messages: Sequence[Message]) -> str | None:
     """Why these messages are no dialogue that can be trained on; None if they are one."""
     contents = [message["content"] for message in messages]
     if not all(isinstance(content, str) and _is_unicode(content) for content in contents):
         return "content is no text"
-    if not all(map(str.strip, contents)):
+    if not all(map(is_text, contents)):
         return "empty content"
     roles = [message["role"] for message in messages]
     turns = roles[1:] if roles[:1] == ["system"] else roles
@@ -125,6 +130,11 @@ def _fault(messages: Sequence[Message]) -> str | None:
     if turns != ["user", "assistant"] * (len(turns) // 2):
         return "roles do not alternate"
     return None
+
+
+def is_text(value: object) -> bool:
+    """True for a text that is more than white space and that a tokenizer can read."""
+    return isinstance(value, str) and _is_unicode(value) and bool(value.strip())
 
 
 def _is_unicode(text: str) -> bool:
@@ -141,7 +151,7 @@ def _plain(messages: Sequence[dict[str, Any]]) -> list[Message]:
     ]
 
 
-def _whole(answer: Any, prompt: Any) -> list[Message]:
+def whole_dialogue(answer: Any, prompt: Any) -> list[Message]:
     """A dialogue from any of: whole messages; a prompt and the last message; a prompt and an answer as strings."""
     messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else _plain(answer)
     if messages and messages[0]["role"] == "assistant" and prompt:

@@ -1,22 +1,30 @@
-"""Where do rows come from?  The Hub, a local .jsonl or .parquet file, or the project's own generators."""
+"""Where do rows come from?  The Hub, a local .jsonl or .parquet file, or the project's own generators.
+
+Training (`read`) and evaluation (`evaluation_rows`) read files in the same way. A file that is damaged, or holds rows
+of another schema, is a UserError that names the file, the line and what is expected there.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import re
+import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import datasets
-import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets.exceptions import DatasetsError
 from huggingface_hub.utils import httpx  # the one it was built with, httpx or httpx2
 
 from posttrain import embedded
 from posttrain.config import Source
+from posttrain.data.filters import fault, is_text, whole_dialogue
 from posttrain.runlog import Progress
 from posttrain.types import UserError
 
@@ -68,41 +76,119 @@ COLUMNS = {
     "preferences": ("chosen", "rejected"),
     "demonstrations": ("messages",),
     "prompts": ("prompt",),
+    # what only evaluation reads
+    "questions": ("question", "answer"),
+    "recall": ("messages", "answer"),
 }
+Placed = tuple[str, dict[str, Any]]  # where a row stands in its file, "line 3" or "row 3", and the row
 
 
 def read(source: Source, key: str, seed: int) -> Iterator[dict[str, Any]]:
     """The rows of a source, each with the columns of its kind; `key` says where the config names it."""
-    columns = COLUMNS[source.kind]
-    for number, row in enumerate(_open(source, key, seed), 1):
-        if not set(columns) <= row.keys():
-            raise UserError(
-                f"{key}: row {number} of {source.path} has the columns {', '.join(sorted(row)) or '(none)'}; the kind "
-                f"{source.kind} needs {', '.join(columns)}. Rename the columns or choose the kind that fits."
-            )
-        prompt = row.get("prompt")
-        absent = prompt is None and source.kind == "preferences"
-        spoken = absent or isinstance(prompt, str) or _is_dialogue(prompt)
-        if source.kind in ("preferences", "prompts") and not spoken:
-            raise UserError(
-                f"{key}: column prompt in row {number} of {source.path} should be text or a list of messages, but is "
-                f"{prompt!r:.120}. Convert the file."
-            )
-        for name in ("messages", "chosen", "rejected"):
-            plain_answer = source.kind == "preferences" and isinstance(row.get(name), str)
-            if name in columns and not plain_answer and not _is_dialogue(row[name]):
-                raise UserError(
-                    f"{key}: column {name} in row {number} of {source.path} should be a list of messages "
-                    f'[{{"role": "user", "content": "..."}}, ...], but is {row[name]!r:.120}. Convert the file.'
-                )
-            for message in row[name] if name in columns and not plain_answer else ():
-                if not _spans_fit(message):
-                    raise UserError(
-                        f"{key}: column {name} in row {number} of {source.path}: mask_spans is "
-                        f"{message['mask_spans']!r:.60}, but should be a list of [start, end) characters inside the "
-                        f"content of {len(message['content'] or '')} characters. Correct the file."
-                    )
+    for place, row in _open(source, key, seed):
+        _check(row, source.kind, f"{key}: {place} of {source.path}")
         yield row
+
+
+def evaluation_rows(
+    path: str, kind: Literal["questions", "prompts", "recall", "preferences"], key: str, most: int | None = None
+) -> list[dict[str, Any]]:
+    """The first rows of a local file, ready for a suite; `key` says where the config names it.
+
+    {"question", "answer"} for questions, {"messages"} for prompts, {"messages", "answer"} for recall (the last message
+    is the user's), {"chosen", "rejected"} for preferences (whole dialogues, equal but for the last answer). Columns
+    that no suite needs are left out.
+    """
+    if not _is_file(path):
+        raise UserError(f"{key}={path} is neither a name that is known here nor a .jsonl or .parquet file.")
+    rows = []
+    for place, row in islice(_local(Path(path), key), most):
+        where = f"{key}: {place} of {path}"
+        _check(row, kind, where)
+        rows.append(_preferences(row, where) if kind == "preferences" else _asked(row, kind, where))
+    if not rows:
+        raise UserError(f"{key}: {path} is empty. It should have rows with the columns {', '.join(COLUMNS[kind])}.")
+    return rows
+
+
+def _asked(row: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
+    """A row of questions, prompts or recall, its columns alone."""
+    asked: dict[str, Any] = {}
+    for name in COLUMNS[kind]:
+        value = row[name]
+        if name in ("messages", "prompt"):
+            name, value = "messages", [{"role": "user", "content": value}] if isinstance(value, str) else value
+            value = [{"role": message["role"], "content": message["content"]} for message in value]
+            problem = fault([*value, {"role": "assistant", "content": "its answer, to come"}])
+            if problem is not None:
+                raise UserError(
+                    f"{where}: {problem}. The messages of a row are those of user and assistant in turn, the last one "
+                    "the user's, each with a text as its content."
+                )
+        elif name == "answer" and isinstance(value, int | float | Decimal) and not isinstance(value, bool):
+            if value != value or value in (math.inf, -math.inf):
+                raise UserError(f"{where}: answer is {value}. It should be text or a number.")
+            value = str(value)
+        elif not is_text(value):
+            wanted = "text or a number" if name == "answer" else "text"
+            raise UserError(f"{where}: {name} should be {wanted}, but is {_brief(value)}.")
+        asked[name] = value
+    return asked
+
+
+def _preferences(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """A pair as two whole dialogues."""
+    pair = {side: whole_dialogue(row[side], row.get("prompt")) for side in ("chosen", "rejected")}
+    pair = {
+        side: [{"role": message["role"], "content": message["content"]} for message in messages]
+        for side, messages in pair.items()
+    }
+    problems = [f"{side}: {problem}" for side, messages in pair.items() if (problem := fault(messages))]
+    if not problems and pair["chosen"][:-1] != pair["rejected"][:-1]:
+        problems = ["the two dialogues have different prompts"]
+    if not problems and pair["chosen"][-1]["content"] == pair["rejected"][-1]["content"]:
+        problems = ["both answers are the same"]
+    if problems:
+        raise UserError(
+            f"{where}: {'; '.join(problems)}. A pair is two dialogues that differ in the last answer alone, or "
+            "`prompt` with two answers."
+        )
+    return pair
+
+
+def _check(row: dict[str, Any], kind: str, where: str) -> None:
+    """UserError where a row does not have the columns of its kind, or something else stands in them."""
+    columns = COLUMNS[kind]
+    if not set(columns) <= row.keys():
+        raise UserError(
+            f"{where} has the columns {', '.join(sorted(map(str, row)))[:300] or '(none)'}; the kind {kind} needs "
+            f"{', '.join(columns)}. Rename the columns or choose the kind that fits."
+        )
+    prompt = row.get("prompt")
+    absent = prompt is None and "prompt" not in columns
+    asked = kind == "prompts" or "chosen" in columns
+    if asked and not (absent or isinstance(prompt, str) or _is_dialogue(prompt)):
+        raise UserError(
+            f"{where}: column prompt should be text or a list of messages, but is {_brief(prompt)}. Convert the file."
+        )
+    for name in ("messages", "chosen", "rejected"):
+        plain_answer = kind == "preferences" and isinstance(row.get(name), str)
+        if name in columns and not plain_answer and not _is_dialogue(row[name]):
+            raise UserError(
+                f"{where}: column {name} should be a list of messages "
+                f'[{{"role": "user", "content": "..."}}, ...], but is {_brief(row[name])}. Convert the file.'
+            )
+        for message in row[name] if name in columns and not plain_answer else ():
+            if not _spans_fit(message):
+                raise UserError(
+                    f"{where}: column {name}: mask_spans is {_brief(message['mask_spans'])}, but should be a list of "
+                    f"[start, end) characters inside the content {_brief(message['content'])}. Correct the file."
+                )
+
+
+def _brief(value: object) -> str:
+    """The beginning of a value, however deep it is nested."""
+    return reprlib.repr(value)[:120]
 
 
 def licence(source: Source) -> str:
@@ -115,17 +201,21 @@ def licence(source: Source) -> str:
     return "your own file" if _is_file(source.path) else "see its page on the Hub"
 
 
-def _open(source: Source, key: str, seed: int) -> Iterator[dict[str, Any]]:
+def _open(source: Source, key: str, seed: int) -> Iterator[Placed]:
     if source.path == EMBEDDED:
-        return _generated(source, key, seed)
+        return _numbered(_generated(source, key, seed))
     if _is_file(source.path) or Path(source.path).exists():
-        return _local(Path(source.path), key)
+        return _local(Path(source.path), f"{key}.path")
     if not HUB_NAME.fullmatch(source.path):
         raise UserError(
             f"{key}.path={source.path} is neither `embedded`, nor a .jsonl or .parquet file, nor a name on the Hugging "
             "Face Hub (owner/name). Write one of them."
         )
-    return _from_hub(source, key)
+    return _numbered(_from_hub(source, key))
+
+
+def _numbered(rows: Iterator[dict[str, Any]]) -> Iterator[Placed]:
+    return ((f"row {number}", row) for number, row in enumerate(rows, 1))
 
 
 def _is_file(path: str) -> bool:
@@ -178,34 +268,49 @@ def _generated(source: Source, key: str, seed: int) -> Iterator[dict[str, Any]]:
 # Local files
 
 
-def _local(path: Path, key: str) -> Iterator[dict[str, Any]]:
+def _local(path: Path, key: str) -> Iterator[Placed]:
     if not path.is_file() or path.suffix not in (".jsonl", ".parquet"):
         what = "is neither .jsonl nor .parquet" if path.exists() else "does not exist"
-        raise UserError(f"{key}.path={path} {what}. Name one such file; several files are several sources.")
+        raise UserError(f"{key}={path} {what}. Name one such file; several files are several sources.")
     try:
-        yield from _jsonl(path, key) if path.suffix == ".jsonl" else _parquet(path)
-    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
-        raise UserError(f"{key}.path={path} cannot be read: {_one_line(error)}. Check the file.") from error
+        yield from _jsonl(path, key) if path.suffix == ".jsonl" else _numbered(_parquet(path, key))
+    except OSError as error:
+        raise UserError(f"{key}={path} cannot be read: {_one_line(error)}. Check the file.") from error
 
 
-def _jsonl(path: Path, key: str) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8-sig") as lines:
+def _jsonl(path: Path, key: str) -> Iterator[Placed]:
+    """A row a line. Only a line feed ends a line: U+2028 and other separators of str.splitlines stand inside texts."""
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip():
+            where = f"{key}: line {number} of {path}"
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{where} is not UTF-8 text (byte {line[error.start]:#04x} at place {error.start + 1}). Save the "
+                    "file as UTF-8, or repair or delete the line."
+                ) from None
+            if not text.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(text)
             except (ValueError, RecursionError) as error:  # no JSON, a number of thousands of digits, endless nesting
-                raise UserError(f"{key}: line {number} of {path} is no JSON ({error}). Repair or delete it.") from error
+                raise UserError(f"{where} is no JSON ({_one_line(error)}). Repair or delete it.") from None
             if not isinstance(row, dict):
-                raise UserError(f"{key}: line {number} of {path} is {row!r:.60}, not a JSON object {{...}}. Repair it.")
-            yield row
+                raise UserError(f"{where} is {_brief(row)}, not a JSON object {{...}}. Repair it.")
+            yield f"line {number}", row
 
 
-def _parquet(path: Path) -> Iterator[dict[str, Any]]:
-    with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=1024):
-            yield from batch.to_pylist()
+def _parquet(path: Path, key: str) -> Iterator[dict[str, Any]]:
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                yield from batch.to_pylist()
+    except Exception as error:  # what pyarrow raises on a damaged file has no common class
+        raise UserError(
+            f"{key}={path} cannot be read as a parquet file: {type(error).__name__}: {_one_line(error)}. Check the "
+            "file or make it again."
+        ) from error
 
 
 # The Hub

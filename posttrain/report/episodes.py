@@ -1,9 +1,10 @@
-"""What did an episode look like?  Acted out again from its transcript, as an animated picture."""
+"""What did an episode look like?  Acted out again from its transcript, as pictures that can be stepped through."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -38,14 +39,26 @@ def replay(results: Results, row: Row) -> tuple[list[np.ndarray], list[tuple[str
     return frames, turns
 
 
-def gif(frames: Sequence[np.ndarray]) -> bytes:
-    """An endless animation that rests on its last frame."""
+def png(frame: np.ndarray) -> bytes:
+    """One frame, small."""
+    out = io.BytesIO()
+    _picture(frame).save(out, "PNG", optimize=True)
+    return out.getvalue()
+
+
+def _picture(frame: np.ndarray) -> Any:
+    """A frame scaled to SIDE, in few colours."""
     from PIL import Image
 
-    pictures = [Image.fromarray(frame) for frame in frames]
-    scale = SIDE / max(pictures[0].size)
-    size = (round(pictures[0].width * scale), round(pictures[0].height * scale))
-    pictures = [picture.resize(size, Image.Resampling.LANCZOS).quantize(96) for picture in pictures]
+    picture = Image.fromarray(frame)
+    scale = SIDE / max(picture.size)
+    size = (round(picture.width * scale), round(picture.height * scale))
+    return picture.resize(size, Image.Resampling.LANCZOS).quantize(96)
+
+
+def gif(frames: Sequence[np.ndarray]) -> bytes:
+    """An endless animation that rests on its last frame."""
+    pictures = [_picture(frame) for frame in frames]
     out, pace = io.BytesIO(), [FRAME] * (len(pictures) - 1) + [LAST_FRAME]
     pictures[0].save(out, "GIF", save_all=True, append_images=pictures[1:], duration=pace, loop=0, optimize=True)
     return out.getvalue()

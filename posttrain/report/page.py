@@ -12,7 +12,7 @@ from pathlib import Path
 
 from posttrain import runlog
 from posttrain.report import charts
-from posttrain.report.episodes import gif, replay
+from posttrain.report.episodes import png, replay
 from posttrain.report.tables import (
     Column,
     Figure,
@@ -22,6 +22,7 @@ from posttrain.report.tables import (
     columns,
     every_setting,
     figure_of,
+    math_title,
     percent,
     points,
     readable,
@@ -32,12 +33,17 @@ from posttrain.types import UserError
 
 SHOWN_CHARACTERS = 420  # of one answer
 SAMPLES = 2  # prompts shown of each part
+LEVELS = 4  # shown of each kind in each world, the first one at once and the others on request
+OPENING_CHARACTERS = 160  # of an answer, shown before it is unfolded
 # Curves by title: (key in metrics.jsonl, label); `*` stands for the name of a world.
 CURVES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("Loss", (("loss", "training"), ("eval_loss", "held out"))),
     ("Next token right", (("mean_token_accuracy", "training"), ("eval_mean_token_accuracy", "held out"))),
-    ("Pairs ranked right", (("rewards/accuracies", "training"), ("eval_rewards/accuracies", "held out"))),
-    ("Reward margin", (("rewards/margins", "training"), ("eval_rewards/margins", "held out"))),
+    (
+        "Reward accuracy, against the reference",
+        (("rewards/accuracies", "training"), ("eval_rewards/accuracies", "held out")),
+    ),
+    ("Reward margin, against the reference", (("rewards/margins", "training"), ("eval_rewards/margins", "held out"))),
     ("Success, held-out levels", (("evaluation/*/success", "*"),)),
     ("Success while training", (("rollout/*/success", "*"),)),
     ("Spread of reward in a group", (("rollout/in_group_std", "mean over groups"),)),
@@ -67,7 +73,7 @@ def build(folder: Path) -> Path:
     shown = [(f"s{number}", title, body) for number, (title, body) in enumerate(sections) if body]
     links = "".join(f'<a href="#{place}">{text(title)}</a>' for place, title, _ in shown)
     cards = "".join(f'<section id="{place}"><h2>{text(title)}</h2>{body}</section>' for place, title, body in shown)
-    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+    style, script = (Path(__file__).with_name(f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     name = folder.resolve().name
     page = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -75,7 +81,8 @@ def build(folder: Path) -> Path:
         f"<title>{text(name)}: what each phase changed</title><style>{style}</style></head><body><main>"
         f'<header><p class="kicker">{text(name)}</p><h1>What each phase changed</h1>'
         f'<p class="lead">{text(" → ".join(results["checkpoints"]))}, on held-out questions and levels, the same for '
-        f"every checkpoint. Intervals are at 95 %.</p><nav>{links}</nav></header>{cards}</main></body></html>\n"
+        f"every checkpoint. Intervals are at 95 %.</p><nav>{links}</nav></header>{cards}</main>"
+        f"<script>{script}</script></body></html>\n"
     )
     path = folder / "report.html"
     path.write_text(page, encoding="utf-8")
@@ -94,8 +101,10 @@ def read(folder: Path) -> tuple[Results, list[Row]]:
             f"{error.filename} does not exist, so there is nothing to report. `python evaluate_model.py "
             f"output_dir={folder}` writes it."
         ) from None
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError, TypeError):  # no JSON, no UTF-8, endless nesting
         complete = False
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be read: {error.strerror}.") from None
     if not complete:
         raise UserError(
             f"The files in {folder} are damaged or not what evaluate_model.py writes. Measure again: "
@@ -130,7 +139,7 @@ def headline(results: Results) -> str:
     shown = columns(results)
     head = "<th></th>"
     for column in shown:
-        sampled = f"<br>sampled: {text(column.setting)}" if column.setting else ""
+        sampled = f"<br>{text(setting_of(column.setting))}" if column.setting else ""
         head += f"<th>{text(column.title)}<small>{text(column.note)}{sampled}</small></th>"
     body = ""
     for name, entry in results["checkpoints"].items():
@@ -139,10 +148,19 @@ def headline(results: Results) -> str:
             figure = column.get(entry)
             moved = change(results, name, column)
             drawn = charts.bar(figure, colour(results, name))
-            body += f"<td><b>{percent(figure.value)}</b>{moved}<small>{span(figure)}</small>{drawn}</td>"
+            label = f' data-label="{text(column.title)}"'
+            body += f"<td{label}><b>{percent(figure.value)}</b>{moved}<small>{span(figure)}</small>{drawn}</td>"
         body += "</tr>"
+    for name, reason in results.get("failed", {}).items():
+        words = f"{badge('no', 'not measured')} <small>{text(reason)}</small>"
+        body += f'<tr><th>{chip(results, name)}</th><td colspan="{len(shown)}">{words}</td></tr>'
     note = "▲ and ▼: points up or down from the checkpoint before, where the paired interval leaves zero out."
     return table(head, body, "headline") + f'<p class="quiet">{note}</p>' + math_parts(results)
+
+
+def setting_of(name: str) -> str:
+    """What a column says of its sampling setting; `greedy` samples nothing."""
+    return "greedy" if name == "greedy" else f"sampling setting “{name}”"
 
 
 def change(results: Results, name: str, column: Column) -> str:
@@ -167,20 +185,21 @@ def verdict(difference: Row) -> str:
 
 
 def math_parts(results: Results) -> str:
-    """Math by kind of problem: new questions, and operands never seen together, apart."""
-    entries = {name: entry["math"] for name, entry in results["checkpoints"].items() if "math" in entry}
-    parts = list(next(iter(entries.values()))["parts"]) if entries else []
-    if len(parts) < 2:
-        return ""
-    head = "<th></th>" + "".join(f"<th>{text(part.replace('_', ' '))}</th>" for part in parts) + "<th>together</th>"
-    body = ""
-    for name, entry in entries.items():
-        body += f"<tr><th>{chip(results, name)}</th>"
-        for found in (*entry["parts"].values(), entry):
-            figure = figure_of(found, "accuracy")
-            body += f"<td><b>{percent(figure.value)}</b><small>{span(figure)}, n {found['n']}</small></td>"
-        body += "</tr>"
-    return f"<h3>Math, by kind of problem</h3>{table(head, body)}"
+    """A source of math by kind of problem, where it has several: new questions, and operands never seen together."""
+    blocks = ""
+    for source, first in next(iter(results["checkpoints"].values())).get("math", {}).items():
+        if len(first["parts"]) < 2:
+            continue
+        head = "<th></th>" + "".join(f"<th>{text(part.replace('_', ' '))}</th>" for part in first["parts"])
+        body = ""
+        for name, entry in results["checkpoints"].items():
+            body += f"<tr><th>{chip(results, name)}</th>"
+            for found in (*entry["math"][source]["parts"].values(), entry["math"][source]):
+                figure = figure_of(found, "accuracy")
+                body += f"<td><b>{percent(figure.value)}</b><small>{span(figure)}, n {found['n']}</small></td>"
+            body += "</tr>"
+        blocks += f"<h3>{text(math_title(source))}, by kind of problem</h3>{table(head + '<th>together</th>', body)}"
+    return blocks
 
 
 def goals(results: Results) -> str:
@@ -232,6 +251,8 @@ def is_headline(results: Results, difference: Row) -> bool:
     entry = results["checkpoints"][difference["to"]][difference["suite"]]
     if difference["suite"] == "worlds":
         entry = entry[difference["part"]]
+    if difference["suite"] == "math":  # its sources share their settings
+        entry = next(iter(entry.values()))
     return entry.get("setting", "") == difference["setting"]
 
 
@@ -252,7 +273,7 @@ def worlds(results: Results) -> str:
         found = next(iter(results["checkpoints"].values()))["worlds"][world]
         blocks += (
             f'<div class="half"><h3>{text(readable(world))}</h3><p class="quiet">{found["episodes"]} episodes on '
-            f"{found['levels']} test levels, sampled: {text(found['setting'])}</p>"
+            f"{found['levels']} test levels, {text(setting_of(found['setting']))}</p>"
             f'<table class="worlds">{rows}</table></div>'
         )
     return blocks and f'<div class="halves">{blocks}</div>'
@@ -270,7 +291,7 @@ def failures(found: Row) -> str:
 
 
 def episodes(results: Results, transcripts: Sequence[Row]) -> str:
-    """Per world a level that the last checkpoint solves and the one before it lost, and one that it loses still."""
+    """Per world how many levels the last checkpoint won and lost beside the one before it, and some of each kind."""
     names = list(results["checkpoints"])
     if len(names) < 2:
         return ""
@@ -286,34 +307,52 @@ def episodes(results: Results, transcripts: Sequence[Row]) -> str:
             }
             for name in names[-2:]
         )
-        both = [number for number in before if number in after]
-        won = [number for number in both if after[number]["success"] and not before[number]["success"]]
-        lost = [number for number in both if not after[number]["success"]]
-        blocks += (
-            f'<h3>{text(readable(world))}</h3><p class="quiet">Of {len(both)} levels, {text(names[-1])} solved '
-            f"{len(won)} that {text(names[-2])} had lost, and lost {len(lost)}. Here is the first of each kind.</p>"
-        )
-        for title, numbers in (("Lost before, solved after", won), ("Still lost", lost)):
-            for number in numbers[:1]:
-                sides = "".join(episode(results, played[number]) for played in (before, after))
-                title = f"{title} <small>level {number}</small>"
-                blocks += f'<div class="level"><h4>{title}</h4><div class="halves">{sides}</div></div>'
+        kinds: dict[str, list[int]] = {
+            f"Solved by {names[-1]} alone": [],
+            f"Solved by {names[-2]} alone": [],
+            "Solved by neither": [],
+            "Solved by both": [],
+        }
+        for number in (number for number in before if number in after):
+            wins = (after[number]["success"], before[number]["success"])
+            place = [(True, False), (False, True), (False, False), (True, True)].index(wins)
+            list(kinds.values())[place].append(number)
+        counts = ", ".join(f"{len(numbers)} {title[0].lower()}{title[1:]}" for title, numbers in kinds.items())
+        both = sum(map(len, kinds.values()))
+        blocks += f'<h3>{text(readable(world))}</h3><p class="quiet">{both} levels: {text(counts)}.</p>'
+        for title, numbers in list(kinds.items())[:3]:
+            levels = [level(results, title, number, before, after) for number in numbers[:LEVELS]]
+            blocks += "".join(levels[:1])
+            if len(levels) > 1:
+                more = f"{len(levels) - 1} more: {title[0].lower()}{title[1:]}"
+                blocks += f'<details class="levels"><summary>{text(more)}</summary>{"".join(levels[1:])}</details>'
     return blocks
 
 
+def level(results: Results, title: str, number: int, before: dict[int, Row], after: dict[int, Row]) -> str:
+    """One level, as both checkpoints played it."""
+    sides = "".join(episode(results, played[number]) for played in (before, after))
+    head = f"{text(title)} <small>level {number}</small>"
+    return f'<div class="level"><h4>{head}</h4><div class="halves">{sides}</div></div>'
+
+
 def episode(results: Results, row: Row) -> str:
-    """The pictures as a GIF, and beside them what the model wrote."""
+    """The pictures, which page.js lets the reader step through, and beside them what the model wrote."""
     frames, turns = replay(results, row)
     outcome = badge("yes", "solved") if row["success"] else badge("no", row["failure"] or "not solved")
     items = "".join(
         f"<li><b>{text(', '.join(taken) or 'no valid action')}</b> <q>{text(cut(said))}</q></li>"
         for said, taken in turns
     )
-    picture = base64.b64encode(gif(frames)).decode()
+    turn_of = [-1, *(number for number, (_, taken) in enumerate(turns) for _ in taken)]  # which turn led to a picture
+    pictures = ""
+    for number, frame in enumerate(frames):
+        code = base64.b64encode(png(frame)).decode()
+        name = f"{row['part']} played by {row['checkpoint']}, after {number} actions"
+        pictures += f'<img alt="{text(name)}" data-turn="{turn_of[number]}" src="data:image/png;base64,{code}">'
     return (
         f'<div class="half"><p>{chip(results, row["checkpoint"])} {outcome}</p><div class="scene">'
-        f'<img alt="{text(row["part"])} played by {text(row["checkpoint"])}" src="data:image/gif;base64,{picture}">'
-        f"<ol>{items}</ol></div></div>"
+        f'<div class="film">{pictures}</div><ol>{items}</ol></div></div>'
     )
 
 
@@ -360,6 +399,7 @@ def samples(results: Results, transcripts: Sequence[Row]) -> str:
     blocks = ""
     for suite, title in (("math", "Math"), ("recall", "Recall"), ("repetition", "Open question")):
         entry = next(iter(results["checkpoints"].values())).get(suite)
+        entry = next(iter(entry.values())) if entry and suite == "math" else entry
         asked: dict[tuple[str, int], list[Row]] = {}
         for row in transcripts:
             if row["suite"] == suite and entry and row["setting"] == entry["setting"] and row["index"] < SAMPLES:
@@ -382,7 +422,15 @@ def answer(results: Results, row: Row) -> str:
     else:
         marks += badge("", f"repeats {percent(row['seq_rep_4'])}")
     marks += badge("no", "never stops") if row["never_stops"] else ""
-    return f'<div class="answer">{marks}<p>{text(cut(row["text"])) or "<i>nothing</i>"}</p></div>'
+    return f'<div class="answer">{marks}{folded(cut(row["text"]))}</div>'
+
+
+def folded(words: str) -> str:
+    """A text whose end is unfolded on request: the long ones of an untrained model would fill the page."""
+    if len(words) <= OPENING_CHARACTERS:
+        return f"<p>{text(words) or '<i>nothing</i>'}</p>"
+    opening, rest = words[:OPENING_CHARACTERS], words[OPENING_CHARACTERS:]
+    return f"<details><summary>{text(opening)}<span> … more</span></summary><p>{text(rest)}</p></details>"
 
 
 def settings(results: Results) -> str:
@@ -398,7 +446,7 @@ def settings(results: Results) -> str:
 
 def commands(results: Results, folder: Path) -> str:
     """What a reader would type next, ready to copy."""
-    last = list(results["config"]["checkpoints"].values())[-1]
+    last = results["config"]["checkpoints"][list(results["checkpoints"])[-1]]
     chat = f"python inference_with_improved_settings.py model.name_or_path={last}"
     lines = [("Talk to the result", chat)]
     lines += [("The same question under both presets", f'{chat} --compare --prompt "Tell me about the old garden."')]

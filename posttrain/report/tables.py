@@ -26,12 +26,12 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True)
 class Column:
-    """Column("Math", "answers right", "math", "", "accuracy", "greedy"): one headline figure of every checkpoint."""
+    """Column("GSM8K", "answers right", "math", "gsm8k", "accuracy", "greedy"): a figure of every checkpoint."""
 
     title: str
     note: str
     suite: str
-    part: str  # the world
+    part: str  # the world, or where the questions of math come from
     metric: str
     setting: str
 
@@ -46,10 +46,11 @@ def columns(results: Results) -> list[Column]:
     first = next(iter(results["checkpoints"].values()))
 
     found = []
+    for source, entry in first.get("math", {}).items():
+        found.append(Column(math_title(source), "answers right", "math", source, "accuracy", entry["setting"]))
     for suite, title, note, metric in (
-        ("math", "Math", "answers right", "accuracy"),
         ("recall", "Recall", "earlier turns remembered", "accuracy"),
-        ("preferences", "Preferences", "held-out pairs ranked right", "accuracy"),
+        ("preferences", "Preferences", "ranking accuracy: pairs whose chosen answer is likelier", "accuracy"),
         ("repetition", "Repetition", "repeated 4-grams, lower is better", "seq_rep_4"),
     ):
         if suite in first:
@@ -58,6 +59,11 @@ def columns(results: Results) -> list[Column]:
         note = f"success in {entry['episodes']} episodes"
         found.append(Column(readable(world), note, "worlds", world, "success", entry["setting"]))
     return found
+
+
+def math_title(source: str) -> str:
+    """embedded -> Math (toy sums), gsm8k -> GSM8K"""
+    return {"embedded": "Math (toy sums)", "gsm8k": "GSM8K", "math500": "MATH-500"}.get(source, f"Math ({source})")
 
 
 def figure_of(found: Row, key: str) -> Figure:
@@ -89,11 +95,12 @@ def points(value: float) -> str:
 def goals(results: Results) -> list[Row]:
     """The quickstart's goals beside what was measured: {"phase", "goal", "measured", "reached"}.
 
-    They are about the checkpoints base, phase1, phase2 and phase3 and their headline figures; a goal whose figures are
-    not there is left out.
+    They are about the checkpoints base, phase1, phase2 and phase3 and their headline figures, in math those of the
+    embedded questions; a goal whose figures are not there is left out.
     """
     entries = results["checkpoints"]
     base, one, two, three = (entries.get(name, {}) for name in ("base", "phase1", "phase2", "phase3"))
+    sums = {name: entry["math"]["embedded"] for name, entry in entries.items() if "embedded" in entry.get("math", {})}
     found: list[Row] = []
 
     def goal(phase: str, text: str, measured: str, reached: bool) -> None:
@@ -104,11 +111,11 @@ def goals(results: Results) -> list[Row]:
         wanted = {"from": old, "to": new, "suite": suite, "part": "", "setting": setting, "metric": metric}
         return next((d for d in results["differences"] if wanted.items() <= d.items()), None)
 
-    if "math" in base and "math" in one:
-        gained = one["math"]["accuracy"] - base["math"]["accuracy"]
+    if {"base", "phase1"} <= sums.keys():
+        gained = sums["phase1"]["accuracy"] - sums["base"]["accuracy"]
         parts = ", ".join(
-            f"{part.replace('_', ' ')} {points(figures['accuracy'] - base['math']['parts'][part]['accuracy'])}"
-            for part, figures in one["math"]["parts"].items()
+            f"{part.replace('_', ' ')} {points(figures['accuracy'] - sums['base']['parts'][part]['accuracy'])}"
+            for part, figures in sums["phase1"]["parts"].items()
         )
         goal("phase1", "math at least 30 points above base", f"{points(gained)} ({parts})", gained >= 0.30)
     if "recall" in base and "recall" in one:
@@ -124,8 +131,8 @@ def goals(results: Results) -> list[Row]:
             goal("phase2", "repeats less than phase 1 at equal length, interval below 0", text, cut["high"] < 0)
         ratio = two["repetition"]["tokens"] / max(one["repetition"]["tokens"], 1e-9)
         goal("phase2", "answers at most 20 % shorter", f"{round(100 * (ratio - 1)):+d} %", ratio >= 0.8)
-    if "math" in one and "math" in two:
-        gained = two["math"]["accuracy"] - one["math"]["accuracy"]
+    if {"phase1", "phase2"} <= sums.keys():
+        gained = sums["phase2"]["accuracy"] - sums["phase1"]["accuracy"]
         goal("phase2", "math at most 5 points lower", points(gained), gained >= -0.05)
     for world, after in three.get("worlds", {}).items():
         before = two.get("worlds", {}).get(world)
@@ -186,6 +193,8 @@ def markdown(results: Results) -> str:
             for name, entry in results["checkpoints"].items()
         ),
     )
+    for name, reason in results.get("failed", {}).items():
+        lines += ["", f"{name} could not be measured: {' '.join(reason.split())}"]
     lines += ["", "## Paired differences", "", "Same items, same seeds; bootstrap over items, 95 %.", ""]
     lines += _table(
         ["from", "to", "what", "setting", "before", "after", "difference", "interval", "n"],
@@ -212,6 +221,8 @@ def markdown(results: Results) -> str:
 
 def what(difference: Row) -> str:
     """Which figure a difference is about: `math, unseen operands: accuracy`, `sokoban: success`."""
+    if difference["suite"] == "preferences" and difference["metric"] == "accuracy":
+        return "preferences: ranking accuracy"
     part = difference["part"].replace("_", " ")
     subject = part if difference["suite"] == "worlds" else ", ".join(filter(None, (difference["suite"], part)))
     names = {
@@ -227,12 +238,13 @@ def every_setting(results: Results) -> Iterator[tuple[str, str, str, Figure, int
     """(checkpoint, which figure, sampling setting, figure, n) for every one there is."""
     for name, entry in results["checkpoints"].items():
         for suite, figures in entry.items():
-            for part, found in figures.items() if suite == "worlds" else [("", figures)]:
+            for part, found in figures.items() if suite in ("math", "worlds") else [("", figures)]:
                 key = {"worlds": "success", "repetition": "seq_rep_4"}.get(suite, "accuracy")
-                title = f"{suite} {part.replace('_', ' ')}".strip()
+                title = math_title(part) if suite == "math" else f"{suite} {part.replace('_', ' ')}".strip()
                 for setting, one in found.get("settings", {"": found}).items():
                     yield name, title, setting, figure_of(one, key), one.get("n", one.get("episodes"))
-                    for section, inner in one.get("parts", {}).items():
+                    parts = one.get("parts", {})
+                    for section, inner in parts.items() if len(parts) > 1 else ():
                         about = f"{title}, {section.replace('_', ' ')}"
                         yield name, about, setting, figure_of(inner, key), inner["n"]
 
@@ -253,17 +265,22 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 def show(results: Results) -> None:
     """The headline table and the goals in the terminal."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console, shown = Console(), columns(results)
     table = Table(title="Held-out results, in percent with 95 % intervals")
     table.add_column("")
     for column in shown:
-        table.add_column(f"{column.title}\n[dim]{column.setting or 'no sampling'}[/dim]", justify="right")
+        table.add_column(
+            f"{escape(column.title)}\n[dim]{escape(column.setting) or 'no sampling'}[/dim]", justify="right"
+        )
     for name, entry in results["checkpoints"].items():
         figures = [column.get(entry) for column in shown]
-        table.add_row(name, *(f"{percent(figure.value)}\n[dim]{span(figure)}[/dim]" for figure in figures))
+        table.add_row(escape(name), *(f"{percent(figure.value)}\n[dim]{span(figure)}[/dim]" for figure in figures))
     console.print(table)
+    for name, reason in results.get("failed", {}).items():
+        console.print(f"[red]not measured[/red] {escape(f'{name}: {reason}')}", highlight=False)
     for goal in results.get("goals", []):
         mark = "[green]reached    [/green]" if goal["reached"] else "[red]not reached[/red]"
         console.print(f"{mark} {goal['phase']}: {goal['goal']}: {goal['measured']}", highlight=False)
@@ -327,4 +344,4 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def colour(results: Results, checkpoint: str) -> str:
-    return COLOURS[list(results["checkpoints"]).index(checkpoint) % len(COLOURS)]
+    return COLOURS[list(results["config"]["checkpoints"]).index(checkpoint) % len(COLOURS)]
