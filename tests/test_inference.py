@@ -634,7 +634,7 @@ def test_weights_that_are_no_numbers_end_it(
     def damaged(*given: Any, **settings: Any) -> Any:
         model, chat = honest(*given, **settings)
         with torch.no_grad():
-            model.get_input_embeddings().weight[300] = torch.nan
+            model.get_input_embeddings().weight.select(0, 300).fill_(torch.nan)
         return model, chat
 
     monkeypatch.setattr(models, "load", damaged)
