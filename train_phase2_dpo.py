@@ -54,6 +54,8 @@ def main(argv: list[str] | None = None) -> None:
         checkpoint.claim(output_dir, flags.resume)
     device = models.resolve_device(cfg.device)
     args = training.arguments(DPOConfig, cfg, device, precompute_ref_log_probs=True, logging_first_step=True)
+    if args.precompute_ref_batch_size is None and device.type != "cpu":  # nothing is kept for a backward pass
+        args.precompute_ref_batch_size = 4 * args.per_device_train_batch_size
     set_seed(cfg.seed)
 
     # 3. The model, the chat that speaks to it, and the pairs as token ids: prompt, chosen, rejected.

@@ -1,8 +1,9 @@
-"""How long should an iteration of phase 3 take on a GPU that is not here?  Bandwidth, FLOPs and the shape of the model.
+"""How long should a run take on a GPU that is not here?  Bandwidth, FLOPs and the shape of the model.
 
-Nothing is measured: rollout and update are arithmetic on datasheets and on assumptions, each of which is an option.
+Nothing is measured: everything is arithmetic on datasheets and on assumptions, each of which is an option.
     python benchmarks/plan.py [--model convgpt] [--device A10G H200] [--conversations 128] [--turns 5] [--json FILE]
     python benchmarks/plan.py --measured run.json   # beside it the seconds of a real run
+    python benchmarks/plan.py --phase configs/phase1_sft.yaml --rows 56000 --tokens 400   # phase 1 or 2, in hours
 device.py measures a device that is here, beside the same arithmetic.
 """
 
@@ -20,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import _measure
 
 from posttrain import plan
-from posttrain.config import StarPORun
+from posttrain.config import DPORun, SFTRun, StarPORun, resolve
 from posttrain.types import UserError
 
 
@@ -149,6 +150,84 @@ def predict(
     )
 
 
+class Rows(NamedTuple):
+    """The data of phase 1 or 2: Rows(rows=56000, tokens=400, trained=0.6, padding=0.08)."""
+
+    rows: int  # conversations, or twice the pairs
+    tokens: int  # of a row on average; rows differ so much that a token also sees about as many before it
+    trained: float  # share of the tokens that have a label
+    padding: float  # tokens of padding for each real one
+
+
+def row_flops(shape: plan.Shape, data: Rows) -> tuple[float, float, float]:
+    """A forward pass over all rows: the blocks, their attention, and the layers behind them.
+
+    The output layer sees labels alone. No other position is computed twice, nor masked: attention is causal.
+    """
+    tokens = data.rows * data.tokens * (1 + data.padding)
+    blocks = forward_flops(shape, tokens, 0)
+    attention = forward_flops(shape, tokens, data.tokens) - blocks
+    output = shape.vocabulary * shape.states
+    labels = data.rows * data.tokens * data.trained
+    return blocks, attention, tokens * 2 * (shape.top - output) + labels * 2 * output
+
+
+def phase_flops(shape: plan.Shape, data: Rows, settings: Any) -> dict[str, float]:
+    """Of a whole run of phase 1 or 2: `settings` is its config, an SFTRun or a DPORun.
+
+    A backward pass costs two forward passes. Blocks are computed again under gradient checkpointing, logits always.
+    """
+    trainer, pairs = settings.trainer, isinstance(settings, DPORun)
+    epochs, again = trainer.get("num_train_epochs", 3), bool(trainer.get("gradient_checkpointing", True))
+    blocks, attention, head = row_flops(shape, data)
+    in_batch = trainer["per_device_train_batch_size"] * trainer.get("gradient_accumulation_steps", 1) * (1 + pairs)
+    evaluations = epochs * data.rows / in_batch / trainer["eval_steps"]
+    forward = pairs + evaluations * settings.data.eval_rows * (1 + pairs) / data.rows  # reference, evaluations
+    return {
+        "blocks": blocks * (epochs * (3 + again) + forward),
+        "attention": attention * (epochs * (3 + again) + forward),
+        "output": head * (epochs * 4 + forward),
+    }
+
+
+def phase_memory(shape: plan.Shape, settings: Any) -> int:
+    """Bytes at the worst moment of phase 1 or 2: a micro-batch of rows that are all as long as they may be."""
+    trainer, rows = settings.trainer, settings.trainer["per_device_train_batch_size"]
+    tokens = rows * (1 + isinstance(settings, DPORun)) * settings.data.max_length
+    cfg = config_of(
+        Work(16, 16, 1, 64, 64, 1),
+        tuning=settings.model.tuning,
+        bf16=bool(trainer.get("bf16", True)),
+        gradient_checkpointing=bool(trainer.get("gradient_checkpointing", True)),
+    )
+    learning = plan.learning(shape, cfg, tokens, cuda=True) | {"common beginnings": 0}  # those are of phase 3
+    return plan.most({"always": plan.always(shape, cfg), "a": learning, "b": plan.stepping(shape, cfg, cuda=True)})
+
+
+def phase_table(given: Any) -> tuple[dict[str, Any], str]:
+    """Hours and memory of phase 1 or 2 on each device, and the same as a table."""
+    settings = resolve(SFTRun if "sft" in given.phase.name else DPORun, given.phase)
+    pairs = isinstance(settings, DPORun)
+    data = Rows(given.rows * (1 + pairs), given.tokens // (1 + pairs), given.trained, given.padding)
+    rows = []
+    for name in given.model:
+        kind, sizes = MODELS[name]
+        shape = plan.Shape.of(AutoConfig.for_model(kind, **sizes), settings.model)
+        flops, memory = phase_flops(shape, data, settings), phase_memory(shape, settings)
+        for place in given.device:
+            hours = sum(flops.values()) / (DEVICES[place].flops * given.compute_share) / 3600
+            rows.append({"model": name, "device": place, "hours": hours, "bytes": memory} | flops)
+    head = ["model", "device", "hours", "GiB", "PFLOP: blocks", "attention", "output"]
+    cells = [
+        [row["model"], row["device"], f"{row['hours']:.1f}", plan.gib(row["bytes"])]
+        + [f"{row[part] / 1e15:.0f}" for part in ("blocks", "attention", "output")]
+        for row in rows
+    ]
+    said = f"Predicted, not measured: {given.phase.name}, {given.rows} {'pairs' if pairs else 'rows'} of {given.tokens}"
+    said += f" tokens; assumed: {given.compute_share:.0%} of the FLOPs, {given.padding:.0%} padding."
+    return {"rows": rows}, f"{said}\n\n{_measure.table(head, cells)}"
+
+
 def config_of(
     work: Work,
     *,
@@ -222,15 +301,25 @@ def main() -> None:
     # Qwen2-0.5B, 24 layers, gives 49.9 tokens a second on an A100 whose bandwidth allows 1,500 (Qwen's speed benchmark)
     parser.add_argument("--launch-ms", type=float, default=0.83, help="assumption: a layer of one decoding step")
     parser.add_argument("--measured", type=Path, help="JSON of a run: device, model, seconds of rollout and update")
+    phases = parser.add_argument_group("phases 1 and 2")
+    phases.add_argument("--phase", type=Path, help="their config; the options above do not count then")
+    phases.add_argument("--rows", type=int, default=56_000, help="of the data; in phase 2 pairs")
+    phases.add_argument("--tokens", type=int, default=400, help="of a row on average; in phase 2 of a pair")
+    phases.add_argument("--trained", type=float, default=0.6, help="assumption: share of the tokens with a label")
+    phases.add_argument("--padding", type=float, default=0.08, help="assumption: tokens of padding for each real one")
     given = parser.parse_args()
     _measure.threads()
+    if given.phase is not None:
+        figures, text = phase_table(given)
+        return _measure.publish(_measure.surroundings() | figures, text, given.json)
     work = Work(
         given.conversations, given.siblings, given.turns, given.prompt, given.new_tokens, given.reply, given.kept
     )  # fmt: skip
     assumed = Assumed(given.decode_share, given.compute_share, given.launch_ms / 1000)
     chosen = ("tuning", "critic", "beta", "num_iterations", "gradient_checkpointing")
     cfg = config_of(work, **{key: getattr(given, key) for key in chosen})
-    options = {key: value for key, value in vars(given).items() if key not in ("json", "measured")}
+    left_out = ("json", "measured", "phase", "rows", "tokens", "trained", "padding")
+    options = {key: value for key, value in vars(given).items() if key not in left_out}
     results = _measure.surroundings() | options
     rows = []
     for name in given.model:

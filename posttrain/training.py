@@ -234,7 +234,8 @@ def prepared(
         loaded = load(cfg.data, chat)
         if runlog.is_main_process():
             batch_size = args.per_device_train_batch_size * args.world_size
-            train = in_length_pools(loaded.train, batch_size, cfg.seed) if grouped else loaded.train
+            pool = 8 if args.device.type == "cpu" else 32  # on a CPU `read_in_slices` cuts what padding is left
+            train = in_length_pools(loaded.train, batch_size, cfg.seed, pool) if grouped else loaded.train
             rows = {"train": train, "eval": loaded.eval}
             sources = [{key: getattr(one, key) for key in TOLD} for one in loaded.table.sources]
             checkpoint.save(folder, lambda out: _write_rows(rows, sources, out), made_with=made_with)

@@ -308,6 +308,19 @@ def test_seconds_are_predicted_for_gpus_that_are_not_here(rollout, tmp_path, mon
     assert [line.count("**") for line in table[2:]] == [0, 4, 0, 0] and "17.20 s" in table[3] and "1.00x" in table[3]
 
 
+def test_the_hours_of_phases_1_and_2_count_attention(rollout, tmp_path, monkeypatch, capsys):
+    plan, configs = loaded(FILE.parent / "plan.py"), FILE.parent.parent / "configs"
+    options = ["--model", "convgpt", "--device", "A10G", "--compute-share", "0.25", "--json", str(tmp_path / "f.json")]
+    for phase, more in (("phase1_sft", []), ("phase2_dpo", "--rows 58000 --tokens 800 --padding 0.22".split())):
+        file = configs / f"{phase}.yaml"
+        monkeypatch.setattr(sys, "argv", ["plan.py", "--phase", str(file), *more, *options])
+        plan.main()
+        (row,) = json.loads((tmp_path / "f.json").read_text())["rows"]
+        assert f"computed {row['hours']:.1f} h" in file.read_text()  # what the file says is what this computes
+        assert row["attention"] > 0.2 * row["blocks"] and row["bytes"] < 21.8 * 2**30
+    assert "not measured" in capsys.readouterr().out
+
+
 def test_a_device_is_measured_beside_its_own_limits(rollout, tmp_path, monkeypatch, capsys):
     device = loaded(FILE.parent / "device.py")
     monkeypatch.setattr(device._measure, "alone", lambda _, options: device.one(*device.arguments(options)))
