@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
     progress.say(f"phase 3: {training.describe(cfg, learner.model, device)}")
     state: dict[str, Any] = {"step": 0, "best": -1.0, "best_step": 0, "empty_steps": 0, "tokens": 0}
     state |= {"curriculum": curriculum.start(cfg.worlds), "alarms": {}, "collapse": {}, "interventions": []}
-    state |= {"stopped_early": False, "plan": planned.changes}
+    state |= {"stopped_early": False, "plan": planned.changes, "told": False}
     if found:
         state |= load_state(found, learner)
         progress.say(f"Resuming from {found}.")
@@ -162,7 +162,7 @@ def main(argv: list[str] | None = None) -> None:
 
             # 4. look: transcripts, held-out levels and the best policy so far, a checkpoint to resume from
             last = step == cfg.trainer.max_steps
-            tell(cfg, out, step, groups, tracker, progress.say)
+            state["told"] = tell(cfg, out, step, groups, tracker, progress.say, state["told"])
             if last or step % cfg.evaluation.every == 0:
                 validate(step)
             if changes := cockpit.remedy(cfg, learner, raised, len(state["interventions"])):
@@ -175,6 +175,9 @@ def main(argv: list[str] | None = None) -> None:
                 cfg.diagnostics.early_stop or state["empty_steps"] >= cfg.algorithm.max_empty_steps
             ):
                 progress.say(f"step {step}: stopped early, the alarm above says why.")
+                last = state["stopped_early"] = True
+            elif solved(cfg, state, row["rollout/success"]):
+                progress.say(f"step {step}: stopped early, every level is won and nothing is left to learn from.")
                 last = state["stopped_early"] = True
             stopping = parallel.total(stop.requested, device) > 0
             if last or stopping or step % cfg.checkpoint.every == 0:
@@ -600,10 +603,28 @@ def go_back(
     return learner.cfg
 
 
+def solved(cfg: StarPORun, state: dict[str, Any], success: float) -> bool:
+    """No group has passed the filter for long because all is won, and no curriculum has harder levels in store."""
+    from posttrain.starpo.alarms import LIMITS
+
+    places = state["curriculum"]
+    last = all(places[world.name]["stage"] == len(world.curriculum) - 1 for world in cfg.worlds if world.curriculum)
+    return last and success >= LIMITS["solved"] and state["empty_steps"] >= cfg.algorithm.max_empty_steps
+
+
 def tell(
-    cfg: StarPORun, out: Path, step: int, groups: list[list[Trajectory]], tracker: Tracker, say: Callable[[str], None]
-) -> None:
-    """Transcripts and pictures of the first group and a group that nobody finished, where due; crashes, always."""
+    cfg: StarPORun,
+    out: Path,
+    step: int,
+    groups: list[list[Trajectory]],
+    tracker: Tracker,
+    say: Callable[[str], None],
+    told: bool = False,
+) -> bool:
+    """Transcripts and pictures of the first group and a group that nobody finished, where due; crashes, always.
+
+    told: whether the run has been told of groups that nobody finished; once is enough. Returns whether it has now.
+    """
     from posttrain import parallel
 
     crashed = [trajectory for group in groups for trajectory in group if trajectory.crashed]
@@ -615,15 +636,16 @@ def tell(
         )
     stuck = [group for group in groups if all(t.truncated and not t.crashed for t in group)]
     stuck = stuck if due(cfg.transcripts.every, step) else []
-    if stuck:
+    if stuck and not told:
         t = stuck[0][0]
         say(
             f"step {step}: in {len(stuck)} of {len(groups)} groups nobody finished, see transcripts; the first:"
             f" {t.world} (level seed {t.level_seed}). They teach what their rewards tell apart;"
-            " algorithm.mask_truncated leaves them out."
+            " algorithm.mask_truncated leaves them out. Said once: `rollout/truncated_groups` goes on counting."
         )
+    told = told or bool(stuck)
     if parallel.rank() != 0:
-        return
+        return told
     to_read = groups[0][: cfg.transcripts.count] if step % cfg.transcripts.every == 0 else []
     more = crashed[: max(1, cfg.transcripts.count)] + [group[0] for group in stuck[:1] if group[0] not in to_read]
     told = write_transcripts(out / "transcripts.jsonl", step, to_read + more)
@@ -635,6 +657,7 @@ def tell(
             pictures.append(picture)
     if shown:
         tracker.show(shown, pictures, step)
+    return told
 
 
 def write_transcripts(path: Path, step: int, trajectories: list[Trajectory]) -> list[dict[str, Any]]:

@@ -118,6 +118,7 @@ def describe(groups: list[list[Trajectory]], spread: list[float], kept: list[int
     for world in sorted({e.world for e in episodes}):
         own = [e for e in episodes if e.world == world]
         out[f"rollout/{world}/success"] = sum(e.success for e in own) / len(own)
+        out[f"rollout/{world}/invalid_turns"] = sum(e.invalid_turns for e in own) / max(1, sum(e.turns for e in own))
         numbers = [n for n, group in enumerate(groups) if group[0].world == world]
         out[f"rollout/{world}/in_group_std"] = sum(spread[n] for n in numbers) / len(numbers)
         out[f"rollout/{world}/kept_groups"] = sum(n in kept for n in numbers)
@@ -296,16 +297,25 @@ class Watch:
         self, cfg: StarPORun, say: Callable[[str], None], alert: Callable[[str, str, bool], None], exact: bool
     ) -> None:
         self.say, self.alert = say, alert
+        self.sizes = alarms.Sizes(
+            groups=cfg.rollout.groups,
+            samples=cfg.rollout.num_generations,
+            evaluation_episodes=cfg.evaluation.episodes * len(cfg.worlds),
+            steps=cfg.trainer.max_steps,
+        )
         self.limits: dict[str, float] = {"empty_steps": cfg.algorithm.max_empty_steps}
         if not exact:
-            self.limits["sampler_gap"] = 0.1
+            self.limits["sampler_gap"] = alarms.HALF_PRECISION_GAP
+        if cfg.algorithm.entropy_target is not None:  # the way up to it is meant
+            floor = alarms.LIMITS["entropy_floor"]
+            self.limits["entropy_floor"] = max(floor, cfg.algorithm.entropy_target)
         if cfg.algorithm.loss_type != "ppo_clip":  # there the clip bites by design
             self.limits["clip_fraction"] = math.inf
 
     def see(self, state: dict[str, Any], step: int, row: dict[str, float]) -> list[alarms.Alarm]:
         """The alarms that this row sets off, said; `state["alarms"]` moves on."""
         numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
-        raised, state["alarms"] = alarms.watch(state["alarms"], step, numbers, self.limits)
+        raised, state["alarms"] = alarms.watch(state["alarms"], step, numbers, self.sizes, self.limits)
         for alarm in raised:
             self.say(f"ALARM {alarm}")
             self.alert(alarm.name.replace("_", " "), str(alarm), alarm.severity == "stop")

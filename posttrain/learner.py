@@ -211,7 +211,7 @@ class Learner:
         )
         self.model.train()
         sums: dict[str, float] = {}
-        gap, steps, skipped = 0.0, 0, 0
+        gap, compared, steps, skipped = 0.0, 0.0, 0, 0
         norms, distilled = [0.0, 0.0], [0.0, 0]
         for iteration, minibatches in enumerate(passes):
             for number, chosen in enumerate(minibatches):
@@ -231,8 +231,9 @@ class Learner:
                         micro, prefixes, batch, measured, advantages_S, returns_S, trusted_S, counted_B, scale,
                         fresh=fresh and steps == 0, warming=warming,
                     )  # fmt: skip
-                    gap = max(gap, found.pop("gap")) if steps == 0 else gap
-                    found.pop("gap", None)
+                    apart = found.pop("gap")
+                    if steps == 0:  # later the policy has moved
+                        gap, compared = gap + apart, compared + found["tokens"]
                     for key, value in found.items():
                         sums[key] = sums.get(key, 0.0) + value
                 prefixes.backward()
@@ -252,12 +253,13 @@ class Learner:
                 steps += 1
         keys = sorted({key for keys in parallel.gather([list(sums)]) for key in keys})
         sums = {key: parallel.total(sums.get(key, 0.0), self.device) for key in keys}
+        gap, compared = (parallel.total(value, self.device) for value in (gap, compared))
         tokens = sums.pop("tokens")
         row = {key: value / tokens for key, value in sums.items()}
         row |= {
             "policy/grad_norm": norms[POLICY] / max(1, steps - skipped),
             "policy/skipped_steps": skipped,
-            "policy/sampler_gap": max(parallel.gather([gap])),
+            "policy/sampler_gap": gap / max(1.0, compared),
             "policy/learning_rate": self.optimizer.param_groups[POLICY]["lr"],
             "policy/entropy_coef": self.entropy_bonus,
         }
@@ -309,7 +311,7 @@ class Learner:
             total_S = total_S - self.entropy_bonus * entropy_S
         with torch.no_grad():
             found = {
-                "gap": (new_S - sampler_S).abs().max().item(),
+                "gap": (new_S - sampler_S).abs().sum().item(),
                 "tokens": float(len(new_S)),
                 "policy/loss": loss_S.sum().item(),
                 "policy/entropy": entropy_S.sum().item(),

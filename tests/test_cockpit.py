@@ -79,14 +79,24 @@ def heard(cfg: Any, rows: list[dict[str, float]], state: dict[str, Any]) -> tupl
 
 def test_alarms_are_said_once_and_their_memory_is_plain_data() -> None:
     state: dict[str, Any] = {"alarms": {}}
-    rows = [{"rollout/in_group_std": 0.4, "rollout/success": 0.4, "rollout/reward": 0.4}] * 12
-    rows += [{"rollout/in_group_std": 0.02, "rollout/success": 0.3, "rollout/reward": 0.3}] * 6
+    rows = [{"rollout/in_group_std": 0.4, "rollout/success": 0.4, "rollout/reward": 0.4}] * 20
+    rows += [{"rollout/in_group_std": 0.02, "rollout/success": 0.3, "rollout/reward": 0.3}] * 22
     said, alerts = heard(config(), rows, state)
-    assert alerts == ["variance collapse"] and "starpo-s" in said[0] and said[0].startswith("ALARM step ")
+    assert alerts == ["variance collapse", "variance gone"] and "starpo-s" in said[0] and said[0].startswith("ALARM step ")
     assert json.loads(json.dumps(state)) == state
 
 
 def test_limits_follow_the_run() -> None:
+    rounded = [{"policy/sampler_gap": 0.02}]  # a mean that bfloat16 explains
+    for exact, told in ((True, ["sampler gap"]), (False, [])):
+        alerts: list[str] = []
+        watch = cockpit.Watch(config(), print, lambda title, text, error, to=alerts: to.append(title), exact=exact)
+        watch.see({"alarms": {}}, 1, rounded[0])
+        assert alerts == told
+    sizes = cockpit.Watch(config(), print, lambda *_: None, exact=True).sizes
+    cfg = config()
+    assert (sizes.groups, sizes.samples) == (cfg.rollout.groups, cfg.rollout.num_generations)
+    assert sizes.evaluation_episodes == cfg.evaluation.episodes * len(cfg.worlds)
     clipped = [{"policy/clip_fraction": 0.4}] * 6
     assert heard(config(), clipped, {"alarms": {}})[1] == ["clip fraction"]
     gspo = config(loss_type="gspo_turn", aggregation="sequence_mean", epsilon=3e-4, epsilon_high=4e-4)

@@ -109,6 +109,20 @@ def moved(
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach() - before
 
 
+@pytest.mark.parametrize("tokens", [16, 4096])
+def test_the_sampler_gap_is_a_mean_over_tokens(tokens: int) -> None:
+    """However the tokens are cut into micro-batches; one token in bfloat16's tail hardly moves it."""
+    cfg = config()
+    cfg = cfg.model_copy(update={"trainer": cfg.trainer.model_copy(update={"micro_batch_tokens": tokens})})
+    model = policy()
+    groups = played(model)
+    segment = groups[0][0].segments[0]
+    segment.logprobs[segment.mask.index(True)] += 0.5
+    _, row = learn(cfg, model, groups)
+    count = sum(t.tokens for group in groups for t in group)
+    assert row["policy/sampler_gap"] == pytest.approx(0.5 / count, rel=1e-2)
+
+
 @pytest.mark.parametrize("advantage", [*EPISODE, "turn_return", "gigpo", *sorted(CRITICAL)])
 def test_every_estimator_starts_at_ratio_one_and_learns(advantage: str) -> None:
     cfg = config(advantage=advantage, beta=0.01)

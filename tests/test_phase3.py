@@ -438,14 +438,27 @@ def test_a_group_that_nobody_finished_is_told(player: Path, tmp_path: Path, caps
     cut = [trajectory(1.0, truncated=True), trajectory(0.0, truncated=True)]
     cut[0].level_seed = 77
     cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, transcripts={"every": 2, "count": 0}))
+    said = False
     for step in (1, 2, 3):
         groups = [[trajectory(1.0), trajectory(0.0, truncated=True)], cut]
-        phase3.tell(cfg, tmp_path, step, groups, None, print)  # type: ignore[arg-type]
+        said = phase3.tell(cfg, tmp_path, step, groups, None, print, said)  # type: ignore[arg-type]
     told = [line for line in capsys.readouterr().out.splitlines() if "nobody finished" in line]
-    assert [line.split(":")[0] for line in told] == ["step 1", "step 2"]
+    assert [line.split(":")[0] for line in told] == ["step 1"], "once"
     assert "in 1 of 2 groups" in told[0] and "frozen_lake (level seed 77)" in told[0]
     episodes = [json.loads(line) for line in (tmp_path / "transcripts.jsonl").read_text().splitlines()]
     assert [(episode["step"], episode["level_seed"]) for episode in episodes] == [(1, 77), (2, 77)]
+
+
+def test_a_run_in_which_all_is_won_is_over_unless_harder_levels_are_to_come(player: Path, tmp_path: Path) -> None:
+    cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, algorithm={"max_empty_steps": 3}))
+    assert phase3.solved(cfg, {"curriculum": {}, "empty_steps": 3}, 0.97)
+    assert not phase3.solved(cfg, {"curriculum": {}, "empty_steps": 2}, 0.97)
+    assert not phase3.solved(cfg, {"curriculum": {}, "empty_steps": 3}, 0.5), "that is an alarm"
+    harder = {**LAKE, "curriculum": [{}, {"from_step": 9}]}
+    cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, worlds=[harder], algorithm={"max_empty_steps": 3}))
+    first, last = ({LAKE["name"]: {"stage": stage, "successes": []}} for stage in (0, 1))
+    assert not phase3.solved(cfg, {"curriculum": first, "empty_steps": 3}, 1.0)
+    assert phase3.solved(cfg, {"curriculum": last, "empty_steps": 3}, 1.0)
 
 
 def test_a_loss_that_is_called_success_is_none(player: Path, tmp_path: Path) -> None:
@@ -515,8 +528,8 @@ def test_an_alarm_takes_the_run_back_and_a_resumed_run_remembers(
     """Back to the best policy with half the learning rate, then with more entropy bonus; then the end of the run."""
     real = alarms.watch
 
-    def watch(state: Any, step: int, row: Any, limits: Any = None) -> tuple[list[alarms.Alarm], dict[str, Any]]:
-        raised, state = real(state, step, row, limits)
+    def watch(state: Any, step: int, row: Any, *more: Any) -> tuple[list[alarms.Alarm], dict[str, Any]]:
+        raised, state = real(state, step, row, *more)
         name = {2: "success_drop", 3: "entropy_collapse", 5: "validation"}.get(step) if "policy/loss" in row else None
         severity = {"success_drop": "warn", "entropy_collapse": "warn", "validation": "stop"}
         return [*raised, *([alarms.Alarm(name, severity[name], "so", "do", step)] if name else [])], state

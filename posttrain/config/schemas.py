@@ -562,7 +562,11 @@ class AlgorithmSection(Section):
     num_iterations: int = Field("passes over one rollout", 1, ge=1)
     minibatches: int = Field("optimizer steps in one pass", 1, ge=1)
     filter: FilterSection = Field("which groups are trained on", FilterSection())
-    max_empty_steps: int = Field("stop after so many steps in a row in which no group passed the filter", 5, ge=1)
+    max_empty_steps: int = Field(
+        "stop after so many steps in a row in which no group passed the filter; more where few groups differ anyway",
+        5,
+        ge=1,
+    )
     mask_truncated: bool = Field("leave episodes that a limit ended out of the loss", False)
 
     @model_validator(mode="after")

@@ -3,37 +3,61 @@
 `watch` is a pure function of the rows so far: all it remembers is in a state that JSON can hold, so a resumed run
 raises the alarms that an uninterrupted one would have. An alarm fires once and can fire again after its signal has
 recovered past a second, milder threshold. Nothing here needs torch.
+
+A figure of a batch has sampling noise, and 200 steps are 200 chances to be wrong. So an alarm on a noisy figure needs
+two things: a change large enough to matter (LIMITS), and one that the noise of this batch does not explain (`z_bound`
+standard deviations, corrected for the number of steps). docs/metrics.md derives both.
+
+To add an alarm: a limit in LIMITS, severity and remedy in ADVICE, a function in RULES that yields a Finding for each
+row that has its figures, and a line in docs/metrics.md. `Noisy` keeps a series, its best level and its noise.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import NormalDist, fmean, median
 from typing import Any, NamedTuple
 
-START = 10  # steps whose mean is "the start" (RAGEN's baseline)
-LIMITS: dict[str, float] = {  # tests/data/alarms.json has runs that they tell apart
-    "variance_collapse": 0.25,  # of the start, mean of 5 steps
-    "variance_gone": 0.10,  # of the start, each of 10 steps in a row: RAGEN's early stopping
+LIMITS: dict[str, float] = {  # tests/alarm_runs.py and tests/data/alarms.json have runs that they tell apart
+    "variance_collapse": 0.25,  # of its best
+    "variance_gone": 0.10,  # of its best, mean of 10 steps: RAGEN's early stopping
     "solved": 0.95,  # success from which a small spread is no collapse
-    "entropy_collapse": 0.2,  # of the start
-    "entropy_explosion": 3.0,  # times the start, or the usual value of late
-    "gradient_spike": 10.0,  # times the median of the last 20 steps
-    "repetition": 0.15,  # share of repeated 4-grams above the start
+    "entropy_collapse": 0.15,  # of the start, times what the success leaves
+    "entropy_explosion": 3.0,  # times its lowest, without a gain in success
+    "entropy_floor": 0.1,  # nats; a lowest entropy below it counts as this
+    "gradient_growth": 5.0,  # times its lowest median of 10 steps, without a gain in success
+    "repetition": 0.15,  # share of repeated 4-grams above the lowest
     "template_collapse": 0.5,  # of the first z-scores, while the conditional entropy keeps 0.75 of its own
-    "format_decay": 0.10,  # share of invalid turns above the best so far
-    "success_drop": 0.5,  # of the best so far
-    "kl_to_old": 0.03,  # nats a token, median of 5 steps: its estimate has a heavy tail
+    "format_decay": 0.10,  # share of invalid turns above the lowest
+    "success_drop": 0.6,  # of its best
+    "wavering": 0.9,  # of its best success: a healthy policy may lose that much, what counts begins below it
     "clip_fraction": 0.05,  # median of 5 steps
-    "sampler_gap": 1e-3,  # nats; float32. bfloat16 differs by up to 0.1
+    "sampler_gap": 1e-4,  # nats, mean over tokens; float32. HALF_PRECISION_GAP for bfloat16
     "skipped_updates": 3,  # in 10 steps
-    "validation": 0.01,  # success, in 5 validations in a row
+    "all_invalid": 0.95,  # of the turns of an environment, mean of 5 steps
+    "no_success": 0.01,  # success of an environment that its episodes so far rule out
+    "validation": 0.01,  # success that 5 or more evaluations in a row rule out
     "empty_steps": 5,  # in a row
     "not_finite": 5,  # rows in a row
 }
+FALSE_ALARM = 0.002  # how often a test may be wrong in a whole run, by the normal approximation
+WINDOWS = (5, 10, 20)  # steps: short ones see a fast fall, long ones a small one
+HALF_PRECISION_GAP = 16 * 2**-8  # nats, mean over tokens: 16 steps of bfloat16; about 5 were seen
+ENOUGH = 40  # groups in a window: the mean of fewer has no normal distribution
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the figures are means of, which is what their noise follows from."""
+
+    groups: int = 16  # played in a step
+    samples: int = 8  # in a group
+    evaluation_episodes: int = 128  # in an evaluation, over all environments
+    steps: int = 200  # of the run: how often each test is made
 
 
 @dataclass(frozen=True)
@@ -53,7 +77,7 @@ class Alarm:
         return f"step {self.step}: {self.message} {self.remedy}"
 
 
-class _Finding(NamedTuple):
+class Finding(NamedTuple):
     """What a rule sees in one row: the alarm's name, whether to fire, whether all is well again, and the words."""
 
     name: str
@@ -62,30 +86,60 @@ class _Finding(NamedTuple):
     message: str
 
 
+class Setting(NamedTuple):
+    """What a rule may look at beside its memory and the row."""
+
+    step: int
+    sizes: Sizes
+    limits: Mapping[str, float]
+
+
+Memory = dict[str, Any]
+Row = Mapping[str, float]
+
+
 def watch(
-    state: Mapping[str, Any], step: int, row: Mapping[str, float], limits: Mapping[str, float] | None = None
+    state: Mapping[str, Any],
+    step: int,
+    row: Row,
+    sizes: Sizes = Sizes(),
+    limits: Mapping[str, float] | None = None,
 ) -> tuple[list[Alarm], dict[str, Any]]:
     """The alarms that this row sets off, and the state for the next one; begin with {}.
 
-    Rows of training and of validation come in the order in which they were written; a key that a row does not have is
+    Rows of training and of evaluation come in the order in which they were written; a key that a row does not have is
     not looked at. `limits` replaces entries of LIMITS.
     """
+    after = copy.deepcopy(dict(state))
+    return advance(after, step, row, sizes, limits), after
+
+
+def advance(
+    state: MutableMapping[str, Any],
+    step: int,
+    row: Row,
+    sizes: Sizes = Sizes(),
+    limits: Mapping[str, float] | None = None,
+) -> list[Alarm]:
+    """As `watch`, with the state changed in place."""
     known = {**LIMITS, **(limits or {})}
     assert known.keys() == LIMITS.keys(), known.keys() - LIMITS.keys()
-    state = copy.deepcopy(dict(state)) or {"on": [], "memory": {}}
+    on, memory = state.setdefault("on", []), state.setdefault("memory", {})
+    setting = Setting(step, sizes, known)
     finite = {key: value for key, value in row.items() if math.isfinite(value)}
-    findings = list(_numbers(state["memory"].setdefault("_numbers", {}), row, known))
+    _forget_easier_levels(memory, finite)
+    findings = list(_numbers(memory.setdefault("_numbers", {}), row, setting))
     for rule in RULES:
-        findings += rule(state["memory"].setdefault(rule.__name__, {}), step, finite, known)
+        findings += rule(memory.setdefault(rule.__name__, {}), finite, setting)
     alarms = []
     for name, bad, well, message in findings:
-        if bad and name not in state["on"]:
+        if bad and name not in on:
             severity, remedy = ADVICE[name.split("/")[0]]
             alarms.append(Alarm(name, severity, message, remedy, step))
-            state["on"].append(name)
-        elif well and not bad and name in state["on"]:
-            state["on"].remove(name)
-    return alarms, state
+            on.append(name)
+        elif well and not bad and name in on:
+            on.remove(name)
+    return alarms
 
 
 ADVICE: dict[str, tuple[str, str]] = {
@@ -107,10 +161,10 @@ ADVICE: dict[str, tuple[str, str]] = {
         "warn",
         "Lower `trainer.learning_rate` or `algorithm.entropy_coef`, or use a rollout fewer times.",
     ),
-    "gradient_spike": (
+    "gradient_growth": (
         "warn",
-        "One is clipped and forgotten; several, or one with a falling reward, are hard to come back from: lower"
-        " `trainer.learning_rate` and go on from the checkpoint before.",
+        "Lower `trainer.learning_rate` and go on from the checkpoint before; `trainer.max_grad_norm` hides the size of"
+        " an update, not its direction.",
     ),
     "repetition": (
         "warn",
@@ -131,13 +185,24 @@ ADVICE: dict[str, tuple[str, str]] = {
         "warn",
         "Unless levels have just become harder: go back to the best checkpoint and lower `trainer.learning_rate`.",
     ),
-    "kl_to_old": ("warn", "Lower `trainer.learning_rate`, or fewer updates a rollout."),
     "clip_fraction": ("warn", "Lower `trainer.learning_rate`, or fewer updates a rollout."),
     "sampler_gap": (
         "warn",
-        "Sampler and learner compute different models: write `rollout.engine: replay`, and report it.",
+        "More than rounding: sampler and learner compute different models. Write `rollout.engine: replay`; if the gap"
+        " stays, it is the model's precision (`trainer.bf16: false` tells), and `algorithm.importance: truncate` weighs"
+        " tokens by it.",
     ),
     "skipped_updates": ("warn", "Numbers overflow: write `trainer.bf16: false`, or lower `trainer.learning_rate`."),
+    "all_invalid": (
+        "warn",
+        "Read transcripts.jsonl. Where the answers lack the form: run phase 1 with demonstrations of this environment"
+        " (`data.sources`); where they are cut: a larger `rollout.max_completion_length`.",
+    ),
+    "no_success": (
+        "warn",
+        "The levels are too hard for this model: easier ones first (`worlds[].curriculum`, `worlds[].options`), more"
+        " turns (`protocol.max_turns`), or demonstrations of this environment in phase 1.",
+    ),
     "validation": (
         "stop",
         "The model cannot play this yet: easier levels (`worlds[].options`), or demonstrations in phase 1.",
@@ -152,16 +217,92 @@ ADVICE: dict[str, tuple[str, str]] = {
     "not_finite_for_long": ("stop", "Go back to the last checkpoint with a lower `trainer.learning_rate`."),
 }
 
-# -------------------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------------ noise and memory
 
 
-def _last(memory: dict[str, Any], name: str, value: float, count: int) -> list[float]:
+@functools.lru_cache
+def z_bound(steps: int, tests: int = len(WINDOWS)) -> float:
+    """How many standard deviations a change must be for one of `steps` looks at `tests` windows (Bonferroni).
+
+    Windows that overlap are not independent, so the bound is on the safe side.
+
+    >>> round(z_bound(200), 2), round(z_bound(2000), 2)
+    (4.5, 4.97)
+    """
+    return NormalDist().inv_cdf(1 - FALSE_ALARM / (steps * tests))
+
+
+class Noisy:
+    """A series that is measured with noise: its last 20 values, the best mean of 20, the noise of one value.
+
+    The noise is half the mean square of what neighbouring values differ by (von Neumann), which a slow trend does not
+    touch and which holds everything that changes from step to step: levels, luck, which environments were played. Of
+    the last 40 differences or so; `variance`, what the size of the batch lets expect, counts as ten of them.
+    """
+
+    def __init__(self, memory: Memory, name: str, value: float, variance: float, sign: int = 1) -> None:
+        """Add a value to the series `name` of this memory; `sign` is -1 where low is best."""
+        kept = memory.setdefault(name, {"values": [], "square": 0.0, "count": 0.0})
+        values = kept["values"]
+        if values:
+            kept["square"] = 0.975 * kept["square"] + (value - values[-1]) ** 2 / 2
+            kept["count"] = 0.975 * kept["count"] + 1
+        values.append(value)
+        del values[:-20]
+        if len(values) >= 10:
+            level = fmean(values)
+            kept["best"] = sign * max(sign * kept.get("best", level), sign * level)
+        self.values: list[float] = values
+        self.best: float | None = kept.get("best")
+        self.sign = sign
+        self.deviation = math.sqrt((10 * variance + kept["square"]) / (10 + kept["count"]))
+
+    def mean(self, count: int) -> float:
+        return fmean(self.values[-count:])
+
+    def worse(
+        self,
+        limit: float,
+        bound: float,
+        windows: Sequence[int] = WINDOWS,
+        groups: float = ENOUGH,
+        healthy: float | None = None,
+    ) -> bool:
+        """Is the mean of a window beyond `limit`, and further from `healthy` (or the best) than its noise explains?
+
+        groups: how many a value is the mean of; windows of fewer than ENOUGH are not looked at.
+        """
+        if self.best is None:
+            return False
+        healthy = self.best if healthy is None else healthy
+        for window in windows:
+            if len(self.values) >= window >= ENOUGH / groups:
+                mean = self.sign * self.mean(window)
+                margin = bound * self.deviation * math.sqrt(1 / window + 1 / 20)
+                if mean < self.sign * limit and self.sign * healthy - mean > margin:
+                    return True
+        return False
+
+
+def success_variance(success: float, groups: float, samples: int) -> float:
+    """Of the mean of a batch, p (1 - p) / groups x (1 + 1 / samples) / 2: half of it is between levels, half within.
+
+    That is so where the levels' chances are of the distribution beta(p, 1 - p). Laplace's rule keeps it above 0.
+
+    >>> round(success_variance(0.5, groups=8, samples=16) ** 0.5, 3)
+    0.129
+    """
+    share = (success * groups * samples + 1) / (groups * samples + 2)
+    return share * (1 - share) / groups * (0.5 + 0.5 / samples)
+
+
+def _last(memory: Memory, name: str, value: float, count: int) -> list[float]:
     """The last `count` values, this one included."""
     memory[name] = [*memory.get(name, ()), value][-count:]
     return memory[name]
 
 
-def _start(memory: dict[str, Any], name: str, value: float, count: int = START) -> float | None:
+def _start(memory: Memory, name: str, value: float, count: int = 10) -> float | None:
     """Mean of the first `count` values; None until there are so many."""
     first = memory.setdefault(f"start {name}", [])
     if len(first) < count:
@@ -169,141 +310,171 @@ def _start(memory: dict[str, Any], name: str, value: float, count: int = START) 
     return fmean(first) if len(first) == count else None
 
 
-def _in_a_row(memory: dict[str, Any], name: str, holds: bool) -> int:
+def _in_a_row(memory: Memory, name: str, holds: bool) -> int:
     memory[name] = memory.get(name, 0) + 1 if holds else 0
     return memory[name]
 
 
-def _forget_easier_levels(memory: dict[str, Any], row: Mapping[str, float]) -> None:
+def _grown(
+    memory: Memory, name: str, value: float, success: float, count: int = 10, floor: float = 0.0
+) -> tuple[float, float] | None:
+    """The value's median of the last `count` steps, and the lowest median of 10 steps from when success was not lower.
+
+    None until there is one. What rises together with success is not compared: a policy that has learned to play has
+    larger gradients and more ways to win than one that knew nothing.
+    """
+    values, won = _last(memory, name, value, 10), fmean(_last(memory, f"{name} success", success, 10))
+    blocks = memory.setdefault(f"{name} blocks", [])
+    now = median(values[-count:])
+    lowest = min((low for low, then in blocks if then >= 0.8 * won), default=None)
+    seen = memory[f"{name} seen"] = memory.get(f"{name} seen", 0) + 1
+    if seen % 10 == 0:
+        blocks.append([max(median(values), floor), won])
+    return None if lowest is None else (now, lowest)
+
+
+def _forget_easier_levels(memory: MutableMapping[str, Any], row: Row) -> None:
     """Begin anew where a curriculum has moved on: what was normal before says nothing about the new levels."""
-    stages = {key: value for key, value in row.items() if key.endswith("/stage")}  # of the worlds that were played
+    stages = {key: value for key, value in row.items() if key.endswith("/stage")}  # of the environments played
     known = memory.get("stages", {})
     if any(known.get(key, value) != value for key, value in stages.items()):
-        memory.clear()
+        for rule in (_spread, _entropy, _gradient, _format, _success):
+            memory.pop(rule.__name__, None)
     memory["stages"] = known | stages
 
 
 # --------------------------------------------------------------------------------------------------------- rules
 
 
-def room(success: float, start: float) -> float:
-    """What a rising success leaves of the spread within groups: p (1 - p) now over that at the start, at most 1.
+def room(success: float) -> float:
+    """What a success above one half leaves of the spread within groups, p (1 - p) over its largest value.
 
     Only above one half: the way from half to never won is a loss, not a solution.
 
-    >>> room(0.9, 0.5), room(0.2, 0.5)
+    >>> room(0.9), room(0.2)
     (0.36, 1.0)
     """
-    before = start * (1 - start)
-    return min(1.0, round(success * (1 - success) / before, 6)) if success > 0.5 and before > 0 else 1.0
+    return round(4 * success * (1 - success), 6) if success > 0.5 else 1.0
 
 
-def _spread(
-    memory: dict[str, Any], step: int, row: Mapping[str, float], limits: Mapping[str, float]
-) -> Iterator[_Finding]:
-    """The echo trap's first sign (RAGEN, arXiv 2504.20073, section 4.1): siblings score alike.
+def _spread(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
+    """The echo trap's first sign (RAGEN, arXiv 2504.20073, section 4.1): the samples of a group score alike.
 
-    A task that is solved looks the same from here, so the spread is compared with what the success leaves room for,
-    and from `solved` on not at all.
+    A task that is solved looks the same from here, so the spread is divided by what the success leaves room for, and
+    from `solved` on it is not looked at. It is compared with its best, not with its start, which may be weak. Rewards
+    of two environments need not have one scale, so each is looked at alone; the run is over when all are.
     """
     if "rollout/in_group_std" not in row:
         return
-    _forget_easier_levels(memory, row)
-    std, success = row["rollout/in_group_std"], row.get("rollout/success", 0.0)
-    start, start_success = _start(memory, "std", std), _start(memory, "success", success)
-    stds, successes = _last(memory, "stds", std, 5), _last(memory, "successes", success, 5)
-    if start is None or start_success is None or start <= 1e-6:
-        return
-    won = fmean(successes)
-    share = 1.0 if won >= limits["solved"] else fmean(stds) / (start * room(won, start_success))
-    if share >= 0.75 or "healthy" not in memory:
-        memory["healthy"] = step
-    steps = step - memory["healthy"]
-    yield _Finding(
-        "variance_collapse",
-        share < limits["variance_collapse"],
-        share > 1.6 * limits["variance_collapse"],
-        f"In-group reward std fell to {fmean(stds) / start:.0%} of its start in {steps} steps, with success at"
-        f" {won:.0%}: the usual first sign of collapse.",
-    )
-    gone = won < limits["solved"] and std < limits["variance_gone"] * start * room(won, start_success)
-    count = _in_a_row(memory, "gone", gone)
-    yield _Finding(
+    sizes, limits = setting.sizes, setting.limits
+    names = [name for name in _environments(row) if f"rollout/{name}/in_group_std" in row]
+    known = memory["names"] = sorted({*memory.get("names", ()), *names})
+    gone = memory.setdefault("gone", {})
+    for path in [f"/{name}" for name in names] or [""]:
+        own, groups = memory.setdefault(path, {}), sizes.groups / max(1, len(names))
+        won = fmean(_last(own, "success", row.get(f"rollout{path}/success", 0.0), 5))
+        name = f"variance_collapse{path if len(known) > 1 else ''}"
+        if won >= limits["solved"]:
+            gone[path] = None
+            yield Finding(name, False, True, "")
+            continue
+        std = row[f"rollout{path}/in_group_std"] / room(won)
+        before = own.get("std", {"values": [std]})["values"]
+        # the spread of one group scatters about as much as it measures
+        series = Noisy(own, "std", std, fmean(before) ** 2 / groups)
+        if series.best is None or series.best <= 1e-6:
+            continue
+        bound = z_bound(sizes.steps, len(WINDOWS) * max(1, len(known)))
+        if series.mean(5) >= 0.75 * series.best or "healthy" not in own:
+            own["healthy"] = setting.step
+        limit = limits["variance_collapse"] * series.best
+        yield Finding(
+            name,
+            series.worse(limit, bound, groups=groups),
+            series.mean(5) > 1.6 * limit,
+            f"In-group reward std fell to {series.mean(5) / series.best:.0%} of its best in"
+            f" {setting.step - own['healthy']} steps, with success at {won:.0%}: the usual first sign of collapse.",
+        )
+        limit = limits["variance_gone"] * series.best
+        if series.worse(limit, bound, WINDOWS[1:], groups):
+            gone[path] = series.mean(10) / series.best
+        elif series.mean(10) > 2 * limit:
+            gone.pop(path, None)
+    shares = [share for share in gone.values() if share is not None]
+    yield Finding(
         "variance_gone",
-        count >= 10,
-        share > 2 * limits["variance_gone"],
-        f"In-group reward std has been below {limits['variance_gone']:.0%} of its start for {count} steps: there is"
-        " nothing left to learn from.",
+        bool(shares) and len(gone) >= len(known),
+        len(gone) < max(1, len(known)),
+        f"In-group reward std fell to {max(shares, default=1):.0%} of its best: there is nothing left to learn from.",
     )
 
 
-def _entropy(
-    memory: dict[str, Any], step: int, row: Mapping[str, float], limits: Mapping[str, float]
-) -> Iterator[_Finding]:
-    """A slow decay is healthy; a fall to a fraction of the start on an unsolved task, or a rise, is not."""
-    success = fmean(_last(memory, "success", row["rollout/success"], 3)) if "rollout/success" in row else 0.0
+def _entropy(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
+    """A decay along with success is healthy; a fall to a fraction of the start on an unsolved task, or a rise, is not.
+
+    Thousands of tokens make up the mean, so its noise is far below these factors.
+    """
+    success = row.get("rollout/success", 0.0)
     if "policy/entropy" not in row:
         return
-    entropy = row["policy/entropy"]
-    before = memory.get("usual", [])
-    usual = median(before) if len(before) >= 5 else math.inf
-    _last(memory, "usual", entropy, 20)
-    start, now = _start(memory, "entropy", entropy), fmean(_last(memory, "now", entropy, 3))
-    if start is None or start <= 0:
-        return
-    low = limits["entropy_collapse"] * start
-    yield _Finding(
-        "entropy_collapse",
-        now < low and success < limits["solved"],
-        now > 1.5 * low or success >= limits["solved"],
-        f"Entropy fell to {now / start:.0%} of its start ({now:.2g} nats), with success at {success:.0%}.",
-    )
-    reference = max(min(start, usual), 0.05)
-    yield _Finding(
-        "entropy_explosion",
-        now > limits["entropy_explosion"] * reference,
-        now < 0.75 * limits["entropy_explosion"] * reference,
-        f"Entropy rose to {now / reference:.1f} times its usual value ({now:.2g} nats): the policy is coming apart.",
-    )
-
-
-def _gradient(
-    memory: dict[str, Any], step: int, row: Mapping[str, float], limits: Mapping[str, float]
-) -> Iterator[_Finding]:
-    norm, before = row.get("policy/grad_norm", 0.0), memory.get("norms", [])
-    if norm == 0:  # a critic that warms up, or nothing to learn from
-        return
-    usual = median(before) if len(before) >= 5 else 0.0
-    _last(memory, "norms", norm, 20)
-    if usual > 0:
-        yield _Finding(
-            "gradient_spike",
-            norm > limits["gradient_spike"] * usual,
-            norm < 0.3 * limits["gradient_spike"] * usual,
-            f"The gradient norm is {norm:.2g}, {norm / usual:.0f} times its median of the last {len(before)} steps.",
+    entropy, limits = row["policy/entropy"], setting.limits
+    won = fmean(_last(memory, "success", success, 10))
+    start, now = _start(memory, "entropy", entropy), fmean(_last(memory, "now", entropy, 5))
+    if start is not None and start > 0:
+        low = limits["entropy_collapse"] * start * room(won)
+        solved = won >= limits["solved"]
+        yield Finding(
+            "entropy_collapse",
+            now < low and not solved,
+            now > 1.5 * low or solved,
+            f"Entropy fell to {now / start:.0%} of its start ({now:.2g} nats), with success at {won:.0%}.",
+        )
+    if (grown := _grown(memory, "entropy", entropy, success, 5, limits["entropy_floor"])) is not None:
+        now, lowest = grown
+        yield Finding(
+            "entropy_explosion",
+            now > limits["entropy_explosion"] * lowest,
+            now < 0.75 * limits["entropy_explosion"] * lowest,
+            f"Entropy rose to {now / lowest:.1f} times its lowest value ({now:.2g} nats), and success did not: the"
+            " policy is coming apart.",
         )
 
 
-def _repetition(
-    memory: dict[str, Any], step: int, row: Mapping[str, float], limits: Mapping[str, float]
-) -> Iterator[_Finding]:
+def _gradient(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
+    """Norms that grow. One large norm is clipped and forgotten; how much norms scatter follows from the run itself."""
+    norm = row.get("policy/grad_norm", 0.0)
+    if norm <= 0:  # a critic that warms up, or nothing to learn from
+        return
+    scatter = Noisy(memory, "log", math.log(norm), 0.3**2).deviation
+    if (grown := _grown(memory, "norm", norm, row.get("rollout/success", 0.0))) is not None:
+        now, lowest = grown
+        scatter *= math.sqrt(math.pi / 2 * (1 / 10 + 1 / 10))  # of the difference between two medians of 10
+        limit = max(setting.limits["gradient_growth"], math.exp(z_bound(setting.sizes.steps, 1) * scatter))
+        yield Finding(
+            "gradient_growth",
+            now > limit * lowest,
+            now < 0.5 * limit * lowest,
+            f"The gradient norm has grown to {now:.2g}, {now / lowest:.1f} times what it was, and success has not.",
+        )
+
+
+def _repetition(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
     if "rollout/repeated_share" not in row:
         return
-    share = row["rollout/repeated_share"]
-    start, now = _start(memory, "share", share), fmean(_last(memory, "now", share, 3))
-    if start is not None:
-        yield _Finding(
+    series = Noisy(memory, "share", row["rollout/repeated_share"], 0.0, sign=-1)
+    if series.best is not None:
+        best, limit = series.best, setting.limits["repetition"]
+        yield Finding(
             "repetition",
-            now > max(2 * start, start + limits["repetition"]),
-            now < start + limits["repetition"] / 2,
-            f"{now:.0%} of the 4-grams of an answer repeat earlier ones, against {start:.0%} at the start.",
+            series.worse(max(2 * best, best + limit), z_bound(setting.sizes.steps)),
+            series.mean(5) < best + limit / 2,
+            f"{series.mean(5):.0%} of the 4-grams of an answer repeat earlier ones; it was {best:.0%} at best.",
         )
 
 
-def _template(
-    memory: dict[str, Any], step: int, row: Mapping[str, float], limits: Mapping[str, float]
-) -> Iterator[_Finding]:
-    """Thoughts stay varied but no longer depend on the prompt (RAGEN-2, arXiv 2604.06268); measured every few steps."""
+def _template(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
+    """RAGEN-2's template collapse (arXiv 2604.06268): thoughts stay varied, but no longer depend on the prompt."""
+    limits = setting.limits
     for scope in ("first_turn", "trajectory"):
         z, entropy = (row.get(f"collapse/{scope}/{key}") for key in ("mi_z_ema", "conditional_entropy_token"))
         if z is None or entropy is None:
@@ -313,7 +484,7 @@ def _template(
             continue  # thoughts that never depended on the prompt cannot stop doing so
         low = limits["template_collapse"] * start
         count = _in_a_row(memory, scope, z < low and entropy >= 0.75 * start_entropy)
-        yield _Finding(
+        yield Finding(
             f"template_collapse/{scope}",
             count >= 2,
             z > 1.3 * low,
@@ -322,94 +493,161 @@ def _template(
         )
 
 
-def _format(
-    memory: dict[str, Any], step: int, row: Mapping[str, float], limits: Mapping[str, float]
-) -> Iterator[_Finding]:
+def _format(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
     if "rollout/invalid_turns" not in row:
         return
-    shares = _last(memory, "shares", row["rollout/invalid_turns"], 5)
-    if len(shares) < 5:
+    share, sizes = row["rollout/invalid_turns"], setting.sizes
+    series = Noisy(memory, "share", share, success_variance(share, sizes.groups, sizes.samples), sign=-1)
+    if series.best is None:
         return
-    now, best = fmean(shares), min(memory.get("best", 1.0), fmean(shares))
-    memory["best"] = best
-    yield _Finding(
+    best, limit = series.best, setting.limits["format_decay"]
+    yield Finding(
         "format_decay",
-        now > best + limits["format_decay"] and now > min(2 * best, (1 + best) / 2),
-        now < best + 0.6 * limits["format_decay"],
-        f"{now:.0%} of the turns are badly formed or name an unknown action; it was {best:.0%} at best.",
+        series.worse(max(best + limit, min(2 * best, (1 + best) / 2)), z_bound(sizes.steps)),
+        series.mean(5) < best + 0.6 * limit,
+        f"{series.mean(5):.0%} of the turns are badly formed or name an unknown action; it was {best:.0%} at best.",
     )
 
 
-def _success(
-    memory: dict[str, Any], step: int, row: Mapping[str, float], limits: Mapping[str, float]
-) -> Iterator[_Finding]:
+def _environments(row: Row) -> list[str]:
+    """Whose success is in this row: `rollout/WORLD/success`."""
+    parts = [key.split("/") for key in row if key.startswith("rollout/")]
+    return [part[1] for part in parts if len(part) == 3 and part[2] == "success"]
+
+
+def _success(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
+    """Of the whole batch, and of each environment where there are several: one may be lost while another is learned."""
     if "rollout/success" not in row:
         return
-    _forget_easier_levels(memory, row)
-    values = _last(memory, "values", row["rollout/success"], 10)
-    if len(values) < 10:
-        return
-    now, best = fmean(values), max(memory.get("best", 0.0), fmean(values))
-    memory["best"] = best
-    if best >= 0.1:
-        yield _Finding(
-            "success_drop",
-            now < limits["success_drop"] * best,
-            now > 1.4 * limits["success_drop"] * best,
-            f"Success fell to {now:.0%} from {best:.0%} at best.",
+    sizes, limits = setting.sizes, setting.limits
+    names = _environments(row)
+    shown = {"": row["rollout/success"]}
+    memory["names"] = sorted({*memory.get("names", ()), *names})
+    if len(memory["names"]) > 1:
+        shown |= {f"/{name}": row[f"rollout/{name}/success"] for name in names}
+    for name, success in shown.items():
+        groups = sizes.groups / (len(names) if name else 1)
+        usual = memory.get(name, {}).get("best", success)
+        series = Noisy(memory, name, success, success_variance(usual, groups, sizes.samples))
+        if series.best is None:
+            continue
+        where = f"Success in {name[1:]}" if name else "Success"
+        yield Finding(
+            f"success_drop{name}",
+            series.worse(
+                limits["success_drop"] * series.best,
+                z_bound(sizes.steps, len(WINDOWS) * len(shown)),
+                groups=groups,
+                healthy=limits["wavering"] * series.best,
+            ),
+            series.mean(10) > (1 + limits["success_drop"]) / 2 * series.best,
+            f"{where} fell to {series.mean(10):.0%} from {series.best:.0%} at best.",
         )
 
 
-def _distance(
-    memory: dict[str, Any], step: int, row: Mapping[str, float], limits: Mapping[str, float]
-) -> Iterator[_Finding]:
-    words = {
-        "kl_to_old": "The policy moves {:.3f} nats a token from the one that sampled (median of 5 steps).",
-        "clip_fraction": "The clip took the gradient of {:.1%} of the tokens (median of 5 steps).",
-    }
-    for name, text in words.items():
-        if (value := row.get(f"policy/{name}")) is None:
+def _first_success(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
+    """An environment in which nothing has ever been won: because no answer is valid, or although they are.
+
+    After N episodes without a success one of `no_success` or more is ruled out with 99.9 % where (1 - it)^N < .001.
+    """
+    names, limits = _environments(row), setting.limits
+    episodes = setting.sizes.groups * setting.sizes.samples / max(1, len(names))
+    for name in names:
+        own = memory.setdefault(name, {"won": False, "valid": 0, "shares": []})
+        invalid = row.get(f"rollout/{name}/invalid_turns", row.get("rollout/invalid_turns", 0.0))
+        own["won"] = own["won"] or row[f"rollout/{name}/success"] > 0
+        if own["won"]:
+            own["shares"] = []
+            yield Finding(f"all_invalid/{name}", False, True, "")
+            yield Finding(f"no_success/{name}", False, True, "")
             continue
-        values = _last(memory, name, value, 5)
-        now, limit = median(values), limits[name]
-        yield _Finding(name, len(values) == 5 and now > limit, now < 0.6 * limit, text.format(now))
+        share = fmean(_last(own, "shares", invalid, 5))
+        yield Finding(
+            f"all_invalid/{name}",
+            len(own["shares"]) == 5 and share >= limits["all_invalid"],
+            share < 0.5,
+            f"{name}: {share:.0%} of the answers are invalid, and no episode has been won: the model does not know how"
+            " to answer here.",
+        )
+        own["valid"] += invalid < 0.5
+        count = own["valid"] * episodes
+        yield Finding(
+            f"no_success/{name}",
+            own["valid"] >= 30 and count * math.log1p(-limits["no_success"]) < math.log(0.001),
+            False,
+            f"{name}: the answers are valid, but none of {count:.0f} episodes has been won.",
+        )
 
 
-def _machinery(
-    memory: dict[str, Any], step: int, row: Mapping[str, float], limits: Mapping[str, float]
-) -> Iterator[_Finding]:
-    """What is wrong with the run rather than with the policy: engines that disagree, updates and groups that lack."""
+def _evaluation(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
+    """Hopeless: evaluations and rollouts that rule out a success of `validation`; how many it takes follows from N."""
+    limit = setting.limits["validation"]
+    if (won := row.get("rollout/success")) is not None:
+        memory["training"] = max(memory.get("training", 0.0), fmean(_last(memory, "rollouts", won, 10)))
+    if (success := row.get("evaluation/success")) is None:
+        return
+    count = _in_a_row(memory, "count", success < limit and memory.get("training", 0.0) < limit)
+    memory["training"] = 0.0
+    memory["won"] = memory.get("won", 0.0) + success * setting.sizes.evaluation_episodes if count else 0.0
+    episodes = max(1, count * setting.sizes.evaluation_episodes)
+    share, z = memory["won"] / episodes, 1.96
+    upper = (share + z**2 / (2 * episodes) + z * math.sqrt(share * (1 - share) / episodes + z**2 / (4 * episodes**2)))
+    upper /= 1 + z**2 / episodes  # Wilson
+    words = f"Success on validation levels was below {limit:.0%} {count} times in a row."
+    yield Finding("validation", count >= 5 and upper < limit, count == 0, words)
+
+
+def _machinery(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
+    """What is wrong with the run rather than the policy: engines that disagree, updates that are too long or lack."""
+    limits = setting.limits
+    if (clipped := row.get("policy/clip_fraction")) is not None:
+        values, limit = _last(memory, "clipped", clipped, 5), limits["clip_fraction"]
+        words = f"The clip took the gradient of {median(values):.1%} of the tokens (median of 5 steps)."
+        yield Finding("clip_fraction", len(values) == 5 and median(values) > limit, median(values) < 0.6 * limit, words)
     if (gap := row.get("policy/sampler_gap")) is not None:
         limit = limits["sampler_gap"]
         words = f"Sampler and learner differ by {gap:.2g} nats in the log-prob of a token; {limit:.2g} is tolerated."
-        yield _Finding("sampler_gap", gap > limit, gap < limit / 2, words)
+        yield Finding("sampler_gap", gap > limit, gap < limit / 2, words)
     if (skipped := row.get("policy/skipped_steps")) is not None:
         total = sum(_last(memory, "skipped", skipped, 10))
         words = f"{total:.0f} updates of the last 10 steps were left out: their gradients were not finite."
-        yield _Finding("skipped_updates", total >= limits["skipped_updates"], total == 0, words)
-    if (kept := row.get("rollout/kept_groups")) is not None:
-        count = _in_a_row(memory, "empty", kept == 0)
-        words = f"No group passed the filter for {count} steps in a row: all siblings score alike."
-        yield _Finding("empty_steps", count >= limits["empty_steps"], count == 0, words)
-    if (success := row.get("evaluation/success")) is not None:
-        count = _in_a_row(memory, "hopeless", success < limits["validation"])
-        words = f"Success on validation levels was below {limits['validation']:.0%} {count} times in a row."
-        yield _Finding("validation", count >= 5, count == 0, words)
+        yield Finding("skipped_updates", total >= limits["skipped_updates"], total == 0, words)
 
 
-def _numbers(memory: dict[str, Any], row: Mapping[str, float], limits: Mapping[str, float]) -> Iterator[_Finding]:
+def _empty(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
+    """Steps without a group to learn from: not where all is won, and more of them where few groups differ anyway.
+
+    With a share s of groups that differ, a step of G groups has none with probability (1 - s)^G.
+    """
+    if (kept := row.get("rollout/kept_groups")) is None:
+        return
+    count = _in_a_row(memory, "empty", kept == 0)
+    won = fmean(_last(memory, "success", row.get("rollout/success", 0.0), 5))
+    differ = _last(memory, "differ", 1 - row.get("rollout/zero_variance_groups", 0.0), 40) if not count else []
+    share = fmean(memory.get("differ") or [1.0])
+    if differ:
+        yield Finding("empty_steps", False, True, "")
+        return
+    by_chance = setting.sizes.groups * math.log1p(-min(share, 1 - 1e-9))
+    needed = max(setting.limits["empty_steps"], math.log(FALSE_ALARM / setting.sizes.steps) / min(by_chance, -1e-9))
+    words = f"No group passed the filter for {count} steps in a row: all samples of a group score alike."
+    yield Finding("empty_steps", count >= needed and won < setting.limits["solved"], False, words)
+
+
+def _numbers(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
     """Sees the row as it is; all other rules see its finite numbers alone, so that none of them remembers a NaN."""
     broken = {key for key, value in row.items() if not math.isfinite(value)}
     memory["keys"] = sorted((set(memory.get("keys", ())) - row.keys()) | broken)
     memory["rows"] = memory.get("rows", 0) + 1 if broken else memory.get("rows", 0) if memory["keys"] else 0
     listed = ", ".join(sorted(broken))
-    yield _Finding("not_finite", bool(broken), not memory["keys"], f"Not a finite number: {listed}.")
+    yield Finding("not_finite", bool(broken), not memory["keys"], f"Not a finite number: {listed}.")
     words = f"For {memory['rows']} rows some numbers have not been finite: {listed}."
-    yield _Finding("not_finite_for_long", memory["rows"] >= limits["not_finite"], memory["rows"] == 0, words)
+    yield Finding("not_finite_for_long", memory["rows"] >= setting.limits["not_finite"], memory["rows"] == 0, words)
 
 
-Rule = Callable[[dict[str, Any], int, Mapping[str, float], Mapping[str, float]], Iterator[_Finding]]
-RULES: tuple[Rule, ...] = (
+Rule = Callable[[Memory, Row, Setting], Iterator[Finding]]
+RULES: list[Rule] = [
+    _first_success,
     _spread,
     _entropy,
     _gradient,
@@ -417,13 +655,17 @@ RULES: tuple[Rule, ...] = (
     _template,
     _format,
     _success,
-    _distance,
+    _evaluation,
     _machinery,
-)
+    _empty,
+]
 
 # ------------------------------------------------------------------------------------------------------ intervention
 
-DIVERGING = {"entropy_explosion", "format_decay", "success_drop", "repetition", "not_finite", "not_finite_for_long"}
+DIVERGING = {
+    "entropy_explosion", "gradient_growth", "format_decay", "success_drop", "repetition", "not_finite",
+    "not_finite_for_long",
+}  # fmt: skip
 LEVELLING = {"variance_collapse", "variance_gone", "template_collapse"}
 
 
