@@ -82,7 +82,8 @@ def test_alarms_are_said_once_and_their_memory_is_plain_data() -> None:
     rows = [{"rollout/in_group_std": 0.4, "rollout/success": 0.4, "rollout/reward": 0.4}] * 20
     rows += [{"rollout/in_group_std": 0.02, "rollout/success": 0.3, "rollout/reward": 0.3}] * 22
     said, alerts = heard(config(), rows, state)
-    assert alerts == ["variance collapse", "variance gone"] and "starpo-s" in said[0] and said[0].startswith("ALARM step ")
+    assert alerts == ["variance collapse", "variance gone"]
+    assert "starpo-s" in said[0] and said[0].startswith("ALARM step ")
     assert json.loads(json.dumps(state)) == state
 
 
