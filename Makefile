@@ -28,8 +28,9 @@ $(STAMP): requirements.txt requirements-dev.txt requirements.lock
 	$(PYTHON) -m venv $(VENV)
 	@index=; if [ "$$(uname -s)" = Linux ] && [ ! -e /dev/nvidia0 ] && ! command -v nvidia-smi >/dev/null && \
 	  $(PY) -c 'from urllib.request import urlopen; urlopen("$(CPU_TORCH)/torch/", timeout=5)' 2>/dev/null; \
-	  then index="--extra-index-url $(CPU_TORCH)"; fi; set -x; $(PY) -m pip install $$index -c requirements.lock torch
-	$(PY) -m pip install -c requirements.lock -r requirements.txt -r requirements-dev.txt
+	  then index="--extra-index-url $(CPU_TORCH)"; fi; echo "Installing PyTorch and the packages of requirements.txt into $(VENV): minutes"; \
+	  $(PY) -m pip install -q --disable-pip-version-check $$index -c requirements.lock torch
+	@$(PY) -m pip install -q --disable-pip-version-check -c requirements.lock -r requirements.txt -r requirements-dev.txt
 	@touch $@
 
 # Each phase is a file that exists once it is finished: a second call goes on where the first one stopped. Two processes

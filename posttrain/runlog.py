@@ -6,6 +6,7 @@ local SQLite file and a local page, no account and no network).  Only the first 
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -14,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, Protocol
@@ -46,6 +48,8 @@ def keep_private(output_dir: Path) -> None:
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     os.environ.setdefault("TRACKIO_DIR", str(Path(output_dir).resolve().parent / "trackio"))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not (is_main_process() and sys.stderr.isatty()):  # bars of several processes, or in a file, are no bars
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # says at import that a CPU has no 4-bit GPU kernel
@@ -172,7 +176,9 @@ class Tracker(Protocol):
 
     def log(self, row: Mapping[str, Any], step: int) -> None: ...
 
-    def alert(self, title: str, text: str, error: bool = False) -> None: ...
+    def alert(self, title: str, text: str, error: bool = False) -> None:
+        """Keep it with the run; the terminal has been told by whoever raised it."""
+        ...
 
     def show(self, episodes: Sequence[Mapping[str, Any]], pictures: Sequence[Path], step: int) -> None:
         """Whole episodes, each with `messages` and other facts, and an animated picture of each."""
@@ -192,7 +198,9 @@ def start_tracker(report_to: str, *, project: str, run_name: str, config: dict[s
         return _Wandb(wandb, wandb.init(project=project, name=name, config=config))
     import trackio
 
-    trackio.init(project=project, name=name, config=config, resume="never", embed=False)
+    with redirect_stdout(io.StringIO()):  # six lines about itself at every phase
+        trackio.init(project=project, name=name, config=config, resume="never", embed=False)
+    say(f"Curves, in another terminal: TRACKIO_DIR={os.environ.get('TRACKIO_DIR')} trackio show --project {project}")
     return _Trackio()
 
 
@@ -201,7 +209,7 @@ class _Nowhere:
         pass
 
     def alert(self, title: str, text: str, error: bool = False) -> None:
-        say(f"{title}: {text}")
+        pass
 
     def show(self, episodes: Sequence[Mapping[str, Any]], pictures: Sequence[Path], step: int) -> None:
         pass
@@ -219,7 +227,8 @@ class _Trackio:
     def alert(self, title: str, text: str, error: bool = False) -> None:
         import trackio
 
-        trackio.alert(title, text, trackio.AlertLevel.ERROR if error else trackio.AlertLevel.WARN)
+        with redirect_stdout(io.StringIO()):
+            trackio.alert(title, text, trackio.AlertLevel.ERROR if error else trackio.AlertLevel.WARN)
 
     def show(self, episodes: Sequence[Mapping[str, Any]], pictures: Sequence[Path], step: int) -> None:
         import trackio
@@ -235,7 +244,8 @@ class _Trackio:
     def finish(self) -> None:
         import trackio
 
-        trackio.finish()
+        with redirect_stdout(io.StringIO()):
+            trackio.finish()
 
 
 class _Wandb:

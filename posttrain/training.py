@@ -256,13 +256,16 @@ def seal_prepared(folder: Path, cfg: Any, chat: Chat) -> None:
 
 def _write_rows(rows: dict[str, Dataset], sources: list[dict[str, Any]], folder: Path) -> None:
     (folder / SOURCES).write_text(json.dumps(sources), encoding="utf-8")
-    datasets.disable_progress_bars()
+    shown = not datasets.are_progress_bars_disabled()
+    if shown:
+        datasets.disable_progress_bars()
     try:
         for name, part in rows.items():
             if len(part):
                 part.save_to_disk(folder / name)
     finally:
-        datasets.enable_progress_bars()
+        if shown:
+            datasets.enable_progress_bars()
 
 
 def _still_whole(folder: Path, made_with: str) -> bool:

@@ -95,12 +95,37 @@ def test_metrics_rows_and_resume(tmp_path: Path) -> None:
     assert [path.name for path in path.parent.iterdir()] == ["metrics.jsonl"]
 
 
-def test_no_tracker_prints_its_alerts(capsys: pytest.CaptureFixture[str]) -> None:
-    tracker = runlog.start_tracker("none", project="p", run_name="r", config={})
-    tracker.log({"loss": 1.0}, 1)
-    tracker.alert("Loss", "is not finite")
-    tracker.finish()
-    assert capsys.readouterr().err == "Loss: is not finite\n"
+def test_trackers_leave_the_terminal_to_the_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An alarm is said by whoever raised it; a tracker that says it, too, says it twice. No banner either."""
+    loud = SimpleNamespace(
+        init=lambda **_: print("* banner"), alert=lambda *_: print("* alert"), finish=lambda: print("* bye"),
+        log=lambda *_, **__: None, AlertLevel=SimpleNamespace(ERROR="e", WARN="w"),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "trackio", loud)
+    for kind in ("none", "trackio"):
+        tracker = runlog.start_tracker(kind, project="p", run_name="r", config={})
+        tracker.log({"loss": 1.0}, 1)
+        tracker.alert("Loss", "is not finite")
+        tracker.finish()
+        told = capsys.readouterr()
+        assert told.out == ""
+        assert len(told.err.splitlines()) == (kind == "trackio") and "banner" not in told.err
+
+
+@pytest.mark.parametrize(("rank", "terminal", "bars"), [("0", True, True), ("1", True, False), ("0", False, False)])
+def test_bars_are_drawn_by_one_process_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: str, terminal: bool, bars: bool
+) -> None:
+    for key in ("HF_HUB_DISABLE_TELEMETRY", "TRACKIO_DIR", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.setenv(key, "1")
+    monkeypatch.setenv("HF_DATASETS_DISABLE_PROGRESS_BARS", "")  # so that it is put back
+    monkeypatch.delenv("HF_DATASETS_DISABLE_PROGRESS_BARS")
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: terminal))
+    runlog.keep_private(tmp_path / "run")
+    assert ("HF_DATASETS_DISABLE_PROGRESS_BARS" not in os.environ) == bars
 
 
 @pytest.mark.parametrize(
