@@ -648,9 +648,9 @@ def tell(
         return told
     to_read = groups[0][: cfg.transcripts.count] if step % cfg.transcripts.every == 0 else []
     more = crashed[: max(1, cfg.transcripts.count)] + [group[0] for group in stuck[:1] if group[0] not in to_read]
-    told = write_transcripts(out / "transcripts.jsonl", step, to_read + more)
+    written = write_transcripts(out / "transcripts.jsonl", step, to_read + more)
     shown, pictures = [], []
-    for number, (episode, t) in enumerate(zip(told, to_read, strict=False)):
+    for number, (episode, t) in enumerate(zip(written, to_read, strict=False)):
         picture = None if t.crashed else draw(cfg, out / "episodes", f"step-{step}-{number}", t, say)
         if picture:
             shown.append(episode)

@@ -51,7 +51,7 @@ T = np.arange(1, STEPS + 1)
 
 def ramp(begin: float, length: float) -> Array:
     """0 until `begin`, 1 from `begin + length` on, straight between."""
-    return np.clip((T - begin) / max(length, 1e-9), 0, 1)
+    return np.clip((T - begin) / max(length, 1e-9), 0, 1).astype(np.float64)
 
 
 def course(rng: np.random.Generator, chance: Array | float, **given: Array | float | int) -> Course:

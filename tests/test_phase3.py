@@ -442,6 +442,7 @@ def test_a_group_that_nobody_finished_is_told(player: Path, tmp_path: Path, caps
     for step in (1, 2, 3):
         groups = [[trajectory(1.0), trajectory(0.0, truncated=True)], cut]
         said = phase3.tell(cfg, tmp_path, step, groups, None, print, said)  # type: ignore[arg-type]
+        assert said is True
     told = [line for line in capsys.readouterr().out.splitlines() if "nobody finished" in line]
     assert [line.split(":")[0] for line in told] == ["step 1"], "once"
     assert "in 1 of 2 groups" in told[0] and "frozen_lake (level seed 77)" in told[0]
@@ -454,7 +455,7 @@ def test_a_run_in_which_all_is_won_is_over_unless_harder_levels_are_to_come(play
     assert phase3.solved(cfg, {"curriculum": {}, "empty_steps": 3}, 0.97)
     assert not phase3.solved(cfg, {"curriculum": {}, "empty_steps": 2}, 0.97)
     assert not phase3.solved(cfg, {"curriculum": {}, "empty_steps": 3}, 0.5), "that is an alarm"
-    harder = {**LAKE, "curriculum": [{}, {"from_step": 9}]}
+    harder = {**LAKE, "curriculum": [{}, {"from_step": 3}]}
     cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, worlds=[harder], algorithm={"max_empty_steps": 3}))
     first, last = ({LAKE["name"]: {"stage": stage, "successes": []}} for stage in (0, 1))
     assert not phase3.solved(cfg, {"curriculum": first, "empty_steps": 3}, 1.0)
