@@ -140,7 +140,7 @@ def main(argv: list[str] | None = None) -> None:
             state["curriculum"] = curriculum.after_step(cfg.worlds, state["curriculum"], episodes, step)
 
             # 2. judge: raw rewards say which groups can teach something, and how good each episode was among its own
-            judged = judge(cfg, groups)
+            judged = judge(cfg, groups, learner)
             row = cockpit.describe(groups, judged.spread, judged.kept)
             if due(cfg.diagnostics.every, step) and cfg.protocol.think:
                 row |= cockpit.thoughts_and_prompts(cfg, learner, chat, groups, step, state["collapse"], progress.say)
@@ -337,10 +337,14 @@ class Judged(NamedTuple):
     kept: list[int]  # numbers of the groups to train on
 
 
-def judge(cfg: StarPORun, groups: list[list[Trajectory]]) -> Judged:
-    """The group filter, on raw rewards; episodes whose world raised are in no statistic."""
+def judge(cfg: StarPORun, groups: list[list[Trajectory]], learner: Learner | None = None) -> Judged:
+    """The group filter, on raw rewards; episodes whose world raised are in no statistic.
+
+    learner: asked for entropies where the filter's metric is made of them.
+    """
     import torch
 
+    from posttrain.learner import Batch
     from posttrain.starpo import filters
 
     algorithm, chosen = cfg.algorithm, cfg.algorithm.filter
@@ -355,8 +359,12 @@ def judge(cfg: StarPORun, groups: list[list[Trajectory]]) -> Judged:
     group_B = torch.tensor([number for number, _ in alive], dtype=torch.long)
     rewards_B = torch.tensor([t.reward for t in played], dtype=torch.float64)
     lengths_B = torch.tensor([t.tokens for t in played], dtype=torch.float64)
-    # -log p of what was sampled is on average the entropy of what it was sampled from
-    entropy_B = -torch.tensor([sum(t.sampled_logprobs) for t in played], dtype=torch.float64) / lengths_B.clamp(min=1)
+    entropy_B = None
+    if chosen.metric.startswith("entropy"):
+        assert learner is not None
+        batch = Batch.of(played)
+        entropy_B = torch.zeros(len(played), dtype=torch.float64)
+        entropy_B = entropy_B.index_add(0, batch.episode_S, learner.entropies(batch).double()) / lengths_B.clamp(min=1)
 
     def scores(metric: str) -> torch.Tensor:
         return filters.group_scores(
@@ -406,6 +414,8 @@ def advantages(
 
     algorithm, group_B, episode_N, turn_S = cfg.algorithm, batch.group_B, batch.episode_N, batch.turn_S
     rewards_N = torch.tensor([score for t in batch.episodes for score in t.turn_scores], dtype=torch.float64)
+    if algorithm.critical and not algorithm.turn_rewards:
+        rewards_N = estimators.at_the_end(rewards_N, episode_N)
     penalty_S = torch.zeros(len(turn_S), dtype=torch.float64)
     if algorithm.kl_in == "reward" and measured.reference_S is not None:
         penalty_S = algorithm.beta * losses.kl(measured.old_S, measured.reference_S, algorithm.kl_kind).double()

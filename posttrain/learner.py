@@ -139,6 +139,13 @@ class Learner:
             out_S[tokens] = part
         return out_S
 
+    def entropies(self, batch: Batch) -> torch.Tensor:
+        """Entropy of the distribution that each sampled token was drawn from, nats, (S,).
+
+        One more pass over the episodes of a rollout; of the policy in the learner's precision, whatever engine sampled.
+        """
+        return self._look(batch, lambda rows: self._head(self.policy, rows)[1])
+
     def share(self, rows: list[Row], shared: Sequence[tuple[int, ...]] = ()) -> list[list[Row]]:
         """This process's share of the rows as micro-batches; all have the same number of them, or one less.
 
@@ -160,10 +167,13 @@ class Learner:
         chosen = list(microbatches(lengths, self.cfg.trainer.micro_batch_tokens or math.inf))
         return [[row for i in batch for row in units[i]] for batch in chosen[parallel.rank() :: parallel.size()]]
 
-    def _logprobs(self, model: Any, rows: list[Row]) -> torch.Tensor:
+    def _head(self, model: Any, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
         with self.autocast():
             states = trained_states(model, [row.ids for row in rows], [row.mask for row in rows])
-            return head_logprobs(model, *states, self.cfg.rollout.temperature)[0]
+            return head_logprobs(model, *states, self.cfg.rollout.temperature)
+
+    def _logprobs(self, model: Any, rows: list[Row]) -> torch.Tensor:
+        return self._head(model, rows)[0]
 
     def _reference_logprobs(self, rows: list[Row]) -> torch.Tensor:
         if self.reference is not None:

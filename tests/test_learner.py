@@ -255,6 +255,32 @@ def test_masked_and_unkept_episodes_give_no_gradient() -> None:
     assert torch.equal(moved(cfg, only), moved(cfg, shout))
 
 
+def test_entropies_are_those_of_the_distribution_sampled_from() -> None:
+    """Of tokens drawn from one and the same distribution, -log p varies and the entropy does not."""
+    model = policy()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:40] = model.model.embed_tokens.weight[0]  # tokens that the model takes for one
+    groups = played(model)
+    for group in groups[:2]:
+        for segment in (segment for t in group for segment in t.segments):
+            segment.ids = [token % 40 for token in segment.ids]
+            values = iter(token_logprobs(model, [segment.ids], [segment.mask])[0].tolist())
+            segment.logprobs = [next(values) if on else 0.0 for on in segment.mask]
+    cfg = config(filter={"strategy": "top_k", "value": 0.4, "metric": "entropy_variance"})
+    learner = phase3.prepare(cfg, model, None)  # type: ignore[arg-type]
+    batch = Batch.of([t for group in groups for t in group])
+    found_S = learner.entropies(batch)
+    with torch.no_grad():
+        for row in batch.rows:
+            table = (model(torch.tensor([row.ids])).logits[0].double()).log_softmax(-1)
+            wanted = -(table.exp() * table).sum(-1)[[i - 1 for i, on in enumerate(row.mask) if on]]
+            assert torch.allclose(found_S[row.tokens].double(), wanted, atol=1e-5)
+    noise = [torch.tensor([-sum(t.sampled_logprobs) / t.tokens for t in group]).var() for group in groups]
+    assert min(noise) > 1e-3, "-log p would rank all three groups"
+    judged = phase3.judge(cfg, groups, learner)
+    assert judged.kept == [2]
+
+
 def test_soft_weights_scale_each_groups_advantages() -> None:
     groups = played(policy())
     for t in groups[2]:

@@ -14,6 +14,7 @@ from difflib import SequenceMatcher
 from functools import lru_cache
 from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -193,6 +194,11 @@ def worth(
     if a.advantage in ("gae", "bilevel_gae"):
         assert values is not None
         out, returns = [], []
+        if not a.turn_rewards:
+            episodes = [
+                dataclasses.replace(t, turn_rewards=[0.0] * (t.turns - 1) + [t.reward], turn_penalties=[0.0] * t.turns)
+                for t in episodes
+            ]
         for t, turns, cost, value in zip(episodes, turn_of, penalty, values, strict=True):
             pay, ends = -cost, [int(np.flatnonzero(turns == n)[-1]) for n in range(t.turns)]
             pay[ends] += t.turn_scores
@@ -548,7 +554,7 @@ REWARD_KL = ("algorithm.beta=0.2", "algorithm.kl_in=reward")
         *(
             case(f"algorithm.{key}", f"algorithm.advantage={name}")
             for name in ("gae", "bilevel_gae")
-            for key in ("gamma=0.7", "lam=0.6", "whiten=false")
+            for key in ("gamma=0.7", "lam=0.6", "whiten=false", "turn_rewards=false")
         ),
         case("algorithm.gamma_high=0.5", "algorithm.advantage=bilevel_gae"),
     ],
@@ -632,8 +638,10 @@ def test_a_key_reaches_the_filter(told: Callable[..., StarPORun], keys: str) -> 
     ]  # fmt: skip
     cfg = told(*(f"algorithm.filter.{key}" for key in keys.split()))
 
+    asked_for: Any = SimpleNamespace(entropies=lambda batch: -batch.sampler_S)
+
     def seen(cfg: StarPORun) -> Kept:
-        judged = phase3.judge(cfg, groups)
+        judged = phase3.judge(cfg, groups, asked_for if "entropy" in keys else None)
         trained = ["".join(str(n) for n, on in enumerate(judged.trains[g]) if on) for g in judged.kept]
         return Kept(judged.kept, " ".join(trained), tuple(round(weight, 3) for weight in judged.weights))
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "quickstart" / "phase3_starpo.yaml"
 SMALL = ["algorithm.entropy_coef=0", "algorithm.num_iterations=2", "algorithm.minibatches=2", "algorithm.beta=0"]
 SMALL += ["rollout.groups=12"]  # the quickstart has 16 for each of its two worlds
-CRITIC = ["algorithm.critic.learning_rate=2e-3", "algorithm.critic.warmup_steps=3"]
+CRITIC = ["algorithm.critic.learning_rate=2e-3", "algorithm.critic.warmup_steps=3", "algorithm.turn_rewards=true"]
 HALF = "algorithm.filter={strategy: top_k, value: 0.5}"
 TOP_P = "algorithm.filter={strategy: top_p, value: 0.9}"
 BONUS = ["algorithm.entropy_coef=0.05"]  # too much, to see runs come apart

@@ -398,7 +398,8 @@ class RolloutSection(Section):
 
 class FilterSection(Section):
     metric: Literal["reward_std", "reward_variance", "reward", "entropy", "entropy_variance", "length"] = Field(
-        "what groups are ranked by: the spread or the mean of the raw rewards, the entropy, or the sampled tokens",
+        "what groups are ranked by: the spread or the mean of the raw rewards, the mean or the variance of the entropy"
+        " of an episode's tokens (one more forward pass), or the sampled tokens",
         "reward_std",
     )
     strategy: Literal["none", "top_k", "top_k_abs", "top_p", "top_p_softmax", "min_p", "percentile", "soft"] = Field(
@@ -471,7 +472,7 @@ class CriticSection(Section):
 
 # Keys that not every run reads: the keys, the key that decides, and which of its values read them ("": any but off).
 _READ_BY = (
-    ("critic lam whiten", "advantage", "gae bilevel_gae"),
+    ("critic lam whiten turn_rewards", "advantage", "gae bilevel_gae"),
     ("gamma", "advantage", "turn_return gae bilevel_gae"),
     ("gamma_high", "advantage", "bilevel_gae"),
     ("step_weight step_gamma step_similarity", "advantage", "gigpo"),
@@ -525,6 +526,10 @@ class AlgorithmSection(Section):
     step_gamma: float = Field("gigpo: discount of a turn", 0.95, gt=0, le=1)
     step_similarity: float | None = Field(
         "gigpo: states whose texts are at least this similar count as one; null wants the same state", None, gt=0, le=1
+    )
+    turn_rewards: bool = Field(
+        "gae, bilevel_gae: what a turn earned stands at its end; false: all that an episode earned stands at its end",
+        True,
     )
     whiten: bool = Field("gae, bilevel_gae: normalise the advantages over all trained tokens", True)
     critic: CriticSection = Field("gae, bilevel_gae: who estimates values", CriticSection())

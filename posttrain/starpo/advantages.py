@@ -200,6 +200,20 @@ def token_rewards(rewards_N: torch.Tensor, turn_S: torch.Tensor, extra_S: torch.
     return rewards_S
 
 
+def at_the_end(rewards_N: torch.Tensor, episode_N: torch.Tensor) -> torch.Tensor:
+    """The sum of each episode's rewards on its last turn and 0 on the others, shape (N,).
+
+    RAGEN's default (`use_turn_scores: False`).
+
+    >>> at_the_end(torch.tensor([1.0, 2.0, 5.0]), torch.tensor([0, 0, 1]))
+    tensor([0., 3., 5.])
+    """
+    row_N, _ = _places(episode_N)
+    last_N = _last(episode_N)
+    sums_B = rewards_N.new_zeros(int(last_N.sum())).index_add(0, row_N, rewards_N)
+    return torch.zeros_like(rewards_N).masked_scatter(last_N, sums_B)
+
+
 def gae(
     rewards_S: torch.Tensor, values_S: torch.Tensor, episode_S: torch.Tensor, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
