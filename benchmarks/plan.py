@@ -137,7 +137,7 @@ def update_flops(shape: plan.Shape, work: Work, cfg: StarPORun, looks: int) -> f
 
 def looks_of(cfg: StarPORun) -> int:
     """Forward passes before the update: log-probs again in bfloat16, the reference, the critic's values."""
-    return int(cfg.trainer.bf16) + (cfg.algorithm.beta > 0) + cfg.algorithm.critical
+    return bool(cfg.trainer.bf16) + (cfg.algorithm.beta > 0) + cfg.algorithm.critical
 
 
 def predict(

@@ -111,7 +111,7 @@ def test_remedies_wait_to_be_allowed() -> None:
     assert cockpit.remedy(cfg, learner, raised, 0) == {}
     cfg = cockpit.intervene(cfg, {"diagnostics.rollbacks": 1})
     changes = cockpit.remedy(cfg, learner, raised, 0)
-    assert changes == {"trainer.learning_rate": cfg.trainer.learning_rate / 2}
+    assert changes == {"trainer.learning_rate": cfg.learning_rate / 2}
     assert cockpit.intervene(cfg, changes).trainer.learning_rate == changes["trainer.learning_rate"]
     assert cockpit.remedy(cfg, learner, raised, 1) == {}, "once is enough"
 
@@ -145,7 +145,7 @@ def test_a_remedy_that_the_run_cannot_take_becomes_a_smaller_learning_rate() -> 
     cfg = type(cfg).model_validate(alone)
     learner = phase3.prepare(cfg, policy(), None)  # type: ignore[arg-type]
     changes = cockpit.remedy(cfg, learner, [Alarm("template_collapse/trajectory", "warn", "", "", 9)], 0)
-    assert changes == {"trainer.learning_rate": cfg.trainer.learning_rate / 2}
+    assert changes == {"trainer.learning_rate": cfg.learning_rate / 2}
 
 
 def test_only_first_turns_are_first_turns(tiny_chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -634,7 +634,8 @@ def test_weights_that_are_no_numbers_end_it(
     def damaged(*given: Any, **settings: Any) -> Any:
         model, chat = honest(*given, **settings)
         with torch.no_grad():
-            model.get_input_embeddings().weight.select(0, 300).fill_(torch.nan)
+            embeddings: Any = model.get_input_embeddings().weight
+            embeddings[300] = torch.nan
         return model, chat
 
     monkeypatch.setattr(models, "load", damaged)

@@ -381,7 +381,7 @@ def stepped(cfg: StarPORun, double: bool = False, step: int = 1, parts: Any = No
         critics = [*head.parameters(), *(trunk.parameters() if trunk is not model else ())] if head else []
         with torch.no_grad():
             for rate, parameters in (
-                (0.0 if warming else cfg.trainer.learning_rate, list(model.parameters())),
+                (0.0 if warming else cfg.learning_rate, list(model.parameters())),
                 (a.critic.learning_rate, critics),
             ):
                 for p in parameters:

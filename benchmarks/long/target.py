@@ -101,7 +101,7 @@ def theirs(cfg: StarPORun, model: Any, chat: Chat, race: Race, batch_size: int) 
     settings = cfg.trainer
     optimizer = torch.optim.AdamW(
         model.parameters(),
-        settings.learning_rate,
+        cfg.learning_rate,
         betas=(settings.adam_beta1, settings.adam_beta2),
         weight_decay=settings.weight_decay,
     )
