@@ -373,7 +373,8 @@ class ConvGPTModel(ConvGPTPreTrainedModel):
                 masks["sliding_attention"] = create_sliding_window_causal_mask(**arguments)
 
         hidden_states = self.norm_emb(self.conv(embeds))
-        if self.fused is not None and past_key_values is not None and isinstance(attention_mask, torch.Tensor):
+        decoding = tokens == 1 and past_key_values is not None and isinstance(attention_mask, torch.Tensor)
+        if self.fused is not None and decoding:
             hidden_states = self.fused(hidden_states, position_ids, masks["full_attention"], past_key_values)
         else:
             position_embeddings = rotary(self.config, position_ids, hidden_states.dtype)

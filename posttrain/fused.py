@@ -102,14 +102,19 @@ class _Layers:
     def __call__(
         self, hidden_BQE: torch.Tensor, positions_BQ: torch.Tensor, mask_B1QK: torch.Tensor, cache: Cache
     ) -> torch.Tensor:
-        """What the layers make of these states; the mask is True or 0 where a token sees another."""
+        """What the layers make of these states; the mask is True or 0 where a token sees another.
+
+        Q is 1: a prompt is read layer by layer, since the rotations of all its tokens for all layers at once would
+        take much memory and save little.
+        """
         rows, queries, width = hidden_BQE.shape
+        assert queries == 1
         group, heads, size = self.group, self.heads, self.size
         angle_BQD = positions_BQ[:, :, None].float() * self.frequency_D
         cos_BQD, sin_BQD = (each.to(hidden_BQE.dtype) for each in (angle_BQD.cos(), angle_BQD.sin()))
         cos_LBQG1D = cos_BQD[:, :, None, None] * self.cos_weight
         sin_LBQG1D = sin_BQD[:, :, None, None] * self.sin_weight
-        mask = mask_B1QK.expand(-1, -1, group, -1) if queries == 1 else mask_B1QK.repeat(1, 1, group, 1)
+        mask = mask_B1QK.expand(-1, -1, group, -1)
         hidden_NE = hidden_BQE.reshape(-1, width)
         turns = zip(self.decoder_layers, self.layers, cos_LBQG1D.unbind(), sin_LBQG1D.unbind(), strict=True)
         for n, (layer, weights, cos_BQG1D, sin_BQG1D) in enumerate(turns):

@@ -20,6 +20,7 @@ from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
 
 from posttrain import models, parallel
 from posttrain.config import ModelSection, StarPORun
+from posttrain.convgpt import ConvGPTModel
 from posttrain.head import KL_TILE, VOCABULARY_CHUNK
 from posttrain.policy import UNFIT
 from posttrain.sampler.slots import PREFILL_TOKENS, whole_blocks
@@ -54,6 +55,7 @@ class Shape(NamedTuple):
     vocabulary: int
     states: int  # width of what the output layer multiplies
     tied: bool  # whether the output layer is the embedding
+    fused: int = 0  # numbers of the blocks' weights that a rollout keeps a second time (posttrain/fused.py)
 
     @classmethod
     def of(cls, config: Any, model: ModelSection) -> Shape:
@@ -89,6 +91,8 @@ class Shape(NamedTuple):
             states=output.in_features,
             tied=output.weight is net.get_input_embeddings().weight,
         )
+        if isinstance(net.base_model, ConvGPTModel) and model.tuning == "full":
+            shape = shape._replace(fused=shape.blocks + shape.embedding * shape.hidden)
         if (settings := models.peft_config(model, net)) is None:
             return shape
         from peft import get_peft_model
@@ -196,6 +200,7 @@ def conversations(shape: Shape, size: int, slots: int, longest: int, prompt: int
     attention = twice + tokens * (size * (4 * shape.query + 3 * shape.key_value) + masks * prompt)
     sampling = slots * shape.vocabulary * 32  # logits in the several precisions of draw.py
     return {
+        "fused weights": shape.fused * size,
         "KV cache": slots * length * shape.cache * size,
         "reading and sampling": max(stream + mlp, stream + attention, sampling),
     }
