@@ -133,9 +133,9 @@ def ours(phase: str, folder: Path, given: Any) -> dict[str, Any]:
         ahead += time.perf_counter() - start
         return rows
 
-    def watched(trainer: Any, *args: Any, **more: Any) -> dict[str, float]:
+    def watched(trainer: Any, *args: Any, **more: Any) -> training.Outcome:
         figures.update(measure(trainer, lambda: fit(trainer, *args, **more), ahead))
-        return {}
+        return training.Outcome({})
 
     settings = settings_of(phase, folder, given)
     file = Path(settings["output_dir"]).with_suffix(".yaml")

@@ -351,7 +351,7 @@ def tiny_model(chat: Chat) -> LlamaForCausalLM:
 
 
 def hostile_talks() -> list[dict[str, Any]]:
-    rows = talks(12)
+    rows = talks(20)
     rows[3]["messages"] += [user(HOSTILE), assistant(HOSTILE + " no")]
     rows[5]["messages"][1]["mask_spans"] = [[0, 3]]
     return rows
@@ -401,7 +401,8 @@ def test_dpo_trains_on_our_ids(tmp_path: Path, tiny_chat: Chat) -> None:
         def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
             return dataset
 
-    rows = [*GOOD_PAIRS, pair(HOSTILE, "a" + HOSTILE, "b" + HOSTILE), pair("p4", "x y z", "q"), pair("p5", "u", "v")]
+    rows = [*GOOD_PAIRS, pair(HOSTILE, "a" + HOSTILE, "b" + HOSTILE), pair("p4", "x y z", "q")]
+    rows += [pair(f"p{n}", f"u {n}", "v") for n in range(5, 12)]
     source = Source(kind="ultrafeedback", path=write(tmp_path / "pairs.jsonl", rows))
     pairs = load_preferences(section(source, eval_rows=1), tiny_chat)
     args = DPOConfig(

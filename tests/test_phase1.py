@@ -60,6 +60,8 @@ def test_a_run_learns_and_hands_over(whole: Path, files: SimpleNamespace, tiny_c
     assert losses[12] < losses[1] - 0.1
     assert rows_of(whole, "eval_loss").keys() == {12}
     manifest = checkpoint.verify(whole / "final")
+    (record,) = manifest["meta"].pop("history")
+    assert (record["phase"], record["base"], record["step"]) == ("phase1", str(files.base), 12)
     assert manifest["meta"] == {"phase": "phase1", "step": 12, "chat_template_sha256": tiny_chat.hash}
     assert yaml.safe_load((whole / "final" / "run_config.yaml").read_text())["trainer"]["max_steps"] == 12
     for step in (4, 8, 12):
