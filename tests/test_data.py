@@ -402,14 +402,14 @@ def test_dpo_trains_on_our_ids(tmp_path: Path, tiny_chat: Chat) -> None:
             return dataset
 
     rows = [*GOOD_PAIRS, pair(HOSTILE, "a" + HOSTILE, "b" + HOSTILE), pair("p4", "x y z", "q")]
-    rows += [pair(f"p{n}", f"u {n}", "v") for n in range(5, 12)]
+    rows += [pair(f"p{n}", f"u {n}", f"v {n}") for n in range(5, 12)]
     source = Source(kind="ultrafeedback", path=write(tmp_path / "pairs.jsonl", rows))
     pairs = load_preferences(section(source, eval_rows=1), tiny_chat)
     args = DPOConfig(
         output_dir=str(tmp_path / "out"),
         max_length=400,
         precompute_ref_log_probs=True,
-        per_device_train_batch_size=4,
+        per_device_train_batch_size=10,
         max_steps=1,
         logging_steps=1,
         logging_first_step=True,
@@ -430,7 +430,7 @@ def test_dpo_trains_on_our_ids(tmp_path: Path, tiny_chat: Chat) -> None:
     for ids, mask in zip(batch["input_ids"].tolist(), batch["completion_mask"].tolist(), strict=True):
         texts.add(tiny_chat.decode([i for i, on in zip(ids, mask, strict=True) if on]))
     expected = {tiny_chat.decode(row[name]) for row in rows_of(pairs.train) for name in ("chosen_ids", "rejected_ids")}
-    assert texts == expected and len(texts) == 8
+    assert texts == expected and len(texts) == 2 * len(pairs.train)
     trainer.train()
     assert trainer.state.log_history[0]["loss"] == pytest.approx(np.log(2), abs=1e-4)
 

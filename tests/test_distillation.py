@@ -300,7 +300,7 @@ def test_prompts_alone_are_text_or_messages_that_end_with_the_user(tmp_path: Pat
     bad = [{"prompt": ""}, {"prompt": [user, other]}, {"prompt": "far " * 300}]
     found = prompts_of(tmp_path, tiny_chat, "prompts", good + bad, max_length=64)
     assert len(found) == 3 and not any("far" in prompt for prompt in found)
-    with pytest.raises(UserError, match="line 1 of .*: column prompt should be text"):
+    with pytest.raises(UserError, match=r"line 1 of .*: column prompt should be text"):
         prompts_of(tmp_path, tiny_chat, "prompts", [{"prompt": 7}])
 
 

@@ -474,7 +474,7 @@ def test_a_broken_checkpoint_is_named_and_the_exit_code_tells(
     model.save_pretrained(broken)
     copy.deepcopy(tiny_chat).save(broken)
     names = {"base": checkpoints["base"], "broken": str(broken), "other": checkpoints["other"]}
-    with pytest.raises(UserError, match=r"(?s)1 of 3 checkpoints could not be measured:\n  broken: .*not finite.*--resume"):
+    with pytest.raises(UserError, match=r"(?s)1 of 3 checkpoints could not be.*broken: .*not finite.*--resume"):
         evaluate(tmp_path, names, suites=SMALL)
     text = (tmp_path / "out" / "results.json").read_text()
     results = json.loads(text, parse_constant=lambda name: pytest.fail(name))
