@@ -43,12 +43,14 @@ def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed:
     """TRL's SFTConfig or DPOConfig: the config's `trainer` section over what the device calls for, `fixed` over all.
 
     Activations are recomputed only where memory is scarce: TRL does so everywhere, and on a CPU it only costs time.
-    bfloat16, which TRL switches on everywhere as well, is as `models.settle` has put it into the config.
+    bfloat16, which TRL switches on everywhere as well, is as `models.settle` has put it into the config. The first
+    step is logged, and `Reporter` logs the last one: a run on little data may be shorter than `logging_steps`.
     """
     defaults = {
         "gradient_checkpointing": device.type == "cuda",
         "dataloader_pin_memory": device.type == "cuda",
         "save_total_limit": 2,
+        "logging_first_step": True,
         "ddp_find_unused_parameters": False,
     }
     fixed = {
@@ -552,6 +554,8 @@ class Reporter(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._show(state.global_step)
+        if state.global_step >= state.max_steps and args.logging_strategy == "steps":
+            control.should_log = True  # as transformers evaluates and saves there
         if _any_process(self.stop.requested):
             self.stopped = control.should_save = control.should_training_stop = True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import random
 import shutil
@@ -848,3 +849,23 @@ def test_own_data_needs_no_network(tmp_path: Path, files: SimpleNamespace) -> No
     done = python("train_phase1_sft.py", "--config", str(file), "data.decontaminate=true", env=unplugged)
     assert done.returncode == 0, done.stderr
     assert "NOT checked" in done.stdout
+
+
+def test_own_data_trains_with_the_reference_settings_on_a_laptop(tmp_path: Path, files: SimpleNamespace) -> None:
+    """40 conversations, no GPU, no config of one's own: three steps, of which the first and the last show a loss."""
+    source = f"[{{kind: messages, path: {conversations(tmp_path / 'mine.jsonl', 40)}}}]"
+    where = [f"output_dir={tmp_path}/run", "report_to=none", "device=cpu", "data.decontaminate=false"]  # no network
+    train_phase1_sft.main([f"model.name_or_path={files.base}", "model.tuning=lora", f"data.sources={source}", *where])
+    losses, final = rows_of(tmp_path / "run"), tmp_path / "run" / "final"
+    assert list(losses) == [1, 3] and all(math.isfinite(loss) for loss in losses.values())
+    assert {"README.md", "config.json"} <= checkpoint.verify(final)["files"].keys()
+    trained, before = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (final, files.base))
+    assert trained.keys() == before.keys() and any(not torch.equal(trained[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("given, logged", [({}, [1, 5, 7]), ({"logging_first_step": False}, [5, 7])])
+def test_the_first_and_the_last_step_are_logged(
+    tmp_path: Path, files: SimpleNamespace, given: dict[str, Any], logged: list[int]
+) -> None:
+    train(config_in(tmp_path, files, max_steps=7, logging_steps=5, **given))
+    assert list(rows_of(tmp_path / "run")) == logged

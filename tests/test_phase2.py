@@ -279,3 +279,15 @@ def test_two_processes(tmp_path: Path, files: SimpleNamespace) -> None:
     assert losses[1] == pytest.approx(math.log(2), abs=1e-5)
     assert losses[4] < losses[1]
     checkpoint.verify(tmp_path / "run" / "final")
+
+
+def test_own_pairs_train_with_the_reference_settings_on_a_laptop(tmp_path: Path, files: SimpleNamespace) -> None:
+    """40 pairs, no GPU, no config of one's own: a few steps, of which the first and the last show a loss."""
+    source = f"[{{kind: preferences, path: {preferences(tmp_path / 'mine.jsonl', 40)}}}]"
+    where = [f"output_dir={tmp_path}/run", "report_to=none", "device=cpu", "data.decontaminate=false"]  # no network
+    train_phase2_dpo.main([f"model.name_or_path={files.before}", "model.tuning=lora", f"data.sources={source}", *where])
+    losses, final = rows_of(tmp_path / "run"), tmp_path / "run" / "final"
+    assert list(losses) == [1, 3] and losses[1] == pytest.approx(math.log(2), abs=1e-3)
+    assert {"README.md", "config.json"} <= checkpoint.verify(final)["files"].keys()
+    trained, before = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (final, files.before))
+    assert trained.keys() == before.keys() and any(not torch.equal(trained[name], before[name]) for name in before)
