@@ -136,6 +136,7 @@ SERIES = {
     "format_decay": ("rollout/invalid_turns", [0.02] * 12 + line(0.02, 0.31, 20)),
     "success_drop": ("rollout/success", line(0.3, 0.6, 20) + line(0.6, 0.1, 20)),
     "clip_fraction": ("policy/clip_fraction", [0.01] * 12 + [0.2] * 5),
+    "forgetting": ("evaluation/distillation_kl", [0.0, 0.0017, 0.0093, 0.018, 0.0334, 0.0451, 0.049]),
     "sampler_gap": ("policy/sampler_gap", [2e-6] * 3 + [0.002]),
     "skipped_updates": ("policy/skipped_steps", [0.0] * 3 + [1.0, 0.0, 1.0, 0.0, 1.0]),
     "empty_steps": ("rollout/kept_groups", [8.0] * 3 + [0.0] * 5),
@@ -362,6 +363,20 @@ def test_another_rule_needs_no_more_than_its_figures(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(ADVICE, "far", ("warn", "Come back."))
     monkeypatch.setattr(alarms, "RULES", [*RULES, far])
     assert [str(alarm) for alarm in raised([{"policy/far": 2.0}] * 3)] == ["step 1: 2.0 is far. Come back."]
+
+
+def test_forgetting_is_announced_once_and_not_where_distillation_holds() -> None:
+    """The figures of both kinds were measured on the quickstart's model."""
+
+    def rows(*kls: float) -> list[Row]:
+        return [{"evaluation/distillation_kl": kl} for kl in kls]
+
+    assert names(rows(0.0, 0.0047, 0.0058, 0.0083, 0.0092, 0.007)) == []
+    without = raised(rows(0.0, 0.0017, 0.0093, 0.018, 0.0334, 0.0451, 0.049))
+    assert [(alarm.name, alarm.severity, alarm.step) for alarm in without] == [("forgetting", "warn", 5)]
+    assert "0.033 nats" in without[0].message and "distillation.coef" in without[0].remedy
+    assert names(rows(0.04, 0.02, 0.04)) == ["forgetting"]
+    assert names(rows(0.04, 0.01, 0.04)) == ["forgetting"] * 2
 
 
 def test_a_solved_task_has_no_spread_and_no_alarm() -> None:

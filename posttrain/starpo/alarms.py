@@ -36,6 +36,7 @@ LIMITS: dict[str, float] = {  # tests/alarm_runs.py and tests/data/alarms.json h
     "success_drop": 0.6,  # of its best
     "wavering": 0.9,  # of its best success: a healthy policy may lose that much, what counts begins below it
     "clip_fraction": 0.05,  # median of 5 steps
+    "forgetting": 0.03,  # nats a token from the teacher, on held-out prompts of the phases before
     "sampler_gap": 1e-4,  # nats, mean over tokens; float32. HALF_PRECISION_GAP for bfloat16
     "skipped_updates": 3,  # in 10 steps
     "all_invalid": 0.95,  # of the turns of an environment, mean of 5 steps
@@ -191,6 +192,10 @@ ADVICE: dict[str, tuple[str, str]] = {
         "More than rounding: sampler and learner compute different models. Write `rollout.engine: replay`; if the gap"
         " stays, it is the model's precision (`trainer.bf16: false` tells), and `algorithm.importance: truncate` weighs"
         " tokens by it.",
+    ),
+    "forgetting": (
+        "warn",
+        "Raise `distillation.coef` or `distillation.batch_size`, or lower `trainer.learning_rate`.",
     ),
     "skipped_updates": ("warn", "Numbers overflow: write `trainer.bf16: false`, or lower `trainer.learning_rate`."),
     "all_invalid": (
@@ -597,6 +602,18 @@ def _evaluation(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]
     yield Finding("validation", count >= 5 and upper < limit, count == 0, words)
 
 
+def _forgetting(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
+    """How far is the policy from the model that it began as, where nothing new is asked of it (arXiv 2509.04259)?
+
+    The mean over thousands of tokens, on the same rows at each evaluation: its noise is far below the limit.
+    """
+    if (kl := row.get("evaluation/distillation_kl")) is None:
+        return
+    limit = setting.limits["forgetting"]
+    words = f"On held-out prompts of the phases before, the policy is {kl:.2g} nats a token from the model it began as."
+    yield Finding("forgetting", kl > limit, kl < limit / 2, words)
+
+
 def _machinery(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
     """What is wrong with the run rather than the policy: engines that disagree, updates that are too long or lack."""
     limits = setting.limits
@@ -656,6 +673,7 @@ RULES: list[Rule] = [
     _format,
     _success,
     _evaluation,
+    _forgetting,
     _machinery,
     _empty,
 ]
