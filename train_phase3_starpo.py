@@ -50,6 +50,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from posttrain import checkpoint, cockpit, curriculum, distillation, model_card, models, parallel, plan, training
     from posttrain.rollout import open_sampler
+    from posttrain.starpo.alarms import not_finite
 
     cfg = models.settle(cfg)
     settings = cfg.model_dump(mode="json")
@@ -121,7 +122,10 @@ def main(argv: list[str] | None = None) -> None:
         if former is not None:
             row["evaluation/distillation_kl"] = former.measure()
         report(step, row | {"seconds/evaluation": time.perf_counter() - began})
-        if row["evaluation/success"] > state["best"]:
+        broken = not_finite(state["alarms"])
+        if broken and step == 0:
+            raise UserError(f"{cfg.model.name_or_path} cannot be trained: {broken}.")
+        if row["evaluation/success"] > state["best"] and not broken:
             state.update(best=row["evaluation/success"], best_step=step)
             save_state(best(), learner, chat, state)
 
@@ -189,6 +193,7 @@ def main(argv: list[str] | None = None) -> None:
                 break
 
         # the policy handed over is the one that did best on the validation levels; the test levels see only that one
+        broken = not_finite(state["alarms"])  # the same in all processes, which see the same rows
         load_state(best(), learner)
         with precision:
             row = evaluate(cfg, sampler, chat, cfg.evaluation.final_split, cfg.evaluation.final_episodes, name="final")
@@ -213,11 +218,19 @@ def main(argv: list[str] | None = None) -> None:
             )
         print(f"Memory: at most {cockpit.memory(device):.2f} GiB; planned {plan.gib(planned.peak)} GiB.")
         print(f"Handed over: {final}  (curves: {out / 'metrics.jsonl'})")
-        print(
-            f"Next: python inference_with_improved_settings.py model.name_or_path={final} --play {cfg.worlds[0].name}"
-        )
+        if not broken:
+            print(
+                f"Next: python inference_with_improved_settings.py model.name_or_path={final}"
+                f" --play {cfg.worlds[0].name}"
+            )
     parallel.barrier()
     parallel.stop()
+    if broken:
+        raise UserError(
+            f"The run failed: {broken}. {out / 'final'} was made from {best().name}, the best healthy policy on the"
+            f" {cfg.evaluation.split} levels. Start again with a lower trainer.learning_rate or trainer.bf16=false, and"
+            " another output_dir."
+        )
 
 
 def due(every: int, step: int) -> bool:
@@ -577,6 +590,8 @@ def evaluate(
             f"{name}/{world.name}/reward": sum(e.reward for e in episodes_played) / episodes,
             f"{name}/{world.name}/invalid_turns": sum(e.invalid_turns for e in episodes_played) / turns,
             f"{name}/{world.name}/turns": turns / episodes,
+            f"{name}/{world.name}/logprob": sum(e.logprob for e in episodes_played)
+            / max(1, sum(e.tokens for e in episodes_played)),
             f"{name}/{world.name}/crashed": sum(e.crashed for e in episodes_played),
         }
         for failure in failures(episodes_played):

@@ -49,6 +49,7 @@ class Played(NamedTuple):
     effective_actions: int
     dropped_turns: int
     tokens: int  # sampled ones
+    logprob: float  # sum over the sampled tokens
     context: int  # all of the longest context
     reward: float
     stage: int | None
@@ -70,6 +71,7 @@ class Played(NamedTuple):
             effective_actions=t.effective_actions,
             dropped_turns=t.dropped_turns,
             tokens=t.tokens,
+            logprob=sum(t.sampled_logprobs),
             context=t.context,
             reward=t.reward,
             stage=t.stage,
@@ -109,6 +111,7 @@ def describe(groups: list[list[Trajectory]], spread: list[float], kept: list[int
         "rollout/repeated_share": sum(seq_rep_n(ids, 4) for ids in answers) / max(1, len(answers)),
         "rollout/effective_actions": sum(e.effective_actions for e in episodes) / max(1, actions),
         "rollout/tokens": sum(e.tokens for e in episodes),
+        "rollout/logprob": sum(e.logprob for e in episodes) / max(1, sum(e.tokens for e in episodes)),
         "rollout/context_tokens": sum(e.context for e in episodes) / len(episodes),
         "rollout/dropped_turns": sum(e.dropped_turns for e in episodes) / len(episodes),
     }

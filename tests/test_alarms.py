@@ -189,6 +189,21 @@ def test_verdicts_that_end_a_run() -> None:
     }  # fmt: skip
 
 
+def test_a_run_has_failed_while_its_last_rows_are_not_finite() -> None:
+    broken, played, evaluated = {"policy/loss": math.nan}, {"rollout/success": 0.5}, {"evaluation/success": 0.5}
+
+    def failed(*table: dict[str, float]) -> str:
+        state: dict[str, Any] = {}
+        for step, row in enumerate(table, 1):
+            _, state = alarms.watch(state, step, row)
+            state = json.loads(json.dumps(state))
+        return alarms.not_finite(state)
+
+    assert failed() == failed(played, evaluated) == failed(broken, played) == ""
+    assert failed(played, broken, broken, evaluated).startswith("since step 2 ") and "policy/loss" in failed(broken)
+    assert "since step 2 " in failed(played, evaluated | {"evaluation/lake/logprob": -math.inf}, played)
+
+
 # --------------------------------------------------------------------------------------------------- runs that do not
 
 

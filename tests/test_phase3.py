@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -591,6 +592,70 @@ def test_groups_that_score_alike_stop_the_run(player: Path, tmp_path: Path, caps
     assert checkpoint.verify(tmp_path / "run" / "final")["meta"]["step"] == 0
     told = capsys.readouterr().err
     assert "No group passed the filter for 2 steps" in told and "stopped early" in told
+
+
+@pytest.mark.parametrize("updates", [1, 4])
+def test_a_run_that_diverges_fails_with_its_best_policy_handed_over(
+    player: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], updates: int
+) -> None:
+    """After a single update no loss has been broken yet, only what the policy samples next."""
+    parts = {"num_iterations": 1, "minibatches": 1} if updates == 1 else {}
+    file = settings(tmp_path / "run.yaml", player, algorithm=parts)
+    changes = ["trainer.learning_rate=1e30", "trainer.max_steps=9"]
+    failed = rf"The run failed: since step {2 if updates == 1 else 1} .*not.*finite.*final was made from best-0"
+    with pytest.raises(UserError, match=failed):
+        train(file, *changes)
+    run, told = tmp_path / "run", capsys.readouterr()
+    assert "Handed over" in told.out and "Next:" not in told.out and "stopped early" in told.err
+    assert max(row["step"] for row in rows(run) if "rollout/reward" in row) < 9
+    for name, tensor in weights(run / "final").items():
+        assert torch.equal(tensor, weights(player)[name]), name
+    finished = rows(run)
+    with pytest.raises(UserError, match=failed):
+        train(file, *changes, "--resume")
+    assert rows(run) == finished
+
+
+def test_a_run_whose_last_update_breaks_the_policy_fails(player: Path, tmp_path: Path) -> None:
+    """Its rows of training are all finite: the evaluation of the last step tells."""
+    file = settings(tmp_path / "run.yaml", player, algorithm={"num_iterations": 1, "minibatches": 1})
+    with pytest.raises(UserError, match=r"failed: since step 1 .*evaluation/frozen_lake/logprob.*made from best-0"):
+        train(file, "trainer.learning_rate=1e30", "trainer.max_steps=1")
+    assert checkpoint.verify(tmp_path / "run" / "final")["meta"]["step"] == 0
+
+
+def test_a_model_that_computes_no_numbers_is_not_trained(
+    player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(player)
+    for weight in model.model.layers[0].mlp.parameters():
+        weight.data.fill_(1e38)  # finite by itself
+
+    def write(out: Path) -> None:
+        model.save_pretrained(out)
+        Chat.load(PreTrainedTokenizerFast.from_pretrained(player), None).save(out)
+
+    meta = checkpoint.verify(player)["meta"]
+    broken = checkpoint.save(tmp_path / "broken", write, **meta)
+    with pytest.raises(UserError, match="weights are damaged"):
+        train(settings(tmp_path / "run.yaml", broken))
+    real = phase3.evaluate
+    monkeypatch.setattr(phase3, "evaluate", lambda *given: real(*given) | {"evaluation/frozen_lake/logprob": math.nan})
+    with pytest.raises(UserError, match=r"final cannot be trained: since step 0 .*evaluation/frozen_lake/logprob"):
+        train(settings(tmp_path / "other.yaml", player, output_dir=str(tmp_path / "other")))
+    assert not list(tmp_path.glob("*/best-*"))
+
+
+@pytest.mark.slow
+def test_all_processes_of_a_run_that_diverges_fail(player: Path, tmp_path: Path) -> None:
+    done = python(
+        "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+        "train_phase3_starpo.py", "--config", str(settings(tmp_path / "run.yaml", player)),
+        "trainer.learning_rate=1e30",
+    )  # fmt: skip
+    assert done.returncode != 0 and done.stderr.count("error: The run failed: since step 1") == 2
+    assert "Traceback" not in done.stderr.split("error: The run failed")[0]
+    assert checkpoint.verify(tmp_path / "run" / "final")["meta"]["step"] == 0
 
 
 def test_lora_trains_an_adapter_and_hands_over_whole_weights(player: Path, tmp_path: Path) -> None:

@@ -656,10 +656,30 @@ def _numbers(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
     broken = {key for key, value in row.items() if not math.isfinite(value)}
     memory["keys"] = sorted((set(memory.get("keys", ())) - row.keys()) | broken)
     memory["rows"] = memory.get("rows", 0) + 1 if broken else memory.get("rows", 0) if memory["keys"] else 0
+    kind = "evaluation" if any(key.startswith("evaluation/") for key in row) else "training"
+    since = memory.setdefault("since", {})
+    if broken:
+        since.setdefault(kind, {"step": setting.step, "keys": sorted(broken)})
+    else:
+        since.pop(kind, None)
     listed = ", ".join(sorted(broken))
     yield Finding("not_finite", bool(broken), not memory["keys"], f"Not a finite number: {listed}.")
     words = f"For {memory['rows']} rows some numbers have not been finite: {listed}."
     yield Finding("not_finite_for_long", memory["rows"] >= setting.limits["not_finite"], memory["rows"] == 0, words)
+
+
+def not_finite(state: Mapping[str, Any]) -> str:
+    """Since which step a run's rows have not been finite, in words; "" where its last rows are.
+
+    The last row of training counts, and the last of an evaluation: one overflow in between is no failure.
+
+    >>> not_finite(watch({}, 12, {"policy/loss": math.nan})[1])
+    'since step 12 its figures have not been finite numbers (policy/loss)'
+    """
+    found = sorted(state.get("memory", {}).get("_numbers", {}).get("since", {}).values(), key=lambda each: each["step"])
+    if not found:
+        return ""
+    return f"since step {found[0]['step']} its figures have not been finite numbers ({', '.join(found[0]['keys'])})"
 
 
 Rule = Callable[[Memory, Row, Setting], Iterator[Finding]]
