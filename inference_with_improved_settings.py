@@ -515,7 +515,7 @@ def note(text: str) -> None:
 
 def console() -> Console:
     """stdout, where nothing in a text is taken for markup; a line is broken for the eye only, never in a file."""
-    return Console(markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else 10_000)
+    return runlog.console(markup=False, highlight=False, emoji=False)
 
 
 # ------------------------------------------------------------------------------------------------------- comparing

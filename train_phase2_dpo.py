@@ -69,6 +69,7 @@ def main(argv: list[str] | None = None) -> None:
         training.read_in_slices(model)
     else:
         training.read_without_padding_masks(model)
+    training.show_reference_progress()
     with training.refusals_in_words():
         trainer = PairTrainer(
             model=model,

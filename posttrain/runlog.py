@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
 
+WIDE = 10_000  # columns, more than any table has
 PLAIN_EVERY = 5.0  # seconds between two lines where there is no terminal to draw a bar in
 
 
@@ -36,6 +37,14 @@ def say(text: str) -> None:
     """A line on stderr, from the first process alone."""
     if is_main_process():
         print(text, file=sys.stderr)
+
+
+def console(**options: Any) -> Console:
+    """stdout for tables and texts; where it is no terminal, nothing is cut or broken to fit a width.
+
+    `options` are those of rich's Console. FORCE_COLOR makes rich take a file for a terminal of 80 columns: still none.
+    """
+    return Console(**options, width=None if sys.stdout.isatty() else WIDE)
 
 
 def keep_private(output_dir: Path) -> None:
@@ -72,6 +81,7 @@ class Progress:
         self._console = console or Console(stderr=True)
         self._figures: dict[str, float] = {}
         self._spoke = -math.inf
+        self._said: tuple[int, dict[str, float]] | None = None  # by the last line
         self._bar: RichProgress | None = None
         self._task: TaskID | None = None
         if is_main_process() and self._console.is_terminal:
@@ -100,7 +110,7 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        elif self._spoke > -math.inf:
+        elif self._spoke > -math.inf and self._said != (self.done, self._figures):
             self._line()
         self._spoke = -math.inf
 
@@ -111,7 +121,7 @@ class Progress:
         self.close()
 
     def _line(self) -> None:
-        self._spoke = time.monotonic()
+        self._spoke, self._said = time.monotonic(), (self.done, dict(self._figures))
         percent = 100 * self.done / self.total if self.total else 100
         self.say(f"{self.title}: {self.done}/{self.total} {self.unit}s, {percent:.0f} %, {self._note()}")
 

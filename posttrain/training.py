@@ -136,6 +136,23 @@ def score_trained_positions_only() -> None:
     utils._use_triton = lambda device: True  # pyright: ignore[reportPrivateImportUsage]
 
 
+def show_reference_progress() -> None:
+    """Let TRL show how far the reference's log-probs are as these scripts show everything, without a terminal in lines.
+
+    Its own bar is redrawn into a log file many times a second, and knows no other switch than to be silent.
+    """
+    from trl.trainer import dpo_trainer
+
+    def shown(iterable: Any, desc: str, disable: bool = False) -> Iterator[Any]:
+        with runlog.Progress(total=len(iterable), title=desc) as progress:
+            for done, batch in enumerate(iterable, 1):
+                yield batch
+                progress.update(done)
+
+    assert hasattr(dpo_trainer, "tqdm"), "this TRL shows the reference's progress in another way"
+    dpo_trainer.tqdm = shown  # pyright: ignore[reportPrivateImportUsage]
+
+
 def read_in_slices(net: Any) -> None:
     """Let the decoder read the rows of a padded batch in slices of similar length, each cut to its own end.
 

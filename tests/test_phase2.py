@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -46,6 +47,16 @@ def train(file: Path, *more: str) -> None:
 
 def config_in(tmp_path: Path, files: SimpleNamespace, **trainer: Any) -> Path:
     return settings(tmp_path / "dpo.yaml", "preferences", files.before, files.rows, **trainer)
+
+
+def test_the_reference_is_shown_in_lines_where_there_is_no_terminal(
+    tmp_path: Path, files: SimpleNamespace, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train(config_in(tmp_path, files, max_steps=1))
+    told = capfd.readouterr().err
+    assert "it/s" not in told  # as a bar of tqdm says
+    assert re.search(r"^Computing reference log probs for train dataset: \d+/(\d+) steps, ", told, re.MULTILINE)
+    assert re.search(r"train dataset: (\d+)/\1 steps, 100 %", told)
 
 
 def test_a_run_starts_at_ln_2_learns_and_hands_over(whole: Path, tiny_chat: Chat) -> None:

@@ -294,6 +294,36 @@ def test_sources_of_math_are_never_pooled(results: dict[str, Any]) -> None:
     assert report.goals(changed) == report.goals(results)
 
 
+def test_the_terminal_table_names_every_column(results: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    report.show(results)
+    told = capsys.readouterr().out
+    assert "…" not in told
+    for title in ("Math (toy sums)", "Recall", "Preferences", "Repetition", "Frozen lake", "Sokoban", "no sampling"):
+        assert f" {title} " in told
+    for goal in results["goals"]:  # a goal is one line, whatever its length
+        assert any(goal["goal"] in line and line.endswith(goal["measured"]) for line in told.splitlines())
+
+
+def test_differences_have_the_names_of_the_table() -> None:
+    where = {"suite": "math", "part": "embedded", "metric": "accuracy"}
+    assert tables.what(where) == "Math (toy sums): accuracy"
+    assert tables.what(where | {"part": "gsm8k"}) == "GSM8K: accuracy"
+    assert tables.what(where | {"part": "unseen_operands"}) == "Math, unseen operands: accuracy"
+    assert tables.what({"suite": "worlds", "part": "frozen_lake", "metric": "failed"}) == (
+        "Frozen lake: ended in a failure"
+    )
+
+
+def test_every_figure_has_a_label_where_a_phone_shows_no_head(html: str) -> None:
+    """page.css hides the first row of these tables on a narrow screen, and shows data-label instead."""
+    for kind in ("headline", "parts"):
+        (found,) = re.findall(rf'<table class="{kind}">(.*?)</table>', html)
+        head, *rows = found.split("</tr>")
+        titles = [re.sub(r"<small>.*", "", cell) for cell in re.findall(r"<th>(.*?)</th>", head)[1:]]
+        assert len(titles) >= 3 and len(rows) == len(NAMES) + 1
+        assert all(re.findall(r'data-label="([^"]+)"', row) == titles for row in rows[:-1])
+
+
 def test_ranking_and_reward_accuracy_have_two_names(html: str) -> None:
     """The table ranks pairs by log-prob alone, the training log by DPO's implicit reward against the reference."""
     assert "Pairs ranked right" not in html

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 from tiny_runs import ROOT
 
 from posttrain import runlog
@@ -36,6 +38,32 @@ def test_without_a_terminal_lines_are_few_and_carry_rate_and_time_left(monkeypat
     assert lines[0] == "phase 1: 201/400 steps, 50 %, 4.0 steps/s, 0:50 left, loss 2.5"
     assert lines[-1] == "phase 1: 400/400 steps, 100 %, 4.0 steps/s, 0:00 left, loss 2.5"
     assert len(lines) == 11  # 50 seconds, one line every 5, and the last state
+
+
+def test_the_last_state_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runlog.time, "monotonic", itertools.count(0.0, 6.0).__next__)  # every line may be said
+    console, text = plain_console()
+    with runlog.Progress(total=2, title="phase 1", console=console) as progress:
+        progress.update(1, loss=2.5)
+        progress.update(2, loss=2.0)
+    assert [line.split(",")[0] for line in text.getvalue().splitlines()] == ["phase 1: 1/2 steps", "phase 1: 2/2 steps"]
+
+
+@pytest.mark.parametrize("variables", [{}, {"FORCE_COLOR": "1"}, {"COLUMNS": "40"}])
+def test_tables_are_not_cut_where_there_is_no_terminal(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    table = Table(title="a table")
+    for number in range(20):
+        table.add_column(f"column-{number:02}-of-a-table", no_wrap=number % 2 == 0)
+    table.add_row(*(f"value-{number:02}-of-the-row" for number in range(20)))
+    runlog.console().print(table)
+    told = capsys.readouterr().out
+    assert all(f"column-{number:02}-of-a-table" in told for number in range(20))
+    assert all(f"value-{number:02}-of-the-row" in told for number in range(20))
+    assert max(map(len, told.splitlines())) < 2000  # no wider than the table
 
 
 def test_slow_steps_are_given_in_seconds_per_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 from datasets import Dataset, Features, List, Value
-from rich.console import Console
 
 from posttrain import parallel
 from posttrain.chat import Chat
@@ -27,7 +26,7 @@ from posttrain.data.contamination import EvaluationQuestions, evaluation_questio
 from posttrain.data.filters import CHECKS, Row
 from posttrain.data.table import FilterTable, SourceReport
 from posttrain.metrics import MathJudge
-from posttrain.runlog import is_main_process
+from posttrain.runlog import console, is_main_process
 from posttrain.types import UserError, address
 
 ENCODE_AT_ONCE = 512
@@ -87,7 +86,7 @@ def load_preferences(data: DataSection, chat: Chat) -> PreferenceData:
         columns = {"chosen_ids": [chosen for chosen, _ in tossed], "rejected_ids": [rejected for _, rejected in tossed]}
         train = Dataset.from_dict({"prompt_ids": train["prompt_ids"], **columns}, features=PREFERENCE_COLUMNS)
         if is_main_process():
-            Console().print("CONTROL RUN (data.flip_labels): a coin decides which answer of a training pair is chosen.")
+            console().print("CONTROL RUN (data.flip_labels): a coin decides which answer of a training pair is chosen.")
     return PreferenceData(train, evaluation, table)
 
 
@@ -132,7 +131,7 @@ def _load(
     random.Random(address(data.seed, "mix")).shuffle(train)
 
     if is_main_process():
-        Console().print(table)
+        console().print(table)
     _require_something(table)
     return _dataset(train, columns), _dataset(evaluation, columns), table
 

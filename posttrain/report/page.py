@@ -127,7 +127,7 @@ def badge(kind: str, words: str) -> str:
 
 
 def table(head: str, body: str, kind: str = "") -> str:
-    """A table that scrolls sideways on a narrow screen."""
+    """A table; on a phone page.css lays out the kinds `headline`, `parts` and `every` as lines below each other."""
     return f'<div class="wide"><table class="{kind}"><tr>{head}</tr>{body}</table></div>'
 
 
@@ -194,11 +194,13 @@ def math_parts(results: Results) -> str:
         body = ""
         for name, entry in results["checkpoints"].items():
             body += f"<tr><th>{chip(results, name)}</th>"
-            for found in (*entry["math"][source]["parts"].values(), entry["math"][source]):
-                figure = figure_of(found, "accuracy")
-                body += f"<td><b>{percent(figure.value)}</b><small>{span(figure)}, n {found['n']}</small></td>"
+            for part, found in (*entry["math"][source]["parts"].items(), ("together", entry["math"][source])):
+                figure, label = figure_of(found, "accuracy"), text(part.replace("_", " "))
+                body += f'<td data-label="{label}"><b>{percent(figure.value)}</b>'
+                body += f"<small>{span(figure)}, n {found['n']}</small></td>"
             body += "</tr>"
-        blocks += f"<h3>{text(math_title(source))}, by kind of problem</h3>{table(head + '<th>together</th>', body)}"
+        blocks += f"<h3>{text(math_title(source))}, by kind of problem</h3>"
+        blocks += table(head + "<th>together</th>", body, "parts")
     return blocks
 
 
@@ -282,7 +284,7 @@ def worlds(results: Results) -> str:
 def world_row(label: str, figure: Figure, paint: str, note: str) -> str:
     return (
         f'<tr><td>{label}</td><td class="num"><b>{percent(figure.value)}</b></td>'
-        f"<td>{charts.bar(figure, paint)}<small>{text(note)}</small></td></tr>"
+        f"<td>{charts.bar(figure, paint)}<small>{text(note).replace(' %', '&nbsp;%')}</small></td></tr>"
     )
 
 
@@ -291,7 +293,7 @@ def failures(found: Row) -> str:
 
 
 def episodes(results: Results, transcripts: Sequence[Row]) -> str:
-    """Per world how many levels the last checkpoint won and lost beside the one before it, and some of each kind."""
+    """Per world how many levels the last two checkpoints solved, together and alone, and some of each kind."""
     names = list(results["checkpoints"])
     if len(names) < 2:
         return ""
@@ -411,7 +413,10 @@ def samples(results: Results, transcripts: Sequence[Row]) -> str:
             about = f"{title}, {part.replace('_', ' ')}" if part else title
             answers = "".join(answer(results, row) for row in rows)
             blocks += f'<div class="sample"><h4>{text(about)}</h4>{said}{answers}</div>'
-    note = f"The first {SAMPLES} of each part of the exam, not picked. Every generation is in transcripts.jsonl."
+    note = (
+        f"The first {SAMPLES} of each part of the evaluation, not picked, sampled as for the table above. Every "
+        "generation is in transcripts.jsonl."
+    )
     return blocks and f'<p>{note}</p><div class="samples">{blocks}</div>'
 
 
@@ -437,11 +442,11 @@ def settings(results: Results) -> str:
     rows = "".join(
         f"<tr><td>{chip(results, name)}</td><td>{text(figure)}</td><td>{text(setting or 'none')}</td>"
         f'<td class="num"><b>{percent(value.value)}</b></td><td class="num">{span(value)}</td>'
-        f'<td class="num">{n}</td></tr>'
+        f'<td class="num" data-label="n">{n}</td></tr>'
         for name, figure, setting, value, n in every_setting(results)
     )
     head = "<th></th><th></th><th>setting</th><th>figure</th><th>95 %</th><th>n</th>"
-    return f"<details><summary>All figures under every setting</summary>{table(head, rows)}</details>"
+    return f"<details><summary>All figures under every setting</summary>{table(head, rows, 'every')}</details>"
 
 
 def commands(results: Results, folder: Path) -> str:

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from posttrain import runlog
+
 Results = dict[str, Any]  # results.json as evaluate_model.py writes it
 Row = dict[str, Any]
 
+MATH_TITLES = {"embedded": "Math (toy sums)", "gsm8k": "GSM8K", "math500": "MATH-500"}
 COLOURS = ("#8b8f98", "#2f7fd1", "#d9822b", "#1f9d6b", "#a45bd1", "#c94f6d")  # one per checkpoint, in order
 
 
@@ -63,7 +66,7 @@ def columns(results: Results) -> list[Column]:
 
 def math_title(source: str) -> str:
     """embedded -> Math (toy sums), gsm8k -> GSM8K"""
-    return {"embedded": "Math (toy sums)", "gsm8k": "GSM8K", "math500": "MATH-500"}.get(source, f"Math ({source})")
+    return MATH_TITLES.get(source, f"Math ({source})")
 
 
 def figure_of(found: Row, key: str) -> Figure:
@@ -220,11 +223,14 @@ def markdown(results: Results) -> str:
 
 
 def what(difference: Row) -> str:
-    """Which figure a difference is about: `math, unseen operands: accuracy`, `sokoban: success`."""
+    """Which figure a difference is about: `GSM8K: accuracy`, `Math, unseen operands: accuracy`, `Sokoban: success`."""
     if difference["suite"] == "preferences" and difference["metric"] == "accuracy":
-        return "preferences: ranking accuracy"
+        return "Preferences: ranking accuracy"
     part = difference["part"].replace("_", " ")
     subject = part if difference["suite"] == "worlds" else ", ".join(filter(None, (difference["suite"], part)))
+    if difference["suite"] == "math":
+        subject = MATH_TITLES.get(difference["part"], subject)
+    subject = subject[:1].upper() + subject[1:]
     names = {
         "equal_length": "4-grams repeated, at equal length",
         "seq_rep_4": "4-grams repeated",
@@ -240,7 +246,7 @@ def every_setting(results: Results) -> Iterator[tuple[str, str, str, Figure, int
         for suite, figures in entry.items():
             for part, found in figures.items() if suite in ("math", "worlds") else [("", figures)]:
                 key = {"worlds": "success", "repetition": "seq_rep_4"}.get(suite, "accuracy")
-                title = math_title(part) if suite == "math" else f"{suite} {part.replace('_', ' ')}".strip()
+                title = math_title(part) if suite == "math" else readable(part or suite)
                 for setting, one in found.get("settings", {"": found}).items():
                     yield name, title, setting, figure_of(one, key), one.get("n", one.get("episodes"))
                     parts = one.get("parts", {})
@@ -264,17 +270,15 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 def show(results: Results) -> None:
     """The headline table and the goals in the terminal."""
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    console, shown = Console(), columns(results)
+    console, shown = runlog.console(), columns(results)
     table = Table(title="Held-out results, in percent with 95 % intervals")
     table.add_column("")
     for column in shown:
-        table.add_column(
-            f"{escape(column.title)}\n[dim]{escape(column.setting) or 'no sampling'}[/dim]", justify="right"
-        )
+        head = f"{escape(column.title)}\n[dim]{escape(column.setting) or 'no sampling'}[/dim]"
+        table.add_column(head, justify="right", overflow="fold")
     for name, entry in results["checkpoints"].items():
         figures = [column.get(entry) for column in shown]
         table.add_row(escape(name), *(f"{percent(figure.value)}\n[dim]{span(figure)}[/dim]" for figure in figures))
