@@ -295,7 +295,9 @@ def main() -> None:
     parser.add_argument("--critic", choices=["none", "shared", "separate"], default="none")
     parser.add_argument("--beta", type=float, default=0.0, help="above 0 there is a reference")
     parser.add_argument("--num-iterations", type=int, default=1)
-    parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument(
+        "--gradient-checkpointing", action="store_const", const=True, help="default: where the memory needs it"
+    )
     parser.add_argument("--decode-share", type=float, default=0.5, help="assumption: of the bandwidth, in decoding")
     parser.add_argument("--compute-share", type=float, default=0.4, help="assumption: of the FLOP rate, elsewhere")
     # Qwen2-0.5B, 24 layers, gives 49.9 tokens a second on an A100 whose bandwidth allows 1,500 (Qwen's speed benchmark)
@@ -332,7 +334,8 @@ def main() -> None:
             except UserError:
                 rows.append(row)
                 continue
-            found = predict(shape, work, device, assumed, cfg, planned.slots, looks_of(cfg))
+            run = plan.checkpointed(cfg, planned.gradient_checkpointing)
+            found = predict(shape, work, device, assumed, run, planned.slots, looks_of(cfg))
             rows.append(row | {"slots": planned.slots, "bytes": planned.peak} | found._asdict())
     results |= {"sampled_tokens": work.conversations * work.turns * work.new, "rows": rows}
     measured = json.loads(given.measured.read_text(encoding="utf-8")) if given.measured else None

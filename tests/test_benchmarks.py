@@ -308,6 +308,19 @@ def test_seconds_are_predicted_for_gpus_that_are_not_here(rollout, tmp_path, mon
     assert [line.count("**") for line in table[2:]] == [0, 4, 0, 0] and "17.20 s" in table[3] and "1.00x" in table[3]
 
 
+def test_an_update_is_predicted_with_the_checkpointing_that_the_plan_chooses(rollout, tmp_path, monkeypatch, capsys):
+    plan = loaded(FILE.parent / "plan.py")
+
+    def seconds(*more):
+        sizes = ["--model", "convgpt", "--device", "A10G", "H200", "--turns", "8", "--json", str(tmp_path / "f.json")]
+        monkeypatch.setattr(sys, "argv", ["plan.py", *sizes, *more])
+        plan.main()
+        return [row["update"] for row in json.loads((tmp_path / "f.json").read_text())["rows"]]
+
+    (here, there), (here_again, there_again) = seconds(), seconds("--gradient-checkpointing")
+    assert here == here_again and there < there_again
+
+
 def test_the_hours_of_phases_1_and_2_count_attention(rollout, tmp_path, monkeypatch, capsys):
     plan, configs = loaded(FILE.parent / "plan.py"), FILE.parent.parent / "configs"
     options = ["--model", "convgpt", "--device", "A10G", "--compute-share", "0.25", "--json", str(tmp_path / "f.json")]
