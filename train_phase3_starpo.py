@@ -49,6 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     from transformers import set_seed
 
     from posttrain import checkpoint, cockpit, curriculum, distillation, model_card, models, parallel, plan, training
+    from posttrain.metrics import paired_difference
     from posttrain.rollout import open_sampler
     from posttrain.starpo.alarms import not_finite
 
@@ -85,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
         learner.distil = former.backward if cfg.distillation.coef else None
     progress = runlog.Progress(cfg.trainer.max_steps, "phase 3")
     progress.say(f"phase 3: {training.describe(cfg, learner.model, device)}")
-    state: dict[str, Any] = {"step": 0, "best": -1.0, "best_step": 0, "empty_steps": 0, "tokens": 0}
+    state: dict[str, Any] = {"step": 0, "best": -1.0, "best_step": 0, "best_won": {}, "empty_steps": 0, "tokens": 0}
     state |= {"curriculum": curriculum.start(cfg.worlds), "alarms": {}, "collapse": {}, "interventions": []}
     state |= {"stopped_early": False, "plan": planned.changes, "told": False}
     if found:
@@ -117,16 +118,28 @@ def main(argv: list[str] | None = None) -> None:
 
     def validate(step: int) -> None:
         began = time.perf_counter()
+        won: dict[str, list[bool]] = {}
         with precision:
-            row = evaluate(cfg, sampler, chat, cfg.evaluation.split, cfg.evaluation.episodes)
+            row = evaluate(cfg, sampler, chat, cfg.evaluation.split, cfg.evaluation.episodes, won=won)
+        better = not state["best_won"]
+        if state["best_won"]:
+            gain, error = paired_difference(state["best_won"], won)
+            row |= {"evaluation/over_best": gain, "evaluation/over_best_error": error}
+            needed = 0.0 if step == cfg.trainer.max_steps else error  # within noise, what was trained longer
+            better = gain > needed + 1e-9
+            progress.say(
+                f"step {step}: {row['evaluation/success']:.1%} of {cfg.evaluation.split} levels won, {100 * gain:+.1f}"
+                f" points against step {state['best_step']} on the same levels; a new best needs more than"
+                f" {100 * needed:.1f}: " + ("the new best" if better else f"step {state['best_step']} stays it")
+            )
         if former is not None:
             row["evaluation/distillation_kl"] = former.measure()
         report(step, row | {"seconds/evaluation": time.perf_counter() - began})
         broken = not_finite(state["alarms"])
         if broken and step == 0:
             raise UserError(f"{cfg.model.name_or_path} cannot be trained: {broken}.")
-        if row["evaluation/success"] > state["best"] and not broken:
-            state.update(best=row["evaluation/success"], best_step=step)
+        if better and not broken:
+            state.update(best=row["evaluation/success"], best_step=step, best_won=won)
             save_state(best(), learner, chat, state)
 
     with runlog.StopSignals() as stop, models.no_bars():
@@ -561,11 +574,18 @@ def prepare(cfg: StarPORun, model: Any, chat: Chat) -> Learner:
 
 
 def evaluate(
-    cfg: StarPORun, sampler: Sampler, chat: Chat, split: str, episodes: int, name: str = "evaluation"
+    cfg: StarPORun,
+    sampler: Sampler,
+    chat: Chat,
+    split: str,
+    episodes: int,
+    name: str = "evaluation",
+    won: dict[str, list[bool]] | None = None,
 ) -> dict[str, float]:
     """Success on held-out levels, the same ones each time and in every run, with Wilson 95 % intervals.
 
     A world with a curriculum is played as in its last stage, from the first evaluation on.
+    won: is given, for each world, whether each of its levels was won, in the order of the levels.
     """
     import envs
     from envs.protocol import Protocol
@@ -583,6 +603,8 @@ def evaluate(
         episodes_played = parallel.gather([Played.of(t) for t in played])
         wins, turns = sum(e.success for e in episodes_played), max(1, sum(e.turns for e in episodes_played))
         low, high = wilson(wins, episodes)
+        if won is not None:
+            won[world.name] = [bool(e.success) for e in episodes_played]
         row |= {
             f"{name}/{world.name}/success": wins / episodes,
             f"{name}/{world.name}/low": low,
@@ -618,7 +640,7 @@ def go_back(
     """Put the best policy so far in place, with its optimizer, and go on from this step with a changed config."""
     from posttrain import cockpit
 
-    goes_on = ("step", "tokens", "curriculum", "best", "best_step", "interventions")
+    goes_on = ("step", "tokens", "curriculum", "best", "best_step", "best_won", "interventions")
     state |= load_state(best, learner) | {key: state[key] for key in goes_on} | {"alarms": {}}
     names = [alarm.name for alarm in raised]
     state["interventions"].append({"step": step, "alarms": names, "back_to": state["best_step"], "changes": changes})

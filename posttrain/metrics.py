@@ -12,7 +12,7 @@ import re
 import select
 import subprocess
 import sys
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from statistics import NormalDist, fmean
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -140,6 +140,28 @@ def paired_bootstrap(before: Sequence[float], after: Sequence[float], seed: int,
     """mean(after) - mean(before), and its interval when the same item i was given to both (items are resampled)."""
     assert len(before) == len(after)
     return bootstrap_mean(np.subtract(after, before, dtype=float).tolist(), seed, rounds)
+
+
+def paired_difference(
+    before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]]
+) -> tuple[float, float]:
+    """Mean over the sets of the mean of after - before, item by item, and its standard error.
+
+    before, after: values by set, of the same items in the same order; sets count alike, whatever their size. Of shares,
+    only items that came out otherwise make an error (McNemar's test without its approximation). A set of one item has
+    no error that could be known, and 0 is taken.
+
+    >>> paired_difference({"a": [0, 0, 1, 1]}, {"a": [1, 1, 1, 1]})
+    (0.5, 0.28867513459481287)
+    """
+    assert before.keys() == after.keys()
+    mean, square = 0.0, 0.0
+    for name, old in before.items():
+        assert len(old) == len(after[name]) > 0
+        changes = np.subtract(after[name], old, dtype=float)
+        mean += float(changes.mean()) / len(before)
+        square += float(changes.var(ddof=1)) / len(changes) / len(before) ** 2 if len(changes) > 1 else 0.0
+    return mean, math.sqrt(square)
 
 
 # ------------------------------------------------------------------------------------------------------------ answers

@@ -25,6 +25,7 @@ from posttrain.metrics import (
     last_boxed,
     longest_repeat,
     paired_bootstrap,
+    paired_difference,
     repetition,
     seq_rep_n,
     wilson,
@@ -184,6 +185,27 @@ def test_last_boxed_reads_each_character_once(piece: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(metrics, "BOX_OR_BRACE", Counted)
     last_boxed(piece * 100_000)
     assert len(looked) <= 2 * 100_000
+
+
+def test_a_paired_difference_has_the_error_of_its_pairs() -> None:
+    """Against the spread of the same difference over many draws of levels; independent samples would be less sure."""
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(2000):
+        before, after = {}, {}
+        for name, size, up, down in (("lake", 64, 0.2, 0.1), ("boxes", 32, 0.1, 0.1)):
+            fate = rng.random(size)
+            old = fate < 0.5
+            change = rng.random(size)
+            before[name], after[name] = old, np.where(old, change > 2 * down, change < 2 * up)
+        found.append(paired_difference(before, after))
+    differences, errors = np.array(found).T
+    assert differences.mean() == pytest.approx((0.1 + 0.0) / 2, abs=0.005)
+    assert errors.mean() == pytest.approx(differences.std(), rel=0.05)
+    same = {"a": [True, False], "b": [True]}
+    assert paired_difference(same, same) == (0.0, 0.0)
+    one_more = paired_difference({"a": [0] * 64}, {"a": [1] + [0] * 63})
+    assert one_more == pytest.approx((1 / 64, 1 / 64))  # no more than its error: one level is no news
 
 
 def test_judge_knows_equal_answers() -> None:

@@ -127,6 +127,14 @@ def test_a_run_hands_over_a_model_and_its_numbers(whole: Path, tiny_chat: Chat) 
     assert [row["step"] for row in table if "rollout/reward" in row] == [1, 2, 3, 4]
     assert [row["step"] for row in table if "evaluation/success" in row] == [0, 2, 4]
     assert sum("final/success" in row for row in table) == 1
+    best = 0  # a new best wins more of the same levels: by more than one standard error, or at all in the last step
+    for row in [row for row in table if "evaluation/over_best" in row]:
+        needed = 0 if row["step"] == 4 else row["evaluation/over_best_error"]
+        best = row["step"] if row["evaluation/over_best"] > needed + 1e-9 else best
+    assert meta["step"] == best and sum("evaluation/over_best_error" in row for row in table) == 2
+    won = json.loads((whole / f"best-{best}" / "state.json").read_text())["best_won"]["frozen_lake"]
+    (chosen,) = [row for row in table if row["step"] == best and "evaluation/success" in row]
+    assert sum(won) / len(won) == chosen["evaluation/frozen_lake/success"] and len(won) == 8
     trained = [row for row in table if "policy/loss" in row]
     assert trained and all(row["policy/sampler_gap"] < 1e-4 for row in trained)
     episodes = [json.loads(line) for line in (whole / "transcripts.jsonl").read_text().splitlines()]
@@ -594,6 +602,49 @@ def test_groups_that_score_alike_stop_the_run(player: Path, tmp_path: Path, caps
     assert "No group passed the filter for 2 steps" in told and "stopped early" in told
 
 
+@pytest.mark.parametrize(
+    ("levels_won", "chosen"),
+    [
+        ([2, 3, 2], 0),  # one level more is within one standard error, and the last wins no more than the first
+        ([2, 3, 3], 3),  # within it, too, but in the last step
+        ([2, 5, 4], 2),  # three levels more are beyond it: sqrt(3 / 8 * 5 / 8 / 7) = .18 of .375
+        ([2, 5, 5], 2),  # a tie
+        ([2, 1, 0], 0),
+    ],
+)
+def test_the_best_policy_wins_more_of_the_same_levels(
+    player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, levels_won: list[int], chosen: int
+) -> None:
+    """Also over a rollback, which is in step 1, and in a run that is resumed from each of its checkpoints."""
+    real = phase3.evaluate
+    begun: list[int] = []
+
+    def evaluate(*given: Any, name: str = "evaluation", won: dict[str, list[bool]] | None = None) -> dict[str, float]:
+        row = real(*given, name=name, won=won)
+        if won is not None:
+            count = levels_won[begun.pop(0)]
+            won["frozen_lake"] = [n < count for n in range(8)]
+            row |= {"evaluation/success": count / 8, "evaluation/frozen_lake/success": count / 8}
+        return row
+
+    monkeypatch.setattr(phase3, "evaluate", evaluate)
+    changes = [{"trainer.learning_rate": 5e-4}, {}]
+    monkeypatch.setattr(cockpit, "remedy", lambda cfg, learner, raised, done: changes[min(done, 1)])
+    every = {"trainer": {"max_steps": 3}, "evaluation": {"every": 2}, "transcripts": {"every": 9}}
+    file = settings(tmp_path / "run.yaml", player, **every)
+    begun[:] = [0, 1, 2]
+    train(file)
+    run, table = tmp_path / "run", rows(tmp_path / "run")
+    assert checkpoint.verify(run / "final")["meta"]["step"] == chosen
+    for cut, left in ((2, [2]), (1, [1, 2])) if levels_won == [2, 5, 5] else ():
+        for later in [f"checkpoint-{step}" for step in range(cut + 1, 4)] + ["final"]:
+            subprocess.run(["rm", "-r", str(run / later)], check=True)
+        begun[:] = left
+        train(file, "--resume")
+        assert rows(run) == table and begun == []
+        assert checkpoint.verify(run / "final")["meta"]["step"] == chosen
+
+
 @pytest.mark.parametrize("updates", [1, 4])
 def test_a_run_that_diverges_fails_with_its_best_policy_handed_over(
     player: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], updates: int
@@ -640,7 +691,8 @@ def test_a_model_that_computes_no_numbers_is_not_trained(
     with pytest.raises(UserError, match="weights are damaged"):
         train(settings(tmp_path / "run.yaml", broken))
     real = phase3.evaluate
-    monkeypatch.setattr(phase3, "evaluate", lambda *given: real(*given) | {"evaluation/frozen_lake/logprob": math.nan})
+    broke = {"evaluation/frozen_lake/logprob": math.nan}
+    monkeypatch.setattr(phase3, "evaluate", lambda *given, **named: real(*given, **named) | broke)
     with pytest.raises(UserError, match=r"final cannot be trained: since step 0 .*evaluation/frozen_lake/logprob"):
         train(settings(tmp_path / "other.yaml", player, output_dir=str(tmp_path / "other")))
     assert not list(tmp_path.glob("*/best-*"))
