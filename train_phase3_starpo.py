@@ -67,9 +67,9 @@ def main(argv: list[str] | None = None) -> None:
     parallel.start(device)
     set_seed(cfg.seed)  # for new adapters; whatever is drawn later has a seed of its own
 
-    found = checkpoint.latest_good(out, say=runlog.say) if args.resume else None
+    found = resume_from(out, runlog.say) if args.resume else None
     if found:  # what was chosen then rounds as it did then
-        cfg = cockpit.intervene(cfg, json.loads((found / "state.json").read_text(encoding="utf-8")).get("plan", {}))
+        cfg = cockpit.intervene(cfg, read_state(found).get("plan", {}))
     planned = plan.make(cfg, device)
     cfg = cockpit.intervene(cfg, planned.changes)
     for words in (planned.table(), *planned.warnings):
@@ -89,12 +89,20 @@ def main(argv: list[str] | None = None) -> None:
     state: dict[str, Any] = {"step": 0, "best": -1.0, "best_step": 0, "best_won": {}, "empty_steps": 0, "tokens": 0}
     state |= {"curriculum": curriculum.start(cfg.worlds), "alarms": {}, "collapse": {}, "interventions": []}
     state |= {"stopped_early": False, "plan": planned.changes, "told": False}
+
+    def best() -> Path:
+        return out / f"best-{state['best_step']}"
+
     if found:
         state |= load_state(found, learner)
         progress.say(f"Resuming from {found}.")
         progress.start = state["step"]
         for intervention in state["interventions"]:
             cfg = learner.cfg = cockpit.intervene(cfg, intervention["changes"])
+        if parallel.total(not checkpoint.is_whole(best()), device) > 0:
+            progress.say(f"{best().name} is damaged: {found.name} stands in for it until the next evaluation.")
+            state.update(best=-1.0, best_step=state["step"])
+            save_state(best(), learner, chat, state)
     if args.resume:
         drop_later(out, state["step"])
     metrics = runlog.MetricsFile(out / "metrics.jsonl", after_step=state["step"] or None, but_not="final/")
@@ -102,9 +110,6 @@ def main(argv: list[str] | None = None) -> None:
     tracker = runlog.start_tracker(
         cfg.report_to, project="posttrain", run_name=cfg.run_name or out.name, config=settings
     )
-
-    def best() -> Path:
-        return out / f"best-{state['best_step']}"
 
     watch = cockpit.Watch(cfg, progress.say, tracker.alert, learner.exact)
     raised: list[Alarm] = []  # in this step
@@ -208,7 +213,7 @@ def main(argv: list[str] | None = None) -> None:
         # the policy handed over is the one that did best on the validation levels; the test levels see only that one
         broken = not_finite(state["alarms"])  # the same in all processes, which see the same rows
         load_state(best(), learner)
-        with precision:
+        with precision, stop.at_once("the closing evaluation"):
             row = evaluate(cfg, sampler, chat, cfg.evaluation.final_split, cfg.evaluation.final_episodes, name="final")
         report(cfg.trainer.max_steps, row)
     progress.close()
@@ -773,39 +778,55 @@ def load_state(folder: Path, learner: Learner) -> dict[str, Any]:
 
         set_peft_model_state_dict(learner.model, load_file(folder / "adapter_model.safetensors"))
     else:
-        shards = [load_file(file) for file in sorted(folder.glob("model*.safetensors"))]
+        shards = [load_file(file) for file in checkpoint.weight_files(folder)]
         weights = {key: value for shard in shards for key, value in shard.items()}
         missing = learner.model.load_state_dict(weights, strict=False)
         assert not missing.unexpected_keys, missing.unexpected_keys
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    state = read_state(folder)
     learner.load(folder)
     learner.entropy_coef, learner.entropy_bonus = state["entropy_coef"], state["entropy_bonus"]
     return state
 
 
+def read_state(folder: Path) -> dict[str, Any]:
+    """Where the run was when it wrote this checkpoint."""
+    from posttrain import files
+
+    return files.read_json(folder / "state.json", "Remove this checkpoint: --resume then takes an older one.")
+
+
+def resume_from(out: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest whole checkpoint whose best policy is whole as well: from there the run repeats itself exactly.
+
+    Where no checkpoint has its best, the newest whole one, which then begins to look for a best anew.
+    """
+    from posttrain import checkpoint
+
+    def best_is_whole(folder: Path) -> None:
+        checkpoint.verify(out / f"best-{read_state(folder)['best_step']}")
+
+    whole = checkpoint.latest_good(out, say=say, also=best_is_whole)
+    return whole or checkpoint.latest_good(out, say=lambda _: None)
+
+
 def drop_later(out: Path, step: int) -> None:
     """Checkpoints and bests behind the step that a run resumes from: damaged or unknown to it, and taken for newer."""
-    from posttrain import parallel
+    from posttrain import checkpoint, parallel
 
-    for folder in [*out.glob("checkpoint-*"), *out.glob("best-*")] if parallel.rank() == 0 else ():
-        if step_of(folder) > step:
-            shutil.rmtree(folder)
-
-
-def step_of(folder: Path) -> int:
-    """checkpoint-20 -> 20."""
-    return int(folder.name.rpartition("-")[2])
+    if parallel.rank() == 0:
+        for number, folder in checkpoint.numbered(out) + checkpoint.numbered(out, "best"):
+            if number > step:
+                shutil.rmtree(folder)
 
 
 def drop_old(out: Path, keep: int) -> None:
     """Only the newest `keep` checkpoints stay, and the bests that they know."""
-    from posttrain import parallel
+    from posttrain import checkpoint, parallel
 
     if parallel.rank() == 0:
-        folders = sorted(out.glob("checkpoint-*"), key=step_of)
-        bests = sorted(out.glob("best-*"), key=step_of)
-        known = [folder for folder in bests if step_of(folder) <= step_of(folders[-keep:][0])]
-        for folder in folders[:-keep] + known[:-1]:
+        folders = checkpoint.numbered(out)
+        known = [best for best in checkpoint.numbered(out, "best") if best[0] <= folders[-keep:][0][0]]
+        for _, folder in folders[:-keep] + known[:-1]:
             shutil.rmtree(folder)
 
 

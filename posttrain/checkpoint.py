@@ -7,24 +7,31 @@ either the whole checkpoint or none.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
+import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from posttrain import files
 from posttrain.types import UserError
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
 RUN_CONFIG = "run_config.yaml"
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"  # names the files of weights that are in several
+
+_LARGE = {".safetensors", ".pt", ".pth", ".bin"}
+_REMEDY = "Use another checkpoint or make this one again."
 
 # The lock of every output folder this process has claimed; the kernel lets go of it however the process ends.
 _claimed: dict[Path, IO[str]] = {}
@@ -60,18 +67,23 @@ def save(folder: Path, write: Callable[[Path], object], **meta: Any) -> Path:
 
 
 def seal(folder: Path, **meta: Any) -> dict[str, Any]:
-    """Write the manifest of a folder whose files are all there, for checkpoints that somebody else wrote."""
+    """Write the manifest of a folder whose files are all there, for checkpoints that somebody else wrote.
+
+    All files get the permissions that the umask asks for: safetensors writes weights that only their owner may read.
+    """
     folder = Path(folder)
-    files = {}
-    for path in _files(folder):
-        _sync(path)
-        files[path.relative_to(folder).as_posix()] = {"sha256": _sha256(path), "bytes": path.stat().st_size}
-    for sub in {path.parent for path in _files(folder)}:
-        _sync(sub)
-    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    manifest = {"format": 1, "created": created, "meta": meta, "files": files}
     unnamed = folder / f"{MANIFEST}.partial"
     with unnamed.open("w", encoding="utf-8") as out:
+        mode = stat.S_IMODE(os.fstat(out.fileno()).st_mode)
+        listed = {}
+        for path in _files(folder):
+            path.chmod(mode)
+            _sync(path)
+            listed[path.relative_to(folder).as_posix()] = {"sha256": _sha256(path), "bytes": path.stat().st_size}
+        for sub in {path.parent for path in _files(folder)}:
+            _sync(sub)
+        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        manifest = {"format": 1, "created": created, "meta": meta, "files": listed}
         json.dump({**manifest, "seal": _digest(manifest)}, out, indent=1, sort_keys=True)
         out.flush()
         os.fsync(out.fileno())
@@ -85,26 +97,34 @@ def _digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def verify(folder: Path) -> dict[str, Any]:
+def verify(folder: Path, *, weights: bool = True) -> dict[str, Any]:
     """The manifest of a checkpoint in which every byte is as it was written; otherwise a UserError that says what is
-    wrong."""
+    wrong. Without `weights` the large files are not read: configuration, tokenizer and template are."""
     folder = Path(folder)
     manifest = read_manifest(folder)
     for name, expected in manifest["files"].items():
         path = folder / name
-        if not path.is_file():
-            raise UserError(f"{folder} is damaged: {name} is missing. Use another checkpoint or make this one again.")
-        if path.stat().st_size != expected["bytes"]:
-            raise UserError(
-                f"{folder} is damaged: {name} has {path.stat().st_size} bytes instead of {expected['bytes']}. "
-                "Use another checkpoint or make this one again."
-            )
-        if _sha256(path) != expected["sha256"]:
-            raise UserError(
-                f"{folder} is damaged: the contents of {name} differ from its checksum. "
-                "Use another checkpoint or make this one again."
-            )
+        try:
+            size = path.stat().st_size if path.is_file() else None
+            changed = (weights or path.suffix not in _LARGE) and size == expected["bytes"]
+            changed = changed and _sha256(path) != expected["sha256"]
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror}). Mend its permissions (chmod).") from None
+        if size is None:
+            raise UserError(f"{folder} is damaged: {name} is missing. {_REMEDY}")
+        if size != expected["bytes"]:
+            raise UserError(f"{folder} is damaged: {name} has {size} bytes instead of {expected['bytes']}. {_REMEDY}")
+        if changed:
+            raise UserError(f"{folder} is damaged: the contents of {name} differ from its checksum. {_REMEDY}")
     return manifest
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether `verify` would pass."""
+    try:
+        return bool(verify(folder))
+    except UserError:
+        return False
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -113,25 +133,61 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise UserError(f"{folder} is no checkpoint: there is no such folder.")
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = files.parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
         well_formed = manifest.pop("seal") == _digest(manifest)
     except FileNotFoundError:
         raise UserError(f"{folder} is no complete checkpoint: {MANIFEST}, which is written last, is missing.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+    except OSError as error:
+        raise UserError(f"{folder / MANIFEST} cannot be read ({error.strerror}). Mend its permissions.") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
         well_formed = False
     if not well_formed:
-        raise UserError(
-            f"{folder} is damaged: {MANIFEST} cannot be read. Use another checkpoint or make this one again."
-        )
+        raise UserError(f"{folder} is damaged: {MANIFEST} cannot be read. {_REMEDY}")
     return manifest
 
 
-def latest_good(run_dir: Path, pattern: str = "checkpoint-*", say: Callable[[str], object] = print) -> Path | None:
-    """The checkpoint with the highest number that verifies; `say` hears of every newer one that does not."""
-    found = [path for path in Path(run_dir).glob(pattern) if path.is_dir() and re.search(r"\d+$", path.name)]
-    for folder in sorted(found, key=_number, reverse=True):
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold a model's weights: what the index names, or the single file; never others that lie beside.
+
+    UserError where there are none.
+    """
+    folder = Path(folder)
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not (folder / WEIGHTS_INDEX).is_file():
+        raise UserError(f"{folder} is no checkpoint: it holds no .safetensors weights ({WEIGHTS}).")
+    places = files.read_json(folder / WEIGHTS_INDEX, _REMEDY).get("weight_map")
+    names = set(places.values()) if isinstance(places, dict) and all(map(_is_file_name, places.values())) else set()
+    if not names:
+        raise UserError(f"{folder} is damaged: {WEIGHTS_INDEX} does not say which file holds which tensor. {_REMEDY}")
+    if absent := sorted(name for name in names if not (folder / name).is_file()):
+        raise UserError(f"{folder} is damaged: {absent[0]}, which {WEIGHTS_INDEX} names, is missing. {_REMEDY}")
+    return [folder / name for name in sorted(names)]
+
+
+def _is_file_name(name: object) -> bool:
+    """True for a weight file in the folder itself, never outside it."""
+    return isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors")
+
+
+def numbered(run_dir: Path, name: str = "checkpoint") -> list[tuple[int, Path]]:
+    """The folders `name-12` of a run with their steps, the oldest first; `name-old` is somebody's copy, and none."""
+    found = [(re.fullmatch(rf"{name}-([0-9]{{1,18}})", path.name), path) for path in Path(run_dir).glob(f"{name}-*")]
+    return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
+
+
+def latest_good(
+    run_dir: Path, say: Callable[[str], object] = print, also: Callable[[Path], object] | None = None
+) -> Path | None:
+    """The checkpoint with the highest number that verifies; `say` hears of every newer one that does not.
+
+    `also(folder)` is a further check that may raise a UserError.
+    """
+    for _, folder in reversed(numbered(run_dir)):
         try:
             verify(folder)
+            if also is not None:
+                also(folder)
         except UserError as problem:
             say(f"Skipped {folder.name}: {problem}")
         else:
@@ -142,10 +198,14 @@ def latest_good(run_dir: Path, pattern: str = "checkpoint-*", say: Callable[[str
 def in_use(output_dir: Path, resume: bool) -> None:
     """UserError when a run may not write to this folder; nothing is created or changed."""
     output_dir = Path(output_dir)
-    if output_dir.exists() and not output_dir.is_dir():
-        raise UserError(f"output_dir={output_dir} is a file. Choose another name: output_dir=...")
-    found = [path for path in output_dir.iterdir() if path.name != LOCK] if output_dir.is_dir() else []
-    if not resume and any(_worth_keeping(path) for path in found):
+    try:
+        if output_dir.exists() and not output_dir.is_dir():
+            raise UserError(f"output_dir={output_dir} is a file. Choose another name: output_dir=...")
+        found = [path for path in output_dir.iterdir() if path.name != LOCK] if output_dir.is_dir() else []
+        used = any(_worth_keeping(path) for path in found)
+    except OSError as error:
+        raise UserError(f"output_dir={output_dir} cannot be read ({error.strerror}). Choose another folder.") from None
+    if not resume and used:
         raise UserError(
             f"output_dir={output_dir} already holds a run, which is left as it is. "
             "Go on with it (--resume) or choose another name (output_dir=...)."
@@ -177,6 +237,8 @@ def lock_folder(output_dir: Path) -> None:
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         lock = (output_dir / LOCK).open("w")
+        with tempfile.NamedTemporaryFile(dir=output_dir):  # the lock may be there where nothing else can be created
+            pass
     except OSError as error:
         raise UserError(
             f"Nothing can be written to output_dir={output_dir} ({error}). Choose another folder."
@@ -195,7 +257,7 @@ def lock_folder(output_dir: Path) -> None:
 def needs_free_space(path: Path, needed: int) -> None:
     """UserError when the disk that would hold `path` has less than `needed` bytes left."""
     place = Path(path).resolve()
-    while not place.exists():
+    while not os.path.exists(place):  # unlike Path.exists, it takes a name that is too long for one that is not there
         place = place.parent
     free = shutil.disk_usage(place).free
     if free < needed:
@@ -213,11 +275,13 @@ def full_disk_in_words(path: Path) -> Iterator[None]:
     except UserError:  # has said what is wrong
         raise
     except Exception as error:
-        if shutil.disk_usage(path).free > 10e6 and getattr(error, "errno", None) != errno.ENOSPC:
+        words = files.failed_write(error)
+        if words is None and shutil.disk_usage(path).free > 10e6:
             raise
         raise UserError(
-            f"The disk that holds {path} is full. Checkpoints that were complete still are: make room and go on with "
-            "the same command and --resume."
+            words
+            or f"The disk that holds {path} is full. Checkpoints that were complete still are: make room and go on "
+            "with the same command and --resume."
         ) from error
 
 
@@ -229,12 +293,6 @@ def _files(folder: Path) -> list[Path]:
     own = {MANIFEST, f"{MANIFEST}.partial"}
     files = (path for path in folder.rglob("*") if path.is_file())
     return sorted(path for path in files if path.relative_to(folder).as_posix() not in own)
-
-
-def _number(folder: Path) -> int:
-    match = re.search(r"\d+$", folder.name)
-    assert match
-    return int(match[0])
 
 
 def _sha256(path: Path) -> str:

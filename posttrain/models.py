@@ -33,7 +33,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 import posttrain.convgpt  # noqa: F401  registers ConvGPT with the Auto classes
-from posttrain import checkpoint, model_card
+from posttrain import checkpoint, files, model_card
 from posttrain.chat import Chat
 from posttrain.config import ModelSection, TrainingRun
 from posttrain.config.trl_fields import NOT_SUPPORTED
@@ -141,7 +141,7 @@ def load(
     quantised: dict[str, Any] = {}
     if training and model.tuning == "qlora":
         quantised = {"quantization_config": _four_bit(place), "device_map": {"": place}}
-    if Path(model.name_or_path).is_dir():
+    if os.path.isdir(model.name_or_path):
         _verify_if_sealed(Path(model.name_or_path))
     net: Any = _load_weights(model, dtype, **quantised)
     if broken := not_finite(net):
@@ -165,12 +165,11 @@ def load(
 def load_chat(model: ModelSection, chat_template: str | None) -> Chat:
     """Tokenizer and template; UserError when a previous phase trained with another template."""
     _check_source(model)
-    try:
+    load_config(model)  # the tokenizer's loader reads it as well, and would take the blame
+    with _read_in_words(f"The tokenizer of {model.name_or_path} cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(
             model.name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"The tokenizer of {model.name_or_path} cannot be loaded: {_one_line(error)}") from error
     chat = Chat.load(tokenizer, chat_template)
     chat.require_same_template(_previous_template(model), model.name_or_path)
     return chat
@@ -408,20 +407,20 @@ def _check_source(model: ModelSection) -> None:
             "write model.revision=<the full 40-digit commit you have read>, or leave trust_remote_code off."
         )
     name, folder = model.name_or_path, Path(model.name_or_path)
-    if folder.is_file():
+    if os.path.isfile(name):
         raise UserError(f"model.name_or_path={name} is a file. Name the folder that holds config.json and the weights.")
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
+    if os.path.isdir(name):
+        if not os.path.isfile(folder / "config.json"):
             raise UserError(
                 f"model.name_or_path={name} is no checkpoint: it has no config.json. A phase hands over the folder "
                 "`final` inside its output_dir; an unfinished phase has none yet (finish it with --resume)."
             )
-        if not list(folder.glob("*.safetensors")):
-            raise UserError(f"model.name_or_path={name} is no checkpoint: it holds no .safetensors weights.")
-        if (folder / checkpoint.MANIFEST).exists():
-            checkpoint.read_manifest(folder)
+        for file in (folder / "config.json", *checkpoint.weight_files(folder)):
+            files.must_be_readable(file, f"model.name_or_path={name}")
+        if os.path.exists(folder / checkpoint.MANIFEST):
+            checkpoint.verify(folder, weights=False)
         return
-    if not HUB_NAME.fullmatch(name) or folder.parts[-1] == "final" or folder.parent.is_dir():
+    if not HUB_NAME.fullmatch(name) or folder.parts[-1] == "final" or os.path.isdir(folder.parent):
         raise UserError(
             f"model.name_or_path={name} does not exist. It is where the previous phase's result would lie: run that "
             "phase first, or name another checkpoint folder or a Hub model (model.name_or_path=...)."
@@ -430,15 +429,16 @@ def _check_source(model: ModelSection) -> None:
 
 def _check_data_path(path: str) -> None:
     """A local data file must be there; "embedded" needs nothing and a Hub name is checked with the Hub."""
-    if path != "embedded" and not Path(path).exists() and not HUB_NAME.fullmatch(path):
+    local = HUB_NAME.fullmatch(path) is None or Path(path).suffix in {".jsonl", ".parquet"}
+    if path != "embedded" and local and not os.path.exists(path):
         raise UserError(f"The data file {path} (data.sources) does not exist.")
-    if path != "embedded" and not Path(path).exists() and Path(path).suffix in {".jsonl", ".parquet"}:
-        raise UserError(f"The data file {path} (data.sources) does not exist.")
-    if Path(path).is_dir():
+    if os.path.isdir(path):
         raise UserError(
             f"The data source {path} (data.sources) is a folder. Name the .jsonl or .parquet files in it; several "
             "files are several sources."
         )
+    if os.path.isfile(path):
+        files.must_be_readable(path, "A data file (data.sources)")
 
 
 def check_hub(models: list[ModelSection], data_paths: list[str]) -> None:
@@ -490,34 +490,89 @@ def _verify_if_sealed(folder: Path) -> None:
 
 def load_config(model: ModelSection) -> PreTrainedConfig:
     """The architecture and its sizes, without the weights."""
-    try:
+    with _read_in_words(f"{model.name_or_path} is no checkpoint that can be loaded"):
         return AutoConfig.from_pretrained(
             model.name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{model.name_or_path} is no checkpoint that can be loaded: {_one_line(error)}") from error
 
 
 def _load_weights(model: ModelSection, dtype: torch.dtype, **more: Any) -> PreTrainedModel:
     config = load_config(model)
-    try:
-        with no_bars() if Path(model.name_or_path).is_dir() else contextlib.nullcontext():
-            return AutoModelForCausalLM.from_pretrained(
-                model.name_or_path,
-                config=config,
-                revision=model.revision,
-                trust_remote_code=model.trust_remote_code,
-                attn_implementation=model.attn_implementation,
-                use_safetensors=True,
-                dtype=dtype,
-                **more,
-            )
-    except ImportError as error:
+    with _read_in_words(f"{model.name_or_path} is no checkpoint that can be loaded"):
+        try:
+            with no_bars() if os.path.isdir(model.name_or_path) else contextlib.nullcontext():
+                net, found = AutoModelForCausalLM.from_pretrained(
+                    model.name_or_path,
+                    config=config,
+                    revision=model.revision,
+                    trust_remote_code=model.trust_remote_code,
+                    attn_implementation=model.attn_implementation,
+                    use_safetensors=True,
+                    ignore_mismatched_sizes=True,  # they are an error all the same, in our words
+                    output_loading_info=True,
+                    dtype=dtype,
+                    **more,
+                )
+        except ImportError as error:
+            raise UserError(
+                f"model.attn_implementation={model.attn_implementation} cannot be used here: {_one_line(error)}"
+            ) from error
+    _check_weights(model.name_or_path, net, found)
+    return net
+
+
+def _check_weights(name: str, net: PreTrainedModel, found: dict[str, Any]) -> None:
+    """UserError unless every tensor of the model came from the files, every one in the files was wanted, and none holds
+    NaN or infinity.
+
+    transformers fills what is missing with random numbers and goes on. Tied weights that are stored once are not
+    missing, and what an architecture declares to be ignored is not unexpected: `found` holds neither.
+    """
+    shapes = [f"{key} ({list(there)} instead of {list(wanted)})" for key, there, wanted in found["mismatched_keys"]]
+    wrong = [
+        f"{len(keys)} {words}: {', '.join(sorted(keys)[:3])}{', ...' if len(keys) > 3 else ''}"
+        for keys, words in (
+            (set(found["missing_keys"]) - {key for key, *_ in found["mismatched_keys"]}, "missing"),
+            (found["unexpected_keys"], "without a place in the model"),
+            (shapes, "of another shape"),
+            (found["error_msgs"], "not loaded"),
+        )
+        if keys
+    ]
+    if wrong:
         raise UserError(
-            f"model.attn_implementation={model.attn_implementation} cannot be used here: {_one_line(error)}"
-        ) from error
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"{model.name_or_path} is no checkpoint that can be loaded: {_one_line(error)}") from error
+            f"The weight files of {name} do not fit its config.json ({type(net).__name__}). Tensors {'; '.join(wrong)}."
+            " What is missing would be random numbers. Get a whole copy of the model (download it again, or take"
+            " another checkpoint), or the config.json that belongs to these weights."
+        )
+    for key, tensor in net.state_dict().items():
+        if tensor.is_floating_point() and tensor.numel() and not all(map(torch.isfinite, tensor.aminmax())):
+            raise UserError(
+                f"{name} is broken: the tensor {key} holds NaN or infinity, so it was saved after a training that"
+                " diverged, or damaged later. Use another checkpoint."
+            )
+
+
+@contextlib.contextmanager
+def _read_in_words(what: str) -> Iterator[None]:
+    """transformers and the libraries below it raise all kinds of errors on a damaged folder; each becomes a UserError.
+
+    The device's own failures are no fault of the folder and pass as they are.
+    """
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # its table of tensors; what is wrong is said in one paragraph
+    try:
+        yield
+    except (UserError, ImportError, torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:
+        raise UserError(f"{what}: {_one_line(error)}") from error
+    except BaseException as error:  # a panic of the libraries written in Rust is no Exception
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"{what}: {_one_line(error)}") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
 
 
 def _four_bit(place: torch.device) -> Any:
@@ -557,9 +612,8 @@ def _parameters(model: ModelSection) -> int:
                 told = None
             return told.total if told else 0
         folder = Path(cached).parent
-    files = list(folder.glob("*.safetensors"))
     total = 0
-    for file in files:
+    for file in checkpoint.weight_files(folder):
         try:
             with safe_open(file, framework="pt") as weights:
                 names = weights.keys()

@@ -14,8 +14,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, Protocol
@@ -23,6 +23,9 @@ from typing import Any, NoReturn, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
+
+from posttrain import files
+from posttrain.types import UserError
 
 WIDE = 10_000  # columns, more than any table has
 PLAIN_EVERY = 5.0  # seconds between two lines where there is no terminal to draw a bar in
@@ -171,9 +174,16 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`; a last row that a kill tore in two is left out."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """The rows of a `metrics.jsonl` (or another file that goes by steps); what a kill tore at its end is left out.
+
+    UserError for a row that is damaged or has no step.
+    """
+    remedy = "Remove that line (the others are kept), then go on."
+    rows = files.read_json_lines(path, remedy)
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row.get("step"), int):
+            raise UserError(f"{path} is damaged in line {number}: it has no step. {remedy}")
+    return rows
 
 
 def _row(row: Mapping[str, Any]) -> str:
@@ -289,10 +299,26 @@ class StopSignals:
     def __init__(self) -> None:
         self.number: int | None = None
         self._before: dict[int, Any] = {}
+        self._interrupts = ""
 
     @property
     def requested(self) -> bool:
         return self.number is not None
+
+    @contextmanager
+    def at_once(self, what: str) -> Iterator[None]:
+        """Work that a signal ends where it is, because all of it is done again by --resume."""
+        self._interrupts = what
+        try:
+            if self.requested:
+                self._interrupted()
+            yield
+        finally:
+            self._interrupts = ""
+
+    def _interrupted(self) -> NoReturn:
+        say(f"Stopped in {self._interrupts}. Go on with the same command and --resume.")
+        self.leave()
 
     def leave(self) -> NoReturn:
         """Exit as a process does that the signal killed: 143 for SIGTERM, 130 for SIGINT."""
@@ -311,5 +337,7 @@ class StopSignals:
         if self.requested:
             self.leave()
         self.number = number
+        if self._interrupts:
+            self._interrupted()
         if is_main_process():
             print("Stopping at the next safe place, with a checkpoint (once more to stop at once).", file=sys.stderr)

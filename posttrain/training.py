@@ -25,7 +25,7 @@ from torch.nn import functional
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, get_scheduler
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from posttrain import checkpoint, model_card, models, parallel, runlog
+from posttrain import checkpoint, files, model_card, models, parallel, runlog
 from posttrain.chat import Chat
 from posttrain.config import TrainingRun
 from posttrain.convgpt import pads_on_the_right
@@ -361,14 +361,16 @@ def fit(
                 _take_up_finished(trainer, newest, reporter)
             else:
                 if newest is not None:
-                    counter._total_train_tokens = json.loads((newest / COUNTS).read_text())["num_tokens"]
+                    remedy = f"Remove {newest}: --resume then takes an older checkpoint."
+                    counter._total_train_tokens = files.read_json(newest / COUNTS, remedy)["num_tokens"]
                 _watch_gradients(trainer, reporter)
                 with checkpoint.full_disk_in_words(output_dir):
                     trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
             if reporter.stopped:
                 say(f"Stopped after step {trainer.state.global_step}. Go on with the same command and --resume.")
                 stop.leave()
-            return Outcome(_held_out_figures(trainer))
+            with stop.at_once("the closing evaluation"):
+                return Outcome(_held_out_figures(trainer))
         except NotFinite as problem:
             tracker.alert(f"{title}: not finite", str(problem))
             trainer.remove_callback(reporter)  # its file tells of the steps in order
@@ -491,7 +493,7 @@ def same_run(output_dir: Path, settings: dict[str, Any]) -> None:
     begun = Path(output_dir) / checkpoint.RUN_CONFIG
     if not begun.exists():  # a new run, or one killed before its first step
         return
-    before, now = _flat(yaml.safe_load(begun.read_text(encoding="utf-8"))), _flat(settings)
+    before, now = _flat(_read_begun(begun)), _flat(settings)
     keys = [key for key in sorted(before | now) if key.split(".")[0] not in FREE_TO_CHANGE]
     differing = [key for key in keys if before.get(key) != now.get(key)]
     changed = [f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in differing]
@@ -508,7 +510,7 @@ def same_processes(output_dir: Path) -> None:
     for file in Path(output_dir).glob(f"checkpoint-*/{COUNTS}"):
         try:
             before = int(json.loads(file.read_text(encoding="utf-8"))["processes"])
-        except (OSError, ValueError, KeyError, TypeError):  # damaged, and passed over when the checkpoint is chosen
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # damaged, and passed over when the checkpoint is chosen
             continue
         if before != now:
             begun = f"torchrun --nproc_per_node {before}" if before > 1 else "python, without torchrun"
@@ -517,6 +519,17 @@ def same_processes(output_dir: Path) -> None:
                 f"{now}: its batches would hold other rows, and as many times more or fewer. Use {begun}, or start a "
                 "new run (output_dir=...)."
             )
+
+
+def _read_begun(file: Path) -> dict[str, Any]:
+    remedy = "If you are sure of the settings, delete this file; --resume then writes those of now into it."
+    try:
+        begun = yaml.safe_load(files.read_text(file, remedy))
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date or a number that is none
+        begun = None
+    if not isinstance(begun, dict):
+        raise UserError(f"{file}, the settings that the run was begun with, is damaged. {remedy}")
+    return begun
 
 
 def remember_run(output_dir: Path, settings: dict[str, Any], resume: bool) -> None:

@@ -9,11 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tiny_runs import not_root
 
 from posttrain import checkpoint
 from posttrain.types import UserError
@@ -50,7 +52,7 @@ def test_a_failed_write_leaves_the_old_checkpoint_and_its_remains_go_with_the_ne
         (out / "half").write_text("half")
         raise OSError("No space left on device")
 
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UserError, match="No space left"):
         checkpoint.save(folder, fail)
     checkpoint.verify(folder)
     checkpoint.save(folder, write_files)
@@ -97,7 +99,7 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
     def fail(out: Path) -> None:
         raise OSError("No space left on device")
 
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UserError, match="No space left"):
         checkpoint.save(tmp_path / "final", fail)
     assert checkpoint.verify(tmp_path / "final")["meta"] == {"n": 1}
 
@@ -136,6 +138,71 @@ def test_latest_good_goes_by_number_and_reports_the_broken_ones(tmp_path: Path) 
     assert checkpoint.latest_good(tmp_path, say=heard.append) == tmp_path / "checkpoint-20"
     assert ["checkpoint-120" in heard[0], "checkpoint-100" in heard[1], len(heard)] == [True, True, 2]
     assert checkpoint.latest_good(tmp_path / "empty", say=heard.append) is None
+
+
+def test_only_numbers_make_a_checkpoint(tmp_path: Path) -> None:
+    for name in (
+        "checkpoint-7",
+        "checkpoint-10",
+        "checkpoint-old",
+        "checkpoint-9-copy",
+        "checkpoint-٣",
+        "a-checkpoint",
+    ):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint-11").write_text("a file")
+    assert [step for step, _ in checkpoint.numbered(tmp_path)] == [7, 10]
+
+
+def test_weights_follow_the_umask_like_all_else(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        write_files(folder)
+        (folder / "model.safetensors").chmod(0o600)  # as safetensors does
+
+    for umask, mode in ((0o022, 0o644), (0o027, 0o640)):
+        before = os.umask(umask)
+        try:
+            folder = checkpoint.save(tmp_path / f"{umask}", write)
+        finally:
+            os.umask(before)
+        assert {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()} == {mode}
+
+
+def test_weights_are_what_the_index_names(tmp_path: Path) -> None:
+    parts = [tmp_path / f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    for part in (*parts, tmp_path / "model_zz.safetensors"):
+        part.write_bytes(b"x")
+    with pytest.raises(UserError, match="it holds no"):
+        checkpoint.weight_files(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": parts[0].name, "b": parts[1].name, "c": parts[0].name}}))
+    assert checkpoint.weight_files(tmp_path) == parts
+    parts[1].unlink()
+    with pytest.raises(UserError, match=r"00002-of-00002\.safetensors, which .* names, is missing"):
+        checkpoint.weight_files(tmp_path)
+    outside = '{"weight_map": {"a": "../secret.safetensors"}}'
+    for wrong in (outside, '{"weight_map": [1]}', '{"weight_map": {}}', "[]", "{"):
+        index.write_text(wrong)
+        with pytest.raises(UserError, match=r"safetensors\.index"):
+            checkpoint.weight_files(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    assert checkpoint.weight_files(tmp_path) == [tmp_path / "model.safetensors"]
+
+
+def test_a_folder_that_may_not_be_written_is_found_at_once(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as place:  # pytest's own folder is closed to other users
+        run = Path(place) / "run"
+        run.mkdir()
+        (run / ".lock").touch(0o666)  # left by a run of another user
+        for folder in (Path(place), run):
+            folder.chmod(0o755)
+        (run / ".lock").chmod(0o666)
+        with not_root(), pytest.raises(UserError, match="Nothing can be written to output_dir"):
+            checkpoint.claim(run, resume=False)
+        run.chmod(0)
+        with not_root(), pytest.raises(UserError, match="cannot be read"):
+            checkpoint.in_use(run, resume=False)
+        run.chmod(0o755)
 
 
 def test_kill_during_save_leaves_the_old_checkpoint_whole(tmp_path: Path) -> None:
@@ -263,7 +330,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_usable(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
     )
     assert done.returncode == 1
-    assert "OSError" in done.stderr
+    assert "UserError: Nothing more could be written" in done.stderr
     assert checkpoint.verify(tmp_path / "final")["meta"] == {"n": 1}
 
 

@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import re
 import resource
+import signal
 import subprocess
 import sys
 import typing
@@ -415,6 +416,18 @@ def test_all_mistakes_come_at_once_with_their_paths(tmp_path):
             "trainer.learning_rate (on the command line): should be a number, but is '.nan'",
         ),
         ("hardware=[", "The value of `hardware=[` is not YAML"),
+        ("hardware=" + 5000 * "[", "nested too deep"),
+        ("hardware=&a [*a]", "an alias (`*name`) is not read here"),
+        ("seed=" + 5000 * "9", "is not YAML: Exceeds the limit"),
+        (f"seed={10**23}", "seed (on the command line): should be at most 2147483647, but has 24 digits"),
+        ("data.seed=2147483648", "should be at most 2147483647, but has 10 digits"),
+        ("trainer.learning_rate=1e300", "learning_rate (on the command line): should be at most 1e+30, but is 1e+300"),
+        ("data.sources.0.weight=1e9", "should be less than or equal to 1000, but is 1000000000.0"),
+        ("run_name=" + 300 * "x", "run_name (on the command line): String should have at most 128 characters"),
+        ('run_name="a\\0b"', "without zero bytes, but is 'a\\x00b'"),
+        ('hardware="\\uD800"', "text of whole characters"),
+        (".".join("abcdefghijklmnopqrstuvwxyz") + "=1", "is no override"),
+        ("data.sources.²=1", "`²` must be a number below 1"),
     ],
 )
 def test_a_mistake_names_its_remedy(tmp_path, change, remedy):
@@ -424,6 +437,9 @@ def test_a_mistake_names_its_remedy(tmp_path, change, remedy):
 @pytest.mark.parametrize(
     "change, remedy",
     [
+        ("rollout.groups=999999999999999999999", "rollout.groups (on the command line): should be less than or equal"),
+        ("rollout={groups: 65536, num_generations: 64}", "4194304 episodes in a step: at most 1048576"),
+        ("worlds.0.options={size: 1.0e+300}", "'size' should be at most 1e+30"),
         (
             "algorithm.preset=starpos",
             "there is no preset `starpos`, only gigpo, ragen2, starpo, starpo-s; did you mean",
@@ -670,6 +686,88 @@ def test_the_chat_needs_a_preset_that_exists():
 
 
 # ------------------------------------------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: " + 5000 * "[", "nested too deep"),
+        ("".join(f"{depth * ' '}k:\n" for depth in range(5000)), "nested too deep"),
+        ("a: &x [1, 1]\nb: *x\n", "an alias (`*name`) is not read here: write its value"),
+        ("? [a]\n: 1\n", "unhashable key"),
+        ("a: \x00", "is not YAML"),
+        (f"a: {5000 * '9'}", "Exceeds the limit"),
+    ],
+)
+def test_a_file_that_is_no_yaml(tmp_path, text, words):
+    assert words in complaint(SFTRun, sft(tmp_path, text))
+
+
+def test_a_file_of_many_keys_is_read_at_once(tmp_path):
+    """A hundred thousand keys were compared with one another, which took minutes."""
+    file = tmp_path / "many.yaml"
+    file.write_text("".join(f"k{n}: 1\n" for n in range(30_000)))
+    assert len(read_yaml(file)) == 30_000
+
+
+def test_a_name_that_is_no_file(tmp_path):
+    for name in ("a\0b", 300 * "x", str(tmp_path)):
+        assert "cannot be read" in complaint(SFTRun, Path(name))
+
+
+def full(kind: str, place: Path) -> None:
+    """What the libraries raise when the disk is full, each in its own words."""
+    import safetensors.torch
+    import torch
+
+    tensor = torch.zeros(100_000)
+    if kind == "text":
+        with Path("/dev/full").open("a") as out:
+            out.write("a row\n")
+    elif kind == "safetensors":
+        safetensors.torch.save_file({"a": tensor}, place / "a.safetensors")
+    elif kind == "torch":
+        torch.save(tensor, place / "a.pt")
+    elif kind == "pairs":
+        import datasets
+
+        datasets.disable_progress_bars()
+        datasets.Dataset.from_dict({"a": list(range(100_000))}).save_to_disk(place / "pairs")
+    elif kind == "reraised":
+        try:
+            full("text", place)
+        except OSError as error:
+            raise RuntimeError("something else failed") from error
+
+
+@pytest.mark.parametrize("kind", ["text", "safetensors", "torch", "pairs", "reraised"])
+def test_a_full_disk_is_one_paragraph_whoever_wrote(tmp_path, capsys, kind):
+    """RLIMIT_FSIZE stands in for the full disk where it must be a real file: writes beyond it fail."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(SystemExit) as left:
+            config.run(lambda: full(kind, tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and said.startswith("error: Nothing more could be written") and said.count("\n") == 1
+    assert "--resume" in said
+
+
+def test_other_errors_keep_their_traceback():
+    with pytest.raises(ZeroDivisionError):
+        config.run(lambda: print(1 // 0))
+    with pytest.raises(FileNotFoundError):
+        config.run(lambda: print(Path("/no/such/file").read_text()))
+
+
+def test_what_the_system_refuses_is_one_paragraph(tmp_path, capsys):
+    with pytest.raises(SystemExit) as left:
+        config.run(lambda: print(tmp_path.read_text()))
+    assert left.value.code == 2 and "The system refused" in capsys.readouterr().err
 
 
 def test_run_prints_one_paragraph_and_exits_with_2(capsys):

@@ -18,6 +18,7 @@ SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 FLOORS = [
     ["envs"],
     ["posttrain.types"],
+    ["posttrain.files"],
     ["posttrain.config"],
     [
         f"posttrain.{name}"
@@ -32,7 +33,7 @@ FLOORS = [
     SCRIPTS,
 ]
 FLOOR = {module: number for number, modules in enumerate(FLOORS) for module in modules}
-NO_TORCH = {"envs", "posttrain.types", "posttrain.config"}  # nor anything that imports it
+NO_TORCH = {"envs", "posttrain.types", "posttrain.files", "posttrain.config"}  # nor anything that imports it
 HEAVY = {"torch", "transformers", "trl", "datasets", "accelerate", "peft"}
 
 

@@ -7,8 +7,11 @@ import importlib.util
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +22,8 @@ import yaml
 from conftest import byte_level_tokenizer
 from huggingface_hub import HfApi
 from huggingface_hub.utils import httpx  # the one it was built with, httpx or httpx2
-from tiny_runs import conversations, settings, tiny_base
+from safetensors.torch import load_file, save_file
+from tiny_runs import conversations, not_root, settings, tiny_base
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from posttrain import checkpoint, config, models
@@ -207,6 +211,88 @@ def test_gradients_through_4_bit_weights_are_right_even_after_an_evaluation(
 # ----------------------------------------------------------------------------------------------- what is no checkpoint
 
 
+def edit(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def retensor(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop(UP), rf"1 missing: {UP}\. "),
+        (lambda t: t.update(extra=torch.zeros(2)), r"1 without a place in the model: extra\. "),
+        (lambda t: t.update({UP: torch.zeros(3, 32)}), rf"1 of another shape: {UP} \(\[3, 32\] instead of \[64, 32"),
+        (lambda t: t[UP][3, 4].fill_(torch.nan), f"tensor {UP} holds NaN"),
+        (lambda t: t["model.embed_tokens.weight"][7].fill_(torch.inf), "embed_tokens.weight holds NaN or infinity"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(
+    base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], change: Any, words: str
+) -> None:
+    """transformers would make random numbers of what is missing, print a table and go on."""
+    folder = tmp_path / "copy"
+    shutil.copytree(base, folder)
+    retensor(folder, change)
+    with pytest.raises(UserError, match=words) as error:
+        load(folder)
+    assert "\n" not in str(error.value) and capfd.readouterr() == ("", "")
+
+
+def test_tied_weights_that_are_stored_once_are_not_missing(base: Path, tmp_path: Path) -> None:
+    """Neither is the output layer of a bare decoder whose embeddings it is tied to; untied, it is."""
+    bare = LlamaForCausalLM.from_pretrained(base).model
+    bare.save_pretrained(tmp_path / "bare")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(base / file, tmp_path / "bare")
+    assert not any("lm_head" in name for name in load_file(tmp_path / "bare" / "model.safetensors"))
+    assert torch.equal(logits(load(tmp_path / "bare")[0]), logits(load(base)[0]))
+    edit(tmp_path / "bare" / "config.json", tie_word_embeddings=False)
+    with pytest.raises(UserError, match=r"1 missing: lm_head\.weight"):
+        load(tmp_path / "bare")
+
+
+def test_other_weights_that_lie_beside_are_not_looked_at(base: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(base, folder)
+    save_file({"model.norm.weight": torch.zeros(32)}, folder / "model_zz.safetensors")
+    (folder / "consolidated.safetensors").write_bytes(b"no weights at all")
+    assert torch.equal(logits(load(folder)[0]), logits(load(base)[0]))
+    models.preflight(run_config(tmp_path, folder))
+
+
+def test_a_damaged_template_is_damage_and_no_other_template(base: Path, tmp_path: Path) -> None:
+    folder = models.save(tmp_path / "final", *load(base), {}, source=ModelSection(name_or_path=str(base)))
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text()[:-40])
+    with pytest.raises(UserError, match=r"final is damaged: chat_template\.jinja has"):
+        models.load_chat(ModelSection(name_or_path=str(folder)), None)
+
+
+def test_weights_that_only_somebody_else_may_read(base: Path) -> None:
+    with tempfile.TemporaryDirectory() as place:  # pytest's own folder is closed to other users
+        os.chmod(place, 0o755)
+        folder = Path(place) / "model"
+        shutil.copytree(base, folder)
+        for file in folder.iterdir():
+            file.chmod(0o644)
+        folder.chmod(0o755)
+        for secret in ("model.safetensors", "config.json"):
+            (folder / secret).chmod(0)
+            with not_root(), pytest.raises(UserError, match=f"cannot be read: .*{secret} .*chmod"):
+                load(folder)
+            (folder / secret).chmod(0o644)
+        with not_root():
+            load(folder)
+
+
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
@@ -216,6 +302,12 @@ def test_gradients_through_4_bit_weights_are_right_even_after_an_evaluation(
         (lambda f: (f / "model.safetensors").unlink(), "no .safetensors"),
         (lambda f: (f / "model.safetensors").write_bytes(b"garbage" * 100), "can be loaded"),
         (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer of"),
+        (lambda f: (f / "config.json").write_text("[]"), "can be loaded"),
+        (lambda f: (f / "config.json").write_bytes(b"\xff\xfe{}"), "can be loaded"),
+        (lambda f: edit(f / "config.json", hidden_size="wide"), "can be loaded"),
+        (lambda f: edit(f / "config.json", num_attention_heads=0), "can be loaded"),
+        (lambda f: (f / "tokenizer_config.json").write_text("[]"), "tokenizer of"),
+        (lambda f: (f / "tokenizer.json").write_text("[" * 5000), "tokenizer of"),
     ],
 )
 def test_a_folder_that_is_no_checkpoint(

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_runs import ROOT, python
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -227,6 +228,93 @@ def test_a_run_cut_before_its_first_checkpoint_begins_anew(player: Path, tmp_pat
     train(file, "--resume")
     assert checkpoint.verify(run / "final")["meta"]["step"] == 0
     assert [folder.name for folder in run.glob("best-*")] == ["best-0"]
+
+
+def begun_again(whole: Path, run: Path, *without: str) -> Path:
+    """A copy of a finished run from which some folders are gone."""
+    shutil.copytree(whole, run)
+    for name in ("final", *without):
+        shutil.rmtree(run / name)
+    return run
+
+
+def test_a_damaged_best_is_found_when_the_run_is_resumed(
+    whole: Path, player: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint that knows another best is taken instead; where none does, the newest one stands in for it."""
+    file, run = settings(tmp_path / "run.yaml", player), begun_again(whole, tmp_path / "run")
+    known = {n: json.loads((run / f"checkpoint-{n}" / "state.json").read_text())["best_step"] for n in range(1, 5)}
+    damaged = run / f"best-{known[4]}" / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-9] + b"\x00" * 9)
+    train(file, "--resume")
+    told = capsys.readouterr().err
+    older = [n for n in known if known[n] != known[4]]
+    assert f"Skipped checkpoint-4: {damaged.parent} is damaged" in told
+    assert f"Resuming from {run / f'checkpoint-{max(older, default=4)}'}." in told
+    assert ("stands in for it" in told) == (not older)
+    checkpoint.verify(run / "final")
+    assert (rows(run) == rows(whole)) or not older
+
+    shutil.rmtree(run / "final")
+    for folder in run.glob("best-*"):
+        (folder / "config.json").write_text("{}")
+    train(file, "--resume")
+    assert "best-4 stands in" not in (told := capsys.readouterr().err) and "stands in for it until" in told
+    assert checkpoint.verify(run / "final")["meta"]["step"] == 4
+
+
+def test_what_else_lies_in_a_run_is_left_alone(whole: Path, player: Path, tmp_path: Path) -> None:
+    """Somebody's copies of checkpoints, and weights that no manifest names: neither read nor removed."""
+    file, run = settings(tmp_path / "run.yaml", player), begun_again(whole, tmp_path / "run", "checkpoint-4")
+    for copied in ("checkpoint-old", "best-old", "checkpoint-99-copy"):
+        shutil.copytree(run / "checkpoint-3", run / copied)
+    extra = {name: torch.zeros_like(tensor) for name, tensor in weights(run / "checkpoint-3").items()}
+    for folder in run.glob("*-[0-9]"):
+        save_file(extra, folder / "model_zz.safetensors")
+    train(file, "--resume")
+    assert rows(run) == rows(whole)
+    for name, tensor in weights(whole / "final").items():
+        assert torch.equal(tensor, weights(run / "final")[name]), name
+    assert all((run / name).is_dir() for name in ("checkpoint-old", "best-old", "checkpoint-99-copy"))
+
+
+def test_a_signal_in_the_closing_evaluation_stops_it_and_resume_closes_the_run(
+    whole: Path, player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, run = settings(tmp_path / "run.yaml", player), begun_again(whole, tmp_path / "run")
+    evaluate = phase3.evaluate
+
+    def interrupted(*given: Any, **named: Any) -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(phase3, "evaluate", interrupted)
+        with pytest.raises(SystemExit) as left:
+            train(file, "--resume")
+    assert left.value.code == 143 and not (run / "final").exists()
+    assert "Stopped in the closing evaluation. Go on with the same command and --resume." in capsys.readouterr().err
+    train(file, "--resume")
+    assert rows(run) == rows(whole)
+    checkpoint.verify(run / "final")
+
+
+def test_damaged_logs_are_said_before_any_work(
+    whole: Path, player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, run = settings(tmp_path / "run.yaml", player), begun_again(whole, tmp_path / "run")
+    monkeypatch.setattr(phase3, "evaluate", lambda *args, **kwargs: pytest.fail("work has begun"))
+    for name, damage, words in (
+        ("metrics.jsonl", b"\x00" * 512, "metrics.jsonl is damaged in line 1"),
+        ("transcripts.jsonl", b'{"step": 2, "world": "\xff"}', "transcripts.jsonl is damaged in line 1"),
+        ("run_config.yaml", b"\x00\x01: [", "run_config.yaml, the settings that the run was begun with"),
+    ):
+        kept = (run / name).read_bytes()
+        (run / name).write_bytes(damage + b"\n" + kept)
+        with pytest.raises(UserError, match=words):
+            train(file, "--resume")
+        assert (run / name).read_bytes() == damage + b"\n" + kept
+        (run / name).write_bytes(kept)
 
 
 def test_a_signal_leaves_a_checkpoint_to_resume_from(player: Path, tmp_path: Path) -> None:

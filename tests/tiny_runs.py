@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,19 @@ def rows_of(run: Path, figure: str = "loss") -> dict[int, float]:
     pairs = [(row["step"], row[figure]) for row in rows if figure in row]
     assert len(dict(pairs)) == len(pairs)
     return dict(pairs)
+
+
+@contextmanager
+def not_root() -> Iterator[None]:
+    """Access to files as an ordinary user has it; whoever is none already becomes `nobody` for a while."""
+    was_root = os.geteuid() == 0
+    if was_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if was_root:
+            os.seteuid(0)
 
 
 def python(*command: str, env: dict[str, str] | None = None, timeout: float = 240) -> subprocess.CompletedProcess[str]:

@@ -19,7 +19,8 @@ from pydantic.fields import FieldInfo
 
 from posttrain.config.schemas import Section, hint
 from posttrain.config.trl_fields import NOT_SUPPORTED, SET_BY_SCRIPTS, TRLFields
-from posttrain.config.yaml_file import StrictLoader, read_yaml
+from posttrain.config.yaml_file import parse_yaml, read_yaml
+from posttrain.files import failed_write
 from posttrain.types import UserError
 
 Config = TypeVar("Config", bound=Section)
@@ -35,6 +36,11 @@ def run(main: Callable[[], None]) -> NoReturn:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+    except Exception as error:
+        if (words := failed_write(error)) is None:
+            raise
+        print(f"error: {words}", file=sys.stderr)
+        sys.exit(2)
     sys.exit(0)
 
 
@@ -107,16 +113,16 @@ def _override(given: dict[str, Any], text: str) -> tuple[str, ...]:
     """Write one `a.b.0.c=value` into the nested dicts and lists of `given`; returns its path."""
     key, equals, value = text.partition("=")
     path = tuple(key.strip().split("."))
-    if not equals or not all(path):
+    if not equals or not all(path) or len(path) > 20:
         raise UserError(f"`{text}` is no override: write KEY=VALUE with a dotted key, e.g. trainer.learning_rate=1e-5.")
     try:
-        new = yaml.load(value, StrictLoader)
-    except yaml.YAMLError as error:
-        raise UserError(f"The value of `{text}` is not YAML: {' '.join(str(error).split())}") from None
+        new = parse_yaml(value)
+    except ValueError as error:
+        raise UserError(f"The value of `{text[:200]}` is not YAML: {error}") from None
     at: Any = given
     for depth, name in enumerate(path):
         above = ".".join(path[:depth])
-        if isinstance(at, list) and not (name.isdigit() and int(name) < len(at)):
+        if isinstance(at, list) and not (re.fullmatch("[0-9]{1,9}", name) and int(name) < len(at)):
             raise UserError(f"`{text}`: {above} is a list of {len(at)}, so `{name}` must be a number below {len(at)}.")
         if not isinstance(at, dict | list):
             raise UserError(f"`{text}`: {above} is {_short(at)} and has no keys.")

@@ -12,7 +12,7 @@ import pydantic
 from pydantic import AfterValidator, BaseModel, BeforeValidator, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from posttrain.config.trl_fields import STRICT, TRLFields
+from posttrain.config.trl_fields import STRICT, TRLFields, unfit
 from posttrain.config.yaml_file import read_yaml
 from posttrain.types import SamplingParams
 
@@ -37,6 +37,13 @@ class Section(BaseModel):
 
     preset_key: ClassVar[str | None] = None  # the key that names a preset, in a run that knows presets
 
+    @field_validator("*")
+    @classmethod
+    def _can_be_held(cls, value: Any) -> Any:
+        if (problem := unfit(value)) is not None:
+            raise wrong(problem)
+        return value
+
     @classmethod
     def preset_keys(cls, given: dict[str, Any]) -> dict[str, Any]:
         """The keys of the preset that `given` names; none without one."""
@@ -57,7 +64,7 @@ def hint(name: str, known: list[str]) -> str:
 
 
 class LoraSection(Section):
-    r: int = Field("rank of the adapter", 16, ge=1)
+    r: int = Field("rank of the adapter", 16, ge=1, le=65536)
     alpha: int = Field("scale of the adapter: its output is multiplied by alpha / r", 32, ge=1)
     dropout: float = Field("dropout on the adapter's input", 0.0, ge=0, lt=1)
     target_modules: str | list[str] = Field("which layers get an adapter: all-linear, or a list of names", "all-linear")
@@ -207,7 +214,7 @@ class Run(Section):
     output_dir: str = Field("folder of this run; one in use is never overwritten", min_length=1)
     seed: int = Field("everything random is derived from it", 0, ge=0)
     device: Literal["auto", "cpu", "cuda"] = Field("auto takes the GPU if there is one", "auto")
-    run_name: str | None = Field("name on the dashboard; null takes the name of output_dir", None)
+    run_name: str | None = Field("name on the dashboard; null takes the name of output_dir", None, max_length=128)
     hardware: str = Field("free text: what this file was written for and how long it takes there", "")
     report_to: Literal["trackio", "wandb", "none"] = Field(
         "dashboard; trackio is local and makes no network call", "trackio"
@@ -287,7 +294,7 @@ class Source(Section):
     ] = Field("the schema of its rows, which decides the loader and its filters")
     path: str = Field("Hub id, a local .jsonl or .parquet file, or `embedded` (generated here)", min_length=1)
     rows: int | None = Field("rows kept after filtering, sampled by seed; null keeps all", None, ge=1)
-    weight: float = Field("how often its rows are seen in one epoch: 2 twice, 0.5 half of them", 1.0, gt=0)
+    weight: float = Field("how often its rows are seen in one epoch: 2 twice, 0.5 half of them", 1.0, gt=0, le=1000)
     code: Literal["drop", "mask"] | None = Field(
         "openmathinstruct: drop solutions with code, or keep them with the interpreter's output masked", None
     )
@@ -370,8 +377,8 @@ class DPORun(TrainingRun):
 
 
 class RolloutSection(Section):
-    groups: int = Field("P: levels played in one step", 32, ge=1)
-    num_generations: int = Field("G: episodes of each level, which form a group", 8, ge=1)
+    groups: int = Field("P: levels played in one step", 32, ge=1, le=65536)
+    num_generations: int = Field("G: episodes of each level, which form a group", 8, ge=1, le=65536)
     temperature: float = Field("of the rollouts; 1 is the policy itself", 1.0, gt=0)
     max_completion_length: int = Field("new tokens in one turn", 64, ge=1)
     max_context: int = Field(MAX_CONTEXT, 1024, ge=8)
@@ -391,6 +398,9 @@ class RolloutSection(Section):
 
     @model_validator(mode="after")
     def _room(self) -> RolloutSection:
+        if self.groups * self.num_generations > 2**20:
+            episodes = self.groups * self.num_generations
+            raise wrong(f"groups times num_generations is {episodes} episodes in a step: at most {2**20}")
         if self.max_completion_length >= self.max_context:
             raise wrong("max_completion_length (one turn) must be smaller than max_context (all of its context)")
         return self
@@ -695,10 +705,10 @@ class StarPOTrainerSection(Section):
 
 class EvaluationSection(Section):
     every: int = Field("steps between two evaluations; there is one before the first step, too", 10, ge=1)
-    episodes: int = Field("held-out episodes of each world", 128, ge=1)
+    episodes: int = Field("held-out episodes of each world", 128, ge=1, le=1_000_000)
     temperature: float = Field("of these episodes; 0 is greedy", 0.5, ge=0)
     split: Literal["validation", "test"] = Field("levels that choose the best checkpoint", "validation")
-    final_episodes: int = Field("episodes of each world after the last step", 256, ge=1)
+    final_episodes: int = Field("episodes of each world after the last step", 256, ge=1, le=1_000_000)
     final_split: Literal["validation", "test"] = Field("levels of the last evaluation", "test")
 
 
@@ -709,7 +719,7 @@ class CheckpointSection(Section):
 
 class DiagnosticsSection(Section):
     every: int = Field("steps between two looks at whether thoughts depend on their prompts; 0 never looks", 10, ge=0)
-    pairs: int = Field("thoughts that are scored under as many prompts, in each of two scopes", 32, ge=2)
+    pairs: int = Field("thoughts that are scored under as many prompts, in each of two scopes", 32, ge=2, le=65536)
     gradients_every: int = Field("steps between two looks at the gradients by reward spread; 0 never looks", 0, ge=0)
     early_stop: bool = Field("end the run at an alarm that says further steps are wasted", True)
     rollbacks: int = Field(
@@ -846,7 +856,7 @@ class Settings(Section):
 
 
 class Suite(Settings):
-    n: int = Field("prompts", 200, ge=1)
+    n: int = Field("prompts", 200, ge=1, le=1_000_000)
     n_others: int | None = Field("prompts under the settings that are not in the table; null asks all", None, ge=1)
     max_new_tokens: int = Field("longest answer", 256, ge=1)
 
@@ -876,14 +886,14 @@ class RecallSuite(Suite):
 
 class PreferenceSuite(Section):
     source: str = Field("embedded, ultrafeedback (its test_prefs), or a local file with the same columns", "embedded")
-    n: int = Field("held-out pairs", 200, ge=1)
+    n: int = Field("held-out pairs", 200, ge=1, le=1_000_000)
     reference: str | None = Field("name of the checkpoint rewards are measured against; null has none", None)
 
 
 class WorldSuite(Settings):
     worlds: list[World] = Field("the worlds that are played", min_length=1)
     protocol: ProtocolSection = Field("turns, answer format and penalties; as in phase 3", ProtocolSection())
-    episodes: int = Field("held-out levels of each world", 256, ge=1)
+    episodes: int = Field("held-out levels of each world", 256, ge=1, le=1_000_000)
     episodes_others: int | None = Field("levels under the settings that are not in the table", None, ge=1)
     split: Literal["validation", "test"] = Field("which levels", "test")
     max_completion_length: int = Field("new tokens in one turn", 64, ge=1)
@@ -916,13 +926,16 @@ class EvaluateRun(Run):
         "to 256",
         None,
         ge=1,
+        le=65536,
     )
     settings: list[NamedSampling] = Field("sampling settings, one column each", min_length=1)
     suites: SuitesSection = Field("what is measured")
-    bootstrap_samples: int = Field("resamples behind each interval of a difference", 2000, ge=100)
+    bootstrap_samples: int = Field("resamples behind each interval of a difference", 2000, ge=100, le=1_000_000)
     goals: bool = Field("check the results against the quickstart's goals", False)
     report: bool = Field("write report.html, one file with curves, table and episodes", True)
-    workers: int = Field("on a CPU: processes of one thread; on GPUs there is one for each that is visible", 2, ge=1)
+    workers: int = Field(
+        "on a CPU: processes of one thread; on GPUs there is one for each that is visible", 2, ge=1, le=1024
+    )
 
     @model_validator(mode="after")
     def _known_names(self) -> EvaluateRun:

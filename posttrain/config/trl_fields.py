@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import math
 import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -83,6 +84,8 @@ LEAST = {
     "weight_decay": (0, True),
     "warmup_steps": (0, True),
 }
+LARGEST_WHOLE_NUMBER = 2**31 - 1  # numpy and several libraries of the Hub count and seed in 32 bits
+LARGEST_NUMBER = 1e30  # float32 ends at 3.4e38
 # The names that TRL's DPOTrainer compares with, which its config does not list.
 DPO_LOSSES = (
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard",
@@ -162,13 +165,29 @@ def _type(node: ast.expr, known: dict[str, Any]) -> Any:
     return Any
 
 
-def _at_least(name: str, kind: Any) -> Any:
-    """The type with the least value it may have, where `LEAST` knows one."""
-    if name not in LEAST:
-        return kind
-    least, itself = LEAST[name]
+def unfit(value: Any) -> str | None:
+    """Why a value, or one within it, cannot be taken by the libraries that it goes to; None where all of it can."""
+    if isinstance(value, dict):
+        problems = ((key, unfit(key) or unfit(part)) for key, part in value.items())
+        return next((f"{key!a:.80} {problem}" for key, problem in problems if problem), None)
+    if isinstance(value, list):
+        return next((problem for part in value if (problem := unfit(part))), None)
+    if isinstance(value, int) and abs(value) > LARGEST_WHOLE_NUMBER:
+        return f"should be at most {LARGEST_WHOLE_NUMBER}, but has {len(str(abs(value)))} digits"
+    if isinstance(value, float) and abs(value) > LARGEST_NUMBER:
+        return f"should be at most {LARGEST_NUMBER:g}, but is {value:g}"
+    if isinstance(value, str) and ("\0" in value or any("\ud800" <= character <= "\udfff" for character in value)):
+        return f"should be text of whole characters, without zero bytes, but is {value!a:.80}"
+    return None
+
+
+def _bounded(name: str, kind: Any) -> Any:
+    """The type with the largest value it may have, and the least, where `LEAST` knows one."""
+    least, itself = LEAST.get(name, (-math.inf, True))
 
     def check(value: Any) -> Any:
+        if (problem := unfit(value)) is not None:
+            raise PydanticCustomError("text", "{text}", {"text": problem})
         if isinstance(value, int | float) and (value < least or (value == least and not itself)):
             bound = "at least" if itself else "above"
             raise PydanticCustomError("text", "{text}", {"text": f"should be {bound} {least}, but is {value}"})
@@ -194,6 +213,6 @@ class TRLFields:
         allowed["learning_rate"] = float | None  # null takes what fits model.tuning
         if self.source.endswith(":DPOConfig"):
             allowed["loss_type"] = list[Literal[DPO_LOSSES]] | Literal[DPO_LOSSES]
-        fields: dict[str, Any] = {name: (_at_least(name, allowed[name]), ...) for name in given if name in allowed}
+        fields: dict[str, Any] = {name: (_bounded(name, allowed[name]), ...) for name in given if name in allowed}
         create_model("trainer", __config__=STRICT, **fields).model_validate(given)
         return given

@@ -9,21 +9,32 @@ from typing import Any
 
 import yaml
 
+from posttrain.files import read_text
 from posttrain.types import UserError
 
 
 class StrictLoader(yaml.SafeLoader):
-    """2e-5 is a number, `no` is text, 010 is ten, 2026-01-01 is text, and a repeated key is an error."""
+    """2e-5 is a number, `no` is text, 010 is ten, 2026-01-01 is text; a repeated key and an alias (`*name`) are errors.
+
+    Aliases of aliases make a few lines stand for more values than any memory holds.
+    """
 
     yaml_implicit_resolvers: typing.ClassVar[dict[str, Any]] = {}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        for n, key in enumerate(keys):
-            if key in keys[:n]:
-                at = node.value[n][0].start_mark
-                raise yaml.constructor.ConstructorError(None, None, f"the key `{key}` is there twice", at)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key.value, str) and key.value in seen:
+                words = f"the key `{key.value}` is there twice"
+                raise yaml.constructor.ConstructorError(None, None, words, key.start_mark)
+            seen.add(str(key.value))
         return super().construct_mapping(node, deep)
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            at = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, "an alias (`*name`) is not read here: write its value", at)
+        return super().compose_node(parent, index)
 
 
 for _tag, _pattern, _first, _build in (
@@ -36,13 +47,23 @@ for _tag, _pattern, _first, _build in (
     StrictLoader.add_constructor(f"tag:yaml.org,2002:{_tag}", lambda _, node, build=_build: build(node.value))
 
 
-def read_yaml(file: Path) -> dict[str, Any]:
+def parse_yaml(text: str) -> Any:
+    """The value of some YAML; ValueError for everything that is none: nested too deep, a number of too many digits."""
     try:
-        content = yaml.load(file.read_text(encoding="utf-8"), StrictLoader)
-    except OSError as error:
-        raise UserError(f"The file {file} cannot be read ({error.strerror}): name another one.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
+        return yaml.load(text, StrictLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    except RecursionError:
+        raise ValueError("its brackets or lines are nested too deep") from None
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """The keys of a YAML file; UserError when it cannot be read or holds something else."""
+    text = read_text(file, "Name another one.")
+    try:
+        content = parse_yaml(text)
+    except ValueError as error:
+        raise UserError(f"{file} is not YAML: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"{file} should hold lines of `key: value`, but as a whole is a {type(content).__name__}.")
     return content

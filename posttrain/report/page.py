@@ -5,12 +5,11 @@ from __future__ import annotations
 import base64
 import html
 import itertools
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from posttrain import runlog
+from posttrain import files, runlog
 from posttrain.report import charts
 from posttrain.report.episodes import png, replay
 from posttrain.report.tables import (
@@ -58,18 +57,10 @@ def build(folder: Path) -> Path:
     """Write report.html beside results.json and return its path."""
     folder = Path(folder)
     results, transcripts = read(folder)
-    sections = [
-        ("Results", headline(results)),
-        ("Goals", goals(results)),
-        ("What changed from phase to phase", differences(results)),
-        ("The worlds, beside other players", worlds(results)),
-        ("Before and after, on the same level", episodes(results, transcripts)),
-        ("Learning curves", curves(results, folder)),
-        ("Samples", samples(results, transcripts)),
-        ("Every sampling setting", settings(results)),
-        ("What to type next", commands(results, folder)),
-        ("How this was measured", provenance(results)),
-    ]
+    try:
+        sections = _sections(results, transcripts, folder)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError) as error:
+        raise UserError(f"{_damaged(folder)} (found {type(error).__name__}: {str(error)[:100]})") from error
     shown = [(f"s{number}", title, body) for number, (title, body) in enumerate(sections) if body]
     links = "".join(f'<a href="#{place}">{text(title)}</a>' for place, title, _ in shown)
     cards = "".join(f'<section id="{place}"><h2>{text(title)}</h2>{body}</section>' for place, title, body in shown)
@@ -89,28 +80,43 @@ def build(folder: Path) -> Path:
     return path
 
 
+def _sections(results: Results, transcripts: list[Row], folder: Path) -> list[tuple[str, str]]:
+    """Title and body of each section; an empty body has nothing to show."""
+    return [
+        ("Results", headline(results)),
+        ("Goals", goals(results)),
+        ("What changed from phase to phase", differences(results)),
+        ("The worlds, beside other players", worlds(results)),
+        ("Before and after, on the same level", episodes(results, transcripts)),
+        ("Learning curves", curves(results, folder)),
+        ("Samples", samples(results, transcripts)),
+        ("Every sampling setting", settings(results)),
+        ("What to type next", commands(results, folder)),
+        ("How this was measured", provenance(results)),
+    ]
+
+
 def read(folder: Path) -> tuple[Results, list[Row]]:
     """results.json and transcripts.jsonl; UserError when they are not what the evaluator writes."""
-    try:
-        results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-        with (folder / "transcripts.jsonl").open(encoding="utf-8") as file:
-            transcripts = [json.loads(line) for line in file]
-        complete = {"checkpoints", "differences", "baselines", "config"} <= set(results)
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{error.filename} does not exist, so there is nothing to report. `python evaluate_model.py "
-            f"output_dir={folder}` writes it."
-        ) from None
-    except (ValueError, RecursionError, TypeError):  # no JSON, no UTF-8, endless nesting
-        complete = False
-    except OSError as error:
-        raise UserError(f"{error.filename} cannot be read: {error.strerror}.") from None
-    if not complete:
-        raise UserError(
-            f"The files in {folder} are damaged or not what evaluate_model.py writes. Measure again: "
-            f"python evaluate_model.py output_dir={folder} --overwrite"
-        )
+    for file in (folder / "results.json", folder / "transcripts.jsonl"):
+        if not file.is_file():
+            raise UserError(
+                f"{file} does not exist, so there is nothing to report. `python evaluate_model.py "
+                f"output_dir={folder}` writes it."
+            )
+    remedy = f"Measure again: python evaluate_model.py output_dir={folder} --overwrite"
+    results = files.read_json(folder / "results.json", remedy)
+    transcripts = files.read_json_lines(folder / "transcripts.jsonl", remedy)
+    if not {"checkpoints", "differences", "baselines", "config"} <= set(results):
+        raise UserError(_damaged(folder))
     return results, transcripts
+
+
+def _damaged(folder: Path) -> str:
+    return (
+        f"The files in {folder} are damaged or not what evaluate_model.py writes. Measure again: "
+        f"python evaluate_model.py output_dir={folder} --overwrite"
+    )
 
 
 def text(value: object) -> str:

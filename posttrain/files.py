@@ -1,0 +1,133 @@
+"""How is a file read that may be damaged, and what is said when one cannot be written?
+
+Every reader here raises a UserError that names the file, the place in it and what to do; nothing else leaves them.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from posttrain.types import UserError
+
+# What libraries raise beside OSError when a write fails: safetensors and tokenizers quote the number of the system's
+# error, SQLite has words of its own, and torch's zip writer says only that it failed.
+_SYSTEM_ERROR = re.compile(r"\bos error (\d+)\b")
+_FAILED_WRITE = re.compile(
+    r"database or disk is full|PytorchStreamWriter failed writing|file write failed|iostream error|"
+    + "|".join(re.escape(os.strerror(number)) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+)
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR}
+
+
+def parse_json(text: str) -> Any:
+    """`json.loads`, with ValueError for everything that is no JSON: nested too deep, a number of too many digits."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("brackets are nested too deep") from None
+
+
+def read_text(file: Path, remedy: str) -> str:
+    """The contents of a UTF-8 file; `remedy` is the sentence that says what to do where it cannot be read."""
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"The file {file} cannot be read ({error.strerror}). {remedy}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is damaged: byte {error.start} is not UTF-8. {remedy}") from None
+    except ValueError as error:  # a name with a zero byte
+        raise UserError(f"The file {str(file)!r:.200} cannot be read ({error}). {remedy}") from None
+
+
+def read_json(file: Path, remedy: str) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+        found = parse_json(read_text(file, remedy))
+    except ValueError as error:
+        raise UserError(f"{file} is damaged: {_shortened(error)}. {remedy}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{file} is damaged: it holds a {type(found).__name__} instead of an object. {remedy}")
+    return found
+
+
+def read_json_lines(file: Path, remedy: str) -> list[dict[str, Any]]:
+    """The objects of a JSON Lines file that is appended to.
+
+    What a kill or a power failure leaves at its end, a row torn in two or zero bytes, is left out; a damaged row with
+    whole ones after it is an error.
+    """
+    try:
+        lines = Path(file).read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}). {remedy}") from None
+    rows: list[dict[str, Any]] = []
+    damaged: tuple[int, str] | None = None
+    for number, line in enumerate(lines[:-1], 1):  # the last part has no line end yet
+        try:
+            row = parse_json(line.decode())
+            problem = None if isinstance(row, dict) else f"it holds a {type(row).__name__} instead of an object"
+        except ValueError as error:
+            row, problem = None, _shortened(error)
+        if problem is not None:
+            damaged = damaged or (number, problem)
+        elif damaged is not None:
+            raise UserError(f"{file} is damaged in line {damaged[0]}: {damaged[1]}. {remedy}")
+        else:
+            rows.append(row)
+    return rows
+
+
+def failed_write(error: BaseException) -> str | None:
+    """What to tell the user when a write failed for want of room or of permission; None for any other error.
+
+    An error of the system may lie below several of the libraries that ran into it.
+    """
+    for each in _chain(error):
+        text = str(each)
+        quoted = _SYSTEM_ERROR.search(text)
+        number = each.errno if isinstance(each, OSError) else int(quoted[1]) if quoted else None
+        place = f" to {each.filename}" if isinstance(each, OSError) and each.filename else ""
+        if number in _NO_ROOM or (number is None and _FAILED_WRITE.search(text)):
+            return (
+                f"Nothing more could be written{place}: the disk is full, or a quota or a limit on the size of files is"
+                f" reached ({_shortened(each)}). Checkpoints that were complete still are: make room and start the"
+                " same command again, a training run with --resume."
+            )
+        if number in _REFUSED and each is error:
+            return (
+                f"The system refused to read or write a file ({_shortened(each)}). Mend its permissions or its name,"
+                " or choose another folder."
+            )
+    return None
+
+
+def must_be_readable(file: Path | str, what: str) -> None:
+    """UserError where this user may not read a file; `what` begins the sentence."""
+    try:
+        with Path(file).open("rb"):
+            pass
+    except OSError as error:
+        raise UserError(f"{what} cannot be read: {file} ({error.strerror}). Change its permissions (chmod).") from None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and all that it was raised from or during."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        each = waiting.pop(0)
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            waiting += [each.__cause__, each.__context__]
+
+
+def _shortened(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
