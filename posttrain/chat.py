@@ -18,15 +18,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import jinja2
+import jinja2.filters
 from tokenizers import AddedToken, Tokenizer
 
+from posttrain.files import read_text
 from posttrain.types import UserError
 
 if TYPE_CHECKING:
@@ -40,6 +46,7 @@ REMEDY = (
     "Write chat.template=posttrain/chatml.jinja to train with this project's ChatML template, or chat.template=FILE "
     "with a corrected copy of the model's own."
 )
+TEMPLATE_STEPS = 3_000_000  # lines that a template may run for one dialogue
 _PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")  # private-use characters: no template says them
 
 
@@ -112,15 +119,15 @@ class Chat:
             )
         if template is not None:
             path = Path(template)
-            if not path.is_file():
+            if not os.path.isfile(path):
                 path = TEMPLATE_PATH.parent.parent / path  # the name in the README works from any folder
-            if not path.is_file():
+            if not os.path.isfile(path):
                 raise UserError(f"chat.template={template}: there is no such file. {REMEDY}")
-            text, origin = path.read_text(encoding="utf-8"), f"The chat template {template}"
+            text, origin = read_text(path, REMEDY), f"The chat template {template}"
         elif tokenizer.chat_template:
             text, origin = tokenizer.chat_template, f"The chat template of {tokenizer.name_or_path or 'the model'}"
             if not isinstance(text, str):
-                text = text.get("default", "")
+                text = text.get("default", "") if isinstance(text, dict) else ""
         else:
             text, origin = TEMPLATE_PATH.read_text(encoding="utf-8"), "The chat template posttrain/chatml.jinja"
         text = text.replace("\r\n", "\n")  # as it will be read back from the checkpoint: the hash must not change
@@ -289,12 +296,14 @@ class Chat:
 
     def _render(self, messages: list[Message], open_turn: bool) -> str:
         try:
-            rendered = self.tokenizer.apply_chat_template(
-                messages, chat_template=self.template, add_generation_prompt=open_turn, tokenize=False
-            )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            with _at_most(TEMPLATE_STEPS):
+                rendered = self.tokenizer.apply_chat_template(
+                    messages, chat_template=self.template, add_generation_prompt=open_turn, tokenize=False
+                )
+        except Exception as error:  # a template is a program of somebody else's: it may raise anything
             roles = ", ".join(message["role"] for message in messages)
-            raise UserError(f"{self._origin} fails on a dialogue [{roles}]: {error}. {REMEDY}") from error
+            words = " ".join(str(error).split())[:300] or type(error).__name__
+            raise UserError(f"{self._origin} fails on a dialogue [{roles}]: {words}. {REMEDY}") from error
         assert isinstance(rendered, str)
         return rendered
 
@@ -374,6 +383,40 @@ class Chat:
         wanted: list[Any] = [known.pad_token_id, known.eos_token_id, known.unk_token_id, known.bos_token_id]
         others = (i for i in (*wanted, *sorted(self.control_ids)) if i not in (None, self.stop_id))
         return next(others, self.stop_id)
+
+
+class _Endless(BaseException):
+    """No Exception: Jinja's optimizer runs constant parts of a template while it compiles it, and swallows those."""
+
+
+@contextmanager
+def _at_most(steps: int) -> Iterator[None]:
+    """Ends a template that loops for longer than so many lines with a TimeoutError.
+
+    Jinja's sandbox bounds one range(), but not loops within loops. Counted are lines, not seconds: what is refused does
+    not depend on the machine. A single operation, such as a power of large numbers, cannot be interrupted.
+    """
+    left = steps
+
+    def each_line(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise _Endless
+        return each_line
+
+    def each_call(frame: FrameType, event: str, argument: Any) -> Any:
+        file = frame.f_code.co_filename
+        return each_line if file == "<template>" or file == jinja2.filters.__file__ else None
+
+    before = sys.gettrace()
+    sys.settrace(each_call)
+    try:
+        yield
+    except _Endless:
+        raise TimeoutError(f"it takes more than {steps} steps") from None
+    finally:
+        sys.settrace(before)
 
 
 class _Cut(NamedTuple):

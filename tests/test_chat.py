@@ -7,6 +7,7 @@ import json
 import pickle
 import random
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 from trl.chat_template_utils import is_chat_template_prefix_preserving, is_chat_template_stop_token_trained
 
-from posttrain.chat import TEMPLATE_PATH, Chat, template_hash
+from posttrain import chat as chat_module
+from posttrain.chat import TEMPLATE_PATH, TEMPLATE_STEPS, Chat, template_hash
 from posttrain.types import UserError
 
 LLAMA3 = (
@@ -537,3 +539,36 @@ def test_template_in_the_readme_is_found_from_any_folder(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     chat = Chat.load(byte_level_tokenizer(), "posttrain/chatml.jinja")
     assert chat.hash == template_hash(TEMPLATE_PATH.read_text(encoding="utf-8"))
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("start", "words"),
+    [
+        ("{% for i in range(10**9) %}x{% endfor %}", "Range too big"),
+        (ENDLESS, "takes more than 20000 steps"),
+        ("{{ 'a' | slice(10**12) | list }}", "takes more than 20000 steps"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ messages[99] }}{{ messages[99].role.x }}", "UndefinedError|has no element 99"),
+        (900 * "{% if 1 %}" + 900 * "{% endif %}", "recursion|too many"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    ],
+)
+def test_a_template_that_fails_or_never_ends_is_refused(
+    tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str, words: str
+) -> None:
+    monkeypatch.setattr(chat_module, "TEMPLATE_STEPS", 20_000)
+    template = tmp_path / "mine.jinja"
+    template.write_text(start + TEMPLATE_PATH.read_text())
+    with pytest.raises(UserError, match=words) as error:
+        Chat.load(copy.deepcopy(tiny_tokenizer), template)
+    assert "\n" not in str(error.value) and sys.gettrace() is None
+
+
+def test_a_long_dialogue_is_far_from_the_bound(tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred turns take less than a hundredth of the steps that a template may have."""
+    monkeypatch.setattr(chat_module, "TEMPLATE_STEPS", TEMPLATE_STEPS // 100)
+    said = [{"role": role, "content": "x"} for _ in range(100) for role in ("user", "assistant")]
+    assert len(tiny_chat.encode(said).ids) > 400
