@@ -11,7 +11,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 CPU_TORCH := https://download.pytorch.org/whl/cpu
 QUICK := runs/quickstart
-TWO := $(PY) -m torch.distributed.run --standalone --nproc_per_node 2
+TWO := $(PY) -m posttrain.parallel --standalone --nproc_per_node 2
 
 # Tiny models are slower on many threads than on one.
 export OMP_NUM_THREADS ?= 1

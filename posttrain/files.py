@@ -68,19 +68,18 @@ def read_json_lines(file: Path, remedy: str) -> list[dict[str, Any]]:
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror}). {remedy}") from None
     rows: list[dict[str, Any]] = []
-    damaged: tuple[int, str] | None = None
+    damaged = ""
     for number, line in enumerate(lines[:-1], 1):  # the last part has no line end yet
         try:
             row = parse_json(line.decode())
-            problem = None if isinstance(row, dict) else f"it holds a {type(row).__name__} instead of an object"
+            if not isinstance(row, dict):
+                raise ValueError(f"it holds a {type(row).__name__} instead of an object")
         except ValueError as error:
-            row, problem = None, _shortened(error)
-        if problem is not None:
-            damaged = damaged or (number, problem)
-        elif damaged is not None:
-            raise UserError(f"{file} is damaged in line {damaged[0]}: {damaged[1]}. {remedy}")
-        else:
-            rows.append(row)
+            damaged = damaged or f"in line {number}: {_shortened(error)}"
+            continue
+        if damaged:
+            raise UserError(f"{file} is damaged {damaged}. {remedy}")
+        rows.append(row)
     return rows
 
 

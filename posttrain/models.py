@@ -170,7 +170,7 @@ def load_chat(model: ModelSection, chat_template: str | None) -> Chat:
         tokenizer = AutoTokenizer.from_pretrained(
             model.name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
-    chat = Chat.load(tokenizer, chat_template)
+        chat = Chat.load(tokenizer, chat_template)  # what its settings hold may show only when it is used
     chat.require_same_template(_previous_template(model), model.name_or_path)
     return chat
 
@@ -496,12 +496,42 @@ def load_config(model: ModelSection) -> PreTrainedConfig:
         )
 
 
+_SIZE = re.compile(r"num_.*|n_(layer|head|embd|inner)|.*_(size|dim|heads|layers)")  # keys of a config.json
+
+
+def _check_sizes(model: ModelSection, config: PreTrainedConfig) -> None:
+    """UserError where config.json describes a far larger model than the weight files hold.
+
+    transformers would build it first, which takes any amount of memory and time, and then find the weights missing.
+    """
+    numbers, tensors = _held(Path(model.name_or_path))
+    remedy = "Its config.json is damaged or belongs to other weights: get a whole copy of the model."
+    for key, value in config.get_text_config().to_dict().items():
+        most = tensors if key in ("num_hidden_layers", "n_layer") else numbers
+        if isinstance(value, int) and _SIZE.fullmatch(key) and value > most:
+            held = f"{numbers:,} numbers in {tensors} tensors"
+            raise UserError(f"{model.name_or_path}: {key} is {value:,}, but the weight files hold {held}. {remedy}")
+    try:
+        with torch.device("meta"):
+            net = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+    except Exception:  # some architectures cannot be built without memory; whatever else is wrong is said when it loads
+        return
+    described = sum(parameter.numel() for parameter in net.parameters())
+    if described > 16 * numbers:  # packed weights hold up to 8 in a number
+        raise UserError(
+            f"{model.name_or_path}: config.json describes {described:,} parameters, but the weight files hold "
+            f"{numbers:,}. {remedy}"
+        )
+
+
 def _load_weights(model: ModelSection, dtype: torch.dtype, **more: Any) -> PreTrainedModel:
     config = load_config(model)
+    if os.path.isdir(model.name_or_path):
+        _check_sizes(model, config)
     with _read_in_words(f"{model.name_or_path} is no checkpoint that can be loaded"):
         try:
             with no_bars() if os.path.isdir(model.name_or_path) else contextlib.nullcontext():
-                net, found = AutoModelForCausalLM.from_pretrained(
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
                     model.name_or_path,
                     config=config,
                     revision=model.revision,
@@ -517,6 +547,7 @@ def _load_weights(model: ModelSection, dtype: torch.dtype, **more: Any) -> PreTr
             raise UserError(
                 f"model.attn_implementation={model.attn_implementation} cannot be used here: {_one_line(error)}"
             ) from error
+    net, found = loaded
     _check_weights(model.name_or_path, net, found)
     return net
 
@@ -612,17 +643,23 @@ def _parameters(model: ModelSection) -> int:
                 told = None
             return told.total if told else 0
         folder = Path(cached).parent
-    total = 0
+    return _held(folder)[0]
+
+
+def _held(folder: Path) -> tuple[int, int]:
+    """How many numbers a folder's weight files hold, and how many tensors, by their headers."""
+    numbers = tensors = 0
     for file in checkpoint.weight_files(folder):
         try:
             with safe_open(file, framework="pt") as weights:
-                names = weights.keys()
-                total += sum(torch.Size(weights.get_slice(name).get_shape()).numel() for name in names)
-        except SafetensorError as error:
-            raise UserError(f"{file} is no weight file: {_one_line(error)}") from error
-    return total
+                for name in list(weights.keys()):
+                    numbers += torch.Size(weights.get_slice(name).get_shape()).numel()
+                    tensors += 1
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{file} is no weight file that can be loaded: {_one_line(error)}") from error
+    return numbers, tensors
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"

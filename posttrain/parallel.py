@@ -1,20 +1,24 @@
 """Which share of the work is mine?  The few collective operations of a run on several processes, no-ops on one.
 
-Processes come from `torchrun` or `accelerate launch`. Gradients are summed by hand after the last micro-batch, so ranks
-may hold different numbers of micro-batches, or none, and no rank ever waits for a batch another does not have.
+Processes come from `torchrun` or `accelerate launch`, or from `python -m posttrain.parallel`, which takes torchrun's
+arguments and ends with the exit code of the run, where torchrun says 1 whatever has happened. Gradients are summed by
+hand after the last micro-batch, so ranks may hold different numbers of micro-batches, or none, and no rank ever waits
+for a batch another does not have.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 TIMEOUT = 6 * 3600  # seconds that processes wait for each other: one streams a large source, or writes to a slow disk
+SHUTDOWN = 3600  # seconds after a signal that a step may still take, with its checkpoint
 
 
 def start(device: torch.device, timeout: float = TIMEOUT) -> None:
@@ -80,3 +84,29 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
 def barrier() -> None:
     if size() > 1:
         dist.barrier()
+
+
+def launch(argv: list[str] | None = None) -> NoReturn:
+    """torchrun, ending as its processes do: 143 after SIGTERM, 2 for what the user can mend.
+
+    They have long enough to end their step and write a checkpoint; torchrun kills them after 30 seconds.
+    """
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    given = run.parse_args(sys.argv[1:] if argv is None else argv)
+    if "--shutdown-timeout" not in " ".join(sys.argv).replace("_", "-"):
+        given.shutdown_timeout = SHUTDOWN
+    try:
+        run.run(given)
+    except SignalException as stopped:
+        sys.exit(128 + stopped.sigval)
+    except ChildFailedError as failed:
+        code = failed.get_first_failure()[1].exitcode
+        sys.exit(code if code >= 0 else 128 - code)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    launch()

@@ -300,6 +300,7 @@ class StopSignals:
         self.number: int | None = None
         self._before: dict[int, Any] = {}
         self._interrupts = ""
+        self._noted = 0.0
 
     @property
     def requested(self) -> bool:
@@ -334,9 +335,12 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        now, several = time.monotonic(), int(os.environ.get("WORLD_SIZE", "1")) > 1
         if self.requested:
+            if several and now - self._noted < 5:  # Ctrl-C reaches every process, and torchrun then passes it on
+                return
             self.leave()
-        self.number = number
+        self.number, self._noted = number, now
         if self._interrupts:
             self._interrupted()
         if is_main_process():

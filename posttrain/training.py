@@ -489,7 +489,13 @@ def _record(phase: str, settings: dict[str, Any], step: int, figures: dict[str, 
 
 
 def same_run(output_dir: Path, settings: dict[str, Any]) -> None:
-    """A resumed run must be the run that was begun: UserError with every setting that differs."""
+    """A resumed run must be the run that was begun: UserError with every setting that differs.
+
+    Logs that it could not be written on to are found here as well, before any work.
+    """
+    for log in ("metrics.jsonl", "transcripts.jsonl"):
+        if (Path(output_dir) / log).exists():
+            runlog.read_metrics(Path(output_dir) / log)
     begun = Path(output_dir) / checkpoint.RUN_CONFIG
     if not begun.exists():  # a new run, or one killed before its first step
         return
@@ -510,7 +516,7 @@ def same_processes(output_dir: Path) -> None:
     for file in Path(output_dir).glob(f"checkpoint-*/{COUNTS}"):
         try:
             before = int(json.loads(file.read_text(encoding="utf-8"))["processes"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # damaged, and passed over when the checkpoint is chosen
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # damaged, and passed over later
             continue
         if before != now:
             begun = f"torchrun --nproc_per_node {before}" if before > 1 else "python, without torchrun"

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -19,6 +20,7 @@ from rich.table import Table
 from tiny_runs import ROOT
 
 from posttrain import runlog
+from posttrain.types import UserError
 
 
 def plain_console() -> tuple[Console, io.StringIO]:
@@ -191,6 +193,7 @@ def test_trackio_stays_on_this_machine(tmp_path: Path) -> None:
         from pathlib import Path
         import numpy as np
         from posttrain import runlog
+from posttrain.types import UserError
         from posttrain.report.episodes import gif
         runlog.keep_private(Path(sys.argv[1]) / "phase1")
         for n in range(2):
@@ -254,3 +257,83 @@ def test_wandb_gets_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         (2, {"episodes": table, "picture 0": (str(tmp_path / "a.gif"), "gif")}),
         "finished",
     ]
+
+
+STOPS = """
+import os, signal, sys, time
+from posttrain import runlog
+from posttrain.types import UserError
+with runlog.StopSignals() as stop:
+    if os.environ["RANK"] == "0":
+        print("ready", flush=True)
+    while not stop.requested:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    stop.leave()
+"""
+
+
+def launched(tmp_path: Path, program: str) -> subprocess.Popen[str]:
+    script = tmp_path / "script.py"
+    script.write_text(program)
+    return subprocess.Popen(
+        [sys.executable, "-m", "posttrain.parallel", "--standalone", "--nproc_per_node", "2", str(script)],
+        cwd=Path(runlog.__file__).parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(runlog.__file__).parents[1])},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_the_launcher_ends_as_its_processes_do(tmp_path: Path) -> None:
+    """143 after SIGTERM, once they have written their checkpoint, and 2 for a mistake of the user's."""
+    process = launched(tmp_path, STOPS)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=120) == 143
+    assert launched(tmp_path, "import sys; sys.exit(2)").wait(timeout=120) == 2
+
+
+def test_a_signal_ends_work_that_is_done_again_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with runlog.StopSignals() as stop, stop.at_once("the closing evaluation"), pytest.raises(SystemExit) as left:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert left.value.code == 143
+    assert "Stopped in the closing evaluation. Go on with the same command and --resume." in capsys.readouterr().err
+    with runlog.StopSignals() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)  # before that work begins
+        with pytest.raises(SystemExit), stop.at_once("the closing evaluation"):
+            pytest.fail("it has begun")
+
+
+def test_a_signal_that_the_launcher_passes_on_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(runlog.time, "monotonic", lambda: now[0])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with runlog.StopSignals() as stop:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested
+        now[0] = 10.0
+        with pytest.raises(SystemExit):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"\x00" * 300, "line 2"),
+        (b'{"step": "\xff"}', "line 2"),
+        (b"[" * 9000, "line 2: brackets are nested too deep"),
+        (b'{"step": ' + b"9" * 5000 + b"}", "line 2"),
+        (b"[1]", "line 2: it holds a list"),
+        (b'{"loss": 1}', "line 2: it has no step"),
+    ],
+)
+def test_a_damaged_row_is_named_and_a_torn_end_left_out(tmp_path: Path, line: bytes, words: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    with pytest.raises(UserError, match=words):
+        runlog.MetricsFile(path, after_step=3)
+    assert path.read_bytes().count(b"\n") == 3
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + b"\x00" * 300 + b"\n" + b"\x00" * 9)
+    assert [row["step"] for row in runlog.read_metrics(path)] == [1, 2]
