@@ -193,7 +193,6 @@ def test_trackio_stays_on_this_machine(tmp_path: Path) -> None:
         from pathlib import Path
         import numpy as np
         from posttrain import runlog
-from posttrain.types import UserError
         from posttrain.report.episodes import gif
         runlog.keep_private(Path(sys.argv[1]) / "phase1")
         for n in range(2):
@@ -262,7 +261,6 @@ def test_wandb_gets_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 STOPS = """
 import os, signal, sys, time
 from posttrain import runlog
-from posttrain.types import UserError
 with runlog.StopSignals() as stop:
     if os.environ["RANK"] == "0":
         print("ready", flush=True)
