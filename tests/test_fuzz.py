@@ -201,7 +201,7 @@ KINDS: dict[str, tuple[Callable[..., tuple[Callable[[], object], list[Path]]], i
     "checkpoints": (of_checkpoints, 40),
     "logs": (of_logs, 60),
     "run_config.yaml": (of_a_begun_run, 30),
-    "results": (of_results, 12),
+    "results": (of_results, 6),
 }
 
 

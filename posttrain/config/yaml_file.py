@@ -33,7 +33,7 @@ class StrictLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             at = self.peek_event().start_mark
-            raise yaml.composer.ComposerError(None, None, "an alias (`*name`) is not read here: write its value", at)
+            raise yaml.MarkedYAMLError(None, None, "an alias (`*name`) is not read here: write its value", at)
         return super().compose_node(parent, index)
 
 
