@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -85,7 +86,7 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _pinned(self) -> ModelSection:
-        pinned = re.fullmatch(r"[0-9a-f]{40}", self.revision or "") or Path(self.name_or_path).is_dir()
+        pinned = re.fullmatch(r"[0-9a-f]{40}", self.revision or "") or os.path.isdir(self.name_or_path)
         if self.trust_remote_code and not pinned:
             raise wrong(
                 "trust_remote_code runs somebody's code on this machine: write the 40-digit commit you have read "

@@ -30,7 +30,8 @@ def replay(results: Results, row: Row) -> tuple[list[np.ndarray], list[tuple[str
     for message in row["messages"]:
         if message["role"] == "assistant":
             taken = parse(message["content"], protocol, world.actions).actions[: len(left)]
-            assert taken == left[: len(taken)], "the actions of a transcript follow from its text"
+            if taken != left[: len(taken)]:
+                raise ValueError("the actions of a transcript do not follow from its text")
             del left[: len(taken)]
             for action in taken:
                 world.step(action)
