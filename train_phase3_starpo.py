@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> None:
             cfg = learner.cfg = cockpit.intervene(cfg, intervention["changes"])
         if parallel.total(not checkpoint.is_whole(best()), device) > 0:
             progress.say(f"{best().name} is damaged: {found.name} stands in for it until the next evaluation.")
-            state.update(best=-1.0, best_step=state["step"])
+            state.update(best=-1.0, best_step=state["step"], best_won={})
             save_state(best(), learner, chat, state)
     if args.resume:
         drop_later(out, state["step"])

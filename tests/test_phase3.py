@@ -261,6 +261,8 @@ def test_a_damaged_best_is_found_when_the_run_is_resumed(
     train(file, "--resume")
     assert "best-4 stands in" not in (told := capsys.readouterr().err) and "stands in for it until" in told
     assert checkpoint.verify(run / "final")["meta"]["step"] == 4
+    stand_in = json.loads((run / "best-4" / "state.json").read_text())
+    assert stand_in["best"] == -1.0 and stand_in["best_won"] == {}  # any evaluation is better
 
 
 def test_what_else_lies_in_a_run_is_left_alone(whole: Path, player: Path, tmp_path: Path) -> None:
