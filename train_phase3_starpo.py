@@ -49,6 +49,8 @@ def main(argv: list[str] | None = None) -> None:
     from transformers import set_seed
 
     from posttrain import checkpoint, cockpit, curriculum, distillation, model_card, models, parallel, plan, training
+    from posttrain.evaluation.former import FormerTasks
+    from posttrain.evaluation.tasks import hub_sets
     from posttrain.metrics import paired_difference
     from posttrain.rollout import open_sampler
     from posttrain.starpo.alarms import not_finite
@@ -58,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
     if runlog.is_main_process():
         try_worlds(cfg)
         runlog.say(cockpit.reward_table(cfg, share_out(cfg.worlds, cfg.rollout.groups, 1)))
-        models.preflight(cfg, resume=args.resume)
+        models.preflight(cfg, resume=args.resume, data_sets=hub_sets(cfg.evaluation.suites))
         if args.resume:
             training.same_run(out, settings)
         checkpoint.claim(out, args.resume)
@@ -84,6 +86,7 @@ def main(argv: list[str] | None = None) -> None:
         with precision, models.no_bars():
             former = distillation.Distillation(learner, distillation.answered(cfg, sampler, chat))
         learner.distil = former.backward if cfg.distillation.coef else None
+    former_tasks = FormerTasks(cfg, chat)
     progress = runlog.Progress(cfg.trainer.max_steps, "phase 3")
     progress.say(f"phase 3: {training.describe(cfg, learner.model, device)}")
     state: dict[str, Any] = {"step": 0, "best": -1.0, "best_step": 0, "best_won": {}, "empty_steps": 0, "tokens": 0}
@@ -139,6 +142,8 @@ def main(argv: list[str] | None = None) -> None:
             )
         if former is not None:
             row["evaluation/distillation_kl"] = former.measure()
+        with precision:
+            row |= former_tasks.measure(sampler, learner)
         report(step, row | {"seconds/evaluation": time.perf_counter() - began})
         broken = not_finite(state["alarms"])
         if broken and step == 0:

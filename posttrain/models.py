@@ -303,8 +303,11 @@ def no_bars() -> Iterator[None]:
         transformers_logging.enable_progress_bar()
 
 
-def preflight(cfg: Any, *, resume: bool = False) -> None:
-    """Look at everything a run needs before it starts; all that is wrong comes back in one UserError."""
+def preflight(cfg: Any, *, resume: bool = False, data_sets: Sequence[str] = ()) -> None:
+    """Look at everything a run needs before it starts; all that is wrong comes back in one UserError.
+
+    data_sets: what it needs from the Hub besides the sources of `data` and `distillation`.
+    """
     problems: list[str] = []
 
     def passes(check: Callable[[], object]) -> bool:
@@ -316,13 +319,14 @@ def preflight(cfg: Any, *, resume: bool = False) -> None:
         return True
 
     models = [cfg.model] if hasattr(cfg, "model") else [ModelSection(name_or_path=p) for p in cfg.checkpoints.values()]
-    data_paths = [source.path for source in cfg.data.sources] if hasattr(cfg, "data") else []
+    sections = [section for key in ("data", "distillation") if (section := getattr(cfg, key, None)) is not None]
+    data_paths = [source.path for section in sections for source in section.sources]
     passes(lambda: resolve_device(cfg.device))
     passes(lambda: _check_libraries(cfg))
     for path in data_paths:
         passes(lambda path=path: _check_data_path(path))
     found = [model for model in models if passes(lambda model=model: _check_source(model))]
-    if passes(lambda: check_hub(found, data_paths)):
+    if passes(lambda: check_hub(found, [*data_paths, *data_sets])):
         for model in found:
             passes(lambda model=model: load_chat(model, cfg.chat.template))
         if hasattr(cfg, "trainer"):

@@ -19,10 +19,14 @@ from transformers import PreTrainedTokenizerFast
 import train_phase3_starpo as phase3
 from posttrain import checkpoint, head, plan
 from posttrain.chat import Chat
-from posttrain.config import StarPORun
+from posttrain.config import StarPORun, load
 from posttrain.config.schemas import DataSection
 from posttrain.data import load_prompts
 from posttrain.distillation import Answered, Distillation
+from posttrain.evaluation.figures import summarise
+from posttrain.evaluation.former import as_evaluation
+from posttrain.evaluation.scoring import Loaded, run_task
+from posttrain.evaluation.tasks import build_tasks
 from posttrain.learner import Learner
 from posttrain.types import UserError
 
@@ -167,12 +171,34 @@ def old_prompts(folder: Path) -> dict[str, Any]:
     }
 
 
+SUITES = {
+    "math": {"n": 4, "max_new_tokens": 8},
+    "recall": {"n": 5, "max_new_tokens": 8},
+    "repetition": {"n": 3, "max_new_tokens": 24},
+    "preferences": {"n": 9},
+}
+
+
+def with_suites(file: Path, player: Path, **sections: Any) -> Path:
+    evaluation = {"every": 2, "episodes": 8, "final_episodes": 8, "temperature": 1.0, "suites": SUITES}
+    return settings(file, player, evaluation=evaluation, **sections)
+
+
 @pytest.fixture(scope="module")
 def whole(player: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
-    file = settings(folder / "run.yaml", player, distillation=old_prompts(folder), trainer={"max_steps": 3})
+    file = with_suites(folder / "run.yaml", player, distillation=old_prompts(folder), trainer={"max_steps": 3})
     train(file)
     return folder
+
+
+def suite_figures(run: Path) -> dict[int, dict[str, float]]:
+    """The figures of the former phases' suites, by step."""
+    return {
+        row["step"]: {key: row[key] for key in row if key.split("/")[1:2] and key.split("/")[1] in SUITES}
+        for row in rows(run)
+        if "evaluation/recall/accuracy" in row
+    }
 
 
 def kls(run: Path, key: str) -> Iterator[float]:
@@ -196,6 +222,30 @@ def test_a_run_answers_old_prompts_first_and_stays_near_its_teacher(whole: Path,
     assert list(kls(whole / "free", "evaluation/distillation_kl"))[-1] > held_out[-1]
 
 
+def test_the_suites_of_former_phases_are_scored_as_the_evaluator_scores_them(
+    whole: Path, player: Path, tmp_path: Path
+) -> None:
+    found = suite_figures(whole / "run")
+    assert list(found) == [0, 2, 3]
+    cfg, _ = load(StarPORun, "configs/phase3_starpo.yaml", ["--config", str(whole / "run.yaml")])
+    evaluation, loaded = as_evaluation(cfg), Loaded()
+    tasks = build_tasks(evaluation)
+    measured = [row for task in tasks for row in run_task(evaluation, "policy", task, lambda _: None, loaded)]
+    summary = summarise(evaluation, measured, {})
+    summary["math/embedded"] = summary.pop("math")["embedded"]
+    wanted = {
+        f"evaluation/{suite}/{key}": summary[suite][key]
+        for suite in summary
+        for key in ("seq_rep_4" if suite == "repetition" else "accuracy", "low", "high")
+    }
+    assert found[0] == pytest.approx(wanted, abs=1e-6)
+    assert found[0]["evaluation/recall/high"] > 0 and found[3] != found[0]
+
+    wide = {"suites": {"recall": {"n": 1, "max_new_tokens": 511}}}
+    with pytest.raises(UserError, match=r"evaluation\.suites\.recall has a prompt of \d+ tokens"):
+        train(settings(tmp_path / "run.yaml", player, evaluation=wide))
+
+
 def test_without_weight_or_section_the_run_is_the_same(whole: Path, player: Path, tmp_path: Path) -> None:
     """Measuring changes nothing; test_a_run_answers_old_prompts_first has made the run with coef 0."""
     train(settings(tmp_path / "run.yaml", player, trainer={"max_steps": 3}))
@@ -211,7 +261,7 @@ def test_resuming_reads_the_same_rows(whole: Path, player: Path, tmp_path: Path)
     subprocess.run(["cp", "-r", *map(str, (whole / "run").glob("*")), str(run)], check=True)
     for later in ("checkpoint-2", "checkpoint-3", "final"):
         subprocess.run(["rm", "-r", str(run / later)], check=True)
-    file = settings(tmp_path / "run.yaml", player, distillation=old_prompts(whole), trainer={"max_steps": 3})
+    file = with_suites(tmp_path / "run.yaml", player, distillation=old_prompts(whole), trainer={"max_steps": 3})
     (run / "run_config.yaml").write_text((run / "run_config.yaml").read_text().replace(str(whole / "run"), str(run)))
     made = (run / "distillation" / "manifest.json").read_bytes()
     train(file, "--resume")
@@ -241,7 +291,7 @@ def test_an_adapter_is_distilled_from_the_model_under_it(player: Path, tmp_path:
 @pytest.mark.parametrize("tuning", ["full", "lora"])
 def test_two_processes_distil_as_one(player: Path, tmp_path: Path, tuning: str) -> None:
     model = {"tuning": tuning, "lora": {"r": 4, "alpha": 8}}
-    file = settings(
+    file = with_suites(
         tmp_path / "run.yaml", player, model=model, distillation=old_prompts(tmp_path), trainer={"max_steps": 2}
     )
     train(file, f"output_dir={tmp_path / 'one'}")
@@ -252,6 +302,7 @@ def test_two_processes_distil_as_one(player: Path, tmp_path: Path, tuning: str) 
     assert done.returncode == 0, done.stderr
     for key in ("distillation/kl", "evaluation/distillation_kl"):
         assert list(kls(tmp_path / "run", key)) == pytest.approx(list(kls(tmp_path / "one", key)), rel=1e-2, abs=1e-7)
+    assert suite_figures(tmp_path / "run")[0] == suite_figures(tmp_path / "one")[0]
     for name, tensor in weights(tmp_path / "one" / "final").items():
         apart = (tensor - weights(tmp_path / "run" / "final")[name]).abs()
         assert apart.max() < 1e-4 and (apart > 1e-5).float().mean() < 1e-3, name

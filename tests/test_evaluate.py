@@ -24,11 +24,14 @@ from tiny_runs import python
 import evaluate_model
 from envs import make
 from envs.protocol import Episode, Protocol
-from posttrain import checkpoint, config, embedded, evaluation, metrics, models, plan, rollout
+from posttrain import checkpoint, config, embedded, metrics, models, plan
 from posttrain.chat import Chat
 from posttrain.config import EvaluateRun
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.evaluation import Loaded, Sitting
+from posttrain.evaluation import figures, scoring, store, tasks, workers
+from posttrain.evaluation.scoring import Loaded
+from posttrain.evaluation.tasks import Task
+from posttrain.evaluation.workers import run_tasks
 from posttrain.types import Completion, SamplingParams, UserError
 
 ROOT = Path(__file__).parent.parent
@@ -280,7 +283,7 @@ def test_all_that_is_wrong_is_said_before_any_work(tmp_path: Path, checkpoints: 
         "empty": str(tmp_path),
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluate_model, "measure", lambda *_: pytest.fail("work began"))
+        patch.setattr(evaluate_model, "run_task", lambda *_: pytest.fail("work began"))
         patch.setattr(evaluate_model, "play_baselines", lambda *_: pytest.fail("work began"))
         with pytest.raises(UserError) as problem:
             evaluate(tmp_path, wrong)
@@ -302,10 +305,10 @@ def test_levels_repeat_only_where_a_world_has_no_more(tmp_path: Path, checkpoint
     cfg = resolved(
         tmp_path, checkpoints, suites={"worlds": {"worlds": [small], "episodes": 12, "settings": ["greedy"]}}
     )
-    (sitting,) = evaluate_model.set_exam(cfg)
-    assert len({item["seed"] for item in sitting.items}) == 12
+    (task,) = tasks.build_tasks(cfg)
+    assert len({item["seed"] for item in task.items}) == 12
     game = make("frozen_lake", size=2)
-    keys = [game.reset(seed=i["seed"], options={"split": "test"}) and game.level_key() for i in sitting.items]
+    keys = [game.reset(seed=i["seed"], options={"split": "test"}) and game.level_key() for i in task.items]
     different = len(set(keys))
     assert different < 12 and len(set(keys[:different])) == different
 
@@ -316,7 +319,7 @@ def test_a_world_that_does_not_exist_is_refused(tmp_path: Path, checkpoints: dic
         evaluate(tmp_path, checkpoints, suites=suites)
 
 
-def test_an_empty_exam_is_refused(tmp_path: Path, checkpoints: dict[str, str]) -> None:
+def test_an_evaluation_of_nothing_is_refused(tmp_path: Path, checkpoints: dict[str, str]) -> None:
     with pytest.raises(UserError, match="nothing is asked"):
         evaluate(tmp_path, checkpoints, suites={})
 
@@ -352,7 +355,7 @@ def test_messages_from_the_shell(tmp_path: Path) -> None:
 SMALL = {"recall": {"n": 2, "max_new_tokens": 2, "settings": ["greedy", "t05"]}, "preferences": {"n": 2}}
 
 
-def said(cfg: Any, name: str, sitting: Sitting, tick: Any, loaded: Loaded) -> list[dict[str, Any]]:
+def said(cfg: Any, name: str, task: Task, tick: Any, loaded: Loaded) -> list[dict[str, Any]]:
     """Stands for `measure`: what a checkpoint of this name does."""
     if name == "raises":
         raise ZeroDivisionError("of its own")
@@ -362,15 +365,15 @@ def said(cfg: Any, name: str, sitting: Sitting, tick: Any, loaded: Loaded) -> li
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
     if name == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
-    tick(len(sitting.items))
+    tick(len(task.items))
     return [
-        {"checkpoint": name, "part": sitting.part, "setting": sitting.setting, "index": i, "pid": os.getpid()}
-        for i in range(len(sitting.items))
+        {"checkpoint": name, "part": task.part, "setting": task.setting, "index": i, "pid": os.getpid()}
+        for i in range(len(task.items))
     ]
 
 
-def exam_of(cfg: EvaluateRun) -> list[Sitting]:
-    return evaluate_model.set_exam(cfg)
+def tasks_of(cfg: EvaluateRun) -> list[Task]:
+    return tasks.build_tasks(cfg)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -378,18 +381,18 @@ def test_what_fails_costs_its_own_rows_alone(tmp_path: Path, checkpoints: dict[s
     broken = ["raises", "refuses", "full"] + ["dies"] * (workers > 1)
     cfg = resolved(tmp_path, {name: checkpoints["base"] for name in ["fine", *broken, "good"]}, suites=SMALL)
     cfg = cfg.model_copy(update={"workers": workers})
-    exam = exam_of(cfg)
-    found = evaluation.run_exam(cfg, exam, said)
+    asked_for = tasks_of(cfg)
+    found = run_tasks(cfg, asked_for, said)
     assert set(found.failed) == set(broken)
     assert "ZeroDivisionError: of its own (test_evaluate.py, line" in found.failed["raises"]
     assert "hold NaN" in found.failed["refuses"] and "batch_size" in found.failed["full"]
     assert workers == 1 or "exit code -9" in found.failed["dies"]
     for name in ("fine", "good"):
-        assert [row["index"] for row in found.of(name, exam)] == [0, 1] * 3
+        assert [row["index"] for row in found.of(name, asked_for)] == [0, 1] * 3
     if workers == 1:
         return
-    again = evaluation.run_exam(cfg, exam, said)  # in other processes: whose rows have other numbers
-    assert all(again.of(name, exam) == found.of(name, exam) for name in ("fine", "good"))
+    again = run_tasks(cfg, asked_for, said)  # in other processes: whose rows have other numbers
+    assert all(again.of(name, asked_for) == found.of(name, asked_for) for name in ("fine", "good"))
 
 
 def test_finished_parts_are_kept_only_where_everything_is_the_same(
@@ -397,16 +400,16 @@ def test_finished_parts_are_kept_only_where_everything_is_the_same(
 ) -> None:
     asked: list[tuple[str, str]] = []
 
-    def measure(cfg: Any, name: str, sitting: Sitting, *_: Any) -> list[dict[str, Any]]:
-        asked.append((name, sitting.setting))
-        return [{"index": i} for i in range(len(sitting.items))]
+    def measure(cfg: Any, name: str, task: Task, *_: Any) -> list[dict[str, Any]]:
+        asked.append((name, task.setting))
+        return [{"index": i} for i in range(len(task.items))]
 
     def run(**changes: Any) -> list[tuple[str, str]]:
         asked.clear()
         cfg = resolved(
             tmp_path, {name: checkpoints[name] for name in ("base", "other")}, **{"suites": SMALL, **changes}
         )
-        evaluation.run_exam(cfg, exam_of(cfg), measure)
+        run_tasks(cfg, tasks_of(cfg), measure)
         return list(asked)
 
     every = [(name, setting) for name in ("base", "other") for setting in ("greedy", "t05", "")]
@@ -417,20 +420,20 @@ def test_finished_parts_are_kept_only_where_everything_is_the_same(
     longer = {**SMALL, "recall": {**SMALL["recall"], "max_new_tokens": 3}}
     assert run(suites=longer) == [one for one in every if one[1]]
     cfg = resolved(tmp_path, {"base": checkpoints["base"]}, suites=SMALL)
-    paths = [evaluation.Store(cfg, exam_of(cfg)).path(evaluation.Unit("base", n)) for n in range(3)]
+    paths = [store.Store(cfg, tasks_of(cfg)).path(store.Unit("base", n)) for n in range(3)]
     for damage in (b"", b"{}\n", b"\xff\n\n", b"[" * 9999, b"[1]\n[2]\n"):
         paths[0].write_bytes(damage)
         assert run() == [("base", "greedy")]
     weights = Path(checkpoints["other"])
-    assert evaluation.fingerprint(cfg, "base") == evaluation.fingerprint(cfg, "base")
+    assert store.fingerprint(cfg, "base") == store.fingerprint(cfg, "base")
     both = resolved(tmp_path, {"base": checkpoints["base"], "other": str(weights)}, suites=SMALL)
-    assert evaluation.fingerprint(both, "other") != evaluation.fingerprint(both, "base")
+    assert store.fingerprint(both, "other") != store.fingerprint(both, "base")
     copy_of = tmp_path / "copy"  # without a manifest: by its files
     shutil.copytree(weights, copy_of, ignore=shutil.ignore_patterns("manifest.json"))
     plain = resolved(tmp_path, {"plain": str(copy_of)}, suites=SMALL)
-    before = evaluation.fingerprint(plain, "plain")
+    before = store.fingerprint(plain, "plain")
     (copy_of / "config.json").write_text((copy_of / "config.json").read_text() + " ")
-    assert evaluation.fingerprint(plain, "plain") != before
+    assert store.fingerprint(plain, "plain") != before
 
 
 def test_an_evaluation_that_dies_is_resumed(
@@ -438,15 +441,15 @@ def test_an_evaluation_that_dies_is_resumed(
 ) -> None:
     """Killed after some parts, refused without a flag, and resumed to the very bytes of one that never stopped."""
     whole = evaluate(tmp_path / "whole", checkpoints, suites=SMALL, report=False)
-    true_measure, done = evaluate_model.measure, []
+    true_run, done = evaluate_model.run_task, []
 
-    def interrupted(cfg: Any, name: str, sitting: Sitting, *others: Any) -> list[dict[str, Any]]:
+    def interrupted(cfg: Any, name: str, task: Task, *others: Any) -> list[dict[str, Any]]:
         if len(done) == 4:
             raise KeyboardInterrupt
-        done.append((name, sitting.setting))
-        return true_measure(cfg, name, sitting, *others)
+        done.append((name, task.setting))
+        return true_run(cfg, name, task, *others)
 
-    monkeypatch.setattr(evaluate_model, "measure", interrupted)
+    monkeypatch.setattr(evaluate_model, "run_task", interrupted)
     with pytest.raises(KeyboardInterrupt):
         evaluate(tmp_path / "cut", checkpoints, suites=SMALL, report=False)
     out = tmp_path / "cut" / "out"
@@ -454,7 +457,7 @@ def test_an_evaluation_that_dies_is_resumed(
     with pytest.raises(UserError, match=r"has not ended: go on with it .--resume."):
         evaluate(tmp_path / "cut", checkpoints, suites=SMALL, report=False)
     again: list[Any] = []
-    monkeypatch.setattr(evaluate_model, "measure", lambda *given: again.append(given[1]) or true_measure(*given))
+    monkeypatch.setattr(evaluate_model, "run_task", lambda *given: again.append(given[1]) or true_run(*given))
     evaluate(tmp_path / "cut", checkpoints, "--resume", suites=SMALL, report=False)
     assert len(again) == 3 * 3 - 4
     assert (out / "transcripts.jsonl").read_bytes() == (whole / "transcripts.jsonl").read_bytes()
@@ -500,8 +503,8 @@ def test_scores_that_are_not_finite_are_a_failure(tiny_chat: Chat, monkeypatch: 
         for side in ("chosen", "rejected")
     }
     with pytest.raises(ValueError, match="NaN"):
-        evaluate_model.weigh_pairs(
-            tiny_model(tiny_chat, 0), tiny_chat, Sitting("preferences", "", "", "", None, [pair], [0]), lambda _: None
+        scoring.score_pairs(
+            tiny_model(tiny_chat, 0), tiny_chat, Task("preferences", "", "", "", None, [pair], [0]), lambda _: None
         )
 
 
@@ -511,12 +514,12 @@ def test_pairs_are_scored_in_float32(tmp_path: Path, checkpoints: dict[str, str]
     loaded, rows = Loaded(), {}
     for dtype in ("bfloat16", "float32"):
         cfg = resolved(tmp_path, checkpoints, suites=suites, dtype=dtype)
-        for sitting in exam_of(cfg):
+        for task in tasks_of(cfg):
             with torch.autocast("cpu", torch.bfloat16):
-                found = evaluate_model.measure(cfg, "base", sitting, lambda _: None, loaded)
+                found = scoring.run_task(cfg, "base", task, lambda _: None, loaded)
             assert loaded.model is not None
-            assert loaded.model.dtype == (torch.float32 if sitting.suite == "preferences" else getattr(torch, dtype))
-            rows[dtype, sitting.suite, sitting.setting] = found
+            assert loaded.model.dtype == (torch.float32 if task.suite == "preferences" else getattr(torch, dtype))
+            rows[dtype, task.suite, task.setting] = found
     assert rows["bfloat16", "preferences", ""] == rows["float32", "preferences", ""]
 
 
@@ -535,43 +538,43 @@ def test_every_visible_gpu_has_a_process_of_its_own(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert evaluation.visible_gpus() == ["0", "1", "2"]
+    assert workers.visible_gpus() == ["0", "1", "2"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-5f, 6")
-    assert evaluation.visible_gpus() == ["4", "GPU-5f", "6"]
+    assert workers.visible_gpus() == ["4", "GPU-5f", "6"]
     monkeypatch.setattr(models, "resolve_device", lambda _: torch.device("cuda", 0))
     cfg = resolved(tmp_path, {name: checkpoints["base"] for name in "abcd"}, suites=SMALL)
-    exam = exam_of(cfg)
-    found = evaluation.run_exam(cfg, exam, seen)
+    asked_for = tasks_of(cfg)
+    found = run_tasks(cfg, asked_for, seen)
     processes = {(row["pid"], row["gpu"]) for rows in found.rows.values() for row in rows}
     assert len(processes) == 3 and {gpu for _, gpu in processes} == {"4", "GPU-5f", "6"}
-    assert found.failed == {} and len(found.rows) == 4 * len(exam)
+    assert found.failed == {} and len(found.rows) == 4 * len(asked_for)
 
 
-def seen(cfg: Any, name: str, sitting: Sitting, tick: Any, loaded: Loaded) -> list[dict[str, Any]]:
+def seen(cfg: Any, name: str, task: Task, tick: Any, loaded: Loaded) -> list[dict[str, Any]]:
     time.sleep(0.2)  # as long as work takes, so that one process does not do it all
     row = {"pid": os.getpid(), "gpu": os.environ["CUDA_VISIBLE_DEVICES"]}
     assert "LOCAL_RANK" not in os.environ
-    return [row for _ in sitting.items]
+    return [row for _ in task.items]
 
 
 def test_ranks_share_the_units_out() -> None:
     params = SamplingParams(max_new_tokens=100)
-    exam = [Sitting("math", "", str(n), "", params, [{}] * size, []) for n, size in enumerate((1300, 250, 250, 60))]
-    units = [evaluation.Unit(name, number) for name in "abcd" for number in range(len(exam))]
+    asked_for = [Task("math", "", str(n), "", params, [{}] * size, []) for n, size in enumerate((1300, 250, 250, 60))]
+    units = [store.Unit(name, number) for name in "abcd" for number in range(len(asked_for))]
     for size in (1, 2, 3, 5, 30):
-        given = evaluation.shares(units, exam, size)
+        given = workers.shares(units, asked_for, size)
         assert sorted(unit for share in given for unit in share) == sorted(units) and len(given) == size
-        costs = [sum(exam[unit.number].cost for unit in share) for share in given]
-        assert max(costs) <= sum(costs) / size + max(sitting.cost for sitting in exam)
+        costs = [sum(asked_for[unit.number].cost for unit in share) for share in given]
+        assert max(costs) <= sum(costs) / size + max(task.cost for task in asked_for)
 
 
 def test_next_unit_stays_with_the_checkpoint_that_is_loaded() -> None:
     params = SamplingParams(max_new_tokens=10)
-    exam = [Sitting("math", "", str(n), "", params, [{}] * size, []) for n, size in enumerate((9, 1))]
-    waiting = [evaluation.Unit(name, number) for name, number in (("a", 1), ("b", 0), ("b", 1))]
-    assert evaluation.next_unit(waiting, exam, "a") == ("a", 1)
-    assert evaluation.next_unit(waiting, exam, "a") == ("b", 0)
-    assert evaluation.next_unit(waiting, exam, "b") == ("b", 1) and not waiting
+    asked_for = [Task("math", "", str(n), "", params, [{}] * size, []) for n, size in enumerate((9, 1))]
+    waiting = [store.Unit(name, number) for name, number in (("a", 1), ("b", 0), ("b", 1))]
+    assert workers.next_unit(waiting, asked_for, "a") == ("a", 1)
+    assert workers.next_unit(waiting, asked_for, "a") == ("b", 0)
+    assert workers.next_unit(waiting, asked_for, "b") == ("b", 1) and not waiting
 
 
 @pytest.mark.slow
@@ -592,25 +595,25 @@ def test_rows_at_a_time_follow_from_the_memory(
     tmp_path: Path, checkpoints: dict[str, str], tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg = resolved(tmp_path, checkpoints, batch_size=None)
-    section, loaded = evaluate_model.section(cfg, "base"), Loaded()
+    section, loaded = scoring.section(cfg, "base"), Loaded()
     loaded.get(section, "cpu", None)
     needed = {}
     for free in (32, 64, 128):
         memory = SimpleNamespace(available=free << 20)
         monkeypatch.setattr(plan.psutil, "virtual_memory", lambda memory=memory: memory)
-        needed[free] = evaluate_model.rows_at_once(cfg, section, loaded, 1024, 64)
-    assert 1 <= needed[32] < needed[64] < needed[128] <= evaluate_model.MOST_ROWS
+        needed[free] = scoring.rows_at_once(cfg, section, loaded, 1024, 64)
+    assert 1 <= needed[32] < needed[64] < needed[128] <= scoring.MOST_ROWS
     loaded.processes = 2
-    assert evaluate_model.rows_at_once(cfg, section, loaded, 1024, 64) == needed[64]
-    assert evaluate_model.rows_at_once(cfg, section, loaded, 64, 8) == evaluate_model.MOST_ROWS
+    assert scoring.rows_at_once(cfg, section, loaded, 1024, 64) == needed[64]
+    assert scoring.rows_at_once(cfg, section, loaded, 64, 8) == scoring.MOST_ROWS
     few = cfg.model_copy(update={"batch_size": 2})
-    assert evaluate_model.rows_at_once(few, section, loaded, 1024, 64) == 2
+    assert scoring.rows_at_once(few, section, loaded, 1024, 64) == 2
     monkeypatch.setattr(plan.psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
     with pytest.raises(UserError, match="Not even one conversation of 1024 tokens"):
-        evaluate_model.rows_at_once(cfg, section, loaded, 1024, 64)
+        scoring.rows_at_once(cfg, section, loaded, 1024, 64)
 
 
-# ------------------------------------------------------------------------------------------------------ the exam
+# ---------------------------------------------------------------------------------------------------------- the tasks
 
 
 def test_test_sets_of_the_hub(tmp_path: Path, checkpoints: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -626,31 +629,32 @@ def test_test_sets_of_the_hub(tmp_path: Path, checkpoints: dict[str, str], monke
 
     monkeypatch.setattr(datasets, "load_dataset", fake)
     suites = {"math": {"sources": ["gsm8k", "math500"], "n": 2, "instruction": "Box it."}}
-    exam = evaluate_model.set_exam(resolved(tmp_path, checkpoints, suites=suites))
-    assert [(s.part, s.setting, len(s.items)) for s in exam[::3]] == [("gsm8k", "greedy", 2), ("math500", "greedy", 2)]
-    assert exam[0].items[0] == {"messages": [{"role": "user", "content": "How many? Box it."}], "answer": "1200"}
-    assert exam[3].items[0]["answer"] == "\\frac{1}{2}"
+    asked_for = tasks.build_tasks(resolved(tmp_path, checkpoints, suites=suites))
+    parts = [(task.part, task.setting, len(task.items)) for task in asked_for[::3]]
+    assert parts == [("gsm8k", "greedy", 2), ("math500", "greedy", 2)]
+    assert asked_for[0].items[0] == {"messages": [{"role": "user", "content": "How many? Box it."}], "answer": "1200"}
+    assert asked_for[3].items[0]["answer"] == "\\frac{1}{2}"
 
     tied = asked["HuggingFaceH4/ultrafeedback_binarized"][0]
     tied["score_rejected"] = tied["score_chosen"]
     pairs = {"preferences": {"source": "ultrafeedback", "n": 5}}
-    (sitting,) = evaluate_model.set_exam(resolved(tmp_path, checkpoints, suites=pairs))
-    assert len(sitting.items) == 3 and all(set(item) == {"chosen", "rejected"} for item in sitting.items)
+    (task,) = tasks.build_tasks(resolved(tmp_path, checkpoints, suites=pairs))
+    assert len(task.items) == 3 and all(set(item) == {"chosen", "rejected"} for item in task.items)
 
     def offline(*_: Any, **__: Any) -> None:
         raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(UserError, match=r"suites\.math\.sources"):
-        evaluate_model.set_exam(resolved(tmp_path, checkpoints, suites=suites))
+        tasks.build_tasks(resolved(tmp_path, checkpoints, suites=suites))
 
 
 def test_local_files_of_questions(tmp_path: Path, checkpoints: dict[str, str]) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text('{"question": "1+1?", "answer": 2}\n\n{"question": "2+2?", "answer": 4}\n')
     suites = {"math": {"sources": [str(file)], "n": 9, "settings": ["greedy"]}}
-    (sitting,) = evaluate_model.set_exam(resolved(tmp_path, checkpoints, suites=suites))
-    assert (sitting.part, [item["answer"] for item in sitting.items]) == ("mine", ["2", "4"])
+    (task,) = tasks.build_tasks(resolved(tmp_path, checkpoints, suites=suites))
+    assert (task.part, [item["answer"] for item in task.items]) == ("mine", ["2", "4"])
     for content, message in (
         ('{"question": "1+1?"}\n', "needs question, answer"),
         ("[1]\n", "line 1"),
@@ -659,10 +663,10 @@ def test_local_files_of_questions(tmp_path: Path, checkpoints: dict[str, str]) -
     ):
         file.write_text(content)
         with pytest.raises(UserError, match=message):
-            evaluate_model.set_exam(resolved(tmp_path, checkpoints, suites=suites))
+            tasks.build_tasks(resolved(tmp_path, checkpoints, suites=suites))
     suites["math"]["sources"] = ["gsm9k"]
     with pytest.raises(UserError, match=r"suites\.math\.sources=gsm9k is neither"):
-        evaluate_model.set_exam(resolved(tmp_path, checkpoints, suites=suites))
+        tasks.build_tasks(resolved(tmp_path, checkpoints, suites=suites))
 
 
 def test_two_files_of_one_name_stay_apart(tmp_path: Path, checkpoints: dict[str, str]) -> None:
@@ -671,26 +675,26 @@ def test_two_files_of_one_name_stay_apart(tmp_path: Path, checkpoints: dict[str,
         file.parent.mkdir()
         file.write_text('{"question": "1+1?", "answer": 2}\n')
     suites: dict[str, Any] = {"math": {"sources": [str(file) for file in files], "n": 9, "settings": ["greedy"]}}
-    exam = evaluate_model.set_exam(resolved(tmp_path, checkpoints, suites=suites))
-    assert [sitting.source for sitting in exam] == [str(file) for file in files]
+    asked_for = tasks.build_tasks(resolved(tmp_path, checkpoints, suites=suites))
+    assert [task.source for task in asked_for] == [str(file) for file in files]
     suites["math"]["sources"] = ["embedded", "embedded"]
     with pytest.raises(UserError, match="names a source twice"):
         resolved(tmp_path, checkpoints, suites=suites)
 
 
 def test_seeds_are_addressed(tmp_path: Path, checkpoints: dict[str, str]) -> None:
-    exam = evaluate_model.set_exam(resolved(tmp_path, checkpoints))
-    sampled = [sitting for sitting in exam if sitting.setting]
-    seeds = [seed for sitting in sampled for seed in sitting.seeds]
+    asked_for = tasks.build_tasks(resolved(tmp_path, checkpoints))
+    sampled = [task for task in asked_for if task.setting]
+    seeds = [seed for task in sampled for seed in task.seeds]
     assert len(set(seeds)) == len(seeds)
-    assert exam == evaluate_model.set_exam(resolved(tmp_path, checkpoints))
-    other = evaluate_model.set_exam(resolved(tmp_path, checkpoints, seed=1))
-    assert not set(seeds) & {seed for sitting in other for seed in sitting.seeds if sitting.setting}
+    assert asked_for == tasks.build_tasks(resolved(tmp_path, checkpoints))
+    other = tasks.build_tasks(resolved(tmp_path, checkpoints, seed=1))
+    assert not set(seeds) & {seed for task in other for seed in task.seeds if task.setting}
     longer = resolved(
         tmp_path, checkpoints, suites={"math": {"n": 6, "n_others": 2, "max_new_tokens": 6, "headline": "t05"}}
     )
-    first = next(s for s in evaluate_model.set_exam(longer) if s.setting == "t05")
-    before = next(s for s in exam if (s.suite, s.setting) == ("math", "t05"))
+    first = next(s for s in tasks.build_tasks(longer) if s.setting == "t05")
+    before = next(s for s in asked_for if (s.suite, s.setting) == ("math", "t05"))
     assert first.items[:4] == before.items and first.seeds[:4] == before.seeds
 
 
@@ -698,21 +702,16 @@ def test_seeds_are_addressed(tmp_path: Path, checkpoints: dict[str, str]) -> Non
 
 
 @pytest.fixture
-def judged(tmp_path: Path, checkpoints: dict[str, str], tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch) -> Any:
+def judged(tiny_chat: Chat) -> Any:
     """judge(suite, text, answer, finished) -> the row of a model that said exactly this."""
-    cfg = resolved(tmp_path, checkpoints)
 
     def judge(suite: str, text: str, answer: str = "7", finished: bool = True) -> dict[str, Any]:
         ids = tiny_chat.content_ids(text) + ([tiny_chat.stop_id] if finished else [])
         completions = [Completion(ids, [0.0] * len(ids), finished)]
-        monkeypatch.setattr(rollout, "complete", lambda *_, **__: completions)
         item = {"messages": [{"role": "user", "content": "?"}], "answer": answer}
-        sitting = Sitting(suite, "", "", "greedy", SamplingParams(max_new_tokens=99), [item], [0])
-        monkeypatch.setattr(rollout, "open_sampler", lambda *_, **__: None)
-        monkeypatch.setattr(evaluate_model, "rows_at_once", lambda *_: 1)
+        task = Task(suite, "", "", "greedy", SamplingParams(max_new_tokens=99), [item], [0])
         with metrics.MathJudge() as worker:
-            loaded = Loaded(model=Any, chat=tiny_chat, judge=worker)  # type: ignore[arg-type]
-            (row,) = evaluate_model.answer(cfg, evaluate_model.section(cfg, "base"), loaded, sitting, lambda _: None)
+            (row,) = scoring.score_answers(task, completions, tiny_chat, worker, equal_length=60)
         return row
 
     return judge
@@ -729,7 +728,7 @@ def test_math_is_judged_by_the_last_box(judged: Any) -> None:
 def test_recall_wants_the_word(judged: Any) -> None:
     assert judged("recall", "Your city is oslo.", "Oslo")["accuracy"]
     assert not judged("recall", "You like teamwork.", "tea")["accuracy"]
-    assert evaluate_model.recalls("C++, of course", "C++")
+    assert scoring.recalls("C++, of course", "C++")
 
 
 def test_repetition_leaves_the_stop_token_out(judged: Any, tiny_chat: Chat) -> None:
@@ -756,8 +755,8 @@ def test_pairs_are_weighed_by_the_last_answer_alone(tiny_chat: Chat) -> None:
         for words in ("yes", "a rather longer answer than the other ones")
     ]
     ticks: list[int] = []
-    rows = evaluate_model.weigh_pairs(
-        model, tiny_chat, Sitting("preferences", "", "", "", None, items, [0, 0]), ticks.append
+    rows = scoring.score_pairs(
+        model, tiny_chat, Task("preferences", "", "", "", None, items, [0, 0]), ticks.append
     )
     assert ticks == [2]
     for item, row in zip(items, rows, strict=True):
@@ -781,23 +780,23 @@ def test_players_stand_beside_the_model_on_the_same_levels(
     }
     suites = {"worlds": {"worlds": ["frozen_lake", "sokoban"], "episodes": 60, "settings": ["greedy"]}}
     cfg = resolved(tmp_path, checkpoints, suites=suites)
-    exam = evaluate_model.set_exam(cfg)
+    asked_for = tasks.build_tasks(cfg)
     assert cfg.suites.worlds is not None
-    for name, sitting in evaluate_model.headline_levels(cfg, exam).items():
-        found = evaluate_model.play_baselines(cfg, sitting)
+    for name, task in tasks.headline_levels(cfg, asked_for).items():
+        found = scoring.play_baselines(cfg, task)
         assert {"random", "expert", "optimum"} < set(found) == set(results["baselines"][name])
         assert found["expert"]["success"] == found["optimum"]["success"] > 0.9
         assert found["random"]["high"] < found["expert"]["low"]
         assert found["random"]["episodes"] == 60
         game = make(name)
         assert (
-            len({game.reset(seed=i["seed"], options={"split": "test"}) and game.level_key() for i in sitting.items})
+            len({game.reset(seed=i["seed"], options={"split": "test"}) and game.level_key() for i in task.items})
             == 60
         )
         # an episode through the protocol goes the same way
         protocol = Protocol(**cfg.suites.worlds.protocol.model_dump())
         wins = 0
-        for item in sitting.items:
+        for item in task.items:
             episode = Episode(make(name), protocol, item["seed"], "test")
             while not episode.done:
                 episode.step(f"<think></think><answer>{episode.world.players()['random']}</answer>")
@@ -814,7 +813,7 @@ def test_crashed_and_failed_episodes_are_counted_apart() -> None:
         row | {"failure": "hole"},
         row | {"crashed": "Boom"},
     ]
-    figures = evaluate_model._world_figures(rows)
-    assert figures["success"] == 0.25 and figures["episodes"] == 4 and figures["levels"] == 2
-    assert figures["failures"] == {"hole": 1} and figures["crashed"] == 1
-    assert figures["invalid_turns"] == 0.5 and figures["return"] == 0.25
+    measured = figures.world_figures(rows)
+    assert measured["success"] == 0.25 and measured["episodes"] == 4 and measured["levels"] == 2
+    assert measured["failures"] == {"hole": 1} and measured["crashed"] == 1
+    assert measured["invalid_turns"] == 0.5 and measured["return"] == 0.25

@@ -309,6 +309,9 @@ def test_every_metric_of_phase_3_is_explained():
         for function in functions(file, names):
             written |= {key for key in written_keys(function) if "/" in key or key == "memory"}
     written.add("tokens")
+    (measure,) = functions("posttrain/evaluation/former.py", "measure")
+    figures = {node.value for node in ast.walk(measure) if isinstance(node, ast.Constant)} & {"accuracy", "low", "high"}
+    written |= {f"evaluation/SUITE/{figure}" for figure in figures} | {"evaluation/repetition/seq_rep_4"}
     keys = {key.replace("{world}", "WORLD").replace("{failure}", "FAILURE") for key in written}
     keys = {key.replace("{bucket}", "BUCKET").replace("{k}", "K") for key in keys}
     for name in ("evaluation", "final"):
@@ -330,7 +333,7 @@ def test_every_metric_of_phases_1_and_2_is_explained():
 
 def test_every_figure_of_results_json_is_explained():
     keys: set[str] = set()
-    for function in functions("evaluate_model.py", r"_\w+_figures|_with_settings|_share|_answer_figures|compare"):
+    for function in functions("posttrain/evaluation/figures.py", r"\w+_figures|_with_settings|_share|compare"):
         keys |= set(written_keys(function))
     for function in functions("posttrain/metrics.py", "repetition"):
         keys |= set(written_keys(function))

@@ -704,6 +704,54 @@ class StarPOTrainerSection(Section):
     )
 
 
+MATH = "share of right answers; null leaves it out"
+REPETITION = "how much open answers repeat themselves; null leaves it out"
+RECALL = "memory of earlier turns; null leaves it out"
+PREFERENCES = "share of pairs ranked right; null leaves it out"
+
+
+class Suite(Section):
+    n: int = Field("prompts", 200, ge=1, le=1_000_000)
+    max_new_tokens: int = Field("longest answer", 256, ge=1)
+
+
+class MathSuite(Suite):
+    sources: list[str] = Field(
+        "embedded, gsm8k, math500, or local files with question and answer", ["embedded"], min_length=1
+    )
+    instruction: str = Field("added to each question, e.g. how to mark the answer", "")
+
+    @field_validator("sources")
+    @classmethod
+    def _each_once(cls, sources: list[str]) -> list[str]:
+        if len(set(sources)) < len(sources):
+            raise wrong(f"names a source twice: {', '.join(sources)}")
+        return sources
+
+
+class RepetitionSuite(Suite):
+    source: str = Field("embedded, or a local file with the column prompt", "embedded")
+    equal_length: int = Field("also count repetition on the first so many tokens of every answer", 60, ge=8)
+
+
+class RecallSuite(Suite):
+    source: str = Field("embedded, or a local file with messages and answer", "embedded")
+
+
+class PreferenceSuite(Section):
+    source: str = Field("embedded, ultrafeedback (its test_prefs), or a local file with the same columns", "embedded")
+    n: int = Field("held-out pairs", 200, ge=1, le=1_000_000)
+
+
+class FormerSuites(Section):
+    """What phases 1 and 2 taught; math and recall are answered greedily, open prompts at temperature 1."""
+
+    math: MathSuite | None = Field(MATH, None)
+    repetition: RepetitionSuite | None = Field(REPETITION, None)
+    recall: RecallSuite | None = Field(RECALL, None)
+    preferences: PreferenceSuite | None = Field(PREFERENCES, None)
+
+
 class EvaluationSection(Section):
     every: int = Field("steps between two evaluations; there is one before the first step, too", 10, ge=1)
     episodes: int = Field("held-out episodes of each world", 128, ge=1, le=1_000_000)
@@ -711,6 +759,10 @@ class EvaluationSection(Section):
     split: Literal["validation", "test"] = Field("levels that choose the best checkpoint", "validation")
     final_episodes: int = Field("episodes of each world after the last step", 256, ge=1, le=1_000_000)
     final_split: Literal["validation", "test"] = Field("levels of the last evaluation", "test")
+    suites: FormerSuites = Field(
+        "a few held-out prompts on what phases 1 and 2 taught, asked at each evaluation: is it forgotten?",
+        FormerSuites(),
+    )
 
 
 class CheckpointSection(Section):
@@ -856,38 +908,20 @@ class Settings(Section):
     headline: str | None = Field("name of the setting shown in the table; null shows the first", None)
 
 
-class Suite(Settings):
-    n: int = Field("prompts", 200, ge=1, le=1_000_000)
+class SampledSuite(Settings, Suite):
     n_others: int | None = Field("prompts under the settings that are not in the table; null asks all", None, ge=1)
-    max_new_tokens: int = Field("longest answer", 256, ge=1)
 
 
-class MathSuite(Suite):
-    sources: list[str] = Field(
-        "embedded, gsm8k, math500, or local files with question and answer", ["embedded"], min_length=1
-    )
-    instruction: str = Field("added to each question, e.g. how to mark the answer", "")
-
-    @field_validator("sources")
-    @classmethod
-    def _each_once(cls, sources: list[str]) -> list[str]:
-        if len(set(sources)) < len(sources):
-            raise wrong(f"names a source twice: {', '.join(sources)}")
-        return sources
+class SampledMath(SampledSuite, MathSuite): ...
 
 
-class RepetitionSuite(Suite):
-    source: str = Field("embedded, or a local file with the column prompt", "embedded")
-    equal_length: int = Field("also count repetition on the first so many tokens of every answer", 60, ge=8)
+class SampledRepetition(SampledSuite, RepetitionSuite): ...
 
 
-class RecallSuite(Suite):
-    source: str = Field("embedded, or a local file with messages and answer", "embedded")
+class SampledRecall(SampledSuite, RecallSuite): ...
 
 
-class PreferenceSuite(Section):
-    source: str = Field("embedded, ultrafeedback (its test_prefs), or a local file with the same columns", "embedded")
-    n: int = Field("held-out pairs", 200, ge=1, le=1_000_000)
+class ComparedPreferences(PreferenceSuite):
     reference: str | None = Field("name of the checkpoint rewards are measured against; null has none", None)
 
 
@@ -906,10 +940,10 @@ class WorldSuite(Settings):
 
 
 class SuitesSection(Section):
-    math: MathSuite | None = Field("share of right answers; null leaves it out", None)
-    repetition: RepetitionSuite | None = Field("how much open answers repeat themselves; null leaves it out", None)
-    recall: RecallSuite | None = Field("memory of earlier turns; null leaves it out", None)
-    preferences: PreferenceSuite | None = Field("share of pairs ranked right; null leaves it out", None)
+    math: SampledMath | None = Field(MATH, None)
+    repetition: SampledRepetition | None = Field(REPETITION, None)
+    recall: SampledRecall | None = Field(RECALL, None)
+    preferences: ComparedPreferences | None = Field(PREFERENCES, None)
     worlds: WorldSuite | None = Field("success in the worlds; null leaves it out", None)
 
 

@@ -37,6 +37,7 @@ LIMITS: dict[str, float] = {  # tests/alarm_runs.py and tests/data/alarms.json h
     "wavering": 0.9,  # of its best success: a healthy policy may lose that much, what counts begins below it
     "clip_fraction": 0.05,  # median of 5 steps
     "forgetting": 0.03,  # nats a token from the teacher, on held-out prompts of the phases before
+    "skill_lost": 0.9,  # of the accuracy at the start of the run
     "sampler_gap": 1e-4,  # nats, mean over tokens; float32. HALF_PRECISION_GAP for bfloat16
     "skipped_updates": 3,  # in 10 steps
     "all_invalid": 0.95,  # of the turns of an environment, mean of 5 steps
@@ -196,6 +197,11 @@ ADVICE: dict[str, tuple[str, str]] = {
     "forgetting": (
         "warn",
         "Raise `distillation.coef` or `distillation.batch_size`, or lower `trainer.learning_rate`.",
+    ),
+    "skill_lost": (
+        "warn",
+        "Raise `distillation.coef` or `distillation.batch_size`, with this suite's kind of prompts among"
+        " `distillation.sources`; or lower `trainer.learning_rate`.",
     ),
     "skipped_updates": ("warn", "Numbers overflow: write `trainer.bf16: false`, or lower `trainer.learning_rate`."),
     "all_invalid": (
@@ -614,6 +620,21 @@ def _forgetting(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]
     yield Finding("forgetting", kl > limit, kl < limit / 2, words)
 
 
+def _skills(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
+    """Is a suite of the former phases answered worse than before the first step?
+
+    Two 95 % intervals that do not overlap: by chance in about 1 of 300 evaluations of an unchanged policy.
+    """
+    for key, accuracy in row.items():
+        if not (key.startswith("evaluation/") and key.endswith("/accuracy")):
+            continue
+        suite = key.removeprefix("evaluation/").removesuffix("/accuracy")
+        first, low = memory.setdefault(suite, [accuracy, row[f"evaluation/{suite}/low"]])
+        worse = accuracy < setting.limits["skill_lost"] * first and row[f"evaluation/{suite}/high"] < low
+        words = f"Of {suite}, which the phases before taught, {accuracy:.0%} are right; {first:.0%} were at the start."
+        yield Finding(f"skill_lost/{suite}", worse, row[f"evaluation/{suite}/high"] > first, words)
+
+
 def _machinery(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
     """What is wrong with the run rather than the policy: engines that disagree, updates that are too long or lack."""
     limits = setting.limits
@@ -694,6 +715,7 @@ RULES: list[Rule] = [
     _success,
     _evaluation,
     _forgetting,
+    _skills,
     _machinery,
     _empty,
 ]

@@ -1,0 +1,1 @@
+"""Which suites are measured, how, by how many processes, and what the figures are."""

@@ -1,0 +1,160 @@
+"""What do the rows of an evaluation come to?  Shares with intervals for each checkpoint, and paired differences."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from posttrain import metrics
+from posttrain.config import EvaluateRun
+from posttrain.evaluation.tasks import Row, headline
+from posttrain.types import address
+
+# What is compared between two checkpoints, item by item. `equal_length` cuts each pair of answers to the shorter one.
+COMPARED = {
+    "math": ("accuracy", "tokens"),
+    "repetition": ("equal_length", "seq_rep_4", "seq_rep_4_first", "longest_repeat", "never_stops", "tokens"),
+    "recall": ("accuracy",),
+    "preferences": ("accuracy", "margin"),
+    "worlds": ("success", "failed", "return"),
+}
+
+
+def summarise(cfg: EvaluateRun, rows: list[Row], everybody: dict[str, list[Row]]) -> dict[str, Any]:
+    """A checkpoint's part of results.json: {"math": {"accuracy": 0.7, "n": 200, "low": ..., "settings": ...}, ...}."""
+    by_suite: dict[str, dict[tuple[str, str], list[Row]]] = {}
+    for row in rows:
+        by_suite.setdefault(row["suite"], {}).setdefault((row["setting"], row["part"]), []).append(row)
+    summary: dict[str, Any] = {}
+    for suite, by_part in by_suite.items():
+        settings: dict[str, Any] = {}
+        for (setting, part), found in by_part.items():
+            settings.setdefault(setting, {})[part] = found
+        if suite == "worlds":
+            parts = {part for _, part in by_part}
+            summary[suite] = {
+                world: _with_settings(cfg, suite, {s: world_figures(by[world]) for s, by in settings.items()})
+                for world in sorted(parts, key=[part for _, part in by_part].index)
+            }
+        elif suite == "math":  # by source: what is unlike is never counted together
+            sources: dict[str, dict[str, dict[str, list[Row]]]] = {}
+            for setting, parts in settings.items():
+                for part, found in parts.items():
+                    sources.setdefault(found[0]["source"], {}).setdefault(setting, {})[part] = found
+            summary[suite] = {
+                source: _with_settings(cfg, suite, {s: _math_figures(by) for s, by in by_setting.items()})
+                for source, by_setting in sources.items()
+            }
+        elif suite == "recall":
+            summary[suite] = _with_settings(cfg, suite, {s: _answer_figures(by[""]) for s, by in settings.items()})
+        elif suite == "repetition":
+            figures = {s: _repetition_figures(cfg, by[""]) for s, by in settings.items()}
+            summary[suite] = _with_settings(cfg, suite, figures)
+        else:
+            summary[suite] = _preference_figures(cfg, settings[""][""], everybody)
+    return summary
+
+
+def _with_settings(cfg: EvaluateRun, suite: str, settings: dict[str, Row]) -> Row:
+    chosen = headline(cfg, suite)
+    return settings[chosen] | {"setting": chosen, "settings": settings}
+
+
+def _share(rows: Sequence[Row], metric: str = "accuracy") -> Row:
+    right = sum(bool(row[metric]) for row in rows)
+    low, high = metrics.wilson(right, len(rows))
+    return {metric: right / len(rows), "n": len(rows), "low": low, "high": high}
+
+
+def _answer_figures(rows: Sequence[Row]) -> Row:
+    means = {metric: fmean(float(row[metric]) for row in rows) for metric in ("tokens", "never_stops")}
+    return _share(rows) | means
+
+
+def _math_figures(parts: dict[str, list[Row]]) -> Row:
+    together = [row for rows in parts.values() for row in rows]
+    total = _answer_figures(together) | {"boxed": fmean(float(row["boxed"]) for row in together)}
+    return total | {"parts": {part: _answer_figures(rows) for part, rows in parts.items()}}
+
+
+def _repetition_figures(cfg: EvaluateRun, rows: Sequence[Row]) -> Row:
+    assert cfg.suites.repetition is not None
+    finished = [not row["never_stops"] for row in rows]
+    figures = metrics.repetition([row["ids"] for row in rows], finished, cfg.suites.repetition.equal_length)
+    seed = address(cfg.seed, "bootstrap")
+    interval = metrics.bootstrap_mean([row["seq_rep_4"] for row in rows], seed, cfg.bootstrap_samples)
+    return figures | {"n": len(rows), "low": interval.low, "high": interval.high}
+
+
+def _preference_figures(cfg: EvaluateRun, rows: Sequence[Row], everybody: dict[str, list[Row]]) -> Row:
+    """Besides the accuracy: whose reward beta * log(pi / pi_ref) is higher, which needs no beta to compare."""
+    assert cfg.suites.preferences is not None
+    figures = _share(rows) | {
+        name: fmean(row[name] for row in rows) for name in ("chosen_logprob", "rejected_logprob", "margin")
+    }
+    reference = cfg.suites.preferences.reference
+    if reference in everybody and reference != rows[0]["checkpoint"]:
+        before = [row for row in everybody[reference] if row["suite"] == "preferences"]
+        rewarded = [{"accuracy": row["margin"] > old["margin"]} for row, old in zip(rows, before, strict=True)]
+        share = _share(rewarded)
+        figures |= {"reward_accuracy": share["accuracy"], "reward_low": share["low"], "reward_high": share["high"]}
+        figures["reference"] = reference
+    return figures
+
+
+def world_figures(rows: Sequence[Row]) -> Row:
+    figures = _share(rows, "success")
+    figures["episodes"] = figures.pop("n")
+    turns = sum(row["turns"] for row in rows)
+    figures |= {
+        "return": fmean(row["return"] for row in rows),
+        "failures": dict(sorted(Counter(row["failure"] for row in rows if row["failure"]).items())),
+        "turns": turns / len(rows),
+    }
+    if "level" in rows[0]:  # played by a model
+        figures |= {
+            "penalties": fmean(row["penalties"] for row in rows),
+            "invalid_turns": sum(row["invalid_turns"] for row in rows) / turns,
+            "unfinished_turns": sum(row["unfinished_turns"] for row in rows) / turns,
+            "crashed": sum(bool(row["crashed"]) for row in rows),
+            "levels": len({row["level"] for row in rows}),
+        }
+    return figures
+
+
+def compare(cfg: EvaluateRun, rows: dict[str, list[Row]]) -> list[Row]:
+    """Paired differences, each checkpoint against the one before it and against the first.
+
+    {"from": "phase1", "to": "phase2", "suite": "repetition", "part": "", "setting": "chat", "metric": "equal_length",
+     "before": 0.21, "after": 0.11, "value": -0.1, "low": -0.13, "high": -0.07, "n": 100}
+    In math, part is a source or one of the parts of a source.
+    """
+    names = list(rows)
+    pairs = list(dict.fromkeys([*itertools.pairwise(names), *((names[0], name) for name in names[1:])]))
+    by_task: dict[str, dict[tuple[str, str, str], list[Row]]] = {name: {} for name in names}
+    for name in names:
+        for row in rows[name]:
+            for part in dict.fromkeys((row["source"], row["part"]) if row["suite"] == "math" else (row["part"],)):
+                by_task[name].setdefault((row["suite"], part, row["setting"]), []).append(row)
+    seed, differences = address(cfg.seed, "bootstrap"), []
+    for old, new in pairs:
+        for (suite, part, setting), before in by_task[old].items():
+            after = by_task[new][suite, part, setting]
+            for metric in COMPARED[suite]:
+                left, right = _values(metric, before, after)
+                interval = metrics.paired_bootstrap(left, right, seed, cfg.bootstrap_samples)
+                where = {"from": old, "to": new, "suite": suite, "part": part, "setting": setting, "metric": metric}
+                figures = {"before": fmean(left), "after": fmean(right), **interval._asdict(), "n": len(left)}
+                differences.append(where | figures)
+    return differences
+
+
+def _values(metric: str, before: Sequence[Row], after: Sequence[Row]) -> tuple[list[float], list[float]]:
+    """One figure per item, from both checkpoints."""
+    if metric == "equal_length":
+        cut = metrics.at_equal_length([row["ids"] for row in before], [row["ids"] for row in after])
+        return [metrics.seq_rep_n(ids) for ids in cut[0]], [metrics.seq_rep_n(ids) for ids in cut[1]]
+    return [float(row[metric]) for row in before], [float(row[metric]) for row in after]

@@ -1,0 +1,96 @@
+"""Can the policy of phase 3 still do what phases 1 and 2 taught it?  `evaluation.suites`, asked while it is trained.
+
+These are the evaluator's tasks and scores, with the run's own sampler instead of a model that is loaded anew.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from posttrain import parallel
+from posttrain.chat import Chat
+from posttrain.config import EvaluateRun, StarPORun
+from posttrain.evaluation.figures import summarise
+from posttrain.evaluation.scoring import score_answers, score_pairs
+from posttrain.evaluation.tasks import Row, Task, build_tasks
+from posttrain.metrics import MathJudge
+from posttrain.rollout import complete
+from posttrain.sampler import Sampler
+from posttrain.types import UserError
+
+if TYPE_CHECKING:
+    from posttrain.learner import Learner
+
+SETTINGS = {"math": "greedy", "recall": "greedy", "repetition": "sampled"}
+
+
+class FormerTasks:
+    """The tasks of `evaluation.suites`, the same at each evaluation. A UserError where a prompt has no room."""
+
+    def __init__(self, cfg: StarPORun, chat: Chat) -> None:
+        self.cfg, self.chat, self.config = cfg, chat, as_evaluation(cfg)
+        self.tasks = build_tasks(self.config)
+        for task in self.tasks:
+            if task.params is not None:
+                longest = max(len(chat.prompt(item["messages"])) for item in task.items)
+                if longest + task.params.max_new_tokens > cfg.rollout.max_context:
+                    raise UserError(
+                        f"evaluation.suites.{task.suite} has a prompt of {longest} tokens, which leaves no room for"
+                        f" max_new_tokens={task.params.max_new_tokens} in rollout.max_context="
+                        f"{cfg.rollout.max_context}: lower max_new_tokens or raise rollout.max_context."
+                    )
+
+    def measure(self, sampler: Sampler, learner: Learner) -> dict[str, float]:
+        """Figures with their 95 % intervals, of all processes together; one without a finite log-prob is left out.
+
+        {"evaluation/recall/accuracy": 0.73, "evaluation/recall/low": 0.65, "evaluation/recall/high": 0.80,
+        "evaluation/math/gsm8k/accuracy": ..., "evaluation/repetition/seq_rep_4": ..., ...}
+        """
+        rows: list[Row] = []
+        with MathJudge() as judge:
+            for task in self.tasks:
+                mine = task.only(parallel.mine(len(task.items)))
+                try:
+                    found = self._rows(mine, sampler, learner, judge)
+                except ValueError:  # log-probs are not finite, of which the levels' own log-probs tell
+                    found = []
+                found = parallel.gather(found)
+                if len(found) == len(task.items):
+                    rows += task.described("policy", found)
+        summary = summarise(self.config, rows, {})
+        figures = {f"math/{source}": shares for source, shares in summary.pop("math", {}).items()} | summary
+        return {
+            f"evaluation/{suite}/{key}": shares[key]
+            for suite, shares in figures.items()
+            for key in ("seq_rep_4" if suite == "repetition" else "accuracy", "low", "high")
+        }
+
+    def _rows(self, task: Task, sampler: Sampler, learner: Learner, judge: MathJudge) -> list[Row]:
+        if task.params is None:
+            return score_pairs(learner.policy, self.chat, task, lambda _: None)
+        completions = complete(
+            sampler,
+            [self.chat.prompt(item["messages"]) for item in task.items],
+            task.params,
+            task.seeds,
+            batch=self.cfg.rollout.slots or self.cfg.rollout.groups * self.cfg.rollout.num_generations,
+        )
+        repetition = self.config.suites.repetition
+        return score_answers(task, completions, self.chat, judge, repetition.equal_length if repetition else 0)
+
+
+def as_evaluation(cfg: StarPORun) -> EvaluateRun:
+    """The evaluator's config that asks what `evaluation.suites` says."""
+    asked = cfg.evaluation.suites.model_dump(exclude_none=True)
+    suites = {
+        suite: keys | ({"settings": [SETTINGS[suite]]} if suite in SETTINGS else {}) for suite, keys in asked.items()
+    }
+    return EvaluateRun.model_validate(
+        {
+            "output_dir": cfg.output_dir,
+            "seed": cfg.seed,
+            "checkpoints": {"policy": cfg.model.name_or_path},
+            "settings": [{"name": "greedy", "temperature": 0.0}, {"name": "sampled", "temperature": 1.0}],
+            "suites": suites,
+        }
+    )

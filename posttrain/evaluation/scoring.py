@@ -1,0 +1,255 @@
+"""What does a model answer, and how good is it?  One task at a time: written answers, scored pairs, played levels."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from posttrain import metrics, runlog
+from posttrain.config import EvaluateRun, ModelSection
+from posttrain.evaluation.figures import world_figures
+from posttrain.evaluation.tasks import Row, Task, raised, world_options
+from posttrain.metrics import MathJudge
+from posttrain.types import Completion, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from posttrain.chat import Chat
+
+PAIR_TOKENS = 8192  # padded tokens in one batch of preference pairs
+MOST_ROWS = 256  # sampled at the same time where batch_size is null and the memory allows it
+Tick = Callable[[int], None]  # told how many rows are done
+
+
+@dataclass
+class Loaded:
+    """The model that a process holds, one at a time."""
+
+    key: tuple[str, str] = ("", "")
+    model: PreTrainedModel | None = None
+    chat: Chat | None = None
+    processes: int = 1  # that share this machine's memory
+    judge: MathJudge = field(default_factory=MathJudge)
+
+    def get(self, section: ModelSection, device: str, template: str | None) -> tuple[PreTrainedModel, Chat]:
+        """The model of this section, in its dtype; UserError where a weight is NaN or infinite."""
+        import torch
+
+        from posttrain import models
+
+        if self.key != (section.name_or_path, section.dtype) or self.model is None or self.chat is None:
+            self.model = self.chat = None  # makes room for the next one
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            model, self.chat = models.load(section, device=device, chat_template=template, training=False)
+            for name, weight in model.named_parameters():
+                if not torch.isfinite(weight).all():
+                    raise UserError(f"{section.name_or_path}: the weights {name} hold NaN or infinity.")
+            self.model, self.key = model.eval(), (section.name_or_path, section.dtype)
+        return self.model, self.chat
+
+
+def section(cfg: EvaluateRun, name: str) -> ModelSection:
+    return ModelSection(
+        name_or_path=cfg.checkpoints[name], dtype=cfg.dtype, attn_implementation=cfg.attn_implementation
+    )
+
+
+def run_task(cfg: EvaluateRun, name: str, task: Task, tick: Tick, loaded: Loaded) -> list[Row]:
+    """One checkpoint's rows of one task; ValueError where a log-prob is NaN or infinite."""
+    import torch
+
+    torch.set_num_threads(1)  # sums come out the same wherever this runs; more cores are used by more `workers`
+    model_section = section(cfg, name)
+    if task.suite == "preferences":  # bfloat16 would move a sequence's log-prob as much as DPO does
+        model_section.dtype = "float32"
+    model, chat = loaded.get(model_section, cfg.device, cfg.chat.template)
+    if task.suite == "preferences":
+        with torch.autocast(model.device.type, enabled=False):
+            found = score_pairs(model, chat, task, tick)
+    elif task.suite == "worlds":
+        found = play_levels(cfg, model_section, loaded, task, tick)
+    else:
+        found = answer(cfg, model_section, loaded, task, tick)
+    return task.described(name, found)
+
+
+def rows_at_once(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, longest: int, new: int) -> int:
+    """How many conversations of `longest` tokens, `new` of them sampled in one go, are sampled at the same time."""
+    from posttrain import plan
+
+    assert loaded.model is not None
+    most = cfg.batch_size or MOST_ROWS
+    rows = plan.rows_at_once(loaded.model, section, longest, new, most, loaded.processes)
+    if cfg.batch_size and rows < most:
+        runlog.say(f"Memory is there for {rows} answers at a time, not for batch_size={most}.")
+    return rows
+
+
+def finite(logprobs: Iterable[float]) -> None:
+    """ValueError where one is not: what was sampled then says nothing about the checkpoint."""
+    if not all(map(math.isfinite, logprobs)):
+        raise ValueError("a log-prob is NaN or infinite")
+
+
+def answer(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, task: Task, tick: Tick) -> list[Row]:
+    """One written answer to each prompt, scored where there is something to score."""
+    from posttrain.rollout import complete, open_sampler
+
+    model, chat, params = loaded.model, loaded.chat, task.params
+    assert model is not None and chat is not None and params is not None
+    prompts = [chat.prompt(item["messages"]) for item in task.items]
+    longest = max(map(len, prompts)) + params.max_new_tokens
+    batch = rows_at_once(cfg, section, loaded, longest, params.max_new_tokens)
+    sampler = open_sampler(model, chat, max_context=longest)
+    completions = complete(sampler, prompts, params, task.seeds, batch=batch, done=tick)
+    equal_length = cfg.suites.repetition.equal_length if cfg.suites.repetition else 0
+    return score_answers(task, completions, chat, loaded.judge, equal_length)
+
+
+def score_answers(
+    task: Task, completions: Sequence[Completion], chat: Chat, judge: MathJudge, equal_length: int
+) -> list[Row]:
+    """A row for each of the task's items, with its answer and what that suite says of it.
+
+    `equal_length` tokens of each answer count for `seq_rep_4_first`. ValueError where a log-prob is not finite.
+    """
+    rows = []
+    for item, completion in zip(task.items, completions, strict=True):
+        finite(completion.logprobs)
+        ids = completion.ids[:-1] if completion.finished else completion.ids
+        row = item | {"text": chat.decode(completion.ids), "never_stops": not completion.finished, "tokens": len(ids)}
+        if task.suite == "math":
+            row["accuracy"] = judge.correct(row["text"], item["answer"])
+            row["boxed"] = metrics.last_boxed(row["text"]) is not None
+        elif task.suite == "recall":
+            row["accuracy"] = recalls(row["text"], item["answer"])
+        else:
+            row |= {
+                "ids": ids,
+                "seq_rep_4": metrics.seq_rep_n(ids),
+                "seq_rep_4_first": metrics.seq_rep_n(ids[:equal_length]),
+                "longest_repeat": metrics.longest_repeat(ids),
+            }
+        rows.append(row)
+    return rows
+
+
+def recalls(text: str, wanted: str) -> bool:
+    """Whether the answer stands in the text as a word of its own, whatever its case."""
+    return re.search(rf"(?<!\w){re.escape(wanted)}(?!\w)", text, re.IGNORECASE) is not None
+
+
+def score_pairs(model: PreTrainedModel, chat: Chat, task: Task, tick: Tick) -> list[Row]:
+    """log pi(answer | prompt), summed over the answer's tokens, for both answers of each pair."""
+    import torch
+
+    from posttrain.policy import microbatches, token_logprobs
+
+    encoded = []
+    for item in task.items:
+        for side in ("chosen", "rejected"):
+            ids, mask = chat.encode(item[side])
+            start = len(chat.prompt(item[side][:-1]))  # of what the assistant said, the last answer alone is compared
+            encoded.append((ids, [trained and place >= start for place, trained in enumerate(mask)]))
+    sums = [0.0] * len(encoded)
+    for batch in microbatches([len(ids) for ids, _ in encoded], PAIR_TOKENS):
+        with torch.no_grad():
+            logprobs_S, _ = token_logprobs(model, [encoded[i][0] for i in batch], [encoded[i][1] for i in batch])
+        for i, part in zip(batch, logprobs_S.split([sum(encoded[i][1]) for i in batch]), strict=True):
+            sums[i] = float(part.double().sum())
+    finite(sums)
+    rows = []
+    for item, chosen, rejected in zip(task.items, sums[::2], sums[1::2], strict=True):
+        figures = {"chosen_logprob": chosen, "rejected_logprob": rejected, "margin": chosen - rejected}
+        rows.append(item | figures | {"accuracy": chosen > rejected})
+    tick(len(rows))
+    return rows
+
+
+def play_levels(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, task: Task, tick: Tick) -> list[Row]:
+    """One episode on each level."""
+    from envs import make
+    from envs.protocol import Protocol
+    from posttrain.rollout import open_sampler, play, set_up
+
+    suite, model, chat = cfg.suites.worlds, loaded.model, loaded.chat
+    assert suite is not None and task.params is not None and model is not None and chat is not None
+    options = world_options(cfg, task.part)
+    protocol = Protocol(**suite.protocol.model_dump())
+    episodes = [set_up(make(task.part, **options), protocol, item["seed"], suite.split) for item in task.items]
+    played = play(
+        open_sampler(model, chat, max_context=suite.max_context),
+        chat,
+        episodes,
+        task.params,
+        task.seeds,
+        slots=rows_at_once(cfg, section, loaded, suite.max_context, suite.max_completion_length),
+        max_context=suite.max_context,
+        context=suite.context,
+        context_turns=suite.context_turns,
+        done=tick,
+    )
+    for trajectory in played:
+        finite(trajectory.sampled_logprobs)
+    return [
+        item
+        | {
+            "messages": trajectory.messages,
+            "actions": trajectory.actions,
+            "success": trajectory.success,
+            "failure": trajectory.failure,
+            "failed": bool(trajectory.failure),
+            "return": sum(trajectory.turn_rewards),
+            "penalties": sum(trajectory.turn_penalties),
+            "turns": trajectory.turns,
+            "invalid_turns": trajectory.invalid_turns,
+            "unfinished_turns": trajectory.unfinished_turns,
+            "crashed": trajectory.crashed,
+            "level": trajectory.level_key,
+        }
+        for item, trajectory in zip(task.items, played, strict=True)
+    ]
+
+
+def play_baselines(cfg: EvaluateRun, task: Task) -> dict[str, Row]:
+    """What players without a model reach on the same levels with as many actions: the weak ones and the expert.
+
+    `optimum` is the mean chance of the best possible player, for worlds that can compute it.
+    """
+    from envs import make
+
+    suite = cfg.suites.worlds
+    assert suite is not None
+    protocol = suite.protocol
+    horizon = min(protocol.max_actions, protocol.max_turns * protocol.max_actions_per_turn)
+    game = make(task.part, **world_options(cfg, task.part))
+    optima: list[float] = []
+    played: dict[str, list[Row]] = {}
+    try:
+        for item in task.items:
+            game.reset(seed=item["seed"], options={"split": suite.split})
+            if hasattr(game, "optimal_success"):
+                optima.append(game.optimal_success(horizon))  # type: ignore[attr-defined]
+            for player in (*game.players(), "expert"):
+                _, info = game.reset(seed=item["seed"], options={"split": suite.split})
+                paid, actions, over = 0.0, 0, False
+                while not over and actions < horizon:
+                    action = game.expert() if player == "expert" else game.players()[player]
+                    _, reward, terminated, truncated, info = game.step(action)
+                    paid, actions, over = paid + float(reward), actions + 1, terminated or truncated
+                if not math.isfinite(paid):
+                    raise ValueError(f"the world paid {paid}")
+                row = {"success": info["success"], "failure": info["failure"], "return": paid, "turns": actions}
+                played.setdefault(player, []).append(row)
+    except (Exception, SystemExit) as problem:  # a world may raise anything
+        raise raised(task.part, problem) from problem
+    baselines = {player: world_figures(rows) for player, rows in played.items()}
+    if optima:
+        baselines["optimum"] = {"success": fmean(optima), "episodes": len(optima)}
+    return baselines

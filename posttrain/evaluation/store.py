@@ -1,0 +1,122 @@
+"""What is kept of an evaluation that dies?
+
+A unit of work is one task for one checkpoint. When it is done, its rows are written to `output_dir/evaluation_rows/`,
+in a file whose name is a digest of all that they depend on. A resumed evaluation reads the units whose file is there:
+where the config or the checkpoint has changed, the name is another one. Which process measures a unit changes none of
+its rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from posttrain.config import EvaluateRun, ModelSection
+from posttrain.evaluation.tasks import Row, Task
+
+ROWS = "evaluation_rows"  # the folder in output_dir that holds what is finished until all is
+
+
+class Unit(NamedTuple):
+    """Unit("phase1", 3): the fourth task, for phase1."""
+
+    checkpoint: str
+    number: int
+
+
+@dataclass
+class Found:
+    """What an evaluation came to: the rows of every unit that was measured, and why others were not."""
+
+    rows: dict[Unit, list[Row]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)  # checkpoint -> reason
+
+    def of(self, checkpoint: str, tasks: Sequence[Task]) -> list[Row]:
+        """A checkpoint's rows in the order of the tasks."""
+        return [row for number in range(len(tasks)) for row in self.rows[Unit(checkpoint, number)]]
+
+
+class Store:
+    """The rows of finished units in `output_dir/evaluation_rows/`."""
+
+    def __init__(self, cfg: EvaluateRun, tasks: Sequence[Task]) -> None:
+        self.cfg, self.tasks = cfg, tasks
+        self.folder = Path(cfg.output_dir) / ROWS
+        self._fingerprints: dict[str, str] = {}
+
+    def path(self, unit: Unit) -> Path:
+        """The file of a unit, named by all that its rows depend on."""
+        if unit.checkpoint not in self._fingerprints:
+            self._fingerprints[unit.checkpoint] = fingerprint(self.cfg, unit.checkpoint)
+        task = self.tasks[unit.number]
+        facts = [unit.checkpoint, self._fingerprints[unit.checkpoint], asdict(task), conditions(self.cfg, task)]
+        return self.folder / f"{_sha256(json.dumps(facts, sort_keys=True).encode())[:32]}.jsonl"
+
+    def read(self, unit: Unit) -> list[Row] | None:
+        """The rows of a unit that was finished earlier under the same conditions; None where there are none."""
+        try:
+            rows = [json.loads(line) for line in self.path(unit).read_bytes().split(b"\n") if line.strip()]
+        except (OSError, ValueError, RecursionError):  # absent, or damaged: it is measured again
+            return None
+        whole = len(rows) == len(self.tasks[unit.number].items)
+        return rows if whole and all(isinstance(row, dict) for row in rows) else None
+
+    def write(self, unit: Unit, rows: Sequence[Row]) -> None:
+        """All of a unit's rows or none of them."""
+        from posttrain import checkpoint
+
+        path = self.path(unit)
+        with checkpoint.full_disk_in_words(self.folder.parent):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(f".{os.getpid()}.partial")
+            partial.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows), encoding="utf-8")
+            partial.replace(path)
+
+    def clear(self) -> None:
+        """Remove the rows of every unit; what else lies there stays."""
+        for path in [*self.folder.glob("*.jsonl"), *self.folder.glob("*.partial")]:
+            path.unlink()
+        with suppress(OSError):
+            self.folder.rmdir()
+
+
+def fingerprint(cfg: EvaluateRun, name: str) -> str:
+    """A digest of a checkpoint's files; for a name on the Hub, of the commit that is in the cache."""
+    from posttrain import checkpoint, models
+
+    path = Path(cfg.checkpoints[name])
+    if not path.is_dir():
+        section = ModelSection(name_or_path=cfg.checkpoints[name])
+        return f"{path} {getattr(models.load_config(section), '_commit_hash', None)}"
+    if (path / checkpoint.MANIFEST).exists():
+        return _sha256(json.dumps(checkpoint.read_manifest(path)["files"], sort_keys=True).encode())
+    files = sorted(file for file in path.iterdir() if file.is_file())
+    digests = []
+    for file in files:
+        with file.open("rb") as content:
+            digests.append((file.name, hashlib.file_digest(content, "sha256").hexdigest()))
+    return _sha256(json.dumps(digests).encode())
+
+
+def conditions(cfg: EvaluateRun, task: Task) -> dict[str, Any]:
+    """What the rows of a part depend on besides its items: not how many processes or rows at a time there were."""
+    from posttrain import models
+
+    suite = getattr(cfg.suites, task.suite).model_dump(mode="json")
+    for key in ("n", "n_others", "episodes", "episodes_others", "settings", "headline", "reference"):
+        suite.pop(key, None)  # they choose items, which are part of the task, or what is shown
+    if task.suite == "worlds":
+        suite["worlds"] = [world for world in suite["worlds"] if world["name"] == task.part]
+    template = cfg.chat.template and Path(cfg.chat.template).read_text(encoding="utf-8")
+    device = models.resolve_device(cfg.device).type
+    return {"suite": suite, "dtype": cfg.dtype, "attention": cfg.attn_implementation, "chat": template, "on": device}
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

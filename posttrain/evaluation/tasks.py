@@ -1,0 +1,231 @@
+"""What is asked?  The suites as tasks: prompts, pairs or levels, a sampling setting, and a seed for every answer.
+
+The tasks are built once, before any model is loaded: every checkpoint gets the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from posttrain.config import EvaluateRun
+from posttrain.config.schemas import FormerSuites, NamedSampling, SampledSuite, SuitesSection, WorldSection
+from posttrain.types import SamplingParams, UserError, address
+
+Row = dict[str, Any]  # one answer, one pair or one episode, as transcripts.jsonl holds it
+
+
+@dataclass(frozen=True)
+class Task:
+    """A part of a suite under one sampling setting, for every checkpoint the same.
+
+    Task("math", "embedded", "unseen_questions", "greedy", SamplingParams(...), items, seeds)
+
+    items: {"messages", "answer"} for math and recall, {"messages"} for repetition, {"chosen", "rejected"} for
+    preferences (which sample nothing: no setting), {"seed"} of a level for worlds.
+    source: where the part comes from; the parts of one source are counted together, those of different sources never.
+    """
+
+    suite: str
+    source: str
+    part: str
+    setting: str
+    params: SamplingParams | None
+    items: list[dict[str, Any]]
+    seeds: list[int]
+
+    @property
+    def cost(self) -> int:
+        """Tokens that it samples at most, in one turn; pairs are read once."""
+        return len(self.items) * (self.params.max_new_tokens if self.params else 1)
+
+    def only(self, places: range) -> Task:
+        """The task with these of its items alone."""
+        part = slice(places.start, places.stop)
+        return replace(self, items=self.items[part], seeds=self.seeds[part])
+
+    def described(self, checkpoint: str, rows: Sequence[Row]) -> list[Row]:
+        """The rows with what they are rows of; `index` is the place of an item in the task."""
+        where = {"checkpoint": checkpoint, "suite": self.suite, "source": self.source, "part": self.part}
+        return [where | {"setting": self.setting, "index": index} | row for index, row in enumerate(rows)]
+
+
+def build_tasks(cfg: EvaluateRun) -> list[Task]:
+    """Everything that will be asked, in order; a part's other settings ask the first `n_others` of its items."""
+    from posttrain import embedded
+
+    suites = cfg.suites
+    tasks: list[Task] = []
+
+    def add(
+        suite: str, source: str, part: str, items: list[dict[str, Any]], n: int, others: int | None, tokens: int
+    ) -> None:
+        for setting in used_settings(cfg, suite):
+            asked = items[: n if setting.name == headline(cfg, suite) else others or n]
+            seeds = [address(cfg.seed, suite, part, setting.name, i) for i in range(len(asked))]
+            tasks.append(Task(suite, source, part, setting.name, setting.params(tokens), asked, seeds))
+
+    if suites.math:
+        for source, part, items in math_items(cfg):
+            add("math", source, part, items, suites.math.n, suites.math.n_others, suites.math.max_new_tokens)
+    if suites.repetition:
+        suite = suites.repetition
+        if suite.source == "embedded":
+            prompts = embedded.open_prompts(most(suite), cfg.seed)
+            items = [{"messages": [{"role": "user", "content": prompt}]} for prompt in prompts]
+        else:
+            items = file_rows(suite.source, "prompts", "suites.repetition.source", most(suite))
+        add("repetition", "", "", items, suite.n, suite.n_others, suite.max_new_tokens)
+    if suites.recall:
+        suite = suites.recall
+        if suite.source == "embedded":
+            items = embedded.recall_dialogues(most(suite), cfg.seed)
+        else:
+            items = file_rows(suite.source, "recall", "suites.recall.source", most(suite))
+        add("recall", "", "", items, suite.n, suite.n_others, suite.max_new_tokens)
+    if suites.preferences:
+        suite = suites.preferences
+        if suite.source == "embedded":
+            pairs = embedded.preference_pairs(suite.n, cfg.seed)
+        elif suite.source == "ultrafeedback":
+            pairs = hub_rows(suite.source, "preferences.source")
+            pairs = [pair for pair in pairs if pair["score_chosen"] > pair["score_rejected"]][: suite.n]
+        else:
+            pairs = file_rows(suite.source, "preferences", "suites.preferences.source", suite.n)
+        items = [{"chosen": pair["chosen"], "rejected": pair["rejected"]} for pair in pairs]
+        tasks.append(Task("preferences", "", "", "", None, items, [0] * len(items)))
+    if suites.worlds:
+        suite = suites.worlds
+        for world in suite.worlds:
+            name, tokens = world.name, suite.max_completion_length
+            items = levels(cfg, world, max(suite.episodes, suite.episodes_others or 0))
+            add("worlds", name, name, items, suite.episodes, suite.episodes_others, tokens)
+    return tasks
+
+
+def most(suite: SampledSuite) -> int:
+    """The most items that a suite asks under any setting."""
+    return max(suite.n, suite.n_others or 0)
+
+
+def used_settings(cfg: EvaluateRun, suite: str) -> list[NamedSampling]:
+    """The sampling settings that a suite is measured under."""
+    names = getattr(cfg.suites, suite).settings
+    return [setting for setting in cfg.settings if names is None or setting.name in names]
+
+
+def headline(cfg: EvaluateRun, suite: str) -> str:
+    """The setting whose figures stand in the table; preferences need none."""
+    if suite == "preferences":
+        return ""
+    return getattr(cfg.suites, suite).headline or used_settings(cfg, suite)[0].name
+
+
+def headline_levels(cfg: EvaluateRun, tasks: Sequence[Task]) -> dict[str, Task]:
+    """Per world the levels behind the figures of the table."""
+    return {s.part: s for s in tasks if s.suite == "worlds" and s.setting == headline(cfg, "worlds")}
+
+
+def levels(cfg: EvaluateRun, world: WorldSection, n: int) -> list[dict[str, Any]]:
+    """Seeds of `n` held-out levels, all different where the world has so many: a repeated one would count twice."""
+    from envs import make
+
+    assert cfg.suites.worlds is not None
+    game, seen = make(world.name, **world.options), set()
+    new: list[dict[str, Any]] = []
+    repeats: list[dict[str, Any]] = []
+    for i in range(10 * n):
+        item = {"seed": address(cfg.seed, world.name, i)}
+        try:
+            game.reset(seed=item["seed"], options={"split": cfg.suites.worlds.split})
+        except ValueError as problem:
+            raise UserError(f"suites.worlds.worlds: {problem} Choose other options.") from problem
+        except (Exception, SystemExit) as problem:  # a world may raise anything
+            raise raised(world.name, problem) from problem
+        (repeats if game.level_key() in seen else new).append(item)
+        seen.add(game.level_key())
+        if len(new) == n:
+            break
+    return (new + repeats)[:n]
+
+
+def raised(world: str, problem: BaseException) -> UserError:
+    return UserError(
+        f"suites.worlds.worlds: {world} raised {type(problem).__name__}: {problem}. `python -m envs.check {world}` "
+        "says what is wrong with it."
+    )
+
+
+def world_options(cfg: EvaluateRun, name: str) -> dict[str, Any]:
+    assert cfg.suites.worlds is not None
+    return next(world.options for world in cfg.suites.worlds.worlds if world.name == name)
+
+
+def math_items(cfg: EvaluateRun) -> list[tuple[str, str, list[dict[str, Any]]]]:
+    """(source, part, problems) of every part; embedded has two: new questions, and operands never seen together."""
+    from posttrain import embedded
+
+    suite = cfg.suites.math
+    assert suite is not None
+    parts: list[tuple[str, str, list[dict[str, Any]]]] = []
+    stems = [Path(source).stem for source in suite.sources]
+    for source in suite.sources:
+        if source == "embedded":
+            splits = ("unseen_questions", "unseen_operands")
+            parts += [(source, split, embedded.math_problems(most(suite), cfg.seed, split)) for split in splits]
+        elif source == "gsm8k":
+            rows = hub_rows(source, "math.sources")
+            golds = [row["answer"].split("####")[-1].strip().replace(",", "") for row in rows]
+            asked = [{"question": row["question"], "answer": gold} for row, gold in zip(rows, golds, strict=True)]
+            parts.append((source, source, asked))
+        elif source == "math500":
+            rows = hub_rows(source, "math.sources")
+            asked = [{"question": row["problem"], "answer": row["answer"]} for row in rows]
+            parts.append((source, source, asked))
+        else:
+            rows, stem = file_rows(source, "questions", "suites.math.sources", most(suite)), Path(source).stem
+            unlike = stems.count(stem) == 1 and stem not in ("unseen_questions", "unseen_operands")
+            name = stem if unlike else source
+            parts.append((name, name, rows))
+    return [
+        (source, part, [_as_prompt(row, suite.instruction) for row in rows[: most(suite)]])
+        for source, part, rows in parts
+    ]
+
+
+def _as_prompt(row: dict[str, Any], instruction: str) -> dict[str, Any]:
+    content = f"{row['question']} {instruction}".strip()
+    return {"messages": [{"role": "user", "content": content}], "answer": str(row["answer"])}
+
+
+def file_rows(source: str, kind: Any, key: str, most: int) -> list[dict[str, Any]]:
+    """The first rows of a local file; `key` is where the config names it."""
+    from posttrain.data.reading import evaluation_rows
+
+    return evaluation_rows(source, kind, key, most)
+
+
+def hub_rows(source: str, key: str) -> list[dict[str, Any]]:
+    """A held-out split of a Hub data set; `key` is where the config names it."""
+    from posttrain.data import reading
+
+    hub = reading.HELD_OUT[source]
+    try:
+        return list(reading.load_hub(hub))
+    except reading.HUB_ERRORS as error:
+        raise UserError(
+            f"The test set {hub.path} cannot be had ({type(error).__name__}: {' '.join(str(error).split())[:200]}). "
+            f"Connect and start again (it is kept for later); or name a local .jsonl or .parquet file, or `embedded`, "
+            f"in suites.{key}."
+        ) from error
+
+
+def hub_sets(suites: SuitesSection | FormerSuites) -> list[str]:
+    """The data sets on the Hub that the tasks are built from."""
+    from posttrain.data.reading import HELD_OUT
+
+    sources = list(suites.math.sources) if suites.math else []
+    sources += [suites.preferences.source] if suites.preferences else []
+    return [HELD_OUT[source].path for source in sources if source in HELD_OUT]

@@ -1,0 +1,272 @@
+"""How is an evaluation shared out among processes?
+
+A checkpoint that cannot be measured (it raises, its weights are not finite, its process is killed) is a failure with
+its reason; the others are measured all the same.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+from posttrain import runlog
+from posttrain.config import EvaluateRun
+from posttrain.evaluation.scoring import Loaded, Tick
+from posttrain.evaluation.store import Found, Store, Unit
+from posttrain.evaluation.tasks import Row, Task
+from posttrain.metrics import MathJudge
+from posttrain.types import UserError
+
+RunTask = Callable[[EvaluateRun, str, Task, Tick, Loaded], list[Row]]
+
+
+def run_tasks(cfg: EvaluateRun, tasks: Sequence[Task], run: RunTask) -> Found:
+    """Every checkpoint's rows: those that are on the disk, and the others measured by as many processes as there are.
+
+    Under torchrun the ranks share the units out, each on its own device. Elsewhere there is a process for every visible
+    GPU, or `workers` processes on a CPU.
+    """
+    import torch
+
+    from posttrain import models, parallel
+
+    store = Store(cfg, tasks)
+    # pairs last: they are scored in float32, for which a checkpoint may have to be loaded once more
+    order = sorted(range(len(tasks)), key=lambda number: tasks[number].suite == "preferences")
+    units = [Unit(name, number) for name in cfg.checkpoints for number in order]
+    ranks = parallel.size()
+    if ranks > 1:
+        units = shares(units, tasks, ranks)[parallel.rank()]
+    found = Found({unit: rows for unit in units if (rows := store.read(unit)) is not None})
+    left = [unit for unit in units if unit not in found.rows]
+    if found.rows:
+        runlog.say(f"{len(found.rows)} of {len(units)} parts were measured before and are kept.")
+    total = sum(len(tasks[unit.number].items) for unit in left)
+    names = dict.fromkeys(unit.checkpoint for unit in left)
+    place = models.resolve_device(cfg.device)
+    with runlog.Progress(total, f"evaluating {len(names)} checkpoints", unit="answer") as progress:
+
+        def tick(count: int) -> None:
+            progress.update(progress.done + count)
+
+        if ranks > 1 or (place.type == "cpu" and min(cfg.workers, len(left)) <= 1):
+            if place.type == "cuda":
+                torch.cuda.set_device(place)
+            in_this_process(cfg, tasks, left, run, tick, store, found)
+        else:
+            places = visible_gpus() if place.type == "cuda" else [None] * min(cfg.workers, len(left))
+            in_processes(cfg, tasks, left, run, tick, store, found, places)
+    if ranks > 1:
+        for rows, failed in parallel.gather([(found.rows, found.failed)]):
+            found.rows |= rows
+            found.failed |= failed
+    return found
+
+
+def shares(units: Sequence[Unit], tasks: Sequence[Task], processes: int) -> list[list[Unit]]:
+    """The units of each process, of about equal cost: the largest first, each to the process with the least so far."""
+    given: list[list[Unit]] = [[] for _ in range(processes)]
+    costs = [0] * processes
+    for unit in sorted(units, key=lambda unit: -tasks[unit.number].cost):
+        least = costs.index(min(costs))
+        given[least].append(unit)
+        costs[least] += tasks[unit.number].cost
+    order = {unit: place for place, unit in enumerate(units)}
+    return [sorted(share, key=order.__getitem__) for share in given]
+
+
+def visible_gpus() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES has to be for a process to see one GPU alone, for each that this one sees."""
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name.strip() for name in visible.split(",")] if visible else []
+    count = torch.cuda.device_count()
+    return names[:count] if len(names) >= count else [str(number) for number in range(count)]
+
+
+def in_this_process(
+    cfg: EvaluateRun,
+    tasks: Sequence[Task],
+    units: Sequence[Unit],
+    run: RunTask,
+    tick: Tick,
+    store: Store,
+    found: Found,
+) -> None:
+    """One unit after the other; those of a checkpoint that has failed are left out."""
+    with MathJudge() as judge:
+        loaded = Loaded(processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), judge=judge)
+        for unit in units:
+            if unit.checkpoint not in found.failed:
+                try:
+                    rows = run(cfg, unit.checkpoint, tasks[unit.number], tick, loaded)
+                except Exception as error:  # costs this checkpoint's rows and no other's
+                    found.failed[unit.checkpoint] = reason(error, tasks[unit.number])
+                else:
+                    store.write(unit, rows)
+                    found.rows[unit] = rows
+
+
+class _Worker:
+    """A process that measures one unit after the other, on the GPU `place`, or on the CPU without one."""
+
+    def __init__(self, cfg: EvaluateRun, tasks: Sequence[Task], run: RunTask, place: str | None, of: int) -> None:
+        # A fork server imports everything once. Processes that use CUDA are not forked from one that may have asked it.
+        context = multiprocessing.get_context("forkserver" if place is None else "spawn")
+        if place is None:
+            context.set_forkserver_preload(["posttrain.models", "posttrain.rollout", "posttrain.policy"])
+        self.pipe, there = context.Pipe()
+        self.place, self.unit, self.checkpoint = place, None, ""
+        arguments = (there, cfg, tasks, run, place, of)
+        self.process: Any = context.Process(target=_serve, args=arguments, daemon=True)  # type: ignore[attr-defined]
+        self.process.start()
+        there.close()
+
+    unit: Unit | None
+
+    def take(self, unit: Unit) -> None:
+        self.unit, self.checkpoint = unit, unit.checkpoint
+        with suppress(BrokenPipeError):  # `hear` will say that it has gone
+            self.pipe.send(unit)
+
+    def hear(self) -> int | list[Row] | str:
+        """How many rows more are done, the rows of its unit, or why there are none."""
+        try:
+            return self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            return (
+                f"its process ended with exit code {self.process.exitcode}; what it said stands above. If it was "
+                "killed for memory (-9), write workers=1 or a smaller batch_size."
+            )
+
+    def stop(self) -> None:
+        """An idle process ends by itself and says what there is to say; a busy one is ended."""
+        with suppress(OSError):
+            if self.unit is None:
+                self.pipe.send(None)
+                self.process.join(5)
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def _serve(
+    pipe: Any, cfg: EvaluateRun, tasks: Sequence[Task], run: RunTask, place: str | None, processes: int
+) -> None:
+    """A worker's loop: a unit in; counts of what is done, then its rows or the reason of a failure out."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends this process
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if place is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = place
+        os.environ.pop("LOCAL_RANK", None)
+    try:
+        with MathJudge() as judge:
+            _measure_what_comes(pipe, cfg, tasks, run, Loaded(processes=processes, judge=judge))
+    except (BrokenPipeError, EOFError, ConnectionResetError):  # the parent has gone
+        pass
+
+
+def _measure_what_comes(pipe: Any, cfg: EvaluateRun, tasks: Sequence[Task], run: RunTask, loaded: Loaded) -> None:
+    while unit := pipe.recv():
+        try:
+            pipe.send(run(cfg, unit.checkpoint, tasks[unit.number], pipe.send, loaded))
+        except (BrokenPipeError, EOFError):
+            raise
+        except Exception as error:
+            pipe.send(reason(error, tasks[unit.number]))
+
+
+def in_processes(
+    cfg: EvaluateRun,
+    tasks: Sequence[Task],
+    units: Sequence[Unit],
+    run: RunTask,
+    tick: Tick,
+    store: Store,
+    found: Found,
+    places: Sequence[str | None],
+) -> None:
+    """A process for each of these places, another one after a failure; none survives this function."""
+    waiting, free = list(units), list(places)
+    workers: dict[Any, _Worker] = {}
+    with _ended_by_sigterm():
+        try:
+            while True:
+                waiting = [unit for unit in waiting if unit.checkpoint not in found.failed]
+                idle = [worker for worker in workers.values() if worker.unit is None]
+                while waiting and (idle or free):
+                    worker = idle.pop() if idle else _Worker(cfg, tasks, run, free.pop(0), len(places))
+                    workers[worker.pipe] = worker
+                    worker.take(next_unit(waiting, tasks, worker.checkpoint))
+                busy = [pipe for pipe, worker in workers.items() if worker.unit is not None]
+                if not busy:
+                    return
+                for pipe in connection.wait(busy):
+                    worker = workers[pipe]
+                    assert worker.unit is not None
+                    said = worker.hear()
+                    if isinstance(said, int):
+                        tick(said)
+                    elif isinstance(said, list):
+                        store.write(worker.unit, said)
+                        found.rows[worker.unit] = said
+                        worker.unit = None
+                    else:
+                        found.failed.setdefault(worker.unit.checkpoint, said)
+                        worker.stop()  # what failed may have left the device in no state to go on
+                        free.append(workers.pop(pipe).place)
+        finally:
+            for worker in workers.values():
+                worker.stop()
+
+
+def next_unit(waiting: list[Unit], tasks: Sequence[Task], loaded: str) -> Unit:
+    """Takes the unit that a process does next: of the checkpoint it holds, else of the one with the most work left."""
+    names = {unit.checkpoint for unit in waiting}
+    left = {name: sum(tasks[unit.number].cost for unit in waiting if unit.checkpoint == name) for name in names}
+    name = loaded if loaded in names else max((unit.checkpoint for unit in waiting), key=left.__getitem__)
+    unit = next(unit for unit in waiting if unit.checkpoint == name)
+    waiting.remove(unit)
+    return unit
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends this process as it would without a handler, but after its children."""
+
+    def leave(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    try:
+        before = signal.signal(signal.SIGTERM, leave)
+    except ValueError:  # not the main thread, where no signal arrives
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def reason(error: Exception, task: Task) -> str:
+    """Why a checkpoint was not measured, in one paragraph."""
+    import torch
+
+    what = " ".join(filter(None, (task.suite, task.part.replace("_", " "), task.setting)))
+    if isinstance(error, UserError):
+        return f"{what}: {error}"
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return f"{what}: out of memory. Write a smaller batch_size, or shorter answers and contexts."
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:300]}{place}."
