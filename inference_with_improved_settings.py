@@ -40,7 +40,7 @@ from posttrain.types import Completion, SamplingParams, UserError, address
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from envs import TextWorld
+    from envs import TextEnv
     from envs.protocol import Episode
     from posttrain.chat import Chat
 
@@ -588,7 +588,7 @@ def figures(answers: dict[str, Answer]) -> Table:
 # --------------------------------------------------------------------------------------------------------- playing
 
 
-def open_world(cfg: ChatRun, name: str) -> TextWorld:
+def open_world(cfg: ChatRun, name: str) -> TextEnv:
     """The world to play, with the options that the config gives it."""
     import envs
 
@@ -599,9 +599,7 @@ def open_world(cfg: ChatRun, name: str) -> TextWorld:
         raise UserError(f"--play {name}: {error}") from error
 
 
-def play(
-    speaker: Speaker, world: TextWorld, cfg: ChatRun, setting: SamplingSection, episodes: int, delay: float
-) -> None:
+def play(speaker: Speaker, world: TextEnv, cfg: ChatRun, setting: SamplingSection, episodes: int, delay: float) -> None:
     """Levels of the evaluator, one after the other: what the model sees, thinks and does, and what comes of it."""
     from envs.protocol import Episode, Protocol
     from posttrain import metrics
@@ -627,7 +625,7 @@ def play_episode(
     """One episode, token in, token out, as in the rollouts of phase 3; returns what the world paid and took."""
     from posttrain.rollout import Game
 
-    world, budget = episode.world, cfg.max_completion_length
+    world, budget = episode.env, cfg.max_completion_length
     game, going = Game(speaker.chat, episode), True
     played = game.trajectory
     while going and game.look(speaker.context - budget, cfg.context, cfg.context_turns):
@@ -660,7 +658,7 @@ def outcome(episode: Episode, total: float) -> Text:
     return Text(f"Not solved ({episode.failure or ('over' if episode.terminated else limit)}) {turns}.", "bold red")
 
 
-def beside(world: TextWorld, text: str) -> Table:
+def beside(world: TextEnv, text: str) -> Table:
     """The map, where the world has one, and what the model is told."""
     table = Table.grid(padding=(0, 3))
     view = grid(world)
@@ -668,7 +666,7 @@ def beside(world: TextWorld, text: str) -> Table:
     return table
 
 
-def grid(world: TextWorld) -> Text | None:
+def grid(world: TextEnv) -> Text | None:
     """The world as a coloured map, whatever it is that the model is shown; None for a world without a grid."""
     if not isinstance(getattr(world, "observation", None), str):
         return None

@@ -1,4 +1,4 @@
-"""Which worlds are there?  Every file in this folder that defines a `TextWorld`, registered with gymnasium.
+"""Which worlds are there?  Every file in this folder that defines a `TextEnv`, registered with gymnasium.
 
 from envs import make, names
 world = make("frozen_lake", size=4, observation="neighbours")      # the bare world
@@ -14,17 +14,17 @@ from typing import Any
 
 import gymnasium
 
-from envs.base import SPLITS, TextWorld, known, split_of
+from envs.base import SPLITS, TextEnv, known, split_of
 
-__all__ = ["SPLITS", "TextWorld", "make", "names", "split_of"]
+__all__ = ["SPLITS", "TextEnv", "make", "names", "split_of"]
 
-_WORLDS: dict[str, type[TextWorld]] = {}
+_WORLDS: dict[str, type[TextEnv]] = {}
 
 for _module in pkgutil.iter_modules(__path__):
     if _module.name in ("base", "check", "protocol"):
         continue
     for _thing in vars(importlib.import_module(f"envs.{_module.name}")).values():
-        if isinstance(_thing, type) and issubclass(_thing, TextWorld) and _thing.__module__ == f"envs.{_module.name}":
+        if isinstance(_thing, type) and issubclass(_thing, TextEnv) and _thing.__module__ == f"envs.{_module.name}":
             _WORLDS[_thing.name] = _thing
             gymnasium.register(f"posttrain/{_thing.__name__}-v0", entry_point=f"envs.{_module.name}:{_thing.__name__}")
 
@@ -34,7 +34,7 @@ def names() -> list[str]:
     return sorted(_WORLDS)
 
 
-def make(name: str, **options: Any) -> TextWorld:
+def make(name: str, **options: Any) -> TextEnv:
     """The world of that name; an unknown name or option is a ValueError that guesses what was meant."""
     world = _WORLDS[known("world", name, names())]
     for option in options:

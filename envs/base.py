@@ -1,6 +1,6 @@
 """What must a world be?  A gymnasium environment that speaks text, plus what an agent pipeline needs to know of it.
 
-A world is one file in this folder with one subclass of `TextWorld`; the registry in `envs/__init__.py` finds it.
+A world is one file in this folder with one subclass of `TextEnv`; the registry in `envs/__init__.py` finds it.
 Nothing here imports torch or the training package.
 """
 
@@ -56,7 +56,7 @@ class NoLevel(ValueError):
 
 
 @lru_cache(maxsize=1 << 16)
-def draw_level(world: type[TextWorld], config: Hashable, seed: int, split: str) -> Any:
+def draw_level(world: type[TextEnv], config: Hashable, seed: int, split: str) -> Any:
     """The level at one address: candidate after candidate, until one is in `split`.
 
     Pure (no draw depends on an earlier one), hence cached: the members of a group get their level for one price.
@@ -67,7 +67,7 @@ def draw_level(world: type[TextWorld], config: Hashable, seed: int, split: str) 
     raise NoLevel(f'{world.name}: no level for the split "{split}" in {DRAWS:,} draws with the options {config}.')
 
 
-class TextWorld(gymnasium.Env[str, str]):
+class TextEnv(gymnasium.Env[str, str]):
     """A world whose observation and action are text.
 
     `reset(seed=s, options={"split": "train"})` is pure: the same seed and split give the same level in any process.

@@ -25,7 +25,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from envs import SPLITS, TextWorld, make, names
+from envs import SPLITS, TextEnv, make, names
 from envs.base import NoLevel, known, split_of
 from envs.protocol import Episode, Protocol, answer, demonstrate
 
@@ -46,7 +46,7 @@ HOSTILE = (
 )
 
 
-def digest(world: TextWorld, seeds: int = 30) -> str:
+def digest(world: TextEnv, seeds: int = 30) -> str:
     """A fingerprint of the levels, first observations, luck and demonstrations of a world."""
     parts = []
     for split in SPLITS:
@@ -172,7 +172,7 @@ def scores(name: str, options: dict[str, Any], protocol: Protocol, episodes: int
     return table
 
 
-def make_ready(name: str, options: dict[str, Any]) -> TextWorld:
+def make_ready(name: str, options: dict[str, Any]) -> TextEnv:
     """A world that has been reset, so that its players can be asked."""
     world = make(name, **options)
     world.reset(seed=0)

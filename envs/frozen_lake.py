@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from gymnasium.envs.toy_text import frozen_lake
 
-from envs.base import OBSERVATIONS, TextWorld, canonical, known, with_symbols
+from envs.base import OBSERVATIONS, TextEnv, canonical, known, with_symbols
 
 SYMBOLS = {"player": "P", "ice": "_", "hole": "O", "goal": "G", "dead": "X", "arrived": "*", "edge": "#"}
 MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}  # gymnasium's order: 0, 1, 2, 3
@@ -29,7 +29,7 @@ class Lake(NamedTuple):
     corners: bool
 
 
-class FrozenLake(TextWorld):
+class FrozenLake(TextEnv):
     """Walk to the goal, keep out of the holes; reward 1 at the goal, 0 elsewhere.
 
     `corners=True` starts top left with the goal bottom right, otherwise both are anywhere. `slippery=True` moves as

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from envs.base import TextWorld, known
+from envs.base import TextEnv, known
 
 Message = dict[str, str]
 _BETWEEN = re.compile(r"</think>\s*<answer>")
@@ -126,7 +126,7 @@ def answer(thought: str, actions: Sequence[str], protocol: Protocol) -> str:
     return f"<think>{thought}</think>{reply}" if protocol.think else reply
 
 
-def system_text(world: TextWorld, protocol: Protocol) -> str:
+def system_text(world: TextEnv, protocol: Protocol) -> str:
     """Rules, limits and answer format: the same for every episode of a world under a protocol."""
     limits, example = f"At most {protocol.max_turns} turns, one action each", ["Action"]
     if protocol.max_actions_per_turn > 1:
@@ -152,20 +152,20 @@ class Episode:
     """
 
     def __init__(
-        self, world: TextWorld, protocol: Protocol, seed: int, split: str = "train", noise_seed: int | None = None
+        self, env: TextEnv, protocol: Protocol, seed: int, split: str = "train", noise_seed: int | None = None
     ):
-        self.world, self.protocol, self.seed, self.split = world, protocol, seed, split
+        self.env, self.protocol, self.seed, self.split = env, protocol, seed, split
         self.noise_seed = noise_seed
         options = {"split": split} if noise_seed is None else {"split": split, "noise_seed": noise_seed}
-        self.observation, info = world.reset(seed=seed, options=options)
-        self.level_key = world.level_key()
+        self.observation, info = env.reset(seed=seed, options=options)
+        self.level_key = env.level_key()
         self.past: list[Past] = []
         self.success, self.failure = bool(info["success"]), str(info["failure"])
         self.terminated = self.truncated = False
         self.turns = self.invalid_turns = self.malformed_turns = self.effective_actions = 0
         self.actions: list[str] = []
         self.messages: list[Message] = [
-            {"role": "system", "content": system_text(world, protocol)},
+            {"role": "system", "content": system_text(env, protocol)},
             {"role": "user", "content": self._user_text(self.observation)},
         ]
 
@@ -178,11 +178,11 @@ class Episode:
         if self.done:
             raise RuntimeError("This episode is over: open a new one.")
         self.messages.append({"role": "assistant", "content": response_text})
-        parsed = parse(response_text, self.protocol, self.world.actions)
+        parsed = parse(response_text, self.protocol, self.env.actions)
         valid = bool(parsed.well_formed and parsed.actions and not parsed.invalid)
         reward, observation, before = 0.0, None, len(self.actions)
         for action in parsed.actions[: self.protocol.max_actions - len(self.actions)]:
-            observation, paid, over, cut, info = self.world.step(action)
+            observation, paid, over, cut, info = self.env.step(action)
             self.terminated = bool(over)  # a world may count in NumPy
             self.truncated = bool(cut) and not self.terminated
             self.actions.append(action)
@@ -201,7 +201,7 @@ class Episode:
             self.truncated = not self.terminated
         user = None
         if not self.done:
-            self.observation = self.world.observe() if observation is None else observation
+            self.observation = self.env.observe() if observation is None else observation
             user = self._user_text(self.observation, reward, valid)
             self.messages.append({"role": "user", "content": user})
         return Turn(reward, self.protocol.format_penalty if penalised else 0.0, self.done, valid, user)
@@ -222,7 +222,7 @@ class Episode:
         return "\n".join([*lines, f"Turn {self.turns + 1}", self._user_text(self.observation)])
 
     def state_key(self) -> str:
-        return self.world.state_key()
+        return self.env.state_key()
 
     def _user_text(self, state: str, reward: float | None = None, valid: bool = True) -> str:
         turns = self.protocol.max_turns - self.turns
@@ -235,7 +235,7 @@ class Episode:
         return "\n".join([*before, state, left])
 
 
-def demonstrate(world: TextWorld, protocol: Protocol, seed: int, split: str, mix: Mapping[str, float]) -> list[Message]:
+def demonstrate(world: TextEnv, protocol: Protocol, seed: int, split: str, mix: Mapping[str, float]) -> list[Message]:
     """An episode in which every turn is played by one of the players, drawn by its share in `mix`.
 
     Players are the world's weak ones and `expert`; shares sum to 1: {"goal": 0.3, "safe": 0.3, "random": 0.4}.

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from envs.base import OBSERVATIONS, TextWorld, canonical, known, with_symbols
+from envs.base import OBSERVATIONS, TextEnv, canonical, known, with_symbols
 
 CELLS = ("wall", "floor", "target", "box", "box_on_target", "player", "player_on_target")
 LETTERS = dict(zip("# .$*@+", CELLS, strict=True))  # in levels
@@ -124,7 +124,7 @@ def solve(room: Room, max_length: int = 10**6) -> tuple[str, ...] | None:
     return None
 
 
-class Sokoban(TextWorld):
+class Sokoban(TextEnv):
     """Push every box onto a target.
 
     Levels have a best solution of `min_length` to `max_length` moves in a room of gym-sokoban's (`steps` of its random

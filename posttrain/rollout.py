@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from transformers import PreTrainedModel
 
-from envs import TextWorld
+from envs import TextEnv
 from envs.protocol import Episode, Protocol, thought_span
 from posttrain.chat import Chat
 from posttrain.sampler import Sampler, Turn, open_engine
@@ -61,7 +61,7 @@ def complete(
 
 
 def set_up(
-    world: TextWorld, protocol: Protocol, seed: int, split: str, noise_seed: int | None = None
+    world: TextEnv, protocol: Protocol, seed: int, split: str, noise_seed: int | None = None
 ) -> Episode | Trajectory:
     """An episode in its first state; or, of a world that raised on the way there, the record of that."""
     try:
@@ -155,7 +155,7 @@ class Game:
         self.coming: list[int] = []  # what stands between the last turn and the next one
         self.opening = chat.content_ids(episode.protocol.opening) if episode.protocol.opening else []
         self.trajectory = Trajectory(
-            world=episode.world.name,
+            world=episode.env.name,
             level_key=episode.level_key,
             level_seed=episode.seed,
             noise_seed=episode.noise_seed,
@@ -211,7 +211,7 @@ class Game:
                 return True
             length = len(self.prompt(0, context))
             self.too_long, self.trajectory.truncated = True, False
-            self.trajectory.crashed = f"The first prompt of {self.episode.world.name} takes {length} tokens"
+            self.trajectory.crashed = f"The first prompt of {self.episode.env.name} takes {length} tokens"
         except RAISED as error:  # a world may say anything, even no text
             self.trajectory.crashed = f"{type(error).__name__}: {error}"
         self.finish()

@@ -799,7 +799,7 @@ def test_players_stand_beside_the_model_on_the_same_levels(
         for item in task.items:
             episode = Episode(make(name), protocol, item["seed"], "test")
             while not episode.done:
-                episode.step(f"<think></think><answer>{episode.world.players()['random']}</answer>")
+                episode.step(f"<think></think><answer>{episode.env.players()['random']}</answer>")
             wins += episode.success
         assert wins / 60 == found["random"]["success"]
 

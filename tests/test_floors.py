@@ -58,7 +58,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def target(name: str) -> str:
-    """posttrain.data.table.Row -> posttrain.data, envs.base.TextWorld -> envs, torch.nn -> torch"""
+    """posttrain.data.table.Row -> posttrain.data, envs.base.TextEnv -> envs, torch.nn -> torch"""
     parts = name.split(".")
     return ".".join(parts[:2]) if parts[0] == "posttrain" else parts[0]
 

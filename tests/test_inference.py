@@ -492,7 +492,7 @@ def test_play_with_an_expert(says: Says, monkeypatch: pytest.MonkeyPatch, name: 
     game = Episode(envs.make(name), Protocol(), address(0, name, 0), "test")
     total = 0.0
     while not game.done:
-        total += game.step(f"<think></think><answer>{game.world.expert()}</answer>").reward
+        total += game.step(f"<think></think><answer>{game.env.expert()}</answer>").reward
     assert game.success and re.findall(r"-> (\w+), reward", out.getvalue()) == game.actions
     assert said.out.count("<think>so I must</think><answer>") == game.turns
     assert f"Solved after {game.turns} turn{'s' * (game.turns > 1)}, return {round(total, 6):g}." in out.getvalue()

@@ -22,7 +22,7 @@ def say(*actions: str) -> str:
 
 def lake(protocol: Protocol | None = None, level: tuple[str, ...] = LAKE, **options) -> Episode:
     episode = Episode(make("frozen_lake", **options), protocol or Protocol(), seed=0)
-    episode.world.begin(level)
+    episode.env.begin(level)
     return episode
 
 
@@ -115,7 +115,7 @@ def test_a_forced_opening_is_the_first_tag_of_the_format():
 
 def test_a_summary_tells_the_last_turns_and_the_state():
     episode = lake(Protocol(max_turns=4, max_actions_per_turn=2, max_actions=8))
-    episode.observation = episode.world.observe()
+    episode.observation = episode.env.observe()
     start = "You 0 0 Goal 3 3 Left # Down _ Right _ Up #"
     assert episode.summary(0) == f"{start}\nTurns left 4"
     episode.step(say("Down", "Up"))
@@ -190,7 +190,7 @@ def test_a_turn_of_several_actions_is_summed_and_stops_at_the_end():
     turn = episode.step(say("Right", "Right", "Left", "Left"))
     assert turn.reward == 1.0 and episode.actions == ["Right", "Right"] and episode.success
     room = Episode(make("sokoban", size=5), Protocol(max_actions_per_turn=4), seed=0)
-    room.world.begin(("#####", "#@ $#", "#$ .#", "#  .#", "#####"))
+    room.env.begin(("#####", "#@ $#", "#$ .#", "#  .#", "#####"))
     assert room.step(say("Right", "Left", "Up")).reward == pytest.approx(-0.3)
     assert (len(room.actions), room.effective_actions) == (3, 2)
 
@@ -208,7 +208,7 @@ def test_a_crashing_world_raises_as_it_is(monkeypatch):
     def crash(action):
         raise ZeroDivisionError("the lake is dry")
 
-    monkeypatch.setattr(episode.world, "step", crash)
+    monkeypatch.setattr(episode.env, "step", crash)
     with pytest.raises(ZeroDivisionError, match="the lake is dry"):
         episode.step(say("Down"))
 
@@ -216,7 +216,7 @@ def test_a_crashing_world_raises_as_it_is(monkeypatch):
 def test_a_worlds_own_verdicts_count(monkeypatch):
     episode = lake()
     info = {"success": False, "action_is_valid": False, "action_is_effective": False, "failure": ""}
-    monkeypatch.setattr(episode.world, "step", lambda action: ("nothing", 0.5, False, True, info))
+    monkeypatch.setattr(episode.env, "step", lambda action: ("nothing", 0.5, False, True, info))
     turn = episode.step(say("Down"))
     assert (turn.reward, turn.penalty, turn.valid, turn.done) == (0.5, -0.1, False, True)
     assert episode.truncated and not episode.terminated
@@ -258,7 +258,7 @@ def test_demonstrations_are_addressed_well_formed_and_true(name, mix):
         replay = Episode(make(name), protocol, seed, "train")
         for message in messages[2:]:
             if message["role"] == "assistant":
-                assert message["content"].startswith(f"<think>{replay.world.thought()}</think><answer>")
+                assert message["content"].startswith(f"<think>{replay.env.thought()}</think><answer>")
                 assert replay.step(message["content"]).valid
         assert replay.done and replay.messages == messages
 

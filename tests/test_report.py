@@ -73,8 +73,8 @@ def _episode(cfg: Any, name: str, sitting: Any, item: dict[str, Any], dice: rand
     episode = Episode(make(sitting.part), protocol, item["seed"], cfg.suites.worlds.split)
     paid = penalties = 0.0
     while not episode.done:
-        action = episode.world.expert() if dice.random() < PLAYS_WELL[name] else episode.world.players()["random"]
-        said = "qu qu the the" if name == "base" else answer(episode.world.thought(), [action], protocol)
+        action = episode.env.expert() if dice.random() < PLAYS_WELL[name] else episode.env.players()["random"]
+        said = "qu qu the the" if name == "base" else answer(episode.env.thought(), [action], protocol)
         turn = episode.step(said)
         paid, penalties = paid + turn.reward, penalties + turn.penalty
     return {
