@@ -1,315 +1,176 @@
-"""Phase 3, StarPO: how does a model that talks become one that acts?  Multi-turn RL in text worlds, line by line.
+"""Phase 3, StarPO: how does a model that talks become one that acts?  Multi-turn RL in text environments, line by line.
 
     python train_phase3_starpo.py                                            the reference run on one 24 GB GPU
     python train_phase3_starpo.py --config configs/quickstart/phase3_starpo.yaml --resume
     torchrun --nproc_per_node 8 train_phase3_starpo.py                       the same run on eight
 
-One step of StarPO (arXiv 2504.20073): play `groups` levels `num_generations` times each, score every episode against
-its siblings, keep the groups whose siblings differ, and move the policy by the clipped policy gradient on exactly the
-tokens it sampled. Every seed is addressed by (run, step, group, sample): a resumed run draws what it would have drawn.
+One step of StarPO (arXiv 2504.20073), as `main` calls it:
+    rollout            play `groups` levels `num_generations` times each
+    score_and_filter   rewards say how much the samples of a group differ, and which groups are kept
+    collect            measure the sampled tokens, and `advantages`: what each of them was worth
+    update             epochs x minibatches x micro-batches: objective, backward; then clipping and the optimizer's step
+    validate           held-out levels, and the best policy so far
+Every seed is derived from (run, step, group, sample): a resumed run draws what it would have drawn.
+
+Shapes, as suffixes: B episodes, N turns of all episodes one after another, S sampled tokens of all turns one after
+another, G groups, D the width of the model's last states. The formulas are in posttrain/starpo/.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import json
 import math
-import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from posttrain import runlog
-from posttrain.config import StarPORun, TrainingWorld, load, run
+from posttrain.config import StarPORun, load, run
 from posttrain.types import SamplingParams, Trajectory, UserError, address
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
     from envs.protocol import Episode
     from posttrain.chat import Chat
     from posttrain.curriculum import Place
-    from posttrain.learner import Batch, Learner, Measured
-    from posttrain.model_card import Result
-    from posttrain.runlog import Tracker
+    from posttrain.distillation import Distillation
+    from posttrain.evaluation.former import FormerTasks
+    from posttrain.learner import Batch, Experience, Forward, Learner, Measured
+    from posttrain.monitoring.monitor import Monitor
+    from posttrain.monitoring.updates import UpdateFigures
+    from posttrain.run_state import RunState
     from posttrain.sampler import Sampler
-    from posttrain.starpo.alarms import Alarm
+    from posttrain.starpo import losses
+
+
+class Run(NamedTuple):
+    """Who takes part in a run: what it plays with, learns with and reports to."""
+
+    cfg: StarPORun
+    chat: Chat
+    sampler: Sampler
+    learner: Learner
+    distillation: Distillation | None
+    former_tasks: FormerTasks
+    monitor: Monitor
 
 
 def main(argv: list[str] | None = None) -> None:
     cfg, args = load(StarPORun, "configs/phase3_starpo.yaml", argv, _arguments)
+    runlog.keep_private(Path(cfg.output_dir))
 
-    out = Path(cfg.output_dir)
-    runlog.keep_private(out)
-
-    import torch
-    from transformers import set_seed
-
-    from posttrain import checkpoint, cockpit, curriculum, distillation, model_card, models, parallel, plan, training
+    from posttrain import curriculum, models, parallel, run_state, starpo_run
+    from posttrain.distillation import Distillation
     from posttrain.evaluation.former import FormerTasks
     from posttrain.evaluation.tasks import hub_sets
-    from posttrain.metrics import paired_difference
+    from posttrain.monitoring.collapse import gradients_by_std, thoughts_and_prompts
+    from posttrain.monitoring.episodes import describe, memory
+    from posttrain.monitoring.monitor import Monitor
+    from posttrain.monitoring.transcripts import due
     from posttrain.rollout import open_sampler
     from posttrain.starpo.alarms import not_finite
 
-    cfg = models.settle(cfg)
-    settings = cfg.model_dump(mode="json")
-    if runlog.is_main_process():
-        try_worlds(cfg)
-        runlog.say(cockpit.reward_table(cfg, share_out(cfg.worlds, cfg.rollout.groups, 1)))
-        models.preflight(cfg, resume=args.resume, data_sets=hub_sets(cfg.evaluation.suites))
-        if args.resume:
-            training.same_run(out, settings)
-        checkpoint.claim(out, args.resume)
-        training.remember_run(out, settings, args.resume)
-    device = models.resolve_device(cfg.device)
-    parallel.start(device)
-    set_seed(cfg.seed)  # for new adapters; whatever is drawn later has a seed of its own
-
-    found = resume_from(out, runlog.say) if args.resume else None
-    if found:  # what was chosen then rounds as it did then
-        cfg = cockpit.intervene(cfg, read_state(found).get("plan", {}))
-    planned = plan.make(cfg, device)
-    cfg = cockpit.intervene(cfg, planned.changes)
-    for words in (planned.table(), *planned.warnings):
-        runlog.say(words)
+    begun = starpo_run.begin(cfg, resume=args.resume, data_sets=hub_sets(cfg.evaluation.suites))
+    cfg = begun.cfg  # final from here on, but for a rollback
 
     model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template)
-    learner = prepare(cfg, model, chat)
+    learner = starpo_run.prepare(cfg, model, chat)
     sampler = open_sampler(learner.policy, chat, cfg.rollout.engine, cfg.rollout.max_context, cfg.rollout.vllm_memory)
-    precision = torch.autocast(device.type, dtype=torch.bfloat16, enabled=bool(cfg.trainer.bf16))
-    former = None
-    if cfg.distillation is not None:  # while the policy is the model that it starts from
-        with precision, models.no_bars():
-            former = distillation.Distillation(learner, distillation.answered(cfg, sampler, chat))
-        learner.distil = former.backward if cfg.distillation.coef else None
+    with learner.autocast(), models.no_bars():  # while the policy is the model that it starts from
+        distillation = Distillation.start(learner, sampler, chat) if cfg.distillation else None
     former_tasks = FormerTasks(cfg, chat)
-    progress = runlog.Progress(cfg.trainer.max_steps, "phase 3")
-    progress.say(f"phase 3: {training.describe(cfg, learner.model, device)}")
-    state: dict[str, Any] = {"step": 0, "best": -1.0, "best_step": 0, "best_won": {}, "empty_steps": 0, "tokens": 0}
-    state |= {"curriculum": curriculum.start(cfg.worlds), "alarms": {}, "collapse": {}, "interventions": []}
-    state |= {"stopped_early": False, "plan": planned.changes, "told": False}
-
-    def best() -> Path:
-        return out / f"best-{state['best_step']}"
-
-    if found:
-        state |= load_state(found, learner)
-        progress.say(f"Resuming from {found}.")
-        progress.start = state["step"]
-        for intervention in state["interventions"]:
-            cfg = learner.cfg = cockpit.intervene(cfg, intervention["changes"])
-        if parallel.total(not checkpoint.is_whole(best()), device) > 0:
-            progress.say(f"{best().name} is damaged: {found.name} stands in for it until the next evaluation.")
-            state.update(best=-1.0, best_step=state["step"], best_won={})
-            save_state(best(), learner, chat, state)
-    if args.resume:
-        drop_later(out, state["step"])
-    metrics = runlog.MetricsFile(out / "metrics.jsonl", after_step=state["step"] or None, but_not="final/")
-    runlog.MetricsFile(out / "transcripts.jsonl", after_step=state["step"] or None)  # steps that will be played again
-    tracker = runlog.start_tracker(
-        cfg.report_to, project="posttrain", run_name=cfg.run_name or out.name, config=settings
-    )
-
-    watch = cockpit.Watch(cfg, progress.say, tracker.alert, learner.exact)
-    raised: list[Alarm] = []  # in this step
-
-    def report(step: int, row: dict[str, float]) -> None:
-        metrics.write(row, step)
-        tracker.log(row, step)
-        raised.extend(watch.see(state, step, row))
-        shown = {key.split("/", 1)[1]: value for key, value in row.items() if key.endswith("/success")}
-        progress.update(step, **shown)
-
-    def validate(step: int) -> None:
-        began = time.perf_counter()
-        won: dict[str, list[bool]] = {}
-        with precision:
-            row = evaluate(cfg, sampler, chat, cfg.evaluation.split, cfg.evaluation.episodes, won=won)
-        better = not state["best_won"]
-        if state["best_won"]:
-            gain, error = paired_difference(state["best_won"], won)
-            row |= {"evaluation/over_best": gain, "evaluation/over_best_error": error}
-            needed = 0.0 if step == cfg.trainer.max_steps else error  # within noise, what was trained longer
-            better = gain > needed + 1e-9
-            progress.say(
-                f"step {step}: {row['evaluation/success']:.1%} of {cfg.evaluation.split} levels won, {100 * gain:+.1f}"
-                f" points against step {state['best_step']} on the same levels; a new best needs more than"
-                f" {100 * needed:.1f}: " + ("the new best" if better else f"step {state['best_step']} stays it")
-            )
-        if former is not None:
-            row["evaluation/distillation_kl"] = former.measure()
-        with precision:
-            row |= former_tasks.measure(sampler, learner)
-        report(step, row | {"seconds/evaluation": time.perf_counter() - began})
-        broken = not_finite(state["alarms"])
-        if broken and step == 0:
-            raise UserError(f"{cfg.model.name_or_path} cannot be trained: {broken}.")
-        if better and not broken:
-            state.update(best=row["evaluation/success"], best_step=step, best_won=won)
-            save_state(best(), learner, chat, state)
+    state = starpo_run.first_state(begun, learner, chat)
+    monitor = Monitor(cfg, begun.settings, state, learner.exact)
+    whole = Run(cfg, chat, sampler, learner, distillation, former_tasks, monitor)
 
     with runlog.StopSignals() as stop, models.no_bars():
-        if state["step"] == 0:
-            validate(0)
-        ahead = () if state["stopped_early"] else range(state["step"] + 1, cfg.trainer.max_steps + 1)
-        for step in ahead:
-            # 1. play: groups of siblings, every group on a fresh level
+        if state.step == 0:
+            validate(whole, state, 0)
+        for step in range(state.step + 1, cfg.trainer.max_steps + 1) if not state.stopped_early else ():
             began = time.perf_counter()
-            raised.clear()
-            with precision:
-                groups = rollout(cfg, sampler, chat, step, state["curriculum"])
+            monitor.raised.clear()
+            with learner.autocast():
+                groups = rollout(cfg, sampler, chat, step, state.curriculum)
             played = time.perf_counter()
             episodes = [trajectory for group in groups for trajectory in group]
-            state["curriculum"] = curriculum.after_step(cfg.worlds, state["curriculum"], episodes, step)
+            state.curriculum = curriculum.after_step(cfg.worlds, state.curriculum, episodes, step)
 
-            # 2. judge: raw rewards say which groups can teach something, and how good each episode was among its own
-            judged = judge(cfg, groups, learner)
-            row = cockpit.describe(groups, judged.spread, judged.kept)
+            scored = score_and_filter(cfg, groups, learner)
+            row = describe(groups, scored.std, scored.kept)
             if due(cfg.diagnostics.every, step) and cfg.protocol.think:
-                row |= cockpit.thoughts_and_prompts(cfg, learner, chat, groups, step, state["collapse"], progress.say)
-
-            # 3. learn: the clipped policy gradient, a mean over the sampled tokens of all kept groups of all processes
-            judged_at = time.perf_counter()
-            state["empty_steps"] = 0 if judged.kept else state["empty_steps"] + 1
-            if judged.kept:
-                row |= learn(cfg, learner, groups, judged, step)
-            state["step"], state["tokens"] = step, state["tokens"] + int(row["rollout/tokens"])
+                row |= thoughts_and_prompts(cfg, learner, chat, groups, step, state.collapse, monitor.say)
+            scored_at = time.perf_counter()
+            state.empty_steps = 0 if scored.kept else state.empty_steps + 1
+            if scored.kept:
+                experience = collect(cfg, learner, groups, scored)
+                if cfg.diagnostics.gradients_every and step % cfg.diagnostics.gradients_every == 0:
+                    unfiltered = collect(cfg, learner, groups, scored.unfiltered(groups))
+                    row |= gradients_by_std(learner, unfiltered, scored.std, objective_settings(cfg, state, 1.0))
+                row |= update(cfg, learner, experience, state, step, distillation)
+            state.step, state.tokens = step, state.tokens + int(row["rollout/tokens"])
             row |= {
-                "tokens": state["tokens"],
+                "tokens": state.tokens,
                 "seconds/rollout": played - began,
-                "seconds/update": time.perf_counter() - judged_at,
+                "seconds/update": time.perf_counter() - scored_at,
                 "rollout/tokens_per_second": row["rollout/tokens"] / (played - began),
-                "memory": cockpit.memory(device),
+                "memory": memory(begun.device),
             }
-            report(step, row)
+            monitor.report(state, step, row)
+            monitor.record(groups, state, step)
 
-            # 4. look: transcripts, held-out levels and the best policy so far, a checkpoint to resume from
-            last = step == cfg.trainer.max_steps
-            state["told"] = tell(cfg, out, step, groups, tracker, progress.say, state["told"])
-            if last or step % cfg.evaluation.every == 0:
-                validate(step)
-            if changes := cockpit.remedy(cfg, learner, raised, len(state["interventions"])):
-                cfg = go_back(learner, state, step, raised, changes, best())
-                words = f"step {step}: back to the policy of step {state['best_step']}, with {changes}"
-                progress.say(words)
-                tracker.alert("went back", words)
-                metrics.write({"intervention/back_to": state["best_step"], "intervention/changes": changes}, step)
-            elif any(alarm.severity == "stop" for alarm in raised) and (
-                cfg.diagnostics.early_stop or state["empty_steps"] >= cfg.algorithm.max_empty_steps
-            ):
-                progress.say(f"step {step}: stopped early, the alarm above says why.")
-                last = state["stopped_early"] = True
-            elif solved(cfg, state, row["rollout/success"]):
-                progress.say(f"step {step}: stopped early, every level is won and nothing is left to learn from.")
-                last = state["stopped_early"] = True
-            stopping = parallel.total(stop.requested, device) > 0
+            if step == cfg.trainer.max_steps or step % cfg.evaluation.every == 0:
+                validate(whole, state, step)
+            state, cfg = monitor.react(cfg, learner, state, row["rollout/success"])
+            last = step == cfg.trainer.max_steps or state.stopped_early
+            stopping = parallel.total(stop.requested, begun.device) > 0
             if last or stopping or step % cfg.checkpoint.every == 0:
-                save_state(out / f"checkpoint-{step}", learner, chat, state)
-                drop_old(out, cfg.checkpoint.keep)
+                run_state.save(begun.out / f"checkpoint-{step}", learner, chat, state)
+                run_state.drop_old(begun.out, cfg.checkpoint.keep)
             if stopping:
                 stop.leave()
             if last:
                 break
 
-        # the policy handed over is the one that did best on the validation levels; the test levels see only that one
-        broken = not_finite(state["alarms"])  # the same in all processes, which see the same rows
-        load_state(best(), learner)
-        with precision, stop.at_once("the closing evaluation"):
+        # what is saved is the policy that did best on the validation levels; the test levels see only that one
+        broken = not_finite(state.alarms)  # the same in all processes, which see the same rows
+        run_state.load(begun.best(state), learner)
+        with learner.autocast(), stop.at_once("the closing evaluation"):
             row = evaluate(cfg, sampler, chat, cfg.evaluation.final_split, cfg.evaluation.final_episodes, name="final")
-        report(cfg.trainer.max_steps, row)
-    progress.close()
-    tracker.finish()
-    if parallel.rank() == 0:
-        told = model_card.record("phase3", settings, state["best_step"], results=test_results(cfg, row))
-        final = models.save(
-            out / "final", learner.model, chat, settings,
-            source=cfg.model, history=[*model_card.history(cfg.model.name_or_path), told],
-            phase="phase3", step=state["best_step"],
-        )  # fmt: skip
-        print(f"Best on {cfg.evaluation.split} levels: step {state['best_step']}.", end=" ")
-        print(f"On {cfg.evaluation.final_split} levels:")
-        for world in cfg.worlds:
-            success, low, high = (row[f"final/{world.name}/{key}"] for key in ("success", "low", "high"))
-            crashed = row[f"final/{world.name}/crashed"]
-            print(
-                f"  {world.name}: {success:.1%} [{low:.1%}, {high:.1%}] of {cfg.evaluation.final_episodes} episodes"
-                + (f", {crashed} of which raised and count as lost" if crashed else "")
-            )
-        print(f"Memory: at most {cockpit.memory(device):.2f} GiB; planned {plan.gib(planned.peak)} GiB.")
-        print(f"Handed over: {final}  (curves: {out / 'metrics.jsonl'})")
-        if not broken:
-            print(
-                f"Next: python inference_with_improved_settings.py model.name_or_path={final}"
-                f" --play {cfg.worlds[0].name}"
-            )
+        monitor.report(state, cfg.trainer.max_steps, row)
+    monitor.close()
+    starpo_run.export(begun, learner, chat, state, row, broken)
     parallel.barrier()
     parallel.stop()
     if broken:
-        raise UserError(
-            f"The run failed: {broken}. {out / 'final'} was made from {best().name}, the best healthy policy on the"
-            f" {cfg.evaluation.split} levels. Start again with a lower trainer.learning_rate or trainer.bf16=false, and"
-            " another output_dir."
-        )
+        raise starpo_run.failed(begun, state, broken)
 
 
-def due(every: int, step: int) -> bool:
-    """The first step and every so many; never with 0."""
-    return every > 0 and (step == 1 or step % every == 0)
-
-
-def try_worlds(cfg: StarPORun) -> None:
-    """Every world is there, takes its options and has levels in every split; otherwise a UserError."""
-    import envs
-
-    share_out(cfg.worlds, cfg.rollout.groups, 1)
-    held_out = (cfg.evaluation.split, cfg.evaluation.final_split)
-    for n, world in enumerate(cfg.worlds):
-        stages = [stage.options for stage in world.curriculum] or [{}]
-        for number, options in enumerate(stages):
-            try:
-                made = envs.make(world.name, **world.options | options)
-                for split in ("train", *(held_out if number == len(stages) - 1 else ())):
-                    made.reset(seed=0, options={"split": split})
-            except (Exception, SystemExit) as problem:  # a world may raise anything
-                stage = f".curriculum.{number}" if world.curriculum else ""
-                words = str(problem)
-                if not isinstance(problem, ValueError | TypeError):
-                    words = f"it raised {type(problem).__name__}: {problem}. See python -m envs.check {world.name}."
-                raise UserError(f"worlds.{n}{stage} ({world.name}): {words}") from problem
-
-
-# ------------------------------------------------------------------------------------------------------ 1. play
+# ---------------------------------------------------------------------------------------------------- 1. rollout
 
 
 def rollout(
     cfg: StarPORun, sampler: Sampler, chat: Chat, step: int, places: dict[str, Place]
 ) -> list[list[Trajectory]]:
-    """All groups of a step, played by all processes together; siblings share the level, not their luck.
+    """All groups of a step, played by all processes together; samples of a group share the level and nothing else.
 
-    `places` says in which stage of its curriculum each world is.
+    `places` says in which stage of its curriculum each environment is.
     """
     import envs
-    from envs.protocol import Protocol
     from posttrain import curriculum, parallel
     from posttrain.rollout import set_up
 
-    worlds = share_out(cfg.worlds, cfg.rollout.groups, step)
+    played = curriculum.environments_of_groups(cfg.worlds, cfg.rollout.groups, step)
     stages = {name: place["stage"] for name, place in places.items()}
     size = cfg.rollout.num_generations
-    members = [(group, sample) for group in parallel.mine(len(worlds)) for sample in range(size)]
+    members = [(group, sample) for group in parallel.mine(len(played)) for sample in range(size)]
     episodes, seeds = [], []
     for group, sample in members:
-        world = worlds[group]
-        options, protocol = curriculum.conditions(
-            world, Protocol(**cfg.protocol.model_dump()), stages.get(world.name, 0)
-        )
+        options, protocol = curriculum.conditions(cfg, played[group], stages.get(played[group].name, 0))
         level_seed = address(cfg.seed, "level", step, group)
         noise_seed = address(cfg.seed, "noise", step, group, sample)
-        episodes.append(set_up(envs.make(world.name, **options), protocol, level_seed, "train", noise_seed))
+        env = envs.make(played[group].name, **options)
+        episodes.append(set_up(env, protocol, level_seed, "train", noise_seed))
         seeds.append(address(cfg.seed, "sample", step, group, sample))
     trajectories = play_all(cfg, sampler, chat, episodes, cfg.rollout.temperature, seeds)
     for (group, _), trajectory in zip(members, trajectories, strict=True):
@@ -341,42 +202,28 @@ def play_all(
     )
 
 
-def share_out(worlds: list[TrainingWorld], groups: int, step: int) -> list[TrainingWorld]:
-    """Which world each group of a step plays: fixed numbers first, the rest by weight, evenly over the steps."""
-    fixed = [world for world in worlds for _ in range(world.groups or 0)]
-    free = [world for world in worlds if world.groups is None]
-    if len(fixed) > groups or (len(fixed) < groups and not free):
-        raise UserError(f"worlds[].groups add up to {len(fixed)}, but rollout.groups is {groups}: make them fit.")
-    total = sum(world.weight for world in free)
-    ahead = [0.0] * len(free)
-    chosen: list[TrainingWorld] = []
-    places = groups - len(fixed)
-    for _ in range(step * places):  # every place goes to the world that is furthest behind its share
-        ahead = [a + world.weight / total for a, world in zip(ahead, free, strict=True)]
-        most = ahead.index(max(ahead))
-        ahead[most] -= 1.0
-        chosen.append(free[most])
-    return fixed + chosen[len(chosen) - places :]
+# ------------------------------------------------------------------------------------------- 2. score and filter
 
 
-# ----------------------------------------------------------------------------------------------------- 2. judge
+class Scored(NamedTuple):
+    """Which groups are kept, and which of their episodes are trained on: G groups of P samples."""
 
-
-class Judged(NamedTuple):
-    """What each group earned, which groups are kept, and which of their episodes are trained on."""
-
-    rewards: list[list[float]]  # [P][G] raw rewards, penalties included; nan for an episode whose world raised
-    members: list[list[bool]]  # [P][G] whether it is in its group's statistics: no crash, and chosen by `within`
-    trains: list[list[bool]]  # [P][G] whether its tokens may count in the loss
-    spread: list[float]  # [P] standard deviation of the rewards in the group
-    weights: list[float]  # [P] what the group's advantages are multiplied by
+    members: list[list[bool]]  # [G][P] whether it is in its group's statistics: no crash, and chosen by `within`
+    trains: list[list[bool]]  # [G][P] whether its tokens may count in the loss
+    std: list[float]  # [G] sample standard deviation of the group's rewards
+    weights: list[float]  # [G] what the group's advantages are multiplied by
     kept: list[int]  # numbers of the groups to train on
 
+    def unfiltered(self, groups: list[list[Trajectory]]) -> Scored:
+        """All groups, and all of their episodes that have a sampled token."""
+        on = [[not t.crashed and t.tokens > 0 for t in group] for group in groups]
+        return self._replace(members=on, trains=on, kept=list(range(len(groups))))
 
-def judge(cfg: StarPORun, groups: list[list[Trajectory]], learner: Learner | None = None) -> Judged:
-    """The group filter, on raw rewards; episodes whose world raised are in no statistic.
 
-    learner: asked for entropies where the filter's metric is made of them.
+def score_and_filter(cfg: StarPORun, groups: list[list[Trajectory]], learner: Learner | None = None) -> Scored:
+    """The group filter, on raw rewards with penalties; crashed episodes are in no statistic.
+
+    learner: measures entropies where the filter's metric is made of them.
     """
     import torch
 
@@ -389,8 +236,9 @@ def judge(cfg: StarPORun, groups: list[list[Trajectory]], learner: Learner | Non
     negative = [t for t in played if t.reward < 0]
     if algorithm.advantage == "maxrl" and negative:
         raise UserError(
-            f"{negative[0].world} paid {negative[0].reward:g}, and maxrl divides by the mean reward of a group: play"
-            " worlds that pay 0 or more (sokoban: options: {reward: sparse}), or take another algorithm.advantage."
+            f"An episode of {negative[0].world} had the reward {negative[0].reward:g}, and maxrl divides by the mean"
+            " reward of a group: play environments whose rewards are 0 or more (sokoban: options: {reward: sparse}), or"
+            " take another algorithm.advantage."
         )
     group_B = torch.tensor([number for number, _ in alive], dtype=torch.long)
     rewards_B = torch.tensor([t.reward for t in played], dtype=torch.float64)
@@ -419,53 +267,96 @@ def judge(cfg: StarPORun, groups: list[list[Trajectory]], learner: Learner | Non
     ]
     idle_G = torch.tensor([not any(group) for group in trains])
 
-    spread_G = scores("reward_std")
-    worlds = sorted({group[0].world for group in groups})
-    env_G = [worlds.index(group[0].world) for group in groups]  # rewards of two environments need not have one scale
-    percentile = chosen.strategy == "percentile"
+    std_G = scores("reward_std")
+    names = sorted({group[0].world for group in groups})
+    env_G = [names.index(group[0].world) for group in groups]  # rewards of two environments need not have one scale
     kept_G = filters.keep_groups(
         scores(chosen.metric).masked_fill(idle_G, math.nan),
         "none" if chosen.strategy == "soft" else chosen.strategy,
-        chosen.band[0] if percentile else chosen.value,
+        chosen.band[0] if chosen.strategy == "percentile" else chosen.value,
         upper=chosen.band[1],
         smallest=not chosen.largest,
         keep_zero=chosen.keep_zero,
-        # a level's seed is addressed by run, step and group: a new order each step, the same in all processes
+        # a level's seed is derived from run, step and group: a new order each step, the same in all processes
         ties=sorted(range(len(groups)), key=lambda number: address("ties", groups[number][0].level_seed)),
         env_G=env_G,
     )
-    weights_G = filters.soft_weights(spread_G, env_G) if chosen.strategy == "soft" else torch.ones(len(groups))
-    rewards = [[math.nan if t.crashed else t.reward for t in group] for group in groups]
-    return Judged(rewards, members, trains, spread_G.nan_to_num(0.0).tolist(), weights_G.tolist(), kept_G.tolist())
+    weights_G = filters.soft_weights(std_G, env_G) if chosen.strategy == "soft" else torch.ones(len(groups))
+    return Scored(members, trains, std_G.nan_to_num(0.0).tolist(), weights_G.tolist(), kept_G.tolist())
+
+
+# ------------------------------------------------------------------------------------------------ 3. advantages
+
+
+def collect(cfg: StarPORun, learner: Learner, groups: list[list[Trajectory]], scored: Scored) -> Experience:
+    """The kept groups' tokens, measured before the update, and what each of them was worth."""
+    import torch
+
+    from posttrain.learner import Batch, Experience
+
+    chosen = [(number, sample) for number in scored.kept for sample, on in enumerate(scored.members[number]) if on]
+    batch = Batch.of([groups[number][sample] for number, sample in chosen])
+    trains_B = torch.tensor([scored.trains[number][sample] for number, sample in chosen])
+    measured = learner.measure(batch)
+    advantages_S, returns_S = advantages(cfg, batch, measured, scored.weights, trains_B)
+    return Experience(batch, measured, advantages_S, returns_S, trains_B, len(scored.kept) / len(groups))
 
 
 def advantages(
     cfg: StarPORun, batch: Batch, measured: Measured, weights: list[float], trains_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What each sampled token of these episodes is worth, (S,), and what a critic should have said, (S,) or None."""
+    """What each sampled token of these episodes is worth, (S,), and the critic's targets, (S,) or None."""
     import torch
 
     from posttrain.starpo import advantages as estimators
     from posttrain.starpo import losses
 
     algorithm, group_B, episode_N, turn_S = cfg.algorithm, batch.group_B, batch.episode_N, batch.turn_S
-    rewards_N = torch.tensor([score for t in batch.episodes for score in t.turn_scores], dtype=torch.float64)
+    scores_N = torch.tensor([score for t in batch.episodes for score in t.turn_scores], dtype=torch.float64)
     if algorithm.critical and not algorithm.turn_rewards:
-        rewards_N = estimators.at_the_end(rewards_N, episode_N)
+        scores_N = estimators.at_the_end(scores_N, episode_N)
     penalty_S = torch.zeros(len(turn_S), dtype=torch.float64)
     if algorithm.kl_in == "reward" and measured.reference_S is not None:
         penalty_S = algorithm.beta * losses.kl(measured.old_S, measured.reference_S, algorithm.kl_kind).double()
-    paid_N = rewards_N.index_add(0, turn_S, -penalty_S)  # each turn's reward, the KL of its tokens taken off
-    rewards_B = torch.zeros(len(group_B), dtype=torch.float64).index_add(0, episode_N, paid_N)
+    rewards_N = scores_N.index_add(0, turn_S, -penalty_S)  # the KL of a turn's tokens is taken off
+    rewards_B = torch.zeros(len(group_B), dtype=torch.float64).index_add(0, episode_N, rewards_N)
     std = algorithm.advantage_std
-    worlds = sorted({t.world for t in batch.episodes})
-    env_B = torch.tensor([worlds.index(t.world) for t in batch.episodes])  # statistics of a batch are of each alone
+    names = sorted({t.world for t in batch.episodes})
+    env_B = torch.tensor([names.index(t.world) for t in batch.episodes])  # statistics of a batch are of each alone
     trained_S, env_S = trains_B[batch.episode_S], env_B[batch.episode_S]
     match algorithm.advantage:
-        case "gae" | "bilevel_gae":
+        case "grpo":
+            value_S = estimators.grpo(rewards_B, group_B, std=std)[batch.episode_S]
+        case "rloo":
+            value_S = estimators.rloo(rewards_B, group_B)[batch.episode_S]
+        case "brpo":
+            value_S = estimators.brpo(rewards_B, env_B, std=std)[batch.episode_S]
+        case "arpo":
+            value_S = estimators.arpo(rewards_B)[batch.episode_S]
+        case "maxrl":
+            value_S = estimators.maxrl(rewards_B, group_B)[batch.episode_S]
+        case "turn_return":
+            value_S = estimators.turn_advantages(
+                rewards_N, episode_N, group_B, gamma=algorithm.gamma, over=algorithm.turn_norm, std=std, env_B=env_B
+            )[turn_S]
+        case "gigpo":
+            similar = algorithm.step_similarity
+            states = [s for t in batch.episodes for s in (t.state_keys if similar is None else t.observations)]
+            buckets_N = estimators.state_buckets(states, group_B[episode_N], similar or 1.0)
+            value_S = estimators.gigpo(
+                rewards_B, group_B, rewards_N, episode_N, buckets_N,
+                weight=algorithm.step_weight, gamma=algorithm.step_gamma, std=std,
+            )[turn_S]  # fmt: skip
+        case "reinforce_pp" | "reinforce_pp_baseline" as name:
+            raw_B = torch.zeros(len(group_B), dtype=torch.float64).index_add(0, episode_N, scores_N)
+            value_S = estimators.reinforce_pp(
+                raw_B, group_B, batch.episode_S, -penalty_S,
+                baseline=name == "reinforce_pp_baseline", trained_S=trained_S, env_S=env_S,
+            )  # fmt: skip
+        case "gae" | "bilevel_gae" as name:
             assert measured.values_S is not None
-            rewards_S, values_S = estimators.token_rewards(rewards_N, turn_S, -penalty_S), measured.values_S.double()
-            if algorithm.advantage == "gae":
+            rewards_S, values_S = estimators.token_rewards(scores_N, turn_S, -penalty_S), measured.values_S.double()
+            if name == "gae":
                 value_S, returns_S = estimators.gae(
                     rewards_S, values_S, batch.episode_S, algorithm.gamma, algorithm.lam
                 )
@@ -474,113 +365,141 @@ def advantages(
                     rewards_S, values_S, turn_S, episode_N,
                     gamma=algorithm.gamma, gamma_high=algorithm.gamma_high, lam=algorithm.lam,
                 )  # fmt: skip
-            if algorithm.whiten:
-                value_S = estimators.whiten(value_S, trained_S, env_S)
-            return value_S, returns_S
-        case "turn_return":
-            value_N = estimators.turn_advantages(
-                paid_N, episode_N, group_B, gamma=algorithm.gamma, over=algorithm.turn_norm, std=std, env_B=env_B
-            )
-            value_S = value_N[turn_S]
-        case "gigpo":
-            similar = algorithm.step_similarity
-            states = [s for t in batch.episodes for s in (t.state_keys if similar is None else t.observations)]
-            buckets_N = estimators.state_buckets(states, group_B[episode_N], similar or 1.0)
-            value_N = estimators.gigpo(
-                rewards_B, group_B, paid_N, episode_N, buckets_N,
-                weight=algorithm.step_weight, gamma=algorithm.step_gamma, std=std,
-            )  # fmt: skip
-            value_S = value_N[turn_S]
-        case "reinforce_pp" | "reinforce_pp_baseline":
-            raw_B = torch.zeros(len(group_B), dtype=torch.float64).index_add(0, episode_N, rewards_N)
-            baseline = algorithm.advantage == "reinforce_pp_baseline"
-            value_S = estimators.reinforce_pp(
-                raw_B, group_B, batch.episode_S, -penalty_S, baseline=baseline, trained_S=trained_S, env_S=env_S
-            )
-        case name:
-            value_B = {
-                "grpo": lambda: estimators.grpo(rewards_B, group_B, std=std),
-                "rloo": lambda: estimators.rloo(rewards_B, group_B),
-                "brpo": lambda: estimators.brpo(rewards_B, env_B, std=std),
-                "arpo": lambda: estimators.arpo(rewards_B),
-                "maxrl": lambda: estimators.maxrl(rewards_B, group_B),
-            }[name]()
-            value_S = value_B[batch.episode_S]
+            return (estimators.whiten(value_S, trained_S, env_S) if algorithm.whiten else value_S), returns_S
     return value_S * torch.tensor(weights, dtype=torch.float64)[group_B][batch.episode_S], None
 
 
-# ----------------------------------------------------------------------------------------------------- 3. learn
+# ---------------------------------------------------------------------------------------------------- 4. update
 
 
-def learn(
-    cfg: StarPORun, learner: Learner, groups: list[list[Trajectory]], judged: Judged, step: int, fresh: bool = True
+def update(
+    cfg: StarPORun,
+    learner: Learner,
+    experience: Experience,
+    state: RunState,
+    step: int,
+    distillation: Distillation | None = None,
 ) -> dict[str, float]:
-    """The kept groups' advantages and the update on them; returns what happened.
+    """Move the policy (and its critic) by one optimizer step for each minibatch of each epoch; figures of it.
 
-    fresh: the policy is still the one that played. Only a test has groups that another one played.
+    Gradients are summed over micro-batches and processes: neither changes the result.
     """
     import torch
 
-    from posttrain.cockpit import gradients_by_spread
-    from posttrain.learner import Batch
-    from posttrain.starpo.filters import loss_scale
+    from posttrain import parallel
+    from posttrain.curriculum import longest_episode
+    from posttrain.learner import CRITIC, POLICY, schedule
+    from posttrain.monitoring.updates import UpdateFigures, advantage_figures
+    from posttrain.starpo import losses
 
-    members = [(number, sample) for number in judged.kept for sample, on in enumerate(judged.members[number]) if on]
-    batch = Batch.of([groups[number][sample] for number, sample in members])
-    trains_B = torch.tensor([judged.trains[number][sample] for number, sample in members])
-    measured = learner.measure(batch)
-    advantages_S, returns_S = advantages(cfg, batch, measured, judged.weights, trains_B)
-    trained_S = advantages_S[trains_B[batch.episode_S]]
-    looked: dict[str, float] = {}
-    if cfg.diagnostics.gradients_every and step % cfg.diagnostics.gradients_every == 0:
-        everything = Batch.of([t for group in groups for t in group if not t.crashed and t.tokens])
-        seen = learner.measure(everything)
-        value_S, _ = advantages(cfg, everything, seen, judged.weights, torch.ones(len(everything.episodes)) > 0)
-        looked = gradients_by_spread(learner, everything, seen, value_S, judged.spread)
-    passes = []
-    for iteration in range(cfg.algorithm.num_iterations):
-        order = sorted(judged.kept, key=lambda number: address(cfg.seed, "order", step, iteration, number))
-        parts = [order[part :: cfg.algorithm.minibatches] for part in range(cfg.algorithm.minibatches)]
-        passes.append([[n for n, (number, _) in enumerate(members) if number in part] for part in parts])
-    scale = loss_scale(len(judged.kept) / len(groups), cfg.algorithm.filter.loss_scale)
-    row = learner.update(batch, measured, advantages_S, returns_S, trains_B, passes, step, scale, fresh)
-    return (
-        row
-        | looked
-        | {
-            "advantage/mean": trained_S.mean().item(),
-            "advantage/std": trained_S.std(correction=0).item(),
-            "advantage/max": trained_S.abs().max().item(),
-        }
+    algorithm, batch, measured, critic = cfg.algorithm, experience.batch, experience.measured, learner.critic
+    warming_up = critic is not None and step <= algorithm.critic.warmup_steps  # the critic then learns alone
+    rates = (0.0 if warming_up else cfg.learning_rate, algorithm.critic.learning_rate)
+    learner.set_learning_rates(*(rate * schedule(cfg, step) for rate in rates))
+    low, high = algorithm.importance_range
+    importance_weights_S = losses.sampler_weights(
+        measured.old_S, batch.sampler_S, algorithm.importance, batch.episode_S, low=low, high=high
+    )
+    settings = objective_settings(cfg, state, experience.kept_share)
+    lengths_B = torch.bincount(batch.episode_S, minlength=len(batch.episodes)) * experience.trains_B
+    figures = UpdateFigures()
+    learner.model.train()
+    for epoch in range(algorithm.num_iterations):
+        for number, chosen in enumerate(minibatches(cfg, experience, step, epoch)):
+            counted_B = torch.zeros_like(lengths_B)
+            counted_B[chosen] = lengths_B[chosen]
+            if counted_B.sum() == 0:
+                continue
+            weights_S = losses.token_weights(batch.episode_S, algorithm.aggregation, counted_B, longest_episode(cfg))
+            prefixes, micro_batches = learner.prefill([row for row in batch.rows if counted_B[row.episode] > 0])
+            for rows in micro_batches:
+                forward = learner.forward(rows, prefixes)
+                new_S, on_policy = forward.logprobs_S, figures.steps == 0  # no step yet: the ratio is 1, to the bit
+                tokens = losses.Tokens(
+                    logprobs_S=new_S,
+                    old_S=new_S.detach() if on_policy else forward.take(measured.old_S),
+                    advantages_S=forward.take(experience.advantages_S).float(),
+                    weights_S=forward.take(weights_S),
+                    importance_weights_S=forward.take(importance_weights_S),
+                    entropy_S=forward.entropy_S,
+                    reference_S=None if measured.reference_S is None else forward.take(measured.reference_S),
+                    segments_S=forward.take(batch.segment_S(algorithm.loss_type)),
+                )
+                policy = losses.objective(tokens, settings)
+                figures.policy(tokens, policy, forward.take(batch.sampler_S))
+                loss = None if warming_up else policy.loss
+                if critic is not None and critic.kind == "shared":  # one trunk: one backward pass for both
+                    value = value_loss(learner, forward, experience, tokens.weights_S, figures)
+                    (value if loss is None else loss + value).backward()
+                    continue
+                if loss is not None:
+                    loss.backward()
+                if critic is not None:
+                    with critic.active():  # recomputed activations, too, must be the critic's
+                        value_loss(learner, forward, experience, tokens.weights_S, figures).backward()
+            prefixes.backward()
+            if distillation is not None and distillation.coef and not warming_up:
+                figures.distillation(*distillation.backward(step, epoch * algorithm.minibatches + number))
+
+            parallel.sum_gradients(learner.trainable[POLICY] + learner.trainable[CRITIC])
+            for parameter in learner.trainable[POLICY] if warming_up else ():
+                parameter.grad = None  # not even the optimizer's moments learn from the critic's loss
+            norms = [torch.nn.utils.clip_grad_norm_(own, cfg.trainer.max_grad_norm).item() for own in learner.trainable]
+            finite = all(map(math.isfinite, norms))
+            if finite:
+                learner.optimizer.step()
+            learner.optimizer.zero_grad(set_to_none=True)
+            figures.step(norms, finite)
+    row = figures.row(learner, state.entropy_bonus)
+    if algorithm.entropy_target is not None:
+        state.entropy_coef, state.entropy_bonus = losses.adaptive_entropy(
+            state.entropy_coef, row["policy/entropy"], algorithm.entropy_target, delta=algorithm.entropy_delta
+        )
+    return row | advantage_figures(experience.advantages_S, experience.trains_B[batch.episode_S])
+
+
+def objective_settings(cfg: StarPORun, state: RunState, kept_share: float) -> losses.Settings:
+    """The config's part in `losses.objective`."""
+    from posttrain.starpo import filters, losses
+
+    algorithm = cfg.algorithm
+    return losses.Settings(
+        loss_type=algorithm.loss_type,
+        epsilon=algorithm.epsilon,
+        epsilon_high=algorithm.epsilon_high,
+        dual_clip=algorithm.dual_clip,
+        delta=algorithm.delta,
+        scale=filters.loss_scale(kept_share, algorithm.filter.loss_scale),
+        entropy_coef=state.entropy_bonus,
+        beta=algorithm.beta if algorithm.kl_in == "loss" else 0.0,
+        kl_estimator=algorithm.kl_kind,
     )
 
 
-def prepare(cfg: StarPORun, model: Any, chat: Chat) -> Learner:
-    """The adapter where one is asked for, memory savings, the reference, and the learner of it all."""
-    from posttrain import models, training
-    from posttrain.learner import Learner
-    from posttrain.policy import without_noise
-
-    without_noise(model)  # the ratio must start at 1, and a resumed run has no random state to restore
-    if cfg.model.tuning != "full" and cfg.model.lora.dropout > 0:
-        raise UserError("model.lora.dropout must be 0 in phase 3: sampler and learner have to be the same policy.")
-    reference = None  # and the teacher of `distillation`; an adapter is switched off instead
-    if (cfg.algorithm.beta > 0 or cfg.distillation) and cfg.model.tuning == "full":
-        reference = copy.deepcopy(model).requires_grad_(False).eval()
-    if (adapter := models.peft_config(cfg.model, model, chat)) is not None:
-        from peft import get_peft_model
-
-        with training.refusals_in_words():
-            model = get_peft_model(model, adapter)
-        models.adapters_in_float32(model)
-    if cfg.trainer.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if cfg.model.tuning != "full":
-            model.enable_input_require_grads()
-    return Learner(cfg, model, reference)
+def minibatches(cfg: StarPORun, experience: Experience, step: int, epoch: int) -> list[list[int]]:
+    """The episodes of each optimizer step of an epoch: whole groups, in an order that the seed decides."""
+    group_B = experience.batch.group_B.tolist()
+    order = sorted(set(group_B), key=lambda group: address(cfg.seed, "order", step, epoch, group))
+    parts = [order[part :: cfg.algorithm.minibatches] for part in range(cfg.algorithm.minibatches)]
+    return [[episode for episode, group in enumerate(group_B) if group in part] for part in parts]
 
 
-# ------------------------------------------------------------------------------------------------------ 4. look
+def value_loss(
+    learner: Learner, forward: Forward, experience: Experience, weights_S: torch.Tensor, figures: UpdateFigures
+) -> torch.Tensor:
+    """The critic's loss of a micro-batch: coef * sum of weight_S * (V - return)^2 / 2, with V clipped as in PPO."""
+    from posttrain.starpo import losses
+
+    critic, measured = learner.cfg.algorithm.critic, experience.measured
+    assert measured.values_S is not None and experience.returns_S is not None
+    values_S, returns_S = learner.values(forward), forward.take(experience.returns_S).float()
+    clip = math.inf if critic.clip is None else critic.clip
+    loss_S, clipped_S = losses.value_loss(values_S.float(), forward.take(measured.values_S), returns_S, clip)
+    figures.critic(values_S, returns_S, loss_S, clipped_S)
+    return critic.coef * (weights_S * loss_S).sum()
+
+
+# -------------------------------------------------------------------------------------------------- 5. evaluate
 
 
 def evaluate(
@@ -594,245 +513,58 @@ def evaluate(
 ) -> dict[str, float]:
     """Success on held-out levels, the same ones each time and in every run, with Wilson 95 % intervals.
 
-    A world with a curriculum is played as in its last stage, from the first evaluation on.
-    won: is given, for each world, whether each of its levels was won, in the order of the levels.
+    An environment with a curriculum is played as in its last stage, from the first evaluation on.
+    won: is given, for each environment, whether each of its levels was won, in the order of the levels.
     """
     import envs
-    from envs.protocol import Protocol
     from posttrain import curriculum, parallel
-    from posttrain.cockpit import Played, failures
-    from posttrain.metrics import wilson
+    from posttrain.monitoring.episodes import Summary, describe_evaluation
     from posttrain.rollout import set_up
 
-    row: dict[str, float] = {}
-    for world in cfg.worlds:
-        seeds = [address("evaluation", world.name, split, i) for i in parallel.mine(episodes)]
-        options, protocol = curriculum.conditions(world, Protocol(**cfg.protocol.model_dump()), curriculum.TARGET)
-        levels = [set_up(envs.make(world.name, **options), protocol, seed, split) for seed in seeds]
+    summaries: dict[str, list[Summary]] = {}
+    for env in cfg.worlds:
+        seeds = [address("evaluation", env.name, split, i) for i in parallel.mine(episodes)]
+        options, protocol = curriculum.conditions(cfg, env, curriculum.TARGET)
+        levels = [set_up(envs.make(env.name, **options), protocol, seed, split) for seed in seeds]
         played = play_all(cfg, sampler, chat, levels, cfg.evaluation.temperature, seeds)
-        episodes_played = parallel.gather([Played.of(t) for t in played])
-        wins, turns = sum(e.success for e in episodes_played), max(1, sum(e.turns for e in episodes_played))
-        low, high = wilson(wins, episodes)
-        if won is not None:
-            won[world.name] = [bool(e.success) for e in episodes_played]
-        row |= {
-            f"{name}/{world.name}/success": wins / episodes,
-            f"{name}/{world.name}/low": low,
-            f"{name}/{world.name}/high": high,
-            f"{name}/{world.name}/reward": sum(e.reward for e in episodes_played) / episodes,
-            f"{name}/{world.name}/invalid_turns": sum(e.invalid_turns for e in episodes_played) / turns,
-            f"{name}/{world.name}/turns": turns / episodes,
-            f"{name}/{world.name}/logprob": sum(e.logprob for e in episodes_played)
-            / max(1, sum(e.tokens for e in episodes_played)),
-            f"{name}/{world.name}/crashed": sum(e.crashed for e in episodes_played),
-        }
-        for failure in failures(episodes_played):
-            row[f"{name}/{world.name}/{failure}"] = sum(e.failure == failure for e in episodes_played) / episodes
-    row[f"{name}/success"] = sum(row[f"{name}/{world.name}/success"] for world in cfg.worlds) / len(cfg.worlds)
-    return row
+        summaries[env.name] = parallel.gather([Summary.of(t) for t in played])
+    if won is not None:
+        won |= {name: [e.success for e in found] for name, found in summaries.items()}
+    return describe_evaluation(name, summaries)
 
 
-def test_results(cfg: StarPORun, row: dict[str, float]) -> list[Result]:
-    """The last evaluation's success in each environment, for the model card."""
-    from posttrain.model_card import Result
+def validate(whole: Run, state: RunState, step: int) -> None:
+    """Evaluate on validation levels and old tasks; keep the policy as the best one where it wins more than the best."""
+    from posttrain import run_state
+    from posttrain.metrics import paired_difference
+    from posttrain.starpo.alarms import not_finite
 
-    split, levels = cfg.evaluation.final_split, cfg.evaluation.final_episodes
-    shares = {env.name: [row[f"final/{env.name}/{key}"] for key in ("success", "low", "high")] for env in cfg.worlds}
-    return [
-        Result(f"{name}, {split} levels: success", success, levels, low, high)
-        for name, (success, low, high) in shares.items()
-    ]
-
-
-def go_back(
-    learner: Learner, state: dict[str, Any], step: int, raised: list[Alarm], changes: dict[str, Any], best: Path
-) -> StarPORun:
-    """Put the best policy so far in place, with its optimizer, and go on from this step with a changed config."""
-    from posttrain import cockpit
-
-    goes_on = ("step", "tokens", "curriculum", "best", "best_step", "best_won", "interventions")
-    state |= load_state(best, learner) | {key: state[key] for key in goes_on} | {"alarms": {}}
-    names = [alarm.name for alarm in raised]
-    state["interventions"].append({"step": step, "alarms": names, "back_to": state["best_step"], "changes": changes})
-    learner.cfg = cockpit.intervene(learner.cfg, changes)
-    if (coef := changes.get("algorithm.entropy_coef")) is not None:
-        learner.entropy_coef = learner.entropy_bonus = coef
-    return learner.cfg
-
-
-def solved(cfg: StarPORun, state: dict[str, Any], success: float) -> bool:
-    """No group has passed the filter for long because all is won, and no curriculum has harder levels in store."""
-    from posttrain.starpo.alarms import LIMITS
-
-    places = state["curriculum"]
-    last = all(places[world.name]["stage"] == len(world.curriculum) - 1 for world in cfg.worlds if world.curriculum)
-    return last and success >= LIMITS["solved"] and state["empty_steps"] >= cfg.algorithm.max_empty_steps
-
-
-def tell(
-    cfg: StarPORun,
-    out: Path,
-    step: int,
-    groups: list[list[Trajectory]],
-    tracker: Tracker,
-    say: Callable[[str], None],
-    told: bool = False,
-) -> bool:
-    """Transcripts and pictures of the first group and a group that nobody finished, where due; crashes, always.
-
-    told: whether the run has been told of groups that nobody finished; once is enough. Returns whether it has now.
-    """
-    from posttrain import parallel
-
-    crashed = [trajectory for group in groups for trajectory in group if trajectory.crashed]
-    if crashed:
-        t, of = crashed[0], sum(map(len, groups))
-        say(
-            f"step {step}: {len(crashed)} of {of} episodes crashed and are left out, see transcripts; the first:"
-            f" {t.world} raised {t.crashed} (level seed {t.level_seed})"
+    cfg, learner, monitor, began = whole.cfg, whole.learner, whole.monitor, time.perf_counter()
+    won: dict[str, list[bool]] = {}
+    with learner.autocast():
+        row = evaluate(cfg, whole.sampler, whole.chat, cfg.evaluation.split, cfg.evaluation.episodes, won=won)
+    better = not state.best_won
+    if state.best_won:
+        gain, error = paired_difference(state.best_won, won)
+        row |= {"evaluation/over_best": gain, "evaluation/over_best_error": error}
+        needed = 0.0 if step == cfg.trainer.max_steps else error  # within noise, what was trained longer
+        better = gain > needed + 1e-9
+        monitor.say(
+            f"step {step}: {row['evaluation/success']:.1%} of {cfg.evaluation.split} levels won, {100 * gain:+.1f}"
+            f" points against step {state.best_step} on the same levels; a new best needs more than"
+            f" {100 * needed:.1f}: " + ("the new best" if better else f"step {state.best_step} stays it")
         )
-    stuck = [group for group in groups if all(t.truncated and not t.crashed for t in group)]
-    stuck = stuck if due(cfg.transcripts.every, step) else []
-    if stuck and not told:
-        t = stuck[0][0]
-        say(
-            f"step {step}: in {len(stuck)} of {len(groups)} groups nobody finished, see transcripts; the first:"
-            f" {t.world} (level seed {t.level_seed}). They teach what their rewards tell apart;"
-            " algorithm.mask_truncated leaves them out. Said once: `rollout/truncated_groups` goes on counting."
-        )
-    told = told or bool(stuck)
-    if parallel.rank() != 0:
-        return told
-    to_read = groups[0][: cfg.transcripts.count] if step % cfg.transcripts.every == 0 else []
-    more = crashed[: max(1, cfg.transcripts.count)] + [group[0] for group in stuck[:1] if group[0] not in to_read]
-    written = write_transcripts(out / "transcripts.jsonl", step, to_read + more)
-    shown, pictures = [], []
-    for number, (episode, t) in enumerate(zip(written, to_read, strict=False)):
-        picture = None if t.crashed else draw(cfg, out / "episodes", f"step-{step}-{number}", t, say)
-        if picture:
-            shown.append(episode)
-            pictures.append(picture)
-    if shown:
-        tracker.show(shown, pictures, step)
-    return told
-
-
-def write_transcripts(path: Path, step: int, trajectories: list[Trajectory]) -> list[dict[str, Any]]:
-    """Whole episodes as JSON lines, to be read by people; seeds and actions are enough to play one again."""
-    kept = "world stage level_key level_seed noise_seed success failure crashed actions turn_rewards messages".split()
-    rows = [{"step": step} | {key: getattr(t, key) for key in kept} for t in trajectories]
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
-    return rows
-
-
-def draw(cfg: StarPORun, folder: Path, name: str, t: Trajectory, say: Callable[[str], None]) -> Path | None:
-    """An animated picture of an episode, played again from its seeds and actions; None where its world raises."""
-    import envs
-    from envs.protocol import Protocol
-    from posttrain import curriculum
-    from posttrain.report.episodes import gif
-
-    folder.mkdir(parents=True, exist_ok=True)
-    chosen = next(world for world in cfg.worlds if world.name == t.world)
-    options, _ = curriculum.conditions(chosen, Protocol(**cfg.protocol.model_dump()), t.stage or 0)
-    try:
-        world = envs.make(t.world, **options)
-        world.reset(seed=t.level_seed, options={"split": "train", "noise_seed": t.noise_seed})
-        frames = [world.render()]
-        for action in t.actions:
-            world.step(action)
-            frames.append(world.render())
-        picture = gif(frames)
-    except Exception as error:  # a world may raise here alone
-        say(f"no picture of {name}: {t.world} (level seed {t.level_seed}) raised {type(error).__name__}: {error}")
-        return None
-    path = folder / f"{name}.gif"
-    path.write_bytes(picture)
-    return path
-
-
-# ------------------------------------------------------------------------------------------------- checkpoints
-
-
-def save_state(folder: Path, learner: Learner, chat: Chat, state: dict[str, Any]) -> None:
-    """A checkpoint that a run resumes from bit by bit, and that transformers (or peft) can load as it is."""
-    from posttrain import checkpoint, parallel
-
-    def write(out: Path) -> None:
-        learner.model.save_pretrained(out, **({"selected_adapters": ["default"]} if learner.adapted else {}))
-        chat.save(out)
-        learner.save(out)
-        bonus = {"entropy_coef": learner.entropy_coef, "entropy_bonus": learner.entropy_bonus}
-        (out / "state.json").write_text(json.dumps(state | bonus), encoding="utf-8")
-
-    if parallel.rank() == 0:
-        checkpoint.save(folder, write, chat_template_sha256=chat.hash, phase=3, step=state["step"])
-    parallel.barrier()
-
-
-def load_state(folder: Path, learner: Learner) -> dict[str, Any]:
-    """Put a checkpoint's weights, critic and optimizer in place and return where the run was."""
-    from safetensors.torch import load_file
-
-    from posttrain import checkpoint
-
-    checkpoint.verify(folder)
-    if learner.adapted:  # read into the CPU's memory: the device need not hold all of it twice
-        from peft import set_peft_model_state_dict
-
-        set_peft_model_state_dict(learner.model, load_file(folder / "adapter_model.safetensors"))
-    else:
-        shards = [load_file(file) for file in checkpoint.weight_files(folder)]
-        weights = {key: value for shard in shards for key, value in shard.items()}
-        missing = learner.model.load_state_dict(weights, strict=False)
-        assert not missing.unexpected_keys, missing.unexpected_keys
-    state = read_state(folder)
-    learner.load(folder)
-    learner.entropy_coef, learner.entropy_bonus = state["entropy_coef"], state["entropy_bonus"]
-    return state
-
-
-def read_state(folder: Path) -> dict[str, Any]:
-    """Where the run was when it wrote this checkpoint."""
-    from posttrain import files
-
-    return files.read_json(folder / "state.json", "Remove this checkpoint: --resume then takes an older one.")
-
-
-def resume_from(out: Path, say: Callable[[str], None]) -> Path | None:
-    """The newest whole checkpoint whose best policy is whole as well: from there the run repeats itself exactly.
-
-    Where no checkpoint has its best, the newest whole one, which then begins to look for a best anew.
-    """
-    from posttrain import checkpoint
-
-    def best_is_whole(folder: Path) -> None:
-        checkpoint.verify(out / f"best-{read_state(folder)['best_step']}")
-
-    whole = checkpoint.latest_good(out, say=say, also=best_is_whole)
-    return whole or checkpoint.latest_good(out, say=lambda _: None)
-
-
-def drop_later(out: Path, step: int) -> None:
-    """Checkpoints and bests behind the step that a run resumes from: damaged or unknown to it, and taken for newer."""
-    from posttrain import checkpoint, parallel
-
-    if parallel.rank() == 0:
-        for number, folder in checkpoint.numbered(out) + checkpoint.numbered(out, "best"):
-            if number > step:
-                shutil.rmtree(folder)
-
-
-def drop_old(out: Path, keep: int) -> None:
-    """Only the newest `keep` checkpoints stay, and the bests that they know."""
-    from posttrain import checkpoint, parallel
-
-    if parallel.rank() == 0:
-        folders = checkpoint.numbered(out)
-        known = [best for best in checkpoint.numbered(out, "best") if best[0] <= folders[-keep:][0][0]]
-        for _, folder in folders[:-keep] + known[:-1]:
-            shutil.rmtree(folder)
+    if whole.distillation is not None:
+        row["evaluation/distillation_kl"] = whole.distillation.measure()
+    with learner.autocast():
+        row |= whole.former_tasks.measure(whole.sampler, learner)
+    monitor.report(state, step, row | {"seconds/evaluation": time.perf_counter() - began})
+    broken = not_finite(state.alarms)
+    if broken and step == 0:
+        raise UserError(f"{cfg.model.name_or_path} cannot be trained: {broken}.")
+    if better and not broken:
+        state.best_step, state.best_success, state.best_won = step, row["evaluation/success"], won
+        run_state.save(Path(cfg.output_dir) / f"best-{step}", learner, whole.chat, state)
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,8 @@
-"""How hard is a world now?  Stages that begin at a step or after enough success; where a run stands is plain data.
+"""What does a group play?  Which environment, and how hard: stages that begin at a step or after enough success.
 
-    places = start(cfg.worlds)                       {"sokoban": {"stage": 0, "successes": []}}
-    options, protocol = conditions(world, protocol, places["sokoban"]["stage"])
+    played = environments_of_groups(cfg.worlds, groups=8, step=1)       one for each group
+    places = start(cfg.worlds)                                          {"sokoban": {"stage": 0, "successes": []}}
+    options, protocol = conditions(cfg, played[0], places["sokoban"]["stage"])
     places = after_step(cfg.worlds, places, episodes, step)
 The places go into the checkpoint, so a resumed run stands where it stood.
 """
@@ -12,27 +13,72 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypedDict
 
+import envs
 from envs.protocol import Protocol
-from posttrain.config import StageSection, TrainingWorld
-from posttrain.types import Trajectory
+from posttrain.config import StageSection, StarPORun, TrainingWorld
+from posttrain.types import Trajectory, UserError
 
 TARGET = -1  # the last stage, for held-out levels
 
 
 class Place(TypedDict):
-    """Where a world's curriculum stands: its stage, and the share of episodes won in each recent step of that stage."""
+    """Where an environment's curriculum stands: its stage, and the share of episodes won in each recent step of it."""
 
     stage: int
     successes: list[float]
 
 
+def environments_of_groups(worlds: Sequence[TrainingWorld], groups: int, step: int) -> list[TrainingWorld]:
+    """Which environment each group of a step plays: fixed numbers first, the rest by weight, evenly over the steps."""
+    fixed = [world for world in worlds for _ in range(world.groups or 0)]
+    free = [world for world in worlds if world.groups is None]
+    if len(fixed) > groups or (len(fixed) < groups and not free):
+        raise UserError(f"worlds[].groups add up to {len(fixed)}, but rollout.groups is {groups}: make them fit.")
+    total = sum(world.weight for world in free)
+    ahead = [0.0] * len(free)
+    chosen: list[TrainingWorld] = []
+    places = groups - len(fixed)
+    for _ in range(step * places):  # every place goes to the environment that is furthest behind its share
+        ahead = [a + world.weight / total for a, world in zip(ahead, free, strict=True)]
+        most = ahead.index(max(ahead))
+        ahead[most] -= 1.0
+        chosen.append(free[most])
+    return fixed + chosen[len(chosen) - places :]
+
+
+def check_environments(cfg: StarPORun) -> None:
+    """UserError unless every environment is there, takes its options and has levels in every split."""
+    environments_of_groups(cfg.worlds, cfg.rollout.groups, 1)
+    held_out = (cfg.evaluation.split, cfg.evaluation.final_split)
+    for n, world in enumerate(cfg.worlds):
+        stages = [stage.options for stage in world.curriculum] or [{}]
+        for number, options in enumerate(stages):
+            try:
+                made = envs.make(world.name, **world.options | options)
+                for split in ("train", *(held_out if number == len(stages) - 1 else ())):
+                    made.reset(seed=0, options={"split": split})
+            except (Exception, SystemExit) as problem:  # an environment may raise anything
+                stage = f".curriculum.{number}" if world.curriculum else ""
+                words = str(problem)
+                if not isinstance(problem, ValueError | TypeError):
+                    words = f"it raised {type(problem).__name__}: {problem}. See python -m envs.check {world.name}."
+                raise UserError(f"worlds.{n}{stage} ({world.name}): {words}") from problem
+
+
+def longest_episode(cfg: StarPORun) -> int:
+    """The most tokens that can be sampled in an episode: Dr. GRPO's constant."""
+    stages = [stage.max_turns or 0 for world in cfg.worlds for stage in world.curriculum]
+    return cfg.rollout.max_completion_length * max([cfg.protocol.max_turns, *stages])
+
+
 def start(worlds: Sequence[TrainingWorld]) -> dict[str, Place]:
-    """The first stage of every world that has a curriculum."""
+    """The first stage of every environment that has a curriculum."""
     return {world.name: Place(stage=0, successes=[]) for world in worlds if world.curriculum}
 
 
-def conditions(world: TrainingWorld, protocol: Protocol, stage: int) -> tuple[dict[str, Any], Protocol]:
-    """The world's options and the protocol in a stage; without a curriculum they are what they are."""
+def conditions(cfg: StarPORun, world: TrainingWorld, stage: int) -> tuple[dict[str, Any], Protocol]:
+    """The environment's options and the run's protocol in a stage; without a curriculum they are what they are."""
+    protocol = Protocol(**cfg.protocol.model_dump())
     if not world.curriculum:
         return world.options, protocol
     chosen = world.curriculum[stage]
@@ -43,7 +89,7 @@ def conditions(world: TrainingWorld, protocol: Protocol, stage: int) -> tuple[di
 def after_step(
     worlds: Sequence[TrainingWorld], places: dict[str, Place], episodes: Sequence[Trajectory], step: int
 ) -> dict[str, Place]:
-    """The places for step `step + 1`, given what was played in `step`; episodes whose world raised do not count."""
+    """The places for step `step + 1`, given what was played in `step`; crashed episodes do not count."""
     moved = {}
     for world in worlds:
         if world.curriculum:

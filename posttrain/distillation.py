@@ -127,6 +127,15 @@ class Distillation:
         self.held_out = [row for row in rows if row.held_out]
         self.order = cache(self._order)
 
+    @classmethod
+    def start(cls, learner: Learner, sampler: Sampler, chat: Chat) -> Distillation:
+        """With the rows of this run, sampled now where its folder has none."""
+        return cls(learner, answered(learner.cfg, sampler, chat))
+
+    @property
+    def coef(self) -> float:
+        return _section(self.learner.cfg).coef
+
     def chosen(self, step: int, number: int) -> list[Answered]:
         """The rows of one optimizer step, the `number`-th of this step: each row once before any comes again."""
         algorithm, size = self.learner.cfg.algorithm, _section(self.learner.cfg).batch_size

@@ -23,6 +23,7 @@ from posttrain.config import ModelSection, StarPORun
 from posttrain.convgpt import ConvGPTModel
 from posttrain.head import KL_TILE, VOCABULARY_CHUNK
 from posttrain.policy import UNFIT
+from posttrain.prefixes import can_share
 from posttrain.sampler.slots import PREFILL_TOKENS, whole_blocks
 from posttrain.types import UserError
 
@@ -251,11 +252,10 @@ def learning(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool) -> dict[str,
     looks = 3 + (cfg.algorithm.beta > 0) if cfg.diagnostics.gradients_every else 1  # gradients of several losses
     policy, *critic = (count * each for count, each in trained(shape, cfg))
     # the beginnings that a minibatch shares wait beside the micro-batches for their gradients, as many tokens at most
-    shares = not cfg.trainer.gradient_checkpointing and (not critic or cfg.algorithm.critic.kind == "shared")
     return {
         "gradients": max(policy + sum(critic), looks * policy),
         "activations": tokens * (before + kept + behind),
-        "common beginnings": tokens * (before + kept) if shares else 0,
+        "common beginnings": tokens * (before + kept) if can_share(cfg) else 0,
         "the layer at work": max(tokens * at_work, tile) + in_flight,
         "bfloat16 weights": copies(shape, cfg, learns=True),
     }

@@ -12,6 +12,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from posttrain.config import StarPORun
 from posttrain.policy import DEVICE_ERRORS, UNFIT, attends_to_all, attention_mask, read, trained_states
 
 Ids = Sequence[int]
@@ -20,6 +21,12 @@ Ids = Sequence[int]
 def beginning(ids: Ids, mask: Sequence[bool]) -> tuple[int, ...]:
     """What a row reads before it predicts its first trained token."""
     return tuple(ids[: mask.index(True) - 1])
+
+
+def can_share(cfg: StarPORun) -> bool:
+    """Whether an update reads common prefixes once: not where layers are recomputed, or a critic reads for itself."""
+    own_trunk = cfg.algorithm.critical and cfg.algorithm.critic.kind != "shared"
+    return not cfg.trainer.gradient_checkpointing and not own_trunk
 
 
 def worth_sharing(rows: Sequence[tuple[Ids, Sequence[bool]]], budget: float) -> list[tuple[int, ...]]:

@@ -1,14 +1,102 @@
-"""How far may the policy move for an advantage?  Losses and weights of sampled tokens, shape (S,).
+"""What does an update minimise?  The objective as one formula, and the losses and weights that it is made of.
 
-A policy loss gives the loss of each token and where its limit bites. What a batch weighs is in `token_weights`:
-`(loss_S * weight_S).sum()` over all micro-batches of all processes is the loss of the optimizer step.
+Shapes, as suffixes: S sampled tokens of all turns one after another, B episodes. A loss function returns the loss of
+each token and which tokens are clipped, both (S,).
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 K3_LARGEST = 20.0  # nats
+
+
+class Settings(NamedTuple):
+    """What the objective is set to: Settings(loss_type="ppo_clip", epsilon=0.2, epsilon_high=0.28)."""
+
+    loss_type: str = "ppo_clip"  # ppo_clip, gspo_turn, gspo_episode, cispo or dppo_tv
+    epsilon: float = 0.2
+    epsilon_high: float = 0.28
+    dual_clip: float | None = None  # of ppo_clip
+    delta: float = 0.2  # of dppo_tv
+    scale: float = 1.0  # of the policy loss, see `filters.loss_scale`
+    entropy_coef: float = 0.0
+    beta: float = 0.0  # weight of the KL to the reference
+    kl_estimator: str = "k3"
+
+
+class Tokens(NamedTuple):
+    """The sampled tokens of a micro-batch, every field (S,). Gradients come from `logprobs_S` and `entropy_S` alone."""
+
+    logprobs_S: torch.Tensor  # under the policy
+    old_S: torch.Tensor  # under the policy before the update
+    advantages_S: torch.Tensor
+    weights_S: torch.Tensor  # what a token counts in the optimizer step, of `token_weights`
+    importance_weights_S: torch.Tensor  # of `sampler_weights`
+    entropy_S: torch.Tensor
+    reference_S: torch.Tensor | None = None  # log-probs under the reference
+    segments_S: torch.Tensor | None = None  # the turn or episode of each token, for gspo
+
+
+class Objective(NamedTuple):
+    """The loss of a micro-batch, and of each of its tokens the policy loss and whether it is clipped, (S,)."""
+
+    loss: torch.Tensor
+    policy_S: torch.Tensor
+    clipped_S: torch.Tensor
+
+
+def objective(tokens: Tokens, settings: Settings) -> Objective:
+    """What a micro-batch adds to the loss of an optimizer step; call `backward` on `.loss`.
+
+        L = sum over S of  weight_S * ( scale * w_S * policy_S  -  entropy_coef * H_S  +  beta * KL_S )
+
+        policy_S  the policy loss of each token, e.g. -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) with
+                  r = exp(logprobs - old), PPO's eq. 7 (arXiv 1707.06347). StarPO (arXiv 2504.20073, section 2.2) takes
+                  it over the sampled tokens of all turns of an episode. `gspo`, `cispo` and `dppo_tv` cite theirs
+        w_S       importance weight, where the engine that sampled has other log-probs (`sampler_weights`)
+        H_S       entropy of the distribution that the token was drawn from, nats
+        KL_S      an estimate of KL(policy || reference), k1 to k3 (`kl`)
+        weight_S  what the token counts: 1 / (all tokens of the step) is DAPO's token mean, arXiv 2503.14476, eq. 8
+                  (`token_weights` has the others)
+
+    The sum of the losses of all micro-batches of all processes is the loss of the step: how tokens are cut into
+    micro-batches changes nothing.
+
+    >>> one, zero = torch.tensor([1.0]), torch.tensor([0.0])
+    >>> objective(Tokens(zero, zero, advantages_S=2 * one, weights_S=one, importance_weights_S=one, entropy_S=one),
+    ...           Settings(entropy_coef=0.1)).loss
+    tensor(-2.1000)
+    """
+    policy_S, clipped_S = policy_loss(tokens, settings)
+    loss_S = settings.scale * policy_S * tokens.importance_weights_S
+    if settings.entropy_coef:  # without it the output layer is spared the gradient of the entropy
+        loss_S = loss_S - settings.entropy_coef * tokens.entropy_S
+    if settings.beta:
+        assert tokens.reference_S is not None
+        loss_S = loss_S + settings.beta * kl(tokens.logprobs_S, tokens.reference_S, settings.kl_estimator)
+    return Objective((tokens.weights_S * loss_S).sum(), policy_S, clipped_S)
+
+
+def policy_loss(tokens: Tokens, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
+    """The policy loss by name: of each token, and which tokens are clipped, both (S,)."""
+    new_S, old_S, advantages_S = tokens.logprobs_S, tokens.old_S, tokens.advantages_S
+    low, high = settings.epsilon, settings.epsilon_high
+    match settings.loss_type:
+        case "ppo_clip":
+            return ppo_clip(new_S, old_S, advantages_S, low, high, dual_clip=settings.dual_clip)
+        case "gspo_turn" | "gspo_episode":
+            assert tokens.segments_S is not None
+            return gspo(new_S, old_S, advantages_S, tokens.segments_S, low, high)
+        case "cispo":
+            return cispo(new_S, old_S, advantages_S, high)
+        case "dppo_tv":
+            return dppo_tv(new_S, old_S, advantages_S, settings.delta)
+        case name:
+            raise ValueError(f"unknown loss {name!r}: ppo_clip, gspo_turn, gspo_episode, cispo or dppo_tv")
+
 
 # Policy
 
@@ -22,7 +110,7 @@ def ppo_clip(
     *,
     dual_clip: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss per token and where the clip bites, both (S,): -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A).
+    """Loss per token and which tokens are clipped, both (S,): -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A).
 
     PPO, arXiv 1707.06347, eq. 7, with the asymmetric range of DAPO (arXiv 2503.14476, "clip-higher"). Where A < 0 the
     loss grows with r without end; `dual_clip` (above 1, verl's is 3) stops it at -dual_clip A (arXiv 1912.09729).
@@ -51,7 +139,7 @@ def gspo(
 def cispo(
     logprobs_S: torch.Tensor, old_S: torch.Tensor, advantages_S: torch.Tensor, epsilon_high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-stop_gradient(min(r, epsilon_high)) A log p, and where the ratio is truncated; both (S,). No token is silenced.
+    """-stop_gradient(min(r, epsilon_high)) A log p, and which ratios are truncated; both (S,). All tokens learn.
 
     CISPO, arXiv 2506.13585, eq. 4 and 5. `epsilon_high` bounds the ratio itself, as in TRL and ScaleRL (5).
     """
@@ -69,22 +157,22 @@ def dppo_tv(
     """
     fixed_S = logprobs_S.detach()
     moved_S = fixed_S.exp() - old_S.exp()
-    bites_S = ((advantages_S > 0) & (moved_S > delta)) | ((advantages_S < 0) & (moved_S < -delta))
+    left_out_S = ((advantages_S > 0) & (moved_S > delta)) | ((advantages_S < 0) & (moved_S < -delta))
     loss_S = -(fixed_S - old_S).exp().clamp(max=truncate) * advantages_S * logprobs_S
-    return loss_S.masked_fill(bites_S, 0.0), bites_S
+    return loss_S.masked_fill(left_out_S, 0.0), left_out_S
 
 
 def _clipped(
     ratio_S: torch.Tensor, advantages_S: torch.Tensor, epsilon: float, epsilon_high: float, dual_clip: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    clipped_S = ratio_S.clamp(1 - epsilon, 1 + epsilon_high)
-    loss_S = -torch.minimum(ratio_S * advantages_S, clipped_S * advantages_S)
-    bites_S = ((ratio_S > 1 + epsilon_high) & (advantages_S > 0)) | ((ratio_S < 1 - epsilon) & (advantages_S < 0))
+    limited_S = ratio_S.clamp(1 - epsilon, 1 + epsilon_high)
+    loss_S = -torch.minimum(ratio_S * advantages_S, limited_S * advantages_S)
+    clipped_S = ((ratio_S > 1 + epsilon_high) & (advantages_S > 0)) | ((ratio_S < 1 - epsilon) & (advantages_S < 0))
     if dual_clip is not None:
         assert dual_clip > 1
         far_S = (ratio_S > dual_clip) & (advantages_S < 0)
-        loss_S, bites_S = torch.where(far_S, -dual_clip * advantages_S, loss_S), bites_S | far_S
-    return loss_S, bites_S
+        loss_S, clipped_S = torch.where(far_S, -dual_clip * advantages_S, loss_S), clipped_S | far_S
+    return loss_S, clipped_S
 
 
 # Distance, value, entropy
@@ -101,13 +189,15 @@ def kl(logprobs_S: torch.Tensor, reference_S: torch.Tensor, kind: str = "k3") ->
     >>> kl(torch.tensor([-1.0]), torch.tensor([-1.5]), "k2")
     tensor([0.1250])
     """
-    if kind == "k1":
-        return logprobs_S - reference_S
-    if kind == "k2":
-        return (logprobs_S - reference_S) ** 2 / 2
-    if kind == "k3":
-        return kl_k3(logprobs_S, reference_S)
-    raise ValueError(f"unknown KL estimate {kind!r}: k1, k2 or k3")
+    match kind:
+        case "k1":
+            return logprobs_S - reference_S
+        case "k2":
+            return (logprobs_S - reference_S) ** 2 / 2
+        case "k3":
+            return kl_k3(logprobs_S, reference_S)
+        case name:
+            raise ValueError(f"unknown KL estimate {name!r}: k1, k2 or k3")
 
 
 def kl_k3(logprobs_S: torch.Tensor, old_S: torch.Tensor) -> torch.Tensor:
@@ -124,7 +214,7 @@ def kl_k3(logprobs_S: torch.Tensor, old_S: torch.Tensor) -> torch.Tensor:
 def value_loss(
     values_S: torch.Tensor, old_S: torch.Tensor, returns_S: torch.Tensor, clip: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Half the squared error of the critic per token and where its clip bites, both (S,).
+    """Half the squared error of the critic per token and which tokens are clipped, both (S,).
 
     Values may move by `clip` from those of the rollout; of both errors the larger counts (OpenAI baselines' ppo2).
     """
@@ -133,20 +223,19 @@ def value_loss(
     return torch.maximum(error_S, clipped_S) / 2, clipped_S > error_S
 
 
-def adaptive_entropy(
-    coef: float, entropy: float, target: float, *, delta: float = 0.005, low: float = 0.0, high: float = 1.0
-) -> tuple[float, float]:
+def adaptive_entropy(coef: float, entropy: float, target: float, *, delta: float = 0.005) -> tuple[float, float]:
     """Next coefficient of the entropy bonus, and what of it to apply: it rises while the entropy is at most `target`.
 
-    Above the target the coefficient falls and nothing is applied. Skywork-OR1, arXiv 2505.22312, with TRL's limits.
+    Above the target the coefficient falls and nothing is applied. Skywork-OR1, arXiv 2505.22312, within 0 and 1 as in
+    TRL.
 
     >>> adaptive_entropy(0.01, entropy=0.15, target=0.2), adaptive_entropy(0.01, entropy=0.3, target=0.2)
     ((0.015, 0.015), (0.005, 0.0))
     """
     if entropy <= target:
-        coef = min(coef + delta, high)
+        coef = min(coef + delta, 1.0)
         return coef, coef
-    return max(coef - delta, low), 0.0
+    return max(coef - delta, 0.0), 0.0
 
 
 # Weights
@@ -168,14 +257,16 @@ def token_weights(
     tensor([0.1667, 0.1667, 0.1667, 0.5000])
     """
     episodes = (lengths_B > 0).sum()
-    if aggregation == "token_mean":
-        return (1 / lengths_B.sum()).expand(len(segment_S))
-    if aggregation == "sequence_mean":
-        return 1 / (lengths_B[segment_S] * episodes)
-    if aggregation == "dr_grpo":
-        assert max_length is not None
-        return (1 / (episodes * max_length)).expand(len(segment_S))
-    raise ValueError(f"unknown aggregation {aggregation!r}: token_mean, sequence_mean or dr_grpo")
+    match aggregation:
+        case "token_mean":
+            return (1 / lengths_B.sum()).expand(len(segment_S))
+        case "sequence_mean":
+            return 1 / (lengths_B[segment_S] * episodes)
+        case "dr_grpo":
+            assert max_length is not None
+            return (1 / (episodes * max_length)).expand(len(segment_S))
+        case name:
+            raise ValueError(f"unknown aggregation {name!r}: token_mean, sequence_mean or dr_grpo")
 
 
 def sampler_weights(
@@ -186,10 +277,9 @@ def sampler_weights(
     *,
     low: float = 0.0,
     high: float = 2.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Importance weight of each token and which were truncated or masked, both (S,); its mean is the share affected.
-
-    One policy has different log-probs in the engine that sampled and in the one that trains; w = p_train / p_sample.
+) -> torch.Tensor:
+    """Importance weight of each token, (S,). One policy has different log-probs in the engine that sampled and in the
+    one that trains; w = p_train / p_sample.
 
     none             1
     truncate         min(w, high) (TIS, fengyao.notion.site/off-policy-rl; high is 2 there)
@@ -199,24 +289,29 @@ def sampler_weights(
 
     >>> trainer, sampler = torch.tensor([0.5, 0.3]).log(), torch.tensor([0.1, 0.3]).log()
     >>> sampler_weights(trainer, sampler, "truncate", high=2.0)
-    (tensor([2., 1.]), tensor([ True, False]))
+    tensor([2., 1.])
     """
-    if correction not in ("none", "truncate", "mask", "sequence_mask", "geometric_mask"):
-        raise ValueError(f"unknown correction {correction!r}: none, truncate, mask, sequence_mask or geometric_mask")
-    gap_S = (trainer_S - sampler_S).detach()
-    none_S = torch.zeros_like(gap_S, dtype=torch.bool)
-    if correction == "none":
-        return torch.ones_like(gap_S), none_S
-    if correction in ("sequence_mask", "geometric_mask"):
-        assert segment_S is not None
-        count_S = _segment_sum(torch.ones_like(gap_S), segment_S)
-        gap_S = _segment_sum(gap_S, segment_S) / (count_S if correction == "geometric_mask" else 1)
-    ratio_S = gap_S.exp()
-    if correction == "truncate":
-        return ratio_S.clamp(max=high), ratio_S > high
-    outside_S = (ratio_S < low) | (ratio_S > high)
-    weight_S = torch.ones_like(ratio_S) if correction == "geometric_mask" else ratio_S
-    return weight_S.masked_fill(outside_S, 0.0), outside_S
+    log_S = (trainer_S - sampler_S).detach()
+
+    def inside(ratio_S: torch.Tensor, weights_S: torch.Tensor) -> torch.Tensor:
+        return weights_S.masked_fill((ratio_S < low) | (ratio_S > high), 0.0)
+
+    match correction:
+        case "none":
+            return torch.ones_like(log_S)
+        case "truncate":
+            return log_S.exp().clamp(max=high)
+        case "mask":
+            return inside(ratio_S := log_S.exp(), ratio_S)
+        case "sequence_mask":
+            assert segment_S is not None
+            return inside(ratio_S := _segment_sum(log_S, segment_S).exp(), ratio_S)
+        case "geometric_mask":
+            assert segment_S is not None
+            mean_S = _segment_sum(log_S, segment_S) / _segment_sum(torch.ones_like(log_S), segment_S)
+            return inside(mean_S.exp(), torch.ones_like(log_S))
+        case name:
+            raise ValueError(f"unknown correction {name!r}: none, truncate, mask, sequence_mask or geometric_mask")
 
 
 def _segment_sum(values_S: torch.Tensor, segment_S: torch.Tensor) -> torch.Tensor:

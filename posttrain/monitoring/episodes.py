@@ -1,0 +1,206 @@
+"""What happened in these episodes?  One aggregation of them, for rollouts and for evaluations."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import resource
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from envs.check import make_ready, play
+from envs.protocol import Protocol
+from posttrain import curriculum
+from posttrain.config import StarPORun, TrainingWorld
+from posttrain.metrics import seq_rep_n, wilson
+from posttrain.types import Trajectory
+
+
+class Summary(NamedTuple):
+    """What the figures need of an episode, small enough to send to every process."""
+
+    world: str
+    success: bool
+    terminated: bool
+    truncated: bool
+    crashed: bool
+    failure: str
+    turns: int
+    invalid_turns: int
+    malformed_turns: int
+    unfinished_turns: int
+    actions: int
+    effective_actions: int
+    dropped_turns: int
+    tokens: int  # sampled ones
+    logprob: float  # sum over the sampled tokens
+    context: int  # tokens of the longest context
+    reward: float
+    stage: int | None
+
+    @classmethod
+    def of(cls, t: Trajectory) -> Summary:
+        same = {name: getattr(t, name) for name in cls._fields if name not in ("actions", "logprob")}
+        same |= {name: bool(same[name]) for name in ("success", "terminated", "truncated", "crashed")}
+        return cls(**same, actions=len(t.actions), logprob=sum(t.sampled_logprobs))
+
+
+def aggregate(episodes: Sequence[Summary]) -> dict[str, float]:
+    """Figures of episodes, by the second part of their names; how they were lost is in `failure_shares`.
+
+    Turns are a share of all turns, whoever played them; tokens of all turns; the rest is a mean over episodes, and
+    `crashed` and `tokens` are counts.
+    """
+    count, turns = len(episodes), max(1, sum(e.turns for e in episodes))
+    tokens, actions = sum(e.tokens for e in episodes), sum(e.actions for e in episodes)
+    return {
+        "success": sum(e.success for e in episodes) / count,
+        "reward": sum(e.reward for e in episodes) / count,
+        "terminated": sum(e.terminated for e in episodes) / count,
+        "truncated": sum(e.truncated for e in episodes) / count,
+        "crashed": sum(e.crashed for e in episodes),
+        "turns": sum(e.turns for e in episodes) / count,
+        "invalid_turns": sum(e.invalid_turns for e in episodes) / turns,
+        "format_rate": 1 - sum(e.malformed_turns for e in episodes) / turns,
+        "unfinished_turns": sum(e.unfinished_turns for e in episodes) / turns,
+        "response_tokens": tokens / turns,
+        "effective_actions": sum(e.effective_actions for e in episodes) / max(1, actions),
+        "tokens": tokens,
+        "logprob": sum(e.logprob for e in episodes) / max(1, tokens),
+        "context_tokens": sum(e.context for e in episodes) / count,
+        "dropped_turns": sum(e.dropped_turns for e in episodes) / count,
+    }
+
+
+def failure_shares(episodes: Sequence[Summary]) -> dict[str, float]:
+    """How the episodes of one environment were lost, as shares; not where its word for it is another figure's name."""
+    taken = {"", "success", "stage", "low", "high", "reward", "invalid_turns", "turns", "crashed"}
+    taken |= {"in_group_std", "kept_groups"}
+    names = sorted({e.failure for e in episodes} - taken)
+    return {name: sum(e.failure == name for e in episodes) / len(episodes) for name in names}
+
+
+def describe(groups: list[list[Trajectory]], std: list[float], kept: list[int]) -> dict[str, float]:
+    """The figures of one rollout, given the std of each group's rewards and the groups that are trained on."""
+    trajectories = [t for group in groups for t in group]
+    episodes = [Summary.of(t) for t in trajectories]
+    alive = [[t.reward for t in group if not t.crashed] for group in groups]
+    rewards = [reward for group in alive for reward in group]
+    stds = [each for each, group in zip(std, alive, strict=True) if group] or [0.0]
+    answers = [ids for t in trajectories for ids in answers_of(t)]
+
+    out = {f"rollout/{name}": value for name, value in aggregate(episodes).items()}
+    out |= {
+        "rollout/reward": sum(rewards) / max(1, len(rewards)),  # crashed episodes have none
+        "rollout/in_group_std": sum(stds) / len(stds),
+        "rollout/in_group_max": sum(max(group) for group in alive if group) / max(1, sum(map(bool, alive))),
+        "rollout/kept_in_group_std": sum(std[number] for number in kept) / max(1, len(kept)),
+        "rollout/zero_variance_groups": sum(each <= 1e-10 for each in stds) / len(stds),
+        "rollout/kept_groups": len(kept),
+        "rollout/truncated_groups": sum(all(t.truncated for t in group) for group in groups) / len(groups),
+        "rollout/repeated_share": sum(seq_rep_n(ids, 4) for ids in answers) / max(1, len(answers)),
+    }
+    wins = [(len(group), sum(t.success for t in group)) for group in groups]
+    for k in (2**power for power in range(1, min(size for size, _ in wins).bit_length())):
+        out[f"rollout/pass_at_{k}"] = sum(pass_at(k, *each) for each in wins) / len(wins)
+    for world in sorted({e.world for e in episodes}):
+        own = [e for e in episodes if e.world == world]
+        figures, numbers = aggregate(own), [n for n, group in enumerate(groups) if group[0].world == world]
+        out[f"rollout/{world}/success"] = figures["success"]
+        out[f"rollout/{world}/invalid_turns"] = figures["invalid_turns"]
+        out[f"rollout/{world}/in_group_std"] = sum(std[n] for n in numbers) / len(numbers)
+        out[f"rollout/{world}/kept_groups"] = sum(n in kept for n in numbers)
+        if own[0].stage is not None:
+            out[f"rollout/{world}/stage"] = own[0].stage
+        for failure, share in failure_shares(own).items():
+            out[f"rollout/{world}/{failure}"] = share
+    return out
+
+
+def describe_evaluation(name: str, by_world: dict[str, list[Summary]]) -> dict[str, float]:
+    """The figures of an evaluation, `evaluation` or `final`, with Wilson 95 % intervals of each success."""
+    row: dict[str, float] = {}
+    for world, episodes in by_world.items():
+        figures = aggregate(episodes)
+        low, high = wilson(sum(e.success for e in episodes), len(episodes))
+        row |= {
+            f"{name}/{world}/success": figures["success"],
+            f"{name}/{world}/low": low,
+            f"{name}/{world}/high": high,
+            f"{name}/{world}/reward": figures["reward"],
+            f"{name}/{world}/invalid_turns": figures["invalid_turns"],
+            f"{name}/{world}/turns": figures["turns"],
+            f"{name}/{world}/logprob": figures["logprob"],
+            f"{name}/{world}/crashed": figures["crashed"],
+        }
+        for failure, share in failure_shares(episodes).items():
+            row[f"{name}/{world}/{failure}"] = share
+    row[f"{name}/success"] = sum(row[f"{name}/{world}/success"] for world in by_world) / len(by_world)
+    return row
+
+
+def reward_table(cfg: StarPORun, played: Sequence[TrainingWorld], episodes: int = 16) -> str:
+    """The least and the most that an episode of each environment earned, as text for the start of a run.
+
+    played: the environment of each group of a step. An environment does not state its rewards, so its expert and its
+    scripted players each play `episodes` training levels (of the last stage of a curriculum) under the run's limits,
+    one action a turn. A policy may earn less or more, and format penalties come on top.
+    """
+    rows, widths = [], []
+    for world in cfg.worlds:
+        options, protocol = curriculum.conditions(cfg, world, curriculum.TARGET)
+        earned = scripted_returns(world.name, options, protocol, episodes)
+        seen = f"{min(earned):g} to {max(earned):g} ({len(earned)} episodes)" if earned else "not observed"
+        rows.append((world.name, f"{sum(group.name == world.name for group in played)} groups", seen))
+        widths += [max(earned) - min(earned)] if earned else []
+    lines = [f"  {name:<20} {groups:>12}   {seen}" for name, groups, seen in rows]
+    lines.insert(0, "groups of the first step, and what an episode earns when scripted players play it")
+    if cfg.algorithm.keeps_scale and len(widths) > 1 and max(widths) > 2 * min(widths):
+        lines.append(
+            f"WARNING: with `algorithm.advantage: {cfg.algorithm.advantage}` as this run sets it, advantages are as"
+            " large as rewards, so the environment with the widest range outweighs the others. Give them one scale"
+            " (sokoban: options: {reward: sparse}), or divide by a deviation (advantage: grpo, advantage_std: true)."
+        )
+    return "\n".join(lines)
+
+
+def scripted_returns(name: str, options: dict[str, Any], protocol: Protocol, episodes: int) -> list[float]:
+    """The reward of each episode of the environment's expert and its scripted policies, as far as none raises."""
+    earned: list[float] = []
+    with contextlib.suppress(Exception):  # an environment may raise anything, and a run goes on without this table
+        for player in ("expert", *make_ready(name, options).players()):
+            for seed in range(episodes):
+                with contextlib.suppress(Exception):
+                    episode = play(name, options, player, protocol, seed, "train")
+                    earned.append(round(sum(turn.reward for turn in episode.past), 6))
+    return [each for each in earned if math.isfinite(each)]
+
+
+def pass_at(k: int, size: int, won: int) -> float:
+    """Chance that k of a group's `size` samples, `won` of which succeeded, hold a success.
+
+    1 - C(size - won, k) / C(size, k), the unbiased estimate of pass@k, arXiv 2107.03374, eq. 1.
+
+    >>> pass_at(1, 4, 1), pass_at(2, 4, 1), pass_at(4, 4, 1)
+    (0.25, 0.5, 1.0)
+    """
+    return 1 - math.comb(size - won, k) / math.comb(size, k)
+
+
+def answers_of(trajectory: Trajectory) -> Iterator[list[int]]:
+    """The sampled tokens of each turn."""
+    ids, start = trajectory.sampled_ids, 0
+    for count in trajectory.turn_tokens:
+        yield ids[start : start + count]
+        start += count
+
+
+def memory(device: torch.device) -> float:
+    """GiB: the most that this process has held, on the GPU where it is on one."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)

@@ -1,0 +1,93 @@
+"""What did the model write?  Whole episodes as JSON lines, pictures of them, and a word on what went wrong in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import envs
+from posttrain import curriculum, parallel
+from posttrain.config import StarPORun
+from posttrain.report.episodes import gif
+from posttrain.run_state import RunState
+from posttrain.runlog import Tracker
+from posttrain.types import Trajectory
+
+KEPT = "world stage level_key level_seed noise_seed success failure crashed actions turn_rewards messages".split()
+
+
+def record(
+    cfg: StarPORun,
+    groups: list[list[Trajectory]],
+    step: int,
+    state: RunState,
+    tracker: Tracker,
+    say: Callable[[str], None],
+) -> None:
+    """Transcripts and pictures of the first group and a group that nobody finished, where due; crashes, always."""
+    out = Path(cfg.output_dir)
+    crashed = [trajectory for group in groups for trajectory in group if trajectory.crashed]
+    if crashed:
+        t, of = crashed[0], sum(map(len, groups))
+        say(
+            f"step {step}: {len(crashed)} of {of} episodes crashed and are left out, see transcripts; the first:"
+            f" {t.world} raised {t.crashed} (level seed {t.level_seed})"
+        )
+    unfinished = [group for group in groups if all(t.truncated and not t.crashed for t in group)]
+    unfinished = unfinished if due(cfg.transcripts.every, step) else []
+    if unfinished and not state.unfinished_reported:
+        state.unfinished_reported = True
+        t = unfinished[0][0]
+        say(
+            f"step {step}: in {len(unfinished)} of {len(groups)} groups nobody finished, see transcripts; the first:"
+            f" {t.world} (level seed {t.level_seed}). They teach what their rewards tell apart;"
+            " algorithm.mask_truncated leaves them out. Said once: `rollout/truncated_groups` goes on counting."
+        )
+    if parallel.rank() != 0:
+        return
+    to_read = groups[0][: cfg.transcripts.count] if step % cfg.transcripts.every == 0 else []
+    more = crashed[: max(1, cfg.transcripts.count)] + [group[0] for group in unfinished[:1] if group[0] not in to_read]
+    written = write_transcripts(out / "transcripts.jsonl", step, to_read + more)
+    shown, pictures = [], []
+    for number, (episode, t) in enumerate(zip(written, to_read, strict=False)):
+        picture = None if t.crashed else draw(cfg, out / "episodes" / f"step-{step}-{number}.gif", t, say)
+        if picture:
+            shown.append(episode)
+            pictures.append(picture)
+    if shown:
+        tracker.show(shown, pictures, step)
+
+
+def due(every: int, step: int) -> bool:
+    """The first step and every so many; never with 0."""
+    return every > 0 and (step == 1 or step % every == 0)
+
+
+def write_transcripts(path: Path, step: int, trajectories: list[Trajectory]) -> list[dict[str, Any]]:
+    """Whole episodes as JSON lines, to be read by people; seeds and actions are enough to play one again."""
+    rows = [{"step": step} | {key: getattr(t, key) for key in KEPT} for t in trajectories]
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
+    return rows
+
+
+def draw(cfg: StarPORun, path: Path, t: Trajectory, say: Callable[[str], None]) -> Path | None:
+    """An animated picture of an episode, played again from its seeds and actions; None where its environment raises."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    chosen = next(world for world in cfg.worlds if world.name == t.world)
+    options, _ = curriculum.conditions(cfg, chosen, t.stage or 0)
+    try:
+        env = envs.make(t.world, **options)
+        env.reset(seed=t.level_seed, options={"split": "train", "noise_seed": t.noise_seed})
+        frames = [env.render()]
+        for action in t.actions:
+            env.step(action)
+            frames.append(env.render())
+        picture = gif(frames)
+    except Exception as error:  # an environment may raise here alone
+        say(f"no picture of {path.stem}: {t.world} (level seed {t.level_seed}) raised {type(error).__name__}: {error}")
+        return None
+    path.write_bytes(picture)
+    return path

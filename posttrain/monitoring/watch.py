@@ -1,0 +1,67 @@
+"""Is the run well, and what is done where it is not?  Alarms on every reported row, rollbacks, early stops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from posttrain.config import StarPORun
+from posttrain.run_state import RunState, changed
+from posttrain.starpo import alarms
+
+
+class Watch:
+    """Reads every row that is reported; `say` and `alert` tell people. Its memory is plain data for the checkpoint."""
+
+    def __init__(
+        self, cfg: StarPORun, say: Callable[[str], None], alert: Callable[[str, str, bool], None], exact: bool
+    ) -> None:
+        self.say, self.alert = say, alert
+        self.sizes = alarms.Sizes(
+            groups=cfg.rollout.groups,
+            samples=cfg.rollout.num_generations,
+            evaluation_episodes=cfg.evaluation.episodes * len(cfg.worlds),
+            steps=cfg.trainer.max_steps,
+        )
+        self.limits: dict[str, float] = {"empty_steps": cfg.algorithm.max_empty_steps}
+        if not exact:
+            self.limits["sampler_gap"] = alarms.HALF_PRECISION_GAP
+        if cfg.algorithm.entropy_target is not None:  # the way up to it is meant
+            floor = alarms.LIMITS["entropy_floor"]
+            self.limits["entropy_floor"] = max(floor, cfg.algorithm.entropy_target)
+        if cfg.algorithm.loss_type != "ppo_clip":  # there tokens are clipped by design
+            self.limits["clip_fraction"] = math.inf
+
+    def see(self, state: RunState, step: int, row: dict[str, float]) -> list[alarms.Alarm]:
+        """The alarms that this row sets off, told to people; `state.alarms` moves on."""
+        numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
+        raised, state.alarms = alarms.watch(state.alarms, step, numbers, self.sizes, self.limits)
+        for alarm in raised:
+            self.say(f"ALARM {alarm}")
+            self.alert(alarm.name.replace("_", " "), str(alarm), alarm.severity == "stop")
+        return raised
+
+
+def remedy(cfg: StarPORun, state: RunState, raised: list[alarms.Alarm]) -> dict[str, Any]:
+    """What to change, by dotted path, when the run goes back to its best policy for these alarms; {} for nothing."""
+    if len(state.interventions) >= cfg.diagnostics.rollbacks:
+        return {}
+    values = {
+        "trainer.learning_rate": cfg.learning_rate,
+        "algorithm.filter.strategy": cfg.algorithm.filter.strategy,
+        "algorithm.entropy_coef": state.entropy_coef,
+    }
+    changes = alarms.rollback(raised, values)
+    try:
+        changed(cfg, changes)
+    except ValueError:  # the change does not suit this run: a filter where groups have one member
+        changes = {"trainer.learning_rate": cfg.learning_rate / 2}
+    return changes
+
+
+def solved(cfg: StarPORun, state: RunState, success: float) -> bool:
+    """No group has passed the filter for long because all is won, and no curriculum has harder levels in store."""
+    places = state.curriculum
+    last = all(places[world.name]["stage"] == len(world.curriculum) - 1 for world in cfg.worlds if world.curriculum)
+    return last and success >= alarms.LIMITS["solved"] and state.empty_steps >= cfg.algorithm.max_empty_steps

@@ -1,0 +1,143 @@
+"""Where is a run of phase 3, and from which checkpoint does it go on?  Its state, saved beside the weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from posttrain import checkpoint, curriculum, files, parallel
+from posttrain.chat import Chat
+from posttrain.config import StarPORun
+from posttrain.curriculum import Place
+from posttrain.learner import Learner
+from posttrain.types import UserError
+
+FILE = "state.json"
+REMEDY = "Remove this checkpoint: --resume then takes an older one."
+
+
+@dataclass
+class RunState:
+    """All that a run must remember beside weights and optimizer; `state.json` has the same keys.
+
+    RunState(step=40, tokens=812345, plan={"rollout.slots": 256, ...}, best_step=20, best_success=0.61,
+             best_won={"frozen_lake": [True, False, ...]}, curriculum={"sokoban": {"stage": 1, "successes": []}})
+    """
+
+    step: int = 0  # the last one that was played and learned from
+    tokens: int = 0  # sampled in all steps
+    empty_steps: int = 0  # steps in a row in which no group passed the filter
+    entropy_coef: float = 0.0  # as `losses.adaptive_entropy` keeps it
+    entropy_bonus: float = 0.0  # the coefficient that the coming update applies
+    best_step: int = 0
+    best_success: float = -1.0
+    best_won: dict[str, list[bool]] = field(default_factory=dict)  # by environment, for each validation level
+    curriculum: dict[str, Place] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)  # what the memory plan chose, by dotted paths of the config
+    alarms: dict[str, Any] = field(default_factory=dict)  # what `starpo.alarms` remembers
+    collapse: dict[str, Any] = field(default_factory=dict)  # what `monitoring.collapse` remembers
+    interventions: list[dict[str, Any]] = field(default_factory=list)  # each rollback, with what it changed
+    stopped_early: bool = False
+    unfinished_reported: bool = False  # that in some groups no episode ended by itself
+
+    @classmethod
+    def start(cls, cfg: StarPORun, plan: dict[str, Any] | None = None) -> RunState:
+        coef = cfg.algorithm.entropy_coef
+        return cls(entropy_coef=coef, entropy_bonus=coef, curriculum=curriculum.start(cfg.worlds), plan=plan or {})
+
+    def forget_best(self) -> None:
+        """The policy of this step stands in for a best that is damaged: any evaluation is better."""
+        self.best_step, self.best_success, self.best_won = self.step, -1.0, {}
+
+
+def changed(cfg: StarPORun, changes: dict[str, Any]) -> StarPORun:
+    """The run's config with these dotted paths changed."""
+    given = cfg.model_dump()
+    for path, value in changes.items():
+        *sections, key = path.split(".")
+        inner = given
+        for section in sections:
+            inner = inner[section]
+        inner[key] = value
+    return type(cfg).model_validate(given)
+
+
+def save(folder: Path, learner: Learner, chat: Chat, state: RunState) -> None:
+    """A checkpoint that a run resumes from bit by bit, and that transformers (or peft) can load as it is."""
+
+    def write(out: Path) -> None:
+        learner.model.save_pretrained(out, **({"selected_adapters": ["default"]} if learner.adapted else {}))
+        chat.save(out)
+        learner.save(out)
+        (out / FILE).write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
+
+    if parallel.rank() == 0:
+        checkpoint.save(folder, write, chat_template_sha256=chat.hash, phase=3, step=state.step)
+    parallel.barrier()
+
+
+def load(folder: Path, learner: Learner) -> RunState:
+    """Put a checkpoint's weights, critic and optimizer in place and return where the run was."""
+    checkpoint.verify(folder)
+    if learner.adapted:  # read into the CPU's memory: the device need not hold all of it twice
+        from peft import set_peft_model_state_dict
+
+        set_peft_model_state_dict(learner.model, load_file(folder / "adapter_model.safetensors"))
+    else:
+        shards = [load_file(file) for file in checkpoint.weight_files(folder)]
+        weights = {key: value for shard in shards for key, value in shard.items()}
+        missing = learner.model.load_state_dict(weights, strict=False)
+        assert not missing.unexpected_keys, missing.unexpected_keys
+    state = read(folder)
+    learner.load(folder)
+    return state
+
+
+def read(folder: Path) -> RunState:
+    """Where the run was when it wrote this checkpoint."""
+    found = files.read_json(folder / FILE, REMEDY)
+    known = {each.name for each in dataclasses.fields(RunState)}
+    if found.keys() != known:
+        raise UserError(
+            f"{folder / FILE} was written by another version of this program: it has other keys"
+            f" ({', '.join(sorted(found.keys() ^ known))}). Go on with that version, or start anew in another"
+            " output_dir."
+        )
+    return RunState(**found)
+
+
+def resume_from(out: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest whole checkpoint whose best policy is whole as well: from there the run repeats itself exactly.
+
+    Where no checkpoint has its best, the newest whole one, which then begins to look for a best anew.
+    """
+
+    def best_is_whole(folder: Path) -> None:
+        checkpoint.verify(out / f"best-{read(folder).best_step}")
+
+    whole = checkpoint.latest_good(out, say=say, also=best_is_whole)
+    return whole or checkpoint.latest_good(out, say=lambda _: None)
+
+
+def drop_later(out: Path, step: int) -> None:
+    """Checkpoints and bests behind the step that a run resumes from: damaged or unknown to it, and taken for newer."""
+    if parallel.rank() == 0:
+        for number, folder in checkpoint.numbered(out) + checkpoint.numbered(out, "best"):
+            if number > step:
+                shutil.rmtree(folder)
+
+
+def drop_old(out: Path, keep: int) -> None:
+    """Only the newest `keep` checkpoints stay, and the bests that they know."""
+    if parallel.rank() == 0:
+        folders = checkpoint.numbered(out)
+        known = [best for best in checkpoint.numbered(out, "best") if best[0] <= folders[-keep:][0][0]]
+        for _, folder in folders[:-keep] + known[:-1]:
+            shutil.rmtree(folder)

@@ -1,0 +1,148 @@
+"""What stands around the loop of phase 3?  Checks and the memory plan before its first step, the export after it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import set_seed
+
+from posttrain import checkpoint, curriculum, model_card, models, parallel, plan, run_state, runlog, training
+from posttrain.chat import Chat
+from posttrain.config import StarPORun
+from posttrain.learner import Learner
+from posttrain.monitoring.episodes import memory, reward_table
+from posttrain.policy import without_noise
+from posttrain.run_state import RunState, changed
+from posttrain.types import UserError
+
+
+class Begun(NamedTuple):
+    """A run whose config will not change any more, but for a rollback."""
+
+    cfg: StarPORun
+    settings: dict[str, Any]  # the config as it was given, for the files of the run
+    device: torch.device
+    plan: plan.Plan
+    resumes: bool
+    found: Path | None  # the checkpoint that it goes on from
+
+    @property
+    def out(self) -> Path:
+        return Path(self.cfg.output_dir)
+
+    def best(self, state: RunState) -> Path:
+        return self.out / f"best-{state.best_step}"
+
+
+def begin(cfg: StarPORun, *, resume: bool, data_sets: list[str]) -> Begun:
+    """Check everything that can be known to go wrong, claim the folder, plan the memory; the config is then final.
+
+    data_sets: those that the run will ask the Hub for.
+    """
+    cfg = models.settle(cfg)
+    settings, out = cfg.model_dump(mode="json"), Path(cfg.output_dir)
+    if runlog.is_main_process():
+        curriculum.check_environments(cfg)
+        played = curriculum.environments_of_groups(cfg.worlds, cfg.rollout.groups, 1)
+        runlog.say(reward_table(cfg, played))
+        models.preflight(cfg, resume=resume, data_sets=data_sets)
+        if resume:
+            training.same_run(out, settings)
+        checkpoint.claim(out, resume)
+        training.remember_run(out, settings, resume)
+    device = models.resolve_device(cfg.device)
+    parallel.start(device)
+    set_seed(cfg.seed)  # for new adapters; whatever is drawn later has a seed of its own
+
+    found = run_state.resume_from(out, runlog.say) if resume else None
+    before = run_state.read(found) if found else None
+    if before:  # what was chosen then rounds as it did then
+        cfg = changed(cfg, before.plan)
+    planned = plan.make(cfg, device)
+    for changes in (planned.changes, *(each["changes"] for each in (before.interventions if before else []))):
+        cfg = changed(cfg, changes)
+    for words in (planned.table(), *planned.warnings):
+        runlog.say(words)
+    return Begun(cfg, settings, device, planned, resume, found)
+
+
+def prepare(cfg: StarPORun, model: Any, chat: Chat) -> Learner:
+    """The adapter where one is asked for, memory savings, the reference, and the learner of it all."""
+    without_noise(model)  # the ratio must start at 1, and a resumed run has no random state to restore
+    if cfg.model.tuning != "full" and cfg.model.lora.dropout > 0:
+        raise UserError("model.lora.dropout must be 0 in phase 3: sampler and learner have to be the same policy.")
+    reference = None  # and the teacher of `distillation`; an adapter is switched off instead
+    if (cfg.algorithm.beta > 0 or cfg.distillation) and cfg.model.tuning == "full":
+        reference = copy.deepcopy(model).requires_grad_(False).eval()
+    if (adapter := models.peft_config(cfg.model, model, chat)) is not None:
+        from peft import get_peft_model
+
+        with training.refusals_in_words():
+            model = get_peft_model(model, adapter)
+        models.adapters_in_float32(model)
+    if cfg.trainer.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if cfg.model.tuning != "full":
+            model.enable_input_require_grads()
+    return Learner(cfg, model, reference)
+
+
+def first_state(begun: Begun, learner: Learner, chat: Chat) -> RunState:
+    """A new run's state, or that of its checkpoint, whose weights are then in place."""
+    runlog.say(f"phase 3: {training.describe(begun.cfg, learner.model, begun.device)}")
+    state = RunState.start(begun.cfg, begun.plan.changes)
+    if begun.found:
+        state = run_state.load(begun.found, learner)
+        runlog.say(f"Resuming from {begun.found}.")
+        best = begun.best(state)
+        if parallel.total(not checkpoint.is_whole(best), begun.device) > 0:
+            runlog.say(f"{best.name} is damaged: {begun.found.name} stands in for it until the next evaluation.")
+            state.forget_best()
+            run_state.save(begun.best(state), learner, chat, state)
+    if begun.resumes:
+        run_state.drop_later(begun.out, state.step)
+    return state
+
+
+def export(begun: Begun, learner: Learner, chat: Chat, state: RunState, row: dict[str, float], broken: str) -> None:
+    """Save the final model with its card. row: the figures of its evaluation on the final split, which are printed.
+
+    broken: why the last policy is not healthy, "" where it is.
+    """
+    if parallel.rank() != 0:
+        return
+    cfg, split, levels = begun.cfg, begun.cfg.evaluation.final_split, begun.cfg.evaluation.final_episodes
+    shares = {env.name: [row[f"final/{env.name}/{key}"] for key in ("success", "low", "high")] for env in cfg.worlds}
+    results = [
+        model_card.Result(f"{name}, {split} levels: success", success, levels, low, high)
+        for name, (success, low, high) in shares.items()
+    ]
+    told = model_card.record("phase3", begun.settings, state.best_step, results=results)
+    final = models.save(
+        begun.out / "final", learner.model, chat, begun.settings,
+        source=cfg.model, history=[*model_card.history(cfg.model.name_or_path), told],
+        phase="phase3", step=state.best_step,
+    )  # fmt: skip
+    print(f"Best on {cfg.evaluation.split} levels: step {state.best_step}. On {split} levels:")
+    for name, (success, low, high) in shares.items():
+        crashed = row[f"final/{name}/crashed"]
+        print(
+            f"  {name}: {success:.1%} [{low:.1%}, {high:.1%}] of {levels} episodes"
+            + (f", {crashed} of which raised and count as lost" if crashed else "")
+        )
+    print(f"Memory: at most {memory(begun.device):.2f} GiB; planned {plan.gib(begun.plan.peak)} GiB.")
+    print(f"Handed over: {final}  (curves: {begun.out / 'metrics.jsonl'})")
+    if not broken:
+        chat_with_it = f"inference_with_improved_settings.py model.name_or_path={final}"
+        print(f"Next: python {chat_with_it} --play {cfg.worlds[0].name}")
+
+
+def failed(begun: Begun, state: RunState, broken: str) -> UserError:
+    return UserError(
+        f"The run failed: {broken}. {begun.out / 'final'} was made from {begun.best(state).name}, the best healthy"
+        f" policy on the {begun.cfg.evaluation.split} levels. Start again with a lower trainer.learning_rate or"
+        " trainer.bf16=false, and another output_dir."
+    )
