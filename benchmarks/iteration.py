@@ -1,4 +1,4 @@
-"""How fast and how lean is a whole iteration, played, judged and learnt from, beside one of TRL's GRPOTrainer?
+"""How fast and how lean is a whole iteration, played, scored and learnt from, beside one of TRL's GRPOTrainer?
 
 The functions of phase 3, and `GRPOTrainer.train` with a `rollout_func`: the same levels of FrozenLake, protocol, tokens
 and random weights, the same number of turns and sampled tokens, one optimizer step each.
@@ -25,7 +25,9 @@ import train_phase3_starpo as phase3
 from posttrain import models
 from posttrain.chat import Chat
 from posttrain.config import StarPORun, resolve
+from posttrain.run_state import RunState
 from posttrain.sampler import SlotSampler
+from posttrain.starpo_run import prepare
 from posttrain.types import address
 
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart" / "phase3_starpo.yaml"
@@ -63,7 +65,7 @@ def won(sample: int) -> float:
 def ours(cfg: StarPORun, model: Any, chat: Chat) -> Callable[[int], Iteration]:
     """Iteration 1, 2, ... of phase 3, its model being the policy."""
     models.keep_freed_memory()  # as a script does that loads a model
-    learner = phase3.prepare(cfg, model, chat)
+    learner, state = prepare(cfg, model, chat), RunState.start(cfg)
     sampler = SlotSampler(learner.policy, [model.config.vocab_size], PAD)  # no token ends a turn
 
     def iteration(step: int) -> Iteration:
@@ -73,7 +75,8 @@ def ours(cfg: StarPORun, model: Any, chat: Chat) -> Callable[[int], Iteration]:
         for group in groups:
             for sample, trajectory in enumerate(group):
                 trajectory.turn_rewards[-1] = won(sample)
-        phase3.learn(cfg, learner, groups, phase3.judge(cfg, groups), step)
+        experience = phase3.collect(cfg, learner, groups, phase3.score_and_filter(cfg, groups))
+        phase3.update(cfg, learner, experience, state, step)
         end = time.perf_counter()
         episodes = [trajectory for group in groups for trajectory in group]
         work = (sum(t.turns for t in episodes), sum(t.tokens for t in episodes), sum(t.context for t in episodes))

@@ -63,9 +63,11 @@ def conversations(count: int, turns: int, new_tokens: int, vocabulary: int) -> l
 
 def ours(model: Any, episodes: list[Trajectory], micro_batch_tokens: int, **trainer: Any) -> Callable[[], float]:
     """One update of phase 3; the norm of its gradient. `trainer` has more of its settings."""
+    import train_phase3_starpo as phase3
     from posttrain import models
     from posttrain.config import StarPORun
-    from posttrain.learner import Batch, Learner
+    from posttrain.learner import Batch, Experience, Learner
+    from posttrain.run_state import RunState
     from posttrain.starpo.advantages import grpo
 
     models.keep_freed_memory()  # as a script does that loads a model
@@ -88,11 +90,10 @@ def ours(model: Any, episodes: list[Trajectory], micro_batch_tokens: int, **trai
     rewards_B = torch.tensor([t.reward for t in episodes])
     advantages_S = grpo(rewards_B, batch.group_B)[batch.episode_S]
     everyone = torch.ones(len(episodes), dtype=torch.bool)
-    passes = [[list(range(len(episodes)))]]
+    experience, state = Experience(batch, measured, advantages_S, None, everyone, 1.0), RunState.start(cfg)
 
     def step() -> float:
-        row = learner.update(batch, measured, advantages_S, None, everyone, passes, 1)
-        return row["policy/grad_norm"]
+        return phase3.update(cfg, learner, experience, state, 1)["policy/grad_norm"]
 
     return step
 

@@ -105,11 +105,13 @@ def share(player: Path) -> dict[str, float]:
     from posttrain.config import StarPORun, resolve
     from posttrain.models import load
     from posttrain.rollout import open_sampler
+    from posttrain.run_state import RunState
+    from posttrain.starpo_run import prepare
 
     file = ROOT / "configs" / "quickstart" / "phase3_starpo.yaml"
     cfg = resolve(StarPORun, file, [f"model.name_or_path={player}", "output_dir=unused"])
     model, chat = load(cfg.model, device="cpu", chat_template=None)
-    learner = phase3.prepare(cfg, model, chat)
+    learner = prepare(cfg, model, chat)
     sampler = open_sampler(learner.policy, chat, cfg.rollout.engine)
     spent, inside = 0.0, False
 
@@ -133,8 +135,9 @@ def share(player: Path) -> dict[str, float]:
                 patches.enter_context(mock.patch.object(kind, name, timed(getattr(kind, name))))
         start = time.perf_counter()
         groups = phase3.rollout(cfg, sampler, chat, 1, {})
-        judged = phase3.judge(cfg, groups)
-        phase3.learn(cfg, learner, groups, judged, 1)
+        scored = phase3.score_and_filter(cfg, groups)
+        experience = phase3.collect(cfg, learner, groups, scored)
+        phase3.update(cfg, learner, experience, RunState.start(cfg), 1)
     return {"worlds": spent, "iteration": time.perf_counter() - start}
 
 

@@ -236,7 +236,7 @@ def test_both_runs_to_the_target_pay_for_training_alone(rollout, monkeypatch):
     small += ["worlds=[frozen_lake]", "evaluation={every: 2, episodes: 2}", "algorithm.minibatches=2"]
     cfg = resolve(StarPORun, target.CONFIG, [*small, "trainer.max_steps=6", "trainer.warmup_steps=3"])
     chat, rates, clock = rollout._measure.words(512), [], [0.0]
-    honest, judge = target._measure.grpo_trainer, target.phase3.judge
+    honest, score = target._measure.grpo_trainer, target.phase3.score_and_filter
 
     def trainer(*given, optimizers, **more):
         def stepped(optimizer, *_):
@@ -246,16 +246,16 @@ def test_both_runs_to_the_target_pay_for_training_alone(rollout, monkeypatch):
         optimizers[0].register_step_pre_hook(stepped)
         return honest(*given, optimizers=optimizers, **more)
 
-    def judged(*given):
+    def scored(*given):
         clock[0] += 1
-        return judge(*given)
+        return score(*given)
 
     def evaluate(*_):
         clock[0] += 100
         return {"evaluation/success": 0.1 * len(race.curve)}
 
     monkeypatch.setattr(target._measure, "grpo_trainer", trainer)
-    monkeypatch.setattr(target.phase3, "judge", judged)
+    monkeypatch.setattr(target.phase3, "score_and_filter", scored)
     monkeypatch.setattr(target.phase3, "evaluate", evaluate)
     now = SimpleNamespace(perf_counter=lambda: clock[0], process_time=lambda: clock[0])
     monkeypatch.setattr(target, "time", now)

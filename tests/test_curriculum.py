@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.protocol import Protocol
-from posttrain.config import StageSection, TrainingWorld
+from posttrain.config import StageSection, StarPORun, TrainingWorld
 from posttrain.curriculum import TARGET, Place, advance, after_step, conditions, start
 from posttrain.types import Trajectory
 
@@ -65,12 +66,21 @@ def test_a_stage_changes_options_and_turns_and_the_last_one_is_the_target():
             StageSection(success=0.5),
         ],
     )
-    protocol = Protocol(max_turns=7)
-    assert conditions(world, protocol, 0) == ({"size": 6, "boxes": 1, "max_length": 2}, Protocol(max_turns=3))
-    assert conditions(world, protocol, 1) == ({"size": 6, "boxes": 1}, protocol)
-    assert conditions(world, protocol, TARGET) == conditions(world, protocol, 2) == (world.options, protocol)
+    cfg = StarPORun.model_validate(
+        {
+            "output_dir": "unused",
+            "model": {"name_or_path": "unused"},
+            "worlds": ["frozen_lake"],
+            "protocol": {"max_turns": 7},
+        }
+    )
+    protocol = Protocol(**cfg.protocol.model_dump())
+    assert protocol.max_turns == 7
+    assert conditions(cfg, world, 0) == ({"size": 6, "boxes": 1, "max_length": 2}, replace(protocol, max_turns=3))
+    assert conditions(cfg, world, 1) == ({"size": 6, "boxes": 1}, protocol)
+    assert conditions(cfg, world, TARGET) == conditions(cfg, world, 2) == (world.options, protocol)
     plain = TrainingWorld(name="frozen_lake", options={"size": 3})
-    assert conditions(plain, protocol, 0) == conditions(plain, protocol, TARGET) == (plain.options, protocol)
+    assert conditions(cfg, plain, 0) == conditions(cfg, plain, TARGET) == (plain.options, protocol)
     assert start([world, plain]) == {"sokoban": {"stage": 0, "successes": []}}
 
 

@@ -16,7 +16,6 @@ from test_phase3 import rows, settings, taught, train, weights
 from tiny_runs import python
 from transformers import PreTrainedTokenizerFast
 
-import train_phase3_starpo as phase3
 from posttrain import checkpoint, head, plan
 from posttrain.chat import Chat
 from posttrain.config import StarPORun, load
@@ -28,6 +27,7 @@ from posttrain.evaluation.former import as_evaluation
 from posttrain.evaluation.scoring import Loaded, run_task
 from posttrain.evaluation.tasks import build_tasks
 from posttrain.learner import Learner
+from posttrain.starpo_run import prepare
 from posttrain.types import UserError
 
 SOURCES = [{"kind": "prompts", "path": "unused"}]
@@ -52,10 +52,10 @@ def answers(count: int = 10) -> list[Answered]:
 
 def moved_away(cfg: StarPORun) -> Learner:
     """A policy that is no longer its teacher."""
-    learner = phase3.prepare(cfg, policy(), None)  # type: ignore[arg-type]
+    learner = prepare(cfg, policy(), None)  # type: ignore[arg-type]
     random = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for parameter in learner.groups[0]:
+        for parameter in learner.trainable[0]:
             parameter += 0.05 * torch.randn(parameter.shape, generator=random)
     return learner
 
@@ -145,7 +145,7 @@ def test_held_out_rows_are_measured_and_not_trained() -> None:
     held_out = [row for row in answers() if row.held_out]
     assert distillation.measure() == pytest.approx(reference(learner, held_out)[0], rel=1e-4)
     assert all(p.grad is None for p in learner.model.parameters())
-    assert Distillation(phase3.prepare(distilling(), policy(), None), answers()).measure() == 0  # type: ignore[arg-type]
+    assert Distillation(prepare(distilling(), policy(), None), answers()).measure() == 0  # type: ignore[arg-type]
 
 
 # ----------------------------------------------------------------------------------------------------------- whole runs

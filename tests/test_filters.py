@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_phase3_starpo as phase3
-from posttrain import cockpit
 from posttrain.config import StarPORun
+from posttrain.monitoring.episodes import describe
 from posttrain.starpo import filters
 from posttrain.starpo.advantages import grpo
 from posttrain.starpo.filters import divide, group_scores, keep_groups, loss_scale, soft_weights, within_group
@@ -199,7 +199,7 @@ def test_alike_groups_are_kept_alike_often_and_a_seed_keeps_the_same() -> None:
             }
         )
         luck = random.Random(address(seed, step))
-        return phase3.judge(
+        return phase3.score_and_filter(
             cfg,
             [
                 [
@@ -266,7 +266,7 @@ def test_environments_of_unequal_scale_both_keep_groups(chosen: dict[str, Any]) 
             (world, scale, wins) for wins in (1, 2, 3, 4) for world, scale in (("frozen_lake", 1.0), ("sokoban", 10.9))
         )
     ]
-    judged = phase3.judge(
+    scored = phase3.score_and_filter(
         StarPORun.model_validate(
             {
                 "output_dir": "unused",
@@ -278,14 +278,14 @@ def test_environments_of_unequal_scale_both_keep_groups(chosen: dict[str, Any]) 
         ),
         groups,
     )
-    kept = [groups[number][0].world for number in judged.kept]
-    row = cockpit.describe(groups, judged.spread, judged.kept)
+    kept = [groups[number][0].world for number in scored.kept]
+    row = describe(groups, scored.std, scored.kept)
     for name in ("frozen_lake", "sokoban"):
         assert row[f"rollout/{name}/kept_groups"] == kept.count(name) > 0
     # softmax is not a matter of shares: a scale of its own keeps fewer
     assert kept.count("frozen_lake") == kept.count("sokoban") or chosen["strategy"] == "top_p_softmax"
     assert row["rollout/sokoban/in_group_std"] > 10 * row["rollout/frozen_lake/in_group_std"]
-    lake, boxes = judged.weights[::2], judged.weights[1::2]
+    lake, boxes = scored.weights[::2], scored.weights[1::2]
     assert lake == pytest.approx(boxes, abs=0.05)
 
 

@@ -27,9 +27,9 @@ FLOORS = [
     ["posttrain.embedded", "posttrain.policy", "posttrain.fused", "posttrain.model_card"],
     ["posttrain.data", "posttrain.models", "posttrain.report", "posttrain.critic", "posttrain.prefixes"],
     ["posttrain.sampler", "posttrain.training", "posttrain.gguf", "posttrain.cross_score", "posttrain.learner"],
-    ["posttrain.rollout"],
-    ["posttrain.cockpit", "posttrain.plan", "posttrain.distillation"],
-    ["posttrain.evaluation"],
+    ["posttrain.rollout", "posttrain.run_state"],
+    ["posttrain.monitoring", "posttrain.plan", "posttrain.distillation"],
+    ["posttrain.evaluation", "posttrain.starpo_run"],
     SCRIPTS,
 ]
 FLOOR = {module: number for number, modules in enumerate(FLOORS) for module in modules}

@@ -8,14 +8,18 @@ from typing import Any, cast
 
 import pytest
 import torch
+import updates
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import train_phase3_starpo as phase3
 from posttrain.config import StarPORun
+from posttrain.curriculum import longest_episode
 from posttrain.learner import Batch, Learner, Measured
 from posttrain.models import peft_config
 from posttrain.policy import token_logprobs
 from posttrain.prefixes import Prefixes
+from posttrain.run_state import RunState
+from posttrain.starpo_run import prepare
 from posttrain.types import Completion, Segment, Trajectory, UserError
 
 CRITICAL = {"gae", "bilevel_gae"}
@@ -87,9 +91,12 @@ def played(model: LlamaForCausalLM, groups: int = 3, members: int = 4) -> list[l
     return out
 
 
-def learn(cfg: StarPORun, model: Any, groups: list[list[Trajectory]], learner: Learner | None = None, step: int = 1):
-    learner = learner or phase3.prepare(cfg, model, None)  # type: ignore[arg-type]
-    return learner, phase3.learn(cfg, learner, groups, phase3.judge(cfg, groups), step, fresh=step == 1)
+def learn(
+    cfg: StarPORun, model: Any, groups: list[list[Trajectory]], learner: Learner | None = None, step: int = 1,
+    state: RunState | None = None,
+) -> tuple[Learner, dict[str, float]]:  # fmt: skip
+    learner = learner or prepare(cfg, model, None)  # type: ignore[arg-type]
+    return learner, updates.learn(cfg, learner, groups, step, state)
 
 
 def moved(
@@ -102,8 +109,8 @@ def moved(
     cfg = cfg.model_copy(update={"trainer": cfg.trainer.model_copy(update={"learning_rate": 1e3})})
     model = policy()
     before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-    learner = phase3.prepare(cfg, model, None)  # type: ignore[arg-type]
-    learner.optimizer = torch.optim.SGD([{"params": group} for group in learner.groups if group], lr=1e3)
+    learner = prepare(cfg, model, None)  # type: ignore[arg-type]
+    learner.optimizer = torch.optim.SGD([{"params": group} for group in learner.trainable if group], lr=1e3)
     learner.exact = exact
     learn(cfg, model, rearrange(played(policy())), learner)
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach() - before
@@ -136,7 +143,8 @@ def test_every_estimator_starts_at_ratio_one_and_learns(advantage: str) -> None:
     assert ("critic/loss" in row) == (advantage in CRITICAL)
     _, second = learn(cfg, model, groups, learner, step=2)
     assert second["policy/kl_to_reference"] > 1e-6
-    assert second["policy/loss"] < row["policy/loss"], "the same episodes once more: the surrogate has fallen"
+    _, twice = learn(config(advantage=advantage, beta=0.01, num_iterations=2), policy(), groups)
+    assert twice["policy/loss"] < row["policy/loss"], "in the second epoch the surrogate has fallen"
 
 
 @pytest.mark.parametrize(
@@ -227,7 +235,7 @@ def test_a_warming_critic_leaves_no_trace_in_the_policys_moments() -> None:
     cfg, model, learner = critic_run("shared", warmup_steps=1)
     learn(cfg, model, played(policy()), learner)
     known = learner.optimizer.state_dict()["state"].keys()
-    assert known == set(range(len(learner.groups[0]), len(learner.groups[0]) + len(learner.groups[1])))
+    assert known == set(range(len(learner.trainable[0]), len(learner.trainable[0]) + len(learner.trainable[1])))
 
 
 def test_masked_and_unkept_episodes_give_no_gradient() -> None:
@@ -235,8 +243,8 @@ def test_masked_and_unkept_episodes_give_no_gradient() -> None:
     groups = played(policy())
     for t in groups[1]:
         t.turn_rewards[-1] *= 2  # the widest spread
-    judged = phase3.judge(cfg, groups)
-    assert judged.kept == [1] and [sum(group) for group in judged.trains] == [2, 2, 2]
+    scored = phase3.score_and_filter(cfg, groups)
+    assert scored.kept == [1] and [sum(group) for group in scored.trains] == [2, 2, 2]
 
     def shout(groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
         for t in groups[1]:
@@ -247,7 +255,7 @@ def test_masked_and_unkept_episodes_give_no_gradient() -> None:
         shout(groups)
         for number, group in enumerate(groups):
             for sample, t in enumerate(group):
-                if number != 1 or not judged.trains[number][sample]:
+                if number != 1 or not scored.trains[number][sample]:
                     for segment in t.segments:  # other tokens: nobody may look at them
                         segment.ids = [7] * len(segment.ids)
         return groups
@@ -267,7 +275,7 @@ def test_entropies_are_those_of_the_distribution_sampled_from() -> None:
             values = iter(token_logprobs(model, [segment.ids], [segment.mask])[0].tolist())
             segment.logprobs = [next(values) if on else 0.0 for on in segment.mask]
     cfg = config(filter={"strategy": "top_k", "value": 0.4, "metric": "entropy_variance"})
-    learner = phase3.prepare(cfg, model, None)  # type: ignore[arg-type]
+    learner = prepare(cfg, model, None)  # type: ignore[arg-type]
     batch = Batch.of([t for group in groups for t in group])
     found_S = learner.entropies(batch)
     with torch.no_grad():
@@ -277,8 +285,8 @@ def test_entropies_are_those_of_the_distribution_sampled_from() -> None:
             assert torch.allclose(found_S[row.tokens].double(), wanted, atol=1e-5)
     noise = [torch.tensor([-sum(t.sampled_logprobs) / t.tokens for t in group]).var() for group in groups]
     assert min(noise) > 1e-3, "-log p would rank all three groups"
-    judged = phase3.judge(cfg, groups, learner)
-    assert judged.kept == [2]
+    scored = phase3.score_and_filter(cfg, groups, learner)
+    assert scored.kept == [2]
 
 
 def test_soft_weights_scale_each_groups_advantages() -> None:
@@ -287,10 +295,10 @@ def test_soft_weights_scale_each_groups_advantages() -> None:
         t.turn_rewards[-1] *= 4
     hard, soft = config(), config(filter={"strategy": "soft"})
     batch = Batch.of([t for group in groups for t in group])
-    measured = phase3.prepare(hard, policy(), None).measure(batch)  # type: ignore[arg-type]
+    measured = prepare(hard, policy(), None).measure(batch)  # type: ignore[arg-type]
     trains_B = torch.ones(len(batch.episodes), dtype=torch.bool)
     plain_S, _ = phase3.advantages(hard, batch, measured, [1.0] * 3, trains_B)
-    weights = phase3.judge(soft, groups).weights
+    weights = phase3.score_and_filter(soft, groups).weights
     assert weights[2] == 1 and weights[0] == pytest.approx(0.25)
     scaled_S, _ = phase3.advantages(soft, batch, measured, weights, trains_B)
     assert torch.allclose(scaled_S, plain_S * torch.tensor(weights)[batch.group_B][batch.episode_S])
@@ -331,7 +339,7 @@ def test_kl_in_the_reward_is_taken_from_the_tokens_that_caused_it() -> None:
     cfg = config(advantage="arpo", beta=0.5, kl_in="reward", kl_estimator="k1")
     groups = played(policy())
     batch = Batch.of([t for group in groups for t in group])
-    learner = phase3.prepare(cfg, policy(), None)  # type: ignore[arg-type]
+    learner = prepare(cfg, policy(), None)  # type: ignore[arg-type]
     measured = learner.measure(batch)
     assert measured.reference_S is not None and torch.allclose(measured.reference_S, batch.sampler_S, atol=1e-5)
     shifted = measured._replace(reference_S=measured.old_S - 0.1)
@@ -345,7 +353,7 @@ def test_kl_in_the_reward_is_taken_from_the_tokens_that_caused_it() -> None:
 def test_a_token_that_the_reference_finds_far_likelier_does_not_cost_the_update() -> None:
     """exp(95) is more than float32 holds: the gradient was not finite, and the update of all tokens was left out."""
     cfg = config(beta=0.1)
-    learner = phase3.prepare(cfg, model := policy(), None)  # type: ignore[arg-type]
+    learner = prepare(cfg, model := policy(), None)  # type: ignore[arg-type]
     honest = learner.measure
 
     def measure(batch: Batch) -> Measured:
@@ -363,16 +371,19 @@ def test_a_token_that_the_reference_finds_far_likelier_does_not_cost_the_update(
 
 def test_entropy_above_its_target_gets_no_bonus() -> None:
     cfg = config(entropy_coef=0.3, entropy_target=0.01, entropy_delta=0.1)
-    learner, row = learn(cfg, model := policy(), played(model))
-    assert row["policy/entropy_coef"] == 0.3 and learner.entropy_coef == pytest.approx(0.2)
-    _, row = learn(cfg, model, played(model), learner, step=2)
-    assert row["policy/entropy_coef"] == 0 and learner.entropy_coef == pytest.approx(0.1)
+    model, state = policy(), RunState.start(cfg)
+    learner, row = learn(cfg, model, played(model), state=state)
+    assert row["policy/entropy_coef"] == 0.3 and state.entropy_coef == pytest.approx(0.2)
+    _, row = learn(cfg, model, played(model), learner, step=2, state=state)
+    assert row["policy/entropy_coef"] == 0 and state.entropy_coef == pytest.approx(0.1)
 
 
 def test_entropy_follows_its_target() -> None:
-    learner, row = learn(config(entropy_target=9.0, entropy_delta=0.1), model := policy(), played(model))
-    assert row["policy/entropy_coef"] == 0 and learner.entropy_coef == pytest.approx(0.1)
-    _, row = learn(learner.cfg, model, played(model), learner, step=2)
+    cfg = config(entropy_target=9.0, entropy_delta=0.1)
+    model, state = policy(), RunState.start(cfg)
+    learner, row = learn(cfg, model, played(model), state=state)
+    assert row["policy/entropy_coef"] == 0 and state.entropy_coef == pytest.approx(0.1)
+    _, row = learn(cfg, model, played(model), learner, step=2, state=state)
     assert row["policy/entropy_coef"] == pytest.approx(0.1)
 
 
@@ -388,7 +399,7 @@ def critic_run(kind: str, **more: Any) -> tuple[StarPORun, Any, Learner]:
     settings = {"kind": kind, "learning_rate": 3e-2, "coef": 1.0, "clip": None, **more}
     cfg = config(advantage="gae", tuning=tuning, critic=settings, whiten=True)
     model = policy()
-    return cfg, model, phase3.prepare(cfg, model, NoChat())  # type: ignore[arg-type]
+    return cfg, model, prepare(cfg, model, NoChat())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["shared", "lora", "separate"])
@@ -414,7 +425,7 @@ def test_a_critic_beside_trained_rows_of_the_embedding() -> None:
     for kind in ("shared", "lora"):
         cfg = config(advantage="gae", tuning="lora", critic={"kind": kind})
         model = policy()
-        learner = phase3.prepare(cfg, model, Chat())  # type: ignore[arg-type]
+        learner = prepare(cfg, model, Chat())  # type: ignore[arg-type]
         assert learn(cfg, model, played(policy()), learner)[1]["critic/loss"] > 0
 
 
@@ -423,7 +434,7 @@ def test_an_adapter_on_the_output_layer_is_refused() -> None:
     lora = cfg.model.lora.model_copy(update={"target_modules": ["lm_head", "q_proj"]})
     cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"lora": lora})})
     with pytest.raises(UserError, match="lm_head"):
-        phase3.prepare(cfg, policy(), NoChat())  # type: ignore[arg-type]
+        prepare(cfg, policy(), NoChat())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [40, 4096])
@@ -442,7 +453,7 @@ def test_the_constant_of_dr_grpo_knows_the_longest_stage() -> None:
     cfg = config(aggregation="dr_grpo")
     stages = [{"max_turns": 3}, {"max_turns": 50, "from_step": 9}]
     longer = StarPORun.model_validate(cfg.model_dump() | {"worlds": [{"name": "frozen_lake", "curriculum": stages}]})
-    lengths = [phase3.prepare(c, policy(), NoChat())._longest() for c in (cfg, longer)]  # type: ignore[arg-type]
+    lengths = [longest_episode(c) for c in (cfg, longer)]
     assert lengths == [cfg.rollout.max_completion_length * turns for turns in (cfg.protocol.max_turns, 50)]
 
 
@@ -468,7 +479,7 @@ def test_a_critic_is_saved_to_the_last_bit(kind: str, tmp_path: Path) -> None:
 def test_the_adapter_is_switched_off_for_the_reference() -> None:
     cfg = config(tuning="lora", beta=0.1)
     model = policy()
-    learner = phase3.prepare(cfg, model, NoChat())  # type: ignore[arg-type]
+    learner = prepare(cfg, model, NoChat())  # type: ignore[arg-type]
     assert learner.reference is None and peft_config is not None
     groups = played(policy())
     batch = Batch.of([t for group in groups for t in group])

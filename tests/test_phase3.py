@@ -26,11 +26,15 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import envs
 import train_phase3_starpo as phase3
 from envs.protocol import Episode, Protocol, demonstrate
-from posttrain import checkpoint, cockpit, models, plan
+from posttrain import checkpoint, models, plan
 from posttrain.chat import Chat
 from posttrain.config import StarPORun, resolve
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.curriculum import environments_of_groups
 from posttrain.learner import Batch, Measured, schedule
+from posttrain.monitoring import transcripts, watch
+from posttrain.monitoring.episodes import describe
+from posttrain.run_state import RunState
 from posttrain.starpo import alarms
 from posttrain.types import Segment, Trajectory, UserError
 
@@ -262,7 +266,7 @@ def test_a_damaged_best_is_found_when_the_run_is_resumed(
     assert "best-4 stands in" not in (told := capsys.readouterr().err) and "stands in for it until" in told
     assert checkpoint.verify(run / "final")["meta"]["step"] == 4
     stand_in = json.loads((run / "best-4" / "state.json").read_text())
-    assert stand_in["best"] == -1.0 and stand_in["best_won"] == {}  # any evaluation is better
+    assert stand_in["best_success"] == -1.0 and stand_in["best_won"] == {}  # any evaluation is better
 
 
 def test_what_else_lies_in_a_run_is_left_alone(whole: Path, player: Path, tmp_path: Path) -> None:
@@ -400,29 +404,29 @@ def test_judging_uses_raw_rewards_and_leaves_crashed_worlds_out(player: Path, tm
         [trajectory(0.2), trajectory(0.2), trajectory(0.2), trajectory(0.2)],
         [trajectory(10.0), trajectory(0.0), trajectory(5.0, truncated=True), trajectory(5.0)],
     ]
-    judged = phase3.judge(cfg, groups)
-    assert judged.kept == [2]  # half of three groups is one: the widest spread of raw rewards
-    assert judged.trains[0] == [True, True, False, True] and judged.trains[2] == [True] * 4
-    assert judged.spread[0] == pytest.approx(3**-0.5)  # of 1, 0 and 1
-    assert cockpit.describe(groups, judged.spread, judged.kept)["rollout/crashed"] == 1
+    scored = phase3.score_and_filter(cfg, groups)
+    assert scored.kept == [2]  # half of three groups is one: the widest spread of raw rewards
+    assert scored.trains[0] == [True, True, False, True] and scored.trains[2] == [True] * 4
+    assert scored.std[0] == pytest.approx(3**-0.5)  # of 1, 0 and 1
+    assert describe(groups, scored.std, scored.kept)["rollout/crashed"] == 1
     masked = resolve(StarPORun, file, ["algorithm.mask_truncated=true"])
-    assert phase3.judge(masked, groups).trains[2] == [True, True, False, True]
+    assert phase3.score_and_filter(masked, groups).trains[2] == [True, True, False, True]
 
 
 def test_an_episode_counts_once_in_however_many_contexts_it_was_sampled(player: Path, tmp_path: Path) -> None:
     """Statistics are of episodes, and penalties are in them; a row per turn must not multiply anything."""
     cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player))
     groups = [[trajectory(1.0, turns=3), trajectory(0.0), trajectory(0.0, penalty=-0.5), trajectory(0.0, penalty=-0.5)]]
-    judged = phase3.judge(cfg, groups)
-    spread = (4 / 3 * (1 + 0 + 0.5) / 4) ** 0.5
-    assert judged.rewards == [[1.0, 0.0, -0.5, -0.5]]
-    assert judged.spread == pytest.approx([spread])
+    scored = phase3.score_and_filter(cfg, groups)
+    std = (4 / 3 * (1 + 0 + 0.5) / 4) ** 0.5
+    rewards = [1.0, 0.0, -0.5, -0.5]
+    assert scored.std == pytest.approx([std])
     batch = Batch.of(groups[0])
     everything = torch.ones(4, dtype=torch.bool)
     value_S, _ = phase3.advantages(cfg, batch, Measured(batch.sampler_S, None, None), [1.0], everything)
     assert batch.episode_S.bincount().tolist() == [9, 3, 3, 3]
-    assert value_S[[0, 9, 12, 15]].tolist() == pytest.approx([r / (spread + 1e-4) for r in judged.rewards[0]])
-    told = cockpit.describe(groups, judged.spread, judged.kept)
+    assert value_S[[0, 9, 12, 15]].tolist() == pytest.approx([r / (std + 1e-4) for r in rewards])
+    told = describe(groups, scored.std, scored.kept)
     assert told["rollout/reward"] == 0.0 and told["rollout/turns"] == 1.5 and told["rollout/context_tokens"] == 5
 
 
@@ -518,30 +522,31 @@ def test_a_world_that_raises_is_told_and_the_run_goes_on(
 def test_a_step_in_which_every_world_crashed_teaches_nothing(player: Path, tmp_path: Path) -> None:
     cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player))
     groups = [[trajectory(0.0, crashed="ValueError: no")] * 2] * 2
-    judged = phase3.judge(cfg, groups)
-    assert judged.kept == [] and judged.trains == [[False, False]] * 2
-    assert cockpit.describe(groups, judged.spread, judged.kept)["rollout/crashed"] == 4
+    scored = phase3.score_and_filter(cfg, groups)
+    assert scored.kept == [] and scored.trains == [[False, False]] * 2
+    assert describe(groups, scored.std, scored.kept)["rollout/crashed"] == 4
     never_begun = [[Trajectory(world="frozen_lake", crashed="OSError: no")] * 2] * 2
-    assert cockpit.describe(never_begun, judged.spread, judged.kept)["rollout/turns"] == 0
+    assert describe(never_begun, scored.std, scored.kept)["rollout/turns"] == 0
 
 
 def test_maxrl_refuses_worlds_that_take(player: Path, tmp_path: Path) -> None:
     file = settings(tmp_path / "run.yaml", player, protocol={"format_penalty": 0})
     cfg = resolve(StarPORun, file, ["algorithm.advantage=maxrl"])
-    assert phase3.judge(cfg, [[trajectory(1.0), trajectory(0.0)]]).kept == [0]
-    with pytest.raises(UserError, match="frozen_lake paid"):
-        phase3.judge(cfg, [[trajectory(10.3), trajectory(-0.7)]])
+    assert phase3.score_and_filter(cfg, [[trajectory(1.0), trajectory(0.0)]]).kept == [0]
+    with pytest.raises(UserError, match=r"frozen_lake had the reward -0\.7"):
+        phase3.score_and_filter(cfg, [[trajectory(10.3), trajectory(-0.7)]])
 
 
 def test_a_group_that_nobody_finished_is_told(player: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cut = [trajectory(1.0, truncated=True), trajectory(0.0, truncated=True)]
     cut[0].level_seed = 77
     cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, transcripts={"every": 2, "count": 0}))
-    said = False
+    state = RunState()
+    cfg = cfg.model_copy(update={"output_dir": str(tmp_path)})
     for step in (1, 2, 3):
         groups = [[trajectory(1.0), trajectory(0.0, truncated=True)], cut]
-        said = phase3.tell(cfg, tmp_path, step, groups, None, print, said)  # type: ignore[arg-type]
-        assert said is True
+        transcripts.record(cfg, groups, step, state, None, print)  # type: ignore[arg-type]
+        assert state.unfinished_reported
     told = [line for line in capsys.readouterr().out.splitlines() if "nobody finished" in line]
     assert [line.split(":")[0] for line in told] == ["step 1"], "once"
     assert "in 1 of 2 groups" in told[0] and "frozen_lake (level seed 77)" in told[0]
@@ -549,22 +554,29 @@ def test_a_group_that_nobody_finished_is_told(player: Path, tmp_path: Path, caps
     assert [(episode["step"], episode["level_seed"]) for episode in episodes] == [(1, 77), (2, 77)]
 
 
+def test_gradients_are_looked_at_when_asked(player: Path, tmp_path: Path) -> None:
+    asked = {"diagnostics": {"gradients_every": 2}, "trainer": {"max_steps": 2}}
+    train(settings(tmp_path / "run.yaml", player, **asked))
+    table = [row for row in rows(tmp_path / "run") if "policy/loss" in row]
+    assert [row["step"] for row in table if "gradients/0/task" in row] == [2] and len(table) == 2
+
+
 def test_a_run_in_which_all_is_won_is_over_unless_harder_levels_are_to_come(player: Path, tmp_path: Path) -> None:
     cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, algorithm={"max_empty_steps": 3}))
-    assert phase3.solved(cfg, {"curriculum": {}, "empty_steps": 3}, 0.97)
-    assert not phase3.solved(cfg, {"curriculum": {}, "empty_steps": 2}, 0.97)
-    assert not phase3.solved(cfg, {"curriculum": {}, "empty_steps": 3}, 0.5), "that is an alarm"
+    assert watch.solved(cfg, RunState(empty_steps=3), 0.97)
+    assert not watch.solved(cfg, RunState(empty_steps=2), 0.97)
+    assert not watch.solved(cfg, RunState(empty_steps=3), 0.5), "that is an alarm"
     harder = {**LAKE, "curriculum": [{}, {"from_step": 3}]}
     cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, worlds=[harder], algorithm={"max_empty_steps": 3}))
     first, last = ({LAKE["name"]: {"stage": stage, "successes": []}} for stage in (0, 1))
-    assert not phase3.solved(cfg, {"curriculum": first, "empty_steps": 3}, 1.0)
-    assert phase3.solved(cfg, {"curriculum": last, "empty_steps": 3}, 1.0)
+    assert not watch.solved(cfg, RunState(curriculum=first, empty_steps=3), 1.0)
+    assert watch.solved(cfg, RunState(curriculum=last, empty_steps=3), 1.0)
 
 
 def test_a_loss_that_is_called_success_is_none(player: Path, tmp_path: Path) -> None:
     lost = trajectory(0.0)
     lost.failure = "success"
-    row = cockpit.describe([[trajectory(1.0), lost]], [0.7], [0])
+    row = describe([[trajectory(1.0), lost]], [0.7], [0])
     assert row["rollout/frozen_lake/success"] == row["rollout/success"]
 
 
@@ -574,8 +586,8 @@ def test_groups_without_a_token_to_train_are_not_kept(player: Path, tmp_path: Pa
     cfg = resolve(StarPORun, file, ["algorithm.filter={strategy: top_k_abs, value: 1}"])
     cut = [trajectory(1.0, truncated=True), trajectory(0.0, truncated=True)]
     groups = [cut, [trajectory(1.0), trajectory(0.9, truncated=True)]]
-    assert phase3.judge(cfg, groups).kept == [1]
-    assert phase3.judge(cfg, [cut]).kept == []
+    assert phase3.score_and_filter(cfg, groups).kept == [1]
+    assert phase3.score_and_filter(cfg, [cut]).kept == []
 
 
 def test_pictures_numbers_and_keys_of_a_strange_world(
@@ -660,12 +672,12 @@ def test_an_alarm_takes_the_run_back_and_a_resumed_run_remembers(
 def test_worlds_share_the_groups_by_weight_or_by_number(player: Path, tmp_path: Path) -> None:
     file = settings(tmp_path / "run.yaml", player, worlds=[LAKE, {"name": "sokoban", "weight": 2.0}])
     cfg = resolve(StarPORun, file)
-    names = [world.name for step in (1, 2, 3) for world in phase3.share_out(cfg.worlds, 4, step)]
+    names = [world.name for step in (1, 2, 3) for world in environments_of_groups(cfg.worlds, 4, step)]
     assert names.count("sokoban") == 8 and names.count("frozen_lake") == 4
     fixed = resolve(StarPORun, settings(file, player, worlds=[{**LAKE, "groups": 1}, {"name": "sokoban"}]))
-    assert [world.name for world in phase3.share_out(fixed.worlds, 3, 1)] == ["frozen_lake", "sokoban", "sokoban"]
+    assert [world.name for world in environments_of_groups(fixed.worlds, 3, 1)] == ["frozen_lake", "sokoban", "sokoban"]
     with pytest.raises(UserError, match=r"rollout\.groups"):
-        phase3.share_out(resolve(StarPORun, settings(file, player, worlds=[{**LAKE, "groups": 9}])).worlds, 4, 1)
+        environments_of_groups(resolve(StarPORun, settings(file, player, worlds=[{**LAKE, "groups": 9}])).worlds, 4, 1)
 
 
 def test_the_learning_rate_follows_its_schedule(player: Path, tmp_path: Path) -> None:
@@ -719,7 +731,7 @@ def test_the_best_policy_wins_more_of_the_same_levels(
 
     monkeypatch.setattr(phase3, "evaluate", evaluate)
     changes = [{"trainer.learning_rate": 5e-4}, {}]
-    monkeypatch.setattr(cockpit, "remedy", lambda cfg, learner, raised, done: changes[min(done, 1)])
+    monkeypatch.setattr(watch, "remedy", lambda cfg, state, raised: changes[min(len(state.interventions), 1)])
     every = {"trainer": {"max_steps": 3}, "evaluation": {"every": 2}, "transcripts": {"every": 9}}
     file = settings(tmp_path / "run.yaml", player, **every)
     begun[:] = [0, 1, 2]

@@ -31,10 +31,12 @@ from posttrain import models, plan
 from posttrain.config import ModelSection, StarPORun
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.head import head_logprobs
-from posttrain.learner import Batch
+from posttrain.learner import Batch, Experience
 from posttrain.plan import Shape
 from posttrain.policy import trained_states
+from posttrain.run_state import RunState
 from posttrain.sampler import SlotSampler
+from posttrain.starpo_run import prepare
 from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError
 
 CONTEXT = 128
@@ -118,7 +120,8 @@ def update(learner: Any, count: int) -> None:
     ones_S = torch.ones(len(batch.turn_S))
     returns_S = ones_S if learner.critic else None
     everyone = torch.ones(count, dtype=torch.bool)
-    learner.update(batch, learner.measure(batch), ones_S, returns_S, everyone, [[list(range(count))]], 1)
+    experience, cfg = Experience(batch, learner.measure(batch), ones_S, returns_S, everyone, 1.0), learner.cfg
+    phase3.update(cfg, learner, experience, RunState.start(cfg), 1)
 
 
 def moments(learner: Any) -> Iterator[torch.Tensor]:
@@ -163,10 +166,10 @@ def test_weights_gradients_and_moments_to_the_byte(kind: str, tuning: str, algor
     cfg = config(model={"tuning": tuning, "lora": {"r": 4}}, algorithm=algorithm)
     model = network(kind)
     shape = shape_of(model, cfg)
-    learner = phase3.prepare(cfg, model, None)  # type: ignore[arg-type]
-    for parameter in [*learner.groups[0], *learner.groups[1]]:
+    learner = prepare(cfg, model, None)  # type: ignore[arg-type]
+    for parameter in [*learner.trainable[0], *learner.trainable[1]]:
         parameter.grad = torch.zeros_like(parameter)
-    gradients = total(p.grad for group in learner.groups for p in group if p.grad is not None)
+    gradients = total(p.grad for group in learner.trainable for p in group if p.grad is not None)
     learner.optimizer.step()
     held = plan.always(shape, cfg)
     beside = [learner.reference] if learner.reference is not None else []
@@ -202,7 +205,7 @@ def test_the_cache_to_the_byte_and_never_longer_than_a_context(kind: str, bf16: 
 def test_activations(kind: str, bf16: bool, checkpointing: bool) -> None:
     """Never less than autograd keeps of a micro-batch, weights apart, and at most 1.3 times as much."""
     cfg, model = config(trainer={"bf16": bf16, "gradient_checkpointing": checkpointing}), network(kind)
-    learner = phase3.prepare(cfg, model, None)  # type: ignore[arg-type]
+    learner = prepare(cfg, model, None)  # type: ignore[arg-type]
     rows, row = 4, episodes(1)[0].segments[0]
     of_tokens = (rows, rows * CONTEXT, rows * row.tokens)  # others are weights, or autocast's copies of them
     kept: dict[int, torch.UntypedStorage] = {}
@@ -245,7 +248,7 @@ def test_the_peaks_of_playing_and_learning(kind: str, bf16: bool, bonus: float) 
         cfg = config(trainer={"bf16": bf16, "gradient_checkpointing": checkpointing}, algorithm={"entropy_coef": bonus})
         model = network(kind)
         shape = shape_of(model, cfg)
-        learner = phase3.prepare(cfg, model, None)  # type: ignore[arg-type]
+        learner = prepare(cfg, model, None)  # type: ignore[arg-type]
         update(learner, rows)
         with Alive([*model.parameters(), *moments(learner)]) as alive:
             update(learner, rows)
@@ -276,7 +279,7 @@ def test_four_and_eight_bits(tmp_path: Path, tiny_tokenizer: Any) -> None:
     states = [parameter.quant_state for parameter in packed]
     scales = [scale for state in states for scale in (state.absmax, state.state2.absmax)]
     assert held["weights"] - 4 * shape.adapter == pytest.approx(total([*model.parameters(), *scales]), rel=0.01)
-    learner = phase3.prepare(cfg, model, chat)
+    learner = prepare(cfg, model, chat)
     update(learner, 2)
     assert held["optimizer"] == pytest.approx(total(moments(learner)), rel=0.02)
 

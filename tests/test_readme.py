@@ -302,13 +302,17 @@ def functions(file: str, wanted: str) -> Iterator[ast.AST]:
 def test_every_metric_of_phase_3_is_explained():
     written: set[str] = set()
     for file, names in (
-        ("train_phase3_starpo.py", "main|learn|evaluate"),
-        ("posttrain/cockpit.py", "describe|thoughts_and_prompts|gradients_by_spread"),
-        ("posttrain/learner.py", "update|_backward|_value_loss"),
+        ("train_phase3_starpo.py", "main|validate"),
+        ("posttrain/monitoring/episodes.py", "describe|describe_evaluation"),
+        ("posttrain/monitoring/collapse.py", "thoughts_and_prompts|gradients_by_std"),
+        ("posttrain/monitoring/updates.py", "policy|critic|row|advantage_figures"),
+        ("posttrain/monitoring/monitor.py", "react"),
     ):
         for function in functions(file, names):
             written |= {key for key in written_keys(function) if "/" in key or key == "memory"}
     written.add("tokens")
+    (aggregate,) = functions("posttrain/monitoring/episodes.py", "aggregate")
+    written |= {f"rollout/{key}" for key in written_keys(aggregate)}
     (measure,) = functions("posttrain/evaluation/former.py", "measure")
     figures = {node.value for node in ast.walk(measure) if isinstance(node, ast.Constant)} & {"accuracy", "low", "high"}
     written |= {f"evaluation/SUITE/{figure}" for figure in figures} | {"evaluation/repetition/seq_rep_4"}

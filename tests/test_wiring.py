@@ -23,15 +23,19 @@ import torch
 import yaml
 from tiny_runs import tiny_base
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
+from updates import learn
 
 import train_phase3_starpo as phase3
-from posttrain import cockpit
+from posttrain import run_state
 from posttrain.chat import Chat
 from posttrain.config import StarPORun, resolve
-from posttrain.learner import Batch, Learner, Measured
+from posttrain.learner import Batch, Measured
+from posttrain.monitoring.collapse import thoughts_and_prompts
 from posttrain.rollout import thoughts
+from posttrain.run_state import RunState
 from posttrain.sampler import ReplaySampler
 from posttrain.starpo.diagnostics import information
+from posttrain.starpo_run import prepare
 from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError
 
 BASE: dict[str, Any] = {
@@ -315,10 +319,10 @@ def stepped(cfg: StarPORun, double: bool = False, step: int = 1, parts: Any = No
     a = cfg.algorithm
     start, model = policy(double=double), policy(nudge=1, double=double)
     groups = played()
-    judged = phase3.judge(cfg, groups)  # has tests of its own
-    chosen = [(g, n) for g in judged.kept for n in range(len(groups[g])) if judged.members[g][n]]
+    scored = phase3.score_and_filter(cfg, groups)  # has tests of its own
+    chosen = [(g, n) for g in scored.kept for n in range(len(groups[g])) if scored.members[g][n]]
     episodes = [groups[g][n] for g, n in chosen]
-    trains = [judged.trains[g][n] for g, n in chosen]
+    trains = [scored.trains[g][n] for g, n in chosen]
     heat = cfg.rollout.temperature
 
     def now(of: Any) -> Flat:
@@ -334,11 +338,11 @@ def stepped(cfg: StarPORun, double: bool = False, step: int = 1, parts: Any = No
     if head is not None:
         with torch.no_grad():
             values = [head(state)[:, 0].double().numpy() for _, _, state in asked(trunk, episodes, heat)]
-    gains, targets = worth(cfg, episodes, judged.weights, trains, old, reference, values)
-    share = len(judged.kept) / len(groups)
+    gains, targets = worth(cfg, episodes, scored.weights, trains, old, reference, values)
+    share = len(scored.kept) / len(groups)
     scale = {"none": 1.0, "linear": share, "sqrt": math.sqrt(share)}[a.filter.loss_scale]
 
-    for part in parts or [judged.kept] * a.num_iterations:
+    for part in parts or [scored.kept] * a.num_iterations:
         own = [b for b, t in enumerate(episodes) if t.group in part and trains[b]]
         lengths = {b: episodes[b].tokens for b in own}
         objective: Any = 0.0
@@ -411,16 +415,31 @@ def weights_of(model: Any, head: torch.nn.Linear | None) -> np.ndarray:
 
 
 def learned(cfg: StarPORun, double: bool = False) -> np.ndarray:
-    """The same weights after `judge` and `learn`, by plain gradient descent in place of AdamW."""
-    learner = phase3.prepare(cfg, policy(double=double), None)  # type: ignore[arg-type]
+    """The same weights after the functions of the script, by plain gradient descent in place of AdamW."""
+    learner = prepare(cfg, policy(double=double), None)  # type: ignore[arg-type]
     move(learner.policy, 1)
     head = learner.critic.head if learner.critic else None
     if head is not None:
         head.load_state_dict(critic_head().state_dict())
-    learner.optimizer = torch.optim.SGD([{"params": group} for group in learner.groups if group])
     groups = played()
-    phase3.learn(cfg, learner, groups, phase3.judge(cfg, groups), 1, fresh=False)
+    scored = phase3.score_and_filter(cfg, groups)
+    idle = min(cfg.algorithm.minibatches, len(scored.kept))
+    learner.optimizer = Waiting([{"params": group} for group in learner.trainable if group], idle)
+    more = cfg.algorithm.model_copy(update={"num_iterations": cfg.algorithm.num_iterations + 1})
+    learn(cfg.model_copy(update={"algorithm": more}), learner, groups, scored=scored)
     return weights_of(learner.policy, head)
+
+
+class Waiting(torch.optim.SGD):
+    """Does nothing in its first steps, which an update takes to be on-policy: the ratio is not 1 in those behind."""
+
+    def __init__(self, parameters: Any, idle: int) -> None:
+        super().__init__(parameters)
+        self.idle = idle
+
+    def step(self, closure: Any = None) -> Any:
+        self.idle -= 1
+        return super().step(closure) if self.idle < 0 else None
 
 
 # ------------------------------------------------------------------------------------------------------ the whole step
@@ -488,13 +507,13 @@ def test_a_key_reaches_the_update(told: Callable[..., StarPORun], key: str, besi
 def test_samples_that_within_leaves_out_are_in_no_statistic(told: Callable[..., StarPORun]) -> None:
     """PODS (arXiv 2504.13818) and RAGEN normalise the rewards that are trained on, here 0 and 1 of eight."""
     cfg = told("algorithm.filter.within=2")
-    learner = phase3.prepare(cfg, policy(nudge=1), None)  # type: ignore[arg-type]
+    learner = prepare(cfg, policy(nudge=1), None)  # type: ignore[arg-type]
     groups = [
         [dataclasses.replace(played()[0][0], turn_rewards=[float(n == 3)], turn_penalties=[0.0]) for n in range(8)]
     ]
-    judged = phase3.judge(cfg, groups)
-    assert sum(judged.members[0]) == 2 and judged.members[0][3] and judged.members == judged.trains
-    row = phase3.learn(cfg, learner, groups, judged, 1, fresh=False)
+    scored = phase3.score_and_filter(cfg, groups)
+    assert sum(scored.members[0]) == 2 and scored.members[0][3] and scored.members == scored.trains
+    row = learn(cfg, learner, groups, scored=scored)
     assert row["advantage/max"] == pytest.approx(0.5**0.5, abs=1e-3) and row["advantage/mean"] == pytest.approx(0)
 
 
@@ -519,7 +538,7 @@ def test_minibatches_are_steps_on_parts_of_the_groups(told: Callable[..., StarPO
     """Three groups are kept: one step on two of them and one on the third, in an order that the seed decides."""
     cfg = told("algorithm.minibatches=2")
     found = learned(cfg)
-    kept = phase3.judge(cfg, played()).kept
+    kept = phase3.score_and_filter(cfg, played()).kept
     ways = [stepped(cfg, parts=[order[:2], order[2:]]) for order in permutations(kept)]
     closest = min(ways, key=lambda way: np.abs(found - way).max())
     reaches("algorithm.minibatches", found, closest, without(told, ()))
@@ -641,9 +660,9 @@ def test_a_key_reaches_the_filter(told: Callable[..., StarPORun], keys: str) -> 
     asked_for: Any = SimpleNamespace(entropies=lambda batch: -batch.sampler_S)
 
     def seen(cfg: StarPORun) -> Kept:
-        judged = phase3.judge(cfg, groups, asked_for if "entropy" in keys else None)
-        trained = ["".join(str(n) for n, on in enumerate(judged.trains[g]) if on) for g in judged.kept]
-        return Kept(judged.kept, " ".join(trained), tuple(round(weight, 3) for weight in judged.weights))
+        scored = phase3.score_and_filter(cfg, groups, asked_for if "entropy" in keys else None)
+        trained = ["".join(str(n) for n, on in enumerate(scored.trains[g]) if on) for g in scored.kept]
+        return Kept(scored.kept, " ".join(trained), tuple(round(weight, 3) for weight in scored.weights))
 
     assert seen(told()) == Kept([2, 0, 3]), "without a filter all groups are kept that have a spread"
     found, expected = seen(cfg), FILTERS[keys]
@@ -775,12 +794,12 @@ def test_a_lora_critic_leaves_the_policy_alone(told: Callable[..., StarPORun], t
         beside = ("model.tuning=lora", GAE, f"algorithm.critic.kind={kind}", f"algorithm.critic.coef={coef}")
         cfg = told(*beside)
         torch.manual_seed(0)
-        learner = phase3.prepare(cfg, policy(nudge=1), tiny_chat)
+        learner = prepare(cfg, policy(nudge=1), tiny_chat)
         assert learner.critic
         learner.critic.head.load_state_dict(critic_head().state_dict())
-        learner.optimizer = torch.optim.SGD([{"params": group} for group in learner.groups if group])
-        phase3.learn(cfg, learner, played(), phase3.judge(cfg, played()), 1, fresh=False)
-        return torch.cat([p.detach().flatten() for p in learner.groups[0]])
+        learner.optimizer = torch.optim.SGD([{"params": group} for group in learner.trainable if group])
+        learn(cfg, learner, played())
+        return torch.cat([p.detach().flatten() for p in learner.trainable[0]])
 
     assert not torch.allclose(adapter("shared", 0.5), adapter("shared", 4.0), atol=1e-5)
     found, expected = adapter("lora", 0.5), adapter("lora", 4.0)
@@ -792,19 +811,18 @@ def test_the_entropy_bonus_goes_on_where_the_checkpoint_left_it(
 ) -> None:
     cfg = told("algorithm.entropy_target=9.0", "algorithm.entropy_delta=0.4", "trainer.learning_rate=1e-3")
 
-    def learn(learner: Learner, step: int) -> dict[str, float]:
-        return phase3.learn(cfg, learner, played(), phase3.judge(cfg, played()), step, fresh=False)
-
     nothing: Any = None
-    straight = phase3.prepare(cfg, policy(), nothing)
-    learn(straight, 1)
-    phase3.save_state(tmp_path / "checkpoint-1", straight, tiny_chat, {"step": 1})
-    row = learn(straight, 2)
+    straight, state = prepare(cfg, policy(), nothing), RunState.start(cfg)
+    learn(cfg, straight, played(), 1, state)
+    state.step = 1
+    run_state.save(tmp_path / "checkpoint-1", straight, tiny_chat, state)
+    row = learn(cfg, straight, played(), 2, state)
     assert row["policy/entropy_coef"] == pytest.approx(0.4), "the bonus has risen once by entropy_delta"
 
-    resumed = phase3.prepare(cfg, policy(), nothing)
-    assert phase3.load_state(tmp_path / "checkpoint-1", resumed)["step"] == 1
-    again = learn(resumed, 2)
+    resumed = prepare(cfg, policy(), nothing)
+    state = run_state.load(tmp_path / "checkpoint-1", resumed)
+    assert state.step == 1
+    again = learn(cfg, resumed, played(), 2, state)
     assert again["policy/entropy_coef"] == pytest.approx(0.4), "a resumed run forgets the coefficient of its bonus"
     vectors = [torch.nn.utils.parameters_to_vector(each.policy.parameters()) for each in (straight, resumed)]
     assert torch.equal(*vectors)
@@ -825,7 +843,7 @@ def test_diagnostics_ask_the_first_thought_under_every_first_prompt(
             num_attention_heads=2, num_key_value_heads=2, initializer_range=0.5,
         )
     )  # fmt: skip
-    learner = phase3.prepare(cfg, model, tiny_chat)
+    learner = prepare(cfg, model, tiny_chat)
 
     def figures(turn: int) -> dict[str, float]:
         chosen = [[thoughts(tiny_chat, t)[turn] for t in group] for group in groups]
@@ -840,20 +858,12 @@ def test_diagnostics_ask_the_first_thought_under_every_first_prompt(
                 scores[r, n] = sum(table[len(prompt) + i - 1, token] for i, token in enumerate(ids))
         return information(scores, torch.tensor(own), torch.tensor([len(ids) for ids in said]))[0]
 
-    found = cockpit.thoughts_and_prompts(cfg, learner, tiny_chat, groups, 1, {}, lambda text: None)
+    found = thoughts_and_prompts(cfg, learner, tiny_chat, groups, 1, {}, lambda text: None)
     expected, last = figures(0), figures(2)
     assert expected["conditional_entropy"] != pytest.approx(last["conditional_entropy"], rel=0.01)
     for name, value in expected.items():
         assert found[f"collapse/first_turn/{name}"] == pytest.approx(value, rel=1e-3, abs=1e-3), name
     assert found["collapse/trajectory/retrieval_chance"] < 0.5
     fewer = told("rollout.groups=2", "rollout.num_generations=3", "diagnostics.pairs=2")
-    found = cockpit.thoughts_and_prompts(fewer, learner, tiny_chat, groups, 1, {}, lambda text: None)
+    found = thoughts_and_prompts(fewer, learner, tiny_chat, groups, 1, {}, lambda text: None)
     assert found["collapse/trajectory/retrieval_chance"] == 0.5, "diagnostics.pairs is ignored"
-
-
-def test_gradients_are_looked_at_when_asked(told: Callable[..., StarPORun]) -> None:
-    cfg = told("diagnostics.gradients_every=2")
-    learner = phase3.prepare(cfg, policy(nudge=1), None)  # type: ignore[arg-type]
-    judged = phase3.judge(cfg, played())
-    seen = [any("gradients/" in key for key in phase3.learn(cfg, learner, played(), judged, step)) for step in (1, 2)]
-    assert seen == [False, True]

@@ -32,6 +32,8 @@ from posttrain.chat import Chat
 from posttrain.config import StarPORun, resolve
 from posttrain.learner import schedule
 from posttrain.rollout import open_sampler
+from posttrain.run_state import RunState
+from posttrain.starpo_run import prepare
 from posttrain.types import address
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart" / "phase3_starpo.yaml"
@@ -68,16 +70,16 @@ class Race:
 
 def ours(cfg: StarPORun, model: Any, chat: Chat, race: Race) -> None:
     """The loop of phase 3 without its files and alarms."""
-    learner = phase3.prepare(cfg, model, chat)
+    learner = prepare(cfg, model, chat)
     sampler = open_sampler(learner.policy, chat, cfg.rollout.engine)
-    step = 0
+    step, state = 0, RunState.start(cfg)
     while not race.over(step, learner.policy) and step < cfg.trainer.max_steps:
         step += 1
         race.begin()
         groups = phase3.rollout(cfg, sampler, chat, step, {})
-        judged = phase3.judge(cfg, groups)
-        if judged.kept:
-            phase3.learn(cfg, learner, groups, judged, step)
+        scored = phase3.score_and_filter(cfg, groups)
+        if scored.kept:
+            phase3.update(cfg, learner, phase3.collect(cfg, learner, groups, scored), state, step)
         race.pause()
 
 

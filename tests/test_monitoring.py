@@ -1,4 +1,4 @@
-"""Does the cockpit see what happens, say it once, and act only when it is told to?"""
+"""Does monitoring see what happens, say it once, and act only when it is told to?"""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ import torch
 from test_learner import config, played, policy
 
 import train_phase3_starpo as phase3
-from posttrain import cockpit
-from posttrain.learner import Batch
+from posttrain.monitoring import collapse, watch
+from posttrain.monitoring.collapse import gradients_by_std, thoughts_and_prompts
+from posttrain.monitoring.episodes import answers_of, describe, reward_table
 from posttrain.rollout import Thought
+from posttrain.run_state import RunState, changed
 from posttrain.starpo.alarms import Alarm
+from posttrain.starpo_run import prepare
 from posttrain.types import Trajectory
 
 
-def test_gradients_by_spread_leave_no_trace() -> None:
+def test_gradients_by_std_leave_no_trace() -> None:
     cfg = config(beta=0.1, kl_estimator="k2")
     groups = played(policy())
     for factor, group in zip((0.0, 1.0, 4.0), groups, strict=True):
         for t in group:
             t.turn_rewards = [factor * reward for reward in t.turn_rewards]
-    learner = phase3.prepare(cfg, policy(), None)  # type: ignore[arg-type]
-    judged = phase3.judge(cfg, groups)
-    batch = Batch.of([t for group in groups for t in group])
-    measured = learner.measure(batch)
-    everyone = torch.ones(len(batch.episodes), dtype=torch.bool)
-    value_S, _ = phase3.advantages(cfg, batch, measured, judged.weights, everyone)
-    row = cockpit.gradients_by_spread(learner, batch, measured, value_S, judged.spread)
+    learner = prepare(cfg, policy(), None)  # type: ignore[arg-type]
+    scored = phase3.score_and_filter(cfg, groups)
+    experience = phase3.collect(cfg, learner, groups, scored.unfiltered(groups))
+    assert len(experience.batch.episodes) == 12 and experience.trains_B.all()
+    row = gradients_by_std(learner, experience, scored.std, phase3.objective_settings(cfg, RunState.start(cfg), 1.0))
     assert row["gradients/0/in_group_std"] == 0 and row["gradients/0/task"] == 0  # equal rewards: nothing to learn
     assert row["gradients/1/task"] > 0 and row["gradients/2/entropy"] > 0
     assert row["gradients/2/kl"] < 1e-3 * row["gradients/2/task"]  # still the reference itself
@@ -39,13 +40,13 @@ def test_gradients_by_spread_leave_no_trace() -> None:
 def test_a_figure_of_each_group_and_turn() -> None:
     groups = played(policy())
     groups[0][0].segments[0].ids[5:] = [7] * len(groups[0][0].segments[0].ids[5:])
-    judged = phase3.judge(config(), groups)
-    row = cockpit.describe(groups, judged.spread, judged.kept)
+    scored = phase3.score_and_filter(config(), groups)
+    row = describe(groups, scored.std, scored.kept)
     rewards = [t.reward for group in groups for t in group]
     assert row["rollout/reward"] == pytest.approx(sum(rewards) / len(rewards))
     assert row["rollout/in_group_max"] == 1 and row["rollout/kept_groups"] == 3
     assert row["rollout/kept_in_group_std"] == pytest.approx(row["rollout/in_group_std"])
-    answers = [ids for group in groups for t in group for ids in cockpit.answers_of(t)]
+    answers = [ids for group in groups for t in group for ids in answers_of(t)]
     assert [len(ids) for ids in answers] == [n for group in groups for t in group for n in t.turn_tokens]
     assert [token for ids in answers for token in ids] == [
         token for group in groups for t in group for token in t.sampled_ids
@@ -58,7 +59,7 @@ def test_the_table_at_the_start_shows_what_episodes_earn(monkeypatch: pytest.Mon
     def table(**algorithm: Any) -> str:
         worlds = ["frozen_lake", {"name": "sokoban", "options": {"max_length": 2}}]
         cfg = type(config()).model_validate(config(**algorithm).model_dump() | {"worlds": worlds})
-        return cockpit.reward_table(cfg, [*cfg.worlds, cfg.worlds[1]])
+        return reward_table(cfg, [*cfg.worlds, cfg.worlds[1]])
 
     lake, sokoban = table().splitlines()[1:]
     assert lake.split()[:6] == ["frozen_lake", "1", "groups", "0", "to", "1"]
@@ -68,71 +69,71 @@ def test_the_table_at_the_start_shows_what_episodes_earn(monkeypatch: pytest.Mon
     assert "not observed" in table()
 
 
-def heard(cfg: Any, rows: list[dict[str, float]], state: dict[str, Any]) -> tuple[list[str], list[str]]:
+def heard(cfg: Any, rows: list[dict[str, float]], state: RunState) -> tuple[list[str], list[str]]:
     said: list[str] = []
     alerts: list[str] = []
-    watch = cockpit.Watch(cfg, said.append, lambda title, text, error: alerts.append(title), exact=True)
+    watching = watch.Watch(cfg, said.append, lambda title, text, error: alerts.append(title), exact=True)
     for step, row in enumerate(rows, 1):
-        watch.see(state, step, row)
+        watching.see(state, step, row)
     return said, alerts
 
 
 def test_alarms_are_said_once_and_their_memory_is_plain_data() -> None:
-    state: dict[str, Any] = {"alarms": {}}
+    state = RunState()
     rows = [{"rollout/in_group_std": 0.4, "rollout/success": 0.4, "rollout/reward": 0.4}] * 20
     rows += [{"rollout/in_group_std": 0.02, "rollout/success": 0.3, "rollout/reward": 0.3}] * 22
     said, alerts = heard(config(), rows, state)
     assert alerts == ["variance collapse", "variance gone"]
     assert "starpo-s" in said[0] and said[0].startswith("ALARM step ")
-    assert json.loads(json.dumps(state)) == state
+    assert json.loads(json.dumps(state.alarms)) == state.alarms != {}
 
 
 def test_limits_follow_the_run() -> None:
     rounded = [{"policy/sampler_gap": 0.02}]  # a mean that bfloat16 explains
     for exact, told in ((True, ["sampler gap"]), (False, [])):
         alerts: list[str] = []
-        watch = cockpit.Watch(config(), print, lambda title, text, error, to=alerts: to.append(title), exact=exact)
-        watch.see({"alarms": {}}, 1, rounded[0])
+        watching = watch.Watch(config(), print, lambda title, text, error, to=alerts: to.append(title), exact=exact)
+        watching.see(RunState(), 1, rounded[0])
         assert alerts == told
-    sizes = cockpit.Watch(config(), print, lambda *_: None, exact=True).sizes
+    sizes = watch.Watch(config(), print, lambda *_: None, exact=True).sizes
     cfg = config()
     assert (sizes.groups, sizes.samples) == (cfg.rollout.groups, cfg.rollout.num_generations)
     assert sizes.evaluation_episodes == cfg.evaluation.episodes * len(cfg.worlds)
     clipped = [{"policy/clip_fraction": 0.4}] * 6
-    assert heard(config(), clipped, {"alarms": {}})[1] == ["clip fraction"]
+    assert heard(config(), clipped, RunState())[1] == ["clip fraction"]
     gspo = config(loss_type="gspo_turn", aggregation="sequence_mean", epsilon=3e-4, epsilon_high=4e-4)
-    assert heard(gspo, clipped, {"alarms": {}})[1] == []  # there it bites by design
+    assert heard(gspo, clipped, RunState())[1] == []  # there tokens are clipped by design
 
 
 def test_remedies_wait_to_be_allowed() -> None:
     cfg = config()
-    learner = phase3.prepare(cfg, policy(), None)  # type: ignore[arg-type]
-    raised = [Alarm("success_drop", "warn", "", "", 40)]
-    assert cockpit.remedy(cfg, learner, raised, 0) == {}
-    cfg = cockpit.intervene(cfg, {"diagnostics.rollbacks": 1})
-    changes = cockpit.remedy(cfg, learner, raised, 0)
+    raised, state = [Alarm("success_drop", "warn", "", "", 40)], RunState.start(cfg)
+    assert watch.remedy(cfg, state, raised) == {}
+    cfg = changed(cfg, {"diagnostics.rollbacks": 1})
+    changes = watch.remedy(cfg, state, raised)
     assert changes == {"trainer.learning_rate": cfg.learning_rate / 2}
-    assert cockpit.intervene(cfg, changes).trainer.learning_rate == changes["trainer.learning_rate"]
-    assert cockpit.remedy(cfg, learner, raised, 1) == {}, "once is enough"
+    assert changed(cfg, changes).trainer.learning_rate == changes["trainer.learning_rate"]
+    state.interventions.append({"step": 40})
+    assert watch.remedy(cfg, state, raised) == {}, "once is enough"
 
 
 def test_a_group_whose_members_all_ran_out_of_turns_is_counted() -> None:
     groups: list[list[Trajectory]] = played(policy())
     for t in groups[1]:
         t.truncated = True
-    judged = phase3.judge(config(), groups)
-    assert cockpit.describe(groups, judged.spread, judged.kept)["rollout/truncated_groups"] == pytest.approx(1 / 3)
+    scored = phase3.score_and_filter(config(), groups)
+    assert describe(groups, scored.std, scored.kept)["rollout/truncated_groups"] == pytest.approx(1 / 3)
 
 
-def test_crashed_groups_have_no_spread_and_pass_at_k_counts_siblings() -> None:
+def test_crashed_groups_have_no_std_and_pass_at_k_counts_samples() -> None:
     groups = played(policy())
     for t in groups[0]:
         t.crashed = "OSError: no"
     for group in groups[1:]:
         group[0].success = True
-    judged = phase3.judge(config(), groups)
-    row = cockpit.describe(groups, judged.spread, judged.kept)
-    assert row["rollout/in_group_std"] == pytest.approx(sum(judged.spread[1:]) / 2)
+    scored = phase3.score_and_filter(config(), groups)
+    row = describe(groups, scored.std, scored.kept)
+    assert row["rollout/in_group_std"] == pytest.approx(sum(scored.std[1:]) / 2)
     assert row["rollout/zero_variance_groups"] == 0
     assert [row["rollout/pass_at_2"], row["rollout/pass_at_4"]] == pytest.approx([(0.5 + 0.5) / 3, 2 / 3])
     assert "rollout/pass_at_8" not in row
@@ -143,8 +144,8 @@ def test_a_remedy_that_the_run_cannot_take_becomes_a_smaller_learning_rate() -> 
     alone = cfg.model_dump() | {"rollout": cfg.rollout.model_dump() | {"num_generations": 1}}
     alone["diagnostics"]["rollbacks"] = 1
     cfg = type(cfg).model_validate(alone)
-    learner = phase3.prepare(cfg, policy(), None)  # type: ignore[arg-type]
-    changes = cockpit.remedy(cfg, learner, [Alarm("template_collapse/trajectory", "warn", "", "", 9)], 0)
+    raised = [Alarm("template_collapse/trajectory", "warn", "", "", 9)]
+    changes = watch.remedy(cfg, RunState.start(cfg), raised)
     assert changes == {"trainer.learning_rate": cfg.learning_rate / 2}
 
 
@@ -163,11 +164,11 @@ def test_only_first_turns_are_first_turns(tiny_chat: Any, monkeypatch: pytest.Mo
         seen.setdefault("first", prompts)
         return torch.zeros(len(reasonings), len(prompts))
 
-    monkeypatch.setattr(cockpit, "thoughts", thoughts)
-    monkeypatch.setattr(cockpit, "cross_scores", scores)
+    monkeypatch.setattr(collapse, "thoughts", thoughts)
+    monkeypatch.setattr(collapse, "cross_scores", scores)
     cfg = config()
-    learner = phase3.prepare(cfg, policy(), None)  # type: ignore[arg-type]
-    row = cockpit.thoughts_and_prompts(cfg, learner, tiny_chat, groups, 1, {}, print)
+    learner = prepare(cfg, policy(), None)  # type: ignore[arg-type]
+    row = thoughts_and_prompts(cfg, learner, tiny_chat, groups, 1, {}, print)
     beginnings = [group[0].segments[0].ids[:5] for group in groups]
     assert sorted(seen["first"]) == sorted(beginnings)
     assert row["rollout/thought_tokens"] > 0

@@ -1,0 +1,25 @@
+"""What do tests of an update share?  Steps 2 to 4 of train_phase3_starpo.py in one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import train_phase3_starpo as phase3
+from posttrain.config import StarPORun
+from posttrain.learner import Learner
+from posttrain.run_state import RunState
+from posttrain.types import Trajectory
+
+
+def learn(
+    cfg: StarPORun,
+    learner: Learner,
+    groups: list[list[Trajectory]],
+    step: int = 1,
+    state: RunState | None = None,
+    scored: Any = None,
+) -> dict[str, float]:
+    """Score and filter, advantages, update. state: of a run that goes on."""
+    scored = scored or phase3.score_and_filter(cfg, groups, learner)
+    experience = phase3.collect(cfg, learner, groups, scored)
+    return phase3.update(cfg, learner, experience, state or RunState.start(cfg), step)
