@@ -33,8 +33,7 @@ from rich.table import Table
 from rich.text import Text
 
 from posttrain import runlog
-from posttrain.config import ChatRun, SamplingSection, load, run
-from posttrain.config.schemas import hint
+from posttrain.config import ChatRun, SamplingSection, hint, load, run
 from posttrain.types import Completion, SamplingParams, UserError, address
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ import torch
 
 from posttrain import checkpoint, parallel, runlog
 from posttrain.chat import Chat
-from posttrain.config import StarPORun
-from posttrain.config.schemas import DataSection, DistillationSection
+from posttrain.config import DataSection, DistillationSection, StarPORun
 from posttrain.data import load_prompts
 from posttrain.head import kl_backward
 from posttrain.policy import microbatches, trained_states

@@ -18,8 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from posttrain import checkpoint, head, plan
 from posttrain.chat import Chat
-from posttrain.config import StarPORun, load
-from posttrain.config.schemas import DataSection
+from posttrain.config import DataSection, StarPORun, load
 from posttrain.data import load_prompts
 from posttrain.distillation import Answered, Distillation
 from posttrain.evaluation.figures import summarise

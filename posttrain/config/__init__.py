@@ -6,43 +6,37 @@ Everything is strict: an unknown key, a wrong type or a value out of range is re
 Nothing here imports torch, transformers or trl: `--help`, `--print-config` and every error answer in under a second.
 """
 
+from posttrain.config.algorithm import AlgorithmSection, FilterSection
+from posttrain.config.chat import ChatRun
+from posttrain.config.data import DataSection, Source
+from posttrain.config.dpo import DPORun
+from posttrain.config.evaluation import EvaluateRun, NamedSampling, SampledSuite, Settings, SuitesSection, WorldSuite
 from posttrain.config.loading import dump, load, resolve, run
-from posttrain.config.schemas import (
-    AlgorithmSection,
-    ChatRun,
+from posttrain.config.sft import SFTRun
+from posttrain.config.shared import (
     ChatSection,
-    CheckpointSection,
-    DataSection,
-    DPORun,
-    EvaluateRun,
-    EvaluationSection,
-    FilterSection,
     LoraSection,
-    MathSuite,
     ModelSection,
-    NamedSampling,
-    PreferenceSuite,
     ProtocolSection,
-    RecallSuite,
-    RepetitionSuite,
-    RolloutSection,
     Run,
     SamplingSection,
     Section,
-    Settings,
-    SFTRun,
-    Source,
     StageSection,
-    StarPORun,
-    StarPOTrainerSection,
-    Suite,
-    SuitesSection,
     TrainingRun,
     TrainingWorld,
-    TranscriptSection,
     WorldSection,
-    WorldSuite,
+    hint,
 )
+from posttrain.config.starpo import (
+    CheckpointSection,
+    DistillationSection,
+    EvaluationSection,
+    RolloutSection,
+    StarPORun,
+    StarPOTrainerSection,
+    TranscriptSection,
+)
+from posttrain.config.suites import FormerSuites, MathSuite, PreferenceSuite, RecallSuite, RepetitionSuite, Suite
 from posttrain.config.trl_fields import SET_BY_SCRIPTS, trl_fields
 
 __all__ = [
@@ -53,9 +47,11 @@ __all__ = [
     "CheckpointSection",
     "DPORun",
     "DataSection",
+    "DistillationSection",
     "EvaluateRun",
     "EvaluationSection",
     "FilterSection",
+    "FormerSuites",
     "LoraSection",
     "MathSuite",
     "ModelSection",
@@ -67,6 +63,7 @@ __all__ = [
     "RolloutSection",
     "Run",
     "SFTRun",
+    "SampledSuite",
     "SamplingSection",
     "Section",
     "Settings",
@@ -82,6 +79,7 @@ __all__ = [
     "WorldSection",
     "WorldSuite",
     "dump",
+    "hint",
     "load",
     "resolve",
     "run",

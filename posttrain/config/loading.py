@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from posttrain.config.schemas import Section, hint
+from posttrain.config.shared import Section, hint
 from posttrain.config.trl_fields import NOT_SUPPORTED, SET_BY_SCRIPTS, TRLFields
 from posttrain.config.yaml_file import parse_yaml, read_yaml
 from posttrain.files import failed_write

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import EvaluateRun
-from posttrain.config.schemas import FormerSuites, NamedSampling, SampledSuite, SuitesSection, WorldSection
+from posttrain.config import EvaluateRun, FormerSuites, NamedSampling, SampledSuite, SuitesSection, WorldSection
 from posttrain.types import SamplingParams, UserError, address
 
 Row = dict[str, Any]  # one answer, one pair or one episode, as transcripts.jsonl holds it

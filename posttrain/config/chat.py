@@ -1,0 +1,59 @@
+"""The keys of inference_with_improved_settings.py."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from posttrain.config.shared import (
+    CONTEXT,
+    CONTEXT_TURNS,
+    ChatSection,
+    Context,
+    Field,
+    ModelSection,
+    ProtocolSection,
+    SamplingSection,
+    Section,
+    World,
+    hint,
+    turns_where_counted,
+    wrong,
+)
+
+
+class ChatRun(Section):
+    """Chat in the terminal, and watching the model play."""
+
+    model: ModelSection = Field("the model that answers")
+    chat: ChatSection = Field("how messages become tokens", ChatSection())
+    device: Literal["auto", "cpu", "cuda"] = Field("auto takes the GPU if there is one", "auto")
+    seed: int = Field("everything random is derived from it", 0, ge=0)
+    hardware: str = Field("free text: what this file was written for", "")
+    system: str | None = Field("system message; null sends none", None)
+    max_new_tokens: int = Field("longest answer", 512, ge=1)
+    preset: str = Field("the preset that answers unless --compare asks for two", "improved")
+    presets: dict[str, SamplingSection] = Field(
+        "sampling settings by name",
+        {
+            "improved": SamplingSection(repetition_penalty=1.15, temperature=0.7, top_p=0.9, top_k=50),
+            "plain": SamplingSection(),
+            "greedy": SamplingSection(temperature=0.0),
+        },
+        min_length=1,
+    )
+    worlds: list[World] = Field("options of the worlds for --play; others are played as they come", [])
+    protocol: ProtocolSection = Field("turns and answer format for --play; as in phase 3", ProtocolSection())
+    max_completion_length: int = Field("new tokens in one turn of --play", 64, ge=1)
+    context: Context = Field(CONTEXT + " (--play)", "full")
+    context_turns: int | None = Field(CONTEXT_TURNS, None, ge=1)
+
+    _context = model_validator(mode="after")(turns_where_counted)
+
+    @model_validator(mode="after")
+    def _known_preset(self) -> ChatRun:
+        if self.preset not in self.presets:
+            known = list(self.presets)
+            raise wrong(f"there is no preset `{self.preset}`, only {', '.join(known)}{hint(self.preset, known)}")
+        return self

@@ -1,0 +1,79 @@
+"""Which rows phases 1 and 2 train on, and whose prompts phase 3 asks again."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import AfterValidator, model_validator
+
+from posttrain.config.shared import Field, Section, wrong
+
+SFT_KINDS = ("openmathinstruct", "capybara", "messages", "demonstrations")
+DPO_KINDS = ("ultrafeedback", "preferences")
+PROMPT_KINDS = (*SFT_KINDS, *DPO_KINDS, "prompts")  # of which phase 3 takes the prompts alone
+_KIND_OPTIONS: dict[str, dict[str, Any]] = {
+    "openmathinstruct": {"code": "drop", "max_per_question": 4},
+    "capybara": {"min_turns": 1},
+    "ultrafeedback": {"min_margin": 0.0},
+    "messages": {},
+    "preferences": {"min_margin": 0.0},
+    "demonstrations": {"worlds": []},
+    "prompts": {},
+}
+
+
+class Source(Section):
+    """One data set: Source(kind="capybara", path="trl-lib/Capybara", rows=12000)."""
+
+    kind: Literal[
+        "openmathinstruct", "capybara", "ultrafeedback", "messages", "preferences", "demonstrations", "prompts"
+    ] = Field("the schema of its rows, which decides the loader and its filters")
+    path: str = Field("Hub id, a local .jsonl or .parquet file, or `embedded` (generated here)", min_length=1)
+    rows: int | None = Field("rows kept after filtering, sampled by seed; null keeps all", None, ge=1)
+    weight: float = Field("how often its rows are seen in one epoch: 2 twice, 0.5 half of them", 1.0, gt=0, le=1000)
+    code: Literal["drop", "mask"] | None = Field(
+        "openmathinstruct: drop solutions with code, or keep them with the interpreter's output masked", None
+    )
+    max_per_question: int | None = Field("openmathinstruct: solutions kept of one question", None, ge=1)
+    min_turns: int | None = Field("capybara: shortest dialogue, in assistant turns", None, ge=1)
+    min_margin: float | None = Field(
+        "ultrafeedback, preferences: score_chosen - score_rejected is above it", None, ge=0
+    )
+    worlds: list[str] | None = Field("demonstrations: names of the worlds that are played", None)
+
+    @model_validator(mode="after")
+    def _own_options(self) -> Source:
+        own = _KIND_OPTIONS[self.kind]
+        for name in {option for options in _KIND_OPTIONS.values() for option in options}:
+            if name in own and getattr(self, name) is None:
+                setattr(self, name, own[name])
+            elif name not in own and getattr(self, name) is not None:
+                kinds = " and ".join(kind for kind, options in _KIND_OPTIONS.items() if name in options)
+                raise wrong(f"`{name}` belongs to the kind {kinds}, not to {self.kind}")
+        if self.kind == "demonstrations" and not self.worlds:
+            raise wrong("name the worlds that are demonstrated, e.g. `worlds: [frozen_lake]`")
+        return self
+
+
+class DataSection(Section):
+    sources: list[Source] = Field("one or more data sets, mixed", min_length=1)
+    eval_fraction: float = Field("share of the questions (prompts) held out for the evaluation loss", 0.02, gt=0, lt=1)
+    eval_rows: int | None = Field(
+        "hold out this many rows instead of a share, but at most a tenth of all rows", None, ge=1
+    )
+    max_length: int = Field("longest row in tokens", 2048, ge=8)
+    seed: int = Field("chooses rows and the held-out split; independent of the run's seed", 0, ge=0)
+    decontaminate: bool = Field("drop rows that share 13 words in a row with an evaluation set", True)
+    flip_labels: bool = Field("control run of phase 2: a coin decides which answer of a pair is the chosen one", False)
+
+
+def _of_kind(*kinds: str) -> AfterValidator:
+    def check(data: DataSection) -> DataSection:
+        for n, source in enumerate(data.sources):
+            if source.kind not in kinds:
+                raise wrong(f"sources.{n}.kind is {source.kind}; this phase reads {', '.join(kinds)}")
+        if data.flip_labels and kinds != DPO_KINDS:
+            raise wrong("flip_labels is for pairs, which only phase 2 has")
+        return data
+
+    return AfterValidator(check)

@@ -1,0 +1,128 @@
+"""The keys of evaluate_model.py."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from posttrain.config.shared import (
+    CONTEXT,
+    CONTEXT_TURNS,
+    MAX_CONTEXT,
+    ChatSection,
+    Context,
+    Field,
+    ProtocolSection,
+    Run,
+    SamplingSection,
+    Section,
+    World,
+    turns_where_counted,
+    wrong,
+)
+from posttrain.config.suites import (
+    MATH,
+    PREFERENCES,
+    RECALL,
+    REPETITION,
+    MathSuite,
+    PreferenceSuite,
+    RecallSuite,
+    RepetitionSuite,
+    Suite,
+)
+
+
+class NamedSampling(SamplingSection):
+    name: str = Field("column of the table, e.g. greedy", min_length=1)
+
+
+class Settings(Section):
+    """Which of the run's sampling settings a suite is measured under, and which of them stands in the table."""
+
+    settings: list[str] | None = Field("names of the sampling settings used; null uses all", None, min_length=1)
+    headline: str | None = Field("name of the setting shown in the table; null shows the first", None)
+
+
+class SampledSuite(Settings, Suite):
+    n_others: int | None = Field("prompts under the settings that are not in the table; null asks all", None, ge=1)
+
+
+class SampledMath(SampledSuite, MathSuite): ...
+
+
+class SampledRepetition(SampledSuite, RepetitionSuite): ...
+
+
+class SampledRecall(SampledSuite, RecallSuite): ...
+
+
+class ComparedPreferences(PreferenceSuite):
+    reference: str | None = Field("name of the checkpoint rewards are measured against; null has none", None)
+
+
+class WorldSuite(Settings):
+    worlds: list[World] = Field("the worlds that are played", min_length=1)
+    protocol: ProtocolSection = Field("turns, answer format and penalties; as in phase 3", ProtocolSection())
+    episodes: int = Field("held-out levels of each world", 256, ge=1, le=1_000_000)
+    episodes_others: int | None = Field("levels under the settings that are not in the table", None, ge=1)
+    split: Literal["validation", "test"] = Field("which levels", "test")
+    max_completion_length: int = Field("new tokens in one turn", 64, ge=1)
+    max_context: int = Field(MAX_CONTEXT, 1024, ge=8)
+    context: Context = Field(CONTEXT, "full")
+    context_turns: int | None = Field(CONTEXT_TURNS, None, ge=1)
+
+    _context = model_validator(mode="after")(turns_where_counted)
+
+
+class SuitesSection(Section):
+    math: SampledMath | None = Field(MATH, None)
+    repetition: SampledRepetition | None = Field(REPETITION, None)
+    recall: SampledRecall | None = Field(RECALL, None)
+    preferences: ComparedPreferences | None = Field(PREFERENCES, None)
+    worlds: WorldSuite | None = Field("success in the worlds; null leaves it out", None)
+
+
+class EvaluateRun(Run):
+    """The evaluator; the first checkpoint is the one that the others are compared with."""
+
+    checkpoints: dict[str, str] = Field(
+        "name: folder or Hub id, in the order of the table; the first is the base", min_length=1
+    )
+    chat: ChatSection = Field("template for a checkpoint that has none", ChatSection())
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("precision the weights are loaded in", "auto")
+    attn_implementation: str = Field("attention kernel", "sdpa")
+    batch_size: int | None = Field(
+        "most answers and episodes that are sampled at the same time; null takes as many as the free memory holds, up "
+        "to 256",
+        None,
+        ge=1,
+        le=65536,
+    )
+    settings: list[NamedSampling] = Field("sampling settings, one column each", min_length=1)
+    suites: SuitesSection = Field("what is measured")
+    bootstrap_samples: int = Field("resamples behind each interval of a difference", 2000, ge=100, le=1_000_000)
+    goals: bool = Field("check the results against the quickstart's goals", False)
+    report: bool = Field("write report.html, one file with curves, table and episodes", True)
+    workers: int = Field(
+        "on a CPU: processes of one thread; on GPUs there is one for each that is visible", 2, ge=1, le=1024
+    )
+
+    @model_validator(mode="after")
+    def _known_names(self) -> EvaluateRun:
+        known = [setting.name for setting in self.settings]
+        if len(set(known)) < len(known):
+            raise wrong(f"two of the settings have the same name: {', '.join(known)}")
+        for key in type(self.suites).model_fields:
+            suite = getattr(self.suites, key)
+            if isinstance(suite, Settings):
+                for name in [*(suite.settings or []), *([suite.headline] if suite.headline else [])]:
+                    if name not in known:
+                        raise wrong(f"suites.{key} names the setting `{name}`, not in {', '.join(known)}")
+                if suite.headline and suite.settings and suite.headline not in suite.settings:
+                    raise wrong(f"suites.{key}.headline is `{suite.headline}`, which its own settings leave out")
+        reference = self.suites.preferences.reference if self.suites.preferences else None
+        if reference is not None and reference not in self.checkpoints:
+            raise wrong(f"suites.preferences.reference is `{reference}`, not in {', '.join(self.checkpoints)}")
+        return self

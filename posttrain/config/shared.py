@@ -1,0 +1,269 @@
+"""What all runs have in common: strict sections, models, worlds, sampling, and what holds for every training run."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import pydantic
+from pydantic import BaseModel, BeforeValidator, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from posttrain.config.trl_fields import STRICT, unfit
+from posttrain.types import SamplingParams
+
+PRESETS = Path(__file__).parents[2] / "configs" / "presets"
+
+
+def Field(description: str, default: Any = ..., **limits: Any) -> Any:
+    """pydantic's Field with the description first, because here no key goes without one."""
+    return pydantic.Field(default, description=description, **limits)
+
+
+# Peak learning rates where `trainer.learning_rate` is not written, by phase and by model.tuning. Those of `full` are
+# the defaults of TRL's SFTConfig, DPOConfig and GRPOConfig (the last also RAGEN's); adapters take ten times as much, as
+# in TRL's example commands for LoRA and in Schulman et al., "LoRA Without Regret" (2025).
+SFT_RATES = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4}
+DPO_RATES = {"full": 1e-6, "lora": 1e-5, "qlora": 1e-5}
+STARPO_RATES = {"full": 1e-6, "lora": 1e-5, "qlora": 1e-5}
+
+
+class Section(BaseModel):
+    model_config = STRICT
+
+    preset_key: ClassVar[str | None] = None  # the key that names a preset, in a run that knows presets
+
+    @field_validator("*")
+    @classmethod
+    def _can_be_held(cls, value: Any) -> Any:
+        if (problem := unfit(value)) is not None:
+            raise wrong(problem)
+        return value
+
+    @classmethod
+    def preset_keys(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """The keys of the preset that `given` names; none without one."""
+        return {}
+
+
+def wrong(text: str) -> PydanticCustomError:
+    """An error that a validator raises: what is wrong and what to write instead."""
+    return PydanticCustomError("text", "{text}", {"text": text})
+
+
+def hint(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean `{close[0]}`?" if close else ""
+
+
+# --------------------------------------------------------------------------------------------- sections that runs share
+
+
+class LoraSection(Section):
+    r: int = Field("rank of the adapter", 16, ge=1, le=65536)
+    alpha: int = Field("scale of the adapter: its output is multiplied by alpha / r", 32, ge=1)
+    dropout: float = Field("dropout on the adapter's input", 0.0, ge=0, lt=1)
+    target_modules: str | list[str] = Field("which layers get an adapter: all-linear, or a list of names", "all-linear")
+
+
+class ModelSection(Section):
+    name_or_path: str = Field("Hub id, or the folder that the previous phase handed over", min_length=1)
+    revision: str | None = Field("commit of the Hub repository; null takes the newest", None)
+    trust_remote_code: bool = Field("run the Python code of the Hub repository; needs a pinned revision", False)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "precision the weights are loaded in; auto is float32 for training, otherwise bfloat16 where the GPU or CPU"
+        " has it in hardware",
+        "auto",
+    )
+    attn_implementation: str = Field("attention kernel: sdpa, eager, or one that transformers can fetch", "sdpa")
+    tuning: Literal["full", "lora", "qlora"] = Field("train all weights, an adapter, or an adapter on 4 bits", "full")
+    lora: LoraSection = Field("the adapter, used with tuning lora or qlora", LoraSection())
+
+    @model_validator(mode="after")
+    def _pinned(self) -> ModelSection:
+        pinned = re.fullmatch(r"[0-9a-f]{40}", self.revision or "") or os.path.isdir(self.name_or_path)
+        if self.trust_remote_code and not pinned:
+            raise wrong(
+                "trust_remote_code runs somebody's code on this machine: write the 40-digit commit you have read "
+                "as model.revision",
+            )
+        return self
+
+
+class ChatSection(Section):
+    template: str | None = Field("path of a Jinja chat template; null keeps the model's own if usable, else ours", None)
+
+
+class WorldSection(Section):
+    name: str = Field("a world of envs/, e.g. frozen_lake", min_length=1)
+    weight: float = Field("share of the groups that play it, relative to the other worlds", 1.0, gt=0)
+    groups: int | None = Field("a fixed number of groups a step, instead of a share by weight", None, ge=1)
+    options: dict[str, Any] = Field("keyword arguments of the world, e.g. {size: 4}", {})
+
+    @model_validator(mode="after")
+    def _one_share(self) -> WorldSection:
+        if self.groups is not None and self.weight != 1:
+            raise wrong("groups and weight are two shares of a step: write one of them")
+        return self
+
+
+class StageSection(Section):
+    """One stage of a curriculum: StageSection(options={"size": 4}, success=0.6)."""
+
+    options: dict[str, Any] = Field("laid over the world's own options while the stage lasts", {})
+    max_turns: int | None = Field("turns of an episode in this stage; null takes protocol.max_turns", None, ge=1)
+    from_step: int | None = Field("the stage begins at this step", None, ge=2)
+    success: float | None = Field("the stage begins once the one before it is won this often", None, gt=0, le=1)
+    success_steps: int | None = Field("steps over which that success is measured; null with success is 5", None, ge=1)
+
+    @model_validator(mode="after")
+    def _one_way_in(self) -> StageSection:
+        if self.from_step is not None and self.success is not None:
+            raise wrong("from_step and success are two ways into a stage: write one of them")
+        if self.success_steps is not None and self.success is None:
+            raise wrong("success_steps says over how many steps `success` is measured, and there is no success")
+        if self.success is not None and self.success_steps is None:
+            self.success_steps = 5
+        return self
+
+
+class TrainingWorld(WorldSection):
+    curriculum: list[StageSection] = Field(
+        "stages from easy to hard; the last one is the target, which held-out levels use from the start", []
+    )
+
+    @model_validator(mode="after")
+    def _stages_follow(self) -> TrainingWorld:
+        stages = self.curriculum
+        if len(stages) == 1:
+            raise wrong("a curriculum has two stages or more: put the options of a single one into `options`")
+        if stages and (stages[0].from_step is not None or stages[0].success is not None):
+            raise wrong("curriculum.0 is there from the start: leave out its from_step and success")
+        for number, stage in enumerate(stages[1:], 1):
+            if stage.from_step is None and stage.success is None:
+                raise wrong(f"curriculum.{number} never begins: write its from_step or success")
+        steps = [stage.from_step for stage in stages if stage.from_step is not None]
+        if any(later <= earlier for earlier, later in pairwise(steps)):
+            raise wrong(f"the stages of a curriculum begin one after the other, not at the steps {steps}")
+        return self
+
+
+def _named(world: Any) -> Any:
+    """`- sokoban` in a list of worlds is short for `- name: sokoban`."""
+    return {"name": world} if isinstance(world, str) else world
+
+
+World = Annotated[WorldSection, BeforeValidator(_named)]
+
+
+class ProtocolSection(Section):
+    """The fields of envs.protocol.Protocol, name by name (a test compares them)."""
+
+    max_turns: int = Field("turns after which an episode is truncated", 8, ge=1)
+    max_actions_per_turn: int = Field("actions that count in one answer; the rest is ignored", 1, ge=1)
+    max_actions: int = Field("actions after which an episode is truncated", 8, ge=1)
+    think: bool = Field("ask for <think>..</think> before <answer>..</answer>", True)
+    format_penalty: float = Field("added to the reward for each turn without a valid action", -0.1, le=0)
+    max_penalised_turns: int = Field("turns of one episode that can be penalised", 3, ge=0)
+    action_sep: str = Field("text between two actions of one answer", "||", pattern=r"\S")
+    force_think: bool = Field("give each answer its first tag, <think> or without think <answer>, unsampled", False)
+
+
+Context = Literal["full", "last_k", "single_turn"]
+CONTEXT = "what a turn sees: all of the episode, its last turns, or one message that tells these in brief"
+CONTEXT_TURNS = "k of last_k and single_turn: turns in sight, the coming one included"
+MAX_CONTEXT = "tokens of a context, prompt included; oldest turns are dropped to fit"
+
+
+def turns_where_counted(section: Any) -> Any:
+    """A validator of every section that has `context` and `context_turns`."""
+    if section.context == "full" and section.context_turns is not None:
+        raise wrong(
+            "context_turns counts the turns of last_k and single_turn, but context is full: leave it out or change"
+            " context (what does not fit into max_context is dropped in any mode)"
+        )
+    if section.context != "full" and section.context_turns is None:
+        raise wrong(f"context is {section.context}: write context_turns, how many turns it shows, e.g. 3")
+    return section
+
+
+class SamplingSection(Section):
+    temperature: float = Field("0 is greedy, 1 is the model's own distribution", 1.0, ge=0)
+    top_k: int = Field("keep the k likeliest tokens; 0 keeps all", 0, ge=0)
+    top_p: float = Field("keep the likeliest tokens that make up this probability", 1.0, gt=0, le=1)
+    repetition_penalty: float = Field("divides the score of tokens already seen; 1 is off", 1.0, ge=1)
+
+    def params(self, max_new_tokens: int) -> SamplingParams:
+        """The same as the sampler takes it."""
+        return SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            repetition_penalty=self.repetition_penalty,
+        )
+
+
+class Run(Section):
+    """What every script knows about its run."""
+
+    output_dir: str = Field("folder of this run; one in use is never overwritten", min_length=1)
+    seed: int = Field("everything random is derived from it", 0, ge=0)
+    device: Literal["auto", "cpu", "cuda"] = Field("auto takes the GPU if there is one", "auto")
+    run_name: str | None = Field("name on the dashboard; null takes the name of output_dir", None, max_length=128)
+    hardware: str = Field("free text: what this file was written for and how long it takes there", "")
+    report_to: Literal["trackio", "wandb", "none"] = Field(
+        "dashboard; trackio is local and makes no network call", "trackio"
+    )
+
+
+class TrainingRun(Run):
+    """What the three phases share: weights that the optimizer can move, and a learning rate that fits them."""
+
+    model: ModelSection = Field("the model that is trained")
+    if TYPE_CHECKING:
+        trainer: Any  # each phase declares its own, in its own place
+
+    rates: ClassVar[dict[str, float]]  # by model.tuning
+
+    @model_validator(mode="after")
+    def _weights_can_move(self) -> TrainingRun:
+        model = self.model
+        if model.tuning == "full" and model.dtype in ("bfloat16", "float16"):
+            raise wrong(
+                f"`model.dtype: {model.dtype}` with `model.tuning: full` trains weights that round most updates away:"
+                " an update is smaller than the gap to the next such number. Leave model.dtype out (the weights are"
+                " float32, and trainer.bf16 computes in bfloat16), or write `model.tuning: lora`, whose adapter is"
+                " float32 whatever the frozen weights are"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _learning_rate(self) -> TrainingRun:
+        default = self.rates[self.model.tuning]
+        if isinstance(self.trainer, dict):
+            if self.trainer.get("learning_rate") is None:
+                self.trainer = self.trainer | {"learning_rate": default}
+        elif self.trainer.learning_rate is None:
+            self.trainer = self.trainer.model_copy(update={"learning_rate": default})
+        return self
+
+    @property
+    def learning_rate(self) -> float:
+        """The peak learning rate, as written or by `model.tuning`."""
+        trainer = self.trainer
+        return trainer["learning_rate"] if isinstance(trainer, dict) else trainer.learning_rate
+
+    def low_rate(self) -> str | None:
+        """One sentence where the learning rate is a tenth of this tuning's default or less, otherwise None."""
+        rate, tuning, default = self.learning_rate, self.model.tuning, self.rates[self.model.tuning]
+        if rate > default / 10 * (1 + 1e-9):
+            return None
+        return (
+            f"trainer.learning_rate={rate:g} is so low for model.tuning={tuning} that next to nothing will be learned: "
+            f"the default is {default:g} (leave the key out to get it)."
+        )

@@ -1,0 +1,248 @@
+"""The keys of train_phase3_starpo.py."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, model_validator
+
+from posttrain.config.algorithm import AlgorithmSection, presets
+from posttrain.config.data import Source
+from posttrain.config.shared import (
+    CONTEXT,
+    CONTEXT_TURNS,
+    MAX_CONTEXT,
+    PRESETS,
+    STARPO_RATES,
+    ChatSection,
+    Context,
+    Field,
+    ModelSection,
+    ProtocolSection,
+    Section,
+    TrainingRun,
+    TrainingWorld,
+    _named,
+    turns_where_counted,
+    wrong,
+)
+from posttrain.config.suites import FormerSuites
+from posttrain.config.yaml_file import read_yaml
+
+
+class RolloutSection(Section):
+    groups: int = Field("P: levels played in one step", 32, ge=1, le=65536)
+    num_generations: int = Field("G: episodes of each level, which form a group", 8, ge=1, le=65536)
+    temperature: float = Field("of the rollouts; 1 is the policy itself", 1.0, gt=0)
+    max_completion_length: int = Field("new tokens in one turn", 64, ge=1)
+    max_context: int = Field(MAX_CONTEXT, 1024, ge=8)
+    context: Context = Field(CONTEXT, "full")
+    context_turns: int | None = Field(CONTEXT_TURNS, None, ge=1)
+    slots: int | None = Field(
+        "conversations that run at the same time; null takes as many as fit into the memory, at most all of a step",
+        None,
+        ge=1,
+    )
+    engine: Literal["auto", "slots", "replay", "vllm"] = Field(
+        "slots keeps the KV cache across turns, replay reads them again, vllm is vLLM where it is installed", "auto"
+    )
+    vllm_memory: float = Field("engine vllm: its share of the GPU's memory", 0.3, gt=0, lt=1)
+
+    _context = model_validator(mode="after")(turns_where_counted)
+
+    @model_validator(mode="after")
+    def _room(self) -> RolloutSection:
+        if self.groups * self.num_generations > 2**20:
+            episodes = self.groups * self.num_generations
+            raise wrong(f"groups times num_generations is {episodes} episodes in a step: at most {2**20}")
+        if self.max_completion_length >= self.max_context:
+            raise wrong("max_completion_length (one turn) must be smaller than max_context (all of its context)")
+        return self
+
+
+class DistillationSection(Section):
+    """Generalized knowledge distillation (Agarwal et al., arXiv 2306.13649) with lmbda 0 and beta 0: the teacher is the
+    model that phase 3 starts from, rows are its own answers, and the divergence is KL(teacher || policy)."""
+
+    sources: list[Source] = Field(
+        "where the prompts come from, as in phases 1 and 2, `rows` of each; answers that stand there are not read",
+        min_length=1,
+    )
+    decontaminate: bool = Field("drop prompts that share 13 words in a row with an evaluation set", True)
+    coef: float = Field("weight of the KL in the loss; 0 only measures it", 1.0, ge=0)
+    batch_size: int = Field("rows that are read in an optimizer step, over all processes", 32, ge=1)
+    max_new_tokens: int = Field("longest answer", 256, ge=1)
+    temperature: float = Field("at which the answers are sampled; 1 is the model itself", 1.0, gt=0)
+    eval_rows: int = Field("rows held out, on which the KL is measured at each evaluation", 128, ge=1)
+
+
+class StarPOTrainerSection(Section):
+    learning_rate: float | None = Field(
+        "peak learning rate; null takes what fits model.tuning: 1e-6 for full, 1e-5 for lora and qlora", None, gt=0
+    )
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = Field(
+        "after the warm-up; the others fall towards 0, warmup_stable_decay in the last quarter", "constant"
+    )
+    warmup_steps: int = Field("steps over which the learning rate rises from 0", 0, ge=0)
+    max_steps: int = Field("rollouts, each followed by its update", 200, ge=1)
+    micro_batch_tokens: int | None = Field(
+        "token budget of one forward and backward; changes memory, not the result; null takes what fits into it",
+        None,
+        ge=1,
+    )
+    optim: Literal["adamw_torch", "adamw_8bit", "paged_adamw_8bit"] = Field(
+        "optimizer; 8 bits need bitsandbytes", "adamw_torch"
+    )
+    adam_beta1: float = Field("decay of the first moment", 0.9, ge=0, lt=1)
+    adam_beta2: float = Field("decay of the second moment", 0.999, ge=0, lt=1)
+    weight_decay: float = Field("decoupled weight decay", 0.0, ge=0)
+    max_grad_norm: float = Field("gradients are clipped to this norm", 1.0, gt=0)
+    bf16: bool | None = Field(
+        "compute in bfloat16 (autocast; weights stay float32); null does so where the GPU or CPU has it in hardware",
+        None,
+    )
+    gradient_checkpointing: bool | None = Field(
+        "recompute activations to save memory; null does so where less than four contexts would fit without", None
+    )
+
+
+class EvaluationSection(Section):
+    every: int = Field("steps between two evaluations; there is one before the first step, too", 10, ge=1)
+    episodes: int = Field("held-out episodes of each world", 128, ge=1, le=1_000_000)
+    temperature: float = Field("of these episodes; 0 is greedy", 0.5, ge=0)
+    split: Literal["validation", "test"] = Field("levels that choose the best checkpoint", "validation")
+    final_episodes: int = Field("episodes of each world after the last step", 256, ge=1, le=1_000_000)
+    final_split: Literal["validation", "test"] = Field("levels of the last evaluation", "test")
+    suites: FormerSuites = Field(
+        "a few held-out prompts on what phases 1 and 2 taught, asked at each evaluation: is it forgotten?",
+        FormerSuites(),
+    )
+
+
+class CheckpointSection(Section):
+    every: int = Field("steps between two checkpoints", 10, ge=1)
+    keep: int = Field("checkpoints kept beside the best", 2, ge=1)
+
+
+class DiagnosticsSection(Section):
+    every: int = Field("steps between two looks at whether thoughts depend on their prompts; 0 never looks", 10, ge=0)
+    pairs: int = Field("thoughts that are scored under as many prompts, in each of two scopes", 32, ge=2, le=65536)
+    gradients_every: int = Field("steps between two looks at the gradients by reward spread; 0 never looks", 0, ge=0)
+    early_stop: bool = Field("end the run at an alarm that says further steps are wasted", True)
+    rollbacks: int = Field(
+        "how often the run may go back to its best checkpoint and change a setting by itself", 0, ge=0
+    )
+
+
+class TranscriptSection(Section):
+    every: int = Field("steps between two sets of transcripts", 10, ge=1)
+    count: int = Field("whole episodes written each time; at any step as many whose world raised", 4, ge=0)
+
+
+class StarPORun(TrainingRun):
+    """Phase 3; `model.name_or_path` is the folder phase 2 handed over."""
+
+    rates = STARPO_RATES
+    preset_key = "algorithm.preset"
+
+    model: ModelSection = Field("the policy")
+    chat: ChatSection = Field("how messages become tokens; must be what phases 1 and 2 used", ChatSection())
+    worlds: list[Annotated[TrainingWorld, BeforeValidator(_named)]] = Field(
+        "the worlds that are played, mixed", min_length=1
+    )
+    protocol: ProtocolSection = Field("turns, answer format and penalties", ProtocolSection())
+    rollout: RolloutSection = Field("how episodes are sampled", RolloutSection())
+    algorithm: AlgorithmSection = Field("how episodes become an update", AlgorithmSection())
+    distillation: DistillationSection | None = Field(
+        "what keeps the policy from forgetting: the KL to the model it starts from, on that model's answers to old"
+        " prompts; null leaves it out",
+        None,
+    )
+    trainer: StarPOTrainerSection = Field("the optimizer, under TRL's names", StarPOTrainerSection())
+    evaluation: EvaluationSection = Field("held-out levels", EvaluationSection())
+    checkpoint: CheckpointSection = Field("what is kept to resume from", CheckpointSection())
+    transcripts: TranscriptSection = Field("whole episodes to read", TranscriptSection())
+    diagnostics: DiagnosticsSection = Field("what is watched, and what an alarm may do", DiagnosticsSection())
+
+    @model_validator(mode="after")
+    def _worlds_fit(self) -> StarPORun:
+        names = [world.name for world in self.worlds]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise wrong(f"worlds has {twice[0]} twice, and figures go by name: write it once (`curriculum` varies it)")
+        for n, world in enumerate(self.worlds):
+            for number, stage in enumerate(world.curriculum):
+                if stage.from_step is not None and stage.from_step > self.trainer.max_steps:
+                    raise wrong(
+                        f"worlds.{n}.curriculum.{number} begins at step {stage.from_step}, after the last one: lower"
+                        f" from_step or raise trainer.max_steps ({self.trainer.max_steps})"
+                    )
+        return self
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> StarPORun:
+        algorithm, chosen, siblings = self.algorithm, self.algorithm.filter, self.rollout.num_generations
+        if siblings == 1:
+            compares = algorithm.advantage in ("grpo", "rloo", "maxrl", "reinforce_pp_baseline", "gigpo")
+            if compares or (algorithm.advantage, algorithm.turn_norm) == ("turn_return", "group_turn"):
+                raise wrong(
+                    f"`algorithm.advantage: {algorithm.advantage}` compares the episodes of a group, and"
+                    " `rollout.num_generations: 1` makes groups of one: play at least 2, or take reinforce_pp or gae"
+                )
+            if "reward_" in chosen.metric and (chosen.strategy != "none" or not chosen.keep_zero):
+                raise wrong(
+                    "groups of one have no spread of rewards: with `rollout.num_generations: 1` write"
+                    " `algorithm.filter: {strategy: none, keep_zero: true}`"
+                )
+        if chosen.strategy == "top_k_abs" and chosen.value > self.rollout.groups:
+            raise wrong(
+                f"`algorithm.filter.value` ({chosen.value:g}) is more groups than are played ({self.rollout.groups},"
+                " `rollout.groups`)"
+            )
+        if chosen.within is not None and chosen.within > siblings:
+            raise wrong(f"`algorithm.filter.within` ({chosen.within}) is more episodes than a group has ({siblings})")
+        if chosen.strategy == "top_k_abs" and chosen.value < len(self.worlds):
+            raise wrong(
+                f"`algorithm.filter.value` ({chosen.value:g}) is fewer groups than there are environments"
+                f" ({len(self.worlds)}), each of which keeps at least one: write at least {len(self.worlds)}"
+            )
+        most, parts = chosen.most(self.rollout.groups, len(self.worlds)), algorithm.minibatches
+        if parts > most and algorithm.written("minibatches"):
+            raise wrong(
+                f"`algorithm.minibatches` ({parts}) is more than the groups that a step can keep ({most}): write less,"
+                " or play more (`rollout.groups`)"
+            )
+        if algorithm.critic.warmup_steps >= (steps := self.trainer.max_steps):
+            raise wrong(
+                f"`algorithm.critic.warmup_steps` ({algorithm.critic.warmup_steps}) leaves no step to the policy: write"
+                f" less than `trainer.max_steps` ({steps})"
+            )
+        if algorithm.advantage == "maxrl" and algorithm.beta > 0 and algorithm.kl_in == "reward":
+            raise wrong("maxrl divides by the mean reward, which the KL would make negative: `algorithm.kl_in: loss`")
+        if algorithm.advantage == "maxrl" and self.protocol.format_penalty != 0:
+            raise wrong("maxrl divides by the mean reward, which must not be negative: `protocol.format_penalty: 0`")
+        if algorithm.critical and algorithm.critic.kind == "lora" and self.model.tuning == "full":
+            raise wrong(
+                "a LoRA critic shares the frozen base of a LoRA policy: set `model.tuning: lora`, or another kind"
+            )
+        if algorithm.critical and algorithm.critic.kind == "separate" and self.model.tuning == "qlora":
+            raise wrong(
+                "a separate critic trains a copy, which four-bit weights cannot be: `algorithm.critic.kind: shared`"
+            )
+        if self.evaluation.split == self.evaluation.final_split:
+            raise wrong("`evaluation.split` chooses the best checkpoint, so `final_split` must be another one")
+        if self.rollout.engine == "vllm" and self.model.tuning == "qlora":
+            raise wrong("vLLM is not given four-bit weights: write `rollout.engine: auto`, or `model.tuning: lora`")
+        if self.distillation and self.distillation.max_new_tokens + 8 > self.rollout.max_context:
+            raise wrong(
+                f"`distillation.max_new_tokens` ({self.distillation.max_new_tokens}) leaves no prompt any room in"
+                f" `rollout.max_context` ({self.rollout.max_context}), which holds both: lower it"
+            )
+        if algorithm.loss_type == "gspo_episode" and self.rollout.context != "full":
+            raise wrong("gspo_episode needs an episode in one context: `rollout.context: full`, or take gspo_turn")
+        return self
+
+    @classmethod
+    def preset_keys(cls, given: dict[str, Any]) -> dict[str, Any]:
+        algorithm = given.get("algorithm")
+        name = algorithm.get("preset") if isinstance(algorithm, dict) else None
+        return read_yaml(PRESETS / f"{name}.yaml") if name in presets() else {}

@@ -1,0 +1,54 @@
+"""What an evaluation asks besides episodes: math, repetition, recall, preferences."""
+
+from __future__ import annotations
+
+from pydantic import field_validator
+
+from posttrain.config.shared import Field, Section, wrong
+
+MATH = "share of right answers; null leaves it out"
+REPETITION = "how much open answers repeat themselves; null leaves it out"
+RECALL = "memory of earlier turns; null leaves it out"
+PREFERENCES = "share of pairs ranked right; null leaves it out"
+
+
+class Suite(Section):
+    n: int = Field("prompts", 200, ge=1, le=1_000_000)
+    max_new_tokens: int = Field("longest answer", 256, ge=1)
+
+
+class MathSuite(Suite):
+    sources: list[str] = Field(
+        "embedded, gsm8k, math500, or local files with question and answer", ["embedded"], min_length=1
+    )
+    instruction: str = Field("added to each question, e.g. how to mark the answer", "")
+
+    @field_validator("sources")
+    @classmethod
+    def _each_once(cls, sources: list[str]) -> list[str]:
+        if len(set(sources)) < len(sources):
+            raise wrong(f"names a source twice: {', '.join(sources)}")
+        return sources
+
+
+class RepetitionSuite(Suite):
+    source: str = Field("embedded, or a local file with the column prompt", "embedded")
+    equal_length: int = Field("also count repetition on the first so many tokens of every answer", 60, ge=8)
+
+
+class RecallSuite(Suite):
+    source: str = Field("embedded, or a local file with messages and answer", "embedded")
+
+
+class PreferenceSuite(Section):
+    source: str = Field("embedded, ultrafeedback (its test_prefs), or a local file with the same columns", "embedded")
+    n: int = Field("held-out pairs", 200, ge=1, le=1_000_000)
+
+
+class FormerSuites(Section):
+    """What phases 1 and 2 taught; math and recall are answered greedily, open prompts at temperature 1."""
+
+    math: MathSuite | None = Field(MATH, None)
+    repetition: RepetitionSuite | None = Field(REPETITION, None)
+    recall: RecallSuite | None = Field(RECALL, None)
+    preferences: PreferenceSuite | None = Field(PREFERENCES, None)
