@@ -27,7 +27,6 @@ from posttrain.evaluation.scoring import play_baselines, run_task, section
 from posttrain.evaluation.store import ROWS, Store
 from posttrain.evaluation.tasks import build_tasks, headline_levels, hub_sets
 from posttrain.evaluation.workers import run_tasks
-from posttrain.model_card import commit
 from posttrain.types import UserError
 
 RESULTS = "results.json"
@@ -44,6 +43,7 @@ def main() -> None:
     import torch
 
     from posttrain import checkpoint, parallel, report
+    from posttrain.model_card import commit
 
     parallel.start(torch.device("cpu"))  # ranks hand rows to each other, never tensors
     tasks = build_tasks(cfg)
