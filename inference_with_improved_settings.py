@@ -667,15 +667,15 @@ def beside(world: TextEnv, text: str) -> Table:
 
 def grid(world: TextEnv) -> Text | None:
     """The world as a coloured map, whatever it is that the model is shown; None for a world without a grid."""
-    if not isinstance(getattr(world, "observation", None), str):
+    if not world.symbols:
         return None
-    view: Any = copy.copy(world)
-    view.observation, view.separator = "grid", " "
+    view = copy.copy(world)
+    view.render_mode = "ansi"
     cell_of = {symbol: cell for cell, symbol in view.symbols.items()}
     width = max(map(len, cell_of))
     rows = [
         Text.assemble(*((f" {symbol:^{width}} ", COLOURS.get(cell_of[symbol], "")) for symbol in row.split(" ")))
-        for row in view.observe().splitlines()
+        for row in view.render().splitlines()
     ]
     return Text("\n").join(rows)
 

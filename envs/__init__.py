@@ -1,8 +1,8 @@
-"""Which worlds are there?  Every file in this folder that defines a `TextEnv`, registered with gymnasium.
+"""Which environments are there?  Every file in this folder that defines a `TextEnv`, registered with gymnasium.
 
 from envs import make, names
-world = make("frozen_lake", size=4, observation="neighbours")      # the bare world
-gymnasium.make("posttrain/FrozenLake-v0")                           # the same, with gymnasium's wrappers
+env = make("frozen_lake", size=4, observation="neighbours")     # the bare environment
+gymnasium.make("posttrain/FrozenLake-v0")                        # the same, with gymnasium's wrappers
 """
 
 from __future__ import annotations
@@ -10,37 +10,72 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from typing import Any
+from functools import lru_cache
+from typing import Any, get_type_hints
 
 import gymnasium
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from envs.base import SPLITS, TextEnv, known, split_of
+from envs.base import CAPABILITIES, SPLITS, TextEnv, known
 
-__all__ = ["SPLITS", "TextEnv", "make", "names", "split_of"]
+__all__ = ["CAPABILITIES", "SPLITS", "TextEnv", "make", "names", "register"]
 
-_WORLDS: dict[str, type[TextEnv]] = {}
+_ENVS: dict[str, type[TextEnv]] = {}
+_BROKEN: dict[str, str] = {}  # file -> why it cannot be imported; told to whoever asks for an unknown name
 
-for _module in pkgutil.iter_modules(__path__):
-    if _module.name in ("base", "check", "protocol"):
-        continue
-    for _thing in vars(importlib.import_module(f"envs.{_module.name}")).values():
-        if isinstance(_thing, type) and issubclass(_thing, TextEnv) and _thing.__module__ == f"envs.{_module.name}":
-            _WORLDS[_thing.name] = _thing
-            gymnasium.register(f"posttrain/{_thing.__name__}-v0", entry_point=f"envs.{_module.name}:{_thing.__name__}")
+
+def register(env: type[TextEnv]) -> None:
+    """Makes an environment known to `make` under its name, and to gymnasium as posttrain/<class>-v0."""
+    lacks = [f"{method}()" for method in sorted(env.__abstractmethods__)]
+    lacks += [field for field in ("name", "actions") if not hasattr(env, field)]
+    if lacks:
+        raise ValueError(f"{env.__name__} lacks {', '.join(lacks)}; envs/base.py says what each is for")
+    _ENVS[env.name] = env
+    local = "<locals>" in env.__qualname__
+    entry: Any = env if local else f"{env.__module__}:{env.__qualname__}"
+    gymnasium.register(gymnasium_id(env), entry_point=entry)
+
+
+def gymnasium_id(env: type[TextEnv]) -> str:
+    return f"posttrain/{env.__name__}-v0"
 
 
 def names() -> list[str]:
     """The names that `make` knows."""
-    return sorted(_WORLDS)
+    return sorted(_ENVS)
 
 
 def make(name: str, **options: Any) -> TextEnv:
-    """The world of that name; an unknown name or option is a ValueError that guesses what was meant."""
-    world = _WORLDS[known("world", name, names())]
-    for option in options:
-        known(f"option of the world {name}", option, inspect.signature(world).parameters)
+    """The environment of that name; an unknown name or option, or a wrong type, is a ValueError that says which."""
     try:
-        return world(**options)
-    except TypeError as error:
-        given = ", ".join(f"{option}={value!r}" for option, value in options.items())
-        raise ValueError(f"{name} cannot be made with {given}: one of them has the wrong type ({error}).") from error
+        env = _ENVS[known("environment", name, names())]
+    except ValueError as error:
+        raise ValueError(" ".join([str(error), *_BROKEN.values()])) from None
+    accepted = _options(env)
+    for option, value in options.items():
+        try:
+            accepted[known(f"option of the environment {name}", option, accepted)].validate_python(value, strict=True)
+        except ValidationError as error:
+            problem = error.errors()[0]["msg"].removeprefix("Input ")
+            raise ValueError(f"{name} cannot be made with {option}={value!r}: it {problem}.") from None
+    return env(**options)
+
+
+@lru_cache
+def _options(env: type[TextEnv]) -> dict[str, TypeAdapter[Any]]:
+    """The options of an environment, and what checks a value against the annotation in `__init__`."""
+    hints = get_type_hints(env.__init__)
+    config = ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True)
+    return {option: TypeAdapter(hints.get(option, Any), config=config) for option in inspect.signature(env).parameters}
+
+
+for _module in pkgutil.iter_modules(__path__):
+    if _module.name in ("base", "check", "demos", "promises", "protocol"):
+        continue
+    try:
+        _found = vars(importlib.import_module(f"envs.{_module.name}"))
+        for _thing in list(_found.values()):
+            if isinstance(_thing, type) and issubclass(_thing, TextEnv) and _thing.__module__ == f"envs.{_module.name}":
+                register(_thing)
+    except (Exception, SystemExit) as _error:  # one file that a user is writing must not take the others with it
+        _BROKEN[_module.name] = f"envs/{_module.name}.py cannot be used ({type(_error).__name__}: {_error})."

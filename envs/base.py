@@ -1,6 +1,7 @@
-"""What must a world be?  A gymnasium environment that speaks text, plus what an agent pipeline needs to know of it.
+"""What must an environment be?  A `gymnasium.Env` whose observations and actions are text, one file in this folder.
 
-A world is one file in this folder with one subclass of `TextEnv`; the registry in `envs/__init__.py` finds it.
+Required are six methods of a subclass of `TextEnv`: `draw`, `key_of`, `begin`, `step`, `observe` and `rules`.
+Everything else is optional; `CAPABILITIES` says what each part switches on. examples/minimal_env.py is a whole one.
 Nothing here imports torch or the training package.
 """
 
@@ -9,10 +10,11 @@ from __future__ import annotations
 import difflib
 import hashlib
 import string
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import gymnasium
@@ -21,9 +23,17 @@ import numpy as np
 SPLITS = ("train", "validation", "test")
 DRAWS = 2_000  # candidates looked at before a level is declared not to be found
 OBSERVATIONS = ("grid", "coordinates", "both", "neighbours")
+CAPABILITIES = {
+    "state_key": "GiGPO compares turns taken in equal states (without it: under equal observations)",
+    "expert": "demonstrations, and the expert beside the model in an evaluation",
+    "optimal_success": "the optimum beside the model in an evaluation",
+    "players": "demonstrations, and scripted policies beside the model (without it: random play in a list of actions)",
+    "cues": "what demonstrations think (without it: nothing)",
+    "render": "pictures in transcripts and reports (without it: text alone)",
+}
 
 
-def split_of(level_key: str) -> str:
+def split_by_hash(level_key: str) -> str:
     """Which split a level belongs to, decided by the level itself: 80 % train, 10 % validation, 10 % test.
 
     A level can therefore never be in two splits, whatever seeds produced it.
@@ -56,47 +66,104 @@ class NoLevel(ValueError):
 
 
 @lru_cache(maxsize=1 << 16)
-def draw_level(world: type[TextEnv], config: Hashable, seed: int, split: str) -> Any:
-    """The level at one address: candidate after candidate, until one is in `split`.
+def draw_level(env: type[TextEnv], config: Hashable, seed: int, split: str) -> Any:
+    """The level of one seed: candidate after candidate, until one is in `split`.
 
-    Pure (no draw depends on an earlier one), hence cached: the members of a group get their level for one price.
+    Pure (no draw depends on an earlier one), hence cached: the samples of a group share the cost of their level.
     """
-    for level in islice(world.draw(config, np.random.default_rng([seed, 0])), DRAWS):
-        if level is not None and split_of(world.key_of(level)) == split:
+    for level in islice(env.draw(config, np.random.default_rng([seed, 0])), DRAWS):
+        if level is not None and env.split_of(level) in (split, None):
             return level
-    raise NoLevel(f'{world.name}: no level for the split "{split}" in {DRAWS:,} draws with the options {config}.')
+    raise NoLevel(f'{env.name}: no level for the split "{split}" in {DRAWS:,} draws with the options {config}.')
 
 
-class TextEnv(gymnasium.Env[str, str]):
-    """A world whose observation and action are text.
+class AnyText(gymnasium.spaces.Text):
+    """Every text of up to `max_length` characters, whatever the alphabet. Samples are short and printable."""
+
+    def __init__(self, max_length: int, min_length: int = 1) -> None:
+        super().__init__(max_length, min_length=min_length, charset=string.printable)
+
+    def sample(self, mask: Any = None, probability: Any = None) -> str:
+        length = int(self.np_random.integers(max(1, self.min_length), min(64, self.max_length) + 1))
+        return super().sample(mask or (length, None) if probability is None else None, probability)
+
+    def contains(self, x: Any) -> bool:
+        return isinstance(x, str) and self.min_length <= len(x) <= self.max_length
+
+    def __repr__(self) -> str:
+        return f"AnyText({self.max_length}, min_length={self.min_length})"
+
+
+class OneOf(gymnasium.spaces.Text):
+    """The texts of a list: `Discrete`, with names for numbers."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.texts = tuple(texts)
+        lengths = [len(text) for text in self.texts]
+        super().__init__(max(lengths), min_length=min(lengths), charset=frozenset().union(*self.texts))
+
+    def sample(self, mask: Any = None, probability: Any = None) -> str:
+        if mask is not None or probability is not None:
+            raise ValueError("This space is sampled without mask or probability.")
+        return self.texts[int(self.np_random.integers(len(self.texts)))]
+
+    def contains(self, x: Any) -> bool:
+        return x in self.texts
+
+    def __repr__(self) -> str:
+        return f"OneOf({', '.join(self.texts)})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OneOf) and self.texts == other.texts
+
+
+class TextEnv(gymnasium.Env[str, str], ABC):
+    """An environment whose observation and action are text.
+
+    `name` is what YAML files call it. `actions` is the list of all actions, or None where an action is free text. The
+    list is an attribute of the class; where it depends on options or level, `__init__` or `begin` sets it on `self`.
 
     `reset(seed=s, options={"split": "train"})` is pure: the same seed and split give the same level in any process.
-    `options["noise_seed"]` addresses the chance inside the episode (slips, random players) apart from the level; it
-    is the seed itself unless given, so the members of a group can share a level without sharing their luck.
-    `info` of `reset` and `step` carries `success`, `action_is_valid`, `action_is_effective` (bool) and `failure`
-    (a short word such as "hole", empty while nothing is lost).
-    `step` takes ONE action as text; an unknown action changes nothing, costs a step and is reported as invalid.
+    `options["noise_seed"]` addresses the chance inside the episode (slips, scripted policies) apart from the level; it
+    is the seed itself unless given, so the samples of a group share a level without sharing its noise.
+
+    `step` takes ONE action. From a list it is the name as written there; free text is all that stands between <answer>
+    and </answer>, white space included, and never blank. The environment judges it: what it cannot read is invalid, and
+    changes nothing. It returns gymnasium's five values; `info` holds
+        success              bool, the task is done
+        action_is_valid      bool, the action could be read and is allowed; invalid ones cost the format penalty
+        action_is_effective  bool, the action changed the state
+        failure              str, why the task is lost ("hole"), empty while it is not
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 2}
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 2}
     name: ClassVar[str]
-    actions: ClassVar[tuple[str, ...]]
+    actions: tuple[str, ...] | None
 
     observation_space: gymnasium.spaces.Text
     action_space: gymnasium.spaces.Text
     render_mode: str | None
-    config: Hashable  # all that decides which levels there are
+    config: Hashable  # all that decides which levels there are; given to `draw`
+    level: Any  # the current one
+    symbols: Mapping[str, str] = MappingProxyType({})  # what stands for each kind of cell, where there is a grid
     noise: np.random.Generator  # chance inside the episode
-    dice: np.random.Generator  # the weak players' choices, apart from `noise`: watching them changes nothing
+    policy_rng: np.random.Generator  # the scripted policies' choices, apart from `noise`: asking them changes nothing
 
-    def __init__(self, render_mode: str | None, config: Hashable, symbols: Iterable[str] = (), length: int = 2048):
+    def __init__(self, render_mode: str | None = None):
         if render_mode is not None:
             known("render mode", render_mode, self.metadata["render_modes"])
         self.render_mode = render_mode
-        self.config = config
-        charset = frozenset(string.printable).union(*symbols)
-        self.observation_space = gymnasium.spaces.Text(length, min_length=1, charset=charset)
-        self.action_space = gymnasium.spaces.Text(64, min_length=1, charset=charset)
+        self.config = None
+        self.observation_space = AnyText(1 << 16)
+        self.action_space = AnyText(1 << 16) if self.actions is None else OneOf(self.actions)
+
+    @classmethod
+    def has(cls, capability: str) -> bool:
+        """Whether the environment defines this optional part, one of `CAPABILITIES`. Nobody asks in another way."""
+        known("capability", capability, CAPABILITIES)
+        if capability == "render":  # declared as gymnasium has it; an override may be about text alone
+            return "rgb_array" in cls.metadata["render_modes"]
+        return getattr(cls, capability) is not getattr(TextEnv, capability)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed)
@@ -107,19 +174,20 @@ class TextEnv(gymnasium.Env[str, str]):
             seed = int(self.np_random.integers(1 << 62))
         noise_seed = options.get("noise_seed", seed)
         self.noise = np.random.default_rng([noise_seed, 1])
-        self.dice = np.random.default_rng([noise_seed, 2])
+        self.policy_rng = np.random.default_rng([noise_seed, 2])
         split = known("split", options.get("split", "train"), SPLITS)
-        self.begin(draw_level(type(self), self.config, seed, split))
+        self.level = draw_level(type(self), self.config, seed, split)
+        self.begin(self.level)
+        if self.actions is not None and OneOf(self.actions) != self.action_space:  # `begin` set those of the level
+            self.action_space = OneOf(self.actions)
         return self.observe(), {"success": False, "action_is_valid": True, "action_is_effective": False, "failure": ""}
 
-    def canonical_action(self, action: str) -> str | None:
-        """The action's own spelling, whatever the case; None for an unknown one."""
-        return {known_action.lower(): known_action for known_action in self.actions}.get(action.strip().lower())
+    # -- required --------------------------------------------------------------------------------------------------
 
     @classmethod
     @abstractmethod
     def draw(cls, config: Any, rng: np.random.Generator) -> Iterator[Any]:
-        """Candidate levels (hashable) without end; None for a try that gave none.
+        """Candidate levels (hashable, never changed) without end; None for a try that gave none.
 
         A split takes the first that is its own. So that no split has harder levels than another, candidates must not
         come in clusters (all starts of one room, say): the smallest split would choose among them, the largest not.
@@ -132,7 +200,11 @@ class TextEnv(gymnasium.Env[str, str]):
 
     @abstractmethod
     def begin(self, level: Any) -> None:
-        """Puts the world into the level's first state."""
+        """Puts the environment into the level's first state."""
+
+    @abstractmethod
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Plays one action: observation, reward, terminated, truncated, info, as the class docstring says."""
 
     @abstractmethod
     def observe(self) -> str:
@@ -142,45 +214,65 @@ class TextEnv(gymnasium.Env[str, str]):
     def rules(self) -> str:
         """The task, the legend of the symbols in use and the actions, for the system message."""
 
-    @abstractmethod
+    # -- optional: CAPABILITIES says what each switches on -----------------------------------------------------------
+
     def state_key(self) -> str:
         """Equal for two states exactly when the same actions lead to the same futures (GiGPO's anchor states)."""
+        raise NotImplementedError(f"{self.name} has no state_key.")
 
-    @abstractmethod
-    def level_key(self) -> str:
-        """`key_of` the current level."""
-
-    @abstractmethod
     def expert(self) -> str:
         """The best next action from the current state."""
+        raise NotImplementedError(f"{self.name} has no expert.")
 
-    @abstractmethod
     def optimal_success(self, horizon: int) -> float:
-        """The chance with which the best player succeeds from here within `horizon` actions."""
+        """The chance with which the best policy succeeds from here within `horizon` actions."""
+        raise NotImplementedError(f"{self.name} has no optimal_success.")
 
-    @abstractmethod
     def players(self) -> dict[str, str]:
-        """Each weak player's next action from the current state, by player name; `random` is always one of them.
+        """Each scripted policy's next action from the current state, by its name: {"random": "Up", "safe": "Left"}.
 
-        No single weak player is good at the world: what they show is the format and the rules, not the skill.
+        Phase 1 demonstrates the format and the rules with them, not the skill: none of them should be good.
         """
+        return {} if self.actions is None else {"random": self.choose()}
 
-    @abstractmethod
     def cues(self) -> dict[str, tuple[str, ...]]:
         """What matters in the current state: named sets of actions, e.g. {"goal": ("Down",), "safe": ("Left",)}."""
+        return {}
+
+    def render(self) -> Any:
+        """The state as text with `render_mode="ansi"`.
+
+        An environment with pictures overrides this: it declares "rgb_array" in `metadata["render_modes"]` beside
+        "ansi", returns an RGB frame (uint8, shape (height, width, 3)) in that mode, and `super().render()` in others.
+        """
+        return self.observe() if self.render_mode == "ansi" else None
+
+    @classmethod
+    def split_of(cls, level: Any) -> str | None:
+        """Which split a level belongs to. Overridden where a data set has its own splits.
+
+        None where the levels are too few to hold any out: every split then has them all.
+        """
+        return split_by_hash(cls.key_of(level))
+
+    # -- given ------------------------------------------------------------------------------------------------------
+
+    def level_key(self) -> str:
+        """`key_of` the current level."""
+        return self.key_of(self.level)
+
+    def canonical_action(self, action: str) -> str | None:
+        """The action's own spelling, whatever the case; None for one that is not in the list."""
+        return {listed.lower(): listed for listed in self.actions or ()}.get(action.strip().lower())
 
     def thought(self) -> str:
         """The cues as a demonstrator would think them: `goal Down safe Left Down`."""
         return " ".join(f"{cue} {' '.join(actions) or 'none'}" for cue, actions in self.cues().items())
 
-    @abstractmethod
-    def render(self) -> np.ndarray:
-        """An RGB frame, uint8, shape (height, width, 3)."""
-
-    def _any_of(self, actions: Sequence[str]) -> str:
-        """One of these actions by the players' dice; of all actions where there are none."""
-        choices = actions or self.actions
-        return choices[int(self.dice.integers(len(choices)))]
+    def choose(self, actions: Sequence[str] = ()) -> str:
+        """One of these actions by `policy_rng`; of all actions where there are none."""
+        choices = actions or self.actions or ()
+        return choices[int(self.policy_rng.integers(len(choices)))]
 
 
 def with_symbols(defaults: Mapping[str, str], custom: Mapping[str, str] | None) -> dict[str, str]:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from gymnasium.envs.toy_text import frozen_lake
@@ -36,6 +36,7 @@ class FrozenLake(TextEnv):
     intended with probability `success_rate`, else to either side of it.
     """
 
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 2}
     name = "frozen_lake"
     actions = tuple(MOVES)
 
@@ -61,9 +62,8 @@ class FrozenLake(TextEnv):
         self.symbols = with_symbols(SYMBOLS, symbols)
         self.separator = separator
         self.chance = float(success_rate) if slippery else 1.0
-        longest = max(map(len, self.symbols.values())) + len(separator)
-        length = 256 + size * size * (longest + 2 * len(str(size)) + 4)
-        super().__init__(render_mode, Lake(size, frozen, corners), [*self.symbols.values(), separator], length)
+        super().__init__(render_mode)
+        self.config = Lake(size, frozen, corners)
 
     @classmethod
     def draw(cls, config: Lake, rng: np.random.Generator) -> Iterator[tuple[str, ...] | None]:
@@ -89,7 +89,7 @@ class FrozenLake(TextEnv):
         before, name = self.position, self.canonical_action(action)
         reward, terminated = 0.0, self.cells[before] in "GH"
         if name is not None:
-            outcomes = transitions(self.level, self.chance)[before][self.actions.index(name)]
+            outcomes = transitions(self.level, self.chance)[before][list(MOVES).index(name)]
             drawn = 0 if len(outcomes) == 1 else self.noise.choice(len(outcomes), p=[o[0] for o in outcomes])
             _, state, paid, ended = outcomes[drawn]
             self.position, reward, terminated = int(state), float(paid), bool(ended)
@@ -117,16 +117,19 @@ class FrozenLake(TextEnv):
     def observe(self) -> str:
         positions = f"You {self._at(self.position)} Goal {self._at(self.goal)}"
         if self.observation == "neighbours":
-            beside = [f"{direction} {self._symbol(self._neighbour(direction))}" for direction in self.actions]
+            beside = [f"{direction} {self._symbol(self._neighbour(direction))}" for direction in MOVES]
             return " ".join([positions, *beside])
         holes = " ; ".join(self._at(i) for i, cell in enumerate(self.cells) if cell == "H")
         coordinates = f"{positions} Holes {holes or 'none'}"
         if self.observation == "coordinates":
             return coordinates
+        grid = self._grid(self.separator)
+        return grid if self.observation == "grid" else f"{coordinates}\n{grid}"
+
+    def _grid(self, separator: str) -> str:
         symbols = [self._symbol(i) for i in range(len(self.cells))]
         symbols[self.position] = self.symbols[{"H": "dead", "G": "arrived"}.get(self.cells[self.position], "player")]
-        rows = [self.separator.join(symbols[i : i + self.side]) for i in range(0, len(symbols), self.side)]
-        return "\n".join(rows if self.observation == "grid" else [coordinates, *rows])
+        return "\n".join(separator.join(symbols[i : i + self.side]) for i in range(0, len(symbols), self.side))
 
     def rules(self) -> str:
         s = self.symbols
@@ -142,14 +145,11 @@ class FrozenLake(TextEnv):
             )
         if self.chance < 1:
             parts.append(f"You slip: a move goes as meant with chance {self.chance:g}, else to one side of it.")
-        parts.append(f"Actions: {', '.join(self.actions)}.")
+        parts.append(f"Actions: {', '.join(MOVES)}.")
         return " ".join(parts)
 
     def state_key(self) -> str:
         return f"{self.cells.replace('S', 'F')} {self.position}"  # where the walk began changes no future
-
-    def level_key(self) -> str:
-        return self.key_of(self.level)
 
     # -- players ---------------------------------------------------------------------------------------------------
 
@@ -158,14 +158,14 @@ class FrozenLake(TextEnv):
         here, there = divmod(self.position, self.side), divmod(self.goal, self.side)
         way = (there[0] - here[0], there[1] - here[1])
         goal = [d for d, (down, right) in MOVES.items() if down * way[0] + right * way[1] > 0]
-        cells = {d: self._neighbour(d) for d in self.actions}
+        cells = {d: self._neighbour(d) for d in MOVES}
         safe = [d for d, cell in cells.items() if cell is not None and self.cells[cell] != "H"]
         return {"goal": tuple(goal), "safe": tuple(safe)}
 
     def players(self) -> dict[str, str]:
         """`goal` walks to the goal blind to holes; `safe` avoids holes blind to the goal."""
         cues = self.cues()
-        return {"random": self._any_of(()), "goal": self._any_of(cues["goal"]), "safe": self._any_of(cues["safe"])}
+        return {"random": self.choose(), "goal": self.choose(cues["goal"]), "safe": self.choose(cues["safe"])}
 
     def expert(self, horizon: int | None = None) -> str:
         """The action with the best chance to arrive within `horizon` moves; without a deadline, soon."""
@@ -174,7 +174,7 @@ class FrozenLake(TextEnv):
             values = values_without_deadline(self.level, self.chance)
         else:
             values = values_within(self.level, self.chance, horizon - 1)
-        return self.actions[int(np.argmax(np.round(odds[:, self.position] @ values, 12)))]
+        return list(MOVES)[int(np.argmax(np.round(odds[:, self.position] @ values, 12)))]
 
     def optimal_success(self, horizon: int) -> float:
         """The chance of the best player to arrive from here within `horizon` moves (finite value iteration)."""
@@ -184,7 +184,10 @@ class FrozenLake(TextEnv):
         """Moves from here to the goal on dry feet if nothing slips; -1 when there is no way."""
         return steps_to_goal(self.level)[self.position]
 
-    def render(self) -> np.ndarray:
+    def render(self) -> Any:
+        """gymnasium's pictures with `render_mode="rgb_array"`; the grid with "ansi", whatever the model is shown."""
+        if self.render_mode != "rgb_array":
+            return self._grid(" ") if self.render_mode == "ansi" else None
         from PIL import Image
 
         size = 64

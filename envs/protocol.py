@@ -1,4 +1,4 @@
-"""How do a model and a world talk?  Turns, answers, penalties, limits and the words around them.
+"""How do a model and an environment talk?  Turns, answers, penalties, limits and the words around them.
 
 The model writes `<think>...</think><answer>Left || Up</answer>`; the first well-formed pair counts. What it wrote is
 kept as it is: nothing here rewrites a response.
@@ -7,12 +7,10 @@ kept as it is: nothing here rewrites a response.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from envs.base import TextEnv, known
+from envs.base import TextEnv
 
 Message = dict[str, str]
 _BETWEEN = re.compile(r"</think>\s*<answer>")
@@ -24,6 +22,7 @@ class Protocol:
 
     `format_penalty` is paid once for every turn that is badly formed or names an unknown action, at most
     `max_penalised_turns` times an episode: Protocol(max_turns=8, max_actions_per_turn=1, max_actions=8).
+    An environment of free text takes one action a turn, whatever `max_actions_per_turn` says.
     With `force_think` every response begins with `opening`, which the model is given instead of writing it.
     """
 
@@ -83,11 +82,11 @@ class Turn:
     user: str | None
 
 
-def parse(text: str, protocol: Protocol, world_actions: Sequence[str]) -> Parsed:
+def parse(text: str, protocol: Protocol, listed: Sequence[str] | None) -> Parsed:
     """Reads a response; linear in its length and never raises, whatever the text.
 
-    Names count whatever their case; actions beyond the turn's limit are left out. A world without a list of actions
-    takes any text as an action.
+    `listed` is the environment's list of actions: names count whatever their case, those beyond the turn's limit are
+    left out. With None the action is free text: all that stands in <answer>, as it stands there, unless it is blank.
     """
     start = 0
     if protocol.think:
@@ -100,10 +99,10 @@ def parse(text: str, protocol: Protocol, world_actions: Sequence[str]) -> Parsed
     end = text.find("</answer>", start) if start >= 0 else -1
     if end < 0:
         return Parsed([], False, [])
+    if listed is None:
+        return Parsed([text[start:end]] if text[start:end].strip() else [], True, [])
     names = [name for name in map(str.strip, text[start:end].split(protocol.action_sep)) if name]
-    if not world_actions:
-        return Parsed(names[: protocol.max_actions_per_turn], True, [])
-    spelling = {action.lower(): action for action in world_actions}
+    spelling = {action.lower(): action for action in listed}
     invalid = [name for name in names if name.lower() not in spelling]
     actions = [spelling[name.lower()] for name in names if name.lower() in spelling]
     return Parsed(actions[: protocol.max_actions_per_turn], True, invalid)
@@ -126,29 +125,33 @@ def answer(thought: str, actions: Sequence[str], protocol: Protocol) -> str:
     return f"<think>{thought}</think>{reply}" if protocol.think else reply
 
 
-def system_text(world: TextEnv, protocol: Protocol) -> str:
-    """Rules, limits and answer format: the same for every episode of a world under a protocol."""
-    limits, example = f"At most {protocol.max_turns} turns, one action each", ["Action"]
-    if protocol.max_actions_per_turn > 1:
-        limits = f"At most {protocol.max_turns} turns, up to {protocol.max_actions_per_turn} actions each"
+def system_text(env: TextEnv, protocol: Protocol) -> str:
+    """Rules, limits and answer format: the same for every episode of an environment under a protocol."""
+    limits, example, per_turn = (
+        f"At most {protocol.max_turns} turns, one action each",
+        ["Action"],
+        _per_turn(env, protocol),
+    )
+    if per_turn > 1:
+        limits = f"At most {protocol.max_turns} turns, up to {per_turn} actions each"
         example = ["Action", "Action"]
-    if _actions_bind(protocol, protocol.max_turns, 0):
+    if protocol.max_actions < protocol.max_turns * per_turn:
         limits += f", {protocol.max_actions} actions in all"
-    return f"{world.rules()} {limits}. Reply: {answer('reasoning', example, protocol)}"
+    return f"{env.rules()} {limits}. Reply: {answer('reasoning', example, protocol)}"
 
 
-def _actions_bind(protocol: Protocol, turns_left: int, actions_used: int) -> bool:
-    """Whether the episode's action limit can be reached before its turn limit."""
-    return protocol.max_actions - actions_used < turns_left * protocol.max_actions_per_turn
+def _per_turn(env: TextEnv, protocol: Protocol) -> int:
+    """How many actions a turn may hold; free text is one."""
+    return 1 if env.actions is None else protocol.max_actions_per_turn
 
 
 class Episode:
-    """One conversation with one world; the world belongs to the episode until it is over.
+    """One conversation with one environment, which belongs to the episode until it is over.
 
     Example: episode = Episode(make("frozen_lake"), Protocol(), seed=7, split="test")
              turn = episode.step("<think>goal Down safe Down</think><answer>Down</answer>")
-    `noise_seed` gives the members of a group their own luck on a shared level.
-    A world that raises is not caught here: the caller counts it as crashed, never as a reward of zero.
+    `noise_seed` gives the samples of a group their own environment noise on a shared level.
+    An environment that raises is not caught here: the caller counts it as crashed, never as a reward of zero.
     """
 
     def __init__(
@@ -183,7 +186,7 @@ class Episode:
         reward, observation, before = 0.0, None, len(self.actions)
         for action in parsed.actions[: self.protocol.max_actions - len(self.actions)]:
             observation, paid, over, cut, info = self.env.step(action)
-            self.terminated = bool(over)  # a world may count in NumPy
+            self.terminated = bool(over)  # an environment may count in NumPy
             self.truncated = bool(cut) and not self.terminated
             self.actions.append(action)
             self.effective_actions += bool(info["action_is_effective"])
@@ -222,34 +225,16 @@ class Episode:
         return "\n".join([*lines, f"Turn {self.turns + 1}", self._user_text(self.observation)])
 
     def state_key(self) -> str:
-        return self.env.state_key()
+        """The environment's key of the state, or its observation where it has none."""
+        return self.env.state_key() if self.env.has("state_key") else self.observation
 
     def _user_text(self, state: str, reward: float | None = None, valid: bool = True) -> str:
         turns = self.protocol.max_turns - self.turns
         left = f"Turns left {turns}"
-        if _actions_bind(self.protocol, turns, len(self.actions)):
-            left += f" Actions left {self.protocol.max_actions - len(self.actions)}"
+        actions = self.protocol.max_actions - len(self.actions)
+        if actions < turns * _per_turn(self.env, self.protocol):  # else the limit of turns comes first
+            left += f" Actions left {actions}"
         before = [] if reward is None else [f"Reward {round(reward, 6):g}"]
         if not valid:
             before.append("Invalid answer")
         return "\n".join([*before, state, left])
-
-
-def demonstrate(world: TextEnv, protocol: Protocol, seed: int, split: str, mix: Mapping[str, float]) -> list[Message]:
-    """An episode in which every turn is played by one of the players, drawn by its share in `mix`.
-
-    Players are the world's weak ones and `expert`; shares sum to 1: {"goal": 0.3, "safe": 0.3, "random": 0.4}.
-    Each turn is one action after the world's own thought. The same seed gives the same text.
-    """
-    episode = Episode(world, protocol, seed, split)
-    for player in mix:
-        known(f"player of {world.name}", player, [*world.players(), "expert"])
-    shares = np.array(list(mix.values()), dtype=float)
-    if len(shares) == 0 or shares.min() < 0 or abs(shares.sum() - 1) > 1e-6:
-        raise ValueError(f"The shares of the players must be positive and sum to 1, not {dict(mix)}.")
-    names, rng = list(mix), np.random.default_rng([seed, 3])
-    while not episode.done:
-        player = names[int(np.searchsorted(shares.cumsum(), rng.random() * shares.sum(), side="right"))]
-        action = world.expert() if player == "expert" else world.players()[player]
-        episode.step(answer(world.thought(), [action], protocol))
-    return episode.messages

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -133,6 +133,7 @@ class Sokoban(TextEnv):
     solution; `reward="sparse"` pays 1 for the solution. `deadlock_ends=True` ends a game with a box lost in a corner.
     """
 
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 2}
     name = "sokoban"
     actions = tuple(MOVES)
 
@@ -161,10 +162,8 @@ class Sokoban(TextEnv):
         self.observation = known("observation", observation, OBSERVATIONS)
         self.symbols = with_symbols(SYMBOLS, symbols)
         self.separator = separator
-        longest = max(map(len, self.symbols.values())) + len(separator)
-        length = 256 + 96 * boxes + size * size * (longest + 2 * len(str(size)) + 4)
-        config = Rooms(size, boxes, min_length, max_length, int(1.7 * 2 * size) if steps is None else steps)
-        super().__init__(render_mode, config, [*self.symbols.values(), separator], length)
+        super().__init__(render_mode)
+        self.config = Rooms(size, boxes, min_length, max_length, int(1.7 * 2 * size) if steps is None else steps)
 
     @classmethod
     def draw(cls, config: Rooms, rng: np.random.Generator) -> Iterator[tuple[str, ...] | None]:
@@ -226,8 +225,12 @@ class Sokoban(TextEnv):
         )
         if self.observation == "coordinates":
             return coordinates
-        rows = [self.separator.join(self.symbols[LETTERS[letter]] for letter in row) for row in room.letters()]
-        return "\n".join(rows if self.observation == "grid" else [coordinates, *rows])
+        grid = self._grid(self.separator)
+        return grid if self.observation == "grid" else f"{coordinates}\n{grid}"
+
+    def _grid(self, separator: str) -> str:
+        rows = [separator.join(self.symbols[LETTERS[letter]] for letter in row) for row in self.room.letters()]
+        return "\n".join(rows)
 
     def rules(self) -> str:
         parts = ["Push every box onto a target; you cannot pull."]
@@ -242,14 +245,11 @@ class Sokoban(TextEnv):
             parts.append(f"{where}: {legend}.")
         if self.deadlock_ends:
             parts.append("A box stuck in a corner ends the game.")
-        parts.append(f"Actions: {', '.join(self.actions)}.")
+        parts.append(f"Actions: {', '.join(MOVES)}.")
         return " ".join(parts)
 
     def state_key(self) -> str:
         return "\n".join(self.room.letters())
-
-    def level_key(self) -> str:
-        return self.key_of(self.level)
 
     # -- players ---------------------------------------------------------------------------------------------------
 
@@ -285,12 +285,12 @@ class Sokoban(TextEnv):
         """`push` pushes when it happens to stand right; `go` walks to where it should stand, blind to what is in the
         way; `free` wanders where nothing is in the way. Each acts at random where its cue says nothing."""
         cues = self.cues()
-        return {"random": self._any_of(())} | {cue: self._any_of(cues.get(cue, ())) for cue in ("push", "go", "free")}
+        return {"random": self.choose()} | {cue: self.choose(cues.get(cue, ())) for cue in ("push", "go", "free")}
 
     def expert(self) -> str:
         """The first move of a shortest solution; of a lost game, any."""
         solution = solve(self.room)
-        return solution[0] if solution else self.actions[0]
+        return solution[0] if solution else next(iter(MOVES))
 
     def optimal_length(self) -> int:
         """Moves to the solution from here; -1 when there is none."""
@@ -301,8 +301,10 @@ class Sokoban(TextEnv):
         """1 when the best player solves it from here within `horizon` moves, else 0."""
         return float(0 <= self.optimal_length() <= horizon)
 
-    def render(self) -> np.ndarray:
-        """gym-sokoban's pictures, magnified four times."""
+    def render(self) -> Any:
+        """gym-sokoban's pictures with `render_mode="rgb_array"`; the grid with "ansi", whatever the model is shown."""
+        if self.render_mode != "rgb_array":
+            return self._grid(" ") if self.render_mode == "ansi" else None
         rows = [np.concatenate([picture(LETTERS[letter]) for letter in row], axis=1) for row in self.room.letters()]
         return np.concatenate(rows, axis=0).repeat(4, axis=0).repeat(4, axis=1)
 
@@ -329,7 +331,7 @@ def package_folder() -> Path:
     """Where gym-sokoban lies; finding a package does not run it."""
     spec = importlib.util.find_spec("gym_sokoban")
     if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError("The world sokoban needs gym-sokoban: pip install gym-sokoban==0.0.6")
+        raise ModuleNotFoundError("The environment sokoban needs gym-sokoban: pip install gym-sokoban==0.0.6")
     return Path(spec.submodule_search_locations[0]) / "envs"
 
 

@@ -350,18 +350,22 @@ def demonstrations(
 ) -> Iterator[dict[str, Any]]:
     """`n` episodes on training levels, the worlds in turn: {"messages": [...], "world": "frozen_lake"}.
 
+    Who plays them says `MIXES`, or `envs.demos.default_mix`; ValueError where an environment has nobody.
+
     A thought is copied from the state, which is soon learnt; the action that follows is noisy and a single token of
     many. So a share of the rows masks the thoughts (`mask_spans`), which lends the actions more weight.
     """
     import envs
-    from envs.protocol import Protocol, demonstrate
+    from envs.demos import default_mix, demonstrate
+    from envs.protocol import Protocol
 
     protocol = Protocol()
     for i in range(n):
         name = worlds[i % len(worlds)]
         place = address(seed, "demonstrations", i)
-        mix = MIXES.get(name, {"random": 1.0})
-        messages: Messages = [*demonstrate(envs.make(name), protocol, place % 2**32, "train", mix)]
+        env = envs.make(name)
+        mix = MIXES.get(name) or default_mix(env)
+        messages: Messages = [*demonstrate(env, protocol, place % 2**32, "train", mix)]
         if random.Random(place).random() < answers_only:
             for message in messages:
                 if message["role"] == "assistant":
@@ -407,7 +411,8 @@ def _pair(rng: random.Random, held_out: bool) -> dict[str, Any]:
 def _world_turn(rng: random.Random, split: str) -> tuple[Messages, str]:
     """One of the first turns of a demonstration: the conversation up to it, and what the demonstrator wrote."""
     import envs
-    from envs.protocol import Protocol, demonstrate
+    from envs.demos import demonstrate
+    from envs.protocol import Protocol
 
     name = rng.choice(sorted(MIXES))
     messages: Messages = [*demonstrate(envs.make(name), Protocol(), rng.getrandbits(31), split, MIXES[name])]
@@ -457,11 +462,13 @@ def _texts(seed: int) -> Iterator[str]:
 
     for row in openmathinstruct(2000, seed):
         yield from (row["question"], row["generated_solution"])
-    conversations = [capybara(3000, seed), demonstrations(envs.names(), 600, seed)]
+    conversations = [capybara(3000, seed), demonstrations(sorted(MIXES), 600, seed)]
     for row in itertools.chain.from_iterable(conversations):
         yield from (f"{message['role']}\n{message['content']}" for message in row["messages"])
-    for name in envs.names():
-        yield from envs.make(name).actions * 2000  # an action begins an answer there and follows a word elsewhere
+    for name in sorted(MIXES):  # not all there are: an environment that is added makes no other tokenizer
+        yield from (
+            envs.make(name).actions or ()
+        ) * 2000  # an action begins an answer there and follows a word elsewhere
     yield from [str(number) for number in range(130)] * 200
 
 

@@ -563,7 +563,7 @@ def test_the_map_is_the_same_whatever_the_model_is_shown(name: str, observation:
 def test_every_cell_of_a_world_has_a_colour_and_a_world_without_a_grid_no_map() -> None:
     cells = {cell for name in envs.names() for cell in vars(envs.make(name))["symbols"]}
     assert cells - {"edge"} == set(script.COLOURS)  # the edge is told, not drawn
-    world: Any = SimpleNamespace(name="riddle")
+    world: Any = SimpleNamespace(name="riddle", symbols={})
     assert script.grid(world) is None
     assert len(script.beside(world, "What am I?").columns) == 1
 

@@ -25,7 +25,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import envs
 import train_phase3_starpo as phase3
-from envs.protocol import Episode, Protocol, demonstrate
+from envs.demos import demonstrate
+from envs.protocol import Episode, Protocol
 from posttrain import checkpoint, models, plan
 from posttrain.chat import Chat
 from posttrain.config import StarPORun, resolve

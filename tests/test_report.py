@@ -220,7 +220,7 @@ def test_episodes_are_shown_as_they_were_played(run: Path, results: dict[str, An
     frames, turns = replay(results, solved)
     assert len(frames) == 1 + len(solved["actions"])
     assert [action for _, taken in turns for action in taken] == solved["actions"]
-    world = make(solved["part"])
+    world = make(solved["part"], render_mode="rgb_array")
     world.reset(seed=solved["seed"], options={"split": "test"})
     for action in solved["actions"]:
         *_, info = world.step(action)

@@ -251,6 +251,9 @@ def _generated(source: Source, key: str, seed: int) -> Iterator[dict[str, Any]]:
             yield from embedded.demonstrations(source.worlds or [], source.rows, seed)
         except ValueError as error:
             raise UserError(f"{key}.worlds: {error}") from error
+        except (Exception, SystemExit) as error:  # an environment may raise anything
+            told = f"{key}.worlds: an environment raised {type(error).__name__}: {error}. `python -m envs.check NAME`"
+            raise UserError(f"{told} says what is wrong with it.") from error
         return
     generators = {
         "openmathinstruct": embedded.openmathinstruct,

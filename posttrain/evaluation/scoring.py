@@ -220,9 +220,10 @@ def play_levels(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, task: T
 def play_baselines(cfg: EvaluateRun, task: Task) -> dict[str, Row]:
     """What players without a model reach on the same levels with as many actions: the weak ones and the expert.
 
-    `optimum` is the mean chance of the best possible player, for worlds that can compute it.
+    `optimum` is the mean chance of the best possible player. Each of them only where the environment has it.
     """
     from envs import make
+    from envs.demos import next_action, player_names
 
     suite = cfg.suites.worlds
     assert suite is not None
@@ -234,14 +235,13 @@ def play_baselines(cfg: EvaluateRun, task: Task) -> dict[str, Row]:
     try:
         for item in task.items:
             game.reset(seed=item["seed"], options={"split": suite.split})
-            if hasattr(game, "optimal_success"):
-                optima.append(game.optimal_success(horizon))  # type: ignore[attr-defined]
-            for player in (*game.players(), "expert"):
+            if game.has("optimal_success"):
+                optima.append(game.optimal_success(horizon))
+            for player in player_names(game):
                 _, info = game.reset(seed=item["seed"], options={"split": suite.split})
                 paid, actions, over = 0.0, 0, False
                 while not over and actions < horizon:
-                    action = game.expert() if player == "expert" else game.players()[player]
-                    _, reward, terminated, truncated, info = game.step(action)
+                    _, reward, terminated, truncated, info = game.step(next_action(game, player))
                     paid, actions, over = paid + float(reward), actions + 1, terminated or truncated
                 if not math.isfinite(paid):
                     raise ValueError(f"the world paid {paid}")

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from envs.check import make_ready, play
+import envs
+from envs.demos import play, player_names
 from envs.protocol import Protocol
 from posttrain import curriculum
 from posttrain.config import StarPORun, TrainingWorld
@@ -171,10 +172,12 @@ def scripted_returns(name: str, options: dict[str, Any], protocol: Protocol, epi
     """The reward of each episode of the environment's expert and its scripted policies, as far as none raises."""
     earned: list[float] = []
     with contextlib.suppress(Exception):  # an environment may raise anything, and a run goes on without this table
-        for player in ("expert", *make_ready(name, options).players()):
+        env = envs.make(name, **options)
+        env.reset(seed=0)
+        for player in player_names(env):
             for seed in range(episodes):
                 with contextlib.suppress(Exception):
-                    episode = play(name, options, player, protocol, seed, "train")
+                    episode = play(envs.make(name, **options), player, protocol, seed, "train")
                     earned.append(round(sum(turn.reward for turn in episode.past), 6))
     return [each for each in earned if math.isfinite(each)]
 

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import envs
 from posttrain import curriculum, parallel
 from posttrain.config import StarPORun
-from posttrain.report.episodes import gif
+from posttrain.report.episodes import frames_of, gif
 from posttrain.run_state import RunState
 from posttrain.runlog import Tracker
 from posttrain.types import Trajectory
@@ -74,20 +73,18 @@ def write_transcripts(path: Path, step: int, trajectories: list[Trajectory]) -> 
 
 
 def draw(cfg: StarPORun, path: Path, t: Trajectory, say: Callable[[str], None]) -> Path | None:
-    """An animated picture of an episode, played again from its seeds and actions; None where its environment raises."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """An animated picture of an episode, played again from its seeds and actions; None where it has no pictures or raises."""
     chosen = next(world for world in cfg.worlds if world.name == t.world)
     options, _ = curriculum.conditions(cfg, chosen, t.stage or 0)
     try:
-        env = envs.make(t.world, **options)
-        env.reset(seed=t.level_seed, options={"split": "train", "noise_seed": t.noise_seed})
-        frames = [env.render()]
-        for action in t.actions:
-            env.step(action)
-            frames.append(env.render())
+        reset_options = {"split": "train", "noise_seed": t.noise_seed}
+        frames = frames_of(t.world, options, t.level_seed, reset_options, t.actions)
+        if not frames:
+            return None
         picture = gif(frames)
     except Exception as error:  # an environment may raise here alone
         say(f"no picture of {path.stem}: {t.world} (level seed {t.level_seed}) raised {type(error).__name__}: {error}")
         return None
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(picture)
     return path

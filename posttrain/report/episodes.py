@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,30 +14,45 @@ SIDE = 208  # pixels
 FRAME, LAST_FRAME = 800, 2200  # milliseconds
 
 
-def replay(results: Results, row: Row) -> tuple[list[np.ndarray], list[tuple[str, list[str]]]]:
-    """Pictures (the start, then one per action) and turns (what the model wrote, the actions that came of it).
+def frames_of(
+    name: str, options: Mapping[str, Any], seed: int, reset_options: dict[str, Any], actions: Sequence[str]
+) -> list[np.ndarray]:
+    """Pictures of an episode that is played again: the start, then one per action; none where there are no pictures."""
+    import envs
 
-    Worlds are pure: the level's seed and the actions give the episode that was played.
+    if not envs.make(name, **options).has("render"):
+        return []
+    env = envs.make(name, **{**options, "render_mode": "rgb_array"})
+    env.reset(seed=seed, options=reset_options)
+    frames = [env.render()]
+    for action in actions:
+        env.step(action)
+        frames.append(env.render())
+    return frames
+
+
+def replay(results: Results, row: Row) -> tuple[list[np.ndarray], list[tuple[str, list[str]]]]:
+    """Pictures as of `frames_of`, and turns (what the model wrote, the actions that came of it).
+
+    Environments are pure: the level's seed and the actions give the episode that was played.
     """
     from envs import make
     from envs.protocol import Protocol, parse
 
     suite = results["config"]["suites"]["worlds"]
     options = next(world["options"] for world in suite["worlds"] if world["name"] == row["part"])
-    protocol, world = Protocol(**suite["protocol"]), make(row["part"], **options)
-    world.reset(seed=row["seed"], options={"split": suite["split"]})
-    frames, turns, left = [world.render()], [], list(row["actions"])
+    protocol, env = Protocol(**suite["protocol"]), make(row["part"], **options)
+    env.reset(seed=row["seed"], options={"split": suite["split"]})  # its list of actions may be of the level
+    turns, left = [], list(row["actions"])
     for message in row["messages"]:
         if message["role"] == "assistant":
-            taken = parse(message["content"], protocol, world.actions).actions[: len(left)]
+            taken = parse(message["content"], protocol, env.actions).actions[: len(left)]
             if taken != left[: len(taken)]:
                 raise ValueError("the actions of a transcript do not follow from its text")
             del left[: len(taken)]
-            for action in taken:
-                world.step(action)
-                frames.append(world.render())
             turns.append((message["content"], taken))
-    return frames, turns
+    played = [action for _, taken in turns for action in taken]
+    return frames_of(row["part"], options, row["seed"], {"split": suite["split"]}, played), turns
 
 
 def png(frame: np.ndarray) -> bytes:

@@ -358,9 +358,10 @@ def episode(results: Results, row: Row) -> str:
         code = base64.b64encode(png(frame)).decode()
         name = f"{row['part']} played by {row['checkpoint']}, after {number} actions"
         pictures += f'<img alt="{text(name)}" data-turn="{turn_of[number]}" src="data:image/png;base64,{code}">'
+    film = f'<div class="film">{pictures}</div>' if pictures else ""
     return (
         f'<div class="half"><p>{chip(results, row["checkpoint"])} {outcome}</p><div class="scene">'
-        f'<div class="film">{pictures}</div><ol>{items}</ol></div></div>'
+        f"{film}<ol>{items}</ol></div></div>"
     )
 
 
