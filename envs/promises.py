@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -148,7 +149,9 @@ def gymnasiums_api(subject: Subject) -> Iterator[str]:
             check_env(gymnasium.make(gymnasium_id(type(subject.make())), **subject.options).unwrapped)
         except AssertionError as error:
             yield f"gymnasium's check_env fails: {error}"
-    yield from (f"gymnasium's check_env warns: {warning.message}" for warning in caught)
+    for warning in caught:
+        told = re.sub(r"\x1b\[\d+m|WARN: ", "", str(warning.message))  # gymnasium's colours
+        yield f"gymnasium's check_env warns: {told}"
     if "ansi" not in subject.make().metadata["render_modes"]:
         yield 'metadata["render_modes"] lacks "ansi", which every environment has.'
 

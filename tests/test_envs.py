@@ -1,4 +1,4 @@
-"""Do the worlds keep the promises of envs/base.py, and are their optima optimal?"""
+"""Do FrozenLake and Sokoban behave as documented, and are their optima optimal?"""
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false, reportReturnType=false
 from __future__ import annotations
@@ -18,11 +18,13 @@ import pytest
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 from gymnasium.utils.env_checker import check_env
 
-from envs import SPLITS, base, check, frozen_lake, make, names, sokoban, split_of
-from envs.base import OBSERVATIONS, canonical
+from envs import SPLITS, base, demos, frozen_lake, make, names, sokoban
+from envs.base import OBSERVATIONS, canonical, split_by_hash
+from envs.promises import Subject, digest
+from envs.protocol import Protocol
 
 ROOT = Path(__file__).parents[1]
-WORLDS = names()
+ENVS = ("frozen_lake", "sokoban")
 
 
 def wander(world, steps: int, seed: int = 0):
@@ -37,11 +39,11 @@ def wander(world, steps: int, seed: int = 0):
             observation, _ = world.reset(seed=seed + step + 1)
 
 
-def test_both_worlds_are_there():
-    assert {"frozen_lake", "sokoban"} <= set(WORLDS)
+def test_both_environments_are_there():
+    assert set(ENVS) <= set(names())
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", ENVS)
 @pytest.mark.parametrize("observation", OBSERVATIONS)
 def test_gymnasiums_checker_has_nothing_to_say(name, observation):
     with warnings.catch_warnings():
@@ -80,25 +82,25 @@ def test_misspelt_options_symbols_and_splits_are_refused():
         make("sokoban", min_length=5, max_length=4)
 
 
-def test_a_world_without_levels_says_so():
+def test_an_environment_without_levels_says_so():
     with pytest.raises(ValueError, match="no level for the split"):
         make("sokoban", size=5, boxes=8).reset(seed=0)
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", ENVS)
 def test_splits_are_disjoint_also_up_to_rotation_and_reflection(name):
     world, keys = make(name), {}
     for split in SPLITS:
         for seed in range(150):
             world.reset(seed=seed, options={"split": split})
-            assert split_of(world.level_key()) == split
+            assert split_by_hash(world.level_key()) == split
             keys.setdefault(split, set()).add(world.level_key())
     assert not any(keys[a] & keys[b] for a, b in itertools.combinations(SPLITS, 2))
     assert all(len(found) > 60 for found in keys.values()), "a split must not be a handful of levels"
 
 
 def test_split_shares_are_eighty_ten_ten():
-    counts = Counter(split_of(str(i)) for i in range(20_000))
+    counts = Counter(split_by_hash(str(i)) for i in range(20_000))
     assert [round(counts[split] / 20_000, 2) for split in SPLITS] == [0.80, 0.10, 0.10]
 
 
@@ -109,7 +111,7 @@ def test_canonical_knows_all_eight_images():
     assert canonical(["ab", "dc"]) != canonical(rows)
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", ENVS)
 def test_no_split_has_longer_levels_than_another(name):
     world, means = make(name), []
     for split in SPLITS:
@@ -122,7 +124,7 @@ def test_no_split_has_longer_levels_than_another(name):
         assert abs(mean - means[0][0]) < 3.5 * np.hypot(error, means[0][1])
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", ENVS)
 def test_default_split_is_train_and_reset_is_pure(name):
     one, two = make(name), make(name)
     for seed in range(20):
@@ -134,9 +136,9 @@ def test_default_split_is_train_and_reset_is_pure(name):
         assert (first, one.state_key(), one.level_key()) == (second, two.state_key(), two.level_key())
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", ENVS)
 def test_levels_are_the_same_in_every_process(name):
-    code = f"from envs import make; from envs.check import digest; print(digest(make({name!r}), 10))"
+    code = f"from envs.promises import Subject, digest; print(digest(Subject({name!r}), 10))"
     digests = {
         subprocess.run(
             [sys.executable, "-c", code],
@@ -148,10 +150,10 @@ def test_levels_are_the_same_in_every_process(name):
         ).stdout.strip()
         for hash_seed in ("0", "1")
     }
-    assert digests == {check.digest(make(name), 10)}
+    assert digests == {digest(Subject(name), 10)}
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", ENVS)
 def test_an_unknown_action_changes_nothing(name):
     world = make(name)
     world.reset(seed=5)
@@ -162,7 +164,7 @@ def test_an_unknown_action_changes_nothing(name):
     assert world.step(f"  {world.actions[0].upper()} ")[4]["action_is_valid"], "case and blanks do not matter"
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", ENVS)
 def test_the_legend_follows_the_symbols(name):
     cells = sorted({"frozen_lake": frozen_lake.SYMBOLS, "sokoban": sokoban.SYMBOLS}[name])
     custom = {cell: f"{cell[0].upper()}{i}" for i, cell in enumerate(cells)}
@@ -177,7 +179,7 @@ def test_the_legend_follows_the_symbols(name):
         assert not any(defaults & set(text.split()) for text in texts)
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", ENVS)
 def test_every_cell_symbol_is_explained_in_the_default_alphabet_too(name):
     for observation in ("grid", "both", "neighbours"):
         world = make(name, observation=observation)
@@ -208,7 +210,7 @@ def test_observations_read_as_documented():
     assert room.observe() == "#####\n#_XO#\n#P__#\n#_#_#\n#####"
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", ENVS)
 def test_weak_players_follow_their_cue_and_watching_them_changes_nothing(name):
     watched, alone = make(name), make(name)
     for seed in range(40):
@@ -221,18 +223,26 @@ def test_weak_players_follow_their_cue_and_watching_them_changes_nothing(name):
             assert watched.step("Up")[0] == alone.step("Up")[0]
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", ENVS)
 def test_no_weak_player_is_good_and_the_expert_is_perfect(name):
-    protocol = check.Protocol()
     wins = {
-        player: sum(check.play(name, {}, player, protocol, seed, "validation").success for seed in range(150))
-        for player in ("expert", *check.make_ready(name, {}).players())
+        player: sum(demos.play(make(name), player, Protocol(), seed, "validation").success for seed in range(150))
+        for player in Subject(name).players
     }
     assert wins.pop("expert") == 150
     assert wins["random"] < 0.35 * 150 and max(wins.values()) < 0.85 * 150
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", ENVS)
+def test_the_text_for_people_is_the_grid_whatever_the_model_is_shown(name):
+    env = make(name, render_mode="ansi", observation="coordinates")
+    grid = make(name, observation="grid")
+    for each in (env, grid):
+        each.reset(seed=1)
+    assert env.render() == grid.observe() != env.observe() and grid.render() is None
+
+
+@pytest.mark.parametrize("name", ENVS)
 def test_frames_are_pictures_of_the_state(name):
     world = make(name, render_mode="rgb_array")
     world.reset(seed=1)
@@ -452,89 +462,3 @@ def test_a_box_in_a_corner_is_a_deadlock(ends):
     assert world.optimal_length() == -1 and world.optimal_success(99) == 0 and world.expert() in world.actions
     world.begin(("#####", "# @ #", "# $ #", "# . #", "#####"))
     assert not world.step("Down")[4]["deadlock"], "a box on a target is never stuck"
-
-
-# -- python -m envs.check ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", WORLDS)
-def test_check_shows_an_episode_and_the_players(name, capsys):
-    assert check.main([name, "observation=grid", "--episodes", "5"]) == 0
-    shown = capsys.readouterr().out
-    assert "expert" in shown and "5/5" in shown and "random" in shown and "kept" in shown
-
-
-@pytest.mark.parametrize(
-    "arguments, says",
-    [
-        (["frozenlake"], 'Did you mean "frozen_lake"'),
-        (["sokoban", "sise=6"], 'Did you mean "size"'),
-        (["sokoban", "size"], "name=value"),
-        (["sokoban", "size=big"], "'<' not supported"),
-        (["sokoban", "--split", "tset"], 'Did you mean "test"'),
-        (["sokoban", "--turns", "0"], "at least 1"),
-    ],
-)
-def test_check_refuses_nonsense_in_one_paragraph(arguments, says, capsys):
-    assert check.main(arguments) == 2
-    problem = capsys.readouterr().err
-    assert says in problem and problem.count("\n") == 1
-
-
-def test_check_notices_a_world_that_differs_between_processes(monkeypatch, capsys):
-    honest = frozen_lake.FrozenLake.observe
-    monkeypatch.setattr(frozen_lake.FrozenLake, "observe", lambda self: f"{honest(self)} here")
-    assert check.main(["frozen_lake", "--episodes", "2"]) == 1
-    assert "sees other levels" in " ".join(capsys.readouterr().out.split())
-
-
-def test_check_hides_no_mistake_in_a_world_and_says_when_there_are_no_levels(monkeypatch, capsys):
-    def wrong(self):
-        raise ValueError("a mistake of its author")
-
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match="of its author"):
-        patch.setattr(frozen_lake.FrozenLake, "observe", wrong)
-        check.main(["frozen_lake", "--episodes", "2"])
-    monkeypatch.setattr(frozen_lake.FrozenLake, "draw", staticmethod(lambda config, rng: iter([])))
-    base.draw_level.cache_clear()
-    assert check.main(["frozen_lake", "--episodes", "2"]) == 2
-    assert "no level for the split" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "options, claim, says",
-    [
-        ({}, lambda self, horizon: 0.5, "the claimed optimum is too low"),
-        ({"slippery": True}, lambda self, horizon: 1.0, "the optimum is too high"),
-        ({}, lambda self, horizon: 1.5, "no probability"),
-    ],
-)
-def test_check_notices_a_wrong_optimum(options, claim, says, monkeypatch):
-    protocol = check.Protocol()
-    assert not check.wrong_optimum("frozen_lake", options, protocol, 60, "test")
-    monkeypatch.setattr(frozen_lake.FrozenLake, "optimal_success", claim)
-    assert says in " ".join(check.wrong_optimum("frozen_lake", options, protocol, 60, "test"))
-
-
-def test_check_notices_an_expert_that_is_none(monkeypatch):
-    monkeypatch.setattr(frozen_lake.FrozenLake, "expert", lambda self: "Left")
-    assert "does not play its best" in " ".join(
-        check.wrong_optimum("frozen_lake", {}, check.Protocol(), 40, "test")
-    )
-
-
-def test_check_counts_different_levels(monkeypatch):
-    assert check.distinct_levels("frozen_lake", {})["test"] > 50
-    honest = frozen_lake.FrozenLake.draw
-
-    def few(config, rng):
-        for seed in itertools.cycle(rng.permutation(100)):
-            yield next(level for level in honest(config, np.random.default_rng(seed)) if level is not None)
-
-    monkeypatch.setattr(frozen_lake.FrozenLake, "draw", staticmethod(few))
-    base.draw_level.cache_clear()
-    try:
-        (test,) = [line for line in check.few_levels(check.distinct_levels("frozen_lake", {})) if "split test" in line]
-    finally:
-        base.draw_level.cache_clear()
-    assert "different levels in 64 draws" in test

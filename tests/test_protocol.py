@@ -68,9 +68,18 @@ def test_parse_by_example(text, expected):
     assert parse(text, Protocol(max_actions_per_turn=2), ACTIONS) == expected
 
 
-def test_a_world_of_free_text_takes_any_action():
-    text = "<think>a</think><answer>search[red shoes] || click[buy]</answer>"
-    assert parse(text, Protocol(), ()) == Parsed(["search[red shoes]"], True, [])
+@pytest.mark.parametrize(
+    "inside",
+    ["search[red shoes] || Click[Buy]", "\n    def f(x):\n\treturn x  \n", "UP", "a < b </think> <answer>", "\0"],
+)
+def test_free_text_reaches_the_environment_as_it_was_written(inside):
+    for protocol in (Protocol(), Protocol(max_actions_per_turn=3)):
+        assert parse(f"<think>a</think><answer>{inside}</answer>", protocol, None) == Parsed([inside], True, [])
+
+
+def test_a_blank_answer_is_no_free_text_action():
+    assert parse("<think>a</think><answer> \n</answer>", Protocol(), None) == Parsed([], True, [])
+    assert parse("<think>a</think>", Protocol(), None) == Parsed([], False, [])
 
 
 def test_parse_is_linear_in_long_hostile_text():
@@ -93,7 +102,7 @@ def test_the_system_text_is_short_and_complete():
 
 def test_the_example_in_the_system_text_is_well_formed():
     for protocol in (Protocol(), Protocol(think=False), Protocol(max_actions_per_turn=2)):
-        assert parse(system_text(make("frozen_lake"), protocol), protocol, ()).well_formed
+        assert parse(system_text(make("frozen_lake"), protocol), protocol, None).well_formed
 
 
 def test_user_turns_are_short_and_tell_reward_state_and_what_is_left():

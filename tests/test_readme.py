@@ -95,6 +95,13 @@ class Shell:
                 launched = launch_command_parser().parse_args(rest)
                 assert (ROOT / launched.config_file).is_file()
                 self.python(launched.training_script, launched.training_script_args)
+            case ["cp", file, place] if place.startswith("envs/"):  # which registers it
+                spec = importlib.util.spec_from_file_location(Path(place).stem, ROOT / file)
+                assert spec is not None and spec.loader is not None, f"{file} is no module"
+                module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+                own = [each for each in vars(module).values() if getattr(each, "__module__", "") == spec.name]
+                envs.register(next(each for each in own if isinstance(each, type) and issubclass(each, envs.TextEnv)))
             case ["python", "-m", "envs.check", *rest]:
                 outcome(lambda: sys.exit(check.main([*rest, "--digest"])), [])
             case ["python", "-m", module, *rest]:
@@ -137,6 +144,7 @@ def output_dir(file: str) -> str:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_commands_work(document, monkeypatch):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(envs, "_ENVS", dict(envs._ENVS))
     shell, wrong = Shell(), []
     for block in blocks(document, "sh"):
         shell.written.clear()

@@ -73,7 +73,10 @@ def write_transcripts(path: Path, step: int, trajectories: list[Trajectory]) -> 
 
 
 def draw(cfg: StarPORun, path: Path, t: Trajectory, say: Callable[[str], None]) -> Path | None:
-    """An animated picture of an episode, played again from its seeds and actions; None where it has no pictures or raises."""
+    """An animated picture of an episode, played again from its seeds and actions.
+
+    None where its environment has no pictures, or raises.
+    """
     chosen = next(world for world in cfg.worlds if world.name == t.world)
     options, _ = curriculum.conditions(cfg, chosen, t.stage or 0)
     try:
