@@ -215,12 +215,13 @@ def test_listed_actions_are_sampled_by_name_and_may_depend_on_the_level(register
     arms = set()
     for seed in range(20):
         env.reset(seed=seed)
+        assert env.actions is not None
         assert env.action_space.sample() in env.actions == env.action_space.texts
         arms.add(env.actions)
     assert len(arms) == 3
     episode = Episode(env, Protocol(), seed=3)
     assert not episode.step(answer("", ["Left9"], Protocol())).valid
-    assert episode.step(answer("", [env.actions[0].lower()], Protocol())).valid
+    assert env.actions and episode.step(answer("", [env.actions[0].lower()], Protocol())).valid
 
 
 def test_any_text_is_any_text():
@@ -342,7 +343,7 @@ def spoil(**changed: Any) -> Any:
     """A step whose result has other values than it should: an index or a key of info, and the value."""
 
     def step(self: Any, action: str) -> Any:
-        result = list(Walk.step(self, action))
+        result: list[Any] = list(Walk.step(self, action))
         for key, value in changed.items():
             if key.startswith("at"):
                 result[int(key[2:])] = value

@@ -1,6 +1,7 @@
 """Do FrozenLake and Sokoban behave as documented, and are their optima optimal?"""
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false, reportReturnType=false
+# pyright: reportOptionalSubscript=false, reportOptionalIterable=false, reportOperatorIssue=false
 from __future__ import annotations
 
 import itertools
