@@ -143,7 +143,7 @@ class TextEnv(gymnasium.Env[str, str], ABC):
     observation_space: gymnasium.spaces.Text
     action_space: gymnasium.spaces.Text
     render_mode: str | None
-    config: Hashable  # all that decides which levels there are; given to `draw`
+    config: Any  # hashable; all that decides which levels there are, given to `draw`
     level: Any  # the current one
     symbols: Mapping[str, str] = MappingProxyType({})  # what stands for each kind of cell, where there is a grid
     noise: np.random.Generator  # chance inside the episode

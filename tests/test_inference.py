@@ -579,7 +579,7 @@ def test_every_cell_of_a_world_has_a_colour_and_a_world_without_a_grid_no_map() 
             ["--preset", "improve"],
             "There is no preset `improve`, only improved, plain, greedy; did you mean",
         ),
-        (["--play", "frozen_lak"], '--play frozen_lak: There is no environment "frozen_lak". Did you mean "frozen_lake"?'),
+        (["--play", "frozen_lak"], 'frozen_lak: There is no environment "frozen_lak". Did you mean "frozen_lake"?'),
         (["--play", "sokoban", "worlds=[{name: sokoban, options: {sise: 5}}]"], 'Did you mean "size"?'),
         (["--play", "sokoban", "worlds=[{name: sokoban, options: {size: big}}]"], "--play sokoban: "),
         (["--play", "sokoban", "--compare"], "Leave one out"),
