@@ -70,7 +70,7 @@ def _options(env: type[TextEnv]) -> dict[str, TypeAdapter[Any]]:
 
 
 for _module in pkgutil.iter_modules(__path__):
-    if _module.name in ("base", "check", "demos", "promises", "protocol"):
+    if _module.name in ("base", "check", "demos", "hostile", "promises", "protocol"):
         continue
     try:
         _found = vars(importlib.import_module(f"envs.{_module.name}"))

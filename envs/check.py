@@ -20,7 +20,8 @@ from rich.table import Table
 from envs import CAPABILITIES, SPLITS, make, names
 from envs.base import NoLevel, known
 from envs.demos import play
-from envs.promises import HOSTILE, HOSTILE_TEXTS, LEVELS, Subject, broken_promises, digest, meet_hostile_text, raised
+from envs.hostile import HOSTILE, HOSTILE_TEXTS, meet_hostile_text
+from envs.promises import LEVELS, Subject, broken_promises, digest, raised
 from envs.protocol import Episode, Protocol
 
 COLOURS = {"system": "yellow", "user": "cyan", "assistant": "green"}
