@@ -111,12 +111,12 @@ def show(subject: Subject, seed: int, console: Console) -> None:
     players = subject.players
     shown = Episode(subject.make(), subject.protocol, seed, subject.split)
     if players:
-        shown = play(subject.make(), players[0], subject.protocol, seed, subject.split)
+        shown = play(subject.make(), players[-1], subject.protocol, seed, subject.split)
     for message in shown.messages:
         role = message["role"]
         console.print(Panel(escape(message["content"]), title=role, title_align="left", border_style=COLOURS[role]))
     if players:
-        console.print(f"{players[0]} {'succeeds' if shown.success else 'fails'} after {shown.turns} turns.\n")
+        console.print(f"{players[-1]} {'succeeds' if shown.success else 'fails'} after {shown.turns} turns.\n")
         console.print(scores(subject))
     parts = Table("optional part", "", "what it switches on", title="")
     for capability, what in CAPABILITIES.items():

@@ -11,8 +11,8 @@ from envs.protocol import Episode, Message, Protocol, answer
 
 
 def player_names(env: TextEnv) -> list[str]:
-    """Who can play an environment that has been reset: `expert` first, if it has one, then its scripted policies."""
-    return [*(["expert"] if env.has("expert") else []), *env.players()]
+    """Who can play an environment that has been reset: its scripted policies, then `expert`, if it has one."""
+    return [*env.players(), *(["expert"] if env.has("expert") else [])]
 
 
 def next_action(env: TextEnv, player: str) -> str:

@@ -466,9 +466,8 @@ def _texts(seed: int) -> Iterator[str]:
     for row in itertools.chain.from_iterable(conversations):
         yield from (f"{message['role']}\n{message['content']}" for message in row["messages"])
     for name in sorted(MIXES):  # not all there are: an environment that is added makes no other tokenizer
-        yield from (
-            envs.make(name).actions or ()
-        ) * 2000  # an action begins an answer there and follows a word elsewhere
+        actions = envs.make(name).actions or ()
+        yield from actions * 2000  # an action begins an answer there and follows a word elsewhere
     yield from [str(number) for number in range(130)] * 200
 
 
