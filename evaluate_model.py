@@ -112,6 +112,7 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
 
     from envs import make
     from posttrain import checkpoint, models
+    from posttrain.preflight import check_hub
 
     problems = []
     out = Path(cfg.output_dir)
@@ -137,7 +138,7 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
         problems.append(str(problem))
     hub_is_there = True
     try:
-        models.check_hub([section(cfg, name) for name in cfg.checkpoints], hub_sets(cfg.suites))
+        check_hub([section(cfg, name) for name in cfg.checkpoints], hub_sets(cfg.suites))
     except UserError as problem:
         hub_is_there = False
         problems.append(str(problem))

@@ -85,8 +85,9 @@ def main(argv: list[str] | None = None) -> None:
     runlog.keep_private(Path("runs"))
 
     from posttrain import models
+    from posttrain.preflight import preflight
 
-    models.preflight(cfg)
+    preflight(cfg)
     model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template, training=False)
     speaker = Speaker(model, chat)
 

@@ -30,11 +30,12 @@ def main(argv: list[str] | None = None) -> None:
     from trl.trainer.sft_trainer import SFTTrainer
 
     from posttrain import checkpoint, data, models, training
+    from posttrain.preflight import preflight
 
     # 2. Can it be done? Everything that is wrong is said at once, before anything is written.
     cfg = models.settle(cfg)
     if runlog.is_main_process():
-        models.preflight(cfg, resume=flags.resume)
+        preflight(cfg, resume=flags.resume)
         if flags.resume:
             training.same_run(output_dir, cfg.model_dump(mode="json"))
             training.same_processes(output_dir)

@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     from trl.trainer.dpo_trainer import DPOTrainer
 
     from posttrain import checkpoint, data, models, training
+    from posttrain.preflight import preflight
 
     class PairTrainer(DPOTrainer):
         """TRL would render and tokenise text here, and text of a data set could become a control token."""
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
     # 2. Can it be done? Everything that is wrong is said at once, before anything is written.
     cfg = models.settle(cfg)
     if runlog.is_main_process():
-        models.preflight(cfg, resume=flags.resume)
+        preflight(cfg, resume=flags.resume)
         if flags.resume:
             training.same_run(output_dir, cfg.model_dump(mode="json"))
             training.same_processes(output_dir)

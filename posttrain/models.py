@@ -8,19 +8,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import importlib.util
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import yaml
-from huggingface_hub import HfApi, constants, try_to_load_from_cache
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-from huggingface_hub.utils import httpx  # the one it was built with, httpx or httpx2
 from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
@@ -37,7 +33,7 @@ from posttrain import checkpoint, files, model_card
 from posttrain.chat import Chat
 from posttrain.config import ModelSection, TrainingRun
 from posttrain.config.trl_fields import NOT_SUPPORTED
-from posttrain.types import UserError
+from posttrain.types import UserError, one_line
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -109,10 +105,10 @@ def settle(cfg: TrainingConfig) -> TrainingConfig:
             f"{NOT_SUPPORTED['fsdp']}. Choose `distributed_type: MULTI_GPU` in accelerate's config file "
             "(configs/accelerate), or launch with torchrun."
         )
-    if _trainer(cfg, "bf16") is not None:
+    if trainer_field(cfg, "bf16") is not None:
         return cfg
     try:
-        bf16 = has_bf16(resolve_device(cfg.device)) and not _trainer(cfg, "fp16")
+        bf16 = has_bf16(resolve_device(cfg.device)) and not trainer_field(cfg, "fp16")
     except UserError:  # `preflight` says it together with everything else that is wrong
         return cfg
     trainer: Any = cfg.trainer
@@ -164,7 +160,7 @@ def load(
 
 def load_chat(model: ModelSection, chat_template: str | None) -> Chat:
     """Tokenizer and template; UserError when a previous phase trained with another template."""
-    _check_source(model)
+    check_source(model)
     load_config(model)  # the tokenizer's loader reads it as well, and would take the blame
     with _read_in_words(f"The tokenizer of {model.name_or_path} cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(
@@ -303,107 +299,27 @@ def no_bars() -> Iterator[None]:
         transformers_logging.enable_progress_bar()
 
 
-def preflight(cfg: Any, *, resume: bool = False, data_sets: Sequence[str] = ()) -> None:
-    """Look at everything a run needs before it starts; all that is wrong comes back in one UserError.
-
-    data_sets: what it needs from the Hub besides the sources of `data` and `distillation`.
-    """
-    problems: list[str] = []
-
-    def passes(check: Callable[[], object]) -> bool:
-        try:
-            check()
-        except UserError as problem:
-            problems.append(str(problem))
-            return False
-        return True
-
-    models = [cfg.model] if hasattr(cfg, "model") else [ModelSection(name_or_path=p) for p in cfg.checkpoints.values()]
-    sections = [section for key in ("data", "distillation") if (section := getattr(cfg, key, None)) is not None]
-    data_paths = [source.path for section in sections for source in section.sources]
-    passes(lambda: resolve_device(cfg.device))
-    passes(lambda: _check_libraries(cfg))
-    for path in data_paths:
-        passes(lambda path=path: _check_data_path(path))
-    found = [model for model in models if passes(lambda model=model: _check_source(model))]
-    if passes(lambda: check_hub(found, [*data_paths, *data_sets])):
-        for model in found:
-            passes(lambda model=model: load_chat(model, cfg.chat.template))
-        if hasattr(cfg, "trainer"):
-            passes(lambda: _check_kernels(cfg))
-            passes(lambda: checkpoint.needs_free_space(Path(cfg.output_dir), sum(_room(cfg, model) for model in found)))
-    if hasattr(cfg, "output_dir"):
-        passes(lambda: checkpoint.in_use(Path(cfg.output_dir), resume))
-    if len(problems) == 1:
-        raise UserError(problems[0])
-    if problems:
-        listed = "\n".join(f"{n}. {problem}" for n, problem in enumerate(problems, 1))
-        raise UserError(f"The run cannot start, for {len(problems)} reasons:\n{listed}")
-
-
-def _check_libraries(cfg: Any) -> None:
-    """What the config asks of the hardware, and of packages that are not always there."""
-    if not hasattr(cfg, "trainer"):
-        return
-    if cfg.report_to == "wandb" and importlib.util.find_spec("wandb") is None:
-        raise UserError(
-            "report_to=wandb needs wandb, which is not installed: `pip install wandb`, or write report_to=trackio."
-        )
-    optim, bf16 = _trainer(cfg, "optim"), _trainer(cfg, "bf16")
-    needs_bnb = [f"trainer.optim={optim}"] if "8bit" in str(optim) else []
-    needs_bnb += ["model.tuning=qlora"] if cfg.model.tuning == "qlora" else []
-    if needs_bnb and importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(
-            f"{' and '.join(needs_bnb)} needs bitsandbytes, which is not installed: `pip install bitsandbytes`, "
-            "or write trainer.optim=adamw_torch and model.tuning=lora."
-        )
-    missing = cfg.device == "cuda" and not torch.cuda.is_available()  # said elsewhere
-    if bf16 is True and not missing and not has_bf16(resolve_device(cfg.device)):
-        raise UserError(
-            "trainer.bf16=true, but this device has no bfloat16 in hardware (a GPU since Ampere, a CPU with AVX512-BF16"
-            " or AMX) and only imitates it, slower than float32. Leave trainer.bf16 out (it is then switched on where "
-            "the hardware has it) or write false."
-        )
-
-
-def _check_kernels(cfg: Any) -> None:
-    """What a GPU compiles when training begins is compiled now, before hours of data work."""
-    try:
-        device = resolve_device(cfg.device)
-    except UserError:  # said already
-        return
-    if device.type == "cuda":
-        try_output_layer(device)
-
-
-def try_output_layer(device: torch.device) -> None:
-    """UserError unless TRL's output layer computes a log-prob and its gradient on this device.
-
-    On a GPU it is a Triton kernel, which needs a C compiler and Python's headers when it first runs.
-    """
-    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
-
-    try:
-        hidden = torch.zeros(1, 16, device=device, requires_grad=True)
-        weight, token = torch.zeros(32, 16, device=device), torch.zeros(1, dtype=torch.long, device=device)
-        logprob, *_ = ChunkedLogProbFunction.apply(hidden, weight, None, token, 1.0, 32, None, 1.0, ("entropy",))
-        logprob.sum().backward()
-    except torch.OutOfMemoryError as error:
-        raise UserError(f"The GPU has no free memory ({_one_line(error)}). End what else runs on it.") from error
-    except Exception as error:  # Triton, the compiler, the driver: each fails in its own way
-        raise UserError(
-            f"TRL's output layer does not run on this GPU ({_one_line(error)}). It is a Triton kernel, compiled when "
-            "it first runs, which needs a C compiler and Python's headers: `sudo apt-get install gcc python3-dev`, or "
-            "name a compiler in the environment variable CC."
-        ) from error
-
-
-def _trainer(cfg: Any, name: str) -> Any:
+def trainer_field(cfg: Any, name: str) -> Any:
     """A key of the section `trainer`, which is TRL's dict in phases 1 and 2 and our own section in phase 3."""
     return cfg.trainer.get(name) if isinstance(cfg.trainer, dict) else getattr(cfg.trainer, name, None)
 
 
-def _check_source(model: ModelSection) -> None:
+def _previous_template(model: ModelSection) -> str | None:
+    """The sha256 of the template that a phase of ours trained this checkpoint with; None for any other model."""
+    folder = Path(model.name_or_path)
+    if not (folder / checkpoint.MANIFEST).exists():
+        return None
+    meta = checkpoint.read_manifest(folder)["meta"]
+    return None if meta.get("phase") == "base" else meta.get("chat_template_sha256")
+
+
+def _verify_if_sealed(folder: Path) -> None:
+    """A checkpoint of ours must be whole; one that came from elsewhere has no manifest to check."""
+    if (folder / checkpoint.MANIFEST).exists():
+        checkpoint.verify(folder)
+
+
+def check_source(model: ModelSection) -> None:
     """A local folder must be a checkpoint, a Hub name must look like one; the Hub itself is not asked."""
     if model.trust_remote_code and not re.fullmatch(r"[0-9a-f]{40}", model.revision or ""):
         raise UserError(
@@ -431,67 +347,6 @@ def _check_source(model: ModelSection) -> None:
         )
 
 
-def _check_data_path(path: str) -> None:
-    """A local data file must be there; "embedded" needs nothing and a Hub name is checked with the Hub."""
-    local = HUB_NAME.fullmatch(path) is None or Path(path).suffix in {".jsonl", ".parquet"}
-    if path != "embedded" and local and not os.path.exists(path):
-        raise UserError(f"The data file {path} (data.sources) does not exist.")
-    if os.path.isdir(path):
-        raise UserError(
-            f"The data source {path} (data.sources) is a folder. Name the .jsonl or .parquet files in it; several "
-            "files are several sources."
-        )
-    if os.path.isfile(path):
-        files.must_be_readable(path, "A data file (data.sources)")
-
-
-def check_hub(models: list[ModelSection], data_paths: list[str]) -> None:
-    """Every model and data set that has to come from the Hub must be on this disk already or within reach."""
-    asked = [("model", model.name_or_path, model.revision) for model in models]
-    asked += [("dataset", path, None) for path in dict.fromkeys(data_paths) if path != "embedded"]
-    asked = [one for one in asked if HUB_NAME.fullmatch(one[1]) and not Path(one[1]).exists() and not _in_cache(*one)]
-    for kind, name, revision in asked:
-        try:
-            HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=10)
-        except GatedRepoError as error:
-            raise UserError(
-                f"The {kind} {name} is gated: accept its terms at https://huggingface.co/{name} and log in "
-                "with `hf auth login`."
-            ) from error
-        except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-            raise UserError(f"The Hub has no {kind} {name} (or no such revision, or you may not see it).") from error
-        except (OSError, httpx.HTTPError) as error:
-            names = ", ".join(f"{kind} {name}" for kind, name, _ in asked)
-            raise UserError(
-                f"Hugging Face cannot be reached, and this run needs from it: {names} ({_one_line(error)}). Connect "
-                "and start again; or download them elsewhere (`hf download NAME --local-dir FOLDER`, with "
-                "`--repo-type dataset` for data) and name the model's folder and the data's .jsonl or .parquet files "
-                "(model.name_or_path=..., data.sources); or try the whole pipeline offline: `make quickstart`."
-            ) from error
-
-
-def _in_cache(kind: str, name: str, revision: str | None) -> bool:
-    if kind == "model":
-        files = ("config.json", "model.safetensors")
-        return all(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files)
-    return (Path(constants.HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}" / "snapshots").is_dir()
-
-
-def _previous_template(model: ModelSection) -> str | None:
-    """The sha256 of the template that a phase of ours trained this checkpoint with; None for any other model."""
-    folder = Path(model.name_or_path)
-    if not (folder / checkpoint.MANIFEST).exists():
-        return None
-    meta = checkpoint.read_manifest(folder)["meta"]
-    return None if meta.get("phase") == "base" else meta.get("chat_template_sha256")
-
-
-def _verify_if_sealed(folder: Path) -> None:
-    """A checkpoint of ours must be whole; one that came from elsewhere has no manifest to check."""
-    if (folder / checkpoint.MANIFEST).exists():
-        checkpoint.verify(folder)
-
-
 def load_config(model: ModelSection) -> PreTrainedConfig:
     """The architecture and its sizes, without the weights."""
     with _read_in_words(f"{model.name_or_path} is no checkpoint that can be loaded"):
@@ -508,7 +363,7 @@ def _check_sizes(model: ModelSection, config: PreTrainedConfig) -> None:
 
     transformers would build it first, which takes any amount of memory and time, and then find the weights missing.
     """
-    numbers, tensors = _held(Path(model.name_or_path))
+    numbers, tensors = weights_held(Path(model.name_or_path))
     remedy = "Its config.json is damaged or belongs to other weights: get a whole copy of the model."
     for key, value in config.get_text_config().to_dict().items():
         most = tensors if key in ("num_hidden_layers", "n_layer") else numbers
@@ -549,7 +404,7 @@ def _load_weights(model: ModelSection, dtype: torch.dtype, **more: Any) -> PreTr
                 )
         except ImportError as error:
             raise UserError(
-                f"model.attn_implementation={model.attn_implementation} cannot be used here: {_one_line(error)}"
+                f"model.attn_implementation={model.attn_implementation} cannot be used here: {one_line(error)}"
             ) from error
     net, found = loaded
     _check_weights(model.name_or_path, net, found)
@@ -594,11 +449,11 @@ def _read_in_words(what: str) -> Iterator[None]:
     except (UserError, ImportError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:
-        raise UserError(f"{what}: {_one_line(error)}") from error
+        raise UserError(f"{what}: {one_line(error)}") from error
     except BaseException as error:  # a panic of the libraries written in Rust is no Exception
         if type(error).__name__ != "PanicException":
             raise
-        raise UserError(f"{what}: {_one_line(error)}") from error
+        raise UserError(f"{what}: {one_line(error)}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
 
@@ -621,29 +476,7 @@ def _own_special_tokens(net: Any, chat: Chat) -> None:
     )
 
 
-def _room(cfg: Any, model: ModelSection) -> int:
-    """Bytes that a run's checkpoints may take: weights and two moments each, one more while it is being written."""
-    kept = cfg.checkpoint.keep + 1 if hasattr(cfg, "checkpoint") else _trainer(cfg, "save_total_limit") or 2
-    weights = 4 * _parameters(model)
-    return weights + (kept + 1) * (3 * weights if model.tuning == "full" else weights // 5)
-
-
-def _parameters(model: ModelSection) -> int:
-    """How many numbers the weight files hold: by their headers, or by what the Hub says of a model still there."""
-    folder = Path(model.name_or_path)
-    if not folder.is_dir():
-        cached = try_to_load_from_cache(model.name_or_path, "model.safetensors", revision=model.revision)
-        if not isinstance(cached, str):
-            try:
-                told = HfApi().model_info(model.name_or_path, revision=model.revision, timeout=10).safetensors
-            except (OSError, httpx.HTTPError):  # cached in a form that is not looked into here
-                told = None
-            return told.total if told else 0
-        folder = Path(cached).parent
-    return _held(folder)[0]
-
-
-def _held(folder: Path) -> tuple[int, int]:
+def weights_held(folder: Path) -> tuple[int, int]:
     """How many numbers a folder's weight files hold, and how many tensors, by their headers."""
     numbers = tensors = 0
     for file in checkpoint.weight_files(folder):
@@ -653,10 +486,5 @@ def _held(folder: Path) -> tuple[int, int]:
                     numbers += torch.Size(weights.get_slice(name).get_shape()).numel()
                     tensors += 1
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{file} is no weight file that can be loaded: {_one_line(error)}") from error
+            raise UserError(f"{file} is no weight file that can be loaded: {one_line(error)}") from error
     return numbers, tensors
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}"

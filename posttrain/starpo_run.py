@@ -15,6 +15,7 @@ from posttrain.config import StarPORun
 from posttrain.learner import Learner
 from posttrain.monitoring.episodes import memory, reward_table
 from posttrain.policy import without_noise
+from posttrain.preflight import preflight
 from posttrain.run_state import RunState, changed
 from posttrain.types import UserError
 
@@ -48,7 +49,7 @@ def begin(cfg: StarPORun, *, resume: bool, data_sets: list[str]) -> Begun:
         curriculum.check_environments(cfg)
         played = curriculum.environments_of_groups(cfg.worlds, cfg.rollout.groups, 1)
         runlog.say(reward_table(cfg, played))
-        models.preflight(cfg, resume=resume, data_sets=data_sets)
+        preflight(cfg, resume=resume, data_sets=data_sets)
         if resume:
             training.same_run(out, settings)
         checkpoint.claim(out, resume)

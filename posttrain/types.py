@@ -14,6 +14,11 @@ class UserError(Exception):
     """
 
 
+def one_line(error: BaseException) -> str:
+    """An exception as a piece of a sentence: "OSError: No such file"."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
 def address(*parts: int | str) -> int:
     """A 63-bit seed for one place in a run, e.g. `address(run_seed, "rollout", step, group, sample)`.
 

@@ -26,7 +26,9 @@ FLOORS = [
     ],
     ["posttrain.embedded", "posttrain.policy", "posttrain.fused", "posttrain.model_card"],
     ["posttrain.data", "posttrain.models", "posttrain.report", "posttrain.critic", "posttrain.prefixes"],
-    ["posttrain.sampler", "posttrain.training", "posttrain.gguf", "posttrain.cross_score", "posttrain.learner"],
+    [
+        f"posttrain.{name}" for name in ("sampler", "training", "gguf", "cross_score", "learner", "preflight")
+    ],
     ["posttrain.rollout", "posttrain.run_state"],
     ["posttrain.monitoring", "posttrain.plan", "posttrain.distillation"],
     ["posttrain.evaluation", "posttrain.starpo_run"],

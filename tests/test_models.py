@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from tiny_runs import conversations, not_root, settings, tiny_base
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from posttrain import checkpoint, config, models
+from posttrain import checkpoint, config, models, preflight
 from posttrain.chat import TEMPLATE_PATH, Chat
 from posttrain.config import ModelSection, SFTRun, StarPORun
 from posttrain.types import UserError
@@ -265,7 +265,7 @@ def test_other_weights_that_lie_beside_are_not_looked_at(base: Path, tmp_path: P
     save_file({"model.norm.weight": torch.zeros(32)}, folder / "model_zz.safetensors")
     (folder / "consolidated.safetensors").write_bytes(b"no weights at all")
     assert torch.equal(logits(load(folder)[0]), logits(load(base)[0]))
-    models.preflight(run_config(tmp_path, folder))
+    preflight.preflight(run_config(tmp_path, folder))
 
 
 def test_a_damaged_template_is_damage_and_no_other_template(base: Path, tmp_path: Path) -> None:
@@ -381,7 +381,7 @@ def starpo_config(base: Path) -> StarPORun:
 
 
 def test_preflight_passes_and_writes_nothing(tmp_path: Path, base: Path) -> None:
-    models.preflight(run_config(tmp_path, base))
+    preflight.preflight(run_config(tmp_path, base))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "sft.yaml"]
 
 
@@ -392,7 +392,7 @@ def test_preflight_says_everything_at_once(tmp_path: Path, base: Path, monkeypat
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
     cfg = run_config(tmp_path, base, "device=cuda", f"data.sources.0.path={tmp_path}/none.jsonl")
     with pytest.raises(UserError) as error:
-        models.preflight(cfg)
+        preflight.preflight(cfg)
     text = str(error.value)
     for words in ("4 reasons", "no CUDA GPU", "none.jsonl", "Too little disk space", "already holds a run"):
         assert words in text
@@ -402,7 +402,7 @@ def test_preflight_says_everything_at_once(tmp_path: Path, base: Path, monkeypat
 def test_the_size_of_a_model_on_the_hub_is_asked_there(monkeypatch: pytest.MonkeyPatch) -> None:
     told = SimpleNamespace(safetensors=SimpleNamespace(total=163_952_769))
     monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: told)
-    assert models._parameters(ModelSection(name_or_path="no/such-model")) == 163_952_769
+    assert preflight._parameters(ModelSection(name_or_path="no/such-model")) == 163_952_769
 
 
 def test_preflight_without_a_network_names_all_it_would_need(
@@ -414,7 +414,7 @@ def test_preflight_without_a_network_names_all_it_would_need(
     monkeypatch.setattr(HfApi, "repo_info", unreachable)
     cfg = run_config(tmp_path, base, "model.name_or_path=no/such-model", "data.sources.0.path=no/such-data")
     with pytest.raises(UserError) as error:
-        models.preflight(cfg)
+        preflight.preflight(cfg)
     text = str(error.value)
     for words in ("cannot be reached", "model no/such-model", "dataset no/such-data", "make quickstart", "hf download"):
         assert words in text
@@ -430,7 +430,7 @@ def test_preflight_refuses(
 ) -> None:
     monkeypatch.setattr(models, "_cpu_flags", frozenset)
     with pytest.raises(UserError, match=words):
-        models.preflight(run_config(tmp_path, base, override))
+        preflight.preflight(run_config(tmp_path, base, override))
 
 
 # ------------------------------------------------------------------------------------------------------------ precision
@@ -449,14 +449,14 @@ def test_bf16_is_derived_from_the_cpu(
     assert models.has_bf16(cpu) is there
     for cfg in (run_config(tmp_path, base, "trainer.bf16=null"), starpo_config(base)):
         settled = models.settle(cfg)
-        assert models._trainer(settled, "bf16") is there and models.settle(settled) is settled
-        assert models._trainer(cfg, "bf16") is None  # the config itself is left alone
+        assert models.trainer_field(settled, "bf16") is there and models.settle(settled) is settled
+        assert models.trainer_field(cfg, "bf16") is None  # the config itself is left alone
     assert models.settle(run_config(tmp_path, base, "trainer.bf16=false")).trainer["bf16"] is False
     section = ModelSection(name_or_path=str(base))
     for training, dtype in ((True, torch.float32), (False, torch.bfloat16 if there else torch.float32)):
         net, _ = models.load(section, device="cpu", chat_template=None, training=training)
         assert net.dtype == dtype
-    models.preflight(run_config(tmp_path, base, f"trainer.bf16={there}"))
+    preflight.preflight(run_config(tmp_path, base, f"trainer.bf16={there}"))
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert not models.has_bf16(cpu)
 
@@ -553,7 +553,7 @@ def test_preflight_without_bitsandbytes(
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if "bits" in name else find(name, *a))
     with pytest.raises(UserError, match=r"pip install bitsandbytes.*adamw_torch"):
-        models.preflight(run_config(tmp_path, base, override))
+        preflight.preflight(run_config(tmp_path, base, override))
 
 
 def test_preflight_refuses_another_template(tmp_path: Path, base: Path) -> None:
@@ -563,7 +563,7 @@ def test_preflight_refuses_another_template(tmp_path: Path, base: Path) -> None:
     (tmp_path / "other.jinja").write_text(TEMPLATE_PATH.read_text() + "{# mine #}")
     cfg = run_config(tmp_path, base, f"model.name_or_path={folder}", f"chat.template={tmp_path}/other.jinja")
     with pytest.raises(UserError, match="another chat template"):
-        models.preflight(cfg)
+        preflight.preflight(cfg)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")

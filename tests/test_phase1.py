@@ -23,7 +23,7 @@ from tiny_runs import ROOT, conversations, preferences, python, rows_of, setting
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import train_phase1_sft
-from posttrain import checkpoint, models, parallel, runlog, training
+from posttrain import checkpoint, models, parallel, preflight, runlog, training
 from posttrain.chat import Chat
 from posttrain.config import SFTRun, resolve
 from posttrain.types import UserError
@@ -183,7 +183,7 @@ def cuda_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(models, "resolve_device", lambda device: SimpleNamespace(type="cuda"))
     monkeypatch.setattr(models, "load", load_on_the_cpu)
-    monkeypatch.setattr(models, "try_output_layer", lambda device: None)
+    monkeypatch.setattr(preflight, "try_output_layer", lambda device: None)
 
 
 TINY: dict[str, Any] = dict(vocab_size=512, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
@@ -233,15 +233,15 @@ def test_a_kernel_that_cannot_be_compiled_is_found_before_the_data_work(
 
     from posttrain import data
 
-    models.try_output_layer(torch.device("cpu"))  # the same function, there without Triton
+    preflight.try_output_layer(torch.device("cpu"))  # the same function, there without Triton
 
     def uncompiled(*_: Any, **__: Any) -> None:
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
 
     monkeypatch.setattr(chunked_logprob, "_forward_tile", uncompiled)
     monkeypatch.setattr(data, "load_sft", lambda *_: pytest.fail("data was read"))
-    real = models.try_output_layer
-    monkeypatch.setattr(models, "try_output_layer", lambda device: real(torch.device("cpu")))
+    real = preflight.try_output_layer
+    monkeypatch.setattr(preflight, "try_output_layer", lambda device: real(torch.device("cpu")))
     monkeypatch.setattr(models, "resolve_device", lambda device: SimpleNamespace(type="cuda"))
     with pytest.raises(UserError, match=r"Failed to find C compiler.*apt-get install gcc") as problem:
         train(config_in(tmp_path, files, bf16=False), "device=cuda")

@@ -18,7 +18,7 @@ from tiny_runs import preferences, python, rows_of, settings, tiny_base
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import train_phase2_dpo
-from posttrain import checkpoint, models, training
+from posttrain import checkpoint, models, preflight, training
 from posttrain.chat import TEMPLATE_PATH, Chat
 from posttrain.config import ModelSection
 from posttrain.types import UserError
@@ -95,7 +95,7 @@ def test_a_wrong_reference_stops_the_run(
 ) -> None:
     """The policy changes between the reference pass and the first step."""
     fit = training.fit
-    monkeypatch.setattr(models, "_check_libraries", lambda cfg: None)  # a CPU that only imitates bfloat16 will do
+    monkeypatch.setattr(preflight, "_check_libraries", lambda cfg: None)  # a CPU that only imitates bfloat16 will do
 
     def changed(trainer: Any, *args: Any, **more: Any) -> Any:
         with torch.no_grad():
