@@ -107,15 +107,15 @@ def main(argv: list[str] | None = None) -> None:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     def at_least(minimum: int) -> Callable[[str], int]:
         def number(text: str) -> int:
-            if not text.isdecimal() or int(text) < minimum:
-                raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {minimum}")
+            if not text.isdecimal() or len(text) > 18 or int(text) < minimum:
+                raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number of at least {minimum} in 18 digits")
             return int(text)
 
         return number
 
     def seconds(text: str) -> float:
-        if not text.replace(".", "", 1).isdecimal():
-            raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+        if not text.replace(".", "", 1).isdecimal() or float(text) > 3600:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of seconds up to 3600")
         return float(text)
 
     what = parser.add_mutually_exclusive_group()

@@ -557,7 +557,7 @@ def validate(whole: Run, state: RunState, step: int) -> None:
     if whole.distillation is not None:
         row["evaluation/distillation_kl"] = whole.distillation.measure()
     with learner.autocast():
-        row |= whole.former_tasks.measure(whole.sampler, learner)
+        row |= whole.former_tasks.measure(whole.sampler, learner, state.first_answers)
     monitor.report(state, step, row | {"seconds/evaluation": time.perf_counter() - began})
     broken = not_finite(state.alarms)
     if broken and step == 0:

@@ -20,8 +20,9 @@ import hashlib
 import json
 import os
 import re
+import resource
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -46,6 +47,8 @@ REMEDY = (
     "Write chat.template=posttrain/chatml.jinja to train with this project's ChatML template, or chat.template=FILE "
     "with a corrected copy of the model's own."
 )
+TEMPLATE_SECONDS, TEMPLATE_BYTES = 5, 2**30  # processor time and memory that a template may take at first
+OUT_OF_MEMORY = 77  # exit code
 TEMPLATE_STEPS = 3_000_000  # lines that a template may run for one dialogue
 _PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")  # private-use characters: no template says them
 
@@ -322,6 +325,9 @@ class Chat:
     def _check_template(self) -> None:
         """Finds the stop token; raises UserError if the template can't be marked or rewrites what was said before."""
         turns = ("user", "assistant") * 3 + ("user",)
+        words = _try_in_child(lambda: [self._literal_texts(roles, True) for roles in (("user",), ("system", *turns))])
+        if words:
+            raise UserError(f"{self._origin} cannot be used: {words} for a short dialogue. {REMEDY}")
         dialogues: list[tuple[str, ...]] = [turns]
         try:
             self._literal_texts(("system", "user"), False)
@@ -385,6 +391,33 @@ class Chat:
         return next(others, self.stop_id)
 
 
+def _try_in_child(work: Callable[[], object]) -> str:
+    """Why this cannot be done in TEMPLATE_SECONDS of processor time and TEMPLATE_BYTES of memory, or "".
+
+    It is done in a child process, so that no power of large numbers and no endless text reaches this one. Whatever else
+    the work raises is no concern here: it raises it again where it is done for good.
+    """
+    child = os.fork()
+    if child == 0:
+        try:
+            taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (taken + TEMPLATE_BYTES, taken + TEMPLATE_BYTES))
+            resource.setrlimit(resource.RLIMIT_CPU, (TEMPLATE_SECONDS, TEMPLATE_SECONDS))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            work()
+        except BaseException as error:
+            while error is not None:
+                if isinstance(error, MemoryError):
+                    os._exit(OUT_OF_MEMORY)
+                error = error.__cause__
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        return f"it takes more than {TEMPLATE_SECONDS} seconds"
+    return f"it takes more than {TEMPLATE_BYTES >> 30} GiB" if os.WEXITSTATUS(status) == OUT_OF_MEMORY else ""
+
+
 class _Endless(BaseException):
     """No Exception: Jinja's optimizer runs constant parts of a template while it compiles it, and swallows those."""
 
@@ -394,7 +427,7 @@ def _at_most(steps: int) -> Iterator[None]:
     """Ends a template that loops for longer than so many lines with a TimeoutError.
 
     Jinja's sandbox bounds one range(), but not loops within loops. Counted are lines, not seconds: what is refused does
-    not depend on the machine. A single operation, such as a power of large numbers, cannot be interrupted.
+    not depend on the machine. A single operation cannot be interrupted: `_try_in_child` is there for those.
     """
     left = steps
 

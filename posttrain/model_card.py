@@ -22,6 +22,7 @@ from posttrain import checkpoint
 from posttrain.types import UserError
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+LOCAL = (".jsonl", ".parquet")  # data files; one may be gone when the card is written
 METHODS = {
     "phase1": ("SFT", "supervised fine-tuning on the assistant's tokens"),
     "phase2": ("DPO", "direct preference optimization (arXiv 2305.18290)"),
@@ -70,6 +71,7 @@ class Record:
     step: int
     commit: str | None
     settings: dict[str, Any]
+    published: bool = False  # whether the base is a model on the Hub: told when it was read
     data: list[dict[str, Any]] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
     licence: str | None = None  # of the base model, where it is known
@@ -89,7 +91,14 @@ def record(
     first = not history(base)
     licence = _licence(base, revision) if first else None
     name = f"{base} at {revision}" if revision else base
-    return asdict(Record(phase, name, step, commit(), found, list(data), list(results), licence))
+    sources = [source | {"published": _published(source["path"])} for source in data]
+    done = Record(phase, name, step, commit(), found, _published(base), sources, list(results), licence)
+    return asdict(done)
+
+
+def _published(name: str) -> bool:
+    """Whether a name is one of the Hub: of its form, in its cache or known to it, and no local file or folder."""
+    return bool(HUB_NAME.fullmatch(name)) and not Path(name).exists() and Path(name).suffix not in LOCAL
 
 
 def history(name_or_path: str) -> list[dict[str, Any]]:
@@ -110,10 +119,10 @@ def render(records: Sequence[dict[str, Any]], model_type: str, *, adapter: bool 
     """
     first, last = records[0], records[-1]
     base = (last if adapter else first)["base"].partition(" at ")[0]
-    published = bool(HUB_NAME.fullmatch(base)) and not Path(base).exists()
+    published = (last if adapter else first).get("published", False)
     short, method = METHODS[last["phase"]]
     sources = [source for one in records for source in one["data"]]
-    sets = [s["path"] for s in sources if HUB_NAME.fullmatch(s["path"]) and not Path(s["path"]).exists()]
+    sets = [source["path"] for source in sources if source.get("published")]
     data = ModelCardData(
         base_model=base if published else None,
         library_name="peft" if adapter else "transformers",
@@ -248,6 +257,8 @@ def _licence(name_or_path: str, revision: str | None) -> str | None:
     """The licence that the base model's own card names: beside the weights, in the cache, or on the Hub."""
     card: Any = Path(name_or_path) / "README.md"
     if not Path(name_or_path).is_dir():
+        if not HUB_NAME.fullmatch(name_or_path):  # a folder that is gone by now
+            return None
         card = try_to_load_from_cache(name_or_path, "README.md", revision=revision)
         if not isinstance(card, str):
             try:

@@ -47,6 +47,7 @@ SHARDING = (
     "ACCELERATE_USE_MEGATRON_LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG",
 )
+TRUE = ("1", "true", "t", "yes", "y", "on")  # what accelerate and transformers take for it
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -98,7 +99,7 @@ def settle(cfg: TrainingConfig) -> TrainingConfig:
 
     UserError where a launcher asks for a sharded model: `trainer.fsdp` and the like are refused by the config itself.
     """
-    sharded = [name for name in SHARDING if os.environ.get(name, "").lower() in ("true", "1")]
+    sharded = [name for name in SHARDING if os.environ.get(name, "").lower() in TRUE]
     if sharded:
         raise UserError(
             f"The launcher asks for a sharded model ({sharded[0]}=true, as `accelerate launch` sets it). "
@@ -155,7 +156,29 @@ def load(
     if not model.trust_remote_code and hasattr(net.config, "auto_map"):
         del net.config.auto_map  # it names code files that are neither run here nor saved with the weights
     _own_special_tokens(net, chat)
-    return (net if quantised else net.to(place)), chat
+    net = net if quantised else net.to(place)
+    _check_it_runs(model.name_or_path, net)
+    return net, chat
+
+
+@torch.no_grad()
+def _check_it_runs(name: str, net: Any) -> None:
+    """UserError where a model can be loaded and not computed with: a config.json may hold anything."""
+    try:
+        ids = torch.arange(2, device=net.device)[None]
+        finite = torch.isfinite(net(input_ids=ids, use_cache=False).logits).all()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever its code does with a value that does not fit
+        raise UserError(
+            f"{name} can be loaded, but not computed with ({one_line(error)}). A value of its config.json does not fit:"
+            " get a whole copy of the model."
+        ) from error
+    if not finite:
+        raise UserError(
+            f"{name} answers with numbers that are not finite. Its weights or its config.json are damaged, or too large"
+            " for this precision (model.dtype=float32): get a whole copy of the model."
+        )
 
 
 def load_chat(model: ModelSection, chat_template: str | None) -> Chat:
@@ -349,12 +372,19 @@ def check_source(model: ModelSection) -> None:
 
 def load_config(model: ModelSection) -> PreTrainedConfig:
     """The architecture and its sizes, without the weights."""
+    file = Path(model.name_or_path) / "config.json"
+    if file.is_file():
+        content = files.read_json(file, "Get a whole copy of the model.")
+        labels = content.get("num_labels")
+        if isinstance(labels, int) and labels > MOST_LABELS:  # transformers would make a name for each
+            raise UserError(f"{file} is damaged: num_labels is {labels:,}. Get a whole copy of the model.")
     with _read_in_words(f"{model.name_or_path} is no checkpoint that can be loaded"):
         return AutoConfig.from_pretrained(
             model.name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
 
 
+MOST_LABELS = 1_000_000
 _SIZE = re.compile(r"num_.*|n_(layer|head|embd|inner)|.*_(size|dim|heads|layers)")  # keys of a config.json
 
 
@@ -365,6 +395,9 @@ def _check_sizes(model: ModelSection, config: PreTrainedConfig) -> None:
     """
     numbers, tensors = weights_held(Path(model.name_or_path))
     remedy = "Its config.json is damaged or belongs to other weights: get a whole copy of the model."
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and not isinstance(longest, int):
+        raise UserError(f"{model.name_or_path}: max_position_embeddings is {longest!r}, no number of tokens. {remedy}")
     for key, value in config.get_text_config().to_dict().items():
         most = tensors if key in ("num_hidden_layers", "n_layer") else numbers
         if isinstance(value, int) and _SIZE.fullmatch(key) and value > most:

@@ -65,6 +65,11 @@ def _check_libraries(cfg: Any) -> None:
         raise UserError(
             "report_to=wandb needs wandb, which is not installed: `pip install wandb`, or write report_to=trackio."
         )
+    if models.trainer_field(cfg, "use_liger_kernel") and importlib.util.find_spec("liger_kernel") is None:
+        raise UserError(
+            "trainer.use_liger_kernel=true needs the package liger-kernel, which is not installed: `pip install"
+            " liger-kernel` (it needs a GPU), or leave it out."
+        )
     optim, bf16 = models.trainer_field(cfg, "optim"), models.trainer_field(cfg, "bf16")
     needs_bnb = [f"trainer.optim={optim}"] if "8bit" in str(optim) else []
     needs_bnb += ["model.tuning=qlora"] if cfg.model.tuning == "qlora" else []

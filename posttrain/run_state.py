@@ -39,6 +39,7 @@ class RunState:
     best_step: int = 0
     best_success: float = -1.0
     best_won: dict[str, list[bool]] = field(default_factory=dict)  # by environment, for each validation level
+    first_answers: dict[str, list[float]] = field(default_factory=dict)  # of the suites of former phases, by suite
     curriculum: dict[str, Place] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)  # what the memory plan chose, by dotted paths of the config
     alarms: dict[str, Any] = field(default_factory=dict)  # what `starpo.alarms` remembers
@@ -131,7 +132,7 @@ def drop_later(out: Path, step: int) -> None:
     if parallel.rank() == 0:
         for number, folder in checkpoint.numbered(out) + checkpoint.numbered(out, "best"):
             if number > step:
-                shutil.rmtree(folder)
+                remove(folder)
 
 
 def drop_old(out: Path, keep: int) -> None:
@@ -140,4 +141,12 @@ def drop_old(out: Path, keep: int) -> None:
         folders = checkpoint.numbered(out)
         known = [best for best in checkpoint.numbered(out, "best") if best[0] <= folders[-keep:][0][0]]
         for _, folder in folders[:-keep] + known[:-1]:
-            shutil.rmtree(folder)
+            remove(folder)
+
+
+def remove(folder: Path) -> None:
+    """A folder and all that is in it; of a link, the link alone."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)

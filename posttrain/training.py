@@ -28,6 +28,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from posttrain import checkpoint, files, model_card, models, parallel, runlog
 from posttrain.chat import Chat
 from posttrain.config import TrainingRun
+from posttrain.config.yaml_file import parse_yaml
 from posttrain.convgpt import pads_on_the_right
 from posttrain.metrics import wilson
 from posttrain.types import UserError, address
@@ -70,6 +71,8 @@ def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed:
     with refusals_in_words():
         args = kind(**{**defaults, **cfg.trainer, **fixed})
         _check_scheduler(args)
+        _check_optimizer(args)
+        _check_best(args)
     check_packing(args, device, cfg.model.attn_implementation)
     return args
 
@@ -112,6 +115,23 @@ def _check_scheduler(args: Any) -> None:
         raise ValueError(
             f"lr_scheduler_type {args.lr_scheduler_type} cannot be set up with lr_scheduler_kwargs {own} ({error})"
         ) from error
+
+
+def _check_optimizer(args: Any) -> None:
+    """Missing packages and settings that an optimizer does not take show only when it is made, after the data work."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kind, settings = Trainer.get_optimizer_cls_and_kwargs(args)
+    if kind.__module__.startswith("torch."):
+        kind([torch.nn.Parameter(torch.zeros(1))], **settings)
+
+
+def _check_best(args: Any) -> None:
+    """A figure that is not there is looked for after the first evaluation, whose run it would end."""
+    known = [name.removeprefix("eval_") for name in SHOWN]
+    best = args.metric_for_best_model
+    if best is not None and best.removeprefix("eval_") not in known:
+        raise ValueError(f"metric_for_best_model is {best}; an evaluation has {', '.join(known)}")
 
 
 @contextmanager
@@ -530,8 +550,8 @@ def same_processes(output_dir: Path) -> None:
 def _read_begun(file: Path) -> dict[str, Any]:
     remedy = "If you are sure of the settings, delete this file; --resume then writes those of now into it."
     try:
-        begun = yaml.safe_load(files.read_text(file, remedy))
-    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date or a number that is none
+        begun = parse_yaml(files.read_text(file, remedy))
+    except ValueError:
         begun = None
     if not isinstance(begun, dict):
         raise UserError(f"{file}, the settings that the run was begun with, is damaged. {remedy}")

@@ -16,7 +16,6 @@ from alarm_runs import HEALTHY as HEALTHY_KINDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.metrics import wilson
 from posttrain.starpo import alarms
 from posttrain.starpo.alarms import ADVICE, RULES, Alarm, Finding, Sizes, rollback, watch
 
@@ -382,22 +381,24 @@ def test_another_rule_needs_no_more_than_its_figures(monkeypatch: pytest.MonkeyP
 
 
 def test_a_skill_that_is_lost_is_announced_where_chance_does_not_explain_it() -> None:
-    def rows(n: int, *shares: float) -> list[Row]:
-        found = []
-        for share in shares:
-            low, high = wilson(round(share * n), n)
-            figures = {"accuracy": share, "low": low, "high": high}
+    def rows(n: int, first: float, *changes: tuple[float, float]) -> list[Row]:
+        """After a first evaluation those where shares of the items were lost and gained."""
+        found: list[Row] = [{"evaluation/recall/accuracy": first, "evaluation/math/a/accuracy": first}]
+        for lost, gained in changes:
+            change = gained - lost
+            error = math.sqrt((lost + gained - change**2) / (n - 1))
+            figures = {"accuracy": first + change, "change": change, "change_error": error}
             suites = ("recall", "math/a")
             found.append({f"evaluation/{suite}/{key}": figures[key] for suite in suites for key in figures})
         return found
 
-    assert names(rows(64, 0.6, 0.5, 0.45, 0.7, 0.5)) == []  # 64 answers say no more
-    assert names(rows(1000, 0.95, 0.90, 0.87)) == []  # less than a tenth of it
-    lost = raised(rows(64, 0.6, 0.55, 0.3, 0.3, 0.6, 0.3))
+    assert names(rows(64, 0.6, (0.15, 0.05), (0.2, 0.1), (0.0, 0.0))) == []  # 64 answers say no more
+    assert names(rows(1000, 0.95, (0.09, 0.0))) == []  # less than a tenth of it
+    lost = raised(rows(64, 0.72, (0.1, 0.08), (0.3, 0.05), (0.3, 0.05), (0.1, 0.1), (0.25, 0.02)))
     assert [(alarm.name, alarm.step) for alarm in lost] == [
         (f"skill_lost/{suite}", step) for step in (3, 6) for suite in ("recall", "math/a")
     ]
-    assert "recall" in lost[0].message and "30% are right; 60% were" in lost[0].message and lost[0].severity == "warn"
+    assert "recall" in lost[0].message and "47% are right; 72% were" in lost[0].message and lost[0].severity == "warn"
     assert "distillation.coef" in lost[0].remedy
 
 

@@ -554,12 +554,16 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
         ("{{ messages[99] }}{{ messages[99].role.x }}", "UndefinedError|has no element 99"),
         (900 * "{% if 1 %}" + 900 * "{% endif %}", "recursion|too many"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ 9**(9**9) }}", "takes more than 1 seconds"),
+        ("{{ 'x' * 10**10 }}", "takes more than 1 GiB"),
+        ("{% set m = namespace(s='x') %}{% for i in range(40) %}{% set m.s = m.s + m.s %}{% endfor %}", "than 1 GiB"),
     ],
 )
 def test_a_template_that_fails_or_never_ends_is_refused(
     tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str, words: str
 ) -> None:
     monkeypatch.setattr(chat_module, "TEMPLATE_STEPS", 20_000)
+    monkeypatch.setattr(chat_module, "TEMPLATE_SECONDS", 1)
     template = tmp_path / "mine.jinja"
     template.write_text(start + TEMPLATE_PATH.read_text())
     with pytest.raises(UserError, match=words) as error:

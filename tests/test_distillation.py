@@ -239,6 +239,9 @@ def test_the_suites_of_former_phases_are_scored_as_the_evaluator_scores_them(
     }
     assert found[0] == pytest.approx(wanted, abs=1e-6)
     assert found[0]["evaluation/recall/high"] > 0 and found[3] != found[0]
+    for suite in ("math/embedded", "recall", "preferences"):
+        moved = found[3][f"evaluation/{suite}/accuracy"] - found[0][f"evaluation/{suite}/accuracy"]
+        assert found[3][f"evaluation/{suite}/change"] == pytest.approx(moved)
 
     wide = {"suites": {"recall": {"n": 1, "max_new_tokens": 511}}}
     with pytest.raises(UserError, match=r"evaluation\.suites\.recall has a prompt of \d+ tokens"):

@@ -424,6 +424,8 @@ def test_finished_parts_are_kept_only_where_everything_is_the_same(
     for damage in (b"", b"{}\n", b"\xff\n\n", b"[" * 9999, b"[1]\n[2]\n"):
         paths[0].write_bytes(damage)
         assert run() == [("base", "greedy")]
+    paths[0].write_bytes(paths[0].read_bytes().replace(b'"index": 1', b'"index": 2'))
+    assert run() == [("base", "greedy")]
     weights = Path(checkpoints["other"])
     assert store.fingerprint(cfg, "base") == store.fingerprint(cfg, "base")
     both = resolved(tmp_path, {"base": checkpoints["base"], "other": str(weights)}, suites=SMALL)

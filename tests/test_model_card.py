@@ -112,3 +112,17 @@ def test_hostile_names_stay_text() -> None:
     hostile = source("<script>alert(1)</script>|`x`", "messages", "[mine](http://x)\n# Title", train=1)
     card = card_of([model_card.record("phase1", CONFIG, 1, data=[hostile])])
     assert not any(bad in card.content for bad in ("<script>", "\n# Title", "|`x`", " [mine]("))
+
+
+def test_what_was_local_when_it_was_read_is_no_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    source = {"path": "data/mine.jsonl", "kind": "messages", "licence": "mine", "train": 36, "held_out": 4}
+    settings = {"model": {"name_or_path": "models/mine"}}
+    told = model_card.record("phase1", settings, 10, data=[source])
+    (tmp_path / "models" / "mine").rmdir()
+    card = model_card.render([told], "llama")
+    assert "huggingface.co/models/mine" not in card and "the local model `models/mine`" in card
+    assert "base_model:" not in card and "datasets:" not in card
+    gone = model_card.record("phase2", {"model": {"name_or_path": "runs/phase1/final"}}, 10)
+    assert gone["licence"] is None

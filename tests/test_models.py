@@ -293,17 +293,20 @@ def test_weights_that_only_somebody_else_may_read(base: Path) -> None:
             load(folder)
 
 
+UNFIT = "cannot be loaded|can be loaded|is damaged|is no JSON|should hold"
+
+
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
         (lambda f: (f / "config.json").unlink(), "no config.json"),
-        (lambda f: (f / "config.json").write_text("{"), "cannot be loaded|can be loaded"),
-        (lambda f: (f / "config.json").write_text('{"model_type": "no_such_thing"}'), "cannot be loaded|can be loaded"),
+        (lambda f: (f / "config.json").write_text("{"), UNFIT),
+        (lambda f: (f / "config.json").write_text('{"model_type": "no_such_thing"}'), UNFIT),
         (lambda f: (f / "model.safetensors").unlink(), "no .safetensors"),
         (lambda f: (f / "model.safetensors").write_bytes(b"garbage" * 100), "can be loaded"),
         (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer of"),
-        (lambda f: (f / "config.json").write_text("[]"), "can be loaded"),
-        (lambda f: (f / "config.json").write_bytes(b"\xff\xfe{}"), "can be loaded"),
+        (lambda f: (f / "config.json").write_text("[]"), UNFIT),
+        (lambda f: (f / "config.json").write_bytes(b"\xff\xfe{}"), UNFIT),
         (lambda f: edit(f / "config.json", hidden_size="wide"), "can be loaded"),
         (lambda f: edit(f / "config.json", num_attention_heads=0), "can be loaded"),
         (lambda f: edit(f / "config.json", num_hidden_layers=10**9), "num_hidden_layers is 1,000,000,000, but"),
@@ -589,3 +592,32 @@ print(without, faults())
     printed = subprocess.run(command, capture_output=True, text=True, check=True, env=plain).stdout
     without, kept = map(int, printed.split())
     assert without > 100 + 10 * kept
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rms_norm_eps": "x"}, "TypeError"),
+        ({"max_position_embeddings": "many"}, "max_position_embeddings"),
+        ({"return_dict": False}, "not computed with|is no checkpoint"),
+        ({"num_labels": 1_000_000_000}, "num_labels is 1,000,000,000"),
+    ],
+)
+def test_a_config_that_loads_and_cannot_be_computed_with_is_refused(
+    tmp_path: Path, base: Path, change: dict[str, Any], words: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(base, folder, ignore=shutil.ignore_patterns("manifest.json"))
+    content = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=words):
+        models.load(ModelSection(name_or_path=str(folder)), device="cpu", chat_template=None)
+
+
+@pytest.mark.parametrize("value", ["yes", "Y", "on", "t", "True", "1"])
+def test_a_sharded_launch_is_refused_however_it_is_spelled(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", value)
+    with pytest.raises(UserError, match="sharded model"):
+        models.settle(run_config(tmp_path, base))

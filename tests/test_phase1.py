@@ -869,3 +869,31 @@ def test_the_first_and_the_last_step_are_logged(
 ) -> None:
     train(config_in(tmp_path, files, max_steps=7, logging_steps=5, **given))
     assert list(rows_of(tmp_path / "run")) == logged
+
+
+@pytest.mark.parametrize(
+    ("trainer", "words"),
+    [
+        ({"optim": "galore_adamw"}, "galore"),
+        ({"optim": "schedule_free_adamw"}, "schedule"),
+        ({"optim": "lomo"}, "lomo"),
+        ({"optim_args": "foo"}, "unpack|argument"),
+        ({"adam_beta1": 2.0}, "beta"),
+        ({"metric_for_best_model": "foo"}, "metric_for_best_model is foo; an evaluation has loss"),
+    ],
+)
+def test_what_the_optimizer_does_not_take_is_told_before_any_work(
+    tmp_path: Path, files: SimpleNamespace, trainer: dict[str, Any], words: str
+) -> None:
+    from trl.trainer.sft_config import SFTConfig
+
+    cfg = resolve(SFTRun, config_in(tmp_path, files, **trainer))
+    with pytest.raises(UserError, match=f"(?i)cannot be used together: .*({words})"):
+        training.arguments(SFTConfig, cfg, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("damage", ["zzz: &a {x: *a}", "a: &a [x]\nb: &b [*a, *a]\nc: [*b, *b]"])
+def test_settings_of_a_run_that_refer_to_themselves_are_damaged(tmp_path: Path, damage: str) -> None:
+    (tmp_path / checkpoint.RUN_CONFIG).write_text(f"seed: 0\n{damage}\n")
+    with pytest.raises(UserError, match="is damaged"):
+        training.same_run(tmp_path, {"seed": 0})

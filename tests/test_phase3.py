@@ -285,6 +285,17 @@ def test_what_else_lies_in_a_run_is_left_alone(whole: Path, player: Path, tmp_pa
     assert all((run / name).is_dir() for name in ("checkpoint-old", "best-old", "checkpoint-99-copy"))
 
 
+def test_a_link_named_like_a_later_checkpoint_is_removed_and_not_followed(tmp_path: Path) -> None:
+    from posttrain import run_state
+
+    kept = tmp_path / "elsewhere"
+    kept.mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoint-9").symlink_to(kept)
+    run_state.drop_later(tmp_path / "run", 3)
+    assert kept.is_dir() and not (tmp_path / "run" / "checkpoint-9").is_symlink()
+
+
 def test_a_signal_in_the_closing_evaluation_stops_it_and_resume_closes_the_run(
     whole: Path, player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -324,6 +324,7 @@ def test_every_metric_of_phase_3_is_explained():
     (measure,) = functions("posttrain/evaluation/former.py", "measure")
     figures = {node.value for node in ast.walk(measure) if isinstance(node, ast.Constant)} & {"accuracy", "low", "high"}
     written |= {f"evaluation/SUITE/{figure}" for figure in figures} | {"evaluation/repetition/seq_rep_4"}
+    written |= {key.replace("{suite}", "SUITE") for key in written_keys(measure) if "change" in key}
     keys = {key.replace("{world}", "WORLD").replace("{failure}", "FAILURE") for key in written}
     keys = {key.replace("{bucket}", "BUCKET").replace("{k}", "K") for key in keys}
     for name in ("evaluation", "final"):

@@ -96,7 +96,7 @@ def load_prompts(data: DataSection, chat: Chat) -> PromptData:
     Of a dialogue with several answers it is the prompt of one, addressed by its text.
     """
     title = "Old prompts, to be answered by the model that phase 3 starts from"
-    return PromptData(*_load(data, chat, encode_prompts, PROMPT_COLUMNS, title, "answers to come"))
+    return PromptData(*_load(data, chat, encode_prompts, PROMPT_COLUMNS, title, "answers to come", "distillation"))
 
 
 def _load(
@@ -106,13 +106,14 @@ def _load(
     columns: Features,
     title: str = "Training data",
     trained: str = "of them trained",
+    section: str = "data",
 ) -> tuple[Dataset, Dataset, FilterTable]:
     paths = [source.path for source in data.sources]
     known = evaluation_questions(paths, data.seed) if data.decontaminate else EvaluationQuestions()
     unchecked = ["NOT checked against any evaluation set: data.decontaminate is false."]
     table = FilterTable(notes=known.notes or unchecked, title=title, trained=trained)
     kept: list[list[tuple[str, Sample]]] = []
-    for report, samples in _read_all(data, chat, encode, known):
+    for report, samples in _read_all(data, chat, encode, known, section):
         table.sources.append(report)
         kept.append(samples)
 
@@ -132,12 +133,12 @@ def _load(
 
     if is_main_process():
         console().print(table)
-    _require_something(table)
+    _require_something(table, section)
     return _dataset(train, columns), _dataset(evaluation, columns), table
 
 
 def _read_all(
-    data: DataSection, chat: Chat, encode: Encode, known: EvaluationQuestions
+    data: DataSection, chat: Chat, encode: Encode, known: EvaluationQuestions, section: str
 ) -> list[tuple[SourceReport, list[tuple[str, Sample]]]]:
     """Every source's report and samples, on every process; each source is read by one of them."""
     found: list[tuple[int, SourceReport, list[tuple[str, Sample]]]] = []
@@ -147,7 +148,7 @@ def _read_all(
             for number in range(parallel.rank(), len(data.sources), parallel.size()):
                 source = data.sources[number]
                 report = SourceReport(source.path, source.kind, reading.licence(source))
-                rows = _draw(source, f"data.sources.{number}", data.seed, judge, report)
+                rows = _draw(source, f"{section}.sources.{number}", data.seed, judge, report)
                 found.append((number, report, _tokenise(rows, source, chat, data.max_length, encode, known, report)))
     except Exception as error:  # the others wait for an answer
         problem = error
@@ -322,12 +323,14 @@ def _weighted(samples: list[Sample], weight: float) -> list[Sample]:
     return samples * whole + samples[: round((weight - whole) * len(samples))]
 
 
-def _require_something(table: FilterTable) -> None:
+def _require_something(table: FilterTable, section: str) -> None:
+    """UserError where nothing is left; `section` is the one of the config that names the sources."""
+    limit = "data.max_length" if section == "data" else "rollout.max_context"
     for number, report in enumerate(table.sources):
         if report.train + report.held_out == 0:
             raise UserError(
-                f"Nothing is left of data.sources.{number}: {report.summary()}. Check that `kind` and `path` fit, and "
-                "loosen the filter that took the rows (for long rows, data.max_length), or remove this source."
+                f"Nothing is left of {section}.sources.{number}: {report.summary()}. Check that `kind` and `path` fit, "
+                f"and loosen the filter that took the rows (for long rows, {limit}), or remove this source."
             )
     if sum(report.train for report in table.sources) == 0:
         held_out = sum(report.held_out for report in table.sources)

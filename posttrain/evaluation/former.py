@@ -13,7 +13,7 @@ from posttrain.config import EvaluateRun, StarPORun
 from posttrain.evaluation.figures import summarise
 from posttrain.evaluation.scoring import score_answers, score_pairs
 from posttrain.evaluation.tasks import Row, Task, build_tasks
-from posttrain.metrics import MathJudge
+from posttrain.metrics import MathJudge, paired_difference
 from posttrain.rollout import complete
 from posttrain.sampler import Sampler
 from posttrain.types import UserError
@@ -40,11 +40,13 @@ class FormerTasks:
                         f"{cfg.rollout.max_context}: lower max_new_tokens or raise rollout.max_context."
                     )
 
-    def measure(self, sampler: Sampler, learner: Learner) -> dict[str, float]:
+    def measure(self, sampler: Sampler, learner: Learner, first: dict[str, list[float]]) -> dict[str, float]:
         """Figures with their 95 % intervals, of all processes together; one without a finite log-prob is left out.
 
         {"evaluation/recall/accuracy": 0.73, "evaluation/recall/low": 0.65, "evaluation/recall/high": 0.80,
         "evaluation/math/gsm8k/accuracy": ..., "evaluation/repetition/seq_rep_4": ..., ...}
+        first: is given which items were right at the first evaluation, and compared with at the later ones: `change` of
+        the accuracy, item by item, and its standard error.
         """
         rows: list[Row] = []
         with MathJudge() as judge:
@@ -59,11 +61,17 @@ class FormerTasks:
                     rows += task.described("policy", found)
         summary = summarise(self.config, rows, {})
         figures = {f"math/{source}": shares for source, shares in summary.pop("math", {}).items()} | summary
-        return {
+        found = {
             f"evaluation/{suite}/{key}": shares[key]
             for suite, shares in figures.items()
             for key in ("seq_rep_4" if suite == "repetition" else "accuracy", "low", "high")
         }
+        for suite in (suite for suite in figures if suite != "repetition"):
+            right = [float(row["accuracy"]) for row in rows if suite in (f"math/{row['source']}", row["suite"])]
+            if (before := first.setdefault(suite, right)) is not right:
+                change, error = paired_difference({suite: before}, {suite: right})
+                found |= {f"evaluation/{suite}/change": change, f"evaluation/{suite}/change_error": error}
+        return found
 
     def _rows(self, task: Task, sampler: Sampler, learner: Learner, judge: MathJudge) -> list[Row]:
         if task.params is None:

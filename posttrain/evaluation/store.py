@@ -61,11 +61,12 @@ class Store:
     def read(self, unit: Unit) -> list[Row] | None:
         """The rows of a unit that was finished earlier under the same conditions; None where there are none."""
         try:
-            rows = [json.loads(line) for line in self.path(unit).read_bytes().split(b"\n") if line.strip()]
-        except (OSError, ValueError, RecursionError):  # absent, or damaged: it is measured again
+            content, _, digest = self.path(unit).read_bytes().rstrip(b"\n").rpartition(b"\n")
+        except OSError:  # absent, or it cannot be read: it is measured again
             return None
-        whole = len(rows) == len(self.tasks[unit.number].items)
-        return rows if whole and all(isinstance(row, dict) for row in rows) else None
+        if _sha256(content).encode() != digest:  # damaged, likewise
+            return None
+        return [json.loads(line) for line in content.split(b"\n")]
 
     def write(self, unit: Unit, rows: Sequence[Row]) -> None:
         """All of a unit's rows or none of them."""
@@ -75,7 +76,8 @@ class Store:
         with checkpoint.full_disk_in_words(self.folder.parent):
             self.folder.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(f".{os.getpid()}.partial")
-            partial.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows), encoding="utf-8")
+            content = "\n".join(json.dumps(row, allow_nan=False) for row in rows).encode()
+            partial.write_bytes(content + f"\n{_sha256(content)}\n".encode())  # the last line is the checksum
             partial.replace(path)
 
     def clear(self) -> None:

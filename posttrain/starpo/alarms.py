@@ -623,16 +623,17 @@ def _forgetting(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]
 def _skills(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
     """Is a suite of the former phases answered worse than before the first step?
 
-    Two 95 % intervals that do not overlap: by chance in about 1 of 300 evaluations of an unchanged policy.
+    On the same items, by more than three standard errors of the paired difference: by chance in one of 740 evaluations.
     """
-    for key, accuracy in row.items():
-        if not (key.startswith("evaluation/") and key.endswith("/accuracy")):
+    for key, change in row.items():
+        if not (key.startswith("evaluation/") and key.endswith("/change")):
             continue
-        suite = key.removeprefix("evaluation/").removesuffix("/accuracy")
-        first, low = memory.setdefault(suite, [accuracy, row[f"evaluation/{suite}/low"]])
-        worse = accuracy < setting.limits["skill_lost"] * first and row[f"evaluation/{suite}/high"] < low
-        words = f"Of {suite}, which the phases before taught, {accuracy:.0%} are right; {first:.0%} were at the start."
-        yield Finding(f"skill_lost/{suite}", worse, row[f"evaluation/{suite}/high"] > first, words)
+        suite = key.removeprefix("evaluation/").removesuffix("/change")
+        now = row[f"evaluation/{suite}/accuracy"]
+        first, error = now - change, row[f"evaluation/{suite}/change_error"]
+        large = change < -(1 - setting.limits["skill_lost"]) * first
+        words = f"Of {suite}, which the phases before taught, {now:.0%} are right; {first:.0%} were at the start."
+        yield Finding(f"skill_lost/{suite}", large and change < -3 * error, not large, words)
 
 
 def _machinery(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
