@@ -26,22 +26,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from posttrain import runlog
 from posttrain.config import StarPORun, load, run
-from posttrain.types import SamplingParams, Trajectory, UserError, address
+from posttrain.types import Trajectory, UserError, address
 
 if TYPE_CHECKING:
     import torch
 
-    from envs.protocol import Episode
     from posttrain.chat import Chat
     from posttrain.curriculum import Place
     from posttrain.distillation import Distillation
     from posttrain.evaluation.former import FormerTasks
-    from posttrain.learner import Batch, Experience, Forward, Learner, Measured
-    from posttrain.monitoring.monitor import Monitor
-    from posttrain.monitoring.updates import UpdateFigures
+    from posttrain.experience import Batch, Experience, Measured, Scored
+    from posttrain.learner import Learner
+    from posttrain.monitoring import Monitor
     from posttrain.run_state import RunState
     from posttrain.sampler import Sampler
-    from posttrain.starpo import losses
 
 
 class Run(NamedTuple):
@@ -64,10 +62,8 @@ def main(argv: list[str] | None = None) -> None:
     from posttrain.distillation import Distillation
     from posttrain.evaluation.former import FormerTasks
     from posttrain.evaluation.tasks import hub_sets
-    from posttrain.monitoring.collapse import gradients_by_std, thoughts_and_prompts
-    from posttrain.monitoring.episodes import describe, memory
-    from posttrain.monitoring.monitor import Monitor
-    from posttrain.monitoring.transcripts import due
+    from posttrain.learner import objective_settings
+    from posttrain.monitoring import Monitor, costs, describe, due, gradients_by_std, thoughts_and_prompts
     from posttrain.rollout import open_sampler
     from posttrain.starpo.alarms import not_finite
 
@@ -106,16 +102,12 @@ def main(argv: list[str] | None = None) -> None:
                 experience = collect(cfg, learner, groups, scored)
                 if cfg.diagnostics.gradients_every and step % cfg.diagnostics.gradients_every == 0:
                     unfiltered = collect(cfg, learner, groups, scored.unfiltered(groups))
-                    row |= gradients_by_std(learner, unfiltered, scored.std, objective_settings(cfg, state, 1.0))
+                    row |= gradients_by_std(
+                        learner, unfiltered, scored.std, objective_settings(cfg, state.entropy_bonus)
+                    )
                 row |= update(cfg, learner, experience, state, step, distillation)
             state.step, state.tokens = step, state.tokens + int(row["rollout/tokens"])
-            row |= {
-                "tokens": state.tokens,
-                "seconds/rollout": played - began,
-                "seconds/update": time.perf_counter() - scored_at,
-                "rollout/tokens_per_second": row["rollout/tokens"] / (played - began),
-                "memory": memory(begun.device),
-            }
+            row |= costs(row, state.tokens, played - began, time.perf_counter() - scored_at, begun.device)
             monitor.report(state, step, row)
             monitor.record(groups, state, step)
 
@@ -139,16 +131,10 @@ def main(argv: list[str] | None = None) -> None:
             row = evaluate(cfg, sampler, chat, cfg.evaluation.final_split, cfg.evaluation.final_episodes, name="final")
         monitor.report(state, cfg.trainer.max_steps, row)
     monitor.close()
-    starpo_run.export(begun, learner, chat, state, row, broken)
-    parallel.barrier()
-    parallel.stop()
-    if broken:
-        raise starpo_run.failed(begun, state, broken)
+    starpo_run.finish(begun, learner, chat, state, row, broken)
 
 
-# ---------------------------------------------------------------------------------------------------- 1. rollout
-
-
+# ----------------------------------------------------------------------------------------------------------- 1. rollout
 def rollout(
     cfg: StarPORun, sampler: Sampler, chat: Chat, step: int, places: dict[str, Place]
 ) -> list[list[Trajectory]]:
@@ -159,6 +145,7 @@ def rollout(
     import envs
     from posttrain import curriculum, parallel
     from posttrain.rollout import set_up
+    from posttrain.starpo_run import play_all
 
     played = curriculum.environments_of_groups(cfg.worlds, cfg.rollout.groups, step)
     stages = {name: place["stage"] for name, place in places.items()}
@@ -178,48 +165,7 @@ def rollout(
     return parallel.gather([trajectories[start : start + size] for start in range(0, len(trajectories), size)])
 
 
-def play_all(
-    cfg: StarPORun,
-    sampler: Sampler,
-    chat: Chat,
-    episodes: list[Episode | Trajectory],
-    temperature: float,
-    seeds: list[int],
-) -> list[Trajectory]:
-    """`posttrain.rollout.play` under the limits of this run."""
-    from posttrain.rollout import play
-
-    return play(
-        sampler,
-        chat,
-        episodes,
-        SamplingParams(max_new_tokens=cfg.rollout.max_completion_length, temperature=temperature),
-        seeds,
-        slots=cfg.rollout.slots or cfg.rollout.groups * cfg.rollout.num_generations,
-        max_context=cfg.rollout.max_context,
-        context=cfg.rollout.context,
-        context_turns=cfg.rollout.context_turns,
-    )
-
-
-# ------------------------------------------------------------------------------------------- 2. score and filter
-
-
-class Scored(NamedTuple):
-    """Which groups are kept, and which of their episodes are trained on: G groups of P samples."""
-
-    members: list[list[bool]]  # [G][P] whether it is in its group's statistics: no crash, and chosen by `within`
-    trains: list[list[bool]]  # [G][P] whether its tokens may count in the loss
-    std: list[float]  # [G] sample standard deviation of the group's rewards
-    weights: list[float]  # [G] what the group's advantages are multiplied by
-    kept: list[int]  # numbers of the groups to train on
-
-    def unfiltered(self, groups: list[list[Trajectory]]) -> Scored:
-        """All groups, and all of their episodes that have a sampled token."""
-        on = [[not t.crashed and t.tokens > 0 for t in group] for group in groups]
-        return self._replace(members=on, trains=on, kept=list(range(len(groups))))
-
-
+# -------------------------------------------------------------------------------------------------- 2. score and filter
 def score_and_filter(cfg: StarPORun, groups: list[list[Trajectory]], learner: Learner | None = None) -> Scored:
     """The group filter, on raw rewards with penalties; crashed episodes are in no statistic.
 
@@ -227,37 +173,22 @@ def score_and_filter(cfg: StarPORun, groups: list[list[Trajectory]], learner: Le
     """
     import torch
 
-    from posttrain.learner import Batch
+    from posttrain import starpo_run
+    from posttrain.experience import Scored
     from posttrain.starpo import filters
 
     algorithm, chosen = cfg.algorithm, cfg.algorithm.filter
     alive = [(number, sample) for number, group in enumerate(groups) for sample, t in enumerate(group) if not t.crashed]
     played = [groups[number][sample] for number, sample in alive]
-    negative = [t for t in played if t.reward < 0]
-    if algorithm.advantage == "maxrl" and negative:
-        raise UserError(
-            f"An episode of {negative[0].world} had the reward {negative[0].reward:g}, and maxrl divides by the mean"
-            " reward of a group: play environments whose rewards are 0 or more (sokoban: options: {reward: sparse}), or"
-            " take another algorithm.advantage."
-        )
+    starpo_run.check_rewards(cfg, played)
     group_B = torch.tensor([number for number, _ in alive], dtype=torch.long)
     rewards_B = torch.tensor([t.reward for t in played], dtype=torch.float64)
     lengths_B = torch.tensor([t.tokens for t in played], dtype=torch.float64)
-    entropy_B = None
+    values_B = {"reward": rewards_B, "length": lengths_B}
     if chosen.metric.startswith("entropy"):
         assert learner is not None
-        batch = Batch.of(played)
-        entropy_B = torch.zeros(len(played), dtype=torch.float64)
-        entropy_B = entropy_B.index_add(0, batch.episode_S, learner.entropies(batch).double()) / lengths_B.clamp(min=1)
-
-    def scores(metric: str) -> torch.Tensor:
-        return filters.group_scores(
-            metric, group_B, rewards_B, groups=len(groups), entropy_B=entropy_B, lengths_B=lengths_B
-        )
-
-    within_B = torch.ones(len(alive), dtype=torch.bool)
-    if chosen.within is not None:
-        within_B = filters.within_group(rewards_B, group_B, chosen.within)
+        values_B["entropy"] = learner.mean_entropies(played)
+    within_B = filters.within_group(rewards_B, group_B, chosen.within or len(alive))
     members = [[False] * len(group) for group in groups]
     for (number, sample), t, within in zip(alive, played, within_B.tolist(), strict=True):
         members[number][sample] = within and t.tokens > 0
@@ -267,11 +198,11 @@ def score_and_filter(cfg: StarPORun, groups: list[list[Trajectory]], learner: Le
     ]
     idle_G = torch.tensor([not any(group) for group in trains])
 
-    std_G = scores("reward_std")
+    std_G = filters.group_scores("reward_std", values_B, group_B, len(groups))
     names = sorted({group[0].world for group in groups})
     env_G = [names.index(group[0].world) for group in groups]  # rewards of two environments need not have one scale
     kept_G = filters.keep_groups(
-        scores(chosen.metric).masked_fill(idle_G, math.nan),
+        filters.group_scores(chosen.metric, values_B, group_B, len(groups)).masked_fill(idle_G, math.nan),
         "none" if chosen.strategy == "soft" else chosen.strategy,
         chosen.band[0] if chosen.strategy == "percentile" else chosen.value,
         upper=chosen.band[1],
@@ -285,14 +216,12 @@ def score_and_filter(cfg: StarPORun, groups: list[list[Trajectory]], learner: Le
     return Scored(members, trains, std_G.nan_to_num(0.0).tolist(), weights_G.tolist(), kept_G.tolist())
 
 
-# ------------------------------------------------------------------------------------------------ 3. advantages
-
-
+# -------------------------------------------------------------------------------------------------------- 3. advantages
 def collect(cfg: StarPORun, learner: Learner, groups: list[list[Trajectory]], scored: Scored) -> Experience:
     """The kept groups' tokens, measured before the update, and what each of them was worth."""
     import torch
 
-    from posttrain.learner import Batch, Experience
+    from posttrain.experience import Batch, Experience
 
     chosen = [(number, sample) for number in scored.kept for sample, on in enumerate(scored.members[number]) if on]
     batch = Batch.of([groups[number][sample] for number, sample in chosen])
@@ -311,7 +240,8 @@ def advantages(
     from posttrain.starpo import advantages as estimators
     from posttrain.starpo import losses
 
-    algorithm, group_B, episode_N, turn_S = cfg.algorithm, batch.group_B, batch.episode_N, batch.turn_S
+    algorithm, group_B, episode_N = cfg.algorithm, batch.group_B, batch.episode_N
+    turn_S, episode_S = batch.turn_S, batch.episode_S
     scores_N = torch.tensor([score for t in batch.episodes for score in t.turn_scores], dtype=torch.float64)
     if algorithm.critical and not algorithm.turn_rewards:
         scores_N = estimators.at_the_end(scores_N, episode_N)
@@ -323,18 +253,18 @@ def advantages(
     std = algorithm.advantage_std
     names = sorted({t.world for t in batch.episodes})
     env_B = torch.tensor([names.index(t.world) for t in batch.episodes])  # statistics of a batch are of each alone
-    trained_S, env_S = trains_B[batch.episode_S], env_B[batch.episode_S]
+    trained_S, env_S = trains_B[episode_S], env_B[episode_S]
     match algorithm.advantage:
         case "grpo":
-            value_S = estimators.grpo(rewards_B, group_B, std=std)[batch.episode_S]
+            value_S = estimators.grpo(rewards_B, group_B, std=std)[episode_S]
         case "rloo":
-            value_S = estimators.rloo(rewards_B, group_B)[batch.episode_S]
+            value_S = estimators.rloo(rewards_B, group_B)[episode_S]
         case "brpo":
-            value_S = estimators.brpo(rewards_B, env_B, std=std)[batch.episode_S]
+            value_S = estimators.brpo(rewards_B, env_B, std=std)[episode_S]
         case "arpo":
-            value_S = estimators.arpo(rewards_B)[batch.episode_S]
+            value_S = estimators.arpo(rewards_B)[episode_S]
         case "maxrl":
-            value_S = estimators.maxrl(rewards_B, group_B)[batch.episode_S]
+            value_S = estimators.maxrl(rewards_B, group_B)[episode_S]
         case "turn_return":
             value_S = estimators.turn_advantages(
                 rewards_N, episode_N, group_B, gamma=algorithm.gamma, over=algorithm.turn_norm, std=std, env_B=env_B
@@ -350,28 +280,24 @@ def advantages(
         case "reinforce_pp" | "reinforce_pp_baseline" as name:
             raw_B = torch.zeros(len(group_B), dtype=torch.float64).index_add(0, episode_N, scores_N)
             value_S = estimators.reinforce_pp(
-                raw_B, group_B, batch.episode_S, -penalty_S,
+                raw_B, group_B, episode_S, -penalty_S,
                 baseline=name == "reinforce_pp_baseline", trained_S=trained_S, env_S=env_S,
             )  # fmt: skip
         case "gae" | "bilevel_gae" as name:
             assert measured.values_S is not None
             rewards_S, values_S = estimators.token_rewards(scores_N, turn_S, -penalty_S), measured.values_S.double()
             if name == "gae":
-                value_S, returns_S = estimators.gae(
-                    rewards_S, values_S, batch.episode_S, algorithm.gamma, algorithm.lam
-                )
+                value_S, returns_S = estimators.gae(rewards_S, values_S, episode_S, algorithm.gamma, algorithm.lam)
             else:
                 value_S, returns_S = estimators.bilevel_gae(
                     rewards_S, values_S, turn_S, episode_N,
                     gamma=algorithm.gamma, gamma_high=algorithm.gamma_high, lam=algorithm.lam,
                 )  # fmt: skip
             return (estimators.whiten(value_S, trained_S, env_S) if algorithm.whiten else value_S), returns_S
-    return value_S * torch.tensor(weights, dtype=torch.float64)[group_B][batch.episode_S], None
+    return value_S * torch.tensor(weights, dtype=torch.float64)[group_B][episode_S], None
 
 
-# ---------------------------------------------------------------------------------------------------- 4. update
-
-
+# ------------------------------------------------------------------------------------------------------------ 4. update
 def update(
     cfg: StarPORun,
     learner: Learner,
@@ -388,26 +314,24 @@ def update(
 
     from posttrain import parallel
     from posttrain.curriculum import longest_episode
-    from posttrain.learner import CRITIC, POLICY, schedule
-    from posttrain.monitoring.updates import UpdateFigures, advantage_figures
+    from posttrain.learner import CRITIC, POLICY, objective_settings, schedule
+    from posttrain.monitoring import UpdateFigures, advantage_figures
     from posttrain.starpo import losses
 
     algorithm, batch, measured, critic = cfg.algorithm, experience.batch, experience.measured, learner.critic
     warming_up = critic is not None and step <= algorithm.critic.warmup_steps  # the critic then learns alone
     rates = (0.0 if warming_up else cfg.learning_rate, algorithm.critic.learning_rate)
     learner.set_learning_rates(*(rate * schedule(cfg, step) for rate in rates))
-    low, high = algorithm.importance_range
     importance_weights_S = losses.sampler_weights(
-        measured.old_S, batch.sampler_S, algorithm.importance, batch.episode_S, low=low, high=high
+        measured.old_S, batch.sampler_S, algorithm.importance, batch.episode_S, *algorithm.importance_range
     )
-    settings = objective_settings(cfg, state, experience.kept_share)
+    settings = objective_settings(cfg, state.entropy_bonus, experience.kept_share)
     lengths_B = torch.bincount(batch.episode_S, minlength=len(batch.episodes)) * experience.trains_B
     figures = UpdateFigures()
     learner.model.train()
     for epoch in range(algorithm.num_iterations):
-        for number, chosen in enumerate(minibatches(cfg, experience, step, epoch)):
-            counted_B = torch.zeros_like(lengths_B)
-            counted_B[chosen] = lengths_B[chosen]
+        for number, chosen_B in enumerate(experience.minibatches(algorithm.minibatches, cfg.seed, step, epoch)):
+            counted_B = lengths_B * chosen_B
             if counted_B.sum() == 0:
                 continue
             weights_S = losses.token_weights(batch.episode_S, algorithm.aggregation, counted_B, longest_episode(cfg))
@@ -429,14 +353,17 @@ def update(
                 figures.policy(tokens, policy, forward.take(batch.sampler_S))
                 loss = None if warming_up else policy.loss
                 if critic is not None and critic.kind == "shared":  # one trunk: one backward pass for both
-                    value = value_loss(learner, forward, experience, tokens.weights_S, figures)
-                    (value if loss is None else loss + value).backward()
+                    value = learner.value_loss(forward, experience, tokens.weights_S)
+                    figures.critic(value)
+                    (value.loss if loss is None else loss + value.loss).backward()
                     continue
                 if loss is not None:
                     loss.backward()
                 if critic is not None:
                     with critic.active():  # recomputed activations, too, must be the critic's
-                        value_loss(learner, forward, experience, tokens.weights_S, figures).backward()
+                        value = learner.value_loss(forward, experience, tokens.weights_S)
+                        figures.critic(value)
+                        value.loss.backward()
             prefixes.backward()
             if distillation is not None and distillation.coef and not warming_up:
                 figures.distillation(*distillation.backward(step, epoch * algorithm.minibatches + number))
@@ -458,50 +385,7 @@ def update(
     return row | advantage_figures(experience.advantages_S, experience.trains_B[batch.episode_S])
 
 
-def objective_settings(cfg: StarPORun, state: RunState, kept_share: float) -> losses.Settings:
-    """The config's part in `losses.objective`."""
-    from posttrain.starpo import filters, losses
-
-    algorithm = cfg.algorithm
-    return losses.Settings(
-        loss_type=algorithm.loss_type,
-        epsilon=algorithm.epsilon,
-        epsilon_high=algorithm.epsilon_high,
-        dual_clip=algorithm.dual_clip,
-        delta=algorithm.delta,
-        scale=filters.loss_scale(kept_share, algorithm.filter.loss_scale),
-        entropy_coef=state.entropy_bonus,
-        beta=algorithm.beta if algorithm.kl_in == "loss" else 0.0,
-        kl_estimator=algorithm.kl_kind,
-    )
-
-
-def minibatches(cfg: StarPORun, experience: Experience, step: int, epoch: int) -> list[list[int]]:
-    """The episodes of each optimizer step of an epoch: whole groups, in an order that the seed decides."""
-    group_B = experience.batch.group_B.tolist()
-    order = sorted(set(group_B), key=lambda group: address(cfg.seed, "order", step, epoch, group))
-    parts = [order[part :: cfg.algorithm.minibatches] for part in range(cfg.algorithm.minibatches)]
-    return [[episode for episode, group in enumerate(group_B) if group in part] for part in parts]
-
-
-def value_loss(
-    learner: Learner, forward: Forward, experience: Experience, weights_S: torch.Tensor, figures: UpdateFigures
-) -> torch.Tensor:
-    """The critic's loss of a micro-batch: coef * sum of weight_S * (V - return)^2 / 2, with V clipped as in PPO."""
-    from posttrain.starpo import losses
-
-    critic, measured = learner.cfg.algorithm.critic, experience.measured
-    assert measured.values_S is not None and experience.returns_S is not None
-    values_S, returns_S = learner.values(forward), forward.take(experience.returns_S).float()
-    clip = math.inf if critic.clip is None else critic.clip
-    loss_S, clipped_S = losses.value_loss(values_S.float(), forward.take(measured.values_S), returns_S, clip)
-    figures.critic(values_S, returns_S, loss_S, clipped_S)
-    return critic.coef * (weights_S * loss_S).sum()
-
-
-# -------------------------------------------------------------------------------------------------- 5. evaluate
-
-
+# ---------------------------------------------------------------------------------------------------------- 5. evaluate
 def evaluate(
     cfg: StarPORun,
     sampler: Sampler,
@@ -518,8 +402,9 @@ def evaluate(
     """
     import envs
     from posttrain import curriculum, parallel
-    from posttrain.monitoring.episodes import Summary, describe_evaluation
+    from posttrain.monitoring import Summary, describe_evaluation
     from posttrain.rollout import set_up
+    from posttrain.starpo_run import play_all
 
     summaries: dict[str, list[Summary]] = {}
     for env in cfg.worlds:
@@ -536,24 +421,14 @@ def evaluate(
 def validate(whole: Run, state: RunState, step: int) -> None:
     """Evaluate on validation levels and old tasks; keep the policy as the best one where it wins more than the best."""
     from posttrain import run_state
-    from posttrain.metrics import paired_difference
     from posttrain.starpo.alarms import not_finite
 
     cfg, learner, monitor, began = whole.cfg, whole.learner, whole.monitor, time.perf_counter()
     won: dict[str, list[bool]] = {}
     with learner.autocast():
         row = evaluate(cfg, whole.sampler, whole.chat, cfg.evaluation.split, cfg.evaluation.episodes, won=won)
-    better = not state.best_won
-    if state.best_won:
-        gain, error = paired_difference(state.best_won, won)
-        row |= {"evaluation/over_best": gain, "evaluation/over_best_error": error}
-        needed = 0.0 if step == cfg.trainer.max_steps else error  # within noise, what was trained longer
-        better = gain > needed + 1e-9
-        monitor.say(
-            f"step {step}: {row['evaluation/success']:.1%} of {cfg.evaluation.split} levels won, {100 * gain:+.1f}"
-            f" points against step {state.best_step} on the same levels; a new best needs more than"
-            f" {100 * needed:.1f}: " + ("the new best" if better else f"step {state.best_step} stays it")
-        )
+    better, figures = monitor.compare_with_best(state, step, won)
+    row |= figures
     if whole.distillation is not None:
         row["evaluation/distillation_kl"] = whole.distillation.measure()
     with learner.autocast():

@@ -66,7 +66,8 @@ def ours(model: Any, episodes: list[Trajectory], micro_batch_tokens: int, **trai
     import train_phase3_starpo as phase3
     from posttrain import models
     from posttrain.config import StarPORun
-    from posttrain.learner import Batch, Experience, Learner
+    from posttrain.experience import Batch, Experience
+    from posttrain.learner import Learner
     from posttrain.run_state import RunState
     from posttrain.starpo.advantages import grpo
 

@@ -17,76 +17,14 @@ import torch
 from posttrain import parallel
 from posttrain.config import StarPORun
 from posttrain.critic import Critic
+from posttrain.experience import Batch, BatchRow, Experience, Measured
 from posttrain.head import head_logprobs
 from posttrain.policy import head_agrees, microbatches, trained_states
 from posttrain.prefixes import Prefixes, agrees, beginning, can_share, worth_sharing
+from posttrain.starpo import filters, losses
 from posttrain.types import Trajectory, UserError
 
 POLICY, CRITIC = 0, 1  # places in `Learner.trainable` and in the optimizer
-
-
-class BatchRow(NamedTuple):
-    """One context of an episode: what is read, what was sampled there, and where these tokens stand in the batch."""
-
-    episode: int
-    ids: list[int]
-    mask: list[bool]
-    tokens: slice
-
-
-class Batch(NamedTuple):
-    """The episodes of an update and which of them each turn and each sampled token belongs to."""
-
-    episodes: list[Trajectory]
-    group_B: torch.Tensor
-    episode_N: torch.Tensor
-    turn_S: torch.Tensor
-    sampler_S: torch.Tensor  # the sampler's log-probs
-    rows: list[BatchRow]
-
-    @property
-    def episode_S(self) -> torch.Tensor:
-        return self.episode_N[self.turn_S]
-
-    def segment_S(self, loss_type: str) -> torch.Tensor:
-        """Which segment each token belongs to, for a ratio of segments: its turn or its episode."""
-        return self.turn_S if loss_type == "gspo_turn" else self.episode_S
-
-    @classmethod
-    def of(cls, episodes: Sequence[Trajectory]) -> Batch:
-        turns, tokens, rows, start = [], [], [], 0
-        for number, episode in enumerate(episodes):
-            turns += [number] * episode.turns
-            tokens += episode.turn_tokens
-            for segment in episode.segments:
-                rows.append(BatchRow(number, segment.ids, segment.mask, slice(start, start := start + segment.tokens)))
-        return cls(
-            episodes=list(episodes),
-            group_B=torch.tensor([episode.group for episode in episodes]),
-            episode_N=torch.tensor(turns, dtype=torch.long),
-            turn_S=torch.arange(len(tokens)).repeat_interleave(torch.tensor(tokens, dtype=torch.long)),
-            sampler_S=torch.tensor([logprob for episode in episodes for logprob in episode.sampled_logprobs]),
-            rows=rows,
-        )
-
-
-class Measured(NamedTuple):
-    """Every sampled token before the update, (S,): log-probs of the policy and the reference, the critic's values."""
-
-    old_S: torch.Tensor
-    reference_S: torch.Tensor | None
-    values_S: torch.Tensor | None
-
-
-class Experience(NamedTuple):
-    """What an update learns from: episodes, their tokens as measured before it, and what each token was worth."""
-
-    batch: Batch
-    measured: Measured
-    advantages_S: torch.Tensor
-    returns_S: torch.Tensor | None  # the critic's targets
-    trains_B: torch.Tensor  # bool: whose tokens count in the loss; the others are in its group's statistics alone
-    kept_share: float  # groups that passed the filter, of all
 
 
 class Forward(NamedTuple):
@@ -104,6 +42,16 @@ class Forward(NamedTuple):
     def take(self, values_S: torch.Tensor) -> torch.Tensor:
         """What a tensor over the batch has for these tokens, on their device."""
         return values_S[self.index_S].to(self.logprobs_S.device)
+
+
+class ValueLoss(NamedTuple):
+    """The critic's share of a micro-batch's loss, and what it is made of, each (S,)."""
+
+    loss: torch.Tensor
+    loss_S: torch.Tensor
+    clipped_S: torch.Tensor
+    values_S: torch.Tensor
+    returns_S: torch.Tensor
 
 
 class Learner:
@@ -161,6 +109,13 @@ class Learner:
         One more pass over the episodes of a rollout; of the policy in the learner's precision, whatever engine sampled.
         """
         return self._measured(batch, lambda rows: self._head(self.policy, rows)[1])
+
+    def mean_entropies(self, episodes: Sequence[Trajectory]) -> torch.Tensor:
+        """The mean of `entropies` over each episode's tokens, (B,)."""
+        batch = Batch.of(episodes)
+        sums_B = torch.zeros(len(batch.episodes), dtype=torch.float64)
+        sums_B = sums_B.index_add(0, batch.episode_S, self.entropies(batch).double())
+        return sums_B / torch.tensor([t.tokens for t in episodes], dtype=torch.float64).clamp(min=1)
 
     @torch.no_grad()
     def _measured(self, batch: Batch, measure: Callable[[list[BatchRow]], torch.Tensor]) -> torch.Tensor:
@@ -234,13 +189,19 @@ class Learner:
             logprobs_S, entropy_S = head_logprobs(self.policy, states_SD, tokens_S, self.cfg.rollout.temperature)
         return Forward(rows, index_S, logprobs_S.float(), entropy_S.float(), states_SD)
 
-    def values(self, forward: Forward) -> torch.Tensor:
-        """The critic's values of a micro-batch, with gradient, (S,). Use it inside `critic.active()`."""
-        assert self.critic
+    def value_loss(self, forward: Forward, experience: Experience, weights_S: torch.Tensor) -> ValueLoss:
+        """coef * sum over S of weight_S * `losses.value_loss`, with gradient. Use it inside `critic.active()`."""
+        assert self.critic and experience.measured.values_S is not None and experience.returns_S is not None
+        setting = self.cfg.algorithm.critic
         if self.critic.kind == "shared":
-            return self.critic.of(forward.states_SD)
-        with self.autocast():
-            return self.critic.values([row.ids for row in forward.rows], [row.mask for row in forward.rows])
+            values_S = self.critic.of(forward.states_SD)
+        else:
+            with self.autocast():
+                values_S = self.critic.values([row.ids for row in forward.rows], [row.mask for row in forward.rows])
+        returns_S, old_S = forward.take(experience.returns_S).float(), forward.take(experience.measured.values_S)
+        clip = math.inf if setting.clip is None else setting.clip
+        loss_S, clipped_S = losses.value_loss(values_S.float(), old_S, returns_S, clip)
+        return ValueLoss(setting.coef * (weights_S * loss_S).sum(), loss_S, clipped_S, values_S, returns_S)
 
     def set_learning_rates(self, policy: float, critic: float) -> None:
         for group, rate in zip(self.optimizer.param_groups, (policy, critic), strict=False):
@@ -300,3 +261,19 @@ def schedule(cfg: StarPORun, step: int) -> float:
             return 0.5 + 0.5 * math.cos(math.pi * done)
         case "warmup_stable_decay":
             return min(1.0, 4 * (trainer.max_steps - step + 1) / trainer.max_steps)
+
+
+def objective_settings(cfg: StarPORun, entropy_bonus: float, kept_share: float = 1.0) -> losses.Settings:
+    """What `losses.objective` is set to. kept_share: of the groups; entropy_bonus: the coefficient as it is now."""
+    algorithm = cfg.algorithm
+    return losses.Settings(
+        loss_type=algorithm.loss_type,
+        epsilon=algorithm.epsilon,
+        epsilon_high=algorithm.epsilon_high,
+        dual_clip=algorithm.dual_clip,
+        delta=algorithm.delta,
+        scale=filters.loss_scale(kept_share, algorithm.filter.loss_scale),
+        entropy_coef=entropy_bonus,
+        beta=algorithm.beta if algorithm.kl_in == "loss" else 0.0,
+        kl_estimator=algorithm.kl_kind,
+    )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import set_seed
 
+from envs.protocol import Episode
 from posttrain import checkpoint, curriculum, model_card, models, parallel, plan, run_state, runlog, training
 from posttrain.chat import Chat
 from posttrain.config import StarPORun
@@ -16,8 +18,10 @@ from posttrain.learner import Learner
 from posttrain.monitoring.episodes import memory, reward_table
 from posttrain.policy import without_noise
 from posttrain.preflight import preflight
+from posttrain.rollout import play
 from posttrain.run_state import RunState, changed
-from posttrain.types import UserError
+from posttrain.sampler import Sampler
+from posttrain.types import SamplingParams, Trajectory, UserError
 
 
 class Begun(NamedTuple):
@@ -91,6 +95,39 @@ def prepare(cfg: StarPORun, model: Any, chat: Chat) -> Learner:
     return Learner(cfg, model, reference)
 
 
+def check_rewards(cfg: StarPORun, played: Sequence[Trajectory]) -> None:
+    """UserError where the estimator cannot take these rewards."""
+    negative = [t for t in played if t.reward < 0]
+    if cfg.algorithm.advantage == "maxrl" and negative:
+        raise UserError(
+            f"An episode of {negative[0].world} had the reward {negative[0].reward:g}, and maxrl divides by the mean"
+            " reward of a group: play environments whose rewards are 0 or more (sokoban: options: {reward: sparse}), or"
+            " take another algorithm.advantage."
+        )
+
+
+def play_all(
+    cfg: StarPORun,
+    sampler: Sampler,
+    chat: Chat,
+    episodes: Sequence[Episode | Trajectory],
+    temperature: float,
+    seeds: Sequence[int],
+) -> list[Trajectory]:
+    """`posttrain.rollout.play` under the limits of this run."""
+    return play(
+        sampler,
+        chat,
+        episodes,
+        SamplingParams(max_new_tokens=cfg.rollout.max_completion_length, temperature=temperature),
+        seeds,
+        slots=cfg.rollout.slots or cfg.rollout.groups * cfg.rollout.num_generations,
+        max_context=cfg.rollout.max_context,
+        context=cfg.rollout.context,
+        context_turns=cfg.rollout.context_turns,
+    )
+
+
 def first_state(begun: Begun, learner: Learner, chat: Chat) -> RunState:
     """A new run's state, or that of its checkpoint, whose weights are then in place."""
     runlog.say(f"phase 3: {training.describe(begun.cfg, learner.model, begun.device)}")
@@ -108,13 +145,28 @@ def first_state(begun: Begun, learner: Learner, chat: Chat) -> RunState:
     return state
 
 
+def finish(begun: Begun, learner: Learner, chat: Chat, state: RunState, row: dict[str, float], broken: str) -> None:
+    """Export the model and leave the other processes; a UserError where the last policy was not healthy.
+
+    broken: why, or "". row: the figures of the closing evaluation.
+    """
+    if parallel.rank() == 0:
+        export(begun, learner, chat, state, row, broken)
+    parallel.barrier()
+    parallel.stop()
+    if broken:
+        raise UserError(
+            f"The run failed: {broken}. {begun.out / 'final'} was made from {begun.best(state).name}, the best healthy"
+            f" policy on the {begun.cfg.evaluation.split} levels. Start again with a lower trainer.learning_rate or"
+            " trainer.bf16=false, and another output_dir."
+        )
+
+
 def export(begun: Begun, learner: Learner, chat: Chat, state: RunState, row: dict[str, float], broken: str) -> None:
     """Save the final model with its card. row: the figures of its evaluation on the final split, which are printed.
 
     broken: why the last policy is not healthy, "" where it is.
     """
-    if parallel.rank() != 0:
-        return
     cfg, split, levels = begun.cfg, begun.cfg.evaluation.final_split, begun.cfg.evaluation.final_episodes
     shares = {env.name: [row[f"final/{env.name}/{key}"] for key in ("success", "low", "high")] for env in cfg.worlds}
     results = [
@@ -139,11 +191,3 @@ def export(begun: Begun, learner: Learner, chat: Chat, state: RunState, row: dic
     if not broken:
         chat_with_it = f"inference_with_improved_settings.py model.name_or_path={final}"
         print(f"Next: python {chat_with_it} --play {cfg.worlds[0].name}")
-
-
-def failed(begun: Begun, state: RunState, broken: str) -> UserError:
-    return UserError(
-        f"The run failed: {broken}. {begun.out / 'final'} was made from {begun.best(state).name}, the best healthy"
-        f" policy on the {begun.cfg.evaluation.split} levels. Start again with a lower trainer.learning_rate or"
-        " trainer.bf16=false, and another output_dir."
-    )

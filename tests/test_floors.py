@@ -22,7 +22,18 @@ FLOORS = [
     ["posttrain.config"],
     [
         f"posttrain.{name}"
-        for name in ("chat", "metrics", "runlog", "convgpt", "checkpoint", "starpo", "parallel", "curriculum", "head")
+        for name in (
+            "chat",
+            "metrics",
+            "runlog",
+            "convgpt",
+            "checkpoint",
+            "starpo",
+            "parallel",
+            "curriculum",
+            "head",
+            "experience",
+        )
     ],
     ["posttrain.embedded", "posttrain.policy", "posttrain.fused", "posttrain.model_card"],
     ["posttrain.data", "posttrain.models", "posttrain.report", "posttrain.critic", "posttrain.prefixes"],

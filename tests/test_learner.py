@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import train_phase3_starpo as phase3
 from posttrain.config import StarPORun
 from posttrain.curriculum import longest_episode
-from posttrain.learner import Batch, Learner, Measured
+from posttrain.experience import Batch, Measured
+from posttrain.learner import Learner
 from posttrain.models import peft_config
 from posttrain.policy import token_logprobs
 from posttrain.prefixes import Prefixes

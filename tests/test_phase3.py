@@ -27,12 +27,13 @@ import envs
 import train_phase3_starpo as phase3
 from envs.demos import demonstrate
 from envs.protocol import Episode, Protocol
-from posttrain import checkpoint, models, plan
+from posttrain import checkpoint, models, plan, starpo_run
 from posttrain.chat import Chat
 from posttrain.config import StarPORun, resolve
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.curriculum import environments_of_groups
-from posttrain.learner import Batch, Measured, schedule
+from posttrain.experience import Batch, Measured
+from posttrain.learner import schedule
 from posttrain.monitoring import transcripts, watch
 from posttrain.monitoring.episodes import describe
 from posttrain.run_state import RunState
@@ -487,7 +488,7 @@ def test_held_out_levels_are_those_of_the_last_stage(
         seen.extend(episodes)
         return [Trajectory(world="frozen_lake") for _ in episodes]
 
-    monkeypatch.setattr(phase3, "play_all", play_all)
+    monkeypatch.setattr(starpo_run, "play_all", play_all)
     cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, worlds=[{**LAKE, "curriculum": CURRICULUM}]))
     nothing: Any = None
     row = phase3.evaluate(cfg, nothing, nothing, "validation", 2)

@@ -30,8 +30,8 @@ import train_phase3_starpo as phase3
 from posttrain import models, plan
 from posttrain.config import ModelSection, StarPORun
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.experience import Batch, Experience
 from posttrain.head import head_logprobs
-from posttrain.learner import Batch, Experience
 from posttrain.plan import Shape
 from posttrain.policy import trained_states
 from posttrain.run_state import RunState

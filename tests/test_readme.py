@@ -311,10 +311,10 @@ def test_every_metric_of_phase_3_is_explained():
     written: set[str] = set()
     for file, names in (
         ("train_phase3_starpo.py", "main|validate"),
-        ("posttrain/monitoring/episodes.py", "describe|describe_evaluation"),
+        ("posttrain/monitoring/episodes.py", "describe|describe_evaluation|costs"),
         ("posttrain/monitoring/collapse.py", "thoughts_and_prompts|gradients_by_std"),
         ("posttrain/monitoring/updates.py", "policy|critic|row|advantage_figures"),
-        ("posttrain/monitoring/monitor.py", "react"),
+        ("posttrain/monitoring/monitor.py", "react|compare_with_best"),
     ):
         for function in functions(file, names):
             written |= {key for key in written_keys(function) if "/" in key or key == "memory"}

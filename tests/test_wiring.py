@@ -29,7 +29,7 @@ import train_phase3_starpo as phase3
 from posttrain import run_state
 from posttrain.chat import Chat
 from posttrain.config import StarPORun, resolve
-from posttrain.learner import Batch, Measured
+from posttrain.experience import Batch, Measured
 from posttrain.monitoring.collapse import thoughts_and_prompts
 from posttrain.rollout import thoughts
 from posttrain.run_state import RunState

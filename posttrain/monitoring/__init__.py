@@ -4,6 +4,26 @@ episodes.py      figures of a rollout and of an evaluation
 updates.py       figures of an update
 collapse.py      RAGEN-2's diagnostics: thoughts under other prompts, gradients by the std of rewards
 watch.py         alarms, and what a run may do about them
+monitor.py       where all of it goes: metrics.jsonl, tracker, progress bar
 transcripts.py   whole episodes to read, and pictures of them
 docs/metrics.md says what each figure means and what to do about it.
 """
+
+from posttrain.monitoring.collapse import gradients_by_std, thoughts_and_prompts
+from posttrain.monitoring.episodes import Summary, costs, describe, describe_evaluation
+from posttrain.monitoring.monitor import Monitor
+from posttrain.monitoring.transcripts import due
+from posttrain.monitoring.updates import UpdateFigures, advantage_figures
+
+__all__ = [
+    "Monitor",
+    "Summary",
+    "UpdateFigures",
+    "advantage_figures",
+    "costs",
+    "describe",
+    "describe_evaluation",
+    "due",
+    "gradients_by_std",
+    "thoughts_and_prompts",
+]

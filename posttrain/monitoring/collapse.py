@@ -13,7 +13,8 @@ from posttrain import parallel
 from posttrain.chat import Chat
 from posttrain.config import StarPORun
 from posttrain.cross_score import Pairs, Turn, cross_scores, first_turn_pairs, trajectory_pairs
-from posttrain.learner import POLICY, BatchRow, Experience, Learner
+from posttrain.experience import BatchRow, Experience
+from posttrain.learner import POLICY, Learner
 from posttrain.policy import microbatches
 from posttrain.prefixes import Prefixes
 from posttrain.rollout import thoughts

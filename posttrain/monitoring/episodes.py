@@ -201,6 +201,17 @@ def answers_of(trajectory: Trajectory) -> Iterator[list[int]]:
         start += count
 
 
+def costs(row: dict[str, float], tokens: int, rollout: float, update: float, device: torch.device) -> dict[str, float]:
+    """tokens: sampled in all steps so far. rollout, update: their seconds in the step that `row` is about."""
+    return {
+        "tokens": tokens,
+        "seconds/rollout": rollout,
+        "seconds/update": update,
+        "rollout/tokens_per_second": row["rollout/tokens"] / rollout,
+        "memory": memory(device),
+    }
+
+
 def memory(device: torch.device) -> float:
     """GiB: the most that this process has held, on the GPU where it is on one."""
     if device.type == "cuda":

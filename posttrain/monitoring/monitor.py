@@ -9,6 +9,7 @@ from typing import Any
 from posttrain import run_state, runlog
 from posttrain.config import StarPORun
 from posttrain.learner import Learner
+from posttrain.metrics import paired_difference
 from posttrain.monitoring import transcripts, watch
 from posttrain.run_state import RunState, changed
 from posttrain.starpo.alarms import Alarm
@@ -39,6 +40,26 @@ class Monitor:
     def record(self, groups: list[list[Trajectory]], state: RunState, step: int) -> None:
         """Transcripts and pictures, where due."""
         transcripts.record(self.cfg, groups, step, state, self.tracker, self.say)
+
+    def compare_with_best(
+        self, state: RunState, step: int, won: dict[str, list[bool]]
+    ) -> tuple[bool, dict[str, float]]:
+        """Whether this policy wins more validation levels than the best one so far, and by how many, as figures.
+
+        A difference within one standard error is none, except in the last step: what was trained longer then wins.
+        """
+        if not state.best_won:
+            return True, {}
+        gain, error = paired_difference(state.best_won, won)
+        needed = 0.0 if step == self.cfg.trainer.max_steps else error
+        better, split = gain > needed + 1e-9, self.cfg.evaluation.split
+        success = sum(sum(levels) / len(levels) for levels in won.values()) / len(won)
+        self.say(
+            f"step {step}: {success:.1%} of {split} levels won, {100 * gain:+.1f}"
+            f" points against step {state.best_step} on the same levels; a new best needs more than"
+            f" {100 * needed:.1f}: " + ("the new best" if better else f"step {state.best_step} stays it")
+        )
+        return better, {"evaluation/over_best": gain, "evaluation/over_best_error": error}
 
     def react(self, cfg: StarPORun, learner: Learner, state: RunState, success: float) -> tuple[RunState, StarPORun]:
         """What follows from this step's alarms: back to the best policy with a changed config, the end, or nothing.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from posttrain import parallel
-from posttrain.learner import CRITIC, POLICY, Learner
+from posttrain.learner import CRITIC, POLICY, Learner, ValueLoss
 from posttrain.starpo import losses
 
 
@@ -39,14 +39,12 @@ class UpdateFigures:
         self._add(found)
 
     @torch.no_grad()
-    def critic(
-        self, values_S: torch.Tensor, returns_S: torch.Tensor, loss_S: torch.Tensor, clipped_S: torch.Tensor
-    ) -> None:
+    def critic(self, value: ValueLoss) -> None:
         found = {
-            "critic/loss": loss_S.sum().item(),
-            "critic/value": values_S.sum().item(),
-            "critic/clip_fraction": clipped_S.sum().item(),
-            "critic/error": (values_S.float() - returns_S).abs().sum().item(),
+            "critic/loss": value.loss_S.sum().item(),
+            "critic/value": value.values_S.sum().item(),
+            "critic/clip_fraction": value.clipped_S.sum().item(),
+            "critic/error": (value.values_S.float() - value.returns_S).abs().sum().item(),
         }
         self._add(found)
 

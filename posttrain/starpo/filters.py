@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from posttrain.starpo.advantages import group_moments
 
 
-def group_scores(
-    metric: str,
-    group_B: torch.Tensor,
-    rewards_B: torch.Tensor,
-    *,
-    groups: int,
-    entropy_B: torch.Tensor | None = None,
-    lengths_B: torch.Tensor | None = None,
-) -> torch.Tensor:
+def group_scores(metric: str, values_B: Mapping[str, torch.Tensor], group_B: torch.Tensor, groups: int) -> torch.Tensor:
     """One number per group, shape (groups,); NaN for a group without an episode.
 
-    metric: `reward`, `entropy` or `length` for the mean of the group, with `_std` or `_variance` for its sample
-    standard deviation or variance. `reward_std` is StarPO-S (arXiv 2504.20073, eq. 7), `reward_variance` RAGEN-2
+    values_B: by name what the statistics are of: rewards, entropies (means over an episode's tokens), lengths (of its
+    sampled tokens). metric: a name for the mean of the group, with `_std` or `_variance` for its sample standard
+    deviation or variance. `reward_std` is StarPO-S (arXiv 2504.20073, eq. 7), `reward_variance` RAGEN-2
     (arXiv 2604.06268), whose code takes the standard deviation under that name: the order is the same, the share that
-    top-p keeps is not. Entropies are means over an episode's tokens, lengths count its sampled tokens.
+    top-p keeps is not.
 
     >>> rewards_B, group_B = torch.tensor([0.0, 1.0, 2.0, 5.0]), torch.tensor([0, 0, 0, 2])
-    >>> group_scores("reward_variance", group_B, rewards_B, groups=3).tolist()
+    >>> group_scores("reward_variance", {"reward": rewards_B}, group_B, groups=3).tolist()
     [1.0, nan, 0.0]
     """
     name, _, statistic = metric.partition("_")
-    values_B = {"reward": rewards_B, "entropy": entropy_B, "length": lengths_B}.get(name)
-    if values_B is None or statistic not in ("", "std", "variance"):
-        raise ValueError(f"unknown metric {metric!r}: reward, entropy or length, with _std or _variance or nothing")
-    values_B = values_B.to(rewards_B.dtype)
-    mean_B, std_B = group_moments(values_B, group_B)
-    scores_G = rewards_B.new_full((groups,), float("nan"))
-    scores_G[group_B] = {"": mean_B, "std": std_B, "variance": std_B**2}[statistic]
+    if name not in values_B:
+        raise ValueError(f"unknown metric {metric!r}: {', '.join(values_B)}, with _std or _variance or nothing")
+    mean_B, std_B = group_moments(values_B[name], group_B)
+    scores_G = values_B[name].new_full((groups,), float("nan"))
+    match statistic:
+        case "":
+            scores_G[group_B] = mean_B
+        case "std":
+            scores_G[group_B] = std_B
+        case "variance":
+            scores_G[group_B] = std_B**2
+        case other:
+            raise ValueError(f"unknown statistic {other!r}: std, variance or nothing, which is the mean")
     return scores_G
 
 
@@ -117,22 +116,26 @@ def _passing(
     ranked_G: torch.Tensor, strategy: str, value: float, upper: float, smallest: bool, eps: float
 ) -> torch.Tensor | slice:
     """Which of the scores of one environment, best first, a rule keeps that compares them with each other."""
-    if strategy == "none" or len(ranked_G) == 0:
+    if len(ranked_G) == 0:
         return slice(None)
-    if strategy == "top_p":
-        mass_G = ranked_G.clamp(min=0)
-        return slice(None) if value >= 1 else mass_G.cumsum(0) - mass_G < value * mass_G.sum() - eps
-    if strategy == "top_p_softmax":
-        mass_G = (-ranked_G if smallest else ranked_G).softmax(0)
-        return slice(None) if value >= 1 else mass_G.cumsum(0) - mass_G < value
-    if strategy == "min_p":
-        return ranked_G * value <= ranked_G[0] if smallest else ranked_G >= value * ranked_G[0]
-    if strategy == "percentile":
-        first = min(round(value * len(ranked_G)), len(ranked_G) - 1)
-        return slice(first, max(first + 1, round(upper * len(ranked_G))))
-    raise ValueError(
-        f"unknown filter strategy {strategy!r}: none, top_k, top_k_abs, top_p, top_p_softmax, min_p or percentile"
-    )
+    match strategy:
+        case "none":
+            return slice(None)
+        case "top_p":
+            mass_G = ranked_G.clamp(min=0)
+            return slice(None) if value >= 1 else mass_G.cumsum(0) - mass_G < value * mass_G.sum() - eps
+        case "top_p_softmax":
+            mass_G = (-ranked_G if smallest else ranked_G).softmax(0)
+            return slice(None) if value >= 1 else mass_G.cumsum(0) - mass_G < value
+        case "min_p":
+            return ranked_G * value <= ranked_G[0] if smallest else ranked_G >= value * ranked_G[0]
+        case "percentile":
+            first = min(round(value * len(ranked_G)), len(ranked_G) - 1)
+            return slice(first, max(first + 1, round(upper * len(ranked_G))))
+        case name:
+            raise ValueError(
+                f"unknown strategy {name!r}: none, top_k, top_k_abs, top_p, top_p_softmax, min_p or percentile"
+            )
 
 
 def within_group(rewards_B: torch.Tensor, group_B: torch.Tensor, k: int) -> torch.Tensor:
@@ -179,6 +182,12 @@ def loss_scale(kept_share: float, scaling: str) -> float:
 
     RAGEN-2's text scales linearly, its released scripts not at all.
     """
-    if scaling not in ("none", "linear", "sqrt"):
-        raise ValueError(f"unknown loss scaling {scaling!r}: none, linear or sqrt")
-    return kept_share ** {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[scaling]
+    match scaling:
+        case "none":
+            return 1.0
+        case "linear":
+            return kept_share
+        case "sqrt":
+            return kept_share**0.5
+        case name:
+            raise ValueError(f"unknown loss scaling {name!r}: none, linear or sqrt")

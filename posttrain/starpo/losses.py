@@ -274,7 +274,6 @@ def sampler_weights(
     sampler_S: torch.Tensor,
     correction: str,
     segment_S: torch.Tensor | None = None,
-    *,
     low: float = 0.0,
     high: float = 2.0,
 ) -> torch.Tensor:
