@@ -10,6 +10,7 @@ import torch
 from test_learner import config, played, policy
 
 import train_phase3_starpo as phase3
+from posttrain.learner import objective_settings
 from posttrain.monitoring import collapse, watch
 from posttrain.monitoring.collapse import gradients_by_std, thoughts_and_prompts
 from posttrain.monitoring.episodes import answers_of, describe, reward_table
@@ -30,7 +31,7 @@ def test_gradients_by_std_leave_no_trace() -> None:
     scored = phase3.score_and_filter(cfg, groups)
     experience = phase3.collect(cfg, learner, groups, scored.unfiltered(groups))
     assert len(experience.batch.episodes) == 12 and experience.trains_B.all()
-    row = gradients_by_std(learner, experience, scored.std, phase3.objective_settings(cfg, RunState.start(cfg), 1.0))
+    row = gradients_by_std(learner, experience, scored.std, objective_settings(cfg, entropy_bonus=0.0))
     assert row["gradients/0/in_group_std"] == 0 and row["gradients/0/task"] == 0  # equal rewards: nothing to learn
     assert row["gradients/1/task"] > 0 and row["gradients/2/entropy"] > 0
     assert row["gradients/2/kl"] < 1e-3 * row["gradients/2/task"]  # still the reference itself

@@ -31,7 +31,7 @@ from posttrain import checkpoint, models, plan, starpo_run
 from posttrain.chat import Chat
 from posttrain.config import StarPORun, resolve
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.curriculum import environments_of_groups
+from posttrain.curriculum import Place, environments_of_groups
 from posttrain.experience import Batch, Measured
 from posttrain.learner import schedule
 from posttrain.monitoring import transcripts, watch
@@ -581,7 +581,7 @@ def test_a_run_in_which_all_is_won_is_over_unless_harder_levels_are_to_come(play
     assert not watch.solved(cfg, RunState(empty_steps=3), 0.5), "that is an alarm"
     harder = {**LAKE, "curriculum": [{}, {"from_step": 3}]}
     cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, worlds=[harder], algorithm={"max_empty_steps": 3}))
-    first, last = ({LAKE["name"]: {"stage": stage, "successes": []}} for stage in (0, 1))
+    first, last = ({"frozen_lake": Place(stage=stage, successes=[])} for stage in (0, 1))
     assert not watch.solved(cfg, RunState(curriculum=first, empty_steps=3), 1.0)
     assert watch.solved(cfg, RunState(curriculum=last, empty_steps=3), 1.0)
 
