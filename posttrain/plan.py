@@ -341,8 +341,8 @@ def choose(
     UserError where a number is to be chosen and the smallest does not fit.
     """
     rollout, row = cfg.rollout, cfg.rollout.max_context
-    siblings, groups = rollout.num_generations, -(-rollout.groups // processes)
-    episodes = cfg.algorithm.filter.most(rollout.groups, len(cfg.worlds)) * siblings
+    samples, groups = rollout.num_generations, -(-rollout.groups // processes)
+    episodes = cfg.algorithm.filter.most(rollout.groups, len(cfg.worlds)) * samples
     contexts = 1 if rollout.context == "full" else cfg.protocol.max_turns
     share = episodes * contexts * row // (cfg.algorithm.minibatches * processes)
     cap = max(row, min(share, MOST_TOKENS["cuda" if cuda else "cpu"]))
@@ -354,7 +354,7 @@ def choose(
         cfg = checkpointed(cfg, False)
         cfg = checkpointed(cfg, base + sum(learning(shape, cfg, wanted, cuda).values()) > budget)
     step = sum(stepping(shape, cfg, cuda).values())
-    whole_groups = [*range(1, siblings), *range(siblings, siblings * groups + 1, siblings)]  # which share their prompt
+    whole_groups = [*range(1, samples), *range(samples, samples * groups + 1, samples)]  # which share their prompt
     slots = rollout.slots or largest(
         whole_groups, budget - base, lambda count: sum(playing(shape, cfg, count).values())
     )

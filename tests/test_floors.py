@@ -118,6 +118,16 @@ def test_a_broken_arrow_is_named(tmp_path, monkeypatch):
     ]
 
 
+def test_the_algorithm_is_read_in_one_sitting():
+    """Phase 3's script has at most 450 lines, and a function at most 100 lines and 8 parameters."""
+    text = (ROOT / "train_phase3_starpo.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 450
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno and node.end_lineno - node.lineno < 100, node.name
+            assert len(node.args.args) + len(node.args.kwonlyargs) <= 8, node.name
+
+
 def test_every_imported_package_is_required_by_name():
     required = {
         re.split(r"[\[<>=; ]", line, maxsplit=1)[0].lower().replace("_", "-")

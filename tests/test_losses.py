@@ -321,6 +321,48 @@ def test_samplers_that_agree_are_not_corrected() -> None:
         assert weight.tolist() == [1.0, 1.0, 1.0]
 
 
+OBJECTIVES = {
+    "ppo_clip": lambda new, b: ppo_clip(new, b.old, b.advantage, 0.2, 0.28, dual_clip=3.0),
+    "gspo_turn": lambda new, b: gspo(new, b.old, b.advantage, b.episode, 0.2, 0.28),
+    "gspo_episode": lambda new, b: gspo(new, b.old, b.advantage, b.episode, 0.2, 0.28),
+    "cispo": lambda new, b: cispo(new, b.old, b.advantage, 0.28),
+    "dppo_tv": lambda new, b: dppo_tv(new, b.old, b.advantage, 0.1),
+}
+
+
+@pytest.mark.parametrize("loss_type", OBJECTIVES)
+@few
+@given(batch=batches(), entropy_coef=st.sampled_from([0.0, 0.3]), beta=st.sampled_from([0.0, 0.2]))
+def test_the_objective_is_its_formula(loss_type: str, batch: Tokens, entropy_coef: float, beta: float) -> None:
+    """The sum of weight * (scale * importance weight * policy loss - bonus * entropy + beta * KL), and its gradient."""
+    settings = losses.Settings(loss_type, 0.2, 0.28, 3.0, 0.1, 0.5, entropy_coef, beta, "k2")
+    rng = np.random.default_rng(len(batch.old))
+    weight, importance = (tensor(rng.uniform(size=len(batch.old))) for _ in range(2))
+    entropy, new = (tensor(rng.uniform(size=len(batch.old))).requires_grad_(), batch.new.clone().requires_grad_())
+    found = losses.objective(
+        losses.Tokens(new, batch.old, batch.advantage, weight, importance, entropy, batch.reference, batch.episode),
+        settings,
+    )
+    gradients = torch.autograd.grad(found.loss, [new, entropy], allow_unused=True)
+
+    policy, clipped = OBJECTIVES[loss_type](new, batch)
+    distance = kl(new, batch.reference, "k2")
+    wanted = sum(
+        w * (0.5 * rho * loss - entropy_coef * h + beta * d)
+        for w, rho, loss, h, d in zip(weight, importance, policy, entropy, distance, strict=True)
+    )
+    assert isinstance(wanted, torch.Tensor) and found.loss.item() == pytest.approx(wanted.item(), abs=1e-9)
+    assert torch.equal(found.clipped_S, clipped) and torch.equal(found.policy_S, policy)
+    for own, expected in zip(gradients, torch.autograd.grad(wanted, [new, entropy]), strict=True):
+        assert torch.allclose(torch.zeros_like(expected) if own is None else own, expected, atol=1e-9)
+
+
+def test_an_unknown_policy_loss_is_an_error() -> None:
+    one = tensor([1.0])
+    with pytest.raises(ValueError, match="ppo_clip"):
+        losses.policy_loss(losses.Tokens(one, one, one, one, one, one), losses.Settings(loss_type="reinforce"))
+
+
 # Against TRL
 
 

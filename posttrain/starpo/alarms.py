@@ -1,4 +1,4 @@
-"""Is this run coming apart?  Watches the rows of metrics.jsonl, says what is wrong in plain words, and what to do.
+"""Does this run diverge or collapse?  Watches the rows of metrics.jsonl, says what is wrong and what to do.
 
 `watch` is a pure function of the rows so far: all it remembers is in a state that JSON can hold, so a resumed run
 raises the alarms that an uninterrupted one would have. An alarm fires once and can fire again after its signal has
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 LIMITS: dict[str, float] = {  # tests/alarm_runs.py and tests/data/alarms.json have runs that they tell apart
     "variance_collapse": 0.25,  # of its best
     "variance_gone": 0.10,  # of its best, mean of 10 steps: RAGEN's early stopping
-    "solved": 0.95,  # success from which a small spread is no collapse
+    "solved": 0.95,  # success from which a small std is no collapse
     "entropy_collapse": 0.15,  # of the start, times what the success leaves
     "entropy_explosion": 3.0,  # times its lowest, without a gain in success
     "entropy_floor": 0.1,  # nats; a lowest entropy below it counts as this
@@ -147,7 +147,7 @@ def advance(
 ADVICE: dict[str, tuple[str, str]] = {
     "variance_collapse": (
         "warn",
-        "Try preset starpo-s (`algorithm.preset`), a higher `rollout.temperature`, or fewer passes over a rollout"
+        "Try preset starpo-s (`algorithm.preset`), a higher `rollout.temperature`, or fewer epochs over a rollout"
         " (`algorithm.num_iterations`); if levels are always won or always lost, other levels (`worlds[].options`).",
     ),
     "variance_gone": (
@@ -170,12 +170,12 @@ ADVICE: dict[str, tuple[str, str]] = {
     ),
     "repetition": (
         "warn",
-        "Read transcripts. Raise `rollout.temperature`, train on groups whose rewards spread (preset starpo-s), or put"
+        "Read transcripts. Raise `rollout.temperature`, train on groups whose rewards differ (preset starpo-s), or put"
         " more repetition pairs into phase 2.",
     ),
     "template_collapse": (
         "warn",
-        "Train on the groups whose rewards spread: `algorithm.filter.strategy: top_p`, `value: 0.9`, `keep_zero: false`"
+        "Train on the groups whose rewards differ: `algorithm.filter.strategy: top_p`, `value: 0.9`, `keep_zero: false`"
         " (preset ragen2); lower `algorithm.entropy_coef` and `algorithm.beta`, which pull on every prompt alike.",
     ),
     "format_decay": (
@@ -220,9 +220,9 @@ ADVICE: dict[str, tuple[str, str]] = {
     ),
     "empty_steps": (
         "stop",
-        "Levels are too hard or too easy for this model: others (`worlds[].options`), more siblings"
+        "Levels are too hard or too easy for this model: others (`worlds[].options`), larger groups"
         " (`rollout.num_generations`) or a higher `rollout.temperature`; where `rollout/crashed` is not 0, it is the"
-        " world that needs mending.",
+        " world that needs fixing.",
     ),
     "not_finite": ("warn", "Write `trainer.bf16: false` and look at the transcripts and rewards of this step."),
     "not_finite_for_long": ("stop", "Go back to the last checkpoint with a lower `trainer.learning_rate`."),
@@ -349,7 +349,7 @@ def _forget_easier_levels(memory: MutableMapping[str, Any], row: Row) -> None:
     stages = {key: value for key, value in row.items() if key.endswith("/stage")}  # of the environments played
     known = memory.get("stages", {})
     if any(known.get(key, value) != value for key, value in stages.items()):
-        for rule in (_spread, _entropy, _gradient, _format, _success):
+        for rule in (_reward_std, _entropy, _gradient, _format, _success):
             memory.pop(rule.__name__, None)
     memory["stages"] = known | stages
 
@@ -358,7 +358,7 @@ def _forget_easier_levels(memory: MutableMapping[str, Any], row: Row) -> None:
 
 
 def room(success: float) -> float:
-    """What a success above one half leaves of the spread within groups, p (1 - p) over its largest value.
+    """What a success above one half leaves of the variance within groups, p (1 - p) over its largest value.
 
     Only above one half: the way from half to never won is a loss, not a solution.
 
@@ -368,10 +368,10 @@ def room(success: float) -> float:
     return round(4 * success * (1 - success), 6) if success > 0.5 else 1.0
 
 
-def _spread(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
+def _reward_std(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
     """The echo trap's first sign (RAGEN, arXiv 2504.20073, section 4.1): the samples of a group score alike.
 
-    A task that is solved looks the same from here, so the spread is divided by what the success leaves room for, and
+    A task that is solved looks the same from here, so the std is divided by what the success leaves room for, and
     from `solved` on it is not looked at. It is compared with its best, not with its start, which may be weak. Rewards
     of two environments need not have one scale, so each is looked at alone; the run is over when all are.
     """
@@ -391,7 +391,7 @@ def _spread(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
             continue
         std = row[f"rollout{path}/in_group_std"] / room(won)
         before = own.get("std", {"values": [std]})["values"]
-        # the spread of one group scatters about as much as it measures
+        # the std of one group scatters about as much as it measures
         series = Noisy(own, "std", std, fmean(before) ** 2 / groups)
         if series.best is None or series.best <= 1e-6:
             continue
@@ -447,7 +447,7 @@ def _entropy(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
             now > limits["entropy_explosion"] * lowest,
             now < 0.75 * limits["entropy_explosion"] * lowest,
             f"Entropy rose to {now / lowest:.1f} times its lowest value ({now:.2g} nats), and success did not: the"
-            " policy is coming apart.",
+            " policy diverges.",
         )
 
 
@@ -707,7 +707,7 @@ def not_finite(state: Mapping[str, Any]) -> str:
 Rule = Callable[[Memory, Row, Setting], Iterator[Finding]]
 RULES: list[Rule] = [
     _first_success,
-    _spread,
+    _reward_std,
     _entropy,
     _gradient,
     _repetition,
@@ -733,7 +733,7 @@ LEVELLING = {"variance_collapse", "variance_gone", "template_collapse"}
 def rollback(alarms: Sequence[Alarm], config: Mapping[str, Any]) -> dict[str, Any]:
     """What to change when going back to the last healthy checkpoint because of these alarms, by dotted path; or {}.
 
-    One idea at a time: half the learning rate for a policy that comes apart; for one that levels out, training on the
+    One idea at a time: half the learning rate for a policy that diverges; for one that levels out, training on the
     groups that differ (RAGEN-2's top-p), or half the learning rate where a filter is already on; more entropy bonus for
     one that explores no more. The other alarms are no reason to go back. `config` holds the values now.
 

@@ -34,7 +34,7 @@ def matched_and_marginal(
 def z_score(
     matched_R: torch.Tensor, marginal_R: torch.Tensor, scale: float | None = None
 ) -> tuple[float, float, float]:
-    """The information in units of the marginal's spread: (z, z by the running scale, the new running scale).
+    """The information in units of the marginal's std: (z, z by the running scale, the new running scale).
 
     RAGEN's mean((matched - marginal) / (sigma + 0.001)) with sigma the marginal's population deviation in the batch,
     and the same with sigma averaged over the run (0.9 old + 0.1 new; None at the first measurement).
@@ -112,13 +112,13 @@ def regime(entropy: float, mi: float, start_entropy: float, start_mi: float, sha
     return "compressed" if informed else "low-entropy collapse"
 
 
-# ------------------------------------------------------------------------------------------- gradients by reward spread
+# ---------------------------------------------------------------------------------------- gradients by std of rewards
 
 
 def buckets(score_G: torch.Tensor, count: int = 6) -> torch.Tensor:
     """Which quantile of the scores each group is in, (G,): 0 for the lowest; at most `count`, and at most G of them.
 
-    Groups with equal scores are never parted, so there are fewer buckets where many groups have no spread at all.
+    Groups with equal scores share a bucket, so there are fewer buckets where many groups have a score of 0.
 
     >>> buckets(torch.tensor([0.5, 0.0, 0.0, 0.3]), count=2)
     tensor([1, 0, 0, 1])
