@@ -8,6 +8,8 @@ import torch
 
 from posttrain.starpo.advantages import group_moments
 
+TOP_P_SLACK = 0.01  # RAGEN-2 keeps groups until their scores sum to the share less this
+
 
 def group_scores(metric: str, values_B: Mapping[str, torch.Tensor], group_B: torch.Tensor, groups: int) -> torch.Tensor:
     """One number per group, shape (groups,); NaN for a group without an episode.
@@ -49,7 +51,6 @@ def keep_groups(
     keep_zero: bool = False,
     ties: Sequence[int] | None = None,
     env_G: Sequence[int] | None = None,
-    eps: float = 0.01,
 ) -> torch.Tensor:
     """Indices of the groups to train on, best score first; may be empty.
 
@@ -65,7 +66,7 @@ def keep_groups(
     top_k           the best `value` share of all groups, at least one: max(1, int(value * groups)) in all environments
                     together, divided as `divide` says
     top_k_abs       the best `value` groups, at least one, divided likewise
-    top_p           from the best until their scores sum to `value` of all, less `eps` (RAGEN-2, arXiv 2604.06268, the
+    top_p           from the best until their scores sum to `value` of all, less .01 (RAGEN-2, arXiv 2604.06268, the
                     linear rule); 1 keeps all, scores that sum to almost nothing keep none
     top_p_softmax   the fewest whose softmax sums to `value`
     min_p           scores of at least `value` times the largest, or of at most the smallest / `value`
@@ -89,7 +90,7 @@ def keep_groups(
         counts = divide(max(1, total), [int((envs_G == env).sum()) for env in envs], [len(own_G) for own_G in ranked])
         parts = [own_G[:count] for own_G, count in zip(ranked, counts, strict=True)]
     else:
-        parts = [own_G[_passing(score_G[own_G], strategy, value, upper, smallest, eps)] for own_G in ranked]
+        parts = [own_G[_passing(score_G[own_G], strategy, value, upper, smallest)] for own_G in ranked]
     return torch.cat([order_G[:0], *parts])
 
 
@@ -112,9 +113,7 @@ def divide(total: int, played: Sequence[int], candidates: Sequence[int]) -> list
     return kept
 
 
-def _passing(
-    ranked_G: torch.Tensor, strategy: str, value: float, upper: float, smallest: bool, eps: float
-) -> torch.Tensor | slice:
+def _passing(ranked_G: torch.Tensor, strategy: str, value: float, upper: float, smallest: bool) -> torch.Tensor | slice:
     """Which of the scores of one environment, best first, a rule keeps that compares them with each other."""
     if len(ranked_G) == 0:
         return slice(None)
@@ -123,7 +122,7 @@ def _passing(
             return slice(None)
         case "top_p":
             mass_G = ranked_G.clamp(min=0)
-            return slice(None) if value >= 1 else mass_G.cumsum(0) - mass_G < value * mass_G.sum() - eps
+            return slice(None) if value >= 1 else mass_G.cumsum(0) - mass_G < value * mass_G.sum() - TOP_P_SLACK
         case "top_p_softmax":
             mass_G = (-ranked_G if smallest else ranked_G).softmax(0)
             return slice(None) if value >= 1 else mass_G.cumsum(0) - mass_G < value
