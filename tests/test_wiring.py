@@ -657,7 +657,10 @@ def test_a_key_reaches_the_filter(told: Callable[..., StarPORun], keys: str) -> 
     ]  # fmt: skip
     cfg = told(*(f"algorithm.filter.{key}" for key in keys.split()))
 
-    asked_for: Any = SimpleNamespace(entropies=lambda batch: -batch.sampler_S)
+    def surprises(episodes: Sequence[Trajectory]) -> torch.Tensor:
+        return torch.tensor([-sum(t.sampled_logprobs) / t.tokens for t in episodes], dtype=torch.float64)
+
+    asked_for: Any = SimpleNamespace(mean_entropies=surprises)
 
     def seen(cfg: StarPORun) -> Kept:
         scored = phase3.score_and_filter(cfg, groups, asked_for if "entropy" in keys else None)
