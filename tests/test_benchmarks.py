@@ -264,7 +264,7 @@ def test_both_runs_to_the_target_pay_for_training_alone(rollout, monkeypatch):
         contestant(cfg, rollout._measure.model_of("llama", NARROW), chat, race, **more)
         assert [row["step"] for row in race.curve] == [0, 2, 4]
         assert [row["cpu"] for row in race.curve] == [row["wall"] for row in race.curve] == [0, 2 * cost, 4 * cost]
-    assert rates == [pytest.approx(6e-4 * min(1, step / 3)) for step in (1, 2, 3, 4) for _ in range(4)]
+    assert rates == [pytest.approx(cfg.learning_rate * min(1, step / 3)) for step in (1, 2, 3, 4) for _ in range(4)]
 
 
 def test_the_time_to_the_target_is_compared_where_ours_arrives() -> None:

@@ -556,7 +556,7 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ 9**(9**9) }}", "takes more than 1 seconds"),
         ("{{ 'x' * 10**10 }}", "takes more than 1 GiB"),
-        ("{% set m = namespace(s='x') %}{% for i in range(40) %}{% set m.s = m.s + m.s %}{% endfor %}", "than 1 GiB"),
+        ("{% set m = namespace(s='x') %}{% for i in range(40) %}{% set m.s = m.s + m.s %}{% endfor %}", "takes more than 1 (GiB|seconds)"),
     ],
 )
 def test_a_template_that_fails_or_never_ends_is_refused(

@@ -222,7 +222,7 @@ def test_the_reference_settings_attend_without_a_mask_on_a_gpu(
     assert len({shape for shape, _ in calls}) > 2  # batches of several lengths: most are padded
     for shape, named in calls:
         assert named.get("attn_mask") is None and named["is_causal"] and named["enable_gqa"], shape
-        assert shape[0] > 1  # not packed into one row
+        assert shape[0] > 1 or shape[2] == 2  # not packed into one row; two tokens are the check of a loaded model
 
 
 def test_a_kernel_that_cannot_be_compiled_is_found_before_the_data_work(

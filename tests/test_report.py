@@ -20,7 +20,8 @@ from PIL import Image
 import evaluate_model
 from envs import make
 from envs.protocol import Episode, Protocol, answer
-from posttrain import evaluation, metrics, report
+from posttrain import metrics, report
+from posttrain.evaluation import store
 from posttrain.report import charts, page, tables
 from posttrain.report.episodes import gif, replay
 from posttrain.types import UserError
@@ -35,7 +36,7 @@ PLAYS_WELL = {"base": -1.0, "phase1": 0.05, "phase2": 0.05, "phase3": 0.85}  # s
 
 
 def made_up(cfg: Any, name: str, sitting: Any, tick: Callable[[int], None], _: Any) -> list[dict[str, Any]]:
-    """Stands for `evaluate_model.measure`: rows of the same form, from dice instead of a model."""
+    """Stands for `evaluation.scoring.run_task`: rows of the same form, from dice instead of a model."""
     rows: list[dict[str, Any]] = []
     where = {"checkpoint": name, "suite": sitting.suite, "source": sitting.source, "part": sitting.part}
     where |= {"setting": sitting.setting}
@@ -150,9 +151,9 @@ def build_run(folder: Path, episodes: int) -> Path:
         lines = [json.dumps(row) + "\n" for row in curves(name)]
         (folder / name / "metrics.jsonl").write_text("".join(lines))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluate_model, "measure", made_up)
+        patch.setattr(evaluate_model, "run_task", made_up)
         patch.setattr(evaluate_model, "check", lambda *_, **__: None)
-        patch.setattr(evaluation, "fingerprint", lambda _, name: name)
+        patch.setattr(store, "fingerprint", lambda _, name: name)
         patch.setattr(sys, "argv", ["evaluate_model.py", "--config", str(folder / "config.yaml")])
         evaluate_model.main()
     return folder
