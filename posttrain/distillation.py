@@ -103,7 +103,7 @@ def _sample(cfg: StarPORun, wanted: DistillationSection, sampler: Sampler, chat:
             [ids[n] for n in mine],
             SamplingParams(max_new_tokens=wanted.max_new_tokens, temperature=wanted.temperature),
             [address(cfg.seed, "distillation", n) for n in mine],
-            batch=cfg.rollout.slots or cfg.rollout.groups * cfg.rollout.num_generations,
+            batch=cfg.rollout.conversations,
             done=lambda count: progress.update(progress.done + count),
         )
     said = parallel.gather([completion.ids for completion in completions])

@@ -121,7 +121,7 @@ def play_all(
         episodes,
         SamplingParams(max_new_tokens=cfg.rollout.max_completion_length, temperature=temperature),
         seeds,
-        slots=cfg.rollout.slots or cfg.rollout.groups * cfg.rollout.num_generations,
+        slots=cfg.rollout.conversations,
         max_context=cfg.rollout.max_context,
         context=cfg.rollout.context,
         context_turns=cfg.rollout.context_turns,

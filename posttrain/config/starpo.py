@@ -59,6 +59,11 @@ class RolloutSection(Section):
             raise wrong("max_completion_length (one turn) must be smaller than max_context (all of its context)")
         return self
 
+    @property
+    def conversations(self) -> int:
+        """How many are sampled at a time: `slots`, or all of a step where no plan has chosen it."""
+        return self.slots or self.groups * self.num_generations
+
 
 class DistillationSection(Section):
     """Generalized knowledge distillation (Agarwal et al., arXiv 2306.13649) with lmbda 0 and beta 0: the teacher is the

@@ -81,7 +81,7 @@ class FormerTasks:
             [self.chat.prompt(item["messages"]) for item in task.items],
             task.params,
             task.seeds,
-            batch=self.cfg.rollout.slots or self.cfg.rollout.groups * self.cfg.rollout.num_generations,
+            batch=self.cfg.rollout.conversations,
         )
         repetition = self.config.suites.repetition
         return score_answers(task, completions, self.chat, judge, repetition.equal_length if repetition else 0)
