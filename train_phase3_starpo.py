@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from posttrain.chat import Chat
     from posttrain.curriculum import Place
     from posttrain.distillation import Distillation
-    from posttrain.evaluation.former import FormerTasks
+    from posttrain.evaluation.forgetting import FormerTasks
     from posttrain.experience import Batch, Experience, Measured, Scored
     from posttrain.learner import Learner
     from posttrain.monitoring import Monitor
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from posttrain import curriculum, models, parallel, run_state, starpo_run
     from posttrain.distillation import Distillation
-    from posttrain.evaluation.former import FormerTasks
+    from posttrain.evaluation.forgetting import FormerTasks
     from posttrain.evaluation.tasks import hub_sets
     from posttrain.learner import objective_settings
     from posttrain.monitoring import Monitor, costs, describe, due, gradients_by_std, thoughts_and_prompts

@@ -22,7 +22,7 @@ from posttrain.config import DataSection, StarPORun, load
 from posttrain.data import load_prompts
 from posttrain.distillation import Answered, Distillation
 from posttrain.evaluation.figures import summarise
-from posttrain.evaluation.former import as_evaluation
+from posttrain.evaluation.forgetting import as_evaluation
 from posttrain.evaluation.scoring import Loaded, run_task
 from posttrain.evaluation.tasks import build_tasks
 from posttrain.learner import Learner

@@ -53,12 +53,12 @@ class FormerTasks:
             for task in self.tasks:
                 mine = task.only(parallel.mine(len(task.items)))
                 try:
-                    found = self._rows(mine, sampler, learner, judge)
+                    own = self._rows(mine, sampler, learner, judge)
                 except ValueError:  # log-probs are not finite, of which the levels' own log-probs tell
-                    found = []
-                found = parallel.gather(found)
-                if len(found) == len(task.items):
-                    rows += task.described("policy", found)
+                    own = []
+                whole = parallel.gather(own)
+                if len(whole) == len(task.items):
+                    rows += task.described("policy", whole)
         summary = summarise(self.config, rows, {})
         figures = {f"math/{source}": shares for source, shares in summary.pop("math", {}).items()} | summary
         found = {
@@ -66,7 +66,9 @@ class FormerTasks:
             for suite, shares in figures.items()
             for key in ("seq_rep_4" if suite == "repetition" else "accuracy", "low", "high")
         }
-        for suite in (suite for suite in figures if suite != "repetition"):
+        for suite in figures:
+            if suite == "repetition":
+                continue
             right = [float(row["accuracy"]) for row in rows if suite in (f"math/{row['source']}", row["suite"])]
             if (before := first.setdefault(suite, right)) is not right:
                 change, error = paired_difference({suite: before}, {suite: right})
