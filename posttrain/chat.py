@@ -413,7 +413,7 @@ def _try_in_child(work: Callable[[], object]) -> str:
         finally:
             os._exit(0)
     _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
+    if os.WIFSIGNALED(status):  # by RLIMIT_CPU
         return f"it takes more than {TEMPLATE_SECONDS} seconds"
     return f"it takes more than {TEMPLATE_BYTES >> 30} GiB" if os.WEXITSTATUS(status) == OUT_OF_MEMORY else ""
 

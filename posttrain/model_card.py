@@ -97,7 +97,7 @@ def record(
 
 
 def _published(name: str) -> bool:
-    """Whether a name is one of the Hub: of its form, in its cache or known to it, and no local file or folder."""
+    """Whether a name is one of the Hub: of the form OWNER/NAME, and no file or folder here."""
     return bool(HUB_NAME.fullmatch(name)) and not Path(name).exists() and Path(name).suffix not in LOCAL
 
 
