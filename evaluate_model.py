@@ -48,7 +48,7 @@ def main() -> None:
     parallel.start(torch.device("cpu"))  # ranks hand rows to each other, never tensors
     tasks = build_tasks(cfg)
     headlines = headline_levels(cfg, tasks).items() if runlog.is_main_process() else ()
-    baselines = {world: play_baselines(cfg, task) for world, task in headlines}
+    baselines = {env: play_baselines(cfg, task) for env, task in headlines}
     store = Store(cfg, tasks)
     if runlog.is_main_process() and not args.resume:
         store.clear()
@@ -72,7 +72,7 @@ def main() -> None:
             "seeds": {
                 "run": cfg.seed,
                 "answer": "address(run, suite, part, setting, i)",
-                "level": "address(run, world, i), repeats left out",
+                "level": "address(run, environment, i), repeats left out",
                 "bootstrap": "address(run, bootstrap)",
             },
         }
@@ -104,7 +104,7 @@ def _arguments(parser: ArgumentParser) -> None:
 
 
 def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
-    """Everything that can be known to be wrong, in one UserError: results in the way, checkpoints, worlds, device.
+    """Everything that can be known to be wrong, in one UserError: results in the way, checkpoints, device, ...
 
     What passes is locked: no other process may write to output_dir until this one ends.
     """
@@ -131,7 +131,7 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
     elif (out / RESULTS).exists() and not (overwrite or resume):
         problems.append(f"{out / RESULTS} exists. Keep it (output_dir=ANOTHER) or replace it (--overwrite).")
     if not any(getattr(cfg.suites, suite) for suite in type(cfg.suites).model_fields):
-        problems.append("suites: nothing is asked; give at least one of math, repetition, recall, preferences, worlds.")
+        problems.append("suites: nothing is asked; give at least one of math, repetition, recall, preferences, envs.")
     try:
         models.resolve_device(cfg.device)
     except UserError as problem:
@@ -156,11 +156,11 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
             problems.append(f"checkpoints.{name}: {problem}")
         except (SafetensorError, OSError) as error:
             problems.append(f"checkpoints.{name}: {path} cannot be read or is damaged: {error}.")
-    for world in cfg.suites.worlds.worlds if cfg.suites.worlds else []:
+    for env in cfg.suites.envs.envs if cfg.suites.envs else []:
         try:
-            make(world.name, **world.options)
+            make(env.name, **env.options)
         except (ValueError, TypeError) as error:
-            problems.append(f"suites.worlds.worlds: {error}")
+            problems.append(f"suites.envs.envs: {error}")
     if problems:
         raise UserError("\n  ".join(["The evaluation cannot start:", *problems] if len(problems) > 1 else problems))
     checkpoint.lock_folder(out)

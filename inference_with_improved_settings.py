@@ -56,7 +56,7 @@ COMMANDS = [line.split()[0] for line in HELP.splitlines() if line.startswith("/"
 
 NARROW = 36  # columns of the terminal that an answer needs to stand beside another
 SPLIT = "test"  # levels that no training and no choice of a checkpoint has seen
-# How a cell of a world's grid looks, by the name the world gives it.
+# How a cell of an environment's grid looks, by the name the environment gives it.
 COLOURS = {
     "player": "bold black on bright_cyan",
     "player_on_target": "bold black on bright_cyan",
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
     check(cfg, flags)
     cfg.seed = cfg.seed if flags.seed is None else flags.seed
     cfg.preset = flags.preset or cfg.preset
-    world = open_world(cfg, flags.play) if flags.play else None
+    env = open_env(cfg, flags.play) if flags.play else None
 
     # 2. Can it be done?
     runlog.keep_private(Path("runs"))
@@ -92,10 +92,10 @@ def main(argv: list[str] | None = None) -> None:
     speaker = Speaker(model, chat)
 
     # 3. Do it.
-    if world is not None:
+    if env is not None:
         # The chat's settings change the sampling law and punish what a map must repeat: play as the rollouts did.
         setting = cfg.presets[cfg.preset] if flags.preset else SamplingSection()
-        play(speaker, world, cfg, setting, flags.episodes or 1, flags.delay or 0.0)
+        play(speaker, env, cfg, setting, flags.episodes or 1, flags.delay or 0.0)
         return
     conversation = Conversation(chat, speaker.context, cfg.max_new_tokens, cfg.system)
     if flags.prompt is not None:
@@ -120,7 +120,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--prompt", metavar="TEXT", help="answer this and stop; the answer alone goes to stdout")
-    what.add_argument("--play", metavar="WORLD", help="watch the model act in a world, e.g. frozen_lake")
+    what.add_argument("--play", metavar="ENV", help="watch the model act in an environment, e.g. frozen_lake")
     parser.add_argument(
         "--preset", metavar="NAME", help="the preset that answers (--play samples as phase 3 did unless this is given)"
     )
@@ -147,7 +147,7 @@ def check(cfg: ChatRun, flags: argparse.Namespace) -> None:
             "e.g. presets.plain.temperature=1.0."
         )
     if (flags.episodes or flags.delay) and not flags.play:
-        raise UserError("--episodes and --delay belong to --play WORLD, e.g. --play frozen_lake --episodes 3.")
+        raise UserError("--episodes and --delay belong to --play ENV, e.g. --play frozen_lake --episodes 3.")
 
 
 def unknown_preset(cfg: ChatRun, name: str) -> str:
@@ -588,27 +588,27 @@ def figures(answers: dict[str, Answer]) -> Table:
 # --------------------------------------------------------------------------------------------------------- playing
 
 
-def open_world(cfg: ChatRun, name: str) -> TextEnv:
-    """The world to play, with the options that the config gives it."""
+def open_env(cfg: ChatRun, name: str) -> TextEnv:
+    """The environment to play, with the options that the config gives it."""
     import envs
 
-    options = next((world.options for world in cfg.worlds if world.name == name), {})
+    options = next((env.options for env in cfg.envs if env.name == name), {})
     try:
         return envs.make(name, **options)
     except (ValueError, TypeError) as error:  # TypeError: an option of the wrong type, size=big
         raise UserError(f"--play {name}: {error}") from error
 
 
-def play(speaker: Speaker, world: TextEnv, cfg: ChatRun, setting: SamplingSection, episodes: int, delay: float) -> None:
+def play(speaker: Speaker, env: TextEnv, cfg: ChatRun, setting: SamplingSection, episodes: int, delay: float) -> None:
     """Levels of the evaluator, one after the other: what the model sees, thinks and does, and what comes of it."""
     from envs.protocol import Episode, Protocol
     from posttrain import metrics
 
     out, won, protocol = console(), 0, Protocol(**cfg.protocol.model_dump())
-    note(f"{cfg.model.name_or_path} plays {world.name}, {SPLIT} levels; {in_words(setting)}")
+    note(f"{cfg.model.name_or_path} plays {env.name}, {SPLIT} levels; {in_words(setting)}")
     for number in range(episodes):
-        seed = address(cfg.seed, world.name, number)
-        episode = Episode(world, protocol, seed, SPLIT)
+        seed = address(cfg.seed, env.name, number)
+        episode = Episode(env, protocol, seed, SPLIT)
         if number == 0:
             out.print(Text(harmless(episode.messages[0]["content"]), "dim"), soft_wrap=not out.is_terminal)
         total = play_episode(speaker, episode, cfg, setting, out, f"level {number + 1}", delay)
@@ -622,23 +622,23 @@ def play(speaker: Speaker, world: TextEnv, cfg: ChatRun, setting: SamplingSectio
 def play_episode(
     speaker: Speaker, episode: Episode, cfg: ChatRun, setting: SamplingSection, out: Console, title: str, delay: float
 ) -> float:
-    """One episode, token in, token out, as in the rollouts of phase 3; returns what the world paid and took."""
+    """One episode, token in, token out, as in the rollouts of phase 3; returns what the environment paid and took."""
     from posttrain.rollout import Game
 
-    world, budget = episode.env, cfg.max_completion_length
+    env, budget = episode.env, cfg.max_completion_length
     game, going = Game(speaker.chat, episode), True
     played = game.trajectory
     while going and game.look(speaker.context - budget, cfg.context, cfg.context_turns):
         out.print(Text(f"\n{title}, turn {episode.turns + 1}", "bold"))
         told = episode.messages[-1]["content"]
-        out.print(beside(world, episode.summary(game.segment.first_turn) if cfg.context == "single_turn" else told))
+        out.print(beside(env, episode.summary(game.segment.first_turn) if cfg.context == "single_turn" else told))
         answer = speaker.answer(game.segment.ids, setting.params(budget), address(episode.seed, "turn", episode.turns))
         print(episode.protocol.opening, end="")
         stream(answer)
         acted = len(episode.actions)
         going = game.take_turn(Completion(answer.ids, [0.0] * len(answer.ids), answer.finished))
         if played.crashed:
-            raise UserError(f"{world.name} raised {played.crashed} on level seed {episode.seed}: mend the world.")
+            raise UserError(f"{env.name} raised {played.crashed} on level seed {episode.seed}: mend the environment.")
         valid = episode.past[-1].valid
         did = ", ".join(episode.actions[acted:]) or "no action"
         cut = "" if answer.finished else f", cut after {budget} tokens"
@@ -646,7 +646,7 @@ def play_episode(
         style = "bold" if valid else "yellow"
         out.print(Text(f"-> {did}, reward {played.turn_rewards[-1]:g}{invalid}{cut}", style))
         time.sleep(delay)
-    out.print(Text(), beside(world, ""), sep="\n")
+    out.print(Text(), beside(env, ""), sep="\n")
     return played.reward
 
 
@@ -658,19 +658,19 @@ def outcome(episode: Episode, total: float) -> Text:
     return Text(f"Not solved ({episode.failure or ('over' if episode.terminated else limit)}) {turns}.", "bold red")
 
 
-def beside(world: TextEnv, text: str) -> Table:
-    """The map, where the world has one, and what the model is told."""
+def beside(env: TextEnv, text: str) -> Table:
+    """The map, where the environment has one, and what the model is told."""
     table = Table.grid(padding=(0, 3))
-    view = grid(world)
+    view = grid(env)
     table.add_row(*([view] if view is not None else []), Text(harmless(text), "dim", overflow="fold"))
     return table
 
 
-def grid(world: TextEnv) -> Text | None:
-    """The world as a coloured map, whatever it is that the model is shown; None for a world without a grid."""
-    if not world.symbols:
+def grid(env: TextEnv) -> Text | None:
+    """The environment as a coloured map, whatever the model is shown; None for an environment without a grid."""
+    if not env.symbols:
         return None
-    view = copy.copy(world)
+    view = copy.copy(env)
     view.render_mode = "ansi"
     cell_of = {symbol: cell for cell, symbol in view.symbols.items()}
     width = max(map(len, cell_of))

@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> None:
                 groups = rollout(cfg, sampler, chat, step, state.curriculum)
             played = time.perf_counter()
             episodes = [trajectory for group in groups for trajectory in group]
-            state.curriculum = curriculum.after_step(cfg.worlds, state.curriculum, episodes, step)
+            state.curriculum = curriculum.after_step(cfg.envs, state.curriculum, episodes, step)
 
             scored = score_and_filter(cfg, groups, learner)
             row = describe(groups, scored.std, scored.kept)
@@ -147,7 +147,7 @@ def rollout(
     from posttrain.rollout import set_up
     from posttrain.starpo_run import play_all
 
-    played = curriculum.environments_of_groups(cfg.worlds, cfg.rollout.groups, step)
+    played = curriculum.environments_of_groups(cfg.envs, cfg.rollout.groups, step)
     stages = {name: place["stage"] for name, place in places.items()}
     size = cfg.rollout.num_generations
     members = [(group, sample) for group in parallel.mine(len(played)) for sample in range(size)]
@@ -161,7 +161,7 @@ def rollout(
         seeds.append(address(cfg.seed, "sample", step, group, sample))
     trajectories = play_all(cfg, sampler, chat, episodes, cfg.rollout.temperature, seeds)
     for (group, _), trajectory in zip(members, trajectories, strict=True):
-        trajectory.group, trajectory.stage = group, stages.get(trajectory.world)
+        trajectory.group, trajectory.stage = group, stages.get(trajectory.env)
     return parallel.gather([trajectories[start : start + size] for start in range(0, len(trajectories), size)])
 
 
@@ -199,8 +199,8 @@ def score_and_filter(cfg: StarPORun, groups: list[list[Trajectory]], learner: Le
     idle_G = torch.tensor([not any(group) for group in trains])
 
     std_G = filters.group_scores("reward_std", values_B, group_B, len(groups))
-    names = sorted({group[0].world for group in groups})
-    env_G = [names.index(group[0].world) for group in groups]  # rewards of two environments need not have one scale
+    names = sorted({group[0].env for group in groups})
+    env_G = [names.index(group[0].env) for group in groups]  # rewards of two environments need not have one scale
     kept_G = filters.keep_groups(
         filters.group_scores(chosen.metric, values_B, group_B, len(groups)).masked_fill(idle_G, math.nan),
         "none" if chosen.strategy == "soft" else chosen.strategy,
@@ -251,8 +251,8 @@ def advantages(
     rewards_N = scores_N.index_add(0, turn_S, -penalty_S)  # the KL of a turn's tokens is taken off
     rewards_B = torch.zeros(len(group_B), dtype=torch.float64).index_add(0, episode_N, rewards_N)
     std = algorithm.advantage_std
-    names = sorted({t.world for t in batch.episodes})
-    env_B = torch.tensor([names.index(t.world) for t in batch.episodes])  # statistics of a batch are of each alone
+    names = sorted({t.env for t in batch.episodes})
+    env_B = torch.tensor([names.index(t.env) for t in batch.episodes])  # statistics of a batch are of each alone
     trained_S, env_S = trains_B[episode_S], env_B[episode_S]
     match algorithm.advantage:
         case "grpo":
@@ -407,7 +407,7 @@ def evaluate(
     from posttrain.starpo_run import play_all
 
     summaries: dict[str, list[Summary]] = {}
-    for env in cfg.worlds:
+    for env in cfg.envs:
         seeds = [address("evaluation", env.name, split, i) for i in parallel.mine(episodes)]
         options, protocol = curriculum.conditions(cfg, env, curriculum.TARGET)
         levels = [set_up(envs.make(env.name, **options), protocol, seed, split) for seed in seeds]

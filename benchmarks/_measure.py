@@ -214,18 +214,18 @@ def grpo_trainer(
 
 
 def rollout_func(cfg: StarPORun, chat: Chat) -> Callable[[list[str], Any], dict[str, Any]]:
-    """How GRPOTrainer plays the first world of a run: TRL's own `generate`, once a turn, for those that are not over.
+    """How GRPOTrainer plays a run's first environment: TRL's own `generate`, once a turn, for those that are not over.
 
-    A prompt is the seed of a level. World, protocol and the tokens between two answers are ours.
+    A prompt is the seed of a level. Environment, protocol and the tokens between two answers are ours.
     """
     import envs
     from envs.protocol import Episode, Protocol
 
-    world, protocol = cfg.worlds[0], Protocol(**cfg.protocol.model_dump())
+    env, protocol = cfg.envs[0], Protocol(**cfg.protocol.model_dump())
     assert not protocol.opening
 
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        episodes = [Episode(envs.make(world.name, **world.options), protocol, int(seed)) for seed in prompts]
+        episodes = [Episode(envs.make(env.name, **env.options), protocol, int(seed)) for seed in prompts]
         prompt_ids = [chat.prompt(episode.messages) for episode in episodes]
         answers: list[list[int]] = [[] for _ in episodes]
         masks: list[list[int]] = [[] for _ in episodes]

@@ -48,14 +48,14 @@ def config(
 ) -> StarPORun:
     """A run in which no group is left out and every batch is used once."""
     changes = [f"rollout={{groups: {groups}, num_generations: {num_generations}}}", "model.name_or_path=unused"]
-    changes += [f"rollout.max_completion_length={new_tokens}", "rollout.max_context=4096", "worlds=[frozen_lake]"]
+    changes += [f"rollout.max_completion_length={new_tokens}", "rollout.max_context=4096", "envs=[frozen_lake]"]
     changes += [f"protocol.max_turns={turns}", f"trainer.micro_batch_tokens={micro_batch_tokens}"]
     changes += ["algorithm.filter={strategy: none, keep_zero: true}", "trainer.learning_rate=1e-6"]
     return resolve(StarPORun, CONFIG, [*changes, "algorithm.num_iterations=1", "algorithm.minibatches=1"])
 
 
 def won(sample: int) -> float:
-    """Random weights write nothing that a world understands, so every episode lasts for all its turns and wins nothing.
+    """Random weights write no valid action, so every episode lasts for all its turns and wins nothing.
 
     Without a reward there is nothing to learn: every second member of a group is given one.
     """

@@ -61,7 +61,7 @@ class Work(NamedTuple):
     turns: int
     prompt: int
     new: int  # tokens sampled in a turn
-    reply: int  # tokens of the world's answer to it
+    reply: int  # tokens of the environment's answer to it
     kept: float = 1.0  # share of the conversations that is trained on
 
     @property
@@ -247,7 +247,7 @@ def config_of(
         {
             "output_dir": "unused",
             "model": {"name_or_path": "unused", "tuning": tuning},
-            "worlds": ["frozen_lake"],
+            "envs": ["frozen_lake"],
             "rollout": {
                 "groups": -(-work.conversations // work.siblings),
                 "num_generations": work.siblings,
@@ -289,7 +289,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=250, help="tokens")
     parser.add_argument("--new-tokens", type=int, default=64, help="sampled in a turn")
-    parser.add_argument("--reply", type=int, default=60, help="tokens of the world's answer to a turn")
+    parser.add_argument("--reply", type=int, default=60, help="tokens of the environment's answer to a turn")
     parser.add_argument("--kept", type=float, default=0.25, help="share of the conversations that is trained on")
     parser.add_argument("--tuning", choices=["full", "lora"], default="full")
     parser.add_argument("--critic", choices=["none", "shared", "separate"], default="none")

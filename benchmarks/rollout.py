@@ -158,7 +158,7 @@ def play(
 ) -> Played:
     """All turns of all conversations; `marks` gets the time at which each turn ends.
 
-    Each answer is made text, as a world reads it, and each reply made tokens.
+    Each answer is made text, as an environment reads it, and each reply made tokens.
     """
     prompts = [chat.prompt([{"role": "user", "content": text}]) for text in said.prompts]
     handles = sampler.open(prompts)

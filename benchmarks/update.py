@@ -76,7 +76,7 @@ def ours(model: Any, episodes: list[Trajectory], micro_batch_tokens: int, **trai
         {
             "output_dir": "unused",
             "model": {"name_or_path": "unused"},
-            "worlds": ["frozen_lake"],
+            "envs": ["frozen_lake"],
             "trainer": {"learning_rate": 1e-9, "max_grad_norm": 1e9, "micro_batch_tokens": micro_batch_tokens}
             | trainer,
             "algorithm": {"num_iterations": 1, "minibatches": 1},

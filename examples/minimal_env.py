@@ -2,7 +2,7 @@
 
 Copy this file into envs/; that registers it.   cp examples/minimal_env.py envs/line.py
 Does it keep its promises?                       python -m envs.check line
-Train in it.                                     python train_phase3_starpo.py 'worlds=[line]' output_dir=runs/line
+Train in it.                                     python train_phase3_starpo.py 'envs=[line]' output_dir=runs/line
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How does a conversation become token ids, and which of them did the model write?  The only file that knows templates.
 
-A template is never run over what people, worlds or models wrote. It is rendered once per sequence of roles with
+A template is never run over what people, environments or models wrote. It is rendered once per sequence of roles with
 placeholders for the contents; what stands between the placeholders are the *literals*:
 
     messages    [user, assistant]

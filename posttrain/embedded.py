@@ -9,13 +9,13 @@ Everything is drawn from `address(seed, ...)`, row by row, so row 17 is the same
   sentence is, with probability `REPEAT`, a copy of an earlier one. A model trained on them really repeats itself, and
   the fixed number of sentences means that it cannot repeat less by merely saying less.
 - `ultrafeedback`: pairs of answers. In the chosen one no sentence comes twice; the rejected one, equally long, repeats
-  sentences, or its box holds a number of the question instead of the result, or it breaks the rules of a world.
-- `demonstrations`: episodes of the worlds played by weak players: the format and the rules, not the skill.
+  sentences, or its box holds a number of the question instead of the result, or it breaks the rules of an environment.
+- `demonstrations`: episodes of the environments played by weak players: the format and the rules, not the skill.
 
 Held-out sets are disjoint from training by construction: a hash of the question (or the operands, the dialogue, the
 topic) decides its side, whatever the seed. The facts of the held-out dialogues come from the same lists of names,
-animals, colours, ... as in training; it is their combination that is new. Pairs about worlds are on other levels, but
-two levels can look alike to a player who sees its neighbourhood alone: about one held-out pair in a hundred.
+animals, colours, ... as in training; it is their combination that is new. Pairs about environments are on other levels,
+but two levels can look alike to a player who sees its neighbourhood alone: about one held-out pair in a hundred.
 """
 
 from __future__ import annotations
@@ -335,9 +335,9 @@ def open_prompts(n: int, seed: int) -> list[str]:
     return random.Random(address(seed, "open_prompts")).sample(prompts, n)
 
 
-# -------------------------------------------------------------------------------------------------------------- worlds
+# -------------------------------------------------------------------------------------------------------- environments
 
-# How often each weak player acts in a demonstration, turn by turn. None of them is good at its world alone.
+# How often each weak player acts in a demonstration, turn by turn. None of them is good at its environment alone.
 MIXES: dict[str, dict[str, float]] = {
     "frozen_lake": {"goal": 0.37, "safe": 0.37, "random": 0.26},
     "sokoban": {"push": 0.1, "go": 0.1, "free": 0.1, "random": 0.7},
@@ -346,9 +346,9 @@ ANSWERS_ONLY = 0.3  # share of demonstrations whose thoughts are not trained, on
 
 
 def demonstrations(
-    worlds: Sequence[str], n: int, seed: int, answers_only: float = ANSWERS_ONLY
+    environments: Sequence[str], n: int, seed: int, answers_only: float = ANSWERS_ONLY
 ) -> Iterator[dict[str, Any]]:
-    """`n` episodes on training levels, the worlds in turn: {"messages": [...], "world": "frozen_lake"}.
+    """`n` episodes on training levels, the environments in turn: {"messages": [...], "env": "frozen_lake"}.
 
     Who plays them says `MIXES`, or `envs.demos.default_mix`; ValueError where an environment has nobody.
 
@@ -361,7 +361,7 @@ def demonstrations(
 
     protocol = Protocol()
     for i in range(n):
-        name = worlds[i % len(worlds)]
+        name = environments[i % len(environments)]
         place = address(seed, "demonstrations", i)
         env = envs.make(name)
         mix = MIXES.get(name) or default_mix(env)
@@ -370,20 +370,20 @@ def demonstrations(
             for message in messages:
                 if message["role"] == "assistant":
                     message["mask_spans"] = [[0, message["content"].index("<answer>")]]
-        yield {"messages": messages, "world": name}
+        yield {"messages": messages, "env": name}
 
 
 # --------------------------------------------------------------------------------------------------------- preferences
 
-MATH_PAIRS, WORLD_PAIRS = 0.35, 0.15  # shares among the preference pairs; the rest is about repetition
+MATH_PAIRS, ENV_PAIRS = 0.35, 0.15  # shares among the preference pairs; the rest is about repetition
 
 
 def _pair(rng: random.Random, held_out: bool) -> dict[str, Any]:
     kind = rng.random()
-    if kind < WORLD_PAIRS:
-        prompt, chosen = _world_turn(rng, "validation" if held_out else "train")
+    if kind < ENV_PAIRS:
+        prompt, chosen = _env_turn(rng, "validation" if held_out else "train")
         rejected = _malformed(chosen, rng)
-    elif kind < WORLD_PAIRS + MATH_PAIRS:
+    elif kind < ENV_PAIRS + MATH_PAIRS:
         side = "unseen_questions" if held_out else "train"
         problem = _draw(_problem, lambda p: _math_split(p) == side, rng)
         prompt, chosen = [_user(problem["question"])], _worked(problem["steps"])
@@ -408,7 +408,7 @@ def _pair(rng: random.Random, held_out: bool) -> dict[str, Any]:
     }
 
 
-def _world_turn(rng: random.Random, split: str) -> tuple[Messages, str]:
+def _env_turn(rng: random.Random, split: str) -> tuple[Messages, str]:
     """One of the first turns of a demonstration: the conversation up to it, and what the demonstrator wrote."""
     import envs
     from envs.demos import demonstrate
@@ -421,7 +421,7 @@ def _world_turn(rng: random.Random, split: str) -> tuple[Messages, str]:
 
 
 def _malformed(reply: str, rng: random.Random) -> str:
-    """The same reply with a fault that the worlds penalise."""
+    """The same reply with a fault that the environments penalise."""
     thought, action = reply.removesuffix("</answer>").split("<answer>")
     faults = [f"{thought}{action}", f"{thought}<answer>Jump</answer>", f"{thought.removesuffix('</think>')} {action}"]
     return rng.choice(faults)

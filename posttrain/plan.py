@@ -342,7 +342,7 @@ def choose(
     """
     rollout, row = cfg.rollout, cfg.rollout.max_context
     samples, groups = rollout.num_generations, -(-rollout.groups // processes)
-    episodes = cfg.algorithm.filter.most(rollout.groups, len(cfg.worlds)) * samples
+    episodes = cfg.algorithm.filter.most(rollout.groups, len(cfg.envs)) * samples
     contexts = 1 if rollout.context == "full" else cfg.protocol.max_turns
     share = episodes * contexts * row // (cfg.algorithm.minibatches * processes)
     cap = max(row, min(share, MOST_TOKENS["cuda" if cuda else "cpu"]))

@@ -1,4 +1,4 @@
-"""How does a model live through episodes?  Worlds speak text, models speak tokens; here they take turns.
+"""How does a model live through episodes?  Environments speak text, models speak tokens; here they take turns.
 
 Token in, token out: what was sampled stands in every later context as the ids that were sampled; nothing the model
 wrote is ever tokenised again. A turn is trained under exactly the context it was sampled under:
@@ -25,7 +25,7 @@ from posttrain.sampler import Sampler, Turn, open_engine
 from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError, address
 
 Context = Literal["full", "last_k", "single_turn"]
-RAISED = (Exception, SystemExit)  # what a world can do that ends its own episode alone
+RAISED = (Exception, SystemExit)  # what an environment can do that ends its own episode alone
 MOST_PAID = 1e100  # in an episode; squares of more are no numbers
 
 
@@ -61,14 +61,14 @@ def complete(
 
 
 def set_up(
-    world: TextEnv, protocol: Protocol, seed: int, split: str, noise_seed: int | None = None
+    env: TextEnv, protocol: Protocol, seed: int, split: str, noise_seed: int | None = None
 ) -> Episode | Trajectory:
-    """An episode in its first state; or, of a world that raised on the way there, the record of that."""
+    """An episode in its first state; or, of an environment that raised on the way there, the record of that."""
     try:
-        return Episode(world, protocol, seed, split, noise_seed)
+        return Episode(env, protocol, seed, split, noise_seed)
     except RAISED as error:  # it is counted and teaches nothing, as if it had raised later
         crashed = f"{type(error).__name__}: {error}"
-        return Trajectory(world=world.name, level_seed=seed, noise_seed=noise_seed, crashed=crashed)
+        return Trajectory(env=env.name, level_seed=seed, noise_seed=noise_seed, crashed=crashed)
 
 
 def play(
@@ -87,9 +87,9 @@ def play(
     """Play every episode to its end, at most `slots` at a time; a finished one makes room for a waiting one at once.
 
     An episode is truncated where even the system message and the current turn do not fit into `max_context`. One whose
-    first turn does not is a crash like that of a world, and a UserError where it is so with all of them. A world that
-    raises ends its own episode (`crashed` says how) and no other; what `set_up` recorded instead of an episode comes
-    back as it is. `context_turns` is k, see the top of this file.
+    first turn does not is a crash like that of an environment, and a UserError where it is so with all of them. An
+    environment that raises ends its own episode (`crashed` says how) and no other; what `set_up` recorded instead of an
+    episode comes back as it is. `context_turns` is k, see the top of this file.
     """
     room = math.inf if max_context is None else max_context - params.max_new_tokens
     games = {i: Game(chat, episode) for i, episode in enumerate(episodes) if isinstance(episode, Episode)}
@@ -155,7 +155,7 @@ class Game:
         self.coming: list[int] = []  # what stands between the last turn and the next one
         self.opening = chat.content_ids(episode.protocol.opening) if episode.protocol.opening else []
         self.trajectory = Trajectory(
-            world=episode.env.name,
+            env=episode.env.name,
             level_key=episode.level_key,
             level_seed=episode.seed,
             noise_seed=episode.noise_seed,
@@ -212,7 +212,7 @@ class Game:
             length = len(self.prompt(0, context))
             self.too_long, self.trajectory.truncated = True, False
             self.trajectory.crashed = f"The first prompt of {self.episode.env.name} takes {length} tokens"
-        except RAISED as error:  # a world may say anything, even no text
+        except RAISED as error:  # an environment may say anything, even no text
             self.trajectory.crashed = f"{type(error).__name__}: {error}"
         self.finish()
         return False
@@ -222,7 +222,7 @@ class Game:
         return self.chat.decode([*self.opening, *written])
 
     def take_turn(self, completion: Completion) -> bool:
-        """Record what was sampled and let the world answer; False when the episode is over."""
+        """Record what was sampled and let the environment answer; False when the episode is over."""
         trajectory = self.trajectory
         self.segment.write(trajectory.turns, completion, len(self.opening))
         self.said.append(completion)
@@ -235,11 +235,11 @@ class Game:
             hash(found)
             turn = self.episode.step(self.text(written))
             if not abs(sum(trajectory.turn_rewards) + turn.reward) < MOST_PAID:
-                raise ValueError(f"the world paid {turn.reward}")
+                raise ValueError(f"the environment paid {turn.reward}")
             if not turn.done:
                 self.coming = self.reply(turn.user or "", completion)
             key, reward, penalty, over = found, turn.reward, turn.penalty, turn.done
-        except RAISED as error:  # a world may raise or say anything; its episode ends, is counted, teaches nothing
+        except RAISED as error:  # it may raise or say anything; its episode ends, is counted, teaches nothing
             trajectory.crashed = f"{type(error).__name__}: {error}"
         trajectory.state_keys.append(key)
         trajectory.turn_rewards.append(reward)

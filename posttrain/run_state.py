@@ -51,7 +51,7 @@ class RunState:
     @classmethod
     def start(cls, cfg: StarPORun, plan: dict[str, Any] | None = None) -> RunState:
         coef = cfg.algorithm.entropy_coef
-        return cls(entropy_coef=coef, entropy_bonus=coef, curriculum=curriculum.start(cfg.worlds), plan=plan or {})
+        return cls(entropy_coef=coef, entropy_bonus=coef, curriculum=curriculum.start(cfg.envs), plan=plan or {})
 
     def forget_best(self) -> None:
         """The policy of this step stands in for a best that is damaged: any evaluation is better."""

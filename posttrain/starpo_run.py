@@ -51,7 +51,7 @@ def begin(cfg: StarPORun, *, resume: bool, data_sets: list[str]) -> Begun:
     settings, out = cfg.model_dump(mode="json"), Path(cfg.output_dir)
     if runlog.is_main_process():
         curriculum.check_environments(cfg)
-        played = curriculum.environments_of_groups(cfg.worlds, cfg.rollout.groups, 1)
+        played = curriculum.environments_of_groups(cfg.envs, cfg.rollout.groups, 1)
         runlog.say(reward_table(cfg, played))
         preflight(cfg, resume=resume, data_sets=data_sets)
         if resume:
@@ -100,7 +100,7 @@ def check_rewards(cfg: StarPORun, played: Sequence[Trajectory]) -> None:
     negative = [t for t in played if t.reward < 0]
     if cfg.algorithm.advantage == "maxrl" and negative:
         raise UserError(
-            f"An episode of {negative[0].world} had the reward {negative[0].reward:g}, and maxrl divides by the mean"
+            f"An episode of {negative[0].env} had the reward {negative[0].reward:g}, and maxrl divides by the mean"
             " reward of a group: play environments whose rewards are 0 or more (sokoban: options: {reward: sparse}), or"
             " take another algorithm.advantage."
         )
@@ -168,7 +168,7 @@ def export(begun: Begun, learner: Learner, chat: Chat, state: RunState, row: dic
     broken: why the last policy is not healthy, "" where it is.
     """
     cfg, split, levels = begun.cfg, begun.cfg.evaluation.final_split, begun.cfg.evaluation.final_episodes
-    shares = {env.name: [row[f"final/{env.name}/{key}"] for key in ("success", "low", "high")] for env in cfg.worlds}
+    shares = {env.name: [row[f"final/{env.name}/{key}"] for key in ("success", "low", "high")] for env in cfg.envs}
     results = [
         model_card.Result(f"{name}, {split} levels: success", success, levels, low, high)
         for name, (success, low, high) in shares.items()
@@ -190,4 +190,4 @@ def export(begun: Begun, learner: Learner, chat: Chat, state: RunState, row: dic
     print(f"Handed over: {final}  (curves: {begun.out / 'metrics.jsonl'})")
     if not broken:
         chat_with_it = f"inference_with_improved_settings.py model.name_or_path={final}"
-        print(f"Next: python {chat_with_it} --play {cfg.worlds[0].name}")
+        print(f"Next: python {chat_with_it} --play {cfg.envs[0].name}")

@@ -59,7 +59,7 @@ class Completion:
 class Segment:
     """One context as the model saw it, and the turns that were sampled in it.
 
-    Example, a prompt P of 3 tokens, an answer of 2, the world's reply of 2, a forced opening tag F, an answer of 1:
+    Example, a prompt P of 3 tokens, an answer of 2, the reply of 2, a forced opening tag F, an answer of 1:
         ids           [p, p, p, a, a, e, e, f, a]
         mask          [0, 0, 0, 1, 1, 0, 0, 0, 1]   True exactly on tokens sampled here, the stop token included
         logprobs      [0, 0, 0, x, x, 0, 0, 0, x]   the sampler's natural logs, 0 elsewhere
@@ -106,15 +106,16 @@ class Segment:
 
 @dataclass
 class Trajectory:
-    """One episode: the contexts in which its turns were sampled, and what the world said to each turn.
+    """One episode: the contexts in which its turns were sampled, and what the environment said to each turn.
 
-    Per turn: `turn_rewards` (what the world paid), `turn_penalties` (for the format), `state_keys` (the exact state it
-    was answered in) and `observations` (the same state as text). The turns of all segments, one after another, are the
-    turns of the episode in order, so with the whole history in sight there is one segment. An episode whose world
-    raised before its first turn has none.
-    `terminated`: the world ended. `truncated`: a limit ended it. `crashed`: the world raised (never a zero reward).
-    `dropped_turns`: earlier turns that left the context for want of room. `stage`: of its world's curriculum.
-    `seed` addresses what was sampled, `level_seed` and `noise_seed` what the world did.
+    Per turn: `turn_rewards` (what the environment paid), `turn_penalties` (for the format), `state_keys` (the exact
+    state it was answered in) and `observations` (the same state as text). The turns of all segments, one after another,
+    are the turns of the episode in order, so with the whole history in sight there is one segment. An episode whose
+    environment raised before its first turn has none.
+    `terminated`: the environment ended. `truncated`: a limit ended it. `crashed`: the environment raised (never a
+    zero reward).
+    `dropped_turns`: earlier turns that left the context for want of room. `stage`: of its environment's curriculum.
+    `seed` addresses what was sampled, `level_seed` and `noise_seed` what the environment did.
     """
 
     segments: list[Segment] = field(default_factory=list)
@@ -122,7 +123,7 @@ class Trajectory:
     turn_penalties: list[float] = field(default_factory=list)
     state_keys: list[str] = field(default_factory=list)
     observations: list[str] = field(default_factory=list)
-    world: str = ""
+    env: str = ""
     level_key: str = ""
     level_seed: int = 0
     noise_seed: int | None = None

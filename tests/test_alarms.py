@@ -160,7 +160,7 @@ def test_harder_levels_of_a_curriculum_are_no_loss() -> None:
     assert names(repeat(HEALTHY | hard, 20) + repeat(HEALTHY | fallen, 20)) == ["success_drop"]
 
 
-def test_a_world_of_a_curriculum_that_is_not_played_in_every_step_silences_nothing() -> None:
+def test_an_environment_of_a_curriculum_that_is_not_played_in_every_step_silences_nothing() -> None:
     fallen = HEALTHY | {"rollout/in_group_std": 0.01, "rollout/success": 0.02}
     often = repeat(HEALTHY, 20) + repeat(fallen, 20)
     now_and_then = [row | ({"rollout/sokoban/stage": 0} if n % 2 else {}) for n, row in enumerate(often)]

@@ -117,7 +117,7 @@ def test_both_updates_have_the_same_gradient(rollout):
 
 
 def test_the_episodes_of_trl_are_ours(rollout, tiny_chat):
-    cfg = resolve(StarPORun, FILE.parent.parent / "configs/quickstart/phase3_starpo.yaml", ["worlds=[frozen_lake]"])
+    cfg = resolve(StarPORun, FILE.parent.parent / "configs/quickstart/phase3_starpo.yaml", ["envs=[frozen_lake]"])
     levels, actions = [address("level", n) for n in range(40)], envs.make("frozen_lake").actions or ()
 
     def write(context):
@@ -233,7 +233,7 @@ def test_scaling_plays_what_a_point_says(rollout):
 def test_both_runs_to_the_target_pay_for_training_alone(rollout, monkeypatch):
     target = loaded(FILE.parent / "long" / "target.py")
     small = ["rollout={groups: 4, num_generations: 2, max_completion_length: 3}", "protocol.max_turns=2"]
-    small += ["worlds=[frozen_lake]", "evaluation={every: 2, episodes: 2}", "algorithm.minibatches=2"]
+    small += ["envs=[frozen_lake]", "evaluation={every: 2, episodes: 2}", "algorithm.minibatches=2"]
     cfg = resolve(StarPORun, target.CONFIG, [*small, "trainer.max_steps=6", "trainer.warmup_steps=3"])
     chat, rates, clock = rollout._measure.words(512), [], [0.0]
     honest, score = target._measure.grpo_trainer, target.phase3.score_and_filter
@@ -444,17 +444,17 @@ def test_phases_do_the_same_work_as_trl_and_read_less_padding(rollout, tmp_path,
             phases.require_equal_work("dpo", changed, "cpu")
 
 
-def test_worlds_are_timed_beside_the_games_they_are_made_of(rollout, tmp_path, monkeypatch, capsys):
-    worlds = loaded(FILE.parent / "worlds.py")
+def test_environments_are_timed_beside_the_games_they_are_made_of(rollout, tmp_path, monkeypatch, capsys):
+    environments = loaded(FILE.parent / "envs.py")
     sizes = ["--levels", "3", "--steps", "20", "--repeats", "2"]
-    monkeypatch.setattr(sys, "argv", ["worlds.py", *sizes, "--json", str(tmp_path / "figures.json")])
+    monkeypatch.setattr(sys, "argv", ["envs.py", *sizes, "--json", str(tmp_path / "figures.json")])
     try:
-        worlds.main()
+        environments.main()
     finally:
         sys.modules.pop("pkg_resources", None)  # which gym-sokoban asks for
     rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
-    assert [(row["world"], row["what"], row["count"]) for row in rows] == [
-        (world, what, count) for world in ("frozen_lake", "sokoban") for what, count in (("levels", 3), ("steps", 20))
+    assert [(row["env"], row["what"], row["count"]) for row in rows] == [
+        (env, what, count) for env in ("frozen_lake", "sokoban") for what, count in (("levels", 3), ("steps", 20))
     ]
     assert all(len(row["seconds"]) == 2 and "ours" in row["seconds"] for row in rows)
     assert capsys.readouterr().out.count("\n| ") == 2 + len(rows)
@@ -463,10 +463,10 @@ def test_worlds_are_timed_beside_the_games_they_are_made_of(rollout, tmp_path, m
 def test_every_arm_of_the_learning_benchmark_is_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     learning = loaded(FILE.parent / "long" / "learning.py")
     for arm, changes in learning.ARMS.items():
-        for world in learning.WORLDS.values():
-            cfg = resolve(StarPORun, learning.CONFIG, [*learning.SMALL, *changes, world])
+        for env in learning.ENVS.values():
+            cfg = resolve(StarPORun, learning.CONFIG, [*learning.SMALL, *changes, env])
             assert cfg.algorithm.critical == (arm in ("starpo-s", "ppo", "bilevel-gae"))
-    row = {"world": "sokoban", "arm": "ppo", "before": 0.2, "after": 0.4, "low": 0.3, "high": 0.5, "minutes": 2.0}
+    row = {"env": "sokoban", "arm": "ppo", "before": 0.2, "after": 0.4, "low": 0.3, "high": 0.5, "minutes": 2.0}
     row["reward"] = [n / 20 for n in range(20)]
     cheap = row | {"arm": "grpo", "seed": 0, "minutes": 1.0}
     learning.show([row | {"seed": 1}, row | {"seed": 0, "after": 0.6}, cheap])
@@ -483,7 +483,7 @@ def test_the_tables_of_the_learning_benchmark_are_those_of_its_rows(
     monkeypatch.setattr(sys, "argv", ["learning.py", "--table", str(folder / "results" / "learning.jsonl")])
     learning.main()
     text = (folder / "README.md").read_text(encoding="utf-8")
-    for part in capsys.readouterr().out.split("| world | algorithm | seed |"):
+    for part in capsys.readouterr().out.split("| environment | algorithm | seed |"):
         assert part.strip() in text
 
 
@@ -507,7 +507,7 @@ def test_what_came_first_in_a_collapse(capsys: pytest.CaptureFixture[str]) -> No
     learning = loaded(FILE.parent / "long" / "learning.py")
     spread = [0.4] * 10 + [0.1] * 20
     reward = [0.5] * 20 + [0.1] * 10
-    row = {"world": "sokoban", "arm": "bonus", "seed": 3, "std": spread, "reward": reward}
+    row = {"env": "sokoban", "arm": "bonus", "seed": 3, "std": spread, "reward": reward}
     row |= {"alarms": ["step 17: one", "step 14: another"]}
     steady = row | {"std": [0.4] * 30, "reward": [0.5] * 30}
     rising = row | {"reward": [n / 30 - 1 for n in range(30)], "alarms": []}

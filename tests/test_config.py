@@ -34,7 +34,7 @@ RUNS: dict[str, Any] = {
     "evaluate": EvaluateRun,
     "chat": ChatRun,
 }
-FOLDERS = {"worlds": StarPORun, "models": StarPORun}
+FOLDERS = {"envs": StarPORun, "models": StarPORun}
 SCRIPTS = {
     "train_phase1_sft": "phase1_sft",
     "train_phase2_dpo": "phase2_dpo",
@@ -96,21 +96,21 @@ def test_every_file_says_what_it_is_written_for(file):
 
 
 @pytest.mark.parametrize("file", RUN_FILES, ids=named)
-def test_the_worlds_a_file_names_exist_and_take_its_options(file):
+def test_the_environments_a_file_names_exist_and_take_its_options(file):
     cfg = config.resolve(schema_of(file), file)
-    worlds = getattr(cfg, "worlds", None) or []
-    if isinstance(cfg, EvaluateRun) and cfg.suites.worlds:
-        worlds = cfg.suites.worlds.worlds
-    for world in worlds:
-        assert envs.make(world.name, **world.options).name == world.name
+    played = getattr(cfg, "envs", None) or []
+    if isinstance(cfg, EvaluateRun) and cfg.suites.envs:
+        played = cfg.suites.envs.envs
+    for env in played:
+        assert envs.make(env.name, **env.options).name == env.name
     for source in cfg.data.sources if isinstance(cfg, SFTRun) else []:
-        assert set(source.worlds or []) <= set(envs.names())
+        assert set(source.envs or []) <= set(envs.names())
 
 
-def test_every_world_has_a_file_that_writes_out_its_options():
+def test_every_environment_has_a_file_that_writes_out_its_options():
     for name in envs.names():
-        (world,) = config.resolve(StarPORun, ROOT / "configs" / "worlds" / f"{name}.yaml").worlds
-        assert world.name == name and world.options
+        (env,) = config.resolve(StarPORun, ROOT / "configs" / "envs" / f"{name}.yaml").envs
+        assert env.name == name and env.options
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file.parent.name == "accelerate"], ids=named)
@@ -323,7 +323,7 @@ def test_every_preset_can_be_chosen(file):
     published = read_yaml(file)
     assert published["trainer"]["learning_rate"] is None
     published["trainer"]["learning_rate"] = 1e-6  # of model.tuning: full
-    for run in ("phase3_starpo.yaml", "worlds/frozen_lake.yaml", "quickstart/phase3_starpo.yaml"):
+    for run in ("phase3_starpo.yaml", "environments/frozen_lake.yaml", "quickstart/phase3_starpo.yaml"):
         cfg = config.resolve(
             StarPORun, ROOT / "configs" / run, ["trainer.max_steps=3", f"algorithm.preset={file.stem}"]
         )
@@ -338,9 +338,9 @@ def test_every_preset_can_be_chosen(file):
                     assert found[section][key] == value, (run, section, key)
 
 
-def test_a_world_may_be_its_name_alone(tmp_path):
-    file = ROOT / "configs" / "worlds" / "sokoban.yaml"
-    assert config.resolve(StarPORun, file, ["worlds=[sokoban]"]).worlds == [config.TrainingWorld(name="sokoban")]
+def test_an_environment_may_be_its_name_alone(tmp_path):
+    file = ROOT / "configs" / "envs" / "sokoban.yaml"
+    assert config.resolve(StarPORun, file, ["envs=[sokoban]"]).envs == [config.TrainingEnv(name="sokoban")]
 
 
 # ---------------------------------------------------------------------------------------------------------- mistakes
@@ -407,7 +407,7 @@ def test_all_mistakes_come_at_once_with_their_paths(tmp_path):
         ("model.trust_remote_code=true", "write the 40-digit commit"),
         ("data.sources.0.kind=ultrafeedback", "this phase reads openmathinstruct, capybara, messages, demonstrations"),
         ("data.sources.0.code=mask", "`code` belongs to the kind openmathinstruct, not to capybara"),
-        ("data.sources.0.kind=demonstrations", "name the worlds that are demonstrated"),
+        ("data.sources.0.kind=demonstrations", "name the environments that are demonstrated"),
         ("trainer.output_dir=x", "it is the key `output_dir` at the top level"),
         ("trainer.max_length=5", "it is `data.max_length`"),
         ("seed=-1", "seed (on the command line): should be greater than or equal to 0, but is -1"),
@@ -439,7 +439,7 @@ def test_a_mistake_names_its_remedy(tmp_path, change, remedy):
     [
         ("rollout.groups=999999999999999999999", "rollout.groups (on the command line): should be less than or equal"),
         ("rollout={groups: 65536, num_generations: 64}", "4194304 episodes in a step: at most 1048576"),
-        ("worlds.0.options={size: 1.0e+300}", "'size' should be at most 1e+30"),
+        ("envs.0.options={size: 1.0e+300}", "'size' should be at most 1e+30"),
         (
             "algorithm.preset=starpos",
             "there is no preset `starpos`, only gigpo, ragen2, starpo, starpo-s; did you mean",
@@ -500,24 +500,24 @@ def test_a_mistake_names_its_remedy(tmp_path, change, remedy):
         ("algorithm.filter={strategy: top_p, value: 0.9, metric: reward}", "write top_p_softmax"),
         ("protocol.action_sep=' '", "protocol.action_sep"),
         ("evaluation.final_split=validation", "`final_split` must be another one"),
-        ("worlds=[{name: sokoban, groups: 4, weight: 2}]", "write one of them"),
+        ("envs=[{name: sokoban, groups: 4, weight: 2}]", "write one of them"),
         ("rollout.max_completion_length=4096", "must be smaller than max_context"),
         ("rollout.num_generations=1", "`rollout.num_generations: 1` makes groups of one: play at least 2"),
-        ("worlds=[]", "worlds (on the command line): must not be empty"),
-        ("worlds=[sokoban, sokoban]", "worlds has sokoban twice"),
+        ("envs=[]", "environments (on the command line): must not be empty"),
+        ("envs=[sokoban, sokoban]", "environments has sokoban twice"),
         ("rollout.context_turns=3", "context is full: leave it out or change context"),
         ("rollout.context=last_k", "write context_turns, how many turns it shows"),
         ("rollout.context=single_turn", "write context_turns, how many turns it shows"),
         ("rollout.context=last", "did you mean `last_k`?"),
-        ("worlds.0.curriculum=[{}]", "two stages or more"),
-        ("worlds.0.curriculum=[{from_step: 2}, {from_step: 3}]", "curriculum.0 is there from the start"),
-        ("worlds.0.curriculum=[{}, {max_turns: 3}]", "curriculum.1 never begins: write its from_step or success"),
-        ("worlds.0.curriculum=[{}, {from_step: 3, success: 0.5}]", "two ways into a stage"),
-        ("worlds.0.curriculum=[{}, {from_step: 3, success_steps: 4}]", "and there is no success"),
-        ("worlds.0.curriculum=[{}, {from_step: 5}, {from_step: 5}]", "one after the other, not at the steps [5, 5]"),
-        ("worlds.0.curriculum=[{}, {from_step: 9999}]", "begins at step 9999, after the last one"),
-        ("worlds.0.curriculum=[{}, {success: 1.5}]", "worlds.0.curriculum.1.success (on the command line): should be"),
-        ("worlds.0.curriculum=[{}, {from: 3}]", "worlds.0.curriculum.1.from (on the command line): unknown key"),
+        ("envs.0.curriculum=[{}]", "two stages or more"),
+        ("envs.0.curriculum=[{from_step: 2}, {from_step: 3}]", "curriculum.0 is there from the start"),
+        ("envs.0.curriculum=[{}, {max_turns: 3}]", "curriculum.1 never begins: write its from_step or success"),
+        ("envs.0.curriculum=[{}, {from_step: 3, success: 0.5}]", "two ways into a stage"),
+        ("envs.0.curriculum=[{}, {from_step: 3, success_steps: 4}]", "and there is no success"),
+        ("envs.0.curriculum=[{}, {from_step: 5}, {from_step: 5}]", "one after the other, not at the steps [5, 5]"),
+        ("envs.0.curriculum=[{}, {from_step: 9999}]", "begins at step 9999, after the last one"),
+        ("envs.0.curriculum=[{}, {success: 1.5}]", "envs.0.curriculum.1.success (on the command line): should be"),
+        ("envs.0.curriculum=[{}, {from: 3}]", "envs.0.curriculum.1.from (on the command line): unknown key"),
         ("trainer.lerning_rate=1", "did you mean `learning_rate`?"),
         ("lerning_rate=1", "did you mean `trainer.learning_rate`?"),  # not the critic's
         ("model.dtype=bfloat16", "an update is smaller than the gap to the next such number. Leave model.dtype out"),
@@ -643,8 +643,8 @@ def test_what_a_preset_or_a_default_says_is_never_refused(changes, tmp_path):
     "change, remedy",
     [
         ("suites.math.settings=[gready]", "suites.math names the setting `gready`, not in greedy, t05, chat"),
-        ("suites.worlds.context_turns=2", "suites.worlds: context_turns counts the turns of last_k and single_turn"),
-        ("suites.worlds.worlds.0.curriculum=[]", "unknown key"),
+        ("suites.envs.context_turns=2", "suites.envs: context_turns counts the turns of last_k and single_turn"),
+        ("suites.envs.envs.0.curriculum=[]", "unknown key"),
         ("suites.recall.headline=none", "suites.recall names the setting `none`"),
         ("suites.preferences.reference=phase9", "suites.preferences.reference is `phase9`, not in base, phase1"),
         ("checkpoints={}", "checkpoints (on the command line): must not be empty"),
@@ -817,7 +817,7 @@ def test_help_shows_sections_and_fields(capsys):
     said = capsys.readouterr().out
     assert left.value.code == 0
     assert "  rollout:  how episodes are sampled\n    groups: whole number  P: levels played in one step [32]\n" in said
-    assert "configs/phase3_starpo.yaml" in said and "  worlds: (list)  " in said
+    assert "configs/phase3_starpo.yaml" in said and "  envs: (list)  " in said
 
 
 SLOW_PACKAGES = ("torch", "transformers", "trl", "datasets", "gymnasium")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.protocol import Protocol
-from posttrain.config import StageSection, StarPORun, TrainingWorld
+from posttrain.config import StageSection, StarPORun, TrainingEnv
 from posttrain.curriculum import TARGET, Place, advance, after_step, conditions, start
 from posttrain.types import Trajectory
 
@@ -57,7 +57,7 @@ def test_stages_follow_the_slow_reference_and_survive_json(later, history):
 
 
 def test_a_stage_changes_options_and_turns_and_the_last_one_is_the_target():
-    world = TrainingWorld(
+    env = TrainingEnv(
         name="sokoban",
         options={"size": 6, "boxes": 2},
         curriculum=[
@@ -70,37 +70,37 @@ def test_a_stage_changes_options_and_turns_and_the_last_one_is_the_target():
         {
             "output_dir": "unused",
             "model": {"name_or_path": "unused"},
-            "worlds": ["frozen_lake"],
+            "envs": ["frozen_lake"],
             "protocol": {"max_turns": 7},
         }
     )
     protocol = Protocol(**cfg.protocol.model_dump())
     assert protocol.max_turns == 7
-    assert conditions(cfg, world, 0) == ({"size": 6, "boxes": 1, "max_length": 2}, replace(protocol, max_turns=3))
-    assert conditions(cfg, world, 1) == ({"size": 6, "boxes": 1}, protocol)
-    assert conditions(cfg, world, TARGET) == conditions(cfg, world, 2) == (world.options, protocol)
-    plain = TrainingWorld(name="frozen_lake", options={"size": 3})
+    assert conditions(cfg, env, 0) == ({"size": 6, "boxes": 1, "max_length": 2}, replace(protocol, max_turns=3))
+    assert conditions(cfg, env, 1) == ({"size": 6, "boxes": 1}, protocol)
+    assert conditions(cfg, env, TARGET) == conditions(cfg, env, 2) == (env.options, protocol)
+    plain = TrainingEnv(name="frozen_lake", options={"size": 3})
     assert conditions(cfg, plain, 0) == conditions(cfg, plain, TARGET) == (plain.options, protocol)
-    assert start([world, plain]) == {"sokoban": {"stage": 0, "successes": []}}
+    assert start([env, plain]) == {"sokoban": {"stage": 0, "successes": []}}
 
 
 def test_only_the_own_episodes_count_and_crashed_ones_do_not():
     stages = [StageSection(), StageSection(success=0.75, success_steps=2)]
-    worlds = [TrainingWorld(name=name, curriculum=stages) for name in ("frozen_lake", "sokoban")]
+    environments = [TrainingEnv(name=name, curriculum=stages) for name in ("frozen_lake", "sokoban")]
     played = [
-        Trajectory(world="frozen_lake", success=True),
-        Trajectory(world="frozen_lake", success=False),
-        Trajectory(world="sokoban", success=True),
-        Trajectory(world="sokoban", success=False, crashed="OSError: no"),
+        Trajectory(env="frozen_lake", success=True),
+        Trajectory(env="frozen_lake", success=False),
+        Trajectory(env="sokoban", success=True),
+        Trajectory(env="sokoban", success=False, crashed="OSError: no"),
     ]
-    before = start(worlds)
-    places = after_step(worlds, before, played, 1)
+    before = start(environments)
+    places = after_step(environments, before, played, 1)
     assert places == {"frozen_lake": {"stage": 0, "successes": [0.5]}, "sokoban": {"stage": 0, "successes": [1.0]}}
-    assert before == start(worlds)
-    places = after_step(worlds, places, played[:3], 2)
+    assert before == start(environments)
+    places = after_step(environments, places, played[:3], 2)
     assert places["frozen_lake"] == {"stage": 0, "successes": [0.5, 0.5]}
     assert places["sokoban"] == {"stage": 1, "successes": []}
-    assert after_step(worlds, places, [], 3) == places
+    assert after_step(environments, places, [], 3) == places
 
 
 def test_success_is_measured_over_five_steps_unless_told():

@@ -774,7 +774,7 @@ def test_any_thirteen_words_in_a_row_are_enough(question: list[str], data: st.Da
 EMBEDDED_SOURCES = [
     Source(kind="openmathinstruct", path="embedded", rows=400),
     Source(kind="capybara", path="embedded", rows=600),
-    Source(kind="demonstrations", path="embedded", rows=6, worlds=["frozen_lake", "sokoban"]),
+    Source(kind="demonstrations", path="embedded", rows=6, envs=["frozen_lake", "sokoban"]),
 ]
 
 
@@ -1098,7 +1098,7 @@ def test_rows_that_are_all_masked_do_not_start(
     [
         (Source(kind="capybara", path="embedded"), "write rows"),
         (Source(kind="messages", path="embedded", rows=5), "no embedded data of the kind messages"),
-        (Source(kind="demonstrations", path="embedded", rows=5, worlds=["frozen_lak"]), "frozen_lake"),
+        (Source(kind="demonstrations", path="embedded", rows=5, envs=["frozen_lak"]), "frozen_lake"),
     ],
 )
 def test_embedded_data_that_does_not_exist(tiny_chat: Chat, source: Source, part: str) -> None:

@@ -36,7 +36,7 @@ def sentences(answer: str) -> list[str]:
 
 
 def pairs_of(kind: str) -> list[dict]:
-    marks = {"\\boxed": "math", "<answer>": "world"}
+    marks = {"\\boxed": "math", "<answer>": "env"}
     said = [(row, row["chosen"][-1]["content"]) for row in embedded.preference_pairs(N, 0)]
     return [row for row, text in said if next((k for mark, k in marks.items() if mark in text), "repetition") == kind]
 
@@ -74,10 +74,10 @@ def test_a_row_depends_on_seed_and_place_only(generate):
 
 
 def test_demonstrations_are_addressed_and_in_turn():
-    worlds = ["frozen_lake", "sokoban"]
-    rows = list(embedded.demonstrations(worlds, 8, 0))
-    assert [row["world"] for row in rows] == worlds * 4
-    assert rows[:3] == list(embedded.demonstrations(worlds, 3, 0))
+    environments = ["frozen_lake", "sokoban"]
+    rows = list(embedded.demonstrations(environments, 8, 0))
+    assert [row["env"] for row in rows] == environments * 4
+    assert rows[:3] == list(embedded.demonstrations(environments, 3, 0))
     assert len({users(row["messages"]) for row in rows}) == 8
 
 
@@ -166,10 +166,10 @@ def test_math_pairs_are_right_and_wrong():
         assert row["score_chosen"] > row["score_rejected"]
 
 
-def test_world_pairs_keep_and_break_the_form():
+def test_environment_pairs_keep_and_break_the_form():
     from envs.protocol import Protocol, parse
 
-    pairs = pairs_of("world")
+    pairs = pairs_of("env")
     assert len(pairs) > N / 15
     for row in pairs:
         assert row["chosen"][:-1] == row["rejected"][:-1]
@@ -275,7 +275,7 @@ def test_the_real_filters_leave_most_of_it(chat):
         sources=[
             Source(kind="openmathinstruct", path="embedded", rows=200),
             Source(kind="capybara", path="embedded", rows=200),
-            Source(kind="demonstrations", path="embedded", rows=20, worlds=["frozen_lake"]),
+            Source(kind="demonstrations", path="embedded", rows=20, envs=["frozen_lake"]),
         ],
         max_length=1024,
     )

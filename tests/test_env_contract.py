@@ -279,11 +279,11 @@ def test_demonstrations_fall_back_to_what_there_is(register):
     (row,) = embedded.demonstrations(["say"], 1, 0, answers_only=1.0)
     assert row["messages"][2]["content"] == "<think></think><answer>go 2</answer>"
     assert row["messages"][2]["mask_spans"] == [[0, len("<think></think>")]]
-    source = Source(kind="demonstrations", path="embedded", rows=2, worlds=["walk"])
-    with pytest.raises(UserError, match=r"data.sources.0.worlds: Nobody can demonstrate the environment walk.*players"):
+    source = Source(kind="demonstrations", path="embedded", rows=2, envs=["walk"])
+    with pytest.raises(UserError, match=r"data.sources.0.envs: Nobody can demonstrate the environment walk.*players"):
         list(reading._generated(source, "data.sources.0", 0))
     register(variant(Say, step=lambda self, action: {}["no"]))
-    source = Source(kind="demonstrations", path="embedded", rows=2, worlds=["say"])
+    source = Source(kind="demonstrations", path="embedded", rows=2, envs=["say"])
     with pytest.raises(UserError, match=r"raised KeyError: 'no'.*envs\.check"):
         list(reading._generated(source, "data.sources.0", 0))
 
@@ -295,9 +295,9 @@ def test_a_model_is_compared_with_the_players_that_are_there(register):
 
     register(Say)
     register(Walk)
-    world = {"worlds": [SimpleNamespace(name=name, options={}) for name in ("walk", "say")]}
-    suite = SimpleNamespace(protocol=Protocol(), split="test", **world)
-    cfg: Any = SimpleNamespace(suites=SimpleNamespace(worlds=suite))
+    env = {"envs": [SimpleNamespace(name=name, options={}) for name in ("walk", "say")]}
+    suite = SimpleNamespace(protocol=Protocol(), split="test", **env)
+    cfg: Any = SimpleNamespace(suites=SimpleNamespace(envs=suite))
     task: Any = SimpleNamespace(part="walk", items=[{"seed": seed} for seed in range(5)])
     assert set(play_baselines(cfg, task)) == {"random"}
     task.part = "say"

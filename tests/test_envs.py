@@ -28,16 +28,16 @@ ROOT = Path(__file__).parents[1]
 ENVS = ("frozen_lake", "sokoban")
 
 
-def wander(world, steps: int, seed: int = 0):
+def wander(env, steps: int, seed: int = 0):
     """Observations along a random walk that starts a new level whenever one ends."""
     rng = np.random.default_rng(seed)
-    observation, _ = world.reset(seed=seed)
+    observation, _ = env.reset(seed=seed)
     for step in range(steps):
         yield observation
-        observation, _, terminated, _, _ = world.step(world.actions[rng.integers(len(world.actions))])
+        observation, _, terminated, _, _ = env.step(env.actions[rng.integers(len(env.actions))])
         if terminated:
             yield observation
-            observation, _ = world.reset(seed=seed + step + 1)
+            observation, _ = env.reset(seed=seed + step + 1)
 
 
 def test_both_environments_are_there():
@@ -49,12 +49,12 @@ def test_both_environments_are_there():
 def test_gymnasiums_checker_has_nothing_to_say(name, observation):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        world = gymnasium.make(f"posttrain/{type(make(name)).__name__}-v0", observation=observation)
-        check_env(world.unwrapped)
-        observation_text, info = world.reset(seed=3)
-        for action in world.unwrapped.actions:
-            observation_text, _, terminated, truncated, info = world.step(action)
-            assert world.observation_space.contains(observation_text)
+        env = gymnasium.make(f"posttrain/{type(make(name)).__name__}-v0", observation=observation)
+        check_env(env.unwrapped)
+        observation_text, info = env.reset(seed=3)
+        for action in env.unwrapped.actions:
+            observation_text, _, terminated, truncated, info = env.step(action)
+            assert env.observation_space.contains(observation_text)
             assert {"success", "action_is_valid", "action_is_effective", "failure"} <= set(info)
             if terminated or truncated:
                 break
@@ -90,12 +90,12 @@ def test_an_environment_without_levels_says_so():
 
 @pytest.mark.parametrize("name", ENVS)
 def test_splits_are_disjoint_also_up_to_rotation_and_reflection(name):
-    world, keys = make(name), {}
+    env, keys = make(name), {}
     for split in SPLITS:
         for seed in range(150):
-            world.reset(seed=seed, options={"split": split})
-            assert split_by_hash(world.level_key()) == split
-            keys.setdefault(split, set()).add(world.level_key())
+            env.reset(seed=seed, options={"split": split})
+            assert split_by_hash(env.level_key()) == split
+            keys.setdefault(split, set()).add(env.level_key())
     assert not any(keys[a] & keys[b] for a, b in itertools.combinations(SPLITS, 2))
     assert all(len(found) > 60 for found in keys.values()), "a split must not be a handful of levels"
 
@@ -114,12 +114,12 @@ def test_canonical_knows_all_eight_images():
 
 @pytest.mark.parametrize("name", ENVS)
 def test_no_split_has_longer_levels_than_another(name):
-    world, means = make(name), []
+    env, means = make(name), []
     for split in SPLITS:
         lengths = []
         for seed in range(400):
-            world.reset(seed=seed, options={"split": split})
-            lengths.append(world.optimal_length())
+            env.reset(seed=seed, options={"split": split})
+            lengths.append(env.optimal_length())
         means.append((np.mean(lengths), np.std(lengths) / 20))
     for mean, error in means[1:]:
         assert abs(mean - means[0][0]) < 3.5 * np.hypot(error, means[0][1])
@@ -156,13 +156,13 @@ def test_levels_are_the_same_in_every_process(name):
 
 @pytest.mark.parametrize("name", ENVS)
 def test_an_unknown_action_changes_nothing(name):
-    world = make(name)
-    world.reset(seed=5)
-    before = world.state_key()
-    observation, _, terminated, truncated, info = world.step("fly")
-    assert world.state_key() == before and observation == world.observe()
+    env = make(name)
+    env.reset(seed=5)
+    before = env.state_key()
+    observation, _, terminated, truncated, info = env.step("fly")
+    assert env.state_key() == before and observation == env.observe()
     assert not (info["action_is_valid"] or info["action_is_effective"] or info["success"] or terminated or truncated)
-    assert world.step(f"  {world.actions[0].upper()} ")[4]["action_is_valid"], "case and blanks do not matter"
+    assert env.step(f"  {env.actions[0].upper()} ")[4]["action_is_valid"], "case and blanks do not matter"
 
 
 @pytest.mark.parametrize("name", ENVS)
@@ -170,12 +170,12 @@ def test_the_legend_follows_the_symbols(name):
     cells = sorted({"frozen_lake": frozen_lake.SYMBOLS, "sokoban": sokoban.SYMBOLS}[name])
     custom = {cell: f"{cell[0].upper()}{i}" for i, cell in enumerate(cells)}
     for observation in OBSERVATIONS:
-        world = make(name, observation=observation, symbols=custom)
-        texts = list(wander(world, 400))
+        env = make(name, observation=observation, symbols=custom)
+        texts = list(wander(env, 400))
         shown = {word for text in texts for word in text.split()} & set(custom.values())
         assert bool(shown) == (observation != "coordinates")
-        assert all(f" {symbol} " in world.rules() for symbol in shown)
-        assert all(world.observation_space.contains(text) for text in texts)
+        assert all(f" {symbol} " in env.rules() for symbol in shown)
+        assert all(env.observation_space.contains(text) for text in texts)
         defaults = set(make(name).symbols.values())
         assert not any(defaults & set(text.split()) for text in texts)
 
@@ -183,9 +183,9 @@ def test_the_legend_follows_the_symbols(name):
 @pytest.mark.parametrize("name", ENVS)
 def test_every_cell_symbol_is_explained_in_the_default_alphabet_too(name):
     for observation in ("grid", "both", "neighbours"):
-        world = make(name, observation=observation)
-        shown = {word for text in wander(world, 400) for word in text.split()} & set(world.symbols.values())
-        assert len(shown) > 2 and all(f" {symbol} " in world.rules() for symbol in shown)
+        env = make(name, observation=observation)
+        shown = {word for text in wander(env, 400) for word in text.split()} & set(env.symbols.values())
+        assert len(shown) > 2 and all(f" {symbol} " in env.rules() for symbol in shown)
 
 
 def test_observations_read_as_documented():
@@ -245,12 +245,12 @@ def test_the_text_for_people_is_the_grid_whatever_the_model_is_shown(name):
 
 @pytest.mark.parametrize("name", ENVS)
 def test_frames_are_pictures_of_the_state(name):
-    world = make(name, render_mode="rgb_array")
-    world.reset(seed=1)
-    before = world.render()
+    env = make(name, render_mode="rgb_array")
+    env.reset(seed=1)
+    before = env.render()
     assert before.dtype == np.uint8 and before.ndim == 3 and before.shape[2] == 3 and before.std() > 10
-    world.step(world.expert())
-    assert not np.array_equal(before, world.render())
+    env.step(env.expert())
+    assert not np.array_equal(before, env.render())
 
 
 # -- FrozenLake --------------------------------------------------------------------------------------------------------
@@ -268,58 +268,58 @@ def expectimax(table, cells: str, state: int, horizon: int) -> float:
 
 @pytest.mark.parametrize("chance", [1.0, 0.7, 1 / 3])
 def test_value_iteration_agrees_with_recursion_over_gymnasiums_table(chance):
-    world = make("frozen_lake", size=3, slippery=chance < 1, success_rate=chance)
+    env = make("frozen_lake", size=3, slippery=chance < 1, success_rate=chance)
     for seed in range(6):
-        world.reset(seed=seed)
-        table = FrozenLakeEnv(desc=list(world.level), is_slippery=chance < 1, success_rate=chance).P
+        env.reset(seed=seed)
+        table = FrozenLakeEnv(desc=list(env.level), is_slippery=chance < 1, success_rate=chance).P
         for horizon in range(4):
-            expected = expectimax(table, world.cells, world.position, horizon)
-            assert world.optimal_success(horizon) == pytest.approx(expected, abs=1e-12)
+            expected = expectimax(table, env.cells, env.position, horizon)
+            assert env.optimal_success(horizon) == pytest.approx(expected, abs=1e-12)
 
 
 def test_value_iteration_agrees_with_play():
-    world = make("frozen_lake", slippery=True, success_rate=0.6)
-    world.reset(seed=11)
-    promised, wins, games = world.optimal_success(6), 0, 1500
+    env = make("frozen_lake", slippery=True, success_rate=0.6)
+    env.reset(seed=11)
+    promised, wins, games = env.optimal_success(6), 0, 1500
     for game in range(games):
-        world.reset(seed=11, options={"noise_seed": game})
+        env.reset(seed=11, options={"noise_seed": game})
         for left in range(6, 0, -1):
-            if world.step(world.expert(horizon=left))[2]:
+            if env.step(env.expert(horizon=left))[2]:
                 break
-        wins += world.position == world.goal
+        wins += env.position == env.goal
     assert 0.1 < promised < 0.98
     assert abs(wins / games - promised) < 4 * np.sqrt(promised * (1 - promised) / games)
 
 
 def test_frozen_lake_levels_are_solvable_and_the_expert_takes_the_shortest_way():
-    world = make("frozen_lake")
+    env = make("frozen_lake")
     starts = set()
     for seed in range(100):
-        world.reset(seed=seed)
-        starts.add((world.position, world.goal))
-        length = world.optimal_length()
-        assert length > 0 and world.optimal_success(length) == 1 and world.optimal_success(length - 1) == 0
-        rewards = [world.step(world.expert())[1] for _ in range(length)]
+        env.reset(seed=seed)
+        starts.add((env.position, env.goal))
+        length = env.optimal_length()
+        assert length > 0 and env.optimal_success(length) == 1 and env.optimal_success(length - 1) == 0
+        rewards = [env.step(env.expert())[1] for _ in range(length)]
         assert rewards == [0.0] * (length - 1) + [1.0]
     assert len(starts) > 50
 
 
 def test_frozen_lake_corners_size_and_holes():
-    world = make("frozen_lake", size=6, corners=True)
-    world.reset(seed=2)
-    assert (world.position, world.goal) == (0, 35)
-    world.begin(("SH", "FG"))
-    world.side = 2
-    _, reward, terminated, truncated, info = world.step("Right")
+    env = make("frozen_lake", size=6, corners=True)
+    env.reset(seed=2)
+    assert (env.position, env.goal) == (0, 35)
+    env.begin(("SH", "FG"))
+    env.side = 2
+    _, reward, terminated, truncated, info = env.step("Right")
     assert (reward, terminated, truncated, info["failure"], info["success"]) == (0.0, True, False, "hole", False)
 
 
 def test_members_of_a_group_share_the_level_but_not_the_slips():
-    world = make("frozen_lake", slippery=True, success_rate=0.34)
+    env = make("frozen_lake", slippery=True, success_rate=0.34)
 
     def walk(noise_seed: int) -> tuple[str, ...]:
-        first, _ = world.reset(seed=4, options={"noise_seed": noise_seed})
-        return (first, world.level_key(), *(world.step(action)[0] for action in world.actions))
+        first, _ = env.reset(seed=4, options={"noise_seed": noise_seed})
+        return (first, env.level_key(), *(env.step(action)[0] for action in env.actions))
 
     walks = [walk(noise_seed) for noise_seed in range(8)]
     assert len({walk[:2] for walk in walks}) == 1
@@ -328,16 +328,16 @@ def test_members_of_a_group_share_the_level_but_not_the_slips():
 
 
 def test_state_key_tells_futures_apart_and_nothing_else():
-    world = make("frozen_lake")
-    world.reset(seed=0)
-    world.begin(("SFF", "FFF", "FFG"))
-    world.side = 3
-    world.step("Right")
-    here = world.state_key()
-    world.begin(("FSF", "FFF", "FFG"))
-    assert world.state_key() == here, "where the walk began does not matter"
-    world.begin(("FSF", "FFH", "FFG"))
-    assert world.state_key() != here
+    env = make("frozen_lake")
+    env.reset(seed=0)
+    env.begin(("SFF", "FFF", "FFG"))
+    env.side = 3
+    env.step("Right")
+    here = env.state_key()
+    env.begin(("FSF", "FFF", "FFG"))
+    assert env.state_key() == here, "where the walk began does not matter"
+    env.begin(("FSF", "FFH", "FFG"))
+    assert env.state_key() != here
 
 
 # -- Sokoban -----------------------------------------------------------------------------------------------------------
@@ -399,33 +399,33 @@ def test_backward_search_agrees_with_the_solver():
     "options", [{}, {"min_length": 3, "max_length": 3}, {"size": 7, "boxes": 2, "min_length": 4, "max_length": 9}]
 )
 def test_levels_have_the_length_asked_for_and_the_expert_proves_it(options):
-    world, lengths = make("sokoban", **options), set()
+    env, lengths = make("sokoban", **options), set()
     for seed in range(25):
-        world.reset(seed=seed)
-        length = world.optimal_length()
+        env.reset(seed=seed)
+        length = env.optimal_length()
         lengths.add(length)
-        infos = [world.step(world.expert())[4] for _ in range(length)]
+        infos = [env.step(env.expert())[4] for _ in range(length)]
         assert [info["success"] for info in infos] == [False] * (length - 1) + [True]
     assert lengths == set(range(options.get("min_length", 2), options.get("max_length", 4) + 1))
 
 
 @pytest.mark.parametrize("options", [{"size": 5, "max_length": 10}, {"size": 5, "boxes": 2, "max_length": 6}])
 def test_small_rooms_have_levels_for_every_seed_of_every_split(options):
-    world = make("sokoban", **options)
+    env = make("sokoban", **options)
     for split in SPLITS:
         for seed in range(25):
-            world.reset(seed=seed, options={"split": split})
-            assert 2 <= world.optimal_length() <= options["max_length"]
+            env.reset(seed=seed, options={"split": split})
+            assert 2 <= env.optimal_length() <= options["max_length"]
 
 
 def test_sokoban_generation_leaves_the_global_generators_alone():
     random.seed(7)
     np.random.seed(7)
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    world = make("sokoban")
+    env = make("sokoban")
     for seed in range(5):
         base.draw_level.cache_clear()
-        world.reset(seed=seed)
+        env.reset(seed=seed)
     assert sokoban.generate(sokoban.Rooms(5, 8, 1, 4, 20), 0) is None, "the generator's own failure is survived"
     after = np.random.get_state()
     assert random.getstate() == python_state
@@ -436,30 +436,30 @@ def test_sokoban_rewards_are_ragens_or_sparse():
     level = ("#######", "#@$ . #", "#.   $#", "#     #", "#######")
 
     def rewards(kind: str, moves: str) -> list[float]:
-        world = make("sokoban", size=7, boxes=2, reward=kind)
-        world.reset(seed=0)
-        world.begin(level)
-        names = {name[0]: name for name in world.actions}
-        return [world.step(names[move])[1] for move in moves]
+        env = make("sokoban", size=7, boxes=2, reward=kind)
+        env.reset(seed=0)
+        env.begin(level)
+        names = {name[0]: name for name in env.actions}
+        return [env.step(names[move])[1] for move in moves]
 
     # on, off (pushed past the target), blocked
     assert rewards("dense", "RRRR") == [-0.1, 0.9, -1.1, -0.1]
     assert rewards("sparse", "RRRR") == [0, 0, 0, 0]
-    world = make("sokoban", size=5)
-    world.reset(seed=0)
-    world.begin(("#####", "#@$.#", "#   #", "#   #", "#####"))
-    _, reward, terminated, truncated, info = world.step("Right")
+    env = make("sokoban", size=5)
+    env.reset(seed=0)
+    env.begin(("#####", "#@$.#", "#   #", "#   #", "#####"))
+    _, reward, terminated, truncated, info = env.step("Right")
     assert (reward, terminated, truncated, info["success"], info["failure"]) == (10.9, True, False, True, "")
 
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_box_in_a_corner_is_a_deadlock(ends):
-    world = make("sokoban", size=5, deadlock_ends=ends)
-    world.reset(seed=0)
-    world.begin(("#####", "# .@#", "#  $#", "#   #", "#####"))
-    _, _, terminated, truncated, info = world.step("Down")
+    env = make("sokoban", size=5, deadlock_ends=ends)
+    env.reset(seed=0)
+    env.begin(("#####", "# .@#", "#  $#", "#   #", "#####"))
+    _, _, terminated, truncated, info = env.step("Down")
     assert not truncated and info["deadlock"] and info["failure"] == "deadlock" and not info["success"]
     assert terminated == ends
-    assert world.optimal_length() == -1 and world.optimal_success(99) == 0 and world.expert() in world.actions
-    world.begin(("#####", "# @ #", "# $ #", "# . #", "#####"))
-    assert not world.step("Down")[4]["deadlock"], "a box on a target is never stuck"
+    assert env.optimal_length() == -1 and env.optimal_success(99) == 0 and env.expert() in env.actions
+    env.begin(("#####", "# @ #", "# $ #", "# . #", "#####"))
+    assert not env.step("Down")[4]["deadlock"], "a box on a target is never stuck"

@@ -92,8 +92,8 @@ def settings(folder: Path, checkpoints: dict[str, str], **changes: Any) -> dict[
             "repetition": {"n": 4, "n_others": 3, "max_new_tokens": 12},
             "recall": {"n": 3, "max_new_tokens": 4, "settings": ["greedy"]},
             "preferences": {"n": 5, "reference": "base"},
-            "worlds": {
-                "worlds": ["frozen_lake", "sokoban"],
+            "envs": {
+                "envs": ["frozen_lake", "sokoban"],
                 "episodes": 3,
                 "episodes_others": 2,
                 "protocol": {"max_turns": 2},
@@ -145,8 +145,8 @@ def test_results_have_their_schema(results: dict[str, Any]) -> None:
     assert set(results) == wanted and results["failed"] == {}
     assert list(results["checkpoints"]) == list(NAMES)
     for entry in results["checkpoints"].values():
-        assert list(entry) == ["math", "repetition", "recall", "preferences", "worlds"]
-        assert list(entry["worlds"]) == ["frozen_lake", "sokoban"]
+        assert list(entry) == ["math", "repetition", "recall", "preferences", "envs"]
+        assert list(entry["envs"]) == ["frozen_lake", "sokoban"]
         assert list(entry["math"]) == ["embedded"]
         sums = entry["math"]["embedded"]
         assert set(sums["parts"]) == {"unseen_questions", "unseen_operands"}
@@ -160,7 +160,7 @@ def test_results_have_their_schema(results: dict[str, Any]) -> None:
             assert found["n"] == n
             assert 0 <= found["low"] <= found[key] <= found["high"] <= 1
             assert (found["low"], found["high"]) == metrics.wilson(round(found[key] * n), n)
-        for found in entry["worlds"].values():
+        for found in entry["envs"].values():
             assert found["episodes"] == 3
             assert 0 <= found["low"] <= found["success"] <= found["high"] <= 1
             assert {"return", "failures", "turns", "invalid_turns", "crashed", "levels"} <= set(found)
@@ -176,7 +176,7 @@ def test_results_have_their_schema(results: dict[str, Any]) -> None:
         assert figures | {"low", "high", "n"} <= set(entry["repetition"])
         assert set(sums["settings"]) == {"greedy", "t05", "chat"}
         assert sums["setting"] == "t05" and sums["accuracy"] == sums["settings"]["t05"]["accuracy"]
-        assert set(entry["worlds"]["sokoban"]["settings"]) == {"greedy", "t05"}
+        assert set(entry["envs"]["sokoban"]["settings"]) == {"greedy", "t05"}
     assert set(results["versions"]) >= {"python", "torch", "transformers", "trl"}
     assert results["config"]["suites"]["math"]["n"] == 4 and results["seeds"]["run"] == 0
 
@@ -190,7 +190,7 @@ def test_reward_accuracy_is_measured_against_the_reference(results: dict[str, An
 
 
 def test_every_generation_is_kept(rows: list[dict[str, Any]]) -> None:
-    each = {"math": 2 * (4 + 2 + 2), "repetition": 4 + 3 + 3, "recall": 3, "preferences": 5, "worlds": 2 * (3 + 2)}
+    each = {"math": 2 * (4 + 2 + 2), "repetition": 4 + 3 + 3, "recall": 3, "preferences": 5, "envs": 2 * (3 + 2)}
     for name in NAMES:
         for suite, count in each.items():
             found = [row for row in rows if row["checkpoint"] == name and row["suite"] == suite]
@@ -204,7 +204,7 @@ def test_same_prompts_and_seeds_for_every_checkpoint(rows: list[dict[str, Any]],
         assert twin | {"checkpoint": ""} == mine | {"checkpoint": ""}  # same weights, same everything
         for key in ("suite", "part", "setting", "index", "answer", "seed", "level", "chosen"):
             assert mine.get(key) == other.get(key)
-        opening = 2 if mine["suite"] == "worlds" else None  # system and first state
+        opening = 2 if mine["suite"] == "envs" else None  # system and first state
         assert mine.get("messages", [])[:opening] == other.get("messages", [])[:opening]
     assert any(
         mine.get("text") != other.get("text") for mine, other in zip(by_name["base"], by_name["other"], strict=True)
@@ -300,11 +300,9 @@ def test_without_a_network_all_names_are_told_at_once(tmp_path: Path) -> None:
     assert "cannot be reached" in done.stderr and "ConvGPT-0.2B" in done.stderr and "openai/gsm8k" in done.stderr
 
 
-def test_levels_repeat_only_where_a_world_has_no_more(tmp_path: Path, checkpoints: dict[str, str]) -> None:
+def test_levels_repeat_only_where_an_environment_has_no_more(tmp_path: Path, checkpoints: dict[str, str]) -> None:
     small = {"name": "frozen_lake", "options": {"size": 2}}
-    cfg = resolved(
-        tmp_path, checkpoints, suites={"worlds": {"worlds": [small], "episodes": 12, "settings": ["greedy"]}}
-    )
+    cfg = resolved(tmp_path, checkpoints, suites={"envs": {"envs": [small], "episodes": 12, "settings": ["greedy"]}})
     (task,) = tasks.build_tasks(cfg)
     assert len({item["seed"] for item in task.items}) == 12
     game = make("frozen_lake", size=2)
@@ -313,8 +311,8 @@ def test_levels_repeat_only_where_a_world_has_no_more(tmp_path: Path, checkpoint
     assert different < 12 and len(set(keys[:different])) == different
 
 
-def test_a_world_that_does_not_exist_is_refused(tmp_path: Path, checkpoints: dict[str, str]) -> None:
-    suites = {"worlds": {"worlds": [{"name": "frozen_lake", "options": {"sizes": 4}}], "episodes": 2}}
+def test_an_environment_that_does_not_exist_is_refused(tmp_path: Path, checkpoints: dict[str, str]) -> None:
+    suites = {"envs": {"envs": [{"name": "frozen_lake", "options": {"sizes": 4}}], "episodes": 2}}
     with pytest.raises(UserError, match="size"):
         evaluate(tmp_path, checkpoints, suites=suites)
 
@@ -757,9 +755,7 @@ def test_pairs_are_weighed_by_the_last_answer_alone(tiny_chat: Chat) -> None:
         for words in ("yes", "a rather longer answer than the other ones")
     ]
     ticks: list[int] = []
-    rows = scoring.score_pairs(
-        model, tiny_chat, Task("preferences", "", "", "", None, items, [0, 0]), ticks.append
-    )
+    rows = scoring.score_pairs(model, tiny_chat, Task("preferences", "", "", "", None, items, [0, 0]), ticks.append)
     assert ticks == [2]
     for item, row in zip(items, rows, strict=True):
         for side in ("chosen", "rejected"):
@@ -776,14 +772,14 @@ def test_pairs_are_weighed_by_the_last_answer_alone(tiny_chat: Chat) -> None:
 def test_players_stand_beside_the_model_on_the_same_levels(
     results: dict[str, Any], tmp_path: Path, checkpoints: dict[str, str]
 ) -> None:
-    assert {world: players["random"]["episodes"] for world, players in results["baselines"].items()} == {
+    assert {env: players["random"]["episodes"] for env, players in results["baselines"].items()} == {
         "frozen_lake": 3,
         "sokoban": 3,
     }
-    suites = {"worlds": {"worlds": ["frozen_lake", "sokoban"], "episodes": 60, "settings": ["greedy"]}}
+    suites = {"envs": {"envs": ["frozen_lake", "sokoban"], "episodes": 60, "settings": ["greedy"]}}
     cfg = resolved(tmp_path, checkpoints, suites=suites)
     asked_for = tasks.build_tasks(cfg)
-    assert cfg.suites.worlds is not None
+    assert cfg.suites.envs is not None
     for name, task in tasks.headline_levels(cfg, asked_for).items():
         found = scoring.play_baselines(cfg, task)
         assert {"random", "expert", "optimum"} < set(found) == set(results["baselines"][name])
@@ -792,11 +788,10 @@ def test_players_stand_beside_the_model_on_the_same_levels(
         assert found["random"]["episodes"] == 60
         game = make(name)
         assert (
-            len({game.reset(seed=i["seed"], options={"split": "test"}) and game.level_key() for i in task.items})
-            == 60
+            len({game.reset(seed=i["seed"], options={"split": "test"}) and game.level_key() for i in task.items}) == 60
         )
         # an episode through the protocol goes the same way
-        protocol = Protocol(**cfg.suites.worlds.protocol.model_dump())
+        protocol = Protocol(**cfg.suites.envs.protocol.model_dump())
         wins = 0
         for item in task.items:
             episode = Episode(make(name), protocol, item["seed"], "test")
@@ -815,7 +810,7 @@ def test_crashed_and_failed_episodes_are_counted_apart() -> None:
         row | {"failure": "hole"},
         row | {"crashed": "Boom"},
     ]
-    measured = figures.world_figures(rows)
+    measured = figures.env_figures(rows)
     assert measured["success"] == 0.25 and measured["episodes"] == 4 and measured["levels"] == 2
     assert measured["failures"] == {"hole": 1} and measured["crashed"] == 1
     assert measured["invalid_turns"] == 0.5 and measured["return"] == 0.25

@@ -193,7 +193,7 @@ def test_alike_groups_are_kept_alike_often_and_a_seed_keeps_the_same() -> None:
                 "output_dir": "unused",
                 "seed": seed,
                 "model": {"name_or_path": "unused"},
-                "worlds": ["frozen_lake"],
+                "envs": ["frozen_lake"],
                 "rollout": {"groups": 8},
                 "algorithm": {"filter": {"strategy": "top_k", "value": 0.25}},
             }
@@ -257,13 +257,13 @@ def test_environments_of_unequal_scale_both_keep_groups(chosen: dict[str, Any]) 
                 segments=[Segment([5, 5], [False, True], [0.0, 0.0], 0, [0], [1], [2])],
                 turn_rewards=[scale * (member < wins) + 0.01 * random_.random()],
                 turn_penalties=[0.0],
-                world=world,
+                env=env,
                 level_seed=number,
             )
             for member in range(8)
         ]
-        for number, (world, scale, wins) in enumerate(
-            (world, scale, wins) for wins in (1, 2, 3, 4) for world, scale in (("frozen_lake", 1.0), ("sokoban", 10.9))
+        for number, (env, scale, wins) in enumerate(
+            (env, scale, wins) for wins in (1, 2, 3, 4) for env, scale in (("frozen_lake", 1.0), ("sokoban", 10.9))
         )
     ]
     scored = phase3.score_and_filter(
@@ -271,14 +271,14 @@ def test_environments_of_unequal_scale_both_keep_groups(chosen: dict[str, Any]) 
             {
                 "output_dir": "unused",
                 "model": {"name_or_path": "unused"},
-                "worlds": ["frozen_lake", "sokoban"],
+                "envs": ["frozen_lake", "sokoban"],
                 "rollout": {"groups": 8},
                 "algorithm": {"filter": chosen},
             }
         ),
         groups,
     )
-    kept = [groups[number][0].world for number in scored.kept]
+    kept = [groups[number][0].env for number in scored.kept]
     row = describe(groups, scored.std, scored.kept)
     for name in ("frozen_lake", "sokoban"):
         assert row[f"rollout/{name}/kept_groups"] == kept.count(name) > 0

@@ -37,9 +37,7 @@ FLOORS = [
     ],
     ["posttrain.embedded", "posttrain.policy", "posttrain.fused", "posttrain.model_card"],
     ["posttrain.data", "posttrain.models", "posttrain.report", "posttrain.critic", "posttrain.prefixes"],
-    [
-        f"posttrain.{name}" for name in ("sampler", "training", "gguf", "cross_score", "learner", "preflight")
-    ],
+    [f"posttrain.{name}" for name in ("sampler", "training", "gguf", "cross_score", "learner", "preflight")],
     ["posttrain.rollout", "posttrain.run_state"],
     ["posttrain.monitoring", "posttrain.plan", "posttrain.distillation"],
     ["posttrain.evaluation", "posttrain.starpo_run"],
@@ -100,7 +98,7 @@ def test_imports_point_down():
 
 def test_a_broken_arrow_is_named(tmp_path, monkeypatch):
     wrong = {
-        "envs/world.py": "import torch",
+        "envs/environment.py": "import torch",
         "posttrain/types.py": "from posttrain import config",
         "posttrain/chat.py": "def later():\n    from posttrain.checkpoint import save",
         "posttrain/data/rows.py": "from posttrain.data import other\nimport evaluate_model",
@@ -111,7 +109,7 @@ def test_a_broken_arrow_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     arrows = [arrow for name in wrong for arrow in broken_arrows(tmp_path / name)]
     assert arrows == [
-        "envs/world.py -> torch, but envs must load without it",
+        "envs/environment.py -> torch, but envs must load without it",
         "posttrain/types.py -> posttrain.config, which is above it",
         "posttrain/chat.py -> posttrain.checkpoint, which is beside it",
         "rows.py -> evaluate_model: a script is never imported",

@@ -480,11 +480,11 @@ def test_play_shows_the_episodes_that_rollouts_would_play(
 @pytest.mark.parametrize("name", GRIDS)
 def test_play_with_an_expert(says: Says, monkeypatch: pytest.MonkeyPatch, name: str, tiny_chat: Chat) -> None:
     """The whole way to the goal: thought, answer, reward, a map after each step and the outcome."""
-    world = envs.make(name)
-    monkeypatch.setattr(script, "open_world", lambda cfg, asked: world)
+    env = envs.make(name)
+    monkeypatch.setattr(script, "open_env", lambda cfg, asked: env)
 
     def write(self: script.Speaker, ids: list[int], params: SamplingParams, seed: int) -> Iterator[int]:
-        yield from self.chat.content_ids(f"<think>so I must</think><answer>{world.expert()}</answer>")
+        yield from self.chat.content_ids(f"<think>so I must</think><answer>{env.expert()}</answer>")
         yield self.chat.stop_id
 
     monkeypatch.setattr(script.Speaker, "write", write)
@@ -501,12 +501,12 @@ def test_play_with_an_expert(says: Says, monkeypatch: pytest.MonkeyPatch, name: 
     assert player == "cyan" and out.getvalue().count("\x1b[1;30;106m P ") >= game.turns  # black on bright cyan
 
 
-def test_play_takes_the_worlds_options_the_protocol_and_a_preset_asked_for(
+def test_play_takes_the_environments_options_the_protocol_and_a_preset_asked_for(
     says: Says, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[SamplingParams] = []
     monkeypatch.setattr(script.Speaker, "write", lambda self, ids, params, seed: iter(used.append(params) or [2]))
-    game = "worlds=[{name: frozen_lake, options: {size: 3, observation: coordinates}}]"
+    game = "envs=[{name: frozen_lake, options: {size: 3, observation: coordinates}}]"
     said = says("--play", "frozen_lake", game, "protocol.max_turns=2", "max_completion_length=9")
     assert "3 x 3 cells" in said.out and "Holes" in said.out and "At most 2 turns" in said.out
     assert said.out.count("level 1, turn") == 2
@@ -547,26 +547,26 @@ def test_play_shows_a_turn_what_it_was_trained_under(
 @pytest.mark.parametrize("name", GRIDS)
 @pytest.mark.parametrize("observation", ["grid", "coordinates", "both", "neighbours"])
 def test_the_map_is_the_same_whatever_the_model_is_shown(name: str, observation: str) -> None:
-    world = envs.make(name, observation=observation, separator="")
+    env = envs.make(name, observation=observation, separator="")
     plain = envs.make(name, observation="grid")
-    for game in (world, plain):
+    for game in (env, plain):
         game.reset(seed=5)
-    before = world.observe()
-    view = script.grid(world)
+    before = env.observe()
+    view = script.grid(env)
     assert view is not None and " ".join(view.plain.split()) == " ".join(plain.observe().split())
-    assert world.observe() == before
+    assert env.observe() == before
     wide = envs.make(name, symbols={"player": "ME"})
     wide.reset(seed=5)
     view = script.grid(wide)
     assert view is not None and len({len(line) for line in view.plain.splitlines()}) == 1
 
 
-def test_every_cell_of_a_world_has_a_colour_and_a_world_without_a_grid_no_map() -> None:
+def test_every_cell_of_an_environment_has_a_colour_and_an_environment_without_a_grid_no_map() -> None:
     cells = {cell for name in GRIDS for cell in vars(envs.make(name))["symbols"]}
     assert cells - {"edge"} == set(script.COLOURS)  # the edge is told, not drawn
-    world: Any = SimpleNamespace(name="riddle", symbols={})
-    assert script.grid(world) is None
-    assert len(script.beside(world, "What am I?").columns) == 1
+    env: Any = SimpleNamespace(name="riddle", symbols={})
+    assert script.grid(env) is None
+    assert len(script.beside(env, "What am I?").columns) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------ mistakes
@@ -580,8 +580,8 @@ def test_every_cell_of_a_world_has_a_colour_and_a_world_without_a_grid_no_map() 
             "There is no preset `improve`, only improved, plain, greedy; did you mean",
         ),
         (["--play", "frozen_lak"], 'frozen_lak: There is no environment "frozen_lak". Did you mean "frozen_lake"?'),
-        (["--play", "sokoban", "worlds=[{name: sokoban, options: {sise: 5}}]"], 'Did you mean "size"?'),
-        (["--play", "sokoban", "worlds=[{name: sokoban, options: {size: big}}]"], "--play sokoban: "),
+        (["--play", "sokoban", "envs=[{name: sokoban, options: {sise: 5}}]"], 'Did you mean "size"?'),
+        (["--play", "sokoban", "envs=[{name: sokoban, options: {size: big}}]"], "--play sokoban: "),
         (["--play", "sokoban", "--compare"], "Leave one out"),
         (["--compare", "presets={plain: {temperature: 1.0}}", "preset=plain"], "needs two presets"),
         (["--prompt", ""], "--prompt is empty"),

@@ -34,7 +34,7 @@ def config(**algorithm: Any) -> StarPORun:
         {
             "output_dir": "unused",
             "model": {"name_or_path": "unused", "tuning": tuning},
-            "worlds": ["frozen_lake"],
+            "envs": ["frozen_lake"],
             "protocol": {"format_penalty": 0.0},
             "trainer": {"learning_rate": 1e-2, "max_grad_norm": 1e9},
             "algorithm": algorithm,
@@ -85,7 +85,7 @@ def played(model: LlamaForCausalLM, groups: int = 3, members: int = 4) -> list[l
                     state_keys=[f"{turn}" for turn in range(turns)],
                     observations=[f"turn {turn}" for turn in range(turns)],
                     group=group,
-                    world="frozen_lake",
+                    env="frozen_lake",
                 )
             )
         out.append(siblings)
@@ -326,7 +326,7 @@ def test_statistics_of_a_batch_are_of_each_environment_alone(algorithm: dict[str
         groups = played(policy())
         for group in groups[1:]:
             for t in group:
-                t.world, t.turn_rewards = "sokoban", [scale * (reward - 0.1) for reward in t.turn_rewards]
+                t.env, t.turn_rewards = "sokoban", [scale * (reward - 0.1) for reward in t.turn_rewards]
         batch = Batch.of([t for group in groups for t in group])
         values_S = torch.linspace(0, 0.5, len(batch.turn_S)) * (1 + (scale - 1) * (batch.group_B[batch.episode_S] > 0))
         everyone = torch.ones(len(batch.episodes), dtype=torch.bool)
@@ -453,7 +453,7 @@ def test_the_first_minibatch_is_on_policy_to_the_bit_in_bfloat16(micro_batch_tok
 def test_the_constant_of_dr_grpo_knows_the_longest_stage() -> None:
     cfg = config(aggregation="dr_grpo")
     stages = [{"max_turns": 3}, {"max_turns": 50, "from_step": 9}]
-    longer = StarPORun.model_validate(cfg.model_dump() | {"worlds": [{"name": "frozen_lake", "curriculum": stages}]})
+    longer = StarPORun.model_validate(cfg.model_dump() | {"envs": [{"name": "frozen_lake", "curriculum": stages}]})
     lengths = [longest_episode(c) for c in (cfg, longer)]
     assert lengths == [cfg.rollout.max_completion_length * turns for turns in (cfg.protocol.max_turns, 50)]
 

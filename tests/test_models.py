@@ -379,7 +379,7 @@ def run_config(tmp_path: Path, base: Path, *overrides: str) -> SFTRun:
 
 
 def starpo_config(base: Path) -> StarPORun:
-    given = {"output_dir": "x", "device": "cpu", "model": {"name_or_path": str(base)}, "worlds": ["frozen_lake"]}
+    given = {"output_dir": "x", "device": "cpu", "model": {"name_or_path": str(base)}, "envs": ["frozen_lake"]}
     return StarPORun.model_validate(given)
 
 

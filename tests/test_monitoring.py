@@ -58,9 +58,9 @@ def test_the_table_at_the_start_shows_what_episodes_earn(monkeypatch: pytest.Mon
     from envs.frozen_lake import FrozenLake
 
     def table(**algorithm: Any) -> str:
-        worlds = ["frozen_lake", {"name": "sokoban", "options": {"max_length": 2}}]
-        cfg = type(config()).model_validate(config(**algorithm).model_dump() | {"worlds": worlds})
-        return reward_table(cfg, [*cfg.worlds, cfg.worlds[1]])
+        environments = ["frozen_lake", {"name": "sokoban", "options": {"max_length": 2}}]
+        cfg = type(config()).model_validate(config(**algorithm).model_dump() | {"envs": environments})
+        return reward_table(cfg, [*cfg.envs, cfg.envs[1]])
 
     lake, sokoban = table().splitlines()[1:]
     assert lake.split()[:6] == ["frozen_lake", "1", "groups", "0", "to", "1"]
@@ -99,7 +99,7 @@ def test_limits_follow_the_run() -> None:
     sizes = watch.Watch(config(), print, lambda *_: None, exact=True).sizes
     cfg = config()
     assert (sizes.groups, sizes.samples) == (cfg.rollout.groups, cfg.rollout.num_generations)
-    assert sizes.evaluation_episodes == cfg.evaluation.episodes * len(cfg.worlds)
+    assert sizes.evaluation_episodes == cfg.evaluation.episodes * len(cfg.envs)
     clipped = [{"policy/clip_fraction": 0.4}] * 6
     assert heard(config(), clipped, RunState())[1] == ["clip fraction"]
     gspo = config(loss_type="gspo_turn", aggregation="sequence_mean", epsilon=3e-4, epsilon_high=4e-4)

@@ -87,7 +87,7 @@ def settings(file: Path, player: Path, **sections: Any) -> Path:
         "device": "cpu",
         "report_to": "none",
         "model": {"name_or_path": str(player)},
-        "worlds": [LAKE],
+        "envs": [LAKE],
         "protocol": {"max_turns": 3, "max_actions": 3},
         "rollout": {"groups": 4, "num_generations": 4, "max_completion_length": 32, "max_context": 512},
         "algorithm": {"num_iterations": 2, "minibatches": 2},
@@ -157,7 +157,7 @@ def test_siblings_share_the_level_and_other_groups_do_not(player: Path, tmp_path
     from posttrain.models import load
     from posttrain.rollout import open_sampler
 
-    cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, worlds=[{"name": "frozen_lake"}]))
+    cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, envs=[{"name": "frozen_lake"}]))
     model, chat = load(ModelSection(name_or_path=str(player)), device="cpu", chat_template=None)
     groups = phase3.rollout(cfg, open_sampler(model, chat), chat, 1, {})
     again = phase3.rollout(cfg, open_sampler(model, chat), chat, 1, {})
@@ -325,7 +325,7 @@ def test_damaged_logs_are_said_before_any_work(
     monkeypatch.setattr(phase3, "evaluate", lambda *args, **kwargs: pytest.fail("work has begun"))
     for name, damage, words in (
         ("metrics.jsonl", b"\x00" * 512, "metrics.jsonl is damaged in line 1"),
-        ("transcripts.jsonl", b'{"step": 2, "world": "\xff"}', "transcripts.jsonl is damaged in line 1"),
+        ("transcripts.jsonl", b'{"step": 2, "env": "\xff"}', "transcripts.jsonl is damaged in line 1"),
         ("run_config.yaml", b"\x00\x01: [", "run_config.yaml, the settings that the run was begun with"),
     ):
         kept = (run / name).read_bytes()
@@ -405,11 +405,11 @@ def trajectory(
             for turn in range(turns)
         ],
         turn_rewards=[*before, reward], turn_penalties=[*before, penalty], crashed=crashed, truncated=truncated,
-        world="frozen_lake",
+        env="frozen_lake",
     )  # fmt: skip
 
 
-def test_judging_uses_raw_rewards_and_leaves_crashed_worlds_out(player: Path, tmp_path: Path) -> None:
+def test_judging_uses_raw_rewards_and_leaves_crashed_environments_out(player: Path, tmp_path: Path) -> None:
     file = settings(tmp_path / "run.yaml", player, algorithm={"filter": {"strategy": "top_k", "value": 0.5}})
     cfg = resolve(StarPORun, file)
     groups = [
@@ -456,7 +456,7 @@ def test_resuming_in_the_middle_of_a_curriculum_changes_nothing(
 ) -> None:
     """In contexts of several segments, with a forced tag: the same stages, weights and numbers."""
     changes: dict[str, Any] = {
-        "worlds": [{**LAKE, "curriculum": CURRICULUM}],
+        "envs": [{**LAKE, "curriculum": CURRICULUM}],
         "rollout": {**context, "max_completion_length": 24},
         "protocol": {"force_think": True},
         "checkpoint": {"every": 2},
@@ -486,10 +486,10 @@ def test_held_out_levels_are_those_of_the_last_stage(
 
     def play_all(cfg: StarPORun, sampler: Any, chat: Any, episodes: list[Episode], *rest: Any) -> list[Trajectory]:
         seen.extend(episodes)
-        return [Trajectory(world="frozen_lake") for _ in episodes]
+        return [Trajectory(env="frozen_lake") for _ in episodes]
 
     monkeypatch.setattr(starpo_run, "play_all", play_all)
-    cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, worlds=[{**LAKE, "curriculum": CURRICULUM}]))
+    cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, envs=[{**LAKE, "curriculum": CURRICULUM}]))
     nothing: Any = None
     row = phase3.evaluate(cfg, nothing, nothing, "validation", 2)
     phase3.rollout(cfg, nothing, nothing, 1, {"frozen_lake": {"stage": 0, "successes": []}})
@@ -499,7 +499,7 @@ def test_held_out_levels_are_those_of_the_last_stage(
     assert row["evaluation/frozen_lake/crashed"] == 0
 
 
-def test_a_world_that_raises_is_told_and_the_run_goes_on(
+def test_an_environment_that_raises_is_told_and_the_run_goes_on(
     player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from envs.frozen_lake import FrozenLake
@@ -524,7 +524,7 @@ def test_a_world_that_raises_is_told_and_the_run_goes_on(
     told = shown.err
     assert re.search(r"of \d+ episodes, [1-9]\d* of which raised", shown.out)
     for episode in episodes:  # level seed, luck and actions are enough to play it again
-        again = envs.make(episode["world"], size=3)
+        again = envs.make(episode["env"], size=3)
         again.reset(seed=episode["level_seed"], options={"split": "train", "noise_seed": episode["noise_seed"]})
         assert again.level_key() == episode["level_key"]
     assert all(f"step {row['step']}: {row['rollout/crashed']} of 16 episodes crashed" in told for row in table)
@@ -532,17 +532,17 @@ def test_a_world_that_raises_is_told_and_the_run_goes_on(
         assert f"frozen_lake raised RuntimeError: thin ice (level seed {first['level_seed']})" in told
 
 
-def test_a_step_in_which_every_world_crashed_teaches_nothing(player: Path, tmp_path: Path) -> None:
+def test_a_step_in_which_every_environment_crashed_teaches_nothing(player: Path, tmp_path: Path) -> None:
     cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player))
     groups = [[trajectory(0.0, crashed="ValueError: no")] * 2] * 2
     scored = phase3.score_and_filter(cfg, groups)
     assert scored.kept == [] and scored.trains == [[False, False]] * 2
     assert describe(groups, scored.std, scored.kept)["rollout/crashed"] == 4
-    never_begun = [[Trajectory(world="frozen_lake", crashed="OSError: no")] * 2] * 2
+    never_begun = [[Trajectory(env="frozen_lake", crashed="OSError: no")] * 2] * 2
     assert describe(never_begun, scored.std, scored.kept)["rollout/turns"] == 0
 
 
-def test_maxrl_refuses_worlds_that_take(player: Path, tmp_path: Path) -> None:
+def test_maxrl_refuses_environments_that_take(player: Path, tmp_path: Path) -> None:
     file = settings(tmp_path / "run.yaml", player, protocol={"format_penalty": 0})
     cfg = resolve(StarPORun, file, ["algorithm.advantage=maxrl"])
     assert phase3.score_and_filter(cfg, [[trajectory(1.0), trajectory(0.0)]]).kept == [0]
@@ -580,7 +580,7 @@ def test_a_run_in_which_all_is_won_is_over_unless_harder_levels_are_to_come(play
     assert not watch.solved(cfg, RunState(empty_steps=2), 0.97)
     assert not watch.solved(cfg, RunState(empty_steps=3), 0.5), "that is an alarm"
     harder = {**LAKE, "curriculum": [{}, {"from_step": 3}]}
-    cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, worlds=[harder], algorithm={"max_empty_steps": 3}))
+    cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, envs=[harder], algorithm={"max_empty_steps": 3}))
     first, last = ({"frozen_lake": Place(stage=stage, successes=[])} for stage in (0, 1))
     assert not watch.solved(cfg, RunState(curriculum=first, empty_steps=3), 1.0)
     assert watch.solved(cfg, RunState(curriculum=last, empty_steps=3), 1.0)
@@ -603,7 +603,7 @@ def test_groups_without_a_token_to_train_are_not_kept(player: Path, tmp_path: Pa
     assert phase3.score_and_filter(cfg, [cut]).kept == []
 
 
-def test_pictures_numbers_and_keys_of_a_strange_world(
+def test_pictures_numbers_and_keys_of_a_strange_environment(
     player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It counts in NumPy, cannot be drawn, and some of its levels have no key: the run goes on."""
@@ -634,7 +634,7 @@ def test_pictures_numbers_and_keys_of_a_strange_world(
     assert len((tmp_path / "run" / "transcripts.jsonl").read_text().splitlines()) >= 2
 
 
-def test_a_world_that_never_begins_is_refused_in_words(
+def test_an_environment_that_never_begins_is_refused_in_words(
     player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from envs.frozen_lake import FrozenLake
@@ -643,7 +643,7 @@ def test_a_world_that_never_begins_is_refused_in_words(
         raise OSError("no water")
 
     monkeypatch.setattr(FrozenLake, "reset", broken)
-    with pytest.raises(UserError, match=r"worlds\.0 \(frozen_lake\): it raised OSError: no water.*envs\.check"):
+    with pytest.raises(UserError, match=r"environments\.0 \(frozen_lake\): it raised OSError: no water.*envs\.check"):
         train(settings(tmp_path / "run.yaml", player))
 
 
@@ -682,15 +682,15 @@ def test_an_alarm_takes_the_run_back_and_a_resumed_run_remembers(
     assert again == table
 
 
-def test_worlds_share_the_groups_by_weight_or_by_number(player: Path, tmp_path: Path) -> None:
-    file = settings(tmp_path / "run.yaml", player, worlds=[LAKE, {"name": "sokoban", "weight": 2.0}])
+def test_environments_share_the_groups_by_weight_or_by_number(player: Path, tmp_path: Path) -> None:
+    file = settings(tmp_path / "run.yaml", player, envs=[LAKE, {"name": "sokoban", "weight": 2.0}])
     cfg = resolve(StarPORun, file)
-    names = [world.name for step in (1, 2, 3) for world in environments_of_groups(cfg.worlds, 4, step)]
+    names = [env.name for step in (1, 2, 3) for env in environments_of_groups(cfg.envs, 4, step)]
     assert names.count("sokoban") == 8 and names.count("frozen_lake") == 4
-    fixed = resolve(StarPORun, settings(file, player, worlds=[{**LAKE, "groups": 1}, {"name": "sokoban"}]))
-    assert [world.name for world in environments_of_groups(fixed.worlds, 3, 1)] == ["frozen_lake", "sokoban", "sokoban"]
+    fixed = resolve(StarPORun, settings(file, player, envs=[{**LAKE, "groups": 1}, {"name": "sokoban"}]))
+    assert [env.name for env in environments_of_groups(fixed.envs, 3, 1)] == ["frozen_lake", "sokoban", "sokoban"]
     with pytest.raises(UserError, match=r"rollout\.groups"):
-        environments_of_groups(resolve(StarPORun, settings(file, player, worlds=[{**LAKE, "groups": 9}])).worlds, 4, 1)
+        environments_of_groups(resolve(StarPORun, settings(file, player, envs=[{**LAKE, "groups": 9}])).envs, 4, 1)
 
 
 def test_the_learning_rate_follows_its_schedule(player: Path, tmp_path: Path) -> None:
@@ -706,7 +706,7 @@ def test_the_learning_rate_follows_its_schedule(player: Path, tmp_path: Path) ->
 def test_groups_that_score_alike_stop_the_run(player: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = settings(
         tmp_path / "run.yaml", player, algorithm={"max_empty_steps": 2}, protocol={"format_penalty": 0.0},
-        worlds=[{"name": "frozen_lake", "options": {"size": 12}}],
+        envs=[{"name": "frozen_lake", "options": {"size": 12}}],
     )  # fmt: skip
     train(file, "diagnostics.early_stop=false", "trainer.max_steps=9")
     table = rows(tmp_path / "run")
@@ -851,8 +851,8 @@ def test_a_mistake_found_late_leaves_the_name_free(player: Path, tmp_path: Path)
     ("change", "words"),
     [
         ("model.name_or_path=runs/nowhere/final", "previous phase"),
-        ("worlds.0.name=frozen_lak", "did you mean"),
-        ("worlds.0.options={sizes: 4}", "sizes"),
+        ("envs.0.name=frozen_lak", "did you mean"),
+        ("envs.0.options={sizes: 4}", "sizes"),
         ("rollout.groups=0", "rollout.groups"),
         ("algorithm.preset=starpo_s", "did you mean"),
         ("device=cuda", "CUDA"),

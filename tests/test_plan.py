@@ -47,7 +47,7 @@ def config(**sections: Any) -> StarPORun:
     given: dict[str, Any] = {
         "output_dir": "unused",
         "model": {"name_or_path": "unused"},
-        "worlds": ["frozen_lake"],
+        "envs": ["frozen_lake"],
         "rollout": {"max_context": CONTEXT, "max_completion_length": 16, "groups": 4, "num_generations": 4},
     }
     for name, section in sections.items():

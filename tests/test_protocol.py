@@ -212,7 +212,7 @@ def test_the_action_limit_ends_an_episode():
     assert len(episode.actions) == 4 and episode.turns == 2 and episode.truncated
 
 
-def test_a_crashing_world_raises_as_it_is(monkeypatch):
+def test_a_crashing_environment_raises_as_it_is(monkeypatch):
     episode = lake()
 
     def crash(action):
@@ -223,7 +223,7 @@ def test_a_crashing_world_raises_as_it_is(monkeypatch):
         episode.step(say("Down"))
 
 
-def test_a_worlds_own_verdicts_count(monkeypatch):
+def test_a_environments_own_verdicts_count(monkeypatch):
     episode = lake()
     info = {"success": False, "action_is_valid": False, "action_is_effective": False, "failure": ""}
     monkeypatch.setattr(episode.env, "step", lambda action: ("nothing", 0.5, False, True, info))

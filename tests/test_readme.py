@@ -238,12 +238,12 @@ def test_the_tree_is_what_lies_on_the_disk():
     wrong = [path for path in shown if not (ROOT / path).exists() or (ROOT / path).is_dir() != path.endswith("/")]
     assert not wrong, f"in the README, not on the disk: {wrong}"
 
-    worlds = {f"envs/{name}.py" for name in envs.names()}  # a world may be added without touching the README
+    own = {f"envs/{name}.py" for name in envs.names()}  # an environment may be added without touching the README
     there = {path.name for path in ROOT.glob("*.py")} | {f"{path.parent.name}/" for path in ROOT.glob("[a-z]*/*.py")}
     for folder in ("configs", "envs", "posttrain"):
         inside = (path for path in (ROOT / folder).iterdir() if path.name != "__pycache__")
         there |= {f"{folder}/{path.name}{'/' if path.is_dir() else ''}" for path in inside}
-    assert not there - set(shown) - worlds, f"on the disk, not in the README: {there - set(shown) - worlds}"
+    assert not there - set(shown) - own, f"on the disk, not in the README: {there - set(shown) - own}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -275,7 +275,7 @@ def explained(title: str) -> set[str]:
 
 
 def written_keys(function: ast.AST) -> Iterator[str]:
-    """Keys of the dicts that a function builds; f-strings keep the names of what they fill in: rollout/{world}."""
+    """Keys of the dicts that a function builds; f-strings keep the names of what they fill in: rollout/{env}."""
     for node in ast.walk(function):
         places: list[ast.expr | None] = []
         if isinstance(node, ast.Dict):
@@ -325,12 +325,12 @@ def test_every_metric_of_phase_3_is_explained():
     figures = {node.value for node in ast.walk(measure) if isinstance(node, ast.Constant)} & {"accuracy", "low", "high"}
     written |= {f"evaluation/SUITE/{figure}" for figure in figures} | {"evaluation/repetition/seq_rep_4"}
     written |= {key.replace("{suite}", "SUITE") for key in written_keys(measure) if "change" in key}
-    keys = {key.replace("{world}", "WORLD").replace("{failure}", "FAILURE") for key in written}
+    keys = {key.replace("{env}", "ENV").replace("{failure}", "FAILURE") for key in written}
     keys = {key.replace("{bucket}", "BUCKET").replace("{k}", "K") for key in keys}
     for name in ("evaluation", "final"):
         keys |= {key.replace("{name}", name) for key in keys if "{name}" in key}
     keys = {key for key in keys if "{" not in key} | {f"gradients/BUCKET/{loss}" for loss in ("task", "entropy", "kl")}
-    assert {"rollout/WORLD/success", "policy/entropy", "final/WORLD/low", "seconds/update"} <= keys
+    assert {"rollout/ENV/success", "policy/entropy", "final/ENV/low", "seconds/update"} <= keys
     assert keys == explained("Phase 3")
 
 

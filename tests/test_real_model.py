@@ -156,7 +156,7 @@ def test_phase_3_plays_and_learns(phase2: Path, tmp_path: Path, tuning: str) -> 
     config = {
         "output_dir": str(tmp_path / "run"),
         "model": {"name_or_path": str(phase2 / "final"), "tuning": tuning},
-        "worlds": [{"name": "frozen_lake", "options": {"size": 3}}],
+        "envs": [{"name": "frozen_lake", "options": {"size": 3}}],
         "protocol": {"max_turns": 2, "max_actions": 2},
         "rollout": {
             "groups": 2, "num_generations": 4, "max_completion_length": 24, "max_context": 768, "engine": "slots",

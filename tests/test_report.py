@@ -42,9 +42,7 @@ def made_up(cfg: Any, name: str, sitting: Any, tick: Callable[[int], None], _: A
     where |= {"setting": sitting.setting}
     for index, item in enumerate(sitting.items):
         dice = random.Random(f"{name} {sitting.suite} {sitting.part} {sitting.setting} {index}")
-        row = (
-            _episode(cfg, name, sitting, item, dice) if sitting.suite == "worlds" else _said(name, sitting, item, dice)
-        )
+        row = _episode(cfg, name, sitting, item, dice) if sitting.suite == "envs" else _said(name, sitting, item, dice)
         rows.append(where | {"index": index} | item | row)
     tick(len(sitting.items))
     return rows
@@ -70,8 +68,8 @@ def _said(name: str, sitting: Any, item: dict[str, Any], dice: random.Random) ->
 
 
 def _episode(cfg: Any, name: str, sitting: Any, item: dict[str, Any], dice: random.Random) -> dict[str, Any]:
-    protocol = Protocol(**cfg.suites.worlds.protocol.model_dump())
-    episode = Episode(make(sitting.part), protocol, item["seed"], cfg.suites.worlds.split)
+    protocol = Protocol(**cfg.suites.envs.protocol.model_dump())
+    episode = Episode(make(sitting.part), protocol, item["seed"], cfg.suites.envs.split)
     paid = penalties = 0.0
     while not episode.done:
         action = episode.env.expert() if dice.random() < PLAYS_WELL[name] else episode.env.players()["random"]
@@ -141,7 +139,7 @@ def build_run(folder: Path, episodes: int) -> Path:
             "repetition": {"n": 60},
             "recall": {"n": 60, "settings": ["greedy"]},
             "preferences": {"n": 60, "reference": "phase1"},
-            "worlds": {"worlds": ["frozen_lake", "sokoban"], "episodes": episodes, "episodes_others": 10},
+            "envs": {"envs": ["frozen_lake", "sokoban"], "episodes": episodes, "episodes_others": 10},
         },
     }
     folder.mkdir(parents=True)
@@ -217,19 +215,19 @@ def test_missing_curves_are_said_to_be_missing(run: Path, html: str) -> None:
 
 def test_episodes_are_shown_as_they_were_played(run: Path, results: dict[str, Any], html: str) -> None:
     rows = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
-    solved = next(r for r in rows if r["suite"] == "worlds" and r["checkpoint"] == "phase3" and r["success"])
+    solved = next(r for r in rows if r["suite"] == "envs" and r["checkpoint"] == "phase3" and r["success"])
     frames, turns = replay(results, solved)
     assert len(frames) == 1 + len(solved["actions"])
     assert [action for _, taken in turns for action in taken] == solved["actions"]
-    world = make(solved["part"], render_mode="rgb_array")
-    world.reset(seed=solved["seed"], options={"split": "test"})
+    env = make(solved["part"], render_mode="rgb_array")
+    env.reset(seed=solved["seed"], options={"split": "test"})
     for action in solved["actions"]:
-        *_, info = world.step(action)
+        *_, info = env.step(action)
     assert info["success"]
-    assert (frames[-1] == world.render()).all()
+    assert (frames[-1] == env.render()).all()
 
     films = re.findall(r'<div class="film">(.*?)</div><ol>(.*?)</ol>', html)
-    assert 4 <= len(films) <= 2 * 3 * page.LEVELS * 2  # two worlds, three kinds of level, before and after
+    assert 4 <= len(films) <= 2 * 3 * page.LEVELS * 2  # two environments, three kinds of level, before and after
     for film, turns in films:
         pictures = re.findall(r'data-turn="(-?\d+)" src="data:image/png;base64,([^"]+)"', film)
         assert pictures[0][0] == "-1" and int(pictures[-1][0]) < turns.count("<li>")
@@ -241,10 +239,10 @@ def test_episodes_are_shown_as_they_were_played(run: Path, results: dict[str, An
 def test_levels_are_counted_by_who_solved_them(run: Path, results: dict[str, Any], html: str) -> None:
     """`lost` would read as a step back, so every kind is said, and what was solved before is a kind of its own."""
     rows = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
-    for world in ("frozen_lake", "sokoban"):
-        setting = results["checkpoints"]["phase3"]["worlds"][world]["setting"]
+    for env in ("frozen_lake", "sokoban"):
+        setting = results["checkpoints"]["phase3"]["envs"][env]["setting"]
         two, three = (
-            [r["success"] for r in rows if (r["checkpoint"], r["part"], r["setting"]) == (name, world, setting)]
+            [r["success"] for r in rows if (r["checkpoint"], r["part"], r["setting"]) == (name, env, setting)]
             for name in ("phase2", "phase3")
         )
         alone = sum(b and not a for a, b in zip(two, three, strict=True))
@@ -310,7 +308,7 @@ def test_differences_have_the_names_of_the_table() -> None:
     assert tables.what(where) == "Math (toy sums): accuracy"
     assert tables.what(where | {"part": "gsm8k"}) == "GSM8K: accuracy"
     assert tables.what(where | {"part": "unseen_operands"}) == "Math, unseen operands: accuracy"
-    assert tables.what({"suite": "worlds", "part": "frozen_lake", "metric": "failed"}) == (
+    assert tables.what({"suite": "envs", "part": "frozen_lake", "metric": "failed"}) == (
         "Frozen lake: ended in a failure"
     )
 
@@ -333,7 +331,7 @@ def test_ranking_and_reward_accuracy_have_two_names(html: str) -> None:
 
 def test_replay_of_a_silent_player_is_one_picture(run: Path, results: dict[str, Any]) -> None:
     rows = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
-    silent = next(r for r in rows if r["suite"] == "worlds" and r["checkpoint"] == "base")
+    silent = next(r for r in rows if r["suite"] == "envs" and r["checkpoint"] == "base")
     frames, turns = replay(results, silent)
     assert len(frames) == 1 and len(turns) == 8
     assert all(taken == [] for _, taken in turns)
@@ -407,17 +405,17 @@ def set_figures(results: dict[str, Any], path: str, **figures: Any) -> dict[str,
         ("phase2.preferences", {"accuracy": 0.74}, "75 % of held-out pairs", False),
         ("phase2.repetition", {"tokens": 20.0}, "20 % shorter", False),
         ("phase2.math.embedded", {"accuracy": 0.5}, "5 points lower", False),
-        ("phase2.worlds.frozen_lake", {"success": 0.46}, "from less than 45 %", False),
-        ("phase3.worlds.frozen_lake", {"success": 0.80}, "from less than 45 %", True),
-        ("phase3.worlds.frozen_lake", {"success": 0.79}, "from less than 45 %", False),
-        ("phase3.worlds.frozen_lake", {"success": 0.6}, "beats every demonstrator", False),
-        ("phase3.worlds.frozen_lake", {"failures": {"hole": 39}}, "half the deaths", False),
-        ("phase2.worlds.frozen_lake", {"failures": {}}, "half the deaths", False),
-        ("phase3.worlds.frozen_lake", {"low": 0.2}, "Frozen lake: intervals", False),
-        ("phase2.worlds.sokoban", {"success": 0.0}, "Sokoban at least doubled", False),
-        ("phase3.worlds.sokoban", {"success": 0.3}, "Sokoban at least doubled", False),
-        ("phase3.worlds.sokoban", {"success": 0.45}, "Sokoban to at least", True),
-        ("phase3.worlds.sokoban", {"success": 0.44}, "Sokoban to at least", False),
+        ("phase2.envs.frozen_lake", {"success": 0.46}, "from less than 45 %", False),
+        ("phase3.envs.frozen_lake", {"success": 0.80}, "from less than 45 %", True),
+        ("phase3.envs.frozen_lake", {"success": 0.79}, "from less than 45 %", False),
+        ("phase3.envs.frozen_lake", {"success": 0.6}, "beats every demonstrator", False),
+        ("phase3.envs.frozen_lake", {"failures": {"hole": 39}}, "half the deaths", False),
+        ("phase2.envs.frozen_lake", {"failures": {}}, "half the deaths", False),
+        ("phase3.envs.frozen_lake", {"low": 0.2}, "Frozen lake: intervals", False),
+        ("phase2.envs.sokoban", {"success": 0.0}, "Sokoban at least doubled", False),
+        ("phase3.envs.sokoban", {"success": 0.3}, "Sokoban at least doubled", False),
+        ("phase3.envs.sokoban", {"success": 0.45}, "Sokoban to at least", True),
+        ("phase3.envs.sokoban", {"success": 0.44}, "Sokoban to at least", False),
     ],
 )
 def test_goals_at_their_limits(
@@ -507,7 +505,7 @@ def test_long_and_empty_looking_answers_stay_small() -> None:
     assert len(page.cut("\n" * 5000)) == page.SHOWN_CHARACTERS + 2
 
 
-def test_curves_take_world_names_from_their_keys() -> None:
+def test_curves_take_environment_names_from_their_keys() -> None:
     rows = [
         {"step": 1, "evaluation/frozen_lake/success": 0.5, "evaluation/success": 0.4, "loss": None},
         {"step": 2, "x": "y"},

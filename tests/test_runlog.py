@@ -199,7 +199,7 @@ def test_trackio_stays_on_this_machine(tmp_path: Path) -> None:
             tracker = runlog.start_tracker("trackio", project="posttrain", run_name="phase1", config={"a": n})
             tracker.log({"loss": 1.5}, 1)
             tracker.alert("Loss", "is high")
-            episode = {"step": 1, "world": "w", "messages": [{"role": "user", "content": "go"}]}
+            episode = {"step": 1, "env": "w", "messages": [{"role": "user", "content": "go"}]}
             picture = Path(sys.argv[1]) / "picture.gif"
             picture.write_bytes(gif([np.zeros((8, 8, 3), np.uint8), np.ones((8, 8, 3), np.uint8)]))
             tracker.show([episode], [picture], 1)
@@ -248,9 +248,9 @@ def test_wandb_gets_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run, **kinds))
     tracker = runlog.start_tracker("wandb", project="p", run_name="r", config={})
     tracker.log({"loss": 1.0}, 1)
-    tracker.show([{"world": "w", "messages": []}], [tmp_path / "a.gif"], 2)
+    tracker.show([{"env": "w", "messages": []}], [tmp_path / "a.gif"], 2)
     tracker.finish()
-    table = (["world", "messages"], [['"w"', "[]"]])
+    table = (["env", "messages"], [['"w"', "[]"]])
     assert run == [
         (1, {"loss": 1.0}),
         (2, {"episodes": table, "picture 0": (str(tmp_path / "a.gif"), "gif")}),

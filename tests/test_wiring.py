@@ -43,7 +43,7 @@ BASE: dict[str, Any] = {
     "device": "cpu",
     "report_to": "none",
     "model": {"name_or_path": "unused"},
-    "worlds": [{"name": "sokoban", "options": {"size": 5}}],
+    "envs": [{"name": "sokoban", "options": {"size": 5}}],
     "protocol": {"max_turns": 3, "max_actions": 6, "format_penalty": 0.0},
     "rollout": {"groups": 4, "num_generations": 4, "max_completion_length": 40, "max_context": 1024},
     "trainer": {"learning_rate": 0.3, "max_grad_norm": 1e9, "micro_batch_tokens": 128},

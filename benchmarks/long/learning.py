@@ -1,8 +1,8 @@
-"""Which algorithm learns most from the same episodes, and what does it cost?  Every arm in every world, seed by seed.
+"""Which algorithm learns most from the same episodes, and what does it cost?  Every arm, environment and seed.
 
     make quickstart                                       # the player that all runs begin with
     python benchmarks/long/learning.py --steps 40 --seeds 0 1 2 --jobs 2
-    python benchmarks/long/learning.py --arms grpo gigpo --worlds sokoban --json rows.json
+    python benchmarks/long/learning.py --arms grpo gigpo --envs sokoban --json rows.json
     python benchmarks/long/learning.py --table benchmarks/results/learning.jsonl  # the rows of the README's tables
 
 Hours. A run that is finished is not run again, one that was cut begins anew: stop and go on whenever you like.
@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "quickstart" / "phase3_starpo.yaml"
 SMALL = ["algorithm.entropy_coef=0", "algorithm.num_iterations=2", "algorithm.minibatches=2", "algorithm.beta=0"]
-SMALL += ["rollout.groups=12"]  # the quickstart has 16 for each of its two worlds
+SMALL += ["rollout.groups=12"]  # the quickstart has 16 for each of its two environments
 CRITIC = ["algorithm.critic.learning_rate=2e-3", "algorithm.critic.warmup_steps=3", "algorithm.turn_rewards=true"]
 HALF = "algorithm.filter={strategy: top_k, value: 0.5}"
 TOP_P = "algorithm.filter={strategy: top_p, value: 0.9}"
@@ -44,21 +44,21 @@ ARMS: dict[str, list[str]] = {  # what they have in common is SMALL and the quic
     "bonus-top-k": ["algorithm.advantage=grpo", HALF, *BONUS],
     "bonus-ragen2": ["algorithm.advantage=grpo", TOP_P, *BONUS],
 }
-WORLDS: dict[str, str] = {
-    "frozen-lake": "worlds=[frozen_lake]",
-    "slippery": "worlds=[{name: frozen_lake, options: {slippery: true, success_rate: 0.8}}]",
-    "sokoban": "worlds=[{name: sokoban, options: {reward: sparse, deadlock_ends: true}}]",
+ENVS: dict[str, str] = {
+    "frozen-lake": "envs=[frozen_lake]",
+    "slippery": "envs=[{name: frozen_lake, options: {slippery: true, success_rate: 0.8}}]",
+    "sokoban": "envs=[{name: sokoban, options: {reward: sparse, deadlock_ends: true}}]",
 }
 
 
-def run(out: Path, player: Path, arm: str, world: str, seed: int, steps: int) -> dict[str, Any]:
+def run(out: Path, player: Path, arm: str, env: str, seed: int, steps: int) -> dict[str, Any]:
     """One run, unless it is finished; its row of the table."""
-    folder = out / f"{world}-{arm}-{seed}"
+    folder = out / f"{env}-{arm}-{seed}"
     done = folder / "row.json"
     if done.exists():
         return json.loads(done.read_text())
     command = [sys.executable, str(ROOT / "train_phase3_starpo.py"), "--config", str(CONFIG), *SMALL, *ARMS[arm]]
-    command += [WORLDS[world], f"seed={seed}", f"trainer.max_steps={steps}", f"model.name_or_path={player}"]
+    command += [ENVS[env], f"seed={seed}", f"trainer.max_steps={steps}", f"model.name_or_path={player}"]
     command += [f"output_dir={folder}", "report_to=none", "diagnostics.early_stop=false"]
     shutil.rmtree(folder, ignore_errors=True)
     log = out / f"{folder.name}.log"
@@ -68,11 +68,11 @@ def run(out: Path, player: Path, arm: str, world: str, seed: int, steps: int) ->
     if status:
         raise SystemExit(f"{folder.name} failed, see {log}.")
     table = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    name = "sokoban" if world == "sokoban" else "frozen_lake"
+    name = "sokoban" if env == "sokoban" else "frozen_lake"
     final = next(row for row in table if "final/success" in row)
     played = [row for row in table if "seconds/rollout" in row]
     row = {
-        "world": world,
+        "env": env,
         "arm": arm,
         "seed": seed,
         "steps": played[-1]["step"],
@@ -90,15 +90,15 @@ def run(out: Path, player: Path, arm: str, world: str, seed: int, steps: int) ->
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Per world and arm: test success of each seed with its interval, the mean, and what a CPU-minute buys.
+    """Per environment and arm: test success of each seed with its interval, the mean, and what a CPU-minute buys.
 
-    `reward by then` is the reward in play, mean of eight steps, when a run had cost what the cheapest arm of its world
-    costs in all; a step of a run is taken to cost the same as any other.
+    `reward by then` is the reward in play, mean of eight steps, when a run had cost what the cheapest arm of its
+    environment costs in all; a step of a run is taken to cost the same as any other.
     """
-    print("| world | algorithm | seeds: test success [95 %] | mean | CPU-minutes | points a minute | reward by then |")
+    print("| env | algorithm | seeds: test success [95 %] | mean | CPU-minutes | points a minute | reward by then |")
     print("|---|---|---|---|---|---|---|")
-    for world in WORLDS:
-        arms = {arm: [r for r in rows if (r["world"], r["arm"]) == (world, arm)] for arm in ARMS}
+    for env in ENVS:
+        arms = {arm: [r for r in rows if (r["env"], r["arm"]) == (env, arm)] for arm in ARMS}
         costs = {arm: statistics.fmean(r["minutes"] for r in own) for arm, own in arms.items() if own}
         for arm, minutes in costs.items():
             own = sorted(arms[arm], key=lambda r: r["seed"])
@@ -106,7 +106,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             rate = statistics.fmean(100 * (r["after"] - r["before"]) / r["minutes"] for r in own)
             mean = statistics.fmean(r["after"] for r in own)
             by_then = statistics.fmean(reward_at(r, min(costs.values())) for r in own)
-            print(f"| {world} | {arm} | {seeds} | {mean:.3f} | {minutes:.1f} | {rate:.1f} | {by_then:.2f} |")
+            print(f"| {env} | {arm} | {seeds} | {mean:.3f} | {minutes:.1f} | {rate:.1f} | {by_then:.2f} |")
 
 
 def reward_at(row: dict[str, Any], minutes: float, width: int = 8) -> float:
@@ -118,7 +118,7 @@ def reward_at(row: dict[str, Any], minutes: float, width: int = 8) -> float:
 
 def show_collapse(rows: list[dict[str, Any]]) -> None:
     """What came first in each run that lost half its reward: that, half the spread in its groups gone, or an alarm?"""
-    print("| world | algorithm | seed | best reward | last reward | reward halved | std halved | first alarm |")
+    print("| environment | algorithm | seed | best reward | last reward | reward halved | std halved | first alarm |")
     print("|---|---|---|---|---|---|---|---|")
     quiet = alarmed = 0
     for row in rows:
@@ -128,7 +128,7 @@ def show_collapse(rows: list[dict[str, Any]]) -> None:
         lost = first(n for n, value in enumerate(reward) if max(reward[: n + 1]) > max(0.1, 2 * value))
         if lost:
             steps = " | ".join("" if step is None else str(step) for step in (lost, halved, alarm))
-            print(f"| {row['world']} | {row['arm']} | {row['seed']} | {max(reward):.2f} | {reward[-1]:.2f} | {steps} |")
+            print(f"| {row['env']} | {row['arm']} | {row['seed']} | {max(reward):.2f} | {reward[-1]:.2f} | {steps} |")
         else:
             quiet, alarmed = quiet + 1, alarmed + (alarm is not None)
     print(f"\n{alarmed} of the {quiet} runs that did not lose half their reward raised an alarm.")
@@ -151,7 +151,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/learning"))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--worlds", nargs="+", choices=WORLDS, default=list(WORLDS))
+    parser.add_argument("--envs", nargs="+", choices=ENVS, default=list(ENVS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side, one core each")
@@ -167,9 +167,9 @@ def main() -> None:
     player = args.player.resolve()
     with ThreadPoolExecutor(args.jobs) as pool:
         runs = [
-            pool.submit(run, args.out, player, arm, world, seed, args.steps)
+            pool.submit(run, args.out, player, arm, env, seed, args.steps)
             for seed in args.seeds
-            for world in args.worlds
+            for env in args.envs
             for arm in args.arms
         ]
     rows = [one.result() for one in runs]

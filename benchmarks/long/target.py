@@ -1,7 +1,8 @@
-"""How long until a model succeeds in 65 % of FrozenLake: phase 3, or TRL's GRPOTrainer on the very same world?
+"""How long until a model succeeds in 65 % of FrozenLake: phase 3, or TRL's GRPOTrainer on the very same environment?
 
-Both begin with the same phase-2 model and have the quickstart's world, protocol, template, levels, temperature, group
-sizes, optimizer, learning rates and number of updates. Ours drops half the groups, as the quickstart does; TRL cannot.
+Both begin with the same phase-2 model and have the quickstart's environment, protocol, template, levels, temperature,
+group sizes, optimizer, learning rates and number of updates. Ours drops half the groups, as the quickstart does; TRL
+cannot.
     make quickstart                                       # the player that all runs begin with
     python benchmarks/long/target.py --seeds 0 1 2 --jobs 2
     python benchmarks/long/target.py --out runs/target16 rollout.groups=16
@@ -139,7 +140,7 @@ CONTESTANTS: dict[str, Callable[..., None]] = {"ours": ours, "trl": theirs}
 
 
 def config(given: Any, seed: int) -> StarPORun:
-    changes = [f"model.name_or_path={given.player}", "worlds=[frozen_lake]", f"seed={seed}"]
+    changes = [f"model.name_or_path={given.player}", "envs=[frozen_lake]", f"seed={seed}"]
     changes += [f"trainer.max_steps={given.steps}", f"evaluation.every={given.every}"]
     return resolve(StarPORun, CONFIG, [*changes, f"evaluation.episodes={given.episodes}", *given.changes])
 

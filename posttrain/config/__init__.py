@@ -10,11 +10,12 @@ from posttrain.config.algorithm import AlgorithmSection, FilterSection
 from posttrain.config.chat import ChatRun
 from posttrain.config.data import DataSection, Source
 from posttrain.config.dpo import DPORun
-from posttrain.config.evaluation import EvaluateRun, NamedSampling, SampledSuite, Settings, SuitesSection, WorldSuite
+from posttrain.config.evaluation import EnvSuite, EvaluateRun, NamedSampling, SampledSuite, Settings, SuitesSection
 from posttrain.config.loading import dump, load, resolve, run
 from posttrain.config.sft import SFTRun
 from posttrain.config.shared import (
     ChatSection,
+    EnvSection,
     LoraSection,
     ModelSection,
     ProtocolSection,
@@ -22,9 +23,8 @@ from posttrain.config.shared import (
     SamplingSection,
     Section,
     StageSection,
+    TrainingEnv,
     TrainingRun,
-    TrainingWorld,
-    WorldSection,
     hint,
 )
 from posttrain.config.starpo import (
@@ -48,6 +48,8 @@ __all__ = [
     "DPORun",
     "DataSection",
     "DistillationSection",
+    "EnvSection",
+    "EnvSuite",
     "EvaluateRun",
     "EvaluationSection",
     "FilterSection",
@@ -73,11 +75,9 @@ __all__ = [
     "StarPOTrainerSection",
     "Suite",
     "SuitesSection",
+    "TrainingEnv",
     "TrainingRun",
-    "TrainingWorld",
     "TranscriptSection",
-    "WorldSection",
-    "WorldSuite",
     "dump",
     "hint",
     "load",

@@ -11,12 +11,12 @@ from posttrain.config.shared import (
     CONTEXT_TURNS,
     ChatSection,
     Context,
+    Env,
     Field,
     ModelSection,
     ProtocolSection,
     SamplingSection,
     Section,
-    World,
     hint,
     turns_where_counted,
     wrong,
@@ -43,7 +43,7 @@ class ChatRun(Section):
         },
         min_length=1,
     )
-    worlds: list[World] = Field("options of the worlds for --play; others are played as they come", [])
+    envs: list[Env] = Field("options of the environments for --play; others are played as they come", [])
     protocol: ProtocolSection = Field("turns and answer format for --play; as in phase 3", ProtocolSection())
     max_completion_length: int = Field("new tokens in one turn of --play", 64, ge=1)
     context: Context = Field(CONTEXT + " (--play)", "full")

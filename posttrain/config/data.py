@@ -17,7 +17,7 @@ _KIND_OPTIONS: dict[str, dict[str, Any]] = {
     "ultrafeedback": {"min_margin": 0.0},
     "messages": {},
     "preferences": {"min_margin": 0.0},
-    "demonstrations": {"worlds": []},
+    "demonstrations": {"envs": []},
     "prompts": {},
 }
 
@@ -39,7 +39,7 @@ class Source(Section):
     min_margin: float | None = Field(
         "ultrafeedback, preferences: score_chosen - score_rejected is above it", None, ge=0
     )
-    worlds: list[str] | None = Field("demonstrations: names of the worlds that are played", None)
+    envs: list[str] | None = Field("demonstrations: names of the environments that are played", None)
 
     @model_validator(mode="after")
     def _own_options(self) -> Source:
@@ -50,8 +50,8 @@ class Source(Section):
             elif name not in own and getattr(self, name) is not None:
                 kinds = " and ".join(kind for kind, options in _KIND_OPTIONS.items() if name in options)
                 raise wrong(f"`{name}` belongs to the kind {kinds}, not to {self.kind}")
-        if self.kind == "demonstrations" and not self.worlds:
-            raise wrong("name the worlds that are demonstrated, e.g. `worlds: [frozen_lake]`")
+        if self.kind == "demonstrations" and not self.envs:
+            raise wrong("name the environments that are demonstrated, e.g. `envs: [frozen_lake]`")
         return self
 
 

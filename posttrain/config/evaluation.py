@@ -12,12 +12,12 @@ from posttrain.config.shared import (
     MAX_CONTEXT,
     ChatSection,
     Context,
+    Env,
     Field,
     ProtocolSection,
     Run,
     SamplingSection,
     Section,
-    World,
     turns_where_counted,
     wrong,
 )
@@ -62,10 +62,10 @@ class ComparedPreferences(PreferenceSuite):
     reference: str | None = Field("name of the checkpoint rewards are measured against; null has none", None)
 
 
-class WorldSuite(Settings):
-    worlds: list[World] = Field("the worlds that are played", min_length=1)
+class EnvSuite(Settings):
+    envs: list[Env] = Field("the environments that are played", min_length=1)
     protocol: ProtocolSection = Field("turns, answer format and penalties; as in phase 3", ProtocolSection())
-    episodes: int = Field("held-out levels of each world", 256, ge=1, le=1_000_000)
+    episodes: int = Field("held-out levels of each environment", 256, ge=1, le=1_000_000)
     episodes_others: int | None = Field("levels under the settings that are not in the table", None, ge=1)
     split: Literal["validation", "test"] = Field("which levels", "test")
     max_completion_length: int = Field("new tokens in one turn", 64, ge=1)
@@ -81,7 +81,7 @@ class SuitesSection(Section):
     repetition: SampledRepetition | None = Field(REPETITION, None)
     recall: SampledRecall | None = Field(RECALL, None)
     preferences: ComparedPreferences | None = Field(PREFERENCES, None)
-    worlds: WorldSuite | None = Field("success in the worlds; null leaves it out", None)
+    envs: EnvSuite | None = Field("success in the environments; null leaves it out", None)
 
 
 class EvaluateRun(Run):

@@ -24,6 +24,7 @@ from posttrain.files import failed_write
 from posttrain.types import UserError
 
 Config = TypeVar("Config", bound=Section)
+RENAMED = {"worlds": "envs"}  # keys of former versions that are spelled nothing like today's
 
 
 def run(main: Callable[[], None]) -> NoReturn:
@@ -213,7 +214,7 @@ def _unknown(schema: type[BaseModel], path: tuple[str, ...]) -> str:
         return f"not set here: {SET_BY_SCRIPTS[name]}"
     if path[0] == "trainer" and name in NOT_SUPPORTED:
         return f"not set here: {NOT_SUPPORTED[name]}"
-    if close := difflib.get_close_matches(name, _keys(parent), n=1):
+    if close := difflib.get_close_matches(RENAMED.get(name, name), _keys(parent), n=1):
         return f"unknown key; did you mean `{close[0]}`?"
     if meant := _meant(schema, name):
         return f"unknown key here; did you mean `{meant}`?"
@@ -256,7 +257,7 @@ def _short(value: Any) -> str:
 
 
 def _inside(annotation: Any) -> Any:
-    """The section, list item or TRLFields behind an annotation such as `list[World] | None`; None for a plain value."""
+    """The section, list item or TRLFields behind an annotation like `list[Source] | None`; None for a plain value."""
     if isinstance(annotation, TRLFields) or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return annotation
     return next((found for part in typing.get_args(annotation) if (found := _inside(part)) is not None), None)

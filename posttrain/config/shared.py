@@ -1,4 +1,4 @@
-"""What all runs have in common: strict sections, models, worlds, sampling, and what holds for every training run."""
+"""What all runs have in common: strict sections, models, environments, sampling, every training run."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ class ChatSection(Section):
     template: str | None = Field("path of a Jinja chat template; null keeps the model's own if usable, else ours", None)
 
 
-class WorldSection(Section):
-    name: str = Field("a world of envs/, e.g. frozen_lake", min_length=1)
-    weight: float = Field("share of the groups that play it, relative to the other worlds", 1.0, gt=0)
+class EnvSection(Section):
+    name: str = Field("an environment of envs/, e.g. frozen_lake", min_length=1)
+    weight: float = Field("share of the groups that play it, relative to the other environments", 1.0, gt=0)
     groups: int | None = Field("a fixed number of groups a step, instead of a share by weight", None, ge=1)
-    options: dict[str, Any] = Field("keyword arguments of the world, e.g. {size: 4}", {})
+    options: dict[str, Any] = Field("keyword arguments of the environment, e.g. {size: 4}", {})
 
     @model_validator(mode="after")
-    def _one_share(self) -> WorldSection:
+    def _one_share(self) -> EnvSection:
         if self.groups is not None and self.weight != 1:
             raise wrong("groups and weight are two shares of a step: write one of them")
         return self
@@ -114,7 +114,7 @@ class WorldSection(Section):
 class StageSection(Section):
     """One stage of a curriculum: StageSection(options={"size": 4}, success=0.6)."""
 
-    options: dict[str, Any] = Field("laid over the world's own options while the stage lasts", {})
+    options: dict[str, Any] = Field("laid over the environment's own options while the stage lasts", {})
     max_turns: int | None = Field("turns of an episode in this stage; null takes protocol.max_turns", None, ge=1)
     from_step: int | None = Field("the stage begins at this step", None, ge=2)
     success: float | None = Field("the stage begins once the one before it is won this often", None, gt=0, le=1)
@@ -131,13 +131,13 @@ class StageSection(Section):
         return self
 
 
-class TrainingWorld(WorldSection):
+class TrainingEnv(EnvSection):
     curriculum: list[StageSection] = Field(
         "stages from easy to hard; the last one is the target, which held-out levels use from the start", []
     )
 
     @model_validator(mode="after")
-    def _stages_follow(self) -> TrainingWorld:
+    def _stages_follow(self) -> TrainingEnv:
         stages = self.curriculum
         if len(stages) == 1:
             raise wrong("a curriculum has two stages or more: put the options of a single one into `options`")
@@ -152,12 +152,12 @@ class TrainingWorld(WorldSection):
         return self
 
 
-def _named(world: Any) -> Any:
-    """`- sokoban` in a list of worlds is short for `- name: sokoban`."""
-    return {"name": world} if isinstance(world, str) else world
+def _named(env: Any) -> Any:
+    """`- sokoban` in a list of environments is short for `- name: sokoban`."""
+    return {"name": env} if isinstance(env, str) else env
 
 
-World = Annotated[WorldSection, BeforeValidator(_named)]
+Env = Annotated[EnvSection, BeforeValidator(_named)]
 
 
 class ProtocolSection(Section):

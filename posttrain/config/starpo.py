@@ -20,8 +20,8 @@ from posttrain.config.shared import (
     ModelSection,
     ProtocolSection,
     Section,
+    TrainingEnv,
     TrainingRun,
-    TrainingWorld,
     _named,
     turns_where_counted,
     wrong,
@@ -113,10 +113,10 @@ class StarPOTrainerSection(Section):
 
 class EvaluationSection(Section):
     every: int = Field("steps between two evaluations; there is one before the first step, too", 10, ge=1)
-    episodes: int = Field("held-out episodes of each world", 128, ge=1, le=1_000_000)
+    episodes: int = Field("held-out episodes of each environment", 128, ge=1, le=1_000_000)
     temperature: float = Field("of these episodes; 0 is greedy", 0.5, ge=0)
     split: Literal["validation", "test"] = Field("levels that choose the best checkpoint", "validation")
-    final_episodes: int = Field("episodes of each world after the last step", 256, ge=1, le=1_000_000)
+    final_episodes: int = Field("episodes of each environment after the last step", 256, ge=1, le=1_000_000)
     final_split: Literal["validation", "test"] = Field("levels of the last evaluation", "test")
     suites: FormerSuites = Field(
         "a few held-out prompts on what phases 1 and 2 taught, asked at each evaluation: is it forgotten?",
@@ -141,7 +141,7 @@ class DiagnosticsSection(Section):
 
 class TranscriptSection(Section):
     every: int = Field("steps between two sets of transcripts", 10, ge=1)
-    count: int = Field("whole episodes written each time; at any step as many whose world raised", 4, ge=0)
+    count: int = Field("whole episodes written each time; at any step as many whose environment raised", 4, ge=0)
 
 
 class StarPORun(TrainingRun):
@@ -152,8 +152,8 @@ class StarPORun(TrainingRun):
 
     model: ModelSection = Field("the policy")
     chat: ChatSection = Field("how messages become tokens; must be what phases 1 and 2 used", ChatSection())
-    worlds: list[Annotated[TrainingWorld, BeforeValidator(_named)]] = Field(
-        "the worlds that are played, mixed", min_length=1
+    envs: list[Annotated[TrainingEnv, BeforeValidator(_named)]] = Field(
+        "the environments that are played, mixed", min_length=1
     )
     protocol: ProtocolSection = Field("turns, answer format and penalties", ProtocolSection())
     rollout: RolloutSection = Field("how episodes are sampled", RolloutSection())
@@ -170,15 +170,15 @@ class StarPORun(TrainingRun):
     diagnostics: DiagnosticsSection = Field("what is watched, and what an alarm may do", DiagnosticsSection())
 
     @model_validator(mode="after")
-    def _worlds_fit(self) -> StarPORun:
-        names = [world.name for world in self.worlds]
+    def _envs_fit(self) -> StarPORun:
+        names = [env.name for env in self.envs]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise wrong(f"worlds has {twice[0]} twice, and figures go by name: write it once (`curriculum` varies it)")
-        for n, world in enumerate(self.worlds):
-            for number, stage in enumerate(world.curriculum):
+            raise wrong(f"envs has {twice[0]} twice, and figures go by name: write it once (`curriculum` varies it)")
+        for n, env in enumerate(self.envs):
+            for number, stage in enumerate(env.curriculum):
                 if stage.from_step is not None and stage.from_step > self.trainer.max_steps:
                     raise wrong(
-                        f"worlds.{n}.curriculum.{number} begins at step {stage.from_step}, after the last one: lower"
+                        f"envs.{n}.curriculum.{number} begins at step {stage.from_step}, after the last one: lower"
                         f" from_step or raise trainer.max_steps ({self.trainer.max_steps})"
                     )
         return self
@@ -205,12 +205,12 @@ class StarPORun(TrainingRun):
             )
         if chosen.within is not None and chosen.within > siblings:
             raise wrong(f"`algorithm.filter.within` ({chosen.within}) is more episodes than a group has ({siblings})")
-        if chosen.strategy == "top_k_abs" and chosen.value < len(self.worlds):
+        if chosen.strategy == "top_k_abs" and chosen.value < len(self.envs):
             raise wrong(
                 f"`algorithm.filter.value` ({chosen.value:g}) is fewer groups than there are environments"
-                f" ({len(self.worlds)}), each of which keeps at least one: write at least {len(self.worlds)}"
+                f" ({len(self.envs)}), each of which keeps at least one: write at least {len(self.envs)}"
             )
-        most, parts = chosen.most(self.rollout.groups, len(self.worlds)), algorithm.minibatches
+        most, parts = chosen.most(self.rollout.groups, len(self.envs)), algorithm.minibatches
         if parts > most and algorithm.written("minibatches"):
             raise wrong(
                 f"`algorithm.minibatches` ({parts}) is more than the groups that a step can keep ({most}): write less,"

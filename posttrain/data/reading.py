@@ -248,11 +248,11 @@ def _generated(source: Source, key: str, seed: int) -> Iterator[dict[str, Any]]:
         raise UserError(f"{key}: embedded data has no end, so say how much of it: write rows, e.g. `rows: 2000`.")
     if source.kind == "demonstrations":
         try:
-            yield from embedded.demonstrations(source.worlds or [], source.rows, seed)
+            yield from embedded.demonstrations(source.envs or [], source.rows, seed)
         except ValueError as error:
-            raise UserError(f"{key}.worlds: {error}") from error
+            raise UserError(f"{key}.envs: {error}") from error
         except (Exception, SystemExit) as error:  # an environment may raise anything
-            told = f"{key}.worlds: an environment raised {type(error).__name__}: {error}. `python -m envs.check NAME`"
+            told = f"{key}.envs: an environment raised {type(error).__name__}: {error}. `python -m envs.check NAME`"
             raise UserError(f"{told} says what is wrong with it.") from error
         return
     generators = {

@@ -19,7 +19,7 @@ COMPARED = {
     "repetition": ("equal_length", "seq_rep_4", "seq_rep_4_first", "longest_repeat", "never_stops", "tokens"),
     "recall": ("accuracy",),
     "preferences": ("accuracy", "margin"),
-    "worlds": ("success", "failed", "return"),
+    "envs": ("success", "failed", "return"),
 }
 
 
@@ -33,11 +33,11 @@ def summarise(cfg: EvaluateRun, rows: list[Row], everybody: dict[str, list[Row]]
         settings: dict[str, Any] = {}
         for (setting, part), found in by_part.items():
             settings.setdefault(setting, {})[part] = found
-        if suite == "worlds":
+        if suite == "envs":
             parts = {part for _, part in by_part}
             summary[suite] = {
-                world: _with_settings(cfg, suite, {s: world_figures(by[world]) for s, by in settings.items()})
-                for world in sorted(parts, key=[part for _, part in by_part].index)
+                env: _with_settings(cfg, suite, {s: env_figures(by[env]) for s, by in settings.items()})
+                for env in sorted(parts, key=[part for _, part in by_part].index)
             }
         elif suite == "math":  # by source: what is unlike is never counted together
             sources: dict[str, dict[str, dict[str, list[Row]]]] = {}
@@ -105,7 +105,7 @@ def _preference_figures(cfg: EvaluateRun, rows: Sequence[Row], everybody: dict[s
     return figures
 
 
-def world_figures(rows: Sequence[Row]) -> Row:
+def env_figures(rows: Sequence[Row]) -> Row:
     figures = _share(rows, "success")
     figures["episodes"] = figures.pop("n")
     turns = sum(row["turns"] for row in rows)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from posttrain import metrics, runlog
 from posttrain.config import EvaluateRun, ModelSection
-from posttrain.evaluation.figures import world_figures
-from posttrain.evaluation.tasks import Row, Task, raised, world_options
+from posttrain.evaluation.figures import env_figures
+from posttrain.evaluation.tasks import Row, Task, env_options, raised
 from posttrain.metrics import MathJudge
 from posttrain.types import Completion, UserError
 
@@ -72,7 +72,7 @@ def run_task(cfg: EvaluateRun, name: str, task: Task, tick: Tick, loaded: Loaded
     if task.suite == "preferences":
         with torch.autocast(model.device.type, enabled=False):
             found = score_pairs(model, chat, task, tick)
-    elif task.suite == "worlds":
+    elif task.suite == "envs":
         found = play_levels(cfg, model_section, loaded, task, tick)
     else:
         found = answer(cfg, model_section, loaded, task, tick)
@@ -178,9 +178,9 @@ def play_levels(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, task: T
     from envs.protocol import Protocol
     from posttrain.rollout import open_sampler, play, set_up
 
-    suite, model, chat = cfg.suites.worlds, loaded.model, loaded.chat
+    suite, model, chat = cfg.suites.envs, loaded.model, loaded.chat
     assert suite is not None and task.params is not None and model is not None and chat is not None
-    options = world_options(cfg, task.part)
+    options = env_options(cfg, task.part)
     protocol = Protocol(**suite.protocol.model_dump())
     episodes = [set_up(make(task.part, **options), protocol, item["seed"], suite.split) for item in task.items]
     played = play(
@@ -225,11 +225,11 @@ def play_baselines(cfg: EvaluateRun, task: Task) -> dict[str, Row]:
     from envs import make
     from envs.demos import next_action, player_names
 
-    suite = cfg.suites.worlds
+    suite = cfg.suites.envs
     assert suite is not None
     protocol = suite.protocol
     horizon = min(protocol.max_actions, protocol.max_turns * protocol.max_actions_per_turn)
-    game = make(task.part, **world_options(cfg, task.part))
+    game = make(task.part, **env_options(cfg, task.part))
     optima: list[float] = []
     played: dict[str, list[Row]] = {}
     try:
@@ -244,12 +244,12 @@ def play_baselines(cfg: EvaluateRun, task: Task) -> dict[str, Row]:
                     _, reward, terminated, truncated, info = game.step(next_action(game, player))
                     paid, actions, over = paid + float(reward), actions + 1, terminated or truncated
                 if not math.isfinite(paid):
-                    raise ValueError(f"the world paid {paid}")
+                    raise ValueError(f"the environment paid {paid}")
                 row = {"success": info["success"], "failure": info["failure"], "return": paid, "turns": actions}
                 played.setdefault(player, []).append(row)
-    except (Exception, SystemExit) as problem:  # a world may raise anything
+    except (Exception, SystemExit) as problem:  # an environment may raise anything
         raise raised(task.part, problem) from problem
-    baselines = {player: world_figures(rows) for player, rows in played.items()}
+    baselines = {player: env_figures(rows) for player, rows in played.items()}
     if optima:
         baselines["optimum"] = {"success": fmean(optima), "episodes": len(optima)}
     return baselines

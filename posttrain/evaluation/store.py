@@ -113,8 +113,8 @@ def conditions(cfg: EvaluateRun, task: Task) -> dict[str, Any]:
     suite = getattr(cfg.suites, task.suite).model_dump(mode="json")
     for key in ("n", "n_others", "episodes", "episodes_others", "settings", "headline", "reference"):
         suite.pop(key, None)  # they choose items, which are part of the task, or what is shown
-    if task.suite == "worlds":
-        suite["worlds"] = [world for world in suite["worlds"] if world["name"] == task.part]
+    if task.suite == "envs":
+        suite["envs"] = [env for env in suite["envs"] if env["name"] == task.part]
     template = cfg.chat.template and Path(cfg.chat.template).read_text(encoding="utf-8")
     device = models.resolve_device(cfg.device).type
     return {"suite": suite, "dtype": cfg.dtype, "attention": cfg.attn_implementation, "chat": template, "on": device}

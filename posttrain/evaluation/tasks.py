@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import EvaluateRun, FormerSuites, NamedSampling, SampledSuite, SuitesSection, WorldSection
+from posttrain.config import EnvSection, EvaluateRun, FormerSuites, NamedSampling, SampledSuite, SuitesSection
 from posttrain.types import SamplingParams, UserError, address
 
 Row = dict[str, Any]  # one answer, one pair or one episode, as transcripts.jsonl holds it
@@ -23,7 +23,7 @@ class Task:
     Task("math", "embedded", "unseen_questions", "greedy", SamplingParams(...), items, seeds)
 
     items: {"messages", "answer"} for math and recall, {"messages"} for repetition, {"chosen", "rejected"} for
-    preferences (which sample nothing: no setting), {"seed"} of a level for worlds.
+    preferences (which sample nothing: no setting), {"seed"} of a level for environments.
     source: where the part comes from; the parts of one source are counted together, those of different sources never.
     """
 
@@ -95,12 +95,12 @@ def build_tasks(cfg: EvaluateRun) -> list[Task]:
             pairs = file_rows(suite.source, "preferences", "suites.preferences.source", suite.n)
         items = [{"chosen": pair["chosen"], "rejected": pair["rejected"]} for pair in pairs]
         tasks.append(Task("preferences", "", "", "", None, items, [0] * len(items)))
-    if suites.worlds:
-        suite = suites.worlds
-        for world in suite.worlds:
-            name, tokens = world.name, suite.max_completion_length
-            items = levels(cfg, world, max(suite.episodes, suite.episodes_others or 0))
-            add("worlds", name, name, items, suite.episodes, suite.episodes_others, tokens)
+    if suites.envs:
+        suite = suites.envs
+        for env in suite.envs:
+            name, tokens = env.name, suite.max_completion_length
+            items = levels(cfg, env, max(suite.episodes, suite.episodes_others or 0))
+            add("envs", name, name, items, suite.episodes, suite.episodes_others, tokens)
     return tasks
 
 
@@ -123,26 +123,26 @@ def headline(cfg: EvaluateRun, suite: str) -> str:
 
 
 def headline_levels(cfg: EvaluateRun, tasks: Sequence[Task]) -> dict[str, Task]:
-    """Per world the levels behind the figures of the table."""
-    return {s.part: s for s in tasks if s.suite == "worlds" and s.setting == headline(cfg, "worlds")}
+    """Per environment the levels behind the figures of the table."""
+    return {s.part: s for s in tasks if s.suite == "envs" and s.setting == headline(cfg, "envs")}
 
 
-def levels(cfg: EvaluateRun, world: WorldSection, n: int) -> list[dict[str, Any]]:
-    """Seeds of `n` held-out levels, all different where the world has so many: a repeated one would count twice."""
+def levels(cfg: EvaluateRun, env: EnvSection, n: int) -> list[dict[str, Any]]:
+    """Seeds of `n` held-out levels, all different where there are so many: a repeated one would count twice."""
     from envs import make
 
-    assert cfg.suites.worlds is not None
-    game, seen = make(world.name, **world.options), set()
+    assert cfg.suites.envs is not None
+    game, seen = make(env.name, **env.options), set()
     new: list[dict[str, Any]] = []
     repeats: list[dict[str, Any]] = []
     for i in range(10 * n):
-        item = {"seed": address(cfg.seed, world.name, i)}
+        item = {"seed": address(cfg.seed, env.name, i)}
         try:
-            game.reset(seed=item["seed"], options={"split": cfg.suites.worlds.split})
+            game.reset(seed=item["seed"], options={"split": cfg.suites.envs.split})
         except ValueError as problem:
-            raise UserError(f"suites.worlds.worlds: {problem} Choose other options.") from problem
-        except (Exception, SystemExit) as problem:  # a world may raise anything
-            raise raised(world.name, problem) from problem
+            raise UserError(f"suites.envs.envs: {problem} Choose other options.") from problem
+        except (Exception, SystemExit) as problem:  # an environment may raise anything
+            raise raised(env.name, problem) from problem
         (repeats if game.level_key() in seen else new).append(item)
         seen.add(game.level_key())
         if len(new) == n:
@@ -150,16 +150,16 @@ def levels(cfg: EvaluateRun, world: WorldSection, n: int) -> list[dict[str, Any]
     return (new + repeats)[:n]
 
 
-def raised(world: str, problem: BaseException) -> UserError:
+def raised(env: str, problem: BaseException) -> UserError:
     return UserError(
-        f"suites.worlds.worlds: {world} raised {type(problem).__name__}: {problem}. `python -m envs.check {world}` "
+        f"suites.envs.envs: {env} raised {type(problem).__name__}: {problem}. `python -m envs.check {env}` "
         "says what is wrong with it."
     )
 
 
-def world_options(cfg: EvaluateRun, name: str) -> dict[str, Any]:
-    assert cfg.suites.worlds is not None
-    return next(world.options for world in cfg.suites.worlds.worlds if world.name == name)
+def env_options(cfg: EvaluateRun, name: str) -> dict[str, Any]:
+    assert cfg.suites.envs is not None
+    return next(env.options for env in cfg.suites.envs.envs if env.name == name)
 
 
 def math_items(cfg: EvaluateRun) -> list[tuple[str, str, list[dict[str, Any]]]]:

@@ -160,9 +160,7 @@ class _Worker:
         self.pipe.close()
 
 
-def _serve(
-    pipe: Any, cfg: EvaluateRun, tasks: Sequence[Task], run: RunTask, place: str | None, processes: int
-) -> None:
+def _serve(pipe: Any, cfg: EvaluateRun, tasks: Sequence[Task], run: RunTask, place: str | None, processes: int) -> None:
     """A worker's loop: a unit in; counts of what is done, then its rows or the reason of a failure out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

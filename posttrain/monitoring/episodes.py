@@ -15,7 +15,7 @@ import envs
 from envs.demos import play, player_names
 from envs.protocol import Protocol
 from posttrain import curriculum
-from posttrain.config import StarPORun, TrainingWorld
+from posttrain.config import StarPORun, TrainingEnv
 from posttrain.metrics import seq_rep_n, wilson
 from posttrain.types import Trajectory
 
@@ -23,7 +23,7 @@ from posttrain.types import Trajectory
 class Summary(NamedTuple):
     """What the figures need of an episode, small enough to send to every process."""
 
-    world: str
+    env: str
     success: bool
     terminated: bool
     truncated: bool
@@ -107,43 +107,43 @@ def describe(groups: list[list[Trajectory]], std: list[float], kept: list[int]) 
     wins = [(len(group), sum(t.success for t in group)) for group in groups]
     for k in (2**power for power in range(1, min(size for size, _ in wins).bit_length())):
         out[f"rollout/pass_at_{k}"] = sum(pass_at(k, *each) for each in wins) / len(wins)
-    for world in sorted({e.world for e in episodes}):
-        own = [e for e in episodes if e.world == world]
-        figures, numbers = aggregate(own), [n for n, group in enumerate(groups) if group[0].world == world]
-        out[f"rollout/{world}/success"] = figures["success"]
-        out[f"rollout/{world}/invalid_turns"] = figures["invalid_turns"]
-        out[f"rollout/{world}/in_group_std"] = sum(std[n] for n in numbers) / len(numbers)
-        out[f"rollout/{world}/kept_groups"] = sum(n in kept for n in numbers)
+    for env in sorted({e.env for e in episodes}):
+        own = [e for e in episodes if e.env == env]
+        figures, numbers = aggregate(own), [n for n, group in enumerate(groups) if group[0].env == env]
+        out[f"rollout/{env}/success"] = figures["success"]
+        out[f"rollout/{env}/invalid_turns"] = figures["invalid_turns"]
+        out[f"rollout/{env}/in_group_std"] = sum(std[n] for n in numbers) / len(numbers)
+        out[f"rollout/{env}/kept_groups"] = sum(n in kept for n in numbers)
         if own[0].stage is not None:
-            out[f"rollout/{world}/stage"] = own[0].stage
+            out[f"rollout/{env}/stage"] = own[0].stage
         for failure, share in failure_shares(own).items():
-            out[f"rollout/{world}/{failure}"] = share
+            out[f"rollout/{env}/{failure}"] = share
     return out
 
 
-def describe_evaluation(name: str, by_world: dict[str, list[Summary]]) -> dict[str, float]:
+def describe_evaluation(name: str, by_env: dict[str, list[Summary]]) -> dict[str, float]:
     """The figures of an evaluation, `evaluation` or `final`, with Wilson 95 % intervals of each success."""
     row: dict[str, float] = {}
-    for world, episodes in by_world.items():
+    for env, episodes in by_env.items():
         figures = aggregate(episodes)
         low, high = wilson(sum(e.success for e in episodes), len(episodes))
         row |= {
-            f"{name}/{world}/success": figures["success"],
-            f"{name}/{world}/low": low,
-            f"{name}/{world}/high": high,
-            f"{name}/{world}/reward": figures["reward"],
-            f"{name}/{world}/invalid_turns": figures["invalid_turns"],
-            f"{name}/{world}/turns": figures["turns"],
-            f"{name}/{world}/logprob": figures["logprob"],
-            f"{name}/{world}/crashed": figures["crashed"],
+            f"{name}/{env}/success": figures["success"],
+            f"{name}/{env}/low": low,
+            f"{name}/{env}/high": high,
+            f"{name}/{env}/reward": figures["reward"],
+            f"{name}/{env}/invalid_turns": figures["invalid_turns"],
+            f"{name}/{env}/turns": figures["turns"],
+            f"{name}/{env}/logprob": figures["logprob"],
+            f"{name}/{env}/crashed": figures["crashed"],
         }
         for failure, share in failure_shares(episodes).items():
-            row[f"{name}/{world}/{failure}"] = share
-    row[f"{name}/success"] = sum(row[f"{name}/{world}/success"] for world in by_world) / len(by_world)
+            row[f"{name}/{env}/{failure}"] = share
+    row[f"{name}/success"] = sum(row[f"{name}/{env}/success"] for env in by_env) / len(by_env)
     return row
 
 
-def reward_table(cfg: StarPORun, played: Sequence[TrainingWorld], episodes: int = 16) -> str:
+def reward_table(cfg: StarPORun, played: Sequence[TrainingEnv], episodes: int = 16) -> str:
     """The least and the most that an episode of each environment earned, as text for the start of a run.
 
     played: the environment of each group of a step. An environment does not state its rewards, so its expert and its
@@ -151,11 +151,11 @@ def reward_table(cfg: StarPORun, played: Sequence[TrainingWorld], episodes: int 
     one action a turn. A policy may earn less or more, and format penalties come on top.
     """
     rows, widths = [], []
-    for world in cfg.worlds:
-        options, protocol = curriculum.conditions(cfg, world, curriculum.TARGET)
-        earned = scripted_returns(world.name, options, protocol, episodes)
+    for env in cfg.envs:
+        options, protocol = curriculum.conditions(cfg, env, curriculum.TARGET)
+        earned = scripted_returns(env.name, options, protocol, episodes)
         seen = f"{min(earned):g} to {max(earned):g} ({len(earned)} episodes)" if earned else "not observed"
-        rows.append((world.name, f"{sum(group.name == world.name for group in played)} groups", seen))
+        rows.append((env.name, f"{sum(group.name == env.name for group in played)} groups", seen))
         widths += [max(earned) - min(earned)] if earned else []
     lines = [f"  {name:<20} {groups:>12}   {seen}" for name, groups, seen in rows]
     lines.insert(0, "groups of the first step, and what an episode earns when scripted players play it")

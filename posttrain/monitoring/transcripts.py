@@ -14,7 +14,7 @@ from posttrain.run_state import RunState
 from posttrain.runlog import Tracker
 from posttrain.types import Trajectory
 
-KEPT = "world stage level_key level_seed noise_seed success failure crashed actions turn_rewards messages".split()
+KEPT = "env stage level_key level_seed noise_seed success failure crashed actions turn_rewards messages".split()
 
 
 def record(
@@ -32,7 +32,7 @@ def record(
         t, of = crashed[0], sum(map(len, groups))
         say(
             f"step {step}: {len(crashed)} of {of} episodes crashed and are left out, see transcripts; the first:"
-            f" {t.world} raised {t.crashed} (level seed {t.level_seed})"
+            f" {t.env} raised {t.crashed} (level seed {t.level_seed})"
         )
     unfinished = [group for group in groups if all(t.truncated and not t.crashed for t in group)]
     unfinished = unfinished if due(cfg.transcripts.every, step) else []
@@ -41,7 +41,7 @@ def record(
         t = unfinished[0][0]
         say(
             f"step {step}: in {len(unfinished)} of {len(groups)} groups nobody finished, see transcripts; the first:"
-            f" {t.world} (level seed {t.level_seed}). They teach what their rewards tell apart;"
+            f" {t.env} (level seed {t.level_seed}). They teach what their rewards tell apart;"
             " algorithm.mask_truncated leaves them out. Said once: `rollout/truncated_groups` goes on counting."
         )
     if parallel.rank() != 0:
@@ -77,16 +77,16 @@ def draw(cfg: StarPORun, path: Path, t: Trajectory, say: Callable[[str], None]) 
 
     None where its environment has no pictures, or raises.
     """
-    chosen = next(world for world in cfg.worlds if world.name == t.world)
+    chosen = next(env for env in cfg.envs if env.name == t.env)
     options, _ = curriculum.conditions(cfg, chosen, t.stage or 0)
     try:
         reset_options = {"split": "train", "noise_seed": t.noise_seed}
-        frames = frames_of(t.world, options, t.level_seed, reset_options, t.actions)
+        frames = frames_of(t.env, options, t.level_seed, reset_options, t.actions)
         if not frames:
             return None
         picture = gif(frames)
     except Exception as error:  # an environment may raise here alone
-        say(f"no picture of {path.stem}: {t.world} (level seed {t.level_seed}) raised {type(error).__name__}: {error}")
+        say(f"no picture of {path.stem}: {t.env} (level seed {t.level_seed}) raised {type(error).__name__}: {error}")
         return None
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(picture)

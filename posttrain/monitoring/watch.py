@@ -21,7 +21,7 @@ class Watch:
         self.sizes = alarms.Sizes(
             groups=cfg.rollout.groups,
             samples=cfg.rollout.num_generations,
-            evaluation_episodes=cfg.evaluation.episodes * len(cfg.worlds),
+            evaluation_episodes=cfg.evaluation.episodes * len(cfg.envs),
             steps=cfg.trainer.max_steps,
         )
         self.limits: dict[str, float] = {"empty_steps": cfg.algorithm.max_empty_steps}
@@ -63,5 +63,5 @@ def remedy(cfg: StarPORun, state: RunState, raised: list[alarms.Alarm]) -> dict[
 def solved(cfg: StarPORun, state: RunState, success: float) -> bool:
     """No group has passed the filter for long because all is won, and no curriculum has harder levels in store."""
     places = state.curriculum
-    last = all(places[world.name]["stage"] == len(world.curriculum) - 1 for world in cfg.worlds if world.curriculum)
+    last = all(places[env.name]["stage"] == len(env.curriculum) - 1 for env in cfg.envs if env.curriculum)
     return last and success >= alarms.LIMITS["solved"] and state.empty_steps >= cfg.algorithm.max_empty_steps

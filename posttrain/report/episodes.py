@@ -39,8 +39,8 @@ def replay(results: Results, row: Row) -> tuple[list[np.ndarray], list[tuple[str
     from envs import make
     from envs.protocol import Protocol, parse
 
-    suite = results["config"]["suites"]["worlds"]
-    options = next(world["options"] for world in suite["worlds"] if world["name"] == row["part"])
+    suite = results["config"]["suites"]["envs"]
+    options = next(env["options"] for env in suite["envs"] if env["name"] == row["part"])
     protocol, env = Protocol(**suite["protocol"]), make(row["part"], **options)
     env.reset(seed=row["seed"], options={"split": suite["split"]})  # its list of actions may be of the level
     turns, left = [], list(row["actions"])

@@ -32,9 +32,9 @@ from posttrain.types import UserError
 
 SHOWN_CHARACTERS = 420  # of one answer
 SAMPLES = 2  # prompts shown of each part
-LEVELS = 4  # shown of each kind in each world, the first one at once and the others on request
+LEVELS = 4  # shown of each kind in each environment, the first one at once and the others on request
 OPENING_CHARACTERS = 160  # of an answer, shown before it is unfolded
-# Curves by title: (key in metrics.jsonl, label); `*` stands for the name of a world.
+# Curves by title: (key in metrics.jsonl, label); `*` stands for the name of an environment.
 CURVES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("Loss", (("loss", "training"), ("eval_loss", "held out"))),
     ("Next token right", (("mean_token_accuracy", "training"), ("eval_mean_token_accuracy", "held out"))),
@@ -86,7 +86,7 @@ def _sections(results: Results, transcripts: list[Row], folder: Path) -> list[tu
         ("Results", headline(results)),
         ("Goals", goals(results)),
         ("What changed from phase to phase", differences(results)),
-        ("The worlds, beside other players", worlds(results)),
+        ("The environments, beside other players", environments(results)),
         ("Before and after, on the same level", episodes(results, transcripts)),
         ("Learning curves", curves(results, folder)),
         ("Samples", samples(results, transcripts)),
@@ -257,37 +257,37 @@ def differences(results: Results) -> str:
 
 def is_headline(results: Results, difference: Row) -> bool:
     entry = results["checkpoints"][difference["to"]][difference["suite"]]
-    if difference["suite"] == "worlds":
+    if difference["suite"] == "envs":
         entry = entry[difference["part"]]
     if difference["suite"] == "math":  # its sources share their settings
         entry = next(iter(entry.values()))
     return entry.get("setting", "") == difference["setting"]
 
 
-def worlds(results: Results) -> str:
-    """Every world's players, weak ones and expert, above the checkpoints."""
+def environments(results: Results) -> str:
+    """Every environment's players, weak ones and expert, above the checkpoints."""
     blocks = ""
-    for world, players in results["baselines"].items():
+    for env, players in results["baselines"].items():
         rows = ""
         for name, found in players.items():
             label = f'<span class="player">{text(name)}</span>'
-            rows += world_row(label, figure_of(found, "success"), "var(--muted)", failures(found))
+            rows += env_row(label, figure_of(found, "success"), "var(--muted)", failures(found))
         for name, entry in results["checkpoints"].items():
-            found = entry["worlds"][world]
+            found = entry["envs"][env]
             notes = [failures(found), f"{found['turns']:.1f} turns", f"{percent(found['invalid_turns'])} invalid turns"]
             notes += [f"{found['crashed']} crashed"] if found["crashed"] else []
             note = ", ".join(filter(None, notes))
-            rows += world_row(chip(results, name), figure_of(found, "success"), colour(results, name), note)
-        found = next(iter(results["checkpoints"].values()))["worlds"][world]
+            rows += env_row(chip(results, name), figure_of(found, "success"), colour(results, name), note)
+        found = next(iter(results["checkpoints"].values()))["envs"][env]
         blocks += (
-            f'<div class="half"><h3>{text(readable(world))}</h3><p class="quiet">{found["episodes"]} episodes on '
+            f'<div class="half"><h3>{text(readable(env))}</h3><p class="quiet">{found["episodes"]} episodes on '
             f"{found['levels']} test levels, {text(setting_of(found['setting']))}</p>"
-            f'<table class="worlds">{rows}</table></div>'
+            f'<table class="envs">{rows}</table></div>'
         )
     return blocks and f'<div class="halves">{blocks}</div>'
 
 
-def world_row(label: str, figure: Figure, paint: str, note: str) -> str:
+def env_row(label: str, figure: Figure, paint: str, note: str) -> str:
     return (
         f'<tr><td>{label}</td><td class="num"><b>{percent(figure.value)}</b></td>'
         f"<td>{charts.bar(figure, paint)}<small>{text(note).replace(' %', '&nbsp;%')}</small></td></tr>"
@@ -299,18 +299,18 @@ def failures(found: Row) -> str:
 
 
 def episodes(results: Results, transcripts: Sequence[Row]) -> str:
-    """Per world how many levels the last two checkpoints solved, together and alone, and some of each kind."""
+    """Per environment how many levels the last two checkpoints solved, together and alone, and some of each kind."""
     names = list(results["checkpoints"])
     if len(names) < 2:
         return ""
     blocks = ""
-    for world in results["baselines"]:
-        setting = results["checkpoints"][names[-1]]["worlds"][world]["setting"]
+    for env in results["baselines"]:
+        setting = results["checkpoints"][names[-1]]["envs"][env]["setting"]
         before, after = (
             {
                 row["index"]: row
                 for row in transcripts
-                if (row["checkpoint"], row["suite"], row["part"], row["setting"]) == (name, "worlds", world, setting)
+                if (row["checkpoint"], row["suite"], row["part"], row["setting"]) == (name, "envs", env, setting)
                 and not row["crashed"]
             }
             for name in names[-2:]
@@ -327,7 +327,7 @@ def episodes(results: Results, transcripts: Sequence[Row]) -> str:
             list(kinds.values())[place].append(number)
         counts = ", ".join(f"{len(numbers)} {title[0].lower()}{title[1:]}" for title, numbers in kinds.items())
         both = sum(map(len, kinds.values()))
-        blocks += f'<h3>{text(readable(world))}</h3><p class="quiet">{both} levels: {text(counts)}.</p>'
+        blocks += f'<h3>{text(readable(env))}</h3><p class="quiet">{both} levels: {text(counts)}.</p>'
         for title, numbers in list(kinds.items())[:3]:
             levels = [level(results, title, number, before, after) for number in numbers[:LEVELS]]
             blocks += "".join(levels[:1])

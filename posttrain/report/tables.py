@@ -34,7 +34,7 @@ class Column:
     title: str
     note: str
     suite: str
-    part: str  # the world, or where the questions of math come from
+    part: str  # the environment, or where the questions of math come from
     metric: str
     setting: str
 
@@ -58,9 +58,9 @@ def columns(results: Results) -> list[Column]:
     ):
         if suite in first:
             found.append(Column(title, note, suite, "", metric, first[suite].get("setting", "")))
-    for world, entry in first.get("worlds", {}).items():
+    for env, entry in first.get("envs", {}).items():
         note = f"success in {entry['episodes']} episodes"
-        found.append(Column(readable(world), note, "worlds", world, "success", entry["setting"]))
+        found.append(Column(readable(env), note, "envs", env, "success", entry["setting"]))
     return found
 
 
@@ -137,26 +137,26 @@ def goals(results: Results) -> list[Row]:
     if {"phase1", "phase2"} <= sums.keys():
         gained = sums["phase2"]["accuracy"] - sums["phase1"]["accuracy"]
         goal("phase2", "math at most 5 points lower", points(gained), gained >= -0.05)
-    for world, after in three.get("worlds", {}).items():
-        before = two.get("worlds", {}).get(world)
+    for env, after in three.get("envs", {}).items():
+        before = two.get("envs", {}).get(env)
         if before is None:
             continue
         change = f"{percent(before['success'])} to {percent(after['success'])}"
         apart = f"before up to {100 * before['high']:.0f} %, after from {100 * after['low']:.0f} %"
-        if world == "frozen_lake":
+        if env == "frozen_lake":
             reached = before["success"] < 0.45 and after["success"] >= 0.80
             goal("phase3", "Frozen lake to at least 80 % from less than 45 %", change, reached)
             falls = [entry["failures"].get("hole", 0) / entry["episodes"] for entry in (before, after)]
             text = f"{percent(falls[0])} to {percent(falls[1])} of episodes"
             goal("phase3", "Frozen lake: half the deaths in holes or fewer", text, 0 < falls[0] >= 2 * falls[1])
-            weak = {n: p for n, p in results["baselines"][world].items() if n not in ("expert", "optimum")}
+            weak = {n: p for n, p in results["baselines"][env].items() if n not in ("expert", "optimum")}
             best = max(weak, key=lambda name: weak[name]["success"])
             text = f"{percent(after['success'])} against {percent(weak[best]['success'])} ({best})"
             goal("phase3", "Frozen lake: beats every demonstrator", text, after["success"] > weak[best]["success"])
-        if world == "sokoban":
+        if env == "sokoban":
             goal("phase3", "Sokoban at least doubled", change, after["success"] >= 2 * before["success"] > 0)
             goal("phase3", "Sokoban to at least 45 %", change, after["success"] >= 0.45)
-        title = f"{readable(world)}: intervals before and after do not overlap"
+        title = f"{readable(env)}: intervals before and after do not overlap"
         goal("phase3", title, apart, after["low"] > before["high"])
     kept = {suite: _accuracy(three, suite) / _accuracy(two, suite) for suite in KEPT if _accuracy(two, suite)}
     if three and kept:
@@ -209,8 +209,8 @@ def markdown(results: Results) -> str:
             for d in results["differences"]
         ),
     )
-    for world, players in results["baselines"].items():
-        lines += ["", f"## {readable(world)}: players on the same levels", ""]
+    for env, players in results["baselines"].items():
+        lines += ["", f"## {readable(env)}: players on the same levels", ""]
         lines += _table(["player", "success", "return", "failures"], (_player(n, p) for n, p in players.items()))
     lines += ["", "## Every setting", ""]
     settings = ([a, b, c, percent(figure.value), span(figure), str(n)] for a, b, c, figure, n in every_setting(results))
@@ -227,7 +227,7 @@ def what(difference: Row) -> str:
     if difference["suite"] == "preferences" and difference["metric"] == "accuracy":
         return "Preferences: ranking accuracy"
     part = difference["part"].replace("_", " ")
-    subject = part if difference["suite"] == "worlds" else ", ".join(filter(None, (difference["suite"], part)))
+    subject = part if difference["suite"] == "envs" else ", ".join(filter(None, (difference["suite"], part)))
     if difference["suite"] == "math":
         subject = MATH_TITLES.get(difference["part"], subject)
     subject = subject[:1].upper() + subject[1:]
@@ -244,8 +244,8 @@ def every_setting(results: Results) -> Iterator[tuple[str, str, str, Figure, int
     """(checkpoint, which figure, sampling setting, figure, n) for every one there is."""
     for name, entry in results["checkpoints"].items():
         for suite, figures in entry.items():
-            for part, found in figures.items() if suite in ("math", "worlds") else [("", figures)]:
-                key = {"worlds": "success", "repetition": "seq_rep_4"}.get(suite, "accuracy")
+            for part, found in figures.items() if suite in ("math", "envs") else [("", figures)]:
+                key = {"envs": "success", "repetition": "seq_rep_4"}.get(suite, "accuracy")
                 title = math_title(part) if suite == "math" else readable(part or suite)
                 for setting, one in found.get("settings", {"": found}).items():
                     yield name, title, setting, figure_of(one, key), one.get("n", one.get("episodes"))

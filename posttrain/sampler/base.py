@@ -1,4 +1,4 @@
-"""What does an engine promise?  Open conversations, append the world's tokens, let the model write turns, close."""
+"""What does an engine promise?  Open conversations, append an environment's tokens, sample turns, close."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Sampler(Protocol):
         ...
 
     def append(self, handle: int, ids: Sequence[int]) -> None:
-        """Add tokens the model did not sample (the world's reply) to a conversation."""
+        """Add tokens the model did not sample (the environment's reply) to a conversation."""
         ...
 
     def converse(self, turns: Sequence[Turn], params: SamplingParams, then: Then) -> None:

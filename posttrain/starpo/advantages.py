@@ -219,8 +219,8 @@ def gae(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and the critic's targets, both (S,). GAE, arXiv 1506.02438, eq. 16.
 
-    After a token comes the next sampled one of its episode, however long the world spoke in between; after the last one
-    comes nothing, whose value is 0.
+    After a token comes the next sampled one of its episode, however long the environment spoke in between; after the
+    last one comes nothing, whose value is 0.
     """
     assert rewards_S.isfinite().all() and values_S.isfinite().all()
     next_S = torch.cat([values_S[1:], values_S.new_zeros(1)])[: len(values_S)]

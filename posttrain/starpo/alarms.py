@@ -148,7 +148,7 @@ ADVICE: dict[str, tuple[str, str]] = {
     "variance_collapse": (
         "warn",
         "Try preset starpo-s (`algorithm.preset`), a higher `rollout.temperature`, or fewer epochs over a rollout"
-        " (`algorithm.num_iterations`); if levels are always won or always lost, other levels (`worlds[].options`).",
+        " (`algorithm.num_iterations`); if levels are always won or always lost, other levels (`envs[].options`).",
     ),
     "variance_gone": (
         "stop",
@@ -211,18 +211,18 @@ ADVICE: dict[str, tuple[str, str]] = {
     ),
     "no_success": (
         "warn",
-        "The levels are too hard for this model: easier ones first (`worlds[].curriculum`, `worlds[].options`), more"
+        "The levels are too hard for this model: easier ones first (`envs[].curriculum`, `envs[].options`), more"
         " turns (`protocol.max_turns`), or demonstrations of this environment in phase 1.",
     ),
     "validation": (
         "stop",
-        "The model cannot play this yet: easier levels (`worlds[].options`), or demonstrations in phase 1.",
+        "The model cannot play this yet: easier levels (`envs[].options`), or demonstrations in phase 1.",
     ),
     "empty_steps": (
         "stop",
-        "Levels are too hard or too easy for this model: others (`worlds[].options`), larger groups"
+        "Levels are too hard or too easy for this model: others (`envs[].options`), larger groups"
         " (`rollout.num_generations`) or a higher `rollout.temperature`; where `rollout/crashed` is not 0, it is the"
-        " world that needs fixing.",
+        " environment that needs fixing.",
     ),
     "not_finite": ("warn", "Write `trainer.bf16: false` and look at the transcripts and rewards of this step."),
     "not_finite_for_long": ("stop", "Go back to the last checkpoint with a lower `trainer.learning_rate`."),
@@ -521,7 +521,7 @@ def _format(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
 
 
 def _environments(row: Row) -> list[str]:
-    """Whose success is in this row: `rollout/WORLD/success`."""
+    """Whose success is in this row: `rollout/ENV/success`."""
     parts = [key.split("/") for key in row if key.startswith("rollout/")]
     return [part[1] for part in parts if len(part) == 3 and part[2] == "success"]
 
@@ -602,7 +602,7 @@ def _evaluation(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]
     memory["won"] = memory.get("won", 0.0) + success * setting.sizes.evaluation_episodes if count else 0.0
     episodes = max(1, count * setting.sizes.evaluation_episodes)
     share, z = memory["won"] / episodes, 1.96
-    upper = (share + z**2 / (2 * episodes) + z * math.sqrt(share * (1 - share) / episodes + z**2 / (4 * episodes**2)))
+    upper = share + z**2 / (2 * episodes) + z * math.sqrt(share * (1 - share) / episodes + z**2 / (4 * episodes**2))
     upper /= 1 + z**2 / episodes  # Wilson
     words = f"Success on validation levels was below {limit:.0%} {count} times in a row."
     yield Finding("validation", count >= 5 and upper < limit, count == 0, words)

@@ -1,7 +1,7 @@
-"""What do the worlds cost beside the games they are made of, and how much of an iteration is it?
+"""What do the environments cost beside the games they are made of, and how much of an iteration is it?
 
 Levels and steps a second of ours, with text to read, exact lengths of solutions and splits, and of the raw packages.
-    python benchmarks/worlds.py [--player runs/quickstart/phase2/final] [--json FILE]
+    python benchmarks/envs.py [--player runs/quickstart/phase2/final] [--json FILE]
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ ROOT = Path(__file__).resolve().parent.parent
 def our_levels(name: str, count: int) -> None:
     """Levels that nobody has asked for before, drawn and shown as text."""
     draw_level.cache_clear()
-    world = envs.make(name)
+    env = envs.make(name)
     for seed in range(count):
-        world.reset(seed=seed)
+        env.reset(seed=seed)
 
 
-def our_steps(world: Any, count: int) -> None:
+def our_steps(env: Any, count: int) -> None:
     """Moves at random, with what is seen after each; a game that is over begins again on its level."""
     rng = random.Random(0)
-    world.reset(seed=0)
+    env.reset(seed=0)
     for _ in range(count):
-        _, _, over, _, _ = world.step(rng.choice(world.actions))
+        _, _, over, _, _ = env.step(rng.choice(env.actions))
         if over:
-            world.reset(seed=0)
+            env.reset(seed=0)
 
 
 def lake_levels(count: int) -> None:
@@ -100,7 +100,7 @@ def sokoban_steps(game: Any, count: int) -> None:
 
 
 def share(player: Path) -> dict[str, float]:
-    """Seconds of one iteration of the quickstart in the worlds and in all, on this player's model."""
+    """Seconds of one iteration of the quickstart in the environments and in all, on this player's model."""
     import train_phase3_starpo as phase3
     from posttrain.config import StarPORun, resolve
     from posttrain.models import load
@@ -128,7 +128,7 @@ def share(player: Path) -> dict[str, float]:
 
         return run
 
-    kinds = {type(envs.make(world.name)) for world in cfg.worlds}
+    kinds = {type(envs.make(env.name)) for env in cfg.envs}
     with contextlib.ExitStack() as patches:
         for kind in kinds:
             for name in ("reset", "step", "observe"):
@@ -138,14 +138,14 @@ def share(player: Path) -> dict[str, float]:
         scored = phase3.score_and_filter(cfg, groups)
         experience = phase3.collect(cfg, learner, groups, scored)
         phase3.update(cfg, learner, experience, RunState.start(cfg), 1)
-    return {"worlds": spent, "iteration": time.perf_counter() - start}
+    return {"envs": spent, "iteration": time.perf_counter() - start}
 
 
 def main() -> None:
     parser = _measure.parser(__doc__)
     parser.add_argument("--levels", type=int, default=200)
     parser.add_argument("--steps", type=int, default=5000)
-    parser.add_argument("--player", type=Path, help="a model that can play: also measure the worlds' share of a step")
+    parser.add_argument("--player", type=Path, help="a model that can play: also measure their share of a step")
     given = parser.parse_args()
     _measure.threads()
 
@@ -174,20 +174,20 @@ def main() -> None:
     }
     results = _measure.surroundings() | {"repeats": given.repeats, "rows": []}
     cells = []
-    for (world, what, count), contestants in contests.items():
+    for (env, what, count), contestants in contests.items():
         seconds = _measure.alternating(contestants, given.repeats)
-        results["rows"].append({"world": world, "what": what, "count": count, "seconds": seconds})
+        results["rows"].append({"env": env, "what": what, "count": count, "seconds": seconds})
         peer = next(name for name in seconds if name != "ours")
         speeds = [f"{count / median(seconds[name]):,.0f}" for name in ("ours", peer)]
         cells.append(
-            [world, f"{what}/s", speeds[0], f"{peer} {speeds[1]}", _measure.ratio(seconds[peer], seconds["ours"])]
+            [env, f"{what}/s", speeds[0], f"{peer} {speeds[1]}", _measure.ratio(seconds[peer], seconds["ours"])]
         )
-    markdown = f"{_measure.told(results)}\n\n{_measure.table(['world', '', 'ours', 'peer', 'ours vs peer'], cells)}"
+    markdown = f"{_measure.told(results)}\n\n{_measure.table(['env', '', 'ours', 'peer', 'ours vs peer'], cells)}"
     if given.player:
         results["share"] = share(given.player)
-        markdown += f"\n\nOf an iteration of the quickstart, {results['share']['worlds']:.2f} of"
-        markdown += f" {results['share']['iteration']:.1f} s are spent in the worlds:"
-        markdown += f" {results['share']['worlds'] / results['share']['iteration']:.1%}."
+        markdown += f"\n\nOf an iteration of the quickstart, {results['share']['envs']:.2f} of"
+        markdown += f" {results['share']['iteration']:.1f} s are spent in the environments:"
+        markdown += f" {results['share']['envs'] / results['share']['iteration']:.1%}."
     _measure.publish(results, markdown, given.json)
 
 
