@@ -1,6 +1,6 @@
 # make quickstart   three phases on a laptop CPU, a table, a report, and what to type next
 # make test         the default test suite
-# make check        lint, types, floors
+# make check        lint, types, layers
 # make bench        speed beside other libraries, everything in benchmarks/; hours
 # make lock         requirements.lock from fresh, newest packages within the bounds
 # make setup        .venv alone; every target above does it by itself
@@ -67,7 +67,7 @@ test: $(STAMP)
 check: $(STAMP)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/pyright --pythonpath $(PY)
-	$(PY) -m pytest -q tests/test_floors.py
+	$(PY) -m pytest -q tests/test_layers.py
 
 bench: $(STAMP)
 	@set -e; for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(PY) $$file; done

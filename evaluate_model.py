@@ -71,9 +71,9 @@ def main() -> None:
             "config": cfg.model_dump(mode="json"),
             "seeds": {
                 "run": cfg.seed,
-                "answer": "address(run, suite, part, setting, i)",
-                "level": "address(run, environment, i), repeats left out",
-                "bootstrap": "address(run, bootstrap)",
+                "answer": "derive_seed(run, suite, part, setting, i)",
+                "level": "derive_seed(run, environment, i), repeats left out",
+                "bootstrap": "derive_seed(run, bootstrap)",
             },
         }
         if cfg.goals:

@@ -34,7 +34,7 @@ from rich.text import Text
 
 from posttrain import runlog
 from posttrain.config import ChatRun, SamplingSection, hint, load, run
-from posttrain.types import Completion, SamplingParams, UserError, address
+from posttrain.types import Completion, SamplingParams, UserError, derive_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,19 +89,20 @@ def main(argv: list[str] | None = None) -> None:
 
     preflight(cfg)
     model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template, training=False)
-    speaker = Speaker(model, chat)
+    generator = Generator(model, chat)
 
     # 3. Do it.
     if env is not None:
-        # The chat's settings change the sampling law and punish what a map must repeat: play as the rollouts did.
+        # The chat's settings change the sampling distribution and punish what a map must repeat: play as the rollouts
+        # did.
         setting = cfg.presets[cfg.preset] if flags.preset else SamplingSection()
-        play(speaker, env, cfg, setting, flags.episodes or 1, flags.delay or 0.0)
+        play(generator, env, cfg, setting, flags.episodes or 1, flags.delay or 0.0)
         return
-    conversation = Conversation(chat, speaker.context, cfg.max_new_tokens, cfg.system)
+    conversation = Conversation(chat, generator.context, cfg.max_new_tokens, cfg.system)
     if flags.prompt is not None:
-        reply(speaker, conversation, cfg, flags.prompt, 0, compare=flags.compare)
+        reply(generator, conversation, cfg, flags.prompt, 0, compare=flags.compare)
     else:
-        converse(speaker, conversation, cfg, compare=flags.compare)
+        converse(generator, conversation, cfg, compare=flags.compare)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -162,7 +163,7 @@ class DamagedModel(UserError):
 
 
 @dataclass(frozen=True)
-class Speaker:
+class Generator:
     """A model that answers token by token."""
 
     model: PreTrainedModel
@@ -242,14 +243,14 @@ class Answer:
 
 
 # Whatever a terminal would obey instead of showing: control characters and those that turn the direction of text.
-_HARMLESS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
-_HARMLESS |= {code: f"\\x{code:02x}" for code in range(0x7F, 0xA0)}
-_HARMLESS |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+_ESCAPED = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+_ESCAPED |= {code: f"\\x{code:02x}" for code in range(0x7F, 0xA0)}
+_ESCAPED |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 
 
-def harmless(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """Text that a terminal only shows: "\\x1b[2J" comes out as "␛[2J"."""
-    return text.translate(_HARMLESS)
+    return text.translate(_ESCAPED)
 
 
 def never() -> bool:
@@ -259,7 +260,7 @@ def never() -> bool:
 def stream(answer: Answer, stopped: Callable[[], bool] = never) -> None:
     """Print an answer while it is written, until `stopped()`."""
     for piece in answer:
-        print(harmless(piece), end="", flush=True)
+        print(escape_control_characters(piece), end="", flush=True)
         if stopped():
             break
     print()
@@ -320,7 +321,7 @@ class Conversation:
 
 
 def reply(
-    speaker: Speaker,
+    generator: Generator,
     conversation: Conversation,
     cfg: ChatRun,
     text: str,
@@ -339,8 +340,8 @@ def reply(
         )
     budget = min(cfg.max_new_tokens, conversation.context - len(ids))
     names = [cfg.preset, *(name for name in cfg.presets if compare and name != cfg.preset)]
-    seed = address(cfg.seed, "chat", number)  # the same for each preset: what differs is the setting
-    answers = {name: speaker.answer(ids, cfg.presets[name].params(budget), seed) for name in names}
+    seed = derive_seed(cfg.seed, "chat", number)  # the same for each preset: what differs is the setting
+    answers = {name: generator.answer(ids, cfg.presets[name].params(budget), seed) for name in names}
     if compare:
         show_beside(answers, cfg, stopped)
     else:
@@ -356,7 +357,7 @@ def reply(
         conversation.exchanges.append(Exchange(text, chosen.ids, chosen.finished, chosen.text))
 
 
-def converse(speaker: Speaker, conversation: Conversation, cfg: ChatRun, *, compare: bool) -> None:
+def converse(generator: Generator, conversation: Conversation, cfg: ChatRun, *, compare: bool) -> None:
     """Messages and commands until the end of the input: line by line, or in a terminal as they are typed or pasted."""
     by_hand = sys.stdin.isatty()
     if by_hand:
@@ -376,14 +377,14 @@ def converse(speaker: Speaker, conversation: Conversation, cfg: ChatRun, *, comp
             if text.startswith("/"):
                 if not text.startswith("/system "):  # a message of several lines may follow a command
                     text, _, rest = text.partition("\n")
-                if not obey(text, conversation, cfg):
+                if not handle_command(text, conversation, cfg):
                     break
             elif text.strip():
                 if by_hand and not compare:
                     print(f"{cfg.preset}> ", end="", flush=True)
                 with one_ctrl_c() as stopped:
                     try:
-                        reply(speaker, conversation, cfg, text, number, compare=compare, stopped=stopped)
+                        reply(generator, conversation, cfg, text, number, compare=compare, stopped=stopped)
                     except DamagedModel:
                         raise
                     except UserError as problem:  # about this message; the next one may do
@@ -433,7 +434,7 @@ def ctrl_c_keeps_what_was_typed() -> Iterator[None]:
         termios.tcsetattr(descriptor, termios.TCSANOW, before)
 
 
-def obey(line: str, conversation: Conversation, cfg: ChatRun) -> bool:
+def handle_command(line: str, conversation: Conversation, cfg: ChatRun) -> bool:
     """Carry out a command; False when it is the one to leave."""
     command, _, rest = line.partition(" ")
     rest = rest.strip()
@@ -510,7 +511,7 @@ def in_words(setting: SamplingSection) -> str:
 def note(text: str) -> None:
     """A line about the answer rather than of it."""
     err = Console(stderr=True, markup=False, highlight=False, emoji=False)
-    err.print(Text(harmless(text), "dim"), soft_wrap=not err.is_terminal)
+    err.print(Text(escape_control_characters(text), "dim"), soft_wrap=not err.is_terminal)
 
 
 def console() -> Console:
@@ -557,7 +558,7 @@ def in_columns(out: Console, answers: dict[str, Answer], cfg: ChatRun, stopped: 
                 if piece is None:
                     del writing[name]
                 else:
-                    said[name] += harmless(piece)
+                    said[name] += escape_control_characters(piece)
             if time.monotonic() - drawn > 0.1:
                 live.update(columns(room), refresh=True)
                 drawn = time.monotonic()
@@ -599,7 +600,9 @@ def open_env(cfg: ChatRun, name: str) -> TextEnv:
         raise UserError(f"--play {name}: {error}") from error
 
 
-def play(speaker: Speaker, env: TextEnv, cfg: ChatRun, setting: SamplingSection, episodes: int, delay: float) -> None:
+def play(
+    generator: Generator, env: TextEnv, cfg: ChatRun, setting: SamplingSection, episodes: int, delay: float
+) -> None:
     """Levels of the evaluator, one after the other: what the model sees, thinks and does, and what comes of it."""
     from envs.protocol import Episode, Protocol
     from posttrain import metrics
@@ -607,11 +610,13 @@ def play(speaker: Speaker, env: TextEnv, cfg: ChatRun, setting: SamplingSection,
     out, won, protocol = console(), 0, Protocol(**cfg.protocol.model_dump())
     note(f"{cfg.model.name_or_path} plays {env.name}, {SPLIT} levels; {in_words(setting)}")
     for number in range(episodes):
-        seed = address(cfg.seed, env.name, number)
+        seed = derive_seed(cfg.seed, env.name, number)
         episode = Episode(env, protocol, seed, SPLIT)
         if number == 0:
-            out.print(Text(harmless(episode.messages[0]["content"]), "dim"), soft_wrap=not out.is_terminal)
-        total = play_episode(speaker, episode, cfg, setting, out, f"level {number + 1}", delay)
+            out.print(
+                Text(escape_control_characters(episode.messages[0]["content"]), "dim"), soft_wrap=not out.is_terminal
+            )
+        total = play_episode(generator, episode, cfg, setting, out, f"level {number + 1}", delay)
         won += episode.success
         out.print(outcome(episode, total), soft_wrap=True)
     if episodes > 1:
@@ -620,25 +625,33 @@ def play(speaker: Speaker, env: TextEnv, cfg: ChatRun, setting: SamplingSection,
 
 
 def play_episode(
-    speaker: Speaker, episode: Episode, cfg: ChatRun, setting: SamplingSection, out: Console, title: str, delay: float
+    generator: Generator,
+    episode: Episode,
+    cfg: ChatRun,
+    setting: SamplingSection,
+    out: Console,
+    title: str,
+    delay: float,
 ) -> float:
-    """One episode, token in, token out, as in the rollouts of phase 3; returns what the environment paid and took."""
+    """One episode, token in, token out, as in the rollouts of phase 3; returns the sum of its rewards and penalties."""
     from posttrain.rollout import Game
 
     env, budget = episode.env, cfg.max_completion_length
-    game, going = Game(speaker.chat, episode), True
+    game, going = Game(generator.chat, episode), True
     played = game.trajectory
-    while going and game.look(speaker.context - budget, cfg.context, cfg.context_turns):
+    while going and game.look(generator.context - budget, cfg.context, cfg.context_turns):
         out.print(Text(f"\n{title}, turn {episode.turns + 1}", "bold"))
         told = episode.messages[-1]["content"]
         out.print(beside(env, episode.summary(game.segment.first_turn) if cfg.context == "single_turn" else told))
-        answer = speaker.answer(game.segment.ids, setting.params(budget), address(episode.seed, "turn", episode.turns))
+        answer = generator.answer(
+            game.segment.ids, setting.params(budget), derive_seed(episode.seed, "turn", episode.turns)
+        )
         print(episode.protocol.opening, end="")
         stream(answer)
         acted = len(episode.actions)
         going = game.take_turn(Completion(answer.ids, [0.0] * len(answer.ids), answer.finished))
         if played.crashed:
-            raise UserError(f"{env.name} raised {played.crashed} on level seed {episode.seed}: mend the environment.")
+            raise UserError(f"{env.name} raised {played.crashed} on level seed {episode.seed}: fix the environment.")
         valid = episode.past[-1].valid
         did = ", ".join(episode.actions[acted:]) or "no action"
         cut = "" if answer.finished else f", cut after {budget} tokens"
@@ -662,7 +675,7 @@ def beside(env: TextEnv, text: str) -> Table:
     """The map, where the environment has one, and what the model is told."""
     table = Table.grid(padding=(0, 3))
     view = grid(env)
-    table.add_row(*([view] if view is not None else []), Text(harmless(text), "dim", overflow="fold"))
+    table.add_row(*([view] if view is not None else []), Text(escape_control_characters(text), "dim", overflow="fold"))
     return table
 
 

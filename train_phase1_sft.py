@@ -6,7 +6,7 @@
     python train_phase1_sft.py --resume                             go on with a run that was stopped
     torchrun --nproc_per_node 2 train_phase1_sft.py                 on two GPUs (or two CPU processes)
 
-It reads conversations, trains on what the assistant says in them, stop token included, and hands over
+It reads conversations, trains on what the assistant says in them, stop token included, and saves
 `<output_dir>/final` to phase 2.
 """
 

@@ -7,7 +7,7 @@
     torchrun --nproc_per_node 2 train_phase2_dpo.py                 on two GPUs (or two CPU processes)
 
 It reads pairs of answers to the same prompt and raises the odds of the chosen one, measured against the model as it
-was when the phase began, and hands over `<output_dir>/final` to phase 3.
+was when the phase began, and saves `<output_dir>/final` to phase 3.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from posttrain import runlog
 from posttrain.config import StarPORun, load, run
-from posttrain.types import Trajectory, UserError, address
+from posttrain.types import Trajectory, UserError, derive_seed
 
 if TYPE_CHECKING:
     import torch
@@ -154,11 +154,11 @@ def rollout(
     episodes, seeds = [], []
     for group, sample in members:
         options, protocol = curriculum.conditions(cfg, played[group], stages.get(played[group].name, 0))
-        level_seed = address(cfg.seed, "level", step, group)
-        noise_seed = address(cfg.seed, "noise", step, group, sample)
+        level_seed = derive_seed(cfg.seed, "level", step, group)
+        noise_seed = derive_seed(cfg.seed, "noise", step, group, sample)
         env = envs.make(played[group].name, **options)
         episodes.append(set_up(env, protocol, level_seed, "train", noise_seed))
-        seeds.append(address(cfg.seed, "sample", step, group, sample))
+        seeds.append(derive_seed(cfg.seed, "sample", step, group, sample))
     trajectories = play_all(cfg, sampler, chat, episodes, cfg.rollout.temperature, seeds)
     for (group, _), trajectory in zip(members, trajectories, strict=True):
         trajectory.group, trajectory.stage = group, stages.get(trajectory.env)
@@ -209,7 +209,7 @@ def score_and_filter(cfg: StarPORun, groups: list[list[Trajectory]], learner: Le
         smallest=not chosen.largest,
         keep_zero=chosen.keep_zero,
         # a level's seed is derived from run, step and group: a new order each step, the same in all processes
-        ties=sorted(range(len(groups)), key=lambda number: address("ties", groups[number][0].level_seed)),
+        ties=sorted(range(len(groups)), key=lambda number: derive_seed("ties", groups[number][0].level_seed)),
         env_G=env_G,
     )
     weights_G = filters.soft_weights(std_G, env_G) if chosen.strategy == "soft" else torch.ones(len(groups))
@@ -408,7 +408,7 @@ def evaluate(
 
     summaries: dict[str, list[Summary]] = {}
     for env in cfg.envs:
-        seeds = [address("evaluation", env.name, split, i) for i in parallel.mine(episodes)]
+        seeds = [derive_seed("evaluation", env.name, split, i) for i in parallel.mine(episodes)]
         options, protocol = curriculum.conditions(cfg, env, curriculum.TARGET)
         levels = [set_up(envs.make(env.name, **options), protocol, seed, split) for seed in seeds]
         played = play_all(cfg, sampler, chat, levels, cfg.evaluation.temperature, seeds)

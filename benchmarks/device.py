@@ -77,7 +77,7 @@ def conversations(work: Work, vocabulary: int) -> list[Trajectory]:
 
     played = []
     for row in range(work.conversations):
-        if row % work.siblings == 0:
+        if row % work.samples == 0:
             prompt = text(work.prompt)
         segment = Segment(list(prompt))
         for turn in range(work.turns):
@@ -86,7 +86,7 @@ def conversations(work: Work, vocabulary: int) -> list[Trajectory]:
                 segment.read(text(work.reply))
         ends = [0.0] * (work.turns - 1) + [float(row % 2)]
         empty = [""] * work.turns
-        played.append(Trajectory([segment], ends, [0.0] * work.turns, empty, empty, group=row // work.siblings))
+        played.append(Trajectory([segment], ends, [0.0] * work.turns, empty, empty, group=row // work.samples))
     return played
 
 
@@ -128,7 +128,7 @@ def one(given: Any, work: Work) -> dict[str, Any]:
     decode = (median(seconds(half)) - median(seconds(half._replace(new=1)))) / steps
     rows = min(planned.slots, work.conversations)
     reads = decode_reads(shape, rows, half.prompt + work.new / 2, plan.computed(cfg)) * work.conversations / rows
-    alone = half._replace(conversations=1, siblings=1)  # with one row there is little else than launches
+    alone = half._replace(conversations=1, samples=1)  # with one row there is little else than launches
     launch = (median(seconds(alone)) - median(seconds(alone._replace(new=1)))) / steps / shape.layers
 
     rollout = seconds(work)

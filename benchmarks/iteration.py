@@ -28,7 +28,7 @@ from posttrain.config import StarPORun, resolve
 from posttrain.run_state import RunState
 from posttrain.sampler import SlotSampler
 from posttrain.starpo_run import prepare
-from posttrain.types import address
+from posttrain.types import derive_seed
 
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart" / "phase3_starpo.yaml"
 
@@ -111,7 +111,7 @@ def theirs(cfg: StarPORun, model: Any, chat: Chat, iterations: int, batch_size: 
             found.append(Iteration(rollout, time.perf_counter() - began - rollout, *work))
 
     steps = range(1, iterations + 1)
-    levels = [address(cfg.seed, "level", step, group) for step in steps for group in range(cfg.rollout.groups)]
+    levels = [derive_seed(cfg.seed, "level", step, group) for step in steps for group in range(cfg.rollout.groups)]
     trainer = _measure.grpo_trainer(
         model,
         chat.tokenizer,

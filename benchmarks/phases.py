@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import _measure
 
-from posttrain.types import address
+from posttrain.types import derive_seed
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 PHASES = {"sft": ("train_phase1_sft", "phase1_sft.yaml"), "dpo": ("train_phase2_dpo", "phase2_dpo.yaml")}
@@ -77,7 +77,7 @@ def make_rows(file: Path, phase: str, count: int, vocabulary: int) -> None:
 
     rows: list[dict[str, Any]] = []
     for number in range(count):
-        rng = random.Random(address("phases", phase, number))
+        rng = random.Random(derive_seed("phases", phase, number))
         if phase == "sft":
             messages: list[dict[str, str]] = []
             for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 5))):

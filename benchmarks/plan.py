@@ -54,10 +54,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # the config.json of the publ
 
 
 class Work(NamedTuple):
-    """One iteration: Work(conversations=128, siblings=16, turns=5, prompt=250, new=64, reply=60, kept=0.25)."""
+    """One iteration: Work(conversations=128, samples=16, turns=5, prompt=250, new=64, reply=60, kept=0.25)."""
 
     conversations: int
-    siblings: int  # conversations that share a prompt, which is read once
+    samples: int  # conversations that share a prompt, which is read once
     turns: int
     prompt: int
     new: int  # tokens sampled in a turn
@@ -97,7 +97,7 @@ def forward_flops(shape: plan.Shape, tokens: float, context: float) -> float:
 
 def prefill_seconds(shape: plan.Shape, work: Work, device: Device, assumed: Assumed) -> float:
     """Prompts once for each group, then every reply behind all that was said before."""
-    flops = forward_flops(shape, work.conversations / work.siblings * work.prompt, work.prompt / 2)
+    flops = forward_flops(shape, work.conversations / work.samples * work.prompt, work.prompt / 2)
     flops += forward_flops(shape, work.conversations * (work.turns - 1) * work.reply, (work.prompt + work.context) / 2)
     return flops / (device.flops * assumed.compute_share)
 
@@ -200,7 +200,7 @@ def phase_memory(shape: plan.Shape, settings: Any) -> int:
         bf16=bool(trainer.get("bf16", True)),
         gradient_checkpointing=bool(trainer.get("gradient_checkpointing", True)),
     )
-    learning = plan.learning(shape, cfg, tokens, cuda=True) | {"common beginnings": 0}  # those are of phase 3
+    learning = plan.learning(shape, cfg, tokens, cuda=True) | {"shared prefixes": 0}  # those are of phase 3
     return plan.most({"always": plan.always(shape, cfg), "a": learning, "b": plan.stepping(shape, cfg, cuda=True)})
 
 
@@ -249,8 +249,8 @@ def config_of(
             "model": {"name_or_path": "unused", "tuning": tuning},
             "envs": ["frozen_lake"],
             "rollout": {
-                "groups": -(-work.conversations // work.siblings),
-                "num_generations": work.siblings,
+                "groups": -(-work.conversations // work.samples),
+                "num_generations": work.samples,
                 "max_context": work.context,
                 "max_completion_length": work.new,
             },
@@ -285,7 +285,7 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--device", nargs="+", choices=DEVICES, default=list(DEVICES))
     parser.add_argument("--conversations", type=int, default=128)
-    parser.add_argument("--siblings", type=int, default=16, help="conversations that share a prompt")
+    parser.add_argument("--samples", type=int, default=16, help="conversations that share a prompt")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=250, help="tokens")
     parser.add_argument("--new-tokens", type=int, default=64, help="sampled in a turn")
@@ -315,7 +315,7 @@ def main() -> None:
         figures, text = phase_table(given)
         return _measure.publish(_measure.surroundings() | figures, text, given.json)
     work = Work(
-        given.conversations, given.siblings, given.turns, given.prompt, given.new_tokens, given.reply, given.kept
+        given.conversations, given.samples, given.turns, given.prompt, given.new_tokens, given.reply, given.kept
     )  # fmt: skip
     assumed = Assumed(given.decode_share, given.compute_share, given.launch_ms / 1000)
     chosen = ("tuning", "critic", "beta", "num_iterations", "gradient_checkpointing")

@@ -35,7 +35,7 @@ from _measure import PAD, SHAPES
 from posttrain import models
 from posttrain.chat import Chat
 from posttrain.sampler import ReplaySampler, Sampler, SlotSampler, Turn, VLLMSampler
-from posttrain.types import Completion, SamplingParams, address
+from posttrain.types import Completion, SamplingParams, derive_seed
 
 GROUP = 8  # the members of a group share their prompt, as they do in training
 STOP = 511  # ends a turn where turns differ in length; no prompt and no reply has it
@@ -63,7 +63,7 @@ Contestant = Callable[[SamplingParams], Played]
 
 def script(conversations: int, turns: int) -> Script:
     def text(low: int, high: int, *place: int | str) -> str:
-        rng = random.Random(address(*place))
+        rng = random.Random(derive_seed(*place))
         return " ".join(f"w{n}" for n in rng.choices(range(7, STOP), k=rng.randint(low, high)))
 
     prompts = [text(80, 120, "prompt", row // GROUP) for row in range(conversations)]
@@ -178,12 +178,12 @@ def play(
                 reply = chat.extend(said.replies[heard[row] - 1][row])
                 sampler.append(handle, reply)
                 read += len(reply)
-                coming.append((handle, address("turn", heard[row], row)))
+                coming.append((handle, derive_seed("turn", heard[row], row)))
         if marks is not None and min(heard) == len(marks):
             marks.append(time.perf_counter())
         return coming
 
-    sampler.converse([(handle, address("turn", 0, row)) for handle, row in row_of.items()], params, then)
+    sampler.converse([(handle, derive_seed("turn", 0, row)) for handle, row in row_of.items()], params, then)
     sampler.close(handles)
     return Played(sampled, read + sum(map(len, sampled)))
 

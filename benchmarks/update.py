@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import _measure
 
-from posttrain.types import Completion, Segment, Trajectory, address
+from posttrain.types import Completion, Segment, Trajectory, derive_seed
 
 GROUP = 8
 SHAPE: dict[str, Any] = dict(
@@ -44,13 +44,13 @@ def conversations(count: int, turns: int, new_tokens: int, vocabulary: int) -> l
     """
 
     def text(low: int, high: int, *place: int | str) -> list[int]:
-        rng = random.Random(address(*place))
+        rng = random.Random(derive_seed(*place))
         return [rng.randrange(3, vocabulary) for _ in range(rng.randint(low, high))]
 
     played = []
     for row in range(count):
         segment = Segment(text(80, 120, "prompt", row // GROUP))
-        last = random.Random(address("turns", row)).randint(1, turns)
+        last = random.Random(derive_seed("turns", row)).randint(1, turns)
         for turn in range(last):
             said = text(new_tokens // 2, new_tokens, "said", turn, row)
             segment.write(turn, Completion(said, [0.0] * len(said), True))

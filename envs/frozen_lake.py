@@ -91,8 +91,8 @@ class FrozenLake(TextEnv):
         if name is not None:
             outcomes = transitions(self.level, self.chance)[before][list(MOVES).index(name)]
             drawn = 0 if len(outcomes) == 1 else self.noise.choice(len(outcomes), p=[o[0] for o in outcomes])
-            _, state, paid, ended = outcomes[drawn]
-            self.position, reward, terminated = int(state), float(paid), bool(ended)
+            _, state, gain, ended = outcomes[drawn]
+            self.position, reward, terminated = int(state), float(gain), bool(ended)
         info = {
             "success": self.position == self.goal,
             "action_is_valid": name is not None,

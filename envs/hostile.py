@@ -67,7 +67,7 @@ def _met(episode: Episode, text: str, free: bool) -> str:
     while not episode.done:
         turns.append(episode.step(text))
     if not all(math.isfinite(turn.reward) for turn in turns):
-        return "it was paid a reward that is no finite number."
+        return "it was given a reward that is no finite number."
     if free:
         return "it succeeded." if episode.success else ""
     if any(turn.valid or turn.reward for turn in turns) or episode.state_key() != before:

@@ -220,7 +220,7 @@ def _wrong_step(env: TextEnv, action: str, before: str, result: Any) -> Iterator
     if observation != env.observe():
         yield f"{did} returned another text than observe() does."
     if not isinstance(reward, int | float | np.number) or not math.isfinite(reward):
-        yield f"{did} paid {reward!r}, which is no finite number."
+        yield f"{did} gave the reward {reward!r}, which is no finite number."
     if not all(isinstance(flag, bool | np.bool_) for flag in (over, cut)):
         yield f"{did} returned terminated={over!r}, truncated={cut!r}: both must be bool."
     for key, kind in INFO.items():

@@ -20,7 +20,7 @@ _BETWEEN = re.compile(r"</think>\s*<answer>")
 class Protocol:
     """The limits of an episode and the form of an answer.
 
-    `format_penalty` is paid once for every turn that is badly formed or names an unknown action, at most
+    `format_penalty` is subtracted once for every turn that is badly formed or names an unknown action, at most
     `max_penalised_turns` times an episode: Protocol(max_turns=8, max_actions_per_turn=1, max_actions=8).
     An environment of free text takes one action a turn, whatever `max_actions_per_turn` says.
     With `force_think` every response begins with `opening`, which the model is given instead of writing it.
@@ -185,14 +185,14 @@ class Episode:
         valid = bool(parsed.well_formed and parsed.actions and not parsed.invalid)
         reward, observation, before = 0.0, None, len(self.actions)
         for action in parsed.actions[: self.protocol.max_actions - len(self.actions)]:
-            observation, paid, over, cut, info = self.env.step(action)
+            observation, gain, over, cut, info = self.env.step(action)
             self.terminated = bool(over)  # an environment may count in NumPy
             self.truncated = bool(cut) and not self.terminated
             self.actions.append(action)
             self.effective_actions += bool(info["action_is_effective"])
             self.success, self.failure = bool(info["success"]), str(info["failure"])
             valid = valid and bool(info["action_is_valid"])
-            reward += float(paid)
+            reward += float(gain)
             if self.done:
                 break
         self.past.append(Past(self.observation, self.actions[before:], reward, valid))

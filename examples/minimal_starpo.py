@@ -32,7 +32,7 @@ from posttrain.rollout import open_sampler, play, set_up
 from posttrain.sampler import Sampler
 from posttrain.starpo.advantages import grpo
 from posttrain.starpo.losses import ppo_clip
-from posttrain.types import SamplingParams, Trajectory, address
+from posttrain.types import SamplingParams, Trajectory, derive_seed
 
 ENV, OPTIONS = "frozen_lake", {"size": 4}  # any environment of envs/, with its options
 PROTOCOL = Protocol(max_turns=5, format_penalty=-0.1)
@@ -47,9 +47,9 @@ def play_levels(sampler: Sampler, chat: Chat, split: str, places: list[tuple[int
     """An episode for each (group, sample): those of a group share the level, and nothing else."""
     episodes = []
     for group, sample in places:
-        level_seed, noise_seed = address(seed, "level", group), address(seed, "noise", group, sample)
+        level_seed, noise_seed = derive_seed(seed, "level", group), derive_seed(seed, "noise", group, sample)
         episodes.append(set_up(envs.make(ENV, **OPTIONS), PROTOCOL, level_seed, split, noise_seed))
-    seeds = [address(seed, "sample", *place) for place in places]
+    seeds = [derive_seed(seed, "sample", *place) for place in places]
     params = SamplingParams(max_new_tokens=40, temperature=1.0)
     trajectories = play(sampler, chat, episodes, params, seeds, max_context=1024)
     for trajectory, (group, _) in zip(trajectories, places, strict=True):
@@ -112,7 +112,7 @@ def train(model: Any, chat: Chat, steps: int, levels: int = 128, seed: int = 0) 
     print(f"{before:.1%} of {levels} held-out levels won before the first step")
     for step in range(1, steps + 1):
         began, places = time.perf_counter(), [(group, sample) for group in range(GROUPS) for sample in range(SAMPLES)]
-        episodes = play_levels(sampler, chat, "train", places, address(seed, step))
+        episodes = play_levels(sampler, chat, "train", places, derive_seed(seed, step))
         kept, advantage_B = advantages(episodes)
         clipped = update(model, optimizer, kept, advantage_B) if kept else 0.0
         print(

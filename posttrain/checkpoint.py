@@ -109,7 +109,7 @@ def verify(folder: Path, *, weights: bool = True) -> dict[str, Any]:
             changed = (weights or path.suffix not in _LARGE) and size == expected["bytes"]
             changed = changed and _sha256(path) != expected["sha256"]
         except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror}). Mend its permissions (chmod).") from None
+            raise UserError(f"{path} cannot be read ({error.strerror}). Fix its permissions (chmod).") from None
         if size is None:
             raise UserError(f"{folder} is damaged: {name} is missing. {_REMEDY}")
         if size != expected["bytes"]:
@@ -138,7 +138,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{folder} is no complete checkpoint: {MANIFEST}, which is written last, is missing.") from None
     except OSError as error:
-        raise UserError(f"{folder / MANIFEST} cannot be read ({error.strerror}). Mend its permissions.") from None
+        raise UserError(f"{folder / MANIFEST} cannot be read ({error.strerror}). Fix its permissions.") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         well_formed = False
     if not well_formed:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from posttrain.head import head_logprobs
 from posttrain.policy import microbatches
 from posttrain.prefixes import Prefixes, agrees
-from posttrain.types import address
+from posttrain.types import derive_seed
 
 # ------------------------------------------------------------------------------------------------------ which pairs
 
@@ -46,10 +46,10 @@ class Pairs(NamedTuple):
 def first_turn_pairs(episodes: Sequence[Sequence[Turn]], count: int, *place: int | str) -> Pairs:
     """Up to `count` first turns, drawn at this address; a group is one column, groups with one prompt share theirs.
 
-    Turns without a thought are left out; where siblings have prompts of their own, each is a column.
+    Turns without a thought are left out; where the samples of a group have prompts of their own, each is a column.
     """
     first = [turns[0] for turns in episodes if turns and turns[0].reasoning]
-    chosen = sorted(sorted(range(len(first)), key=lambda i: address(*place, "first turn", i))[:count])
+    chosen = sorted(sorted(range(len(first)), key=lambda i: derive_seed(*place, "first turn", i))[:count])
     return _merged([first[i] for i in chosen], once_a_group=True)
 
 
@@ -57,8 +57,8 @@ def trajectory_pairs(episodes: Sequence[Sequence[Turn]], count: int, *place: int
     """Up to `count` episodes drawn at this address, and one of the turns with a thought of each: a column a turn."""
     spoken = [[turn for turn in turns if turn.reasoning] for turns in episodes]
     able = [i for i, turns in enumerate(spoken) if turns]
-    chosen = sorted(sorted(able, key=lambda i: address(*place, "episode", i))[:count])
-    return _merged([spoken[i][address(*place, "turn", i) % len(spoken[i])] for i in chosen], once_a_group=False)
+    chosen = sorted(sorted(able, key=lambda i: derive_seed(*place, "episode", i))[:count])
+    return _merged([spoken[i][derive_seed(*place, "turn", i) % len(spoken[i])] for i in chosen], once_a_group=False)
 
 
 def _merged(turns: list[Turn], *, once_a_group: bool) -> Pairs:

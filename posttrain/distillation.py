@@ -6,7 +6,7 @@ reads some of these rows, and
     coef x mean over their answers' tokens of KL(teacher || policy), over the whole vocabulary
 
 is added to the loss. It is generalized knowledge distillation (Agarwal et al., arXiv 2306.13649) with lmbda 0 and beta
-0: rows of the teacher, forward KL. Which rows a step reads is addressed by seed and step, and the rows lie in the run's
+0: rows of the teacher, forward KL. Which rows a step reads is derived from seed and step, and the rows lie in the run's
 folder, so a resumed run reads what it would have read.
 """
 
@@ -30,7 +30,7 @@ from posttrain.head import kl_backward
 from posttrain.policy import microbatches, trained_states
 from posttrain.rollout import complete
 from posttrain.sampler import Sampler
-from posttrain.types import SamplingParams, address
+from posttrain.types import SamplingParams, derive_seed
 
 if TYPE_CHECKING:
     from posttrain.learner import Learner
@@ -102,7 +102,7 @@ def _sample(cfg: StarPORun, wanted: DistillationSection, sampler: Sampler, chat:
             sampler,
             [ids[n] for n in mine],
             SamplingParams(max_new_tokens=wanted.max_new_tokens, temperature=wanted.temperature),
-            [address(cfg.seed, "distillation", n) for n in mine],
+            [derive_seed(cfg.seed, "distillation", n) for n in mine],
             batch=cfg.rollout.conversations,
             done=lambda count: progress.update(progress.done + count),
         )
@@ -143,7 +143,7 @@ class Distillation:
         return [self.rows[self.order(epoch)[place]] for epoch, place in places]
 
     def _order(self, epoch: int) -> list[int]:
-        return sorted(range(len(self.rows)), key=lambda n: address(self.learner.cfg.seed, "distilled", epoch, n))
+        return sorted(range(len(self.rows)), key=lambda n: derive_seed(self.learner.cfg.seed, "distilled", epoch, n))
 
     def backward(self, step: int, number: int) -> tuple[float, int]:
         """Add this process's share of the gradient; the sum of its tokens' KL, and how many tokens all processes have.

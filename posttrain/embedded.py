@@ -1,6 +1,6 @@
 """What does the quickstart train on?  Small generated data in the schemas of the three real sets, and a base model.
 
-Everything is drawn from `address(seed, ...)`, row by row, so row 17 is the same in any process and for any `n`.
+Everything is drawn from `derive_seed(seed, ...)`, row by row, so row 17 is the same in any process and for any `n`.
 
 - `openmathinstruct`: word problems with worked steps and a boxed answer. A few per cent are the kinds of row the real
   filters exist for: wrong answers, code solutions, two boxes, duplicates.
@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.types import UserError, address
+from posttrain.types import UserError, derive_seed
 
 Messages = list[dict[str, Any]]  # role, content, and mask_spans where a part of an answer is not trained
 
@@ -195,9 +195,9 @@ def _miscalculated(steps: list[tuple[int, str, int, int]], rng: random.Random) -
 def openmathinstruct(n: int, seed: int) -> Iterator[dict[str, Any]]:
     """Rows in the schema of nvidia/OpenMathInstruct-1; about one in twelve is there for the filters to take."""
     for i in range(n):
-        rng = random.Random(address(seed, "openmathinstruct", i))
+        rng = random.Random(derive_seed(seed, "openmathinstruct", i))
         if rng.random() < 0.02 and i:  # a duplicate of the row before
-            rng = random.Random(address(seed, "openmathinstruct", i - 1))
+            rng = random.Random(derive_seed(seed, "openmathinstruct", i - 1))
             rng.random()
         problem = _draw(_problem, lambda p: _math_split(p) == "train", rng)
         yield _math_row(problem, rng)
@@ -234,7 +234,7 @@ def _math_row(problem: dict[str, Any], rng: random.Random) -> dict[str, Any]:
 def math_problems(n: int, seed: int, split: str = "unseen_questions") -> list[dict[str, str]]:
     """Held-out problems: new questions over operands met in training, or operands never met together there."""
     assert split in ("unseen_questions", "unseen_operands")
-    rngs = (random.Random(address(seed, "math_problems", split, i)) for i in range(n))
+    rngs = (random.Random(derive_seed(seed, "math_problems", split, i)) for i in range(n))
     problems = [_draw(_problem, lambda p: _math_split(p) == split, rng) for rng in rngs]
     return [{"question": p["question"], "answer": str(p["steps"][-1][3])} for p in problems]
 
@@ -307,7 +307,7 @@ def _scraped_answer(topic: str, rng: random.Random) -> str:
 def capybara(n: int, seed: int, open_share: float = 0.35) -> Iterator[dict[str, Any]]:
     """Rows in the schema of trl-lib/Capybara: recall dialogues and open questions; one in a hundred has a hole."""
     for i in range(n):
-        rng = random.Random(address(seed, "capybara", i))
+        rng = random.Random(derive_seed(seed, "capybara", i))
         if rng.random() < open_share:
             source, topic = "embedded-open", _draw(_topic, lambda t: not _topic_held_out(t), rng)
             messages = [_user(rng.choice(OPEN_ASKS).format(p=topic)), _assistant(_scraped_answer(topic, rng))]
@@ -321,7 +321,7 @@ def capybara(n: int, seed: int, open_share: float = 0.35) -> Iterator[dict[str, 
 
 def recall_dialogues(n: int, seed: int) -> list[dict[str, Any]]:
     """Held-out dialogues that end with the question; right when the reply contains `answer`."""
-    rngs = (random.Random(address(seed, "recall_dialogues", i)) for i in range(n))
+    rngs = (random.Random(derive_seed(seed, "recall_dialogues", i)) for i in range(n))
     dialogues = [_draw(_dialogue, _dialogue_held_out, rng) for rng in rngs]
     return [{"messages": d["messages"][:-1], "answer": d["answer"]} for d in dialogues]
 
@@ -332,7 +332,7 @@ def open_prompts(n: int, seed: int) -> list[str]:
     prompts = [ask.format(p=topic) for topic in topics for ask in OPEN_ASKS]
     if n > len(prompts):
         raise UserError(f"There are {len(prompts)} held-out open questions, fewer than suites.repetition.n={n}.")
-    return random.Random(address(seed, "open_prompts")).sample(prompts, n)
+    return random.Random(derive_seed(seed, "open_prompts")).sample(prompts, n)
 
 
 # -------------------------------------------------------------------------------------------------------- environments
@@ -362,7 +362,7 @@ def demonstrations(
     protocol = Protocol()
     for i in range(n):
         name = environments[i % len(environments)]
-        place = address(seed, "demonstrations", i)
+        place = derive_seed(seed, "demonstrations", i)
         env = envs.make(name)
         mix = MIXES.get(name) or default_mix(env)
         messages: Messages = [*demonstrate(env, protocol, place % 2**32, "train", mix)]
@@ -430,7 +430,7 @@ def _malformed(reply: str, rng: random.Random) -> str:
 def ultrafeedback(n: int, seed: int) -> Iterator[dict[str, Any]]:
     """Rows in the schema of HuggingFaceH4/ultrafeedback_binarized; a few are ties, identical or empty."""
     for i in range(n):
-        rng = random.Random(address(seed, "ultrafeedback", i))
+        rng = random.Random(derive_seed(seed, "ultrafeedback", i))
         row, fault = _pair(rng, held_out=False), rng.random()
         if fault < 0.02:
             row["score_rejected"] = row["score_chosen"]
@@ -443,7 +443,7 @@ def ultrafeedback(n: int, seed: int) -> Iterator[dict[str, Any]]:
 
 def preference_pairs(n: int, seed: int) -> list[dict[str, Any]]:
     """Held-out pairs, same schema and kinds as `ultrafeedback`, over questions, topics and levels it never has."""
-    return [_pair(random.Random(address(seed, "preference_pairs", i)), held_out=True) for i in range(n)]
+    return [_pair(random.Random(derive_seed(seed, "preference_pairs", i)), held_out=True) for i in range(n)]
 
 
 # ---------------------------------------------------------------------------------------------------------- base model
@@ -501,7 +501,7 @@ def build_base(folder: str | Path, seed: int = 0) -> Path:
     chat = Chat.load(tokenizer, None)
 
     with torch.random.fork_rng():
-        torch.manual_seed(address(seed, "base"))
+        torch.manual_seed(derive_seed(seed, "base"))
         net = ConvGPTForCausalLM(
             ConvGPTConfig(
                 vocab_size=len(tokenizer),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from posttrain.types import Trajectory, address
+from posttrain.types import Trajectory, derive_seed
 
 
 class Scored(NamedTuple):
@@ -94,6 +94,6 @@ class Experience(NamedTuple):
     def minibatches(self, count: int, seed: int, step: int, epoch: int) -> list[torch.Tensor]:
         """The episodes of each optimizer step of an epoch, (B,) bool: whole groups, in a seeded order."""
         groups = sorted(
-            self.batch.group_B.unique().tolist(), key=lambda group: address(seed, "order", step, epoch, group)
+            self.batch.group_B.unique().tolist(), key=lambda group: derive_seed(seed, "order", step, epoch, group)
         )
         return [torch.isin(self.batch.group_B, torch.tensor(groups[part::count])) for part in range(count)]

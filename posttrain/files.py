@@ -101,7 +101,7 @@ def failed_write(error: BaseException) -> str | None:
             )
         if number in _REFUSED and each is error:
             return (
-                f"The system refused to read or write a file ({_shortened(each)}). Mend its permissions or its name,"
+                f"The system refused to read or write a file ({_shortened(each)}). Fix its permissions or its name,"
                 " or choose another folder."
             )
     return None

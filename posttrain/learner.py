@@ -20,7 +20,7 @@ from posttrain.critic import Critic
 from posttrain.experience import Batch, BatchRow, Experience, Measured
 from posttrain.head import head_logprobs
 from posttrain.policy import head_agrees, microbatches, trained_states
-from posttrain.prefixes import Prefixes, agrees, beginning, can_share, worth_sharing
+from posttrain.prefixes import Prefixes, agrees, can_share, prefix_of, worth_sharing
 from posttrain.starpo import filters, losses
 from posttrain.types import Trajectory, UserError
 
@@ -166,7 +166,7 @@ class Learner:
         units = list(parts.values())
 
         def length(row: BatchRow) -> int:
-            begins = beginning(row.ids, row.mask) if known else ()
+            begins = prefix_of(row.ids, row.mask) if known else ()
             return len(row.ids) - (len(begins) if begins in known else 0)
 
         lengths = [sum(map(length, unit)) for unit in units]
@@ -177,7 +177,7 @@ class Learner:
         """This process's micro-batches of these rows, and the prefixes that rows have in common, read once."""
         shared = worth_sharing([(row.ids, row.mask) for row in rows], self._budget) if self.shares else []
         micro_batches = self.micro_batches(rows, shared)
-        needed = {beginning(row.ids, row.mask) for micro in micro_batches for row in micro}
+        needed = {prefix_of(row.ids, row.mask) for micro in micro_batches for row in micro}
         with self.autocast():
             return Prefixes(self.policy, [key for key in shared if key in needed]), micro_batches
 

@@ -1,6 +1,6 @@
 """What does somebody who finds a model of ours on the Hub need to know?  The README.md of `final/`.
 
-Each phase leaves a record in the manifest of what it hands over: what it started from, data with licences and rows,
+Each phase leaves a record in the manifest of what it saves: what it started from, data with licences and rows,
 settings, results, commit. The card of a model tells of all phases that made it, in order.
 """
 

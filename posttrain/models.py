@@ -355,7 +355,7 @@ def check_source(model: ModelSection) -> None:
     if os.path.isdir(name):
         if not os.path.isfile(folder / "config.json"):
             raise UserError(
-                f"model.name_or_path={name} is no checkpoint: it has no config.json. A phase hands over the folder "
+                f"model.name_or_path={name} is no checkpoint: it has no config.json. A phase saves the folder "
                 "`final` inside its output_dir; an unfinished phase has none yet (finish it with --resume)."
             )
         for file in (folder / "config.json", *checkpoint.weight_files(folder)):

@@ -87,7 +87,7 @@ def barrier() -> None:
 
 
 def launch(argv: list[str] | None = None) -> NoReturn:
-    """torchrun, ending as its processes do: 143 after SIGTERM, 2 for what the user can mend.
+    """torchrun, ending as its processes do: 143 after SIGTERM, 2 for what the user can fix.
 
     They have long enough to end their step and write a checkpoint; torchrun kills them after 30 seconds.
     """

@@ -251,11 +251,11 @@ def learning(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool) -> dict[str,
     in_flight = 2 * FLOAT * shape.vocabulary * shape.states if cfg.model.tuning == "full" else 0
     looks = 3 + (cfg.algorithm.beta > 0) if cfg.diagnostics.gradients_every else 1  # gradients of several losses
     policy, *critic = (count * each for count, each in trained(shape, cfg))
-    # the beginnings that a minibatch shares wait beside the micro-batches for their gradients, as many tokens at most
+    # the prefixes that a minibatch shares wait beside the micro-batches for their gradients, as many tokens at most
     return {
         "gradients": max(policy + sum(critic), looks * policy),
         "activations": tokens * (before + kept + behind),
-        "common beginnings": tokens * (before + kept) if can_share(cfg) else 0,
+        "shared prefixes": tokens * (before + kept) if can_share(cfg) else 0,
         "the layer at work": max(tokens * at_work, tile) + in_flight,
         "bfloat16 weights": copies(shape, cfg, learns=True),
     }

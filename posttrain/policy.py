@@ -191,7 +191,7 @@ def _no_rates(thing: object) -> None:
 def attends_to_all(model: PreTrainedModel) -> bool:
     """Whether every layer attends to everything before it, in the same way however long the rows are.
 
-    Engines that keep a cache and shared beginnings need both.
+    Engines that keep a cache and shared prefixes need both.
     """
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}

@@ -1,6 +1,6 @@
-"""What do rows with the same beginning cost?  It is read once, and every row continues its keys and values.
+"""What do rows with the same prefix cost?  It is read once, and every row continues its keys and values.
 
-Shapes: G beginnings of at most P tokens, B rows of at most Q tokens behind them, H key-value heads, D head size,
+Shapes: G prefixes of at most P tokens, B rows of at most Q tokens behind them, H key-value heads, D head size,
 S trained tokens of all rows one after another.
 """
 
@@ -18,7 +18,7 @@ from posttrain.policy import DEVICE_ERRORS, UNFIT, attends_to_all, attention_mas
 Ids = Sequence[int]
 
 
-def beginning(ids: Ids, mask: Sequence[bool]) -> tuple[int, ...]:
+def prefix_of(ids: Ids, mask: Sequence[bool]) -> tuple[int, ...]:
     """What a row reads before it predicts its first trained token."""
     return tuple(ids[: mask.index(True) - 1])
 
@@ -30,10 +30,10 @@ def can_share(cfg: StarPORun) -> bool:
 
 
 def worth_sharing(rows: Sequence[tuple[Ids, Sequence[bool]]], budget: float) -> list[tuple[int, ...]]:
-    """Beginnings that several rows have in common, those that save most first, of at most `budget` tokens in all."""
+    """Prefixes that several rows have in common, those that save most first, of at most `budget` tokens in all."""
     count: dict[tuple[int, ...], int] = {}
     for ids, mask in rows:
-        key = beginning(ids, mask)
+        key = prefix_of(ids, mask)
         count[key] = count.get(key, 0) + 1
     chosen = []
     for key in sorted(count, key=lambda key: -len(key) * (count[key] - 1)):
@@ -44,7 +44,7 @@ def worth_sharing(rows: Sequence[tuple[Ids, Sequence[bool]]], budget: float) -> 
 
 
 class _Layer(CacheLayerMixin):
-    """Keys and values of one layer: of the beginnings, [G, H, P, D]; then those picked for each row, and the row's."""
+    """Keys and values of one layer: of the prefixes, [G, H, P, D]; then those picked for each row, and the row's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,20 +75,20 @@ class _Layer(CacheLayerMixin):
 
 
 class Prefixes:
-    """Beginnings that were read once. `states` is `trained_states` for rows of which some continue them.
+    """Prefixes that were read once. `states` is `trained_states` for rows of which some continue them.
 
     With gradients: call `states` and the backward pass for one micro-batch after another, then `backward` once.
     """
 
-    def __init__(self, model: PreTrainedModel, beginnings: Sequence[tuple[int, ...]]) -> None:
-        self.model, self.number = model, {key: n for n, key in enumerate(beginnings)}
-        self.width = max(map(len, beginnings), default=0)
+    def __init__(self, model: PreTrainedModel, prefixes: Sequence[tuple[int, ...]]) -> None:
+        self.model, self.number = model, {key: n for n, key in enumerate(prefixes)}
+        self.width = max(map(len, prefixes), default=0)
         self.layers = [_Layer() for _ in range(model.config.get_text_config().num_hidden_layers)]
         self.cache = Cache(layers=list(self.layers))
-        if not beginnings:
+        if not prefixes:
             return
-        ids_GP = torch.zeros(len(beginnings), self.width, dtype=torch.long)
-        for n, key in enumerate(beginnings):
+        ids_GP = torch.zeros(len(prefixes), self.width, dtype=torch.long)
+        for n, key in enumerate(prefixes):
             ids_GP[n, : len(key)] = torch.tensor(key)
         position_P = torch.arange(self.width)
         seen_GPP = (position_P <= position_P[:, None]).expand(len(ids_GP), -1, -1)
@@ -100,7 +100,7 @@ class Prefixes:
 
     def states(self, rows: Sequence[Ids], masks: Sequence[Sequence[bool]]) -> tuple[torch.Tensor, torch.Tensor]:
         """What the output layer multiplies where a trained token is predicted, (S, D), and that token, (S,)."""
-        keys = [beginning(row, mask) for row, mask in zip(rows, masks, strict=True)]
+        keys = [prefix_of(row, mask) for row, mask in zip(rows, masks, strict=True)]
         if not any(key in self.number for key in keys):
             return trained_states(self.model, rows, masks)
         start_B = torch.tensor([len(key) if key in self.number else 0 for key in keys])
@@ -121,7 +121,7 @@ class Prefixes:
         return hidden_SD, ids_BQ[mask_BQ].to(self.model.device)
 
     def backward(self) -> None:
-        """Hand the gradients that the rows left at the beginnings on to the weights."""
+        """Hand the gradients that the rows left at the prefixes on to the weights."""
         ends = [
             (read, given.grad)
             for layer in self.layers
@@ -156,7 +156,7 @@ class Prefixes:
 
 @torch.no_grad()
 def agrees(model: PreTrainedModel) -> bool:
-    """Whether rows that continue a beginning get the states that they get when they are read as a whole."""
+    """Whether rows that continue a prefix get the states that they get when they are read as a whole."""
     if not attends_to_all(model):
         return False
     was_training = model.training

@@ -22,7 +22,7 @@ from envs import TextEnv
 from envs.protocol import Episode, Protocol, thought_span
 from posttrain.chat import Chat
 from posttrain.sampler import Sampler, Turn, open_engine
-from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError, address
+from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError, derive_seed
 
 Context = Literal["full", "last_k", "single_turn"]
 RAISED = (Exception, SystemExit)  # what an environment can do that ends its own episode alone
@@ -114,7 +114,7 @@ def play(
 
     def turn(handle: int) -> Turn:
         i = playing[handle]
-        return handle, address(seeds[i], "turn", trajectories[i].turns)
+        return handle, derive_seed(seeds[i], "turn", trajectories[i].turns)
 
     def then(finished: list[tuple[int, Completion]]) -> list[Turn]:
         going, leaving, renewed = [], [], []
@@ -166,9 +166,9 @@ class Game:
         return self.trajectory.segments[-1]
 
     def prompt(self, first: int, context: Context) -> list[int]:
-        """The ids after which the coming turn is sampled when turn `first` is the oldest in sight.
+        """The ids after which the coming turn is sampled when turn `first` is the oldest in context.
 
-        Its user message may begin with the reward of the turn before, which is no longer in sight.
+        Its user message may begin with the reward of the turn before, which is no longer in context.
         """
         system, *others = self.episode.messages
         if context == "single_turn":
@@ -235,7 +235,7 @@ class Game:
             hash(found)
             turn = self.episode.step(self.text(written))
             if not abs(sum(trajectory.turn_rewards) + turn.reward) < MOST_PAID:
-                raise ValueError(f"the environment paid {turn.reward}")
+                raise ValueError(f"the reward is {turn.reward}")
             if not turn.done:
                 self.coming = self.reply(turn.user or "", completion)
             key, reward, penalty, over = found, turn.reward, turn.penalty, turn.done

@@ -187,7 +187,7 @@ def export(begun: Begun, learner: Learner, chat: Chat, state: RunState, row: dic
             + (f", {crashed} of which raised and count as lost" if crashed else "")
         )
     print(f"Memory: at most {memory(begun.device):.2f} GiB; planned {plan.gib(begun.plan.peak)} GiB.")
-    print(f"Handed over: {final}  (curves: {begun.out / 'metrics.jsonl'})")
+    print(f"Saved: {final}  (curves: {begun.out / 'metrics.jsonl'})")
     if not broken:
         chat_with_it = f"inference_with_improved_settings.py model.name_or_path={final}"
         print(f"Next: python {chat_with_it} --play {cfg.envs[0].name}")

@@ -31,7 +31,7 @@ from posttrain.config import TrainingRun
 from posttrain.config.yaml_file import parse_yaml
 from posttrain.convgpt import pads_on_the_right
 from posttrain.metrics import wilson
-from posttrain.types import UserError, address
+from posttrain.types import UserError, derive_seed
 
 SOURCES = "sources.json"  # beside the prepared rows: what the model card says of each data set
 TOLD = ("path", "kind", "licence", "train", "held_out")
@@ -136,7 +136,7 @@ def _check_best(args: Any) -> None:
 
 @contextmanager
 def refusals_in_words() -> Iterator[None]:
-    """What TRL and peft refuse while they are set up is the user's to mend."""
+    """What TRL and peft refuse while they are set up is the user's to fix."""
     try:
         yield
     except (ValueError, ImportError, NotImplementedError) as error:
@@ -232,7 +232,7 @@ def in_length_pools(rows: Dataset, batch_size: int, seed: int, pool: int = 8) ->
     long rows differ by ten times in mixed data, so random batches are half padding. transformers' own grouping sorts
     50 batches at a time, and batches that are all of one kind of row taught a small model less.
     """
-    draw = random.Random(address(seed, "length pools"))
+    draw = random.Random(derive_seed(seed, "length pools"))
     lengths = _lengths(rows)
     order = draw.sample(range(len(rows)), len(rows))
     batches = []
@@ -430,7 +430,7 @@ def _last_healthy(trainer: Trainer, output_dir: Path, problem: NotFinite) -> Out
         if math.isfinite(figures.get("eval_loss", 0.0)):
             handed = f"{output_dir / 'final'} was made from {folder.name}, the last healthy checkpoint."
             return Outcome(figures, UserError(f"{problem} {handed}"))
-    raise UserError(f"{problem} There is no healthy checkpoint before it, so nothing is handed over.") from problem
+    raise UserError(f"{problem} There is no healthy checkpoint before it, so nothing is saved.") from problem
 
 
 def _step_of(folder: Path) -> int:
@@ -489,7 +489,7 @@ def hand_over(
         raise outcome.failure
     shown = ", ".join(f"{name.removeprefix('eval_')} {figures[name]:.4g}" for name in SHOWN if name in figures)
     print(f"{phase} is done after {step} steps. Held-out rows: {shown or 'none'}.")
-    print(f"Handed over: {final}  (curves: {final.with_name('metrics.jsonl')})")
+    print(f"Saved: {final}  (curves: {final.with_name('metrics.jsonl')})")
     beside = Path(config_file).with_name(f"{next_phase}.yaml")
     given = f" --config {beside}" if beside.is_file() else ""
     print(f"Next: python train_{next_phase}.py{given} model.name_or_path={final}")

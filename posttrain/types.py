@@ -1,4 +1,4 @@
-"""What do the parts hand to each other?  The few plain types that every floor may use; nothing here imports torch."""
+"""What do the parts hand to each other?  The few plain types that every layer may use; nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 
 class UserError(Exception):
-    """Something the user can mend: one paragraph with what is wrong, where, and what to write instead.
+    """Something the user can fix: one paragraph with what is wrong, where, and what to write instead.
 
     Every script prints it without a traceback and exits with code 2.
     """
@@ -19,8 +19,8 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def address(*parts: int | str) -> int:
-    """A 63-bit seed for one place in a run, e.g. `address(run_seed, "rollout", step, group, sample)`.
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed for one place in a run, e.g. `derive_seed(run_seed, "rollout", step, group, sample)`.
 
     Randomness is addressed, not consumed: the same place gets the same seed in any process and after any resume.
     """
@@ -46,8 +46,9 @@ class SamplingParams:
 class Completion:
     """What the model wrote in one go: Completion(ids=[17, 4, 2], logprobs=[-0.1, -1.2, -0.3], finished=True).
 
-    `ids` are exactly the sampled tokens, the stop token included; `logprobs` are natural logs under the sampling law
-    before top-k, top-p and penalty (at the temperature used); `finished` is False when the budget ran out first.
+    `ids` are exactly the sampled tokens, the stop token included; `logprobs` are natural logs under the sampling
+    distribution before top-k, top-p and penalty (at the temperature used); `finished` is False when the budget ran out
+    first.
     """
 
     ids: list[int]
@@ -63,11 +64,11 @@ class Segment:
         ids           [p, p, p, a, a, e, e, f, a]
         mask          [0, 0, 0, 1, 1, 0, 0, 0, 1]   True exactly on tokens sampled here, the stop token included
         logprobs      [0, 0, 0, x, x, 0, 0, 0, x]   the sampler's natural logs, 0 elsewhere
-        first_turn    0                             the oldest turn of the episode that is in sight
+        first_turn    0                             the oldest turn of the episode that is in context
         turns         [0, 1]                        numbers of the turns sampled here
         turn_starts   [3, 7]                        where the text of each begins, a forced tag included
         turn_ends     [5, 9]                        index after the last sampled token of each
-    A turn that was sampled in an earlier segment may be in sight as well; its tokens are not sampled here.
+    A turn that was sampled in an earlier segment may be in context as well; its tokens are not sampled here.
     """
 
     ids: list[int]
@@ -108,9 +109,9 @@ class Segment:
 class Trajectory:
     """One episode: the contexts in which its turns were sampled, and what the environment said to each turn.
 
-    Per turn: `turn_rewards` (what the environment paid), `turn_penalties` (for the format), `state_keys` (the exact
+    Per turn: `turn_rewards` (from the environment), `turn_penalties` (for the format), `state_keys` (the exact
     state it was answered in) and `observations` (the same state as text). The turns of all segments, one after another,
-    are the turns of the episode in order, so with the whole history in sight there is one segment. An episode whose
+    are the turns of the episode in order, so with the whole history in context there is one segment. An episode whose
     environment raised before its first turn has none.
     `terminated`: the environment ended. `truncated`: a limit ended it. `crashed`: the environment raised (never a
     zero reward).

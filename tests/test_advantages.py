@@ -101,9 +101,9 @@ def normalised(values: list[float], keys: list, std: bool) -> list[float]:
     """Each value less the mean of those with its key, over their sample deviation."""
     out = []
     for value, key in zip(values, keys, strict=True):
-        siblings = [v for v, k in zip(values, keys, strict=True) if k == key]
-        mean = sum(siblings) / len(siblings)
-        spread = math.sqrt(sum((v - mean) ** 2 for v in siblings) / max(1, len(siblings) - 1))
+        samples = [v for v, k in zip(values, keys, strict=True) if k == key]
+        mean = sum(samples) / len(samples)
+        spread = math.sqrt(sum((v - mean) ** 2 for v in samples) / max(1, len(samples) - 1))
         out.append((value - mean) / (spread + 1e-4) if std else value - mean)
     return out
 
@@ -153,8 +153,8 @@ def test_maxrl_is_the_loop(batch: Batch) -> None:
     t, returns = batch.tensors(), batch.returns()
     slow = []
     for reward, group in zip(returns, batch.group, strict=True):
-        siblings = [r for r, g in zip(returns, batch.group, strict=True) if g == group]
-        mean = sum(siblings) / len(siblings)
+        samples = [r for r, g in zip(returns, batch.group, strict=True) if g == group]
+        mean = sum(samples) / len(samples)
         slow.append((reward - mean) / mean if mean > 1e-10 else 0.0)
     assert np.allclose(maxrl(t["rewards_B"], t["group_B"]).numpy(), slow, rtol=1e-6, atol=1e-6)
 

@@ -302,7 +302,7 @@ def test_one_environment_is_lost_while_the_other_is_learned() -> None:
 
 
 def test_spread_is_of_one_environment() -> None:
-    """Rewards of ten hide the spread of rewards of one; the run is over when all environments are."""
+    """Rewards of ten hide the std of rewards of one; the run is over when all environments are."""
 
     def row(lake: float, sokoban: float) -> Row:
         shown = {

@@ -16,7 +16,7 @@ from envs.protocol import Protocol
 from posttrain.config import StarPORun, resolve
 from posttrain.rollout import play, set_up
 from posttrain.sampler import ReplaySampler
-from posttrain.types import Completion, SamplingParams, address
+from posttrain.types import Completion, SamplingParams, derive_seed
 
 FILE = Path(__file__).parent.parent / "benchmarks" / "rollout.py"
 SIZES = "--conversations 3 --new-tokens 3 --turns 2 3 --repeats 2".split()
@@ -118,11 +118,11 @@ def test_both_updates_have_the_same_gradient(rollout):
 
 def test_the_episodes_of_trl_are_ours(rollout, tiny_chat):
     cfg = resolve(StarPORun, FILE.parent.parent / "configs/quickstart/phase3_starpo.yaml", ["envs=[frozen_lake]"])
-    levels, actions = [address("level", n) for n in range(40)], envs.make("frozen_lake").actions or ()
+    levels, actions = [derive_seed("level", n) for n in range(40)], envs.make("frozen_lake").actions or ()
 
     def write(context):
         """A move that the context decides; every fifth answer is cut short."""
-        choice = address(*context) % 5
+        choice = derive_seed(*context) % 5
         if choice == 4:
             return tiny_chat.content_ids("<think>so")
         text = f"<think>so</think><answer>{actions[choice]}</answer>"
@@ -337,7 +337,7 @@ def test_the_hours_of_phases_1_and_2_count_attention(rollout, tmp_path, monkeypa
 def test_a_device_is_measured_beside_its_own_limits(rollout, tmp_path, monkeypatch, capsys):
     device = loaded(FILE.parent / "device.py")
     monkeypatch.setattr(device._measure, "alone", lambda _, options: device.one(*device.arguments(options)))
-    sizes = "--conversations 4 --siblings 2 --turns 2 --prompt 12 --new 4 --reply 4 --repeats 2".split()
+    sizes = "--conversations 4 --samples 2 --turns 2 --prompt 12 --new 4 --reply 4 --repeats 2".split()
     monkeypatch.setattr(sys, "argv", ["device.py", *sizes, "--json", str(tmp_path / "figures.json")])
     device.main()
     results = json.loads((tmp_path / "figures.json").read_text())

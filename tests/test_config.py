@@ -323,7 +323,7 @@ def test_every_preset_can_be_chosen(file):
     published = read_yaml(file)
     assert published["trainer"]["learning_rate"] is None
     published["trainer"]["learning_rate"] = 1e-6  # of model.tuning: full
-    for run in ("phase3_starpo.yaml", "environments/frozen_lake.yaml", "quickstart/phase3_starpo.yaml"):
+    for run in ("phase3_starpo.yaml", "envs/frozen_lake.yaml", "quickstart/phase3_starpo.yaml"):
         cfg = config.resolve(
             StarPORun, ROOT / "configs" / run, ["trainer.max_steps=3", f"algorithm.preset={file.stem}"]
         )
@@ -503,8 +503,9 @@ def test_a_mistake_names_its_remedy(tmp_path, change, remedy):
         ("envs=[{name: sokoban, groups: 4, weight: 2}]", "write one of them"),
         ("rollout.max_completion_length=4096", "must be smaller than max_context"),
         ("rollout.num_generations=1", "`rollout.num_generations: 1` makes groups of one: play at least 2"),
-        ("envs=[]", "environments (on the command line): must not be empty"),
-        ("envs=[sokoban, sokoban]", "environments has sokoban twice"),
+        ("worlds=[sokoban]", "worlds (on the command line): unknown key; did you mean `envs`?"),
+        ("envs=[]", "envs (on the command line): must not be empty"),
+        ("envs=[sokoban, sokoban]", "envs has sokoban twice"),
         ("rollout.context_turns=3", "context is full: leave it out or change context"),
         ("rollout.context=last_k", "write context_turns, how many turns it shows"),
         ("rollout.context=single_turn", "write context_turns, how many turns it shows"),

@@ -95,15 +95,15 @@ def test_nothing_to_score() -> None:
 
 
 def episodes() -> list[list[Turn]]:
-    """Groups 0 to 3 of four siblings and three turns; groups 1 and 3 play the same level; one thought is missing."""
+    """Groups 0 to 3 of four samples and three turns; groups 1 and 3 play the same level; one thought is missing."""
     out = []
     for group in range(4):
-        for sibling in range(4):
+        for sample in range(4):
             level = [100 + group % 2 if group in (1, 3) else 100 + 10 * group]
-            thoughts = [[group, sibling, turn] for turn in range(3)]
-            if (group, sibling) == (0, 2):
+            thoughts = [[group, sample, turn] for turn in range(3)]
+            if (group, sample) == (0, 2):
                 thoughts[0] = []
-            out.append([Turn([*level, *([sibling] * turn)], thought, group) for turn, thought in enumerate(thoughts)])
+            out.append([Turn([*level, *([sample] * turn)], thought, group) for turn, thought in enumerate(thoughts)])
     return out
 
 

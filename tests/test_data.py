@@ -907,11 +907,11 @@ def test_rows_that_no_suite_can_ask_are_refused(tmp_path: Path, kind: Any, row: 
     assert str(told.value).startswith("suites.x.source")
 
 
-def damaged(content: bytes, dice: random.Random) -> bytes:
+def damaged(content: bytes, rng: random.Random) -> bytes:
     """One of the ways in which a file gets broken, or is made to break its reader."""
-    at, to = sorted(dice.randrange(len(content) + 1) for _ in range(2))
+    at, to = sorted(rng.randrange(len(content) + 1) for _ in range(2))
     lines = content.split(b"\n")
-    line = dice.randrange(len(lines))
+    line = rng.randrange(len(lines))
     nasty = [
         b"\xff\xfe",
         b"\x00",
@@ -938,29 +938,29 @@ def damaged(content: bytes, dice: random.Random) -> bytes:
         b"{}",
         b"[]",
     ]
-    match dice.randrange(7):
+    match rng.randrange(7):
         case 0:
             return content[:at]
         case 1:
             return content[:at] + content[to:]
         case 2:
-            return content[:at] + dice.choice(nasty) + content[at:]
+            return content[:at] + rng.choice(nasty) + content[at:]
         case 3:
-            return content[:at] + dice.choice(nasty) + content[to:]
+            return content[:at] + rng.choice(nasty) + content[to:]
         case 4:
-            return bytes(byte ^ (1 << dice.randrange(8)) if dice.random() < 0.01 else byte for byte in content)
+            return bytes(byte ^ (1 << rng.randrange(8)) if rng.random() < 0.01 else byte for byte in content)
         case 5:
-            return b"\n".join([*lines[:line], dice.choice(nasty), *lines[line + 1 :]])
+            return b"\n".join([*lines[:line], rng.choice(nasty), *lines[line + 1 :]])
         case _:
-            return content[:at] + dice.randbytes(to - at) + content[to:]
+            return content[:at] + rng.randbytes(to - at) + content[to:]
 
 
-def replaced(value: Any, dice: random.Random) -> Any:
+def replaced(value: Any, rng: random.Random) -> Any:
     """The same value with something else at a random place inside."""
-    if isinstance(value, dict | list) and value and dice.random() < 0.8:
+    if isinstance(value, dict | list) and value and rng.random() < 0.8:
         keys = list(value) if isinstance(value, dict) else range(len(value))
-        chosen = dice.choice(list(keys))
-        pairs = [(key, replaced(value[key], dice) if key == chosen else value[key]) for key in keys]
+        chosen = rng.choice(list(keys))
+        pairs = [(key, replaced(value[key], rng) if key == chosen else value[key]) for key in keys]
         return dict(pairs) if isinstance(value, dict) else [inside for _, inside in pairs]
     deep: Any = []
     for _ in range(300):
@@ -983,7 +983,7 @@ def replaced(value: Any, dice: random.Random) -> Any:
         {"role": "user"},
         deep,
     ]
-    return dice.choice([*odd, {"role": "user", "content": None}, [None], {"role": [], "content": {}}, "text"])
+    return rng.choice([*odd, {"role": "user", "content": None}, [None], {"role": [], "content": {}}, "text"])
 
 
 FUZZED = {
@@ -1006,7 +1006,7 @@ FUZZED = {
 @pytest.mark.parametrize("kind", FUZZED)
 def test_damaged_files_are_read_or_refused(kind: Any, tmp_path: Path) -> None:
     """Bytes, lines and values of a file changed at random: rows that can be used, or one paragraph with the place."""
-    dice, good = random.Random(f"fuzz {kind}"), FUZZED[kind]
+    rng, good = random.Random(f"fuzz {kind}"), FUZZED[kind]
     jsonl, parquet = tmp_path / "mine.jsonl", tmp_path / "mine.parquet"
     pq.write_table(pa.Table.from_pylist([good] * 3), parquet)
     whole_jsonl, whole_parquet = (json.dumps(good) + "\n").encode() * 3, parquet.read_bytes()
@@ -1015,9 +1015,9 @@ def test_damaged_files_are_read_or_refused(kind: Any, tmp_path: Path) -> None:
         for number in range(150):
             path = (jsonl, jsonl, parquet)[number % 3]
             if number % 3 == 0:
-                content = whole_jsonl + (json.dumps(replaced(good, dice)) + "\n").encode()
+                content = whole_jsonl + (json.dumps(replaced(good, rng)) + "\n").encode()
             else:
-                content = damaged(whole_jsonl if path is jsonl else whole_parquet, dice)
+                content = damaged(whole_jsonl if path is jsonl else whole_parquet, rng)
             path.write_bytes(content)
             try:
                 if kind in ("messages", "openmathinstruct", "ultrafeedback"):

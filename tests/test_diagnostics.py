@@ -151,7 +151,7 @@ def test_the_four_regimes() -> None:
     assert regime(2.0, 0.0, start_entropy=2.0, start_mi=-0.1) == "template collapse"
 
 
-# ------------------------------------------------------------------------------------------- gradients by reward spread
+# ------------------------------------------------------------------------------------------- gradients by reward std
 
 
 spreads = st.sampled_from([0.0, 0.1, 0.2, 0.35, 0.5]) | st.floats(0, 1)

@@ -20,7 +20,7 @@ from posttrain.monitoring.episodes import describe
 from posttrain.starpo import filters
 from posttrain.starpo.advantages import grpo
 from posttrain.starpo.filters import divide, group_scores, keep_groups, loss_scale, soft_weights, within_group
-from posttrain.types import Segment, Trajectory, address
+from posttrain.types import Segment, Trajectory, derive_seed
 
 few = settings(max_examples=60, deadline=None)
 
@@ -198,16 +198,16 @@ def test_alike_groups_are_kept_alike_often_and_a_seed_keeps_the_same() -> None:
                 "algorithm": {"filter": {"strategy": "top_k", "value": 0.25}},
             }
         )
-        luck = random.Random(address(seed, step))
+        rng = random.Random(derive_seed(seed, step))
         return phase3.score_and_filter(
             cfg,
             [
                 [
                     Trajectory(
                         segments=[Segment([5, 5], [False, True], [0.0, 0.0], 0, [0], [1], [2])],
-                        turn_rewards=[float(luck.random() < 0.5)],
+                        turn_rewards=[float(rng.random() < 0.5)],
                         turn_penalties=[0.0],
-                        level_seed=address(seed, "level", step, group),
+                        level_seed=derive_seed(seed, "level", step, group),
                     )
                     for _ in range(8)
                 ]

@@ -40,41 +40,41 @@ TOKENS = (
 )  # fmt: skip
 
 
-def damaged(data: bytes, dice: random.Random) -> bytes:
+def damaged(data: bytes, rng: random.Random) -> bytes:
     """The same file with one thing wrong: bytes, or a value where it is JSON or YAML."""
-    way = dice.randrange(10)
+    way = rng.randrange(10)
     if way < 5:
         with contextlib.suppress(ValueError, yaml.YAMLError):
             whole = json.loads(data) if data.lstrip()[:1] == b"{" else yaml.safe_load(data)
             if isinstance(whole, dict | list) and whole:
-                return json.dumps(_with_junk(whole, dice)).encode()
-    place, length = dice.randrange(len(data) + 1), dice.choice((1, 8, 200, 5000))
-    token = dice.choice(TOKENS)
+                return json.dumps(_with_junk(whole, rng)).encode()
+    place, length = rng.randrange(len(data) + 1), rng.choice((1, 8, 200, 5000))
+    token = rng.choice(TOKENS)
     return [
         lambda: data[:place],
         lambda: data[:place] + data[place + length :],
-        lambda: data[:place] + bytes([dice.randrange(256) for _ in range(8)]) + data[place + 8 :],
+        lambda: data[:place] + bytes([rng.randrange(256) for _ in range(8)]) + data[place + 8 :],
         lambda: data[:place] + token + data[place:],
         lambda: data[:place] + data[place : place + length] * 2 + data[place + length :],
         lambda: token,
-    ][dice.randrange(6)]()
+    ][rng.randrange(6)]()
 
 
-def _with_junk(whole: Any, dice: random.Random) -> Any:
+def _with_junk(whole: Any, rng: random.Random) -> Any:
     """One value at a random place is something else, or gone, or there under another name."""
     holders = [whole]
     for holder in holders:
         inside = holder.values() if isinstance(holder, dict) else holder
         holders += [value for value in inside if isinstance(value, dict | list) and value][:50]
-    holder = dice.choice(holders)
-    key: Any = dice.choice(list(holder)) if isinstance(holder, dict) else dice.randrange(len(holder))
-    match dice.randrange(4):
+    holder = rng.choice(holders)
+    key: Any = rng.choice(list(holder)) if isinstance(holder, dict) else rng.randrange(len(holder))
+    match rng.randrange(4):
         case 0:
             del holder[key]
         case 1 if isinstance(holder, dict):
             holder[f"{key}x"] = holder.pop(key)
         case _:
-            holder[key] = dice.choice(JUNK)
+            holder[key] = rng.choice(JUNK)
     return whole
 
 
@@ -99,12 +99,12 @@ def fuzz(use: Callable[[], object], files: list[Path], seed: str, count: int) ->
 
     Whatever is not refused must be readable as it is; what is refused must be said in words, and change nothing.
     """
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     refused = 0
     for number in range(count):
-        file = dice.choice(files)
+        file = rng.choice(files)
         whole = file.read_bytes()
-        harm = damaged(whole, dice)
+        harm = damaged(whole, rng)
         file.write_bytes(harm)
         try:
             with no_hang():

@@ -37,7 +37,7 @@ from posttrain.config import ChatRun, ModelSection
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.rollout import complete, open_sampler
 from posttrain.rollout import play as rollout_play
-from posttrain.types import SamplingParams, UserError, address
+from posttrain.types import SamplingParams, UserError, derive_seed
 
 CONTEXT = 1500
 Says = Callable[..., SimpleNamespace]
@@ -46,7 +46,7 @@ GRIDS = ("frozen_lake", "sokoban")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_chat: Chat) -> Path:
-    """A ConvGPT of random numbers, handed over as a phase does."""
+    """A ConvGPT of random numbers, saved as a phase does."""
     torch.manual_seed(0)
     shape = ConvGPTConfig(
         vocab_size=512,
@@ -67,8 +67,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_chat: Chat) -> Path:
 
 
 @pytest.fixture(scope="module")
-def speaker(folder: Path) -> script.Speaker:
-    return script.Speaker(*models.load(ModelSection(name_or_path=str(folder)), device="cpu", chat_template=None))
+def generator(folder: Path) -> script.Generator:
+    return script.Generator(*models.load(ModelSection(name_or_path=str(folder)), device="cpu", chat_template=None))
 
 
 @pytest.fixture
@@ -96,12 +96,12 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[int]]]:
     def fake(*texts: str) -> list[list[int]]:
         shown: list[list[int]] = []
 
-        def write(self: script.Speaker, ids: list[int], params: SamplingParams, seed: int) -> Iterator[int]:
+        def write(self: script.Generator, ids: list[int], params: SamplingParams, seed: int) -> Iterator[int]:
             shown.append(list(ids))
             yield from self.chat.content_ids(texts[(len(shown) - 1) % len(texts)])
             yield self.chat.stop_id
 
-        monkeypatch.setattr(script.Speaker, "write", write)
+        monkeypatch.setattr(script.Generator, "write", write)
         return shown
 
     return fake
@@ -126,24 +126,24 @@ def test_what_streams_is_what_the_rollout_engine_samples(
     ids = chat.prompt(user("Which way now?"))
     sampler = open_sampler(model, chat)
     for seed in range(3):
-        answer = script.Speaker(model, chat).answer(ids, params, address(seed))
+        answer = script.Generator(model, chat).answer(ids, params, derive_seed(seed))
         pieces = list(answer)
-        (expected,) = complete(sampler, [ids], params, [address(seed)])
+        (expected,) = complete(sampler, [ids], params, [derive_seed(seed)])
         assert answer.ids == expected.ids and answer.finished == expected.finished
         assert "".join(pieces) == answer.text == chat.decode(expected.ids)
 
 
-def test_one_shot_prints_the_answer_alone_and_the_rest_beside(says: Says, speaker: script.Speaker) -> None:
+def test_one_shot_prints_the_answer_alone_and_the_rest_beside(says: Says, generator: script.Generator) -> None:
     said = says("--prompt", "Hello?", "max_new_tokens=20")
-    ids = speaker.chat.prompt(user("Hello?"))
+    ids = generator.chat.prompt(user("Hello?"))
     improved = SamplingParams(20, temperature=0.7, top_p=0.9, top_k=50, repetition_penalty=1.15)
-    (expected,) = complete(open_sampler(*_pair(speaker)), [ids], improved, [address(0, "chat", 0)])
-    assert said.out == script.harmless(speaker.chat.decode(expected.ids)) + "\n"
+    (expected,) = complete(open_sampler(*_pair(generator)), [ids], improved, [derive_seed(0, "chat", 0)])
+    assert said.out == script.escape_control_characters(generator.chat.decode(expected.ids)) + "\n"
     assert said.err == "[cut after 20 tokens: max_new_tokens]\n"
 
 
-def _pair(speaker: script.Speaker) -> tuple[Any, Chat]:
-    return speaker.model, speaker.chat
+def _pair(generator: script.Generator) -> tuple[Any, Chat]:
+    return generator.model, generator.chat
 
 
 def test_seeds_reproduce(says: Says) -> None:
@@ -158,7 +158,7 @@ def test_seeds_reproduce(says: Says) -> None:
 
 def test_the_preset_of_the_flag_answers(says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[SamplingParams] = []
-    monkeypatch.setattr(script.Speaker, "write", lambda self, ids, params, seed: iter(used.append(params) or [2]))
+    monkeypatch.setattr(script.Generator, "write", lambda self, ids, params, seed: iter(used.append(params) or [2]))
     for args in ((), ("--preset", "plain"), ("preset=plain",)):
         says("--prompt", "Hi", *args)
     assert used == [
@@ -244,15 +244,17 @@ def row_of(table: str, label: str) -> list[str]:
     return line.removeprefix(f"  {label}").split()
 
 
-def test_compare_shows_both_answers_with_their_figures(says: Says, speaker: script.Speaker) -> None:
+def test_compare_shows_both_answers_with_their_figures(says: Says, generator: script.Generator) -> None:
     said = says("--prompt", "Hello?", "--compare", "max_new_tokens=30")
-    ids = speaker.chat.prompt(user("Hello?"))
+    ids = generator.chat.prompt(user("Hello?"))
     presets = config.resolve(ChatRun, ROOT / "configs" / "chat.yaml").presets
     figures = []
     for name in ("improved", "plain", "greedy"):
-        (done,) = complete(open_sampler(*_pair(speaker)), [ids], presets[name].params(30), [address(0, "chat", 0)])
+        (done,) = complete(
+            open_sampler(*_pair(generator)), [ids], presets[name].params(30), [derive_seed(0, "chat", 0)]
+        )
         assert f"--- {name}: " in said.out
-        assert script.harmless(speaker.chat.decode(done.ids)) in said.out
+        assert script.escape_control_characters(generator.chat.decode(done.ids)) in said.out
         written = done.ids[:-1] if done.finished else done.ids
         figures.append(metrics.repetition([written], [done.finished]))
     assert row_of(said.out, "tokens") == [f"{of['tokens']:.0f}" for of in figures]
@@ -353,17 +355,17 @@ def test_what_was_saved_is_data_for_phase_1(says: Says, answers: Callable[..., A
     assert row["messages"] == [{"role": "system", "content": "Be kind."}, *user("Hallo", "Grüße 🦊")]
 
 
-def test_history_is_the_sampled_tokens_themselves(speaker: script.Speaker, says: Says) -> None:
+def test_history_is_the_sampled_tokens_themselves(generator: script.Generator, says: Says) -> None:
     """Random tokens that would be tokenised otherwise when read back; the first answer is cut, so it gets its stop."""
     asked: list[list[int]] = []
-    original = script.Speaker.write
+    original = script.Generator.write
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            script.Speaker, "write", lambda self, ids, *rest: asked.append(list(ids)) or original(self, ids, *rest)
+            script.Generator, "write", lambda self, ids, *rest: asked.append(list(ids)) or original(self, ids, *rest)
         )
         says("--preset", "plain", "max_new_tokens=15", stdin="Hi\nHo\n")
-    chat = speaker.chat
-    (first,) = complete(open_sampler(*_pair(speaker)), [asked[0]], SamplingParams(15), [address(0, "chat", 0)])
+    chat = generator.chat
+    (first,) = complete(open_sampler(*_pair(generator)), [asked[0]], SamplingParams(15), [derive_seed(0, "chat", 0)])
     assert not first.finished
     assert asked == [chat.prompt(user("Hi")), asked[0] + first.ids + chat.extend("Ho", finished=False)]
     assert chat.content_ids(chat.decode(first.ids)) != first.ids
@@ -404,7 +406,7 @@ def test_a_message_beyond_the_context(says: Says, answers: Callable[..., Any]) -
 
 def test_an_answer_ends_where_the_context_does(says: Says, monkeypatch: pytest.MonkeyPatch, tiny_chat: Chat) -> None:
     """Half of the context is kept for the answer at most, but it may use all that the conversation leaves."""
-    monkeypatch.setattr(script.Speaker, "write", lambda self, ids, params, seed: iter([50] * params.max_new_tokens))
+    monkeypatch.setattr(script.Generator, "write", lambda self, ids, params, seed: iter([50] * params.max_new_tokens))
     left = CONTEXT - len(tiny_chat.prompt(user("Hi")))
     said = says("--prompt", "Hi", "max_new_tokens=5000")
     assert said.err == f"[cut after {left} tokens: the end of the model's context]\n"
@@ -420,7 +422,7 @@ def test_the_first_ctrl_c_stops_the_answer_and_the_second_leaves(
 ) -> None:
     presses, shown = 1, []
 
-    def write(self: script.Speaker, ids: list[int], params: SamplingParams, seed: int) -> Iterator[int]:
+    def write(self: script.Generator, ids: list[int], params: SamplingParams, seed: int) -> Iterator[int]:
         shown.append(list(ids))
         for n, token in enumerate(self.chat.content_ids("one two three four five six")):
             if 3 <= n < 3 + presses and len(shown) == 1:
@@ -428,7 +430,7 @@ def test_the_first_ctrl_c_stops_the_answer_and_the_second_leaves(
             yield token
         yield self.chat.stop_id
 
-    monkeypatch.setattr(script.Speaker, "write", write)
+    monkeypatch.setattr(script.Generator, "write", write)
     before = signal.getsignal(signal.SIGINT)
     said = says(stdin="Hi\nHo\n")
     kept = tiny_chat.content_ids("one two three four five six")[:4]
@@ -451,25 +453,25 @@ def test_the_first_ctrl_c_stops_the_answer_and_the_second_leaves(
 
 @pytest.mark.parametrize("name", GRIDS)
 def test_play_shows_the_episodes_that_rollouts_would_play(
-    says: Says, speaker: script.Speaker, monkeypatch: pytest.MonkeyPatch, name: str
+    says: Says, generator: script.Generator, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    original, seen = script.Speaker.write, []
+    original, seen = script.Generator.write, []
 
-    def write(self: script.Speaker, ids: list[int], params: SamplingParams, seed: int) -> Iterator[int]:
+    def write(self: script.Generator, ids: list[int], params: SamplingParams, seed: int) -> Iterator[int]:
         seen.append(list(ids))
         for token in original(self, ids, params, seed):
             seen[-1].append(token)
             yield token
 
-    monkeypatch.setattr(script.Speaker, "write", write)
+    monkeypatch.setattr(script.Generator, "write", write)
     said = says("--play", name, "--episodes", "2", "max_completion_length=10")
-    seeds = [address(0, name, n) for n in range(2)]
+    seeds = [derive_seed(0, name, n) for n in range(2)]
     games = [Episode(envs.make(name), Protocol(), seed, "test") for seed in seeds]
-    played = rollout_play(open_sampler(*_pair(speaker)), speaker.chat, games, SamplingParams(10), seeds)
+    played = rollout_play(open_sampler(*_pair(generator)), generator.chat, games, SamplingParams(10), seeds)
     assert [ids for n, ids in enumerate(seen) if n % 8 == 7] == [trajectory.segments[0].ids for trajectory in played]
     for episode in games:
         for message in episode.messages[1:]:
-            assert all(script.harmless(line) in said.out for line in message["content"].split("\n"))
+            assert all(script.escape_control_characters(line) in said.out for line in message["content"].split("\n"))
     assert games[0].messages[0]["content"] in said.out
     assert said.out.count("-> no action, reward 0, invalid answer: -0.1, cut after 10 tokens") == 6  # at most 3 a level
     assert said.out.count("Not solved (out of turns or actions) after 8 turns, return -0.3.") == 2
@@ -483,14 +485,14 @@ def test_play_with_an_expert(says: Says, monkeypatch: pytest.MonkeyPatch, name: 
     env = envs.make(name)
     monkeypatch.setattr(script, "open_env", lambda cfg, asked: env)
 
-    def write(self: script.Speaker, ids: list[int], params: SamplingParams, seed: int) -> Iterator[int]:
+    def write(self: script.Generator, ids: list[int], params: SamplingParams, seed: int) -> Iterator[int]:
         yield from self.chat.content_ids(f"<think>so I must</think><answer>{env.expert()}</answer>")
         yield self.chat.stop_id
 
-    monkeypatch.setattr(script.Speaker, "write", write)
+    monkeypatch.setattr(script.Generator, "write", write)
     out = terminal(monkeypatch, 100)
     said = says("--play", name, "--delay", "0.01")
-    game = Episode(envs.make(name), Protocol(), address(0, name, 0), "test")
+    game = Episode(envs.make(name), Protocol(), derive_seed(0, name, 0), "test")
     total = 0.0
     while not game.done:
         total += game.step(f"<think></think><answer>{game.env.expert()}</answer>").reward
@@ -505,7 +507,7 @@ def test_play_takes_the_environments_options_the_protocol_and_a_preset_asked_for
     says: Says, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[SamplingParams] = []
-    monkeypatch.setattr(script.Speaker, "write", lambda self, ids, params, seed: iter(used.append(params) or [2]))
+    monkeypatch.setattr(script.Generator, "write", lambda self, ids, params, seed: iter(used.append(params) or [2]))
     game = "envs=[{name: frozen_lake, options: {size: 3, observation: coordinates}}]"
     said = says("--play", "frozen_lake", game, "protocol.max_turns=2", "max_completion_length=9")
     assert "3 x 3 cells" in said.out and "Holes" in said.out and "At most 2 turns" in said.out
@@ -530,13 +532,13 @@ def test_play_shows_a_turn_what_it_was_trained_under(
 ) -> None:
     answers("Jump</answer>")
     asked: list[str] = []
-    original = script.Speaker.write
+    original = script.Generator.write
 
-    def write(self: script.Speaker, ids: list[int], *rest: Any) -> Iterator[int]:
+    def write(self: script.Generator, ids: list[int], *rest: Any) -> Iterator[int]:
         asked.append(self.chat.decode(ids))
         return original(self, ids, *rest)
 
-    monkeypatch.setattr(script.Speaker, "write", write)
+    monkeypatch.setattr(script.Generator, "write", write)
     said = says("--play", "frozen_lake", change, "context_turns=2", "protocol.think=false", "protocol.force_think=true")
     messages = [3, *[5] * 7] if change == "context=last_k" else [3] * 8
     assert [text.count("<|im_start|>") for text in asked] == messages

@@ -61,7 +61,7 @@ def played(model: LlamaForCausalLM, groups: int = 3, members: int = 4) -> list[l
 
     out = []
     for group in range(groups):
-        prompt, siblings = ids(5), []
+        prompt, samples = ids(5), []
         for member in range(members):
             segment, segments = Segment(list(prompt)), []
             turns = 1 + (group + member) % 3
@@ -77,7 +77,7 @@ def played(model: LlamaForCausalLM, groups: int = 3, members: int = 4) -> list[l
                 with torch.no_grad():
                     values = iter(token_logprobs(model, [segment.ids], [segment.mask])[0].tolist())
                 segment.logprobs = [next(values) if on else 0.0 for on in segment.mask]
-            siblings.append(
+            samples.append(
                 Trajectory(
                     segments=segments,
                     turn_rewards=[0.0] * (turns - 1) + [float((group + member) % 2)],
@@ -88,7 +88,7 @@ def played(model: LlamaForCausalLM, groups: int = 3, members: int = 4) -> list[l
                     env="frozen_lake",
                 )
             )
-        out.append(siblings)
+        out.append(samples)
     return out
 
 
@@ -243,7 +243,7 @@ def test_masked_and_unkept_episodes_give_no_gradient() -> None:
     cfg = config(filter={"strategy": "top_k_abs", "value": 1, "within": 2})
     groups = played(policy())
     for t in groups[1]:
-        t.turn_rewards[-1] *= 2  # the widest spread
+        t.turn_rewards[-1] *= 2  # the largest std
     scored = phase3.score_and_filter(cfg, groups)
     assert scored.kept == [1] and [sum(group) for group in scored.trains] == [2, 2, 2]
 
@@ -440,7 +440,7 @@ def test_an_adapter_on_the_output_layer_is_refused() -> None:
 
 @pytest.mark.parametrize("micro_batch_tokens", [40, 4096])
 def test_the_first_minibatch_is_on_policy_to_the_bit_in_bfloat16(micro_batch_tokens: int) -> None:
-    """Rows read together, or behind a shared beginning, round otherwise than the look before the update did."""
+    """Rows read together, or behind a shared prefix, round otherwise than the look before the update did."""
     cfg = config(**SEQUENCES, loss_type="gspo_turn", epsilon=1e-7, epsilon_high=1e-7, minibatches=1)
     trainer = cfg.trainer.model_copy(update={"micro_batch_tokens": micro_batch_tokens})
     cfg = cfg.model_copy(update={"trainer": trainer})

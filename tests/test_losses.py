@@ -94,30 +94,30 @@ def slow_clip(ratio: float, advantage: float, low: float, high: float) -> tuple[
 @few
 @given(batches(), st.sampled_from([None, 1.5, 3.0]))
 def test_ppo_clip_is_the_loop(batch: Tokens, dual_clip: float | None) -> None:
-    loss, bites = ppo_clip(batch.new, batch.old, batch.advantage, 0.2, 0.28, dual_clip=dual_clip)
+    loss, clipped = ppo_clip(batch.new, batch.old, batch.advantage, 0.2, 0.28, dual_clip=dual_clip)
     for i, (n, o, a) in enumerate(zip(batch.new.tolist(), batch.old.tolist(), batch.advantage.tolist(), strict=True)):
         slow, bitten = slow_clip(math.exp(n - o), a, 0.8, 1.28)
         if dual_clip is not None and a < 0 and slow > -dual_clip * a:
             slow, bitten = -dual_clip * a, True
         assert loss[i].item() == pytest.approx(slow, abs=1e-9)
-        assert bites[i].item() == bitten
+        assert clipped[i].item() == bitten
 
 
 @few
 @given(batches(), st.sampled_from([None, 1.5, 3.0]))
 def test_clipped_tokens_have_no_gradient_and_others_that_of_the_ratio(batch: Tokens, dual_clip: float | None) -> None:
-    _, bites = ppo_clip(batch.new, batch.old, batch.advantage, 0.2, 0.28, dual_clip=dual_clip)
+    _, clipped = ppo_clip(batch.new, batch.old, batch.advantage, 0.2, 0.28, dual_clip=dual_clip)
     grad = gradient(
         lambda new: ppo_clip(new, batch.old, batch.advantage, 0.2, 0.28, dual_clip=dual_clip)[0].sum(), batch.new
     )
-    assert (grad[bites] == 0).all()
-    assert torch.allclose(grad[~bites], -((batch.new - batch.old).exp() * batch.advantage)[~bites])
+    assert (grad[clipped] == 0).all()
+    assert torch.allclose(grad[~clipped], -((batch.new - batch.old).exp() * batch.advantage)[~clipped])
 
 
 def test_dual_clip_leaves_good_tokens_alone() -> None:
     old, advantage = tensor([-5.0, -5.0]), tensor([1.0, -1.0])
-    loss, bites = ppo_clip(tensor([-1.0, -1.0]), old, advantage, 0.2, 0.2, dual_clip=3.0)
-    assert loss.tolist() == pytest.approx([-1.2, 3.0]) and bites.tolist() == [True, True]
+    loss, clipped = ppo_clip(tensor([-1.0, -1.0]), old, advantage, 0.2, 0.2, dual_clip=3.0)
+    assert loss.tolist() == pytest.approx([-1.2, 3.0]) and clipped.tolist() == [True, True]
 
 
 @few
@@ -153,25 +153,25 @@ def test_gspo_of_turns_differs_from_gspo_of_episodes() -> None:
 @few
 @given(batches())
 def test_cispo_is_the_loop_and_silences_nobody(batch: Tokens) -> None:
-    loss, bites = cispo(batch.new, batch.old, batch.advantage, 1.3)
+    loss, clipped = cispo(batch.new, batch.old, batch.advantage, 1.3)
     grad = gradient(lambda new: cispo(new, batch.old, batch.advantage, 1.3)[0].sum(), batch.new)
     for i, (n, o, a) in enumerate(zip(batch.new.tolist(), batch.old.tolist(), batch.advantage.tolist(), strict=True)):
         weight = min(math.exp(n - o), 1.3)
         assert loss[i].item() == pytest.approx(-weight * a * n, abs=1e-9)
         assert grad[i].item() == pytest.approx(-weight * a, abs=1e-9)
-        assert bites[i].item() == (math.exp(n - o) > 1.3)
+        assert clipped[i].item() == (math.exp(n - o) > 1.3)
 
 
 @few
 @given(batches())
 def test_dppo_is_the_loop(batch: Tokens) -> None:
-    loss, bites = dppo_tv(batch.new, batch.old, batch.advantage, 0.1, truncate=2.0)
+    loss, clipped = dppo_tv(batch.new, batch.old, batch.advantage, 0.1, truncate=2.0)
     grad = gradient(lambda new: dppo_tv(new, batch.old, batch.advantage, 0.1, truncate=2.0)[0].sum(), batch.new)
     for i, (n, o, a) in enumerate(zip(batch.new.tolist(), batch.old.tolist(), batch.advantage.tolist(), strict=True)):
         moved = math.exp(n) - math.exp(o)
         out = (a > 0 and moved > 0.1) or (a < 0 and moved < -0.1)
         weight = 0.0 if out else min(math.exp(n - o), 2.0)
-        assert bites[i].item() == out
+        assert clipped[i].item() == out
         assert loss[i].item() == pytest.approx(-weight * a * n, abs=1e-9)
         assert grad[i].item() == pytest.approx(-weight * a, abs=1e-9)
 
@@ -258,11 +258,11 @@ def test_k3_never_overflows(gap: float) -> None:
 @given(batches())
 def test_value_loss_is_the_loop(batch: Tokens) -> None:
     values, old, returns = batch.new, batch.old, batch.reference
-    loss, bites = value_loss(values, old, returns, 0.5)
+    loss, clipped = value_loss(values, old, returns, 0.5)
     for i, (v, o, target) in enumerate(zip(values.tolist(), old.tolist(), returns.tolist(), strict=True)):
         near = min(max(v, o - 0.5), o + 0.5)
         assert loss[i].item() == pytest.approx(0.5 * max((v - target) ** 2, (near - target) ** 2))
-        assert bites[i].item() == ((near - target) ** 2 > (v - target) ** 2)
+        assert clipped[i].item() == ((near - target) ** 2 > (v - target) ** 2)
 
 
 @few

@@ -495,7 +495,7 @@ def test_a_launcher_that_shards_is_refused(
     assert models.settle(run_config(tmp_path, base))
 
 
-def test_weights_that_are_not_finite_are_neither_loaded_nor_handed_over(tmp_path: Path, base: Path) -> None:
+def test_weights_that_are_not_finite_are_neither_loaded_nor_saved(tmp_path: Path, base: Path) -> None:
     """One row of the embedding, of a token that nobody may ever write."""
     net, chat = load(base)
     with torch.no_grad():
@@ -513,7 +513,7 @@ def test_weights_that_are_not_finite_are_neither_loaded_nor_handed_over(tmp_path
             )
 
 
-def test_an_adapter_that_is_not_finite_is_not_handed_over(tmp_path: Path, base: Path) -> None:
+def test_an_adapter_that_is_not_finite_is_not_saved(tmp_path: Path, base: Path) -> None:
     from peft import get_peft_model
 
     section = ModelSection(name_or_path=str(base), tuning="lora")

@@ -170,6 +170,6 @@ def test_only_first_turns_are_first_turns(tiny_chat: Any, monkeypatch: pytest.Mo
     cfg = config()
     learner = prepare(cfg, policy(), None)  # type: ignore[arg-type]
     row = thoughts_and_prompts(cfg, learner, tiny_chat, groups, 1, {}, print)
-    beginnings = [group[0].segments[0].ids[:5] for group in groups]
-    assert sorted(seen["first"]) == sorted(beginnings)
+    prefixes = [group[0].segments[0].ids[:5] for group in groups]
+    assert sorted(seen["first"]) == sorted(prefixes)
     assert row["rollout/thought_tokens"] > 0

@@ -55,7 +55,7 @@ def config_in(tmp_path: Path, files: SimpleNamespace, **trainer: Any) -> Path:
 # ---------------------------------------------------------------------------------------------------------------- a run
 
 
-def test_a_run_learns_and_hands_over(whole: Path, files: SimpleNamespace, tiny_chat: Chat) -> None:
+def test_a_run_learns_and_saves(whole: Path, files: SimpleNamespace, tiny_chat: Chat) -> None:
     losses = rows_of(whole)
     assert list(losses) == list(range(1, 13))
     assert losses[12] < losses[1] - 0.1
@@ -418,7 +418,7 @@ def finite(folder: Path) -> bool:
 
 
 def test_a_run_that_diverges_at_once_hands_nothing_over(tmp_path: Path, files: SimpleNamespace) -> None:
-    with pytest.raises(UserError, match=r"stopped at step \d+:.*not a finite number.*nothing is handed over") as error:
+    with pytest.raises(UserError, match=r"stopped at step \d+:.*not a finite number.*nothing is saved") as error:
         train(config_in(tmp_path, files, learning_rate=1e30, save_steps=1))
     assert "trainer.learning_rate" in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "run" / "final").exists()
@@ -428,12 +428,12 @@ def test_a_run_that_diverges_at_once_hands_nothing_over(tmp_path: Path, files: S
 def test_a_run_that_diverges_exits_with_an_error_in_words(tmp_path: Path, files: SimpleNamespace) -> None:
     done = python("train_phase1_sft.py", "--config", str(config_in(tmp_path, files)), "trainer.learning_rate=1e30")
     assert done.returncode == 2 and done.stderr.count("error: The run stopped at step") == 1
-    assert "Traceback" not in done.stderr and "Handed over" not in done.stdout
+    assert "Traceback" not in done.stderr and "Saved" not in done.stdout
     assert not (tmp_path / "run" / "final").exists()
 
 
 @pytest.mark.parametrize("clipped", [True, False])
-def test_a_run_that_diverges_later_hands_over_its_last_healthy_checkpoint(
+def test_a_run_that_diverges_later_saves_its_last_healthy_checkpoint(
     tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, clipped: bool
 ) -> None:
     """The weights are ruined by the 7th update, unseen in the checkpoint that is saved after it."""
@@ -797,7 +797,7 @@ def test_two_processes_train_as_one_with_twice_the_batch(tmp_path: Path, files: 
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "2 processes" in done.stdout
-    assert done.stdout.count("Handed over") == 1
+    assert done.stdout.count("Saved") == 1
     one, two = rows_of(tmp_path / "alone"), rows_of(tmp_path / "pair")
     assert list(one) == list(two)
     assert two[6] == pytest.approx(one[6], abs=0.1)

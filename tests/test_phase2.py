@@ -26,7 +26,7 @@ from posttrain.types import UserError
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast) -> SimpleNamespace:
-    """What phase 1 would have handed over, and some pairs."""
+    """What phase 1 would have saved, and some pairs."""
     folder = tmp_path_factory.mktemp("phase2")
     section = ModelSection(name_or_path=str(tiny_base(folder / "base", tiny_tokenizer)))
     net, chat = models.load(section, device="cpu", chat_template=None)
@@ -59,7 +59,7 @@ def test_the_reference_is_shown_in_lines_where_there_is_no_terminal(
     assert re.search(r"train dataset: (\d+)/\1 steps, 100 %", told)
 
 
-def test_a_run_starts_at_ln_2_learns_and_hands_over(whole: Path, tiny_chat: Chat) -> None:
+def test_a_run_starts_at_ln_2_learns_and_saves(whole: Path, tiny_chat: Chat) -> None:
     losses = rows_of(whole)
     assert losses[1] == pytest.approx(math.log(2), abs=1e-5)
     assert losses[12] < losses[1] - 0.05

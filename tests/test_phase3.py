@@ -124,7 +124,7 @@ def whole(player: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file.with_name("run")
 
 
-def test_a_run_hands_over_a_model_and_its_numbers(whole: Path, tiny_chat: Chat) -> None:
+def test_a_run_saves_a_model_and_its_numbers(whole: Path, tiny_chat: Chat) -> None:
     meta = checkpoint.verify(whole / "final")["meta"]
     assert meta["phase"] == "phase3" and meta["chat_template_sha256"] == tiny_chat.hash
     (best,) = whole.glob(f"best-{meta['step']}")
@@ -152,7 +152,7 @@ def test_a_run_hands_over_a_model_and_its_numbers(whole: Path, tiny_chat: Chat) 
     assert pictures == ["step-2-0.gif", "step-2-1.gif", "step-4-0.gif", "step-4-1.gif"]
 
 
-def test_siblings_share_the_level_and_other_groups_do_not(player: Path, tmp_path: Path) -> None:
+def test_samples_share_the_level_and_other_groups_do_not(player: Path, tmp_path: Path) -> None:
     from posttrain.config import ModelSection
     from posttrain.models import load
     from posttrain.rollout import open_sampler
@@ -162,12 +162,12 @@ def test_siblings_share_the_level_and_other_groups_do_not(player: Path, tmp_path
     groups = phase3.rollout(cfg, open_sampler(model, chat), chat, 1, {})
     again = phase3.rollout(cfg, open_sampler(model, chat), chat, 1, {})
     later = phase3.rollout(cfg, open_sampler(model, chat), chat, 2, {})
-    for group, siblings in enumerate(groups):
-        assert len({t.state_keys[0] for t in siblings}) == 1 and len(siblings) == 4
-        assert [t.segments for t in siblings] == [t.segments for t in again[group]]
-        assert len({t.seed for t in siblings}) == 4
-    firsts = [siblings[0].state_keys[0] for siblings in groups]
-    assert len(set(firsts)) > 1 and firsts != [siblings[0].state_keys[0] for siblings in later]
+    for group, samples in enumerate(groups):
+        assert len({t.state_keys[0] for t in samples}) == 1 and len(samples) == 4
+        assert [t.segments for t in samples] == [t.segments for t in again[group]]
+        assert len({t.seed for t in samples}) == 4
+    firsts = [samples[0].state_keys[0] for samples in groups]
+    assert len(set(firsts)) > 1 and firsts != [samples[0].state_keys[0] for samples in later]
 
 
 def test_resuming_changes_nothing(whole: Path, player: Path, tmp_path: Path) -> None:
@@ -409,7 +409,7 @@ def trajectory(
     )  # fmt: skip
 
 
-def test_judging_uses_raw_rewards_and_leaves_crashed_environments_out(player: Path, tmp_path: Path) -> None:
+def test_scoring_uses_raw_rewards_and_leaves_crashed_environments_out(player: Path, tmp_path: Path) -> None:
     file = settings(tmp_path / "run.yaml", player, algorithm={"filter": {"strategy": "top_k", "value": 0.5}})
     cfg = resolve(StarPORun, file)
     groups = [
@@ -418,7 +418,7 @@ def test_judging_uses_raw_rewards_and_leaves_crashed_environments_out(player: Pa
         [trajectory(10.0), trajectory(0.0), trajectory(5.0, truncated=True), trajectory(5.0)],
     ]
     scored = phase3.score_and_filter(cfg, groups)
-    assert scored.kept == [2]  # half of three groups is one: the widest spread of raw rewards
+    assert scored.kept == [2]  # half of three groups is one: the largest std of raw rewards
     assert scored.trains[0] == [True, True, False, True] and scored.trains[2] == [True] * 4
     assert scored.std[0] == pytest.approx(3**-0.5)  # of 1, 0 and 1
     assert describe(groups, scored.std, scored.kept)["rollout/crashed"] == 1
@@ -761,7 +761,7 @@ def test_the_best_policy_wins_more_of_the_same_levels(
 
 
 @pytest.mark.parametrize("updates", [1, 4])
-def test_a_run_that_diverges_fails_with_its_best_policy_handed_over(
+def test_a_run_that_diverges_fails_with_its_best_policy_saved(
     player: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], updates: int
 ) -> None:
     """After a single update no loss has been broken yet, only what the policy samples next."""
@@ -772,7 +772,7 @@ def test_a_run_that_diverges_fails_with_its_best_policy_handed_over(
     with pytest.raises(UserError, match=failed):
         train(file, *changes)
     run, told = tmp_path / "run", capsys.readouterr()
-    assert "Handed over" in told.out and "Next:" not in told.out and "stopped early" in told.err
+    assert "Saved" in told.out and "Next:" not in told.out and "stopped early" in told.err
     assert max(row["step"] for row in rows(run) if "rollout/reward" in row) < 9
     for name, tensor in weights(run / "final").items():
         assert torch.equal(tensor, weights(player)[name]), name
@@ -825,7 +825,7 @@ def test_all_processes_of_a_run_that_diverges_fail(player: Path, tmp_path: Path)
     assert checkpoint.verify(tmp_path / "run" / "final")["meta"]["step"] == 0
 
 
-def test_lora_trains_an_adapter_and_hands_over_whole_weights(player: Path, tmp_path: Path) -> None:
+def test_lora_trains_an_adapter_and_saves_whole_weights(player: Path, tmp_path: Path) -> None:
     adapter = {"tuning": "lora", "lora": {"r": 4, "alpha": 8}}
     file = settings(tmp_path / "run.yaml", player, model=adapter, trainer={"max_steps": 2})
     train(file)

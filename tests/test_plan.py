@@ -253,7 +253,7 @@ def test_the_peaks_of_playing_and_learning(kind: str, bf16: bool, bonus: float) 
         with Alive([*model.parameters(), *moments(learner)]) as alive:
             update(learner, rows)
         planned = plan.learning(shape, cfg, rows * CONTEXT, cuda=False)
-        alone = sum(planned.values()) - planned["common beginnings"]  # these episodes have none
+        alone = sum(planned.values()) - planned["shared prefixes"]  # these episodes have none
         assert 0.75 * alone <= alive.peak <= alone
 
     sampler = SlotSampler(model.eval(), [300], 0, longest=CONTEXT)

@@ -1,4 +1,4 @@
-"""Is an update the same whether common beginnings are read once or in every row?"""
+"""Is an update the same whether shared prefixes are read once or in every row?"""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transformers import (
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.head import head_logprobs
 from posttrain.policy import token_logprobs
-from posttrain.prefixes import Prefixes, agrees, beginning, worth_sharing
+from posttrain.prefixes import Prefixes, agrees, prefix_of, worth_sharing
 
 SIZES: dict[str, Any] = {
     "vocab_size": 71, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -90,7 +90,7 @@ def test_gradients_are_those_of_whole_rows(model: PreTrainedModel) -> None:
         loss_of(*head_logprobs(model, *states), place).backward()
     prefixes.backward()
     assert (gradient(model) - expected).norm() <= 1e-6 * expected.norm()
-    assert read == [(2, 8), (3, 13), (2, 21), (2, 8), (1, 13)], "beginnings once, then what each row adds"
+    assert read == [(2, 8), (3, 13), (2, 21), (2, 8), (1, 13)], "prefixes once, then what each row adds"
 
 
 def test_nothing_shared_is_the_plain_pass(model: PreTrainedModel) -> None:
@@ -131,6 +131,6 @@ def test_what_is_shared_is_common_and_within_the_budget(kinds: list[int], budget
     shared = worth_sharing(rows, budget)
     assert len(set(shared)) == len(shared) and sum(map(len, shared)) <= budget
     for key in shared:
-        assert len(key) > 0 and sum(beginning(*row) == key for row in rows) > 1
+        assert len(key) > 0 and sum(prefix_of(*row) == key for row in rows) > 1
     if budget >= 30:
         assert len(shared) == len({kind for kind in kinds if kind > 0 and kinds.count(kind) > 1})

@@ -1,4 +1,4 @@
-"""Are answers read, paid and limited as the protocol says, whatever the model writes?"""
+"""Are answers read, rewarded and limited as the protocol says, whatever the model writes?"""
 
 # pyright: reportOptionalMemberAccess=false
 from __future__ import annotations
@@ -232,7 +232,7 @@ def test_a_environments_own_verdicts_count(monkeypatch):
     assert episode.truncated and not episode.terminated
 
 
-def test_a_group_shares_its_first_message_but_not_its_luck():
+def test_a_group_shares_its_first_message_but_not_its_seed_of_chance():
     def play(noise_seed: int) -> list[str]:
         episode = Episode(make("frozen_lake", slippery=True, success_rate=0.4), Protocol(), 3, "test", noise_seed)
         while not episode.done:

@@ -1,7 +1,7 @@
 """Is the documentation true?  Commands, snippets, tree, links and hours of the README, and a line for every metric.
 
 Commands are run as far as costs nothing: scripts up to `--print-config`, so that every file, key and flag must exist,
-and the folders that they read must be handed over by a command that stands before them.
+and the folders that they read must be saved by a command that stands before them.
 """
 
 from __future__ import annotations

@@ -35,44 +35,44 @@ LOOPS = {"base": 0.6, "phase1": 0.35, "phase2": 0.1, "phase3": 0.12}
 PLAYS_WELL = {"base": -1.0, "phase1": 0.05, "phase2": 0.05, "phase3": 0.85}  # share of turns; -1 says nothing valid
 
 
-def made_up(cfg: Any, name: str, sitting: Any, tick: Callable[[int], None], _: Any) -> list[dict[str, Any]]:
+def made_up(cfg: Any, name: str, task: Any, tick: Callable[[int], None], _: Any) -> list[dict[str, Any]]:
     """Stands for `evaluation.scoring.run_task`: rows of the same form, from dice instead of a model."""
     rows: list[dict[str, Any]] = []
-    where = {"checkpoint": name, "suite": sitting.suite, "source": sitting.source, "part": sitting.part}
-    where |= {"setting": sitting.setting}
-    for index, item in enumerate(sitting.items):
-        dice = random.Random(f"{name} {sitting.suite} {sitting.part} {sitting.setting} {index}")
-        row = _episode(cfg, name, sitting, item, dice) if sitting.suite == "envs" else _said(name, sitting, item, dice)
+    where = {"checkpoint": name, "suite": task.suite, "source": task.source, "part": task.part}
+    where |= {"setting": task.setting}
+    for index, item in enumerate(task.items):
+        rng = random.Random(f"{name} {task.suite} {task.part} {task.setting} {index}")
+        row = _episode(cfg, name, task, item, rng) if task.suite == "envs" else _said(name, task, item, rng)
         rows.append(where | {"index": index} | item | row)
-    tick(len(sitting.items))
+    tick(len(task.items))
     return rows
 
 
-def _said(name: str, sitting: Any, item: dict[str, Any], dice: random.Random) -> dict[str, Any]:
-    if sitting.suite == "preferences":
-        margin = abs(dice.gauss(6, 3)) * (1 if dice.random() < RANKED[name] else -1)
+def _said(name: str, task: Any, item: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    if task.suite == "preferences":
+        margin = abs(rng.gauss(6, 3)) * (1 if rng.random() < RANKED[name] else -1)
         return {"chosen_logprob": margin - 60, "rejected_logprob": -60.0, "margin": margin, "accuracy": margin > 0}
-    if sitting.suite == "repetition":
-        ids = [dice.randrange(600) for _ in range(dice.randrange(50, 80))]
-        if dice.random() < LOOPS[name]:
+    if task.suite == "repetition":
+        ids = [rng.randrange(600) for _ in range(rng.randrange(50, 80))]
+        if rng.random() < LOOPS[name]:
             ids[20:] = ids[10:20] * 5
         text = "The old garden is worth a visit. Birds sing above it at dawn. " + "Cats sleep in the shade. " * 3
         figures = {"seq_rep_4": metrics.seq_rep_n(ids), "seq_rep_4_first": metrics.seq_rep_n(ids[:60])}
         figures |= {"longest_repeat": metrics.longest_repeat(ids), "ids": ids, "never_stops": name == "base"}
         return figures | {"text": text if name != "base" else "ö<&>nten ten " * 9, "tokens": len(ids)}
-    right = dice.random() < {"math": MATH, "recall": RECALL}[sitting.suite][name]
+    right = rng.random() < {"math": MATH, "recall": RECALL}[task.suite][name]
     given = item["answer"] if right else "7"
-    text = rf"7+5=12. The answer is \boxed{{{given}}}." if sitting.suite == "math" else f"Your city is {given}."
+    text = rf"7+5=12. The answer is \boxed{{{given}}}." if task.suite == "math" else f"Your city is {given}."
     text = text if name != "base" else "qu qu<script>alert(1)</script> the the"
     return {"text": text, "accuracy": right, "boxed": "box" in text, "never_stops": name == "base", "tokens": 20}
 
 
-def _episode(cfg: Any, name: str, sitting: Any, item: dict[str, Any], dice: random.Random) -> dict[str, Any]:
+def _episode(cfg: Any, name: str, task: Any, item: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     protocol = Protocol(**cfg.suites.envs.protocol.model_dump())
-    episode = Episode(make(sitting.part), protocol, item["seed"], cfg.suites.envs.split)
+    episode = Episode(make(task.part), protocol, item["seed"], cfg.suites.envs.split)
     paid = penalties = 0.0
     while not episode.done:
-        action = episode.env.expert() if dice.random() < PLAYS_WELL[name] else episode.env.players()["random"]
+        action = episode.env.expert() if rng.random() < PLAYS_WELL[name] else episode.env.players()["random"]
         said = "qu qu the the" if name == "base" else answer(episode.env.thought(), [action], protocol)
         turn = episode.step(said)
         paid, penalties = paid + turn.reward, penalties + turn.penalty
@@ -94,16 +94,16 @@ def _episode(cfg: Any, name: str, sitting: Any, item: dict[str, Any], dice: rand
 
 def curves(phase: str) -> list[dict[str, Any]]:
     """A made-up metrics.jsonl."""
-    dice = random.Random(phase)
+    rng = random.Random(phase)
     if phase == "phase3":
         rows = []
         for step in range(61):
             success = 0.25 + 0.6 * step / (step + 15)
             row = {
-                "rollout/frozen_lake/success": success + dice.gauss(0, 0.05),
+                "rollout/frozen_lake/success": success + rng.gauss(0, 0.05),
                 "policy/entropy": 0.6 / (1 + step / 20),
             }
-            row |= {"rollout/in_group_std": 0.4 - step / 300 + dice.gauss(0, 0.02), "rollout/invalid_turns": 0.02}
+            row |= {"rollout/in_group_std": 0.4 - step / 300 + rng.gauss(0, 0.02), "rollout/invalid_turns": 0.02}
             rows.append({"step": step, **row})
             if step % 10 == 0:
                 rows.append(
@@ -111,7 +111,7 @@ def curves(phase: str) -> list[dict[str, Any]]:
                 )
         return rows
     steps = range(20, 1300, 20) if phase == "phase1" else range(2, 80, 2)
-    rows = [{"step": s, "loss": 0.4 + 3 / (1 + s / steps[10]) + dice.gauss(0, 0.05), "entropy": 1.2} for s in steps]
+    rows = [{"step": s, "loss": 0.4 + 3 / (1 + s / steps[10]) + rng.gauss(0, 0.05), "entropy": 1.2} for s in steps]
     rows += [{"step": s, "eval_loss": 0.45 + 3 / (1 + s / steps[10])} for s in steps[::8]]
     if phase == "phase2":
         rows += [{"step": s, "rewards/accuracies": min(1.0, 0.5 + s / 100)} for s in steps]
@@ -413,7 +413,7 @@ def set_figures(results: dict[str, Any], path: str, **figures: Any) -> dict[str,
         ("phase2.envs.frozen_lake", {"failures": {}}, "half the deaths", False),
         ("phase3.envs.frozen_lake", {"low": 0.2}, "Frozen lake: intervals", False),
         ("phase2.envs.sokoban", {"success": 0.0}, "Sokoban at least doubled", False),
-        ("phase3.envs.sokoban", {"success": 0.3}, "Sokoban at least doubled", False),
+        ("phase3.envs.sokoban", {"success": 0.2}, "Sokoban at least doubled", False),
         ("phase3.envs.sokoban", {"success": 0.45}, "Sokoban to at least", True),
         ("phase3.envs.sokoban", {"success": 0.44}, "Sokoban to at least", False),
     ],

@@ -169,14 +169,14 @@ def ends(counts: list[int]) -> list[tuple[int, int]]:
 
 
 def contexts(messages: list[dict[str, str]], segment: Segment, chat: Chat) -> list[int]:
-    """Slow: the segment's ids from the text of the episode, the turns before the oldest in sight left out."""
+    """Slow: the segment's ids from the text of the episode, the turns before the oldest in context left out."""
     last = segment.turns[-1]
     return chat.encode([messages[0], *messages[1 + 2 * segment.first_turn : 3 + 2 * last]]).ids
 
 
 @pytest.mark.parametrize("mode", ["full", "full, tight", "last 1", "last 2", "last 3, tight"])
 def test_a_dialogue_rendered_again_gives_the_same_tokens(tiny_chat: Chat, mode: str) -> None:
-    """Where the model writes canonical tokens, a context equals encoding the part of the dialogue that is in sight."""
+    """Where the model writes canonical tokens, a context equals encoding the part of the dialogue in context."""
     played = episodes(2, max_turns=6)
     moves = [[f"<think>hm</think><answer>{action}</answer>" for action in ("Up", "Left") * 3]] * 20
     for trajectory in play(Again(tiny_chat, moves), tiny_chat, played, PARAMS, [0, 1], **MODES[mode]):
@@ -437,7 +437,7 @@ def test_what_an_environment_does_ends_its_episode(tiny_chat: Chat, monkeypatch:
     else:
         monkeypatch.setattr(played[0], "step", lambda text: replace(step(text), reward=0.6e100))
     crashed, healthy = play(Scripted(tiny_chat, [answers] * 2), tiny_chat, played, PARAMS, [0, 1])
-    expected = {"unhashable": "TypeError", "too much": "ValueError: the environment paid 6e+99", "exit": "SystemExit"}
+    expected = {"unhashable": "TypeError", "too much": "ValueError: the reward is 6e+99", "exit": "SystemExit"}
     assert crashed.crashed.startswith(expected[kind]) and not crashed.success
     assert crashed.turns == (2 if kind == "too much" else 1) == len(crashed.state_keys)
     assert all(isinstance(key, str) for key in crashed.state_keys)
@@ -449,7 +449,7 @@ def test_a_reward_that_is_no_number_is_a_crash_not_a_score(tiny_chat: Chat, monk
     info = {"success": True, "action_is_valid": True, "action_is_effective": True, "failure": ""}
     monkeypatch.setattr(played[0].env, "step", lambda action: ("x", float("nan"), True, False, info))
     (trajectory,) = play(Scripted(tiny_chat, [["<think>a</think><answer>Up</answer>"]]), tiny_chat, played, PARAMS, [0])
-    assert trajectory.crashed == "ValueError: the environment paid nan" and not trajectory.success
+    assert trajectory.crashed == "ValueError: the reward is nan" and not trajectory.success
     assert trajectory.reward == 0.0
 
 

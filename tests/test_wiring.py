@@ -115,7 +115,7 @@ def played() -> list[list[Trajectory]]:
     random, model = np.random.default_rng(1), policy(nudge=1)
     groups = []
     for group, rewards in enumerate(REWARDS):
-        siblings = []
+        samples = []
         for member, reward in enumerate(rewards):
             turns, segments = 1 + (group + member) % 3, []
             for turn in range(turns):
@@ -132,7 +132,7 @@ def played() -> list[list[Trajectory]]:
             paid = np.zeros(turns)
             paid[-1] = reward - 0.1 * (turns - 1)
             paid[:-1] += 0.15
-            siblings.append(
+            samples.append(
                 Trajectory(
                     segments=segments,
                     turn_rewards=paid.tolist(),
@@ -143,7 +143,7 @@ def played() -> list[list[Trajectory]]:
                     truncated=member == 1,
                 )
             )
-        groups.append(siblings)
+        groups.append(samples)
     return groups
 
 
@@ -255,10 +255,10 @@ def worth(
         every = np.concatenate([each for each, on in zip(out, trains, strict=True) if on])
         out = [(each - every.mean()) / math.sqrt(every.var(ddof=1) + 1e-8) for each in out]
     else:
-        siblings = [[r for r, g in zip(total, group, strict=True) if g == own] for own in group]
-        means, alone = [float(np.mean(own)) for own in siblings], ["all"] * len(total)
+        samples = [[r for r, g in zip(total, group, strict=True) if g == own] for own in group]
+        means, alone = [float(np.mean(own)) for own in samples], ["all"] * len(total)
         if a.advantage == "rloo":
-            of = [r - (sum(own) - r) / (len(own) - 1) for r, own in zip(total, siblings, strict=True)]
+            of = [r - (sum(own) - r) / (len(own) - 1) for r, own in zip(total, samples, strict=True)]
         elif a.advantage == "maxrl":
             of = [(r - mean) / mean if mean > 0 else 0.0 for r, mean in zip(total, means, strict=True)]
         else:
@@ -356,7 +356,7 @@ def stepped(cfg: StarPORun, double: bool = False, step: int = 1, parts: Any = No
                 gap = np.array([gap[turns == n].mean() for n in turns])
             elif a.loss_type == "gspo_episode":
                 gap = np.full_like(gap, gap.mean())
-            trusted = trust(cfg, old[b] - recorded[b])
+            importance_weight = trust(cfg, old[b] - recorded[b])
             weight = {
                 "token_mean": 1 / sum(lengths.values()),
                 "sequence_mean": 1 / (len(own) * lengths[b]),
@@ -364,7 +364,7 @@ def stepped(cfg: StarPORun, double: bool = False, step: int = 1, parts: Any = No
             }[a.aggregation]
             pushes = np.zeros(t.tokens)
             for i, x in enumerate(new.tolist()):
-                pushes[i] = scale * trusted[i] * push(cfg, gains[b][i], math.exp(gap[i]), x, old[b][i])
+                pushes[i] = scale * importance_weight[i] * push(cfg, gains[b][i], math.exp(gap[i]), x, old[b][i])
                 if reference is not None and a.kl_in == "loss":
                     pushes[i] += a.beta * kl_slope(a.kl_estimator or "k3", x - reference[b][i])
             objective = objective + weight * ((torch.tensor(pushes) * new).sum() - a.entropy_coef * entropy.sum())

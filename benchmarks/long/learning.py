@@ -29,7 +29,7 @@ SMALL += ["rollout.groups=12"]  # the quickstart has 16 for each of its two envi
 CRITIC = ["algorithm.critic.learning_rate=2e-3", "algorithm.critic.warmup_steps=3", "algorithm.turn_rewards=true"]
 HALF = "algorithm.filter={strategy: top_k, value: 0.5}"
 TOP_P = "algorithm.filter={strategy: top_p, value: 0.9}"
-BONUS = ["algorithm.entropy_coef=0.05"]  # too much, to see runs come apart
+BONUS = ["algorithm.entropy_coef=0.05"]  # too much, to see runs diverge
 ALL = "algorithm.filter={strategy: none, keep_zero: true}"
 ARMS: dict[str, list[str]] = {  # what they have in common is SMALL and the quickstart's learning rate and clip
     "grpo": ["algorithm.advantage=grpo", ALL],
@@ -117,7 +117,7 @@ def reward_at(row: dict[str, Any], minutes: float, width: int = 8) -> float:
 
 
 def show_collapse(rows: list[dict[str, Any]]) -> None:
-    """What came first in each run that lost half its reward: that, half the spread in its groups gone, or an alarm?"""
+    """What came first in each run that lost half its reward: that, half the std within its groups gone, or an alarm?"""
     print("| environment | algorithm | seed | best reward | last reward | reward halved | std halved | first alarm |")
     print("|---|---|---|---|---|---|---|---|")
     quiet = alarmed = 0

@@ -35,7 +35,7 @@ from posttrain.learner import schedule
 from posttrain.rollout import open_sampler
 from posttrain.run_state import RunState
 from posttrain.starpo_run import prepare
-from posttrain.types import address
+from posttrain.types import derive_seed
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart" / "phase3_starpo.yaml"
 
@@ -100,7 +100,7 @@ def theirs(cfg: StarPORun, model: Any, chat: Chat, race: Race, batch_size: int) 
             control.should_training_stop = part == 0 and race.over(step, model)
 
     steps = range(1, cfg.trainer.max_steps + 1)
-    levels = [address(cfg.seed, "level", step, group) for step in steps for group in range(cfg.rollout.groups)]
+    levels = [derive_seed(cfg.seed, "level", step, group) for step in steps for group in range(cfg.rollout.groups)]
     settings = cfg.trainer
     optimizer = torch.optim.AdamW(
         model.parameters(),

@@ -29,7 +29,7 @@ class FilterSection(Section):
     )
     largest: bool = Field("keep the groups where the metric is largest; false keeps the smallest", True)
     keep_zero: bool = Field(
-        "let groups through whose metric is 0: for a spread of rewards, those that carry no signal", False
+        "let groups through whose metric is 0: for a std of rewards, those that carry no signal", False
     )
     within: int | None = Field("of each kept group train on the so many episodes that differ most; null on all", None)
     loss_scale: Literal["none", "linear", "sqrt"] = Field("multiply the loss by the kept share, or by its root", "none")

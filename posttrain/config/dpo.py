@@ -10,7 +10,7 @@ from posttrain.config.trl_fields import TRLFields
 
 
 class DPORun(TrainingRun):
-    """Phase 2; `model.name_or_path` is the folder phase 1 handed over."""
+    """Phase 2; `model.name_or_path` is the folder phase 1 saved."""
 
     rates = DPO_RATES
 

@@ -28,7 +28,7 @@ RENAMED = {"worlds": "envs"}  # keys of former versions that are spelled nothing
 
 
 def run(main: Callable[[], None]) -> NoReturn:
-    """Call `main`; what the user can mend becomes one paragraph on stderr and exit code 2, Ctrl-C exit code 130."""
+    """Call `main`; what the user can fix becomes one paragraph on stderr and exit code 2, Ctrl-C exit code 130."""
     try:
         main()
     except UserError as problem:

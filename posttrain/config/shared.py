@@ -71,7 +71,7 @@ class LoraSection(Section):
 
 
 class ModelSection(Section):
-    name_or_path: str = Field("Hub id, or the folder that the previous phase handed over", min_length=1)
+    name_or_path: str = Field("Hub id, or the folder that the previous phase saved", min_length=1)
     revision: str | None = Field("commit of the Hub repository; null takes the newest", None)
     trust_remote_code: bool = Field("run the Python code of the Hub repository; needs a pinned revision", False)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -175,7 +175,7 @@ class ProtocolSection(Section):
 
 Context = Literal["full", "last_k", "single_turn"]
 CONTEXT = "what a turn sees: all of the episode, its last turns, or one message that tells these in brief"
-CONTEXT_TURNS = "k of last_k and single_turn: turns in sight, the coming one included"
+CONTEXT_TURNS = "k of last_k and single_turn: turns in context, the coming one included"
 MAX_CONTEXT = "tokens of a context, prompt included; oldest turns are dropped to fit"
 
 

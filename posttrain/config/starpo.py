@@ -132,7 +132,7 @@ class CheckpointSection(Section):
 class DiagnosticsSection(Section):
     every: int = Field("steps between two looks at whether thoughts depend on their prompts; 0 never looks", 10, ge=0)
     pairs: int = Field("thoughts that are scored under as many prompts, in each of two scopes", 32, ge=2, le=65536)
-    gradients_every: int = Field("steps between two looks at the gradients by reward spread; 0 never looks", 0, ge=0)
+    gradients_every: int = Field("steps between two looks at the gradients by reward std; 0 never looks", 0, ge=0)
     early_stop: bool = Field("end the run at an alarm that says further steps are wasted", True)
     rollbacks: int = Field(
         "how often the run may go back to its best checkpoint and change a setting by itself", 0, ge=0
@@ -145,7 +145,7 @@ class TranscriptSection(Section):
 
 
 class StarPORun(TrainingRun):
-    """Phase 3; `model.name_or_path` is the folder phase 2 handed over."""
+    """Phase 3; `model.name_or_path` is the folder phase 2 saved."""
 
     rates = STARPO_RATES
     preset_key = "algorithm.preset"
@@ -185,8 +185,8 @@ class StarPORun(TrainingRun):
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> StarPORun:
-        algorithm, chosen, siblings = self.algorithm, self.algorithm.filter, self.rollout.num_generations
-        if siblings == 1:
+        algorithm, chosen, samples = self.algorithm, self.algorithm.filter, self.rollout.num_generations
+        if samples == 1:
             compares = algorithm.advantage in ("grpo", "rloo", "maxrl", "reinforce_pp_baseline", "gigpo")
             if compares or (algorithm.advantage, algorithm.turn_norm) == ("turn_return", "group_turn"):
                 raise wrong(
@@ -195,7 +195,7 @@ class StarPORun(TrainingRun):
                 )
             if "reward_" in chosen.metric and (chosen.strategy != "none" or not chosen.keep_zero):
                 raise wrong(
-                    "groups of one have no spread of rewards: with `rollout.num_generations: 1` write"
+                    "groups of one have no std of rewards: with `rollout.num_generations: 1` write"
                     " `algorithm.filter: {strategy: none, keep_zero: true}`"
                 )
         if chosen.strategy == "top_k_abs" and chosen.value > self.rollout.groups:
@@ -203,8 +203,8 @@ class StarPORun(TrainingRun):
                 f"`algorithm.filter.value` ({chosen.value:g}) is more groups than are played ({self.rollout.groups},"
                 " `rollout.groups`)"
             )
-        if chosen.within is not None and chosen.within > siblings:
-            raise wrong(f"`algorithm.filter.within` ({chosen.within}) is more episodes than a group has ({siblings})")
+        if chosen.within is not None and chosen.within > samples:
+            raise wrong(f"`algorithm.filter.within` ({chosen.within}) is more episodes than a group has ({samples})")
         if chosen.strategy == "top_k_abs" and chosen.value < len(self.envs):
             raise wrong(
                 f"`algorithm.filter.value` ({chosen.value:g}) is fewer groups than there are environments"

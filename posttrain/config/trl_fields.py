@@ -20,12 +20,12 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 # Keys that no phase supports, and what to do instead.
 _NOT_SHARDED = (
-    "FSDP, DeepSpeed and other ways of sharding a model are not supported yet: a phase hands over what the first "
+    "FSDP, DeepSpeed and other ways of sharding a model are not supported yet: a phase saves what the first "
     "process holds. Every GPU has a copy of the model (`torchrun --nproc_per_node N`); where that does not fit, write "
     "`model.tuning: lora` or `qlora`, `trainer.gradient_checkpointing: true` or `trainer.optim: adamw_8bit`"
 )
 _UPLOADED_LATER = (
-    "nothing is uploaded during training. When the phase is done, upload what it hands over: "
+    "nothing is uploaded during training. When the phase is done, upload what it saves: "
     "`hf upload NAME/MODEL OUTPUT_DIR/final`"
 )
 NOT_SUPPORTED = dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "parallelism_config"), _NOT_SHARDED) | dict.fromkeys(

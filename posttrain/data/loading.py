@@ -2,8 +2,8 @@
 
 Which rows are drawn depends on their content and the seed, not on their order, nor on PYTHONHASHSEED:
 
-    every row of a source ── filters, no duplicate, at most k of a question ── in the order of address(seed, row)
-        ── not in an evaluation set, short enough, until `rows` are found ── split by address(seed, question)
+    every row of a source ── filters, no duplicate, at most k of a question ── in the order of derive_seed(seed, row)
+        ── not in an evaluation set, short enough, until `rows` are found ── split by derive_seed(seed, question)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from posttrain.data.filters import CHECKS, Row
 from posttrain.data.table import FilterTable, SourceReport
 from posttrain.metrics import MathJudge
 from posttrain.runlog import console, is_main_process
-from posttrain.types import UserError, address
+from posttrain.types import UserError, derive_seed
 
 ENCODE_AT_ONCE = 512
 
@@ -82,7 +82,7 @@ def load_preferences(data: DataSection, chat: Chat) -> PreferenceData:
     train, evaluation, table = _load(data, chat, encode_pairs, PREFERENCE_COLUMNS)
     if data.flip_labels:
         pairs = zip(train["chosen_ids"], train["rejected_ids"], strict=True)
-        tossed = [pair if address(data.seed, "coin", n) % 2 else pair[::-1] for n, pair in enumerate(pairs)]
+        tossed = [pair if derive_seed(data.seed, "coin", n) % 2 else pair[::-1] for n, pair in enumerate(pairs)]
         columns = {"chosen_ids": [chosen for chosen, _ in tossed], "rejected_ids": [rejected for _, rejected in tossed]}
         train = Dataset.from_dict({"prompt_ids": train["prompt_ids"], **columns}, features=PREFERENCE_COLUMNS)
         if is_main_process():
@@ -129,7 +129,7 @@ def _load(
         report.truncated = sum(sample.truncated for _, sample in samples)
         report.tokens = sum(sample.tokens for sample in epoch)
         report.trained_tokens = sum(sample.trained for sample in epoch)
-    random.Random(address(data.seed, "mix")).shuffle(train)
+    random.Random(derive_seed(data.seed, "mix")).shuffle(train)
 
     if is_main_process():
         console().print(table)
@@ -180,7 +180,7 @@ def _draw(source: Source, key: str, seed: int, judge: MathJudge, report: SourceR
             report.drop("seen before")
             continue
         seen.add(digest)
-        entry = (-address(seed, "draw", digest), next(arrival), row)
+        entry = (-derive_seed(seed, "draw", digest), next(arrival), row)
         queue = queues.setdefault(row.question if most else None, [])
         if most is None or len(queue) < most:
             heapq.heappush(queue, entry)
@@ -273,7 +273,7 @@ def encode_prompts(rows: list[Row], chat: Chat, max_length: int) -> list[Sample 
         messages = row.dialogues[0]
         answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         if messages[-1]["role"] == "assistant":
-            messages = messages[: answers[address("answer", *(m["content"] for m in messages)) % len(answers)]]
+            messages = messages[: answers[derive_seed("answer", *(m["content"] for m in messages)) % len(answers)]]
         ids = np.array(chat.prompt(messages), np.int32)
         if len(ids) > max_length:
             samples.append(f"longer than {max_length} tokens")
@@ -303,7 +303,7 @@ def _held_out(kept: list[list[tuple[str, Sample]]], data: DataSection) -> set[st
     rows: dict[str, int] = {}
     for question, _ in (one for samples in kept for one in samples):
         rows[question] = rows.get(question, 0) + 1
-    places = {question: address(data.seed, "held out", question) for question in rows}
+    places = {question: derive_seed(data.seed, "held out", question) for question in rows}
     if data.eval_rows is None:
         return {question for question, place in places.items() if place < data.eval_fraction * 2**63}
     chosen: set[str] = set()

@@ -11,7 +11,7 @@ from typing import Any
 from posttrain import metrics
 from posttrain.config import EvaluateRun
 from posttrain.evaluation.tasks import Row, headline
-from posttrain.types import address
+from posttrain.types import derive_seed
 
 # What is compared between two checkpoints, item by item. `equal_length` cuts each pair of answers to the shorter one.
 COMPARED = {
@@ -84,7 +84,7 @@ def _repetition_figures(cfg: EvaluateRun, rows: Sequence[Row]) -> Row:
     assert cfg.suites.repetition is not None
     finished = [not row["never_stops"] for row in rows]
     figures = metrics.repetition([row["ids"] for row in rows], finished, cfg.suites.repetition.equal_length)
-    seed = address(cfg.seed, "bootstrap")
+    seed = derive_seed(cfg.seed, "bootstrap")
     interval = metrics.bootstrap_mean([row["seq_rep_4"] for row in rows], seed, cfg.bootstrap_samples)
     return figures | {"n": len(rows), "low": interval.low, "high": interval.high}
 
@@ -139,7 +139,7 @@ def compare(cfg: EvaluateRun, rows: dict[str, list[Row]]) -> list[Row]:
         for row in rows[name]:
             for part in dict.fromkeys((row["source"], row["part"]) if row["suite"] == "math" else (row["part"],)):
                 by_task[name].setdefault((row["suite"], part, row["setting"]), []).append(row)
-    seed, differences = address(cfg.seed, "bootstrap"), []
+    seed, differences = derive_seed(cfg.seed, "bootstrap"), []
     for old, new in pairs:
         for (suite, part, setting), before in by_task[old].items():
             after = by_task[new][suite, part, setting]

@@ -239,13 +239,13 @@ def play_baselines(cfg: EvaluateRun, task: Task) -> dict[str, Row]:
                 optima.append(game.optimal_success(horizon))
             for player in player_names(game):
                 _, info = game.reset(seed=item["seed"], options={"split": suite.split})
-                paid, actions, over = 0.0, 0, False
+                total, actions, over = 0.0, 0, False
                 while not over and actions < horizon:
                     _, reward, terminated, truncated, info = game.step(next_action(game, player))
-                    paid, actions, over = paid + float(reward), actions + 1, terminated or truncated
-                if not math.isfinite(paid):
-                    raise ValueError(f"the environment paid {paid}")
-                row = {"success": info["success"], "failure": info["failure"], "return": paid, "turns": actions}
+                    total, actions, over = total + float(reward), actions + 1, terminated or truncated
+                if not math.isfinite(total):
+                    raise ValueError(f"the sum of its rewards is {total}")
+                row = {"success": info["success"], "failure": info["failure"], "return": total, "turns": actions}
                 played.setdefault(player, []).append(row)
     except (Exception, SystemExit) as problem:  # an environment may raise anything
         raise raised(task.part, problem) from problem

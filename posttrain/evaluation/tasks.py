@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import EnvSection, EvaluateRun, FormerSuites, NamedSampling, SampledSuite, SuitesSection
-from posttrain.types import SamplingParams, UserError, address
+from posttrain.types import SamplingParams, UserError, derive_seed
 
 Row = dict[str, Any]  # one answer, one pair or one episode, as transcripts.jsonl holds it
 
@@ -63,7 +63,7 @@ def build_tasks(cfg: EvaluateRun) -> list[Task]:
     ) -> None:
         for setting in used_settings(cfg, suite):
             asked = items[: n if setting.name == headline(cfg, suite) else others or n]
-            seeds = [address(cfg.seed, suite, part, setting.name, i) for i in range(len(asked))]
+            seeds = [derive_seed(cfg.seed, suite, part, setting.name, i) for i in range(len(asked))]
             tasks.append(Task(suite, source, part, setting.name, setting.params(tokens), asked, seeds))
 
     if suites.math:
@@ -136,7 +136,7 @@ def levels(cfg: EvaluateRun, env: EnvSection, n: int) -> list[dict[str, Any]]:
     new: list[dict[str, Any]] = []
     repeats: list[dict[str, Any]] = []
     for i in range(10 * n):
-        item = {"seed": address(cfg.seed, env.name, i)}
+        item = {"seed": derive_seed(cfg.seed, env.name, i)}
         try:
             game.reset(seed=item["seed"], options={"split": cfg.suites.envs.split})
         except ValueError as problem:

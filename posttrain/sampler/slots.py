@@ -206,7 +206,7 @@ class SlotSampler(Sampler):
         self._ids: dict[int, list[int]] = {}
         self._cached: dict[int, int] = {}
         self._slot: dict[int, int] = {}
-        self._readers: dict[tuple[int, ...], int] = {}  # which conversation has read this beginning first
+        self._readers: dict[tuple[int, ...], int] = {}  # which conversation has read this prefix first
         self._vacant: list[int] = []
         self._next = 0
 
@@ -302,7 +302,7 @@ class SlotSampler(Sampler):
     # ------------------------------------------------------------------ reading
 
     def _prefill(self, handles: Sequence[int]) -> None:
-        """Bring all but the last token of each conversation into the cache; equal beginnings are read once."""
+        """Bring all but the last token of each conversation into the cache; equal prefixes are read once."""
         followers: list[tuple[int, int]] = []
         unread: list[int] = []
         for handle in handles:

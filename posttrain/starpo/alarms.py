@@ -247,7 +247,7 @@ class Noisy:
     """A series that is measured with noise: its last 20 values, the best mean of 20, the noise of one value.
 
     The noise is half the mean square of what neighbouring values differ by (von Neumann), which a slow trend does not
-    touch and which holds everything that changes from step to step: levels, luck, which environments were played. Of
+    touch and which holds everything that changes from step to step: levels, chance, which environments were played. Of
     the last 40 differences or so; `variance`, what the size of the batch lets expect, counts as ten of them.
     """
 

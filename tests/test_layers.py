@@ -1,7 +1,7 @@
 """Do imports only point down?  Read with `ast`, imports inside functions included, so that nothing has to run.
 
-A floor may import the floors below it and nothing beside it, except inside one sub-package. Scripts never import each
-other; envs/ imports neither torch nor posttrain. A new module is given its floor here.
+A layer may import the layers below it and nothing beside it, except inside one sub-package. Scripts never import each
+other; envs/ imports neither torch nor posttrain. A new module is given its layer here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
-FLOORS = [
+LAYERS = [
     ["envs"],
     ["posttrain.types"],
     ["posttrain.files"],
@@ -43,7 +43,7 @@ FLOORS = [
     ["posttrain.evaluation", "posttrain.starpo_run"],
     SCRIPTS,
 ]
-FLOOR = {module: number for number, modules in enumerate(FLOORS) for module in modules}
+LAYER = {module: number for number, modules in enumerate(LAYERS) for module in modules}
 NO_TORCH = {"envs", "posttrain.types", "posttrain.files", "posttrain.config"}  # nor anything that imports it
 HEAVY = {"torch", "transformers", "trl", "datasets", "accelerate", "peft"}
 
@@ -78,14 +78,14 @@ def broken_arrows(path: Path) -> list[str]:
     here = module_of(path)
     if here == "posttrain":  # the package's own docstring
         return []
-    if here not in FLOOR:
-        return [f"{here} has no floor yet: add it to FLOORS in tests/test_floors.py"]
+    if here not in LAYER:
+        return [f"{here} has no layer yet: add it to LAYERS in tests/test_layers.py"]
     broken = []
     for name in map(target, imports(path)):
         if name in SCRIPTS and name != here:
             broken.append(f"{path.name} -> {name}: a script is never imported")
-        elif name in FLOOR and name != here and FLOOR[name] >= FLOOR[here]:
-            where = "beside" if FLOOR[name] == FLOOR[here] else "above"
+        elif name in LAYER and name != here and LAYER[name] >= LAYER[here]:
+            where = "beside" if LAYER[name] == LAYER[here] else "above"
             broken.append(f"{path.relative_to(ROOT)} -> {name}, which is {where} it")
         elif name in HEAVY and here in NO_TORCH:
             broken.append(f"{path.relative_to(ROOT)} -> {name}, but {here} must load without it")
