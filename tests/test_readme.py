@@ -1,4 +1,4 @@
-"""Is the documentation true?  Commands, snippets, tree, links and hours of the README, and a line for every metric.
+"""Is the documentation true?  Commands, snippets, tree, links, hours and licences, and a line for every metric.
 
 Commands are run as far as costs nothing: scripts up to `--print-config`, so that every file, key and flag must exist,
 and the folders that they read must be saved by a command that stands before them.
@@ -188,6 +188,16 @@ def test_python_snippets_run(document):
         assert outcome(lambda block=block: exec(block, {}), [])
 
 
+def test_the_environment_of_the_readme_is_the_example():
+    (block,) = blocks("README.md", "python")
+    example = (ROOT / "examples/minimal_env.py").read_text(encoding="utf-8")
+    assert block == example[example.index("from __future__") :]
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 160
+
+
 def test_data_of_the_readme_is_a_config(tmp_path):
     (block,) = blocks("README.md", "yaml")
     given = yaml.safe_load((ROOT / "configs/phase1_sft.yaml").read_text(encoding="utf-8"))
@@ -207,7 +217,7 @@ def test_hours_are_those_of_the_config_files():
 
 
 def test_everything_downloaded_stands_beside_its_licence():
-    table = README[README.index("| licence |") :]
+    table = (ROOT / "docs/config.md").read_text(encoding="utf-8").split("| licence |")[1]
     first, second = (yaml.safe_load((ROOT / f"configs/{run}.yaml").read_text()) for run in ("phase1_sft", "phase2_dpo"))
     found = {source["path"] for run in (first, second) for source in run["data"]["sources"]} - {"embedded"}
     found.add(first["model"]["name_or_path"])
@@ -219,8 +229,8 @@ def test_everything_downloaded_stands_beside_its_licence():
 
 
 def listed() -> Iterator[str]:
-    """Every path in the README's tree, folders with a slash: train_phase1_sft.py, envs/, envs/base.py, ..."""
-    (tree,) = (block for block in blocks("README.md", "") if "train_phase1_sft.py" in block)
+    """Every path in the tree of docs/architecture.md, folders with a slash: train_phase1_sft.py, envs/, envs/base.py, ..."""
+    (tree,) = (block for block in blocks("docs/architecture.md", "") if "train_phase1_sft.py" in block)
     folder = ""
     for line in tree.splitlines():
         inside = folder if line.startswith(" ") else ""
@@ -236,14 +246,14 @@ def test_the_tree_is_what_lies_on_the_disk():
     shown = list(listed())
     assert len(set(shown)) == len(shown) > 50
     wrong = [path for path in shown if not (ROOT / path).exists() or (ROOT / path).is_dir() != path.endswith("/")]
-    assert not wrong, f"in the README, not on the disk: {wrong}"
+    assert not wrong, f"in the tree, not on the disk: {wrong}"
 
-    own = {f"envs/{name}.py" for name in envs.names()}  # an environment may be added without touching the README
+    own = {f"envs/{name}.py" for name in envs.names()}  # an environment may be added without touching the tree
     there = {path.name for path in ROOT.glob("*.py")} | {f"{path.parent.name}/" for path in ROOT.glob("[a-z]*/*.py")}
     for folder in ("configs", "envs", "posttrain"):
         inside = (path for path in (ROOT / folder).iterdir() if path.name != "__pycache__")
         there |= {f"{folder}/{path.name}{'/' if path.is_dir() else ''}" for path in inside}
-    assert not there - set(shown) - own, f"on the disk, not in the README: {there - set(shown) - own}"
+    assert not there - set(shown) - own, f"on the disk, not in the tree: {there - set(shown) - own}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -1,0 +1,143 @@
+"""How does the model play before and after training?  One moving picture of the same test levels, for the README.
+
+    python -m posttrain.report runs/quickstart --gif docs/quickstart.gif
+
+Everything is taken from the evaluator's files, results.json and transcripts.jsonl. Shown are the first levels of the
+evaluation: nobody chose them.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from posttrain.report.episodes import replay
+from posttrain.report.tables import Results, Row
+from posttrain.types import UserError
+
+SIDE, WIDTH, MARGIN, LINE = 168, 224, 12, 15  # pixels: a picture, a column, the space around it, a line of text
+LINES = 2  # of what the model wrote
+INK, QUIET, PAPER, WON, LOST = "#1b1f24", "#6b7280", "#ffffff", "#1a7f37", "#b42318"
+PACE, LAST = 650, 2200  # milliseconds of a picture, and of the last one of a level
+HEADINGS = {
+    "base": "base model",
+    "phase1": "after SFT",
+    "phase2": "after SFT and DPO",
+    "phase3": "after reinforcement learning",
+}
+
+
+Episodes = dict[tuple[str, str, int], Row]
+
+
+class Panel(NamedTuple):
+    """One moment of one episode: its picture, what the model has just written, and how the episode ended, if it did."""
+
+    frame: np.ndarray
+    text: str
+    end: str
+
+
+def panels(results: Results, row: Row) -> list[Panel]:
+    """The moments of an episode, at least one for each turn."""
+    frames, turns = replay(results, row)
+    found, at = [Panel(frames[0], "", "")], 0
+    for text, actions in turns:
+        for _ in range(max(1, len(actions))):
+            at += bool(actions)
+            found.append(Panel(frames[at], " ".join(text.split()), ""))
+    end = "solved" if row["success"] else (row["failure"] or "not solved").replace("_", " ")
+    found[-1] = found[-1]._replace(end=end)
+    return found
+
+
+def gif(results: Results, rows: Sequence[Row], checkpoints: Sequence[str], levels: int = 6) -> bytes:
+    """The animation: a row for each environment, a column for each checkpoint, one level after the other."""
+    shown = list(pictures(results, episodes(results, rows, checkpoints, levels), checkpoints))
+    if not shown:
+        raise UserError(f"There are no episodes of {', '.join(checkpoints)} to show: evaluate them with suites.envs.")
+    palette = shown[-1][0].quantize(64)
+    first, *others = [picture.quantize(palette=palette, dither=Image.Dither.NONE) for picture, _ in shown]
+    out, pace = io.BytesIO(), [duration for _, duration in shown]
+    first.save(out, "GIF", save_all=True, append_images=others, duration=pace, loop=0, optimize=True)
+    return out.getvalue()
+
+
+def episodes(results: Results, rows: Sequence[Row], checkpoints: Sequence[str], levels: int) -> Episodes:
+    """The rows of transcripts.jsonl that are shown, by environment, checkpoint and level."""
+    wanted = {(name, env, entry["setting"]) for name in checkpoints for env, entry in figures(results, name).items()}
+    return {
+        (row["part"], row["checkpoint"], row["index"]): row
+        for row in rows
+        if row["suite"] == "envs" and (row["checkpoint"], row["part"], row["setting"]) in wanted
+        if row["index"] < levels and not row["crashed"]
+    }
+
+
+def figures(results: Results, checkpoint: str) -> dict[str, Any]:
+    """A checkpoint's figures by environment."""
+    return results["checkpoints"][checkpoint].get("envs", {})
+
+
+def pictures(results: Results, found: Episodes, checkpoints: Sequence[str]) -> Iterator[tuple[Image.Image, int]]:
+    """Every picture of the animation and its duration in milliseconds."""
+    names = list(dict.fromkeys(env for env, _, _ in found))
+    for level in sorted({number for _, _, number in found}):
+        grid = {
+            (env, name): panels(results, found[env, name, level])
+            for env in names
+            for name in checkpoints
+            if (env, name, level) in found
+        }
+        steps = max(map(len, grid.values()))
+        for step in range(steps):
+            now = {place: moments[min(step, len(moments) - 1)] for place, moments in grid.items()}
+            yield drawn(results, now, names, checkpoints), LAST if step == steps - 1 else PACE
+
+
+def drawn(
+    results: Results, now: dict[tuple[str, str], Panel], names: Sequence[str], checkpoints: Sequence[str]
+) -> Image.Image:
+    """One picture: a row for each environment, a column for each checkpoint."""
+    height = SIDE + (LINES + 2) * LINE + MARGIN
+    size = (MARGIN + len(checkpoints) * (WIDTH + MARGIN), 2 * LINE + MARGIN + len(names) * height + 2 * LINE)
+    picture = Image.new("RGB", size, PAPER)
+    draw = ImageDraw.Draw(picture)
+    title, small = font("DejaVuSans-Bold.ttf", 12), font("DejaVuSansMono.ttf", 10)
+    for column, name in enumerate(checkpoints):
+        x = MARGIN + column * (WIDTH + MARGIN)
+        draw.text((x, MARGIN), HEADINGS.get(name, name), INK, title)
+        for line, env in enumerate(names):
+            y = 2 * LINE + MARGIN + line * height
+            if (panel := now.get((env, name))) is None:
+                continue
+            frame = Image.fromarray(panel.frame).resize((SIDE, SIDE), Image.Resampling.LANCZOS)
+            picture.paste(frame, (x, y))
+            for number, part in enumerate(wrapped(panel.text, small)):
+                draw.text((x, y + SIDE + 4 + number * LINE), part, QUIET, small)
+            share = figures(results, name)[env]["success"]
+            draw.text((x, y + SIDE + 6 + LINES * LINE), f"{share:.0%} of {env} levels", INK, small)
+            colour = WON if panel.end == "solved" else LOST
+            for number, part in enumerate(panel.end.split()):
+                draw.text((x + SIDE + 6, y + 2 + number * LINE), part, colour, title)
+    told = f"the first test levels, greedy decoding, seed {results['config']['seed']}, commit {results['commit'][:7]}"
+    draw.text((MARGIN, size[1] - 2 * LINE), told, QUIET, small)
+    return picture
+
+
+def wrapped(text: str, face: ImageFont.FreeTypeFont) -> list[str]:
+    """At most LINES lines of WIDTH pixels; what does not fit is left out."""
+    wide = int(WIDTH // face.getlength("m"))
+    lines = [text[start : start + wide] for start in range(0, len(text), wide)]
+    return lines if len(lines) <= LINES else [*lines[: LINES - 1], lines[LINES - 1][: wide - 3] + "..."]
+
+
+def font(name: str, size: int) -> ImageFont.FreeTypeFont:
+    """A font that comes with matplotlib."""
+    return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / name), size)
