@@ -22,15 +22,21 @@ export TOKENIZERS_PARALLELISM ?= false
 
 setup: $(STAMP)
 
-# Linux without an NVIDIA GPU gets PyTorch's CPU build, if its index answers; it is a tenth of the size.
+# Linux without an NVIDIA GPU gets PyTorch's CPU build, if its index answers; it is a tenth of the size. pip's output goes to
+# a log, which is shown if pip fails; a terminal shows how far it is.
 $(STAMP): requirements.txt requirements-dev.txt requirements.lock
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or later is needed, $(PYTHON) is {v[0]}.{v[1]}: write e.g. make setup PYTHON=python3.12")'
-	$(PYTHON) -m venv $(VENV)
-	@index=; if [ "$$(uname -s)" = Linux ] && [ ! -e /dev/nvidia0 ] && ! command -v nvidia-smi >/dev/null && \
+	@$(PYTHON) -m venv $(VENV)
+	@began=$$(date +%s); log=$(VENV)/install.log; index=; \
+	if [ "$$(uname -s)" = Linux ] && [ ! -e /dev/nvidia0 ] && ! command -v nvidia-smi >/dev/null && \
 	  $(PY) -c 'from urllib.request import urlopen; urlopen("$(CPU_TORCH)/torch/", timeout=5)' 2>/dev/null; \
-	  then index="--extra-index-url $(CPU_TORCH)"; fi; echo "Installing PyTorch and the packages of requirements.txt into $(VENV): minutes"; \
-	  $(PY) -m pip install -q --disable-pip-version-check $$index -c requirements.lock torch
-	@$(PY) -m pip install -q --disable-pip-version-check -c requirements.lock -r requirements.txt -r requirements-dev.txt
+	then index="--extra-index-url $(CPU_TORCH)"; fi; \
+	echo "Installing PyTorch and the packages of requirements.txt into $(VENV); this takes minutes."; \
+	if [ -t 1 ]; then while sleep 1; do printf '\r%s of %s packages, %s s ' $$(grep -c ^Collecting $$log) \
+	  $$(grep -c == requirements.lock) $$(($$(date +%s) - began)); done & trap "kill $$! 2>/dev/null" EXIT; trap 'exit 130' INT TERM; fi; \
+	pip="$(PY) -m pip install --disable-pip-version-check --progress-bar off -c requirements.lock"; \
+	{ $$pip $$index torch && $$pip -r requirements.txt -r requirements-dev.txt; } >$$log 2>&1 || { echo; cat $$log; exit 1; }; \
+	[ ! -t 1 ] || echo; echo "Installed in $$(($$(date +%s) - began)) s."
 	@touch $@
 
 # Each phase is a file that exists once it is finished: a second call goes on where the first one stopped. Two processes

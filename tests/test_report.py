@@ -22,7 +22,7 @@ from envs import make
 from envs.protocol import Episode, Protocol, answer
 from posttrain import metrics, report
 from posttrain.evaluation import store
-from posttrain.report import charts, page, tables
+from posttrain.report import animation, charts, page, tables
 from posttrain.report.episodes import gif, replay
 from posttrain.types import UserError
 
@@ -234,6 +234,35 @@ def test_episodes_are_shown_as_they_were_played(run: Path, results: dict[str, An
         for _, code in pictures:
             with Image.open(BytesIO(base64.b64decode(code))) as image:
                 assert image.format == "PNG" and image.size == (208, 208)
+
+
+def test_animation_shows_the_same_levels_side_by_side(run: Path, results: dict[str, Any], tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
+    names = ["base", "phase2", "phase3"]
+    found = animation.episodes(results, rows, names, levels=2)
+    assert set(found) == {(env, name, n) for env in ("frozen_lake", "sokoban") for name in names for n in (0, 1)}
+    lengths = {place: len(animation.panels(results, row)) for place, row in found.items()}
+    for place, row in found.items():
+        panels = animation.panels(results, row)
+        assert lengths[place] >= 1 + row["turns"] and panels[-1].end and not any(panel.end for panel in panels[:-1])
+        assert (panels[-1].frame == replay(results, row)[0][-1]).all()
+        assert (panels[-1].end == "solved") == row["success"]
+    shown = list(animation.pictures(results, found, names))
+    longest = [max(length for (*_, level), length in lengths.items() if level == n) for n in (0, 1)]
+    assert len(shown) == sum(longest)
+    assert [duration for _, duration in shown].count(animation.LAST) == 2
+
+    out = tmp_path / "played.gif"
+    done = subprocess.run(
+        [sys.executable, "-m", "posttrain.report", str(run), "--gif", str(out)],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and done.stdout.strip() == str(out), done.stderr
+    with Image.open(out) as picture:
+        assert picture.format == "GIF" and getattr(picture, "n_frames", 1) > 6
+    assert 10_000 < out.stat().st_size < 2_000_000
 
 
 def test_levels_are_counted_by_who_solved_them(run: Path, results: dict[str, Any], html: str) -> None:

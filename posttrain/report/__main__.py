@@ -1,4 +1,4 @@
-"""How is a report made again?  `python -m posttrain.report runs/quickstart`"""
+"""How is a report made again?  `python -m posttrain.report runs/quickstart`; with --gif, the README's animation."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from pathlib import Path
 
 from posttrain.config import run
 from posttrain.report import build
+from posttrain.report.animation import gif
+from posttrain.report.page import read
+
+SHOWN = ("base", "phase2", "phase3")  # of the checkpoints, in the animation
 
 
 def main() -> None:
@@ -14,7 +18,14 @@ def main() -> None:
         prog="python -m posttrain.report", description="Writes report.html into a run's folder."
     )
     parser.add_argument("run", type=Path, help="folder with results.json, e.g. runs/quickstart")
-    print(build(parser.parse_args().run))
+    parser.add_argument("--gif", type=Path, help="write this animation of base, phase2 and phase3 instead")
+    given = parser.parse_args()
+    if given.gif is None:
+        print(build(given.run))
+        return
+    results, rows = read(given.run)
+    given.gif.write_bytes(gif(results, rows, [name for name in SHOWN if name in results["checkpoints"]]))
+    print(given.gif)
 
 
 if __name__ == "__main__":

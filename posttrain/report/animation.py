@@ -126,7 +126,8 @@ def drawn(
             colour = WON if panel.end == "solved" else LOST
             for number, part in enumerate(panel.end.split()):
                 draw.text((x + SIDE + 6, y + 2 + number * LINE), part, colour, title)
-    told = f"the first test levels, greedy decoding, seed {results['config']['seed']}, commit {results['commit'][:7]}"
+    setting = ", ".join(sorted({entry["setting"] for name in checkpoints for entry in figures(results, name).values()}))
+    told = f"the first test levels, {setting}, seed {results['config']['seed']}, commit {results['commit'][:7]}"
     draw.text((MARGIN, size[1] - 2 * LINE), told, QUIET, small)
     return picture
 
