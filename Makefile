@@ -32,7 +32,7 @@ $(STAMP): requirements.txt requirements-dev.txt requirements.lock
 	  $(PY) -c 'from urllib.request import urlopen; urlopen("$(CPU_TORCH)/torch/", timeout=5)' 2>/dev/null; \
 	then index="--extra-index-url $(CPU_TORCH)"; fi; \
 	echo "Installing PyTorch and the packages of requirements.txt into $(VENV); this takes minutes."; \
-	if [ -t 1 ]; then while sleep 1; do printf '\r%s of %s packages, %s s ' $$(grep -c ^Collecting $$log) \
+	if [ -t 1 ]; then while sleep 1; do printf '\r%s of %s packages, %s s ' $$(grep -cE '^(Collecting|Processing)' $$log) \
 	  $$(grep -c == requirements.lock) $$(($$(date +%s) - began)); done & trap "kill $$! 2>/dev/null" EXIT; trap 'exit 130' INT TERM; fi; \
 	pip="$(PY) -m pip install --disable-pip-version-check --progress-bar off -c requirements.lock"; \
 	{ $$pip $$index torch && $$pip -r requirements.txt -r requirements-dev.txt; } >$$log 2>&1 || { echo; cat $$log; exit 1; }; \
