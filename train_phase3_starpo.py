@@ -64,8 +64,8 @@ def main(argv: list[str] | None = None) -> None:
     from posttrain.evaluation.tasks import hub_sets
     from posttrain.learner import objective_settings
     from posttrain.monitoring import Monitor, costs, describe, due, gradients_by_std, thoughts_and_prompts
+    from posttrain.monitoring.alarms import not_finite
     from posttrain.rollout import open_sampler
-    from posttrain.starpo.alarms import not_finite
 
     begun = starpo_run.begin(cfg, resume=args.resume, data_sets=hub_sets(cfg.evaluation.suites))
     cfg = begun.cfg  # final from here on, but for a rollback
@@ -421,7 +421,7 @@ def evaluate(
 def validate(whole: Run, state: RunState, step: int) -> None:
     """Evaluate on validation levels and old tasks; keep the policy as the best one where it wins more than the best."""
     from posttrain import run_state
-    from posttrain.starpo.alarms import not_finite
+    from posttrain.monitoring.alarms import not_finite
 
     cfg, learner, monitor, began = whole.cfg, whole.learner, whole.monitor, time.perf_counter()
     won: dict[str, list[bool]] = {}

@@ -42,7 +42,7 @@ class RunState:
     first_answers: dict[str, list[float]] = field(default_factory=dict)  # of the suites of former phases, by suite
     curriculum: dict[str, Place] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)  # what the memory plan chose, by dotted paths of the config
-    alarms: dict[str, Any] = field(default_factory=dict)  # what `starpo.alarms` remembers
+    alarms: dict[str, Any] = field(default_factory=dict)  # what `monitoring.alarms` remembers
     collapse: dict[str, Any] = field(default_factory=dict)  # what `monitoring.collapse` remembers
     interventions: list[dict[str, Any]] = field(default_factory=list)  # each rollback, with what it changed
     stopped_early: bool = False

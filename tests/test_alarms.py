@@ -16,8 +16,10 @@ from alarm_runs import HEALTHY as HEALTHY_KINDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.starpo import alarms
-from posttrain.starpo.alarms import ADVICE, RULES, Alarm, Finding, Sizes, rollback, watch
+from posttrain.monitoring import alarm_rules, alarm_series, alarms
+from posttrain.monitoring.alarm_limits import ADVICE, HALF_PRECISION_GAP
+from posttrain.monitoring.alarm_rules import RULES, Finding, Setting, Sizes
+from posttrain.monitoring.alarms import Alarm, rollback, watch
 
 Row = dict[str, float]
 
@@ -371,7 +373,7 @@ def test_steps_without_a_group_are_no_alarm_where_all_is_won_or_few_groups_diffe
 def test_another_rule_needs_no_more_than_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a new alarm is added: its words in ADVICE, its rule in RULES."""
 
-    def far(memory: dict[str, Any], row: Any, setting: alarms.Setting) -> Iterator[Finding]:
+    def far(memory: dict[str, Any], row: Any, setting: Setting) -> Iterator[Finding]:
         if (value := row.get("policy/far")) is not None:
             yield Finding("far", value > 1, value < 0.5, f"{value} is far.")
 
@@ -451,7 +453,7 @@ def test_an_alarm_fires_once_and_again_after_a_recovery() -> None:
 def test_limits_can_be_set_but_not_invented() -> None:
     row = HEALTHY | {"policy/sampler_gap": 0.02}  # what bfloat16 rounds
     assert [alarm.name for alarm in raised([row])] == ["sampler_gap"]
-    assert raised([row], sampler_gap=alarms.HALF_PRECISION_GAP) == []
+    assert raised([row], sampler_gap=HALF_PRECISION_GAP) == []
     with pytest.raises(AssertionError, match="samplergap"):
         raised([row], samplergap=0.1)
 
@@ -510,4 +512,6 @@ def test_a_policy_that_comes_apart_is_slowed_down_first() -> None:
 
 def test_reasons_to_go_back_are_alarms_and_the_examples_run() -> None:
     assert ADVICE.keys() >= alarms.DIVERGING | alarms.LEVELLING
-    assert doctest.testmod(alarms).failed == 0
+    for module in (alarms, alarm_rules, alarm_series):
+        found = doctest.testmod(module)
+        assert found.attempted and not found.failed

@@ -34,10 +34,9 @@ from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.curriculum import Place, environments_of_groups
 from posttrain.experience import Batch, Measured
 from posttrain.learner import schedule
-from posttrain.monitoring import transcripts, watch
+from posttrain.monitoring import alarms, transcripts, watch
 from posttrain.monitoring.episodes import describe
 from posttrain.run_state import RunState
-from posttrain.starpo import alarms
 from posttrain.types import Segment, Trajectory, UserError
 
 LAKE = {"name": "frozen_lake", "options": {"size": 3}}

@@ -3,7 +3,9 @@
 episodes.py      figures of a rollout and of an evaluation
 updates.py       figures of an update
 collapse.py      RAGEN-2's diagnostics: thoughts under other prompts, gradients by the std of rewards
-watch.py         alarms, and what a run may do about them
+alarms.py        does the run diverge or collapse?  alarm_rules.py: the rules; alarm_series.py: the noise of a figure;
+                 alarm_limits.py: limits and advice
+watch.py         the alarms of a run, and what it may do about them
 monitor.py       where all of it goes: metrics.jsonl, tracker, progress bar
 transcripts.py   whole episodes to read, and pictures of them
 docs/metrics.md says what each figure means and what to do about it.

@@ -11,8 +11,8 @@ from posttrain.config import StarPORun
 from posttrain.learner import Learner
 from posttrain.metrics import paired_difference
 from posttrain.monitoring import transcripts, watch
+from posttrain.monitoring.alarms import Alarm
 from posttrain.run_state import RunState, changed
-from posttrain.starpo.alarms import Alarm
 from posttrain.types import Trajectory
 
 

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from posttrain.config import StarPORun
+from posttrain.monitoring import alarms
+from posttrain.monitoring.alarm_limits import HALF_PRECISION_GAP, LIMITS
+from posttrain.monitoring.alarm_rules import Sizes
 from posttrain.run_state import RunState, changed
-from posttrain.starpo import alarms
 
 
 class Watch:
@@ -18,7 +20,7 @@ class Watch:
         self, cfg: StarPORun, say: Callable[[str], None], alert: Callable[[str, str, bool], None], exact: bool
     ) -> None:
         self.say, self.alert = say, alert
-        self.sizes = alarms.Sizes(
+        self.sizes = Sizes(
             groups=cfg.rollout.groups,
             samples=cfg.rollout.num_generations,
             evaluation_episodes=cfg.evaluation.episodes * len(cfg.envs),
@@ -26,9 +28,9 @@ class Watch:
         )
         self.limits: dict[str, float] = {"empty_steps": cfg.algorithm.max_empty_steps}
         if not exact:
-            self.limits["sampler_gap"] = alarms.HALF_PRECISION_GAP
+            self.limits["sampler_gap"] = HALF_PRECISION_GAP
         if cfg.algorithm.entropy_target is not None:  # the way up to it is meant
-            floor = alarms.LIMITS["entropy_floor"]
+            floor = LIMITS["entropy_floor"]
             self.limits["entropy_floor"] = max(floor, cfg.algorithm.entropy_target)
         if cfg.algorithm.loss_type != "ppo_clip":  # there tokens are clipped by design
             self.limits["clip_fraction"] = math.inf
@@ -64,4 +66,4 @@ def solved(cfg: StarPORun, state: RunState, success: float) -> bool:
     """No group has passed the filter for long because all is won, and no curriculum has harder levels in store."""
     places = state.curriculum
     last = all(places[env.name]["stage"] == len(env.curriculum) - 1 for env in cfg.envs if env.curriculum)
-    return last and success >= alarms.LIMITS["solved"] and state.empty_steps >= cfg.algorithm.max_empty_steps
+    return last and success >= LIMITS["solved"] and state.empty_steps >= cfg.algorithm.max_empty_steps
