@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 
 from posttrain import checkpoint, embedded
 from posttrain.data import filters, load_preferences, load_sft
+from posttrain.embedded import arithmetic, conversations, environments
 from posttrain.types import UserError
 
 N = 600
@@ -137,9 +139,9 @@ def test_open_answers_have_a_fixed_number_of_sentences_and_repeat_as_documented(
         for row in embedded.capybara(4000, 0)
         if row["source"] == "embedded-open" and row["messages"][-1]["content"]
     ]
-    assert {len(sentences(answer)) for answer in answers} == {embedded.SENTENCES}
-    repeated = [embedded.SENTENCES - len(set(sentences(answer))) for answer in answers]
-    expected = embedded.REPEAT * (embedded.SENTENCES - embedded.FIRST_COPY)
+    assert {len(sentences(answer)) for answer in answers} == {conversations.SENTENCES}
+    repeated = [conversations.SENTENCES - len(set(sentences(answer))) for answer in answers]
+    expected = conversations.REPEAT * (conversations.SENTENCES - conversations.FIRST_COPY)
     assert sum(repeated) / len(repeated) == pytest.approx(expected, rel=0.1)
 
 
@@ -148,8 +150,8 @@ def test_repetition_pairs_differ_in_repetition_alone():
     assert len(pairs) > N / 3
     for row in pairs:
         chosen, rejected = (sentences(row[name][-1]["content"]) for name in ("chosen", "rejected"))
-        assert len(chosen) == len(rejected) == len(set(chosen)) == embedded.SENTENCES
-        assert len(set(rejected)) < embedded.SENTENCES
+        assert len(chosen) == len(rejected) == len(set(chosen)) == conversations.SENTENCES
+        assert len(set(rejected)) < conversations.SENTENCES
         assert set(rejected) <= set(chosen)
         assert chosen[0] == rejected[0]
         lengths.append((len(row["chosen"][-1]["content"]), len(row["rejected"][-1]["content"])))
@@ -191,7 +193,7 @@ def test_held_out_questions_and_operands_are_in_no_training_row():
 
     def numbers(question: str) -> tuple[str, ...]:
         words = question.replace(".", "").split()
-        said = [str(any(word in verbs for word in words)) for verbs in (embedded.GAINS, embedded.LOSSES)]
+        said = [str(any(word in verbs for word in words)) for verbs in (arithmetic.GAINS, arithmetic.LOSSES)]
         return (*said, *(word for word in words if word.isdigit()))
 
     seen = {numbers(question) for question in trained}
@@ -241,7 +243,7 @@ def test_masked_thoughts_leave_the_answer(chat):
 
 
 def test_no_demonstrator_is_an_expert():
-    for name, mix in embedded.MIXES.items():
+    for name, mix in environments.MIXES.items():
         assert "expert" not in mix, name
         assert sum(mix.values()) == pytest.approx(1)
 
@@ -263,7 +265,7 @@ def test_role_headers_and_actions_are_short(chat):
     import envs
 
     assert len(chat.prompt([{"role": "user", "content": ""}])) == 6  # start, role, end, line break, start, role
-    for name in embedded.MIXES:
+    for name in environments.MIXES:
         for action in envs.make(name).actions or ():
             assert len(chat.content_ids(action)) == len(chat.content_ids(f" {action}")) == 1
 
@@ -304,8 +306,8 @@ def test_generating_needs_no_torch():
 
 
 def test_splits_lie_on_both_sides():
-    problems = [embedded._problem(embedded.random.Random(i)) for i in range(3000)]
-    sides = [embedded._math_split(problem) for problem in problems]
+    problems = [arithmetic.word_problem(random.Random(i)) for i in range(3000)]
+    sides = [arithmetic.split_of(problem) for problem in problems]
     shares = {side: sides.count(side) / len(sides) for side in set(sides)}
     assert 0.7 < shares["train"] < 0.9
     assert min(shares.values()) > 0.05

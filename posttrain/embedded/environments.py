@@ -1,0 +1,64 @@
+"""Episodes of the environments played by weak scripted policies: the answer format and the rules, not the skill."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from posttrain.embedded.splits import Messages
+from posttrain.types import derive_seed
+
+# How often each scripted policy acts in a demonstration, turn by turn. None of them is good at its environment alone.
+MIXES: dict[str, dict[str, float]] = {
+    "frozen_lake": {"goal": 0.37, "safe": 0.37, "random": 0.26},
+    "sokoban": {"push": 0.1, "go": 0.1, "free": 0.1, "random": 0.7},
+}
+ANSWERS_ONLY = 0.3  # share of demonstrations whose thoughts are not trained, only what follows from them
+
+
+def demonstrations(
+    environments: Sequence[str], n: int, seed: int, answers_only: float = ANSWERS_ONLY
+) -> Iterator[dict[str, Any]]:
+    """`n` episodes on training levels, the environments in turn: {"messages": [...], "env": "frozen_lake"}.
+
+    `MIXES` says who plays them, or `envs.demos.default_mix`; ValueError where an environment has no scripted policy.
+
+    A thought is copied from the state, which is soon learnt; the action that follows is noisy and a single token of
+    many. So a share of the rows masks the thoughts (`mask_spans`), which lends the actions more weight.
+    """
+    import envs
+    from envs.demos import default_mix, demonstrate
+    from envs.protocol import Protocol
+
+    protocol = Protocol()
+    for i in range(n):
+        name = environments[i % len(environments)]
+        place = derive_seed(seed, "demonstrations", i)
+        env = envs.make(name)
+        mix = MIXES.get(name) or default_mix(env)
+        messages: Messages = [*demonstrate(env, protocol, place % 2**32, "train", mix)]
+        if random.Random(place).random() < answers_only:
+            for message in messages:
+                if message["role"] == "assistant":
+                    message["mask_spans"] = [[0, message["content"].index("<answer>")]]
+        yield {"messages": messages, "env": name}
+
+
+def early_turn(rng: random.Random, split: str) -> tuple[Messages, str]:
+    """One of the first turns of a demonstration: the conversation up to it, and what the demonstrator wrote."""
+    import envs
+    from envs.demos import demonstrate
+    from envs.protocol import Protocol
+
+    name = rng.choice(sorted(MIXES))
+    messages: Messages = [*demonstrate(envs.make(name), Protocol(), rng.getrandbits(31), split, MIXES[name])]
+    turn = 2 + 2 * rng.randrange(min(3, (len(messages) - 1) // 2))  # behind the system message and the first state
+    return messages[:turn], messages[turn]["content"]
+
+
+def malformed(reply: str, rng: random.Random) -> str:
+    """The same reply with a fault that the environments penalise."""
+    thought, action = reply.removesuffix("</answer>").split("<answer>")
+    faults = [f"{thought}{action}", f"{thought}<answer>Jump</answer>", f"{thought.removesuffix('</think>')} {action}"]
+    return rng.choice(faults)

@@ -1,0 +1,30 @@
+"""Which rows are held out?  The same tenth of all keys in every run and process; and rows on a wanted side."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+Messages = list[dict[str, Any]]  # role, content, and mask_spans where a part of an answer is not trained
+
+
+def held_out(*key: object) -> bool:
+    """True for a tenth of all keys, the same tenth for every seed and process."""
+    digest = hashlib.sha256("\x1f".join(map(str, key)).encode()).digest()
+    return int.from_bytes(digest[:4], "big") % 10 == 0
+
+
+def first_wanted(draw: Callable[[random.Random], Any], wanted: Callable[[Any], bool], rng: random.Random) -> Any:
+    """The first draw on the wanted side of a split (a tenth at least lies on either side, so this ends soon)."""
+    return next(value for value in (draw(rng) for _ in itertools.count()) if wanted(value))
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
