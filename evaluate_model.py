@@ -43,6 +43,7 @@ def main() -> None:
     import torch
 
     from posttrain import checkpoint, parallel, report
+    from posttrain.evaluation.goals import goals
     from posttrain.model_card import commit
 
     parallel.start(torch.device("cpu"))  # ranks hand rows to each other, never tensors
@@ -77,7 +78,7 @@ def main() -> None:
             },
         }
         if cfg.goals:
-            results["goals"] = report.goals(results)
+            results["goals"] = goals(results)
         with checkpoint.full_disk_in_words(out):
             write(out / "transcripts.jsonl", (json.dumps(row) for name in rows for row in rows[name]))
             write(out / "results.md", [report.markdown(results)])

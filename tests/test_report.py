@@ -22,7 +22,8 @@ from envs import make
 from envs.protocol import Episode, Protocol, answer
 from posttrain import metrics, report
 from posttrain.evaluation import store
-from posttrain.report import animation, charts, page, tables
+from posttrain.evaluation.goals import goals
+from posttrain.report import animation, charts, figures, page, samples, tables
 from posttrain.report.episodes import gif, replay
 from posttrain.types import UserError
 
@@ -227,7 +228,7 @@ def test_episodes_are_shown_as_they_were_played(run: Path, results: dict[str, An
     assert (frames[-1] == env.render()).all()
 
     films = re.findall(r'<div class="film">(.*?)</div><ol>(.*?)</ol>', html)
-    assert 4 <= len(films) <= 2 * 3 * page.LEVELS * 2  # two environments, three kinds of level, before and after
+    assert 4 <= len(films) <= 2 * 3 * samples.LEVELS * 2  # two environments, three kinds of level, before and after
     for film, turns in films:
         pictures = re.findall(r'data-turn="(-?\d+)" src="data:image/png;base64,([^"]+)"', film)
         assert pictures[0][0] == "-1" and int(pictures[-1][0]) < turns.count("<li>")
@@ -291,9 +292,9 @@ def test_headings_say_what_is_a_setting(html: str) -> None:
 
 
 def test_long_answers_are_folded() -> None:
-    assert page.folded("short <b>") == "<p>short &lt;b&gt;</p>"
+    assert samples.folded("short <b>") == "<p>short &lt;b&gt;</p>"
     words = "a<" * 200
-    found = page.folded(words)
+    found = samples.folded(words)
     assert found.startswith("<details><summary>a&lt;") and found.count("a&lt;") == 200
 
 
@@ -319,7 +320,7 @@ def test_sources_of_math_are_never_pooled(results: dict[str, Any]) -> None:
     columns = {column.title: column for column in tables.columns(changed)}
     assert columns["GSM8K"].get(changed["checkpoints"]["phase1"]).value == 0.015
     assert "Math (toy sums)" in columns and "Math" not in columns
-    assert report.goals(changed) == report.goals(results)
+    assert goals(changed) == goals(results)
 
 
 def test_the_terminal_table_names_every_column(results: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -450,7 +451,7 @@ def set_figures(results: dict[str, Any], path: str, **figures: Any) -> dict[str,
 def test_goals_at_their_limits(
     results: dict[str, Any], path: str, figures: dict[str, Any], goal: str, reached: bool
 ) -> None:
-    (found,) = [entry for entry in report.goals(set_figures(results, path, **figures)) if goal in entry["goal"]]
+    (found,) = [entry for entry in goals(set_figures(results, path, **figures)) if goal in entry["goal"]]
     assert found["reached"] is reached
 
 
@@ -469,7 +470,7 @@ def test_what_phase_2_knew_is_kept(
         path = "math.embedded" if suite == "math" else suite
         results = set_figures(results, f"phase2.{path}", accuracy=0.5)
         results = set_figures(results, f"phase3.{path}", accuracy=0.5 * share)
-    found = {entry["goal"]: entry["reached"] for entry in report.goals(results)}
+    found = {entry["goal"]: entry["reached"] for entry in goals(results)}
     names = "math, recall, preferences"
     assert found[f"{names}: at least 97 % of phase 2's, on average"] is average
     assert found[f"{names}: at least 92 % of phase 2's, each"] is each
@@ -481,7 +482,7 @@ def test_repetition_may_not_rise_in_phase_3(results: dict[str, Any], low: float,
     for row in changed["differences"]:
         if (row["from"], row["to"], row["suite"]) == ("phase2", "phase3", "repetition"):
             row |= {"value": 0.01, "low": low, "high": 0.02}
-    (found,) = [entry for entry in report.goals(changed) if "repeats no more" in entry["goal"]]
+    (found,) = [entry for entry in goals(changed) if "repeats no more" in entry["goal"]]
     assert found["reached"] is reached
 
 
@@ -495,21 +496,21 @@ def test_goals_of_the_made_up_run(results: dict[str, Any]) -> None:
 def test_goals_about_absent_checkpoints_are_left_out(results: dict[str, Any]) -> None:
     fewer = json.loads(json.dumps(results))
     del fewer["checkpoints"]["phase2"]
-    phases = {goal["phase"] for goal in report.goals(fewer)}
+    phases = {goal["phase"] for goal in goals(fewer)}
     assert phases == {"phase1"}
 
 
 def test_arrows_stand_only_where_the_interval_leaves_zero_out(results: dict[str, Any]) -> None:
     (math,) = [column for column in tables.columns(results) if column.suite == "math"]
-    assert "▲" in page.change(results, "phase1", math)
+    assert "▲" in figures.change(results, "phase1", math)
     changed = json.loads(json.dumps(results))
     for difference in changed["differences"]:
         difference |= {"low": -0.1, "high": 0.1}
-    assert page.change(changed, "phase1", math) == ""
-    assert page.change(results, "base", math) == ""
+    assert figures.change(changed, "phase1", math) == ""
+    assert figures.change(results, "base", math) == ""
     less = {"metric": "seq_rep_4", "value": -0.2, "low": -0.3, "high": -0.1}
-    assert page.verdict(less) == "good"
-    assert page.verdict(less | {"metric": "accuracy"}) == "bad"
+    assert figures.verdict(less) == "good"
+    assert figures.verdict(less | {"metric": "accuracy"}) == "bad"
 
 
 @pytest.mark.parametrize("low, high", [(0, 1), (0.213, 0.219), (-3.2, 11), (5, 5), (0, 0), (1e-6, 3e-6), (-0.7, 1234)])
@@ -530,8 +531,8 @@ def test_long_lines_are_thinned_to_their_ends() -> None:
 
 
 def test_long_and_empty_looking_answers_stay_small() -> None:
-    assert page.cut("a\nb") == "a ↵ b"
-    assert len(page.cut("\n" * 5000)) == page.SHOWN_CHARACTERS + 2
+    assert samples.cut("a\nb") == "a ↵ b"
+    assert len(samples.cut("\n" * 5000)) == samples.SHOWN_CHARACTERS + 2
 
 
 def test_curves_take_environment_names_from_their_keys() -> None:

@@ -7,6 +7,6 @@ reads results.json and transcripts.jsonl there and the metrics.jsonl of each pha
 """
 
 from posttrain.report.page import build
-from posttrain.report.tables import goals, markdown, plots, show
+from posttrain.report.tables import markdown, plots, show
 
-__all__ = ["build", "goals", "markdown", "plots", "show"]
+__all__ = ["build", "markdown", "plots", "show"]
