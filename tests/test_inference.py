@@ -35,6 +35,8 @@ from posttrain import config, metrics, models
 from posttrain.chat import Chat
 from posttrain.config import ChatRun, ModelSection
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.inference import display, keyboard, playing
+from posttrain.inference.generation import Answer, Generator
 from posttrain.rollout import complete, open_sampler
 from posttrain.rollout import play as rollout_play
 from posttrain.types import SamplingParams, UserError, derive_seed
@@ -67,8 +69,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_chat: Chat) -> Path:
 
 
 @pytest.fixture(scope="module")
-def generator(folder: Path) -> script.Generator:
-    return script.Generator(*models.load(ModelSection(name_or_path=str(folder)), device="cpu", chat_template=None))
+def generator(folder: Path) -> Generator:
+    return Generator(*models.load(ModelSection(name_or_path=str(folder)), device="cpu", chat_template=None))
 
 
 @pytest.fixture
@@ -96,12 +98,12 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[int]]]:
     def fake(*texts: str) -> list[list[int]]:
         shown: list[list[int]] = []
 
-        def write(self: script.Generator, ids: list[int], params: SamplingParams, seed: int) -> Iterator[int]:
+        def write(self: Generator, ids: list[int], params: SamplingParams, seed: int) -> Iterator[int]:
             shown.append(list(ids))
             yield from self.chat.content_ids(texts[(len(shown) - 1) % len(texts)])
             yield self.chat.stop_id
 
-        monkeypatch.setattr(script.Generator, "write", write)
+        monkeypatch.setattr(Generator, "write", write)
         return shown
 
     return fake
@@ -126,23 +128,23 @@ def test_what_streams_is_what_the_rollout_engine_samples(
     ids = chat.prompt(user("Which way now?"))
     sampler = open_sampler(model, chat)
     for seed in range(3):
-        answer = script.Generator(model, chat).answer(ids, params, derive_seed(seed))
+        answer = Generator(model, chat).answer(ids, params, derive_seed(seed))
         pieces = list(answer)
         (expected,) = complete(sampler, [ids], params, [derive_seed(seed)])
         assert answer.ids == expected.ids and answer.finished == expected.finished
         assert "".join(pieces) == answer.text == chat.decode(expected.ids)
 
 
-def test_one_shot_prints_the_answer_alone_and_the_rest_beside(says: Says, generator: script.Generator) -> None:
+def test_one_shot_prints_the_answer_alone_and_the_rest_beside(says: Says, generator: Generator) -> None:
     said = says("--prompt", "Hello?", "max_new_tokens=20")
     ids = generator.chat.prompt(user("Hello?"))
     improved = SamplingParams(20, temperature=0.7, top_p=0.9, top_k=50, repetition_penalty=1.15)
     (expected,) = complete(open_sampler(*_pair(generator)), [ids], improved, [derive_seed(0, "chat", 0)])
-    assert said.out == script.escape_control_characters(generator.chat.decode(expected.ids)) + "\n"
+    assert said.out == display.escape_control_characters(generator.chat.decode(expected.ids)) + "\n"
     assert said.err == "[cut after 20 tokens: max_new_tokens]\n"
 
 
-def _pair(generator: script.Generator) -> tuple[Any, Chat]:
+def _pair(generator: Generator) -> tuple[Any, Chat]:
     return generator.model, generator.chat
 
 
@@ -158,7 +160,7 @@ def test_seeds_reproduce(says: Says) -> None:
 
 def test_the_preset_of_the_flag_answers(says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[SamplingParams] = []
-    monkeypatch.setattr(script.Generator, "write", lambda self, ids, params, seed: iter(used.append(params) or [2]))
+    monkeypatch.setattr(Generator, "write", lambda self, ids, params, seed: iter(used.append(params) or [2]))
     for args in ((), ("--preset", "plain"), ("preset=plain",)):
         says("--prompt", "Hi", *args)
     assert used == [
@@ -172,7 +174,7 @@ def test_the_preset_of_the_flag_answers(says: Says, monkeypatch: pytest.MonkeyPa
 
 
 def pieces_of(chat: Chat, ids: list[int]) -> list[str]:
-    return list(script.Answer(chat, iter([*ids, chat.stop_id])))
+    return list(Answer(chat, iter([*ids, chat.stop_id])))
 
 
 def test_a_character_of_many_tokens_appears_whole(tiny_chat: Chat) -> None:
@@ -188,7 +190,7 @@ def test_a_character_of_many_tokens_appears_whole(tiny_chat: Chat) -> None:
 def test_pieces_add_up_to_the_decoded_text(tiny_chat: Chat, ids: list[int]) -> None:
     ids = [token for token in ids if token != tiny_chat.stop_id]
     assert "".join(pieces_of(tiny_chat, ids)) == tiny_chat.decode(ids)
-    unfinished = script.Answer(tiny_chat, iter(ids))
+    unfinished = Answer(tiny_chat, iter(ids))
     assert "".join(unfinished) == unfinished.text == tiny_chat.decode(ids) and not unfinished.finished
 
 
@@ -235,7 +237,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch, width: int, height: int = 50) -> i
     out = io.StringIO()
     options: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False, "legacy_windows": False}
     drawn = Console(file=out, force_terminal=True, width=width, height=height, **options)
-    monkeypatch.setattr(script, "console", lambda: drawn)
+    monkeypatch.setattr(display, "console", lambda: drawn)
     return out
 
 
@@ -244,7 +246,7 @@ def row_of(table: str, label: str) -> list[str]:
     return line.removeprefix(f"  {label}").split()
 
 
-def test_compare_shows_both_answers_with_their_figures(says: Says, generator: script.Generator) -> None:
+def test_compare_shows_both_answers_with_their_figures(says: Says, generator: Generator) -> None:
     said = says("--prompt", "Hello?", "--compare", "max_new_tokens=30")
     ids = generator.chat.prompt(user("Hello?"))
     presets = config.resolve(ChatRun, ROOT / "configs" / "chat.yaml").presets
@@ -254,7 +256,7 @@ def test_compare_shows_both_answers_with_their_figures(says: Says, generator: sc
             open_sampler(*_pair(generator)), [ids], presets[name].params(30), [derive_seed(0, "chat", 0)]
         )
         assert f"--- {name}: " in said.out
-        assert script.escape_control_characters(generator.chat.decode(done.ids)) in said.out
+        assert display.escape_control_characters(generator.chat.decode(done.ids)) in said.out
         written = done.ids[:-1] if done.finished else done.ids
         figures.append(metrics.repetition([written], [done.finished]))
     assert row_of(said.out, "tokens") == [f"{of['tokens']:.0f}" for of in figures]
@@ -265,10 +267,10 @@ def test_compare_shows_both_answers_with_their_figures(says: Says, generator: sc
 
 
 def test_the_figures_of_a_text_that_repeats_itself(tiny_chat: Chat) -> None:
-    good, bad = script.Answer(tiny_chat, iter(range(10, 20))), script.Answer(tiny_chat, iter([7] * 10))
+    good, bad = Answer(tiny_chat, iter(range(10, 20))), Answer(tiny_chat, iter([7] * 10))
     assert list(good) and list(bad)
     out = io.StringIO()
-    Console(file=out, width=80).print(script.figures({"good": good, "bad": bad}))
+    Console(file=out, width=80).print(display.repetition_table({"good": good, "bad": bad}))
     assert row_of(out.getvalue(), "seq-rep-4: repeated 4-grams") == ["0.0%", "85.7%"]
     assert row_of(out.getvalue(), "longest repeated span, tokens") == ["0", "9"]
     assert row_of(out.getvalue(), "distinct-1: different tokens") == ["1.00", "0.10"]
@@ -294,7 +296,7 @@ def test_columns_higher_than_the_terminal_end_up_whole(
     answers("\n".join(lines), "short")
     out = terminal(monkeypatch, width=120, height=12)
     clock = itertools.count()  # a second at each look: drawn after every token
-    monkeypatch.setattr(script, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(display, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     says("--prompt", "Hi", "--compare")
     frames = out.getvalue().split("improved")
     heights = [frame.count("\n") for frame in frames]
@@ -355,13 +357,13 @@ def test_what_was_saved_is_data_for_phase_1(says: Says, answers: Callable[..., A
     assert row["messages"] == [{"role": "system", "content": "Be kind."}, *user("Hallo", "Grüße 🦊")]
 
 
-def test_history_is_the_sampled_tokens_themselves(generator: script.Generator, says: Says) -> None:
+def test_history_is_the_sampled_tokens_themselves(generator: Generator, says: Says) -> None:
     """Random tokens that would be tokenised otherwise when read back; the first answer is cut, so it gets its stop."""
     asked: list[list[int]] = []
-    original = script.Generator.write
+    original = Generator.write
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            script.Generator, "write", lambda self, ids, *rest: asked.append(list(ids)) or original(self, ids, *rest)
+            Generator, "write", lambda self, ids, *rest: asked.append(list(ids)) or original(self, ids, *rest)
         )
         says("--preset", "plain", "max_new_tokens=15", stdin="Hi\nHo\n")
     chat = generator.chat
@@ -406,7 +408,7 @@ def test_a_message_beyond_the_context(says: Says, answers: Callable[..., Any]) -
 
 def test_an_answer_ends_where_the_context_does(says: Says, monkeypatch: pytest.MonkeyPatch, tiny_chat: Chat) -> None:
     """Half of the context is kept for the answer at most, but it may use all that the conversation leaves."""
-    monkeypatch.setattr(script.Generator, "write", lambda self, ids, params, seed: iter([50] * params.max_new_tokens))
+    monkeypatch.setattr(Generator, "write", lambda self, ids, params, seed: iter([50] * params.max_new_tokens))
     left = CONTEXT - len(tiny_chat.prompt(user("Hi")))
     said = says("--prompt", "Hi", "max_new_tokens=5000")
     assert said.err == f"[cut after {left} tokens: the end of the model's context]\n"
@@ -422,7 +424,7 @@ def test_the_first_ctrl_c_stops_the_answer_and_the_second_leaves(
 ) -> None:
     presses, shown = 1, []
 
-    def write(self: script.Generator, ids: list[int], params: SamplingParams, seed: int) -> Iterator[int]:
+    def write(self: Generator, ids: list[int], params: SamplingParams, seed: int) -> Iterator[int]:
         shown.append(list(ids))
         for n, token in enumerate(self.chat.content_ids("one two three four five six")):
             if 3 <= n < 3 + presses and len(shown) == 1:
@@ -430,7 +432,7 @@ def test_the_first_ctrl_c_stops_the_answer_and_the_second_leaves(
             yield token
         yield self.chat.stop_id
 
-    monkeypatch.setattr(script.Generator, "write", write)
+    monkeypatch.setattr(Generator, "write", write)
     before = signal.getsignal(signal.SIGINT)
     said = says(stdin="Hi\nHo\n")
     kept = tiny_chat.content_ids("one two three four five six")[:4]
@@ -453,17 +455,17 @@ def test_the_first_ctrl_c_stops_the_answer_and_the_second_leaves(
 
 @pytest.mark.parametrize("name", GRIDS)
 def test_play_shows_the_episodes_that_rollouts_would_play(
-    says: Says, generator: script.Generator, monkeypatch: pytest.MonkeyPatch, name: str
+    says: Says, generator: Generator, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    original, seen = script.Generator.write, []
+    original, seen = Generator.write, []
 
-    def write(self: script.Generator, ids: list[int], params: SamplingParams, seed: int) -> Iterator[int]:
+    def write(self: Generator, ids: list[int], params: SamplingParams, seed: int) -> Iterator[int]:
         seen.append(list(ids))
         for token in original(self, ids, params, seed):
             seen[-1].append(token)
             yield token
 
-    monkeypatch.setattr(script.Generator, "write", write)
+    monkeypatch.setattr(Generator, "write", write)
     said = says("--play", name, "--episodes", "2", "max_completion_length=10")
     seeds = [derive_seed(0, name, n) for n in range(2)]
     games = [Episode(envs.make(name), Protocol(), seed, "test") for seed in seeds]
@@ -471,7 +473,7 @@ def test_play_shows_the_episodes_that_rollouts_would_play(
     assert [ids for n, ids in enumerate(seen) if n % 8 == 7] == [trajectory.segments[0].ids for trajectory in played]
     for episode in games:
         for message in episode.messages[1:]:
-            assert all(script.escape_control_characters(line) in said.out for line in message["content"].split("\n"))
+            assert all(display.escape_control_characters(line) in said.out for line in message["content"].split("\n"))
     assert games[0].messages[0]["content"] in said.out
     assert said.out.count("-> no action, reward 0, invalid answer: -0.1, cut after 10 tokens") == 6  # at most 3 a level
     assert said.out.count("Not solved (out of turns or actions) after 8 turns, return -0.3.") == 2
@@ -483,13 +485,13 @@ def test_play_shows_the_episodes_that_rollouts_would_play(
 def test_play_with_an_expert(says: Says, monkeypatch: pytest.MonkeyPatch, name: str, tiny_chat: Chat) -> None:
     """The whole way to the goal: thought, answer, reward, a map after each step and the outcome."""
     env = envs.make(name)
-    monkeypatch.setattr(script, "open_env", lambda cfg, asked: env)
+    monkeypatch.setattr(playing, "open_env", lambda cfg, asked: env)
 
-    def write(self: script.Generator, ids: list[int], params: SamplingParams, seed: int) -> Iterator[int]:
+    def write(self: Generator, ids: list[int], params: SamplingParams, seed: int) -> Iterator[int]:
         yield from self.chat.content_ids(f"<think>so I must</think><answer>{env.expert()}</answer>")
         yield self.chat.stop_id
 
-    monkeypatch.setattr(script.Generator, "write", write)
+    monkeypatch.setattr(Generator, "write", write)
     out = terminal(monkeypatch, 100)
     said = says("--play", name, "--delay", "0.01")
     game = Episode(envs.make(name), Protocol(), derive_seed(0, name, 0), "test")
@@ -499,7 +501,7 @@ def test_play_with_an_expert(says: Says, monkeypatch: pytest.MonkeyPatch, name: 
     assert game.success and re.findall(r"-> (\w+), reward", out.getvalue()) == game.actions
     assert said.out.count("<think>so I must</think><answer>") == game.turns
     assert f"Solved after {game.turns} turn{'s' * (game.turns > 1)}, return {round(total, 6):g}." in out.getvalue()
-    player = script.COLOURS["player"].split()[-1].removeprefix("bright_")
+    player = playing.COLOURS["player"].split()[-1].removeprefix("bright_")
     assert player == "cyan" and out.getvalue().count("\x1b[1;30;106m P ") >= game.turns  # black on bright cyan
 
 
@@ -507,7 +509,7 @@ def test_play_takes_the_environments_options_the_protocol_and_a_preset_asked_for
     says: Says, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[SamplingParams] = []
-    monkeypatch.setattr(script.Generator, "write", lambda self, ids, params, seed: iter(used.append(params) or [2]))
+    monkeypatch.setattr(Generator, "write", lambda self, ids, params, seed: iter(used.append(params) or [2]))
     game = "envs=[{name: frozen_lake, options: {size: 3, observation: coordinates}}]"
     said = says("--play", "frozen_lake", game, "protocol.max_turns=2", "max_completion_length=9")
     assert "3 x 3 cells" in said.out and "Holes" in said.out and "At most 2 turns" in said.out
@@ -532,13 +534,13 @@ def test_play_shows_a_turn_what_it_was_trained_under(
 ) -> None:
     answers("Jump</answer>")
     asked: list[str] = []
-    original = script.Generator.write
+    original = Generator.write
 
-    def write(self: script.Generator, ids: list[int], *rest: Any) -> Iterator[int]:
+    def write(self: Generator, ids: list[int], *rest: Any) -> Iterator[int]:
         asked.append(self.chat.decode(ids))
         return original(self, ids, *rest)
 
-    monkeypatch.setattr(script.Generator, "write", write)
+    monkeypatch.setattr(Generator, "write", write)
     said = says("--play", "frozen_lake", change, "context_turns=2", "protocol.think=false", "protocol.force_think=true")
     messages = [3, *[5] * 7] if change == "context=last_k" else [3] * 8
     assert [text.count("<|im_start|>") for text in asked] == messages
@@ -554,21 +556,21 @@ def test_the_map_is_the_same_whatever_the_model_is_shown(name: str, observation:
     for game in (env, plain):
         game.reset(seed=5)
     before = env.observe()
-    view = script.grid(env)
+    view = playing.grid(env)
     assert view is not None and " ".join(view.plain.split()) == " ".join(plain.observe().split())
     assert env.observe() == before
     wide = envs.make(name, symbols={"player": "ME"})
     wide.reset(seed=5)
-    view = script.grid(wide)
+    view = playing.grid(wide)
     assert view is not None and len({len(line) for line in view.plain.splitlines()}) == 1
 
 
 def test_every_cell_of_an_environment_has_a_colour_and_an_environment_without_a_grid_no_map() -> None:
     cells = {cell for name in GRIDS for cell in vars(envs.make(name))["symbols"]}
-    assert cells - {"edge"} == set(script.COLOURS)  # the edge is told, not drawn
+    assert cells - {"edge"} == set(playing.COLOURS)  # the edge is told, not drawn
     env: Any = SimpleNamespace(name="riddle", symbols={})
-    assert script.grid(env) is None
-    assert len(script.beside(env, "What am I?").columns) == 1
+    assert playing.grid(env) is None
+    assert len(playing.beside(env, "What am I?").columns) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------ mistakes
@@ -681,8 +683,8 @@ def test_lines_that_come_at_once_are_one_message(
     shown = answers("Yes")
     waiting = iter([rest + "\n"])
     monkeypatch.setattr("builtins.input", typed)
-    monkeypatch.setattr(script, "pending", lambda: next(waiting, ""))
-    honest = script.next_message
+    monkeypatch.setattr(keyboard, "pending", lambda: next(waiting, ""))
+    honest = keyboard.next_message
     monkeypatch.setattr(script, "next_message", lambda by_hand: honest(True))
     said = says()
     system = [{"role": "system", "content": "Be kind.\nBe brief."}] if "/system" in pasted else []

@@ -39,7 +39,7 @@ LAYERS = [
     ["posttrain.data", "posttrain.models", "posttrain.report", "posttrain.critic", "posttrain.prefixes"],
     [f"posttrain.{name}" for name in ("sampler", "training", "gguf", "cross_score", "learner", "preflight")],
     ["posttrain.rollout", "posttrain.run_state"],
-    ["posttrain.monitoring", "posttrain.plan", "posttrain.distillation"],
+    ["posttrain.monitoring", "posttrain.plan", "posttrain.distillation", "posttrain.inference"],
     ["posttrain.evaluation", "posttrain.starpo_run"],
     SCRIPTS,
 ]

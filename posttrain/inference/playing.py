@@ -1,0 +1,143 @@
+"""How does the model play?  Episodes of an environment turn by turn: what it is told, writes and does, and the map."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from posttrain.config import ChatRun, SamplingSection
+from posttrain.inference import display
+from posttrain.inference.display import escape_control_characters, in_words, note, stream
+from posttrain.types import Completion, UserError, derive_seed
+
+if TYPE_CHECKING:
+    from envs import TextEnv
+    from envs.protocol import Episode
+    from posttrain.inference.generation import Generator
+
+SPLIT = "test"  # levels that no training and no choice of a checkpoint has seen
+# How a cell of an environment's grid looks, by the name the environment gives it.
+COLOURS = {
+    "player": "bold black on bright_cyan",
+    "player_on_target": "bold black on bright_cyan",
+    "arrived": "bold black on bright_green",
+    "dead": "bold white on red",
+    "goal": "bold black on green",
+    "target": "bold black on green",
+    "hole": "bright_white on blue",
+    "box": "bold black on yellow",
+    "box_on_target": "bold black on bright_green",
+    "wall": "bright_black on bright_black",
+    "ice": "grey58 on grey93",
+    "floor": "grey58 on grey93",
+}
+
+
+def open_env(cfg: ChatRun, name: str) -> TextEnv:
+    """The environment to play, with the options that the config gives it."""
+    import envs
+
+    options = next((env.options for env in cfg.envs if env.name == name), {})
+    try:
+        return envs.make(name, **options)
+    except (ValueError, TypeError) as error:  # TypeError: an option of the wrong type, size=big
+        raise UserError(f"--play {name}: {error}") from error
+
+
+def play_levels(
+    generator: Generator, env: TextEnv, cfg: ChatRun, setting: SamplingSection, episodes: int, delay: float
+) -> None:
+    """Levels of the evaluator, one after the other: what the model sees, thinks and does, and what comes of it."""
+    from envs.protocol import Episode, Protocol
+    from posttrain import metrics
+
+    out, won, protocol = display.console(), 0, Protocol(**cfg.protocol.model_dump())
+    note(f"{cfg.model.name_or_path} plays {env.name}, {SPLIT} levels; {in_words(setting)}")
+    for number in range(episodes):
+        seed = derive_seed(cfg.seed, env.name, number)
+        episode = Episode(env, protocol, seed, SPLIT)
+        if number == 0:
+            out.print(
+                Text(escape_control_characters(episode.messages[0]["content"]), "dim"), soft_wrap=not out.is_terminal
+            )
+        total = play_episode(generator, episode, cfg, setting, out, f"level {number + 1}", delay)
+        won += episode.success
+        out.print(outcome(episode, total), soft_wrap=True)
+    if episodes > 1:
+        low, high = metrics.wilson(won, episodes)
+        out.print(f"\n{won} of {episodes} levels solved ({won / episodes:.0%}; 95 % interval {low:.0%} to {high:.0%})")
+
+
+def play_episode(
+    generator: Generator,
+    episode: Episode,
+    cfg: ChatRun,
+    setting: SamplingSection,
+    out: Console,
+    title: str,
+    delay: float,
+) -> float:
+    """One episode, token in, token out, as in the rollouts of phase 3; returns the sum of its rewards and penalties."""
+    from posttrain.rollout import Game
+
+    env, budget = episode.env, cfg.max_completion_length
+    game, going = Game(generator.chat, episode), True
+    played = game.trajectory
+    while going and game.look(generator.context - budget, cfg.context, cfg.context_turns):
+        out.print(Text(f"\n{title}, turn {episode.turns + 1}", "bold"))
+        told = episode.messages[-1]["content"]
+        out.print(beside(env, episode.summary(game.segment.first_turn) if cfg.context == "single_turn" else told))
+        answer = generator.answer(
+            game.segment.ids, setting.params(budget), derive_seed(episode.seed, "turn", episode.turns)
+        )
+        print(episode.protocol.opening, end="")
+        stream(answer)
+        acted = len(episode.actions)
+        going = game.take_turn(Completion(answer.ids, [0.0] * len(answer.ids), answer.finished))
+        if played.crashed:
+            raise UserError(f"{env.name} raised {played.crashed} on level seed {episode.seed}: fix the environment.")
+        valid = episode.past[-1].valid
+        did = ", ".join(episode.actions[acted:]) or "no action"
+        cut = "" if answer.finished else f", cut after {budget} tokens"
+        invalid = "" if valid else f", invalid answer: {played.turn_penalties[-1]:g}"
+        style = "bold" if valid else "yellow"
+        out.print(Text(f"-> {did}, reward {played.turn_rewards[-1]:g}{invalid}{cut}", style))
+        time.sleep(delay)
+    out.print(Text(), beside(env, ""), sep="\n")
+    return played.reward
+
+
+def outcome(episode: Episode, total: float) -> Text:
+    turns = f"after {episode.turns} turn{'' if episode.turns == 1 else 's'}, return {round(total, 6):g}"
+    if episode.success:
+        return Text(f"Solved {turns}.", "bold green")
+    limit = "out of turns or actions" if episode.truncated else "the model's context is full"
+    return Text(f"Not solved ({episode.failure or ('over' if episode.terminated else limit)}) {turns}.", "bold red")
+
+
+def beside(env: TextEnv, text: str) -> Table:
+    """The map, where the environment has one, and what the model is told."""
+    table = Table.grid(padding=(0, 3))
+    view = grid(env)
+    table.add_row(*([view] if view is not None else []), Text(escape_control_characters(text), "dim", overflow="fold"))
+    return table
+
+
+def grid(env: TextEnv) -> Text | None:
+    """The environment as a coloured map, whatever the model is shown; None for an environment without a grid."""
+    if not env.symbols:
+        return None
+    view = copy.copy(env)
+    view.render_mode = "ansi"
+    cell_of = {symbol: cell for cell, symbol in view.symbols.items()}
+    width = max(map(len, cell_of))
+    rows = [
+        Text.assemble(*((f" {symbol:^{width}} ", COLOURS.get(cell_of[symbol], "")) for symbol in row.split(" ")))
+        for row in view.render().splitlines()
+    ]
+    return Text("\n").join(rows)
