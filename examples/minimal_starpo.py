@@ -28,7 +28,7 @@ from posttrain import models
 from posttrain.chat import Chat
 from posttrain.config import ModelSection
 from posttrain.policy import token_logprobs, without_noise
-from posttrain.rollout import open_sampler, play, set_up
+from posttrain.rollout import Context, open_sampler, play, set_up
 from posttrain.sampler import Sampler
 from posttrain.starpo.advantages import grpo
 from posttrain.starpo.losses import ppo_clip
@@ -51,7 +51,7 @@ def play_levels(sampler: Sampler, chat: Chat, split: str, places: list[tuple[int
         episodes.append(set_up(envs.make(ENV, **OPTIONS), PROTOCOL, level_seed, split, noise_seed))
     seeds = [derive_seed(seed, "sample", *place) for place in places]
     params = SamplingParams(max_new_tokens=40, temperature=1.0)
-    trajectories = play(sampler, chat, episodes, params, seeds, max_context=1024)
+    trajectories = play(sampler, chat, episodes, params, seeds, context=Context(max_tokens=1024))
     for trajectory, (group, _) in zip(trajectories, places, strict=True):
         trajectory.group = group
     return trajectories

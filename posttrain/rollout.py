@@ -3,7 +3,7 @@
 Token in, token out: what was sampled stands in every later context as the ids that were sampled; nothing the model
 wrote is ever tokenised again. A turn is trained under exactly the context it was sampled under:
 
-    full          the whole conversation grows, one segment; where the next prompt would exceed `max_context`, the
+    full          the whole conversation grows, one segment; where the next prompt and its answer would not fit, the
                   oldest turns leave and a new segment begins
     last_k        system, then the last k turns as a conversation, the coming one included: a segment a turn
     single_turn   system, then one user message that tells the last k - 1 turns in brief: a segment a turn
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from transformers import PreTrainedModel
@@ -22,11 +23,29 @@ from envs import TextEnv
 from envs.protocol import Episode, Protocol, thought_span
 from posttrain.chat import Chat
 from posttrain.sampler import Sampler, Turn, open_engine
-from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError, derive_seed
+from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError, derive_seed, one_line
 
-Context = Literal["full", "last_k", "single_turn"]
 RAISED = (Exception, SystemExit)  # what an environment can do that ends its own episode alone
-MOST_PAID = 1e100  # in an episode; squares of more are no numbers
+LARGEST_REWARD = 1e100  # of an episode; squares of more are no numbers
+
+
+@dataclass(frozen=True)
+class Context:
+    """What of its episode a turn is sampled under: Context("last_k", turns=3, max_tokens=1024).
+
+    kind and turns, which is k: see the top of this file. max_tokens: of the prompt and the answer; None for no limit.
+    """
+
+    kind: Literal["full", "last_k", "single_turn"] = "full"
+    turns: int | None = None
+    max_tokens: int | None = None
+
+    def prompt_tokens(self, answer_tokens: int) -> float:
+        """The most that a prompt may have before an answer of so many tokens."""
+        return math.inf if self.max_tokens is None else self.max_tokens - answer_tokens
+
+
+FULL = Context()
 
 
 def open_sampler(
@@ -67,7 +86,7 @@ def set_up(
     try:
         return Episode(env, protocol, seed, split, noise_seed)
     except RAISED as error:  # it is counted and teaches nothing, as if it had raised later
-        crashed = f"{type(error).__name__}: {error}"
+        crashed = one_line(error)
         return Trajectory(env=env.name, level_seed=seed, noise_seed=noise_seed, crashed=crashed)
 
 
@@ -79,29 +98,30 @@ def play(
     seeds: Sequence[int],
     *,
     slots: int = 256,
-    max_context: int | None = None,
-    context: Context = "full",
-    context_turns: int | None = None,
+    context: Context = FULL,
     done: Callable[[int], None] | None = None,
 ) -> list[Trajectory]:
     """Play every episode to its end, at most `slots` at a time; a finished one makes room for a waiting one at once.
 
-    An episode is truncated where even the system message and the current turn do not fit into `max_context`. One whose
+    An episode is truncated where even the system message and the current turn do not fit into the context. One whose
     first turn does not is a crash like that of an environment, and a UserError where it is so with all of them. An
     environment that raises ends its own episode (`crashed` says how) and no other; what `set_up` recorded instead of an
-    episode comes back as it is. `context_turns` is k, see the top of this file.
+    episode comes back as it is. `done` is called with the number of episodes that have just ended.
     """
-    room = math.inf if max_context is None else max_context - params.max_new_tokens
-    games = {i: Game(chat, episode) for i, episode in enumerate(episodes) if isinstance(episode, Episode)}
+    games = {
+        i: Game(chat, episode, context, params.max_new_tokens)
+        for i, episode in enumerate(episodes)
+        if isinstance(episode, Episode)
+    }
     trajectories = [games[i].trajectory if isinstance(e, Episode) else e for i, e in enumerate(episodes)]
     for trajectory, seed in zip(trajectories, seeds, strict=True):
         trajectory.seed = seed
-    begun = {i: game for i, game in games.items() if game.begin(room, context, context_turns)}
+    begun = {i: game for i, game in games.items() if game.begin()}
     if games and not begun and all(game.too_long for game in games.values()):
         game = next(iter(games.values()))
         raise UserError(
             f"{game.trajectory.crashed}, and a turn of {params.max_new_tokens} more does not fit into"
-            f" max_context={max_context}. Raise it, or lower max_completion_length."
+            f" max_context={context.max_tokens}. Raise it, or lower max_completion_length."
         )
     games = begun
     waiting = list(games)[::-1]
@@ -121,7 +141,7 @@ def play(
         for handle, completion in finished:
             game = games[playing[handle]]
             segment, read = game.segment, len(game.segment.ids) + len(completion.ids)
-            if not (game.take_turn(completion) and game.look(room, context, context_turns)):
+            if not (game.take_turn(completion) and game.look()):
                 leaving.append(handle)
                 game.finish()
             elif game.segment is segment:
@@ -145,11 +165,13 @@ def play(
 class Game:
     """An episode that is being played, and its trajectory so far.
 
-    The loop is: `look` (is there room for another prompt, and which?), sample after `segment.ids`, `take_turn`.
+    The loop is: `look` (does another prompt fit, and which?), sample after `segment.ids`, `take_turn`.
+    answer_tokens: the most that a turn may take.
     """
 
-    def __init__(self, chat: Chat, episode: Episode) -> None:
+    def __init__(self, chat: Chat, episode: Episode, context: Context, answer_tokens: int) -> None:
         self.chat, self.episode = chat, episode
+        self.context, self.prompt_tokens = context, context.prompt_tokens(answer_tokens)
         self.too_long = False
         self.said: list[Completion] = []
         self.coming: list[int] = []  # what stands between the last turn and the next one
@@ -165,13 +187,13 @@ class Game:
     def segment(self) -> Segment:
         return self.trajectory.segments[-1]
 
-    def prompt(self, first: int, context: Context) -> list[int]:
+    def prompt(self, first: int) -> list[int]:
         """The ids after which the coming turn is sampled when turn `first` is the oldest in context.
 
         Its user message may begin with the reward of the turn before, which is no longer in context.
         """
         system, *others = self.episode.messages
-        if context == "single_turn":
+        if self.context.kind == "single_turn":
             told = {"role": "user", "content": self.episode.summary(first)}
             return self.chat.prompt([system, told]) + self.opening
         users = [message for message in others if message["role"] == "user"]
@@ -184,36 +206,36 @@ class Game:
         """What stands between a sampled turn and the next one."""
         return self.chat.extend(user, finished=completion.finished) + self.opening
 
-    def look(self, room: float, context: Context, context_turns: int | None) -> bool:
-        """Make `segment` the context of the coming turn, at most `room` tokens long; False where nothing fits."""
+    def look(self) -> bool:
+        """Make `segment` the context of the coming turn, at most `prompt_tokens` long; False where nothing fits."""
         segments, turn = self.trajectory.segments, len(self.said)
         oldest = segments[-1].first_turn if segments else 0
-        if context == "full":
-            if segments and len(self.segment.ids) + len(self.coming) <= room:
+        if self.context.kind == "full":
+            if segments and len(self.segment.ids) + len(self.coming) <= self.prompt_tokens:
                 self.segment.read(self.coming)
                 return True
         else:
-            assert context_turns is not None
-            oldest = max(oldest, turn - context_turns + 1)
+            assert self.context.turns is not None
+            oldest = max(oldest, turn - self.context.turns + 1)
         for first in range(oldest, turn + 1):
-            ids = self.prompt(first, context)
-            if len(ids) <= room:
+            ids = self.prompt(first)
+            if len(ids) <= self.prompt_tokens:
                 segments.append(Segment(ids, first_turn=first))
                 self.trajectory.dropped_turns += first - oldest
                 return True
         self.trajectory.truncated = True
         return False
 
-    def begin(self, room: float, context: Context, context_turns: int | None) -> bool:
+    def begin(self) -> bool:
         """The first `look`; False, and a crash on record, where its prompt does not fit or cannot be written at all."""
         try:
-            if self.look(room, context, context_turns):
+            if self.look():
                 return True
-            length = len(self.prompt(0, context))
+            length = len(self.prompt(0))
             self.too_long, self.trajectory.truncated = True, False
             self.trajectory.crashed = f"The first prompt of {self.episode.env.name} takes {length} tokens"
         except RAISED as error:  # an environment may say anything, even no text
-            self.trajectory.crashed = f"{type(error).__name__}: {error}"
+            self.trajectory.crashed = one_line(error)
         self.finish()
         return False
 
@@ -234,13 +256,13 @@ class Game:
             found = self.episode.state_key()
             hash(found)
             turn = self.episode.step(self.text(written))
-            if not abs(sum(trajectory.turn_rewards) + turn.reward) < MOST_PAID:
+            if not abs(sum(trajectory.turn_rewards) + turn.reward) < LARGEST_REWARD:
                 raise ValueError(f"the reward is {turn.reward}")
             if not turn.done:
                 self.coming = self.reply(turn.user or "", completion)
             key, reward, penalty, over = found, turn.reward, turn.penalty, turn.done
         except RAISED as error:  # it may raise or say anything; its episode ends, is counted, teaches nothing
-            trajectory.crashed = f"{type(error).__name__}: {error}"
+            trajectory.crashed = one_line(error)
         trajectory.state_keys.append(key)
         trajectory.turn_rewards.append(reward)
         trajectory.turn_penalties.append(penalty)

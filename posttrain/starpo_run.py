@@ -18,7 +18,7 @@ from posttrain.learner import Learner
 from posttrain.monitoring.episodes import memory, reward_table
 from posttrain.policy import without_noise
 from posttrain.preflight import preflight
-from posttrain.rollout import play
+from posttrain.rollout import Context, play
 from posttrain.run_state import RunState, changed
 from posttrain.sampler import Sampler
 from posttrain.types import SamplingParams, Trajectory, UserError
@@ -122,9 +122,7 @@ def play_all(
         SamplingParams(max_new_tokens=cfg.rollout.max_completion_length, temperature=temperature),
         seeds,
         slots=cfg.rollout.conversations,
-        max_context=cfg.rollout.max_context,
-        context=cfg.rollout.context,
-        context_turns=cfg.rollout.context_turns,
+        context=Context(cfg.rollout.context, cfg.rollout.context_turns, cfg.rollout.max_context),
     )
 
 

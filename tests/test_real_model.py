@@ -25,7 +25,7 @@ from envs.protocol import Protocol
 from posttrain import checkpoint, models
 from posttrain.config import ModelSection
 from posttrain.policy import token_logprobs
-from posttrain.rollout import open_sampler, play, set_up
+from posttrain.rollout import Context, open_sampler, play, set_up
 from posttrain.types import SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.network]
@@ -201,7 +201,7 @@ def test_the_slot_engines_log_probs_are_those_of_plain_forward_passes(smollm2: P
     episodes = [set_up(envs.make("frozen_lake", size=3), protocol, seed, "train", seed) for seed in range(4)]
     played = play(
         sampler, chat, episodes, SamplingParams(max_new_tokens=24, temperature=1.0), [1, 2, 3, 4],
-        slots=3, max_context=768, context="full", context_turns=None,
+        slots=3, context=Context(max_tokens=768),
     )  # fmt: skip
     for trajectory in played:
         (segment,) = trajectory.segments

@@ -17,7 +17,7 @@ import envs
 from envs.protocol import Episode, Protocol, thought_span
 from posttrain.chat import Chat
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.rollout import complete, open_sampler, play, set_up, thoughts
+from posttrain.rollout import Context, complete, open_sampler, play, set_up, thoughts
 from posttrain.sampler import ReplaySampler
 from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError
 
@@ -25,13 +25,13 @@ PARAMS = SamplingParams(max_new_tokens=12, temperature=1.0)
 
 
 # How much of the episode a turn sees: all of it, all that fits, a window, a window that does not always fit, a summary.
-MODES: dict[str, dict[str, Any]] = {
-    "full": {},
-    "full, tight": {"max_context": 350},
-    "last 1": {"context": "last_k", "context_turns": 1},
-    "last 2": {"context": "last_k", "context_turns": 2},
-    "last 3, tight": {"context": "last_k", "context_turns": 3, "max_context": 350},
-    "summary of 3": {"context": "single_turn", "context_turns": 3},
+MODES = {
+    "full": Context(),
+    "full, tight": Context(max_tokens=350),
+    "last 1": Context("last_k", 1),
+    "last 2": Context("last_k", 2),
+    "last 3, tight": Context("last_k", 3, 350),
+    "summary of 3": Context("single_turn", 3),
 }
 
 
@@ -112,7 +112,7 @@ def test_trained_tokens_are_the_sampled_ones_under_the_context_they_had(
     """Of every segment: one plain forward pass gives the sampler's log-probs back, and the mask marks nothing else."""
     played = episodes(4, max_turns=4, force_think=forced)
     sampler = open_sampler(model, tiny_chat)
-    trajectories = play(sampler, tiny_chat, played, PARAMS, list(range(4)), slots=3, **MODES[mode])
+    trajectories = play(sampler, tiny_chat, played, PARAMS, list(range(4)), slots=3, context=MODES[mode])
     for trajectory in trajectories:
         said = [message["content"] for message in trajectory.messages if message["role"] == "assistant"]
         heard = {len(trajectory.turn_rewards), len(trajectory.state_keys), len(trajectory.observations)}
@@ -135,7 +135,7 @@ def test_trained_tokens_are_the_sampled_ones_under_the_context_they_had(
         cut = [trajectory.sampled_ids[end - count : end] for end, count in ends(trajectory.turn_tokens)]
         for turn, ids in enumerate(cut):
             assert ("<think>" if forced else "") + tiny_chat.decode(ids) == said[turn]
-        windows = "context" in MODES[mode]
+        windows = MODES[mode].kind != "full"
         assert len(trajectory.segments) == (trajectory.turns if windows else 1) or mode == "full, tight"
         assert (trajectory.dropped_turns > 0) == ("tight" in mode)
 
@@ -147,7 +147,7 @@ def test_a_turn_stays_in_sight_as_the_tokens_that_were_sampled(
     """Noise that would be tokenised otherwise when read back: in later contexts it is the same ids all the same."""
     sampler = open_sampler(model, tiny_chat)
     rewritten = 0
-    for trajectory in play(sampler, tiny_chat, episodes(2, max_turns=4), PARAMS, [0, 1], **MODES[mode]):
+    for trajectory in play(sampler, tiny_chat, episodes(2, max_turns=4), PARAMS, [0, 1], context=MODES[mode]):
         users = [message["content"] for message in trajectory.messages if message["role"] == "user"]
         cut = [trajectory.sampled_ids[end - count : end] for end, count in ends(trajectory.turn_tokens)]
         for segment in trajectory.segments:
@@ -179,7 +179,7 @@ def test_a_dialogue_rendered_again_gives_the_same_tokens(tiny_chat: Chat, mode: 
     """Where the model writes canonical tokens, a context equals encoding the part of the dialogue in context."""
     played = episodes(2, max_turns=6)
     moves = [[f"<think>hm</think><answer>{action}</answer>" for action in ("Up", "Left") * 3]] * 20
-    for trajectory in play(Again(tiny_chat, moves), tiny_chat, played, PARAMS, [0, 1], **MODES[mode]):
+    for trajectory in play(Again(tiny_chat, moves), tiny_chat, played, PARAMS, [0, 1], context=MODES[mode]):
         for segment in trajectory.segments:
             encoded = contexts(trajectory.messages, segment, tiny_chat)
             assert encoded[: len(segment.ids)] == segment.ids
@@ -208,13 +208,12 @@ def test_windows_show_what_they_should(tiny_chat: Chat) -> None:
         episode.observation = episode.env.observe()
         return episode
 
-    (trajectory,) = play(Again(tiny_chat, moves), tiny_chat, [game()], PARAMS, [0], context="last_k", context_turns=3)
+    (trajectory,) = play(Again(tiny_chat, moves), tiny_chat, [game()], PARAMS, [0], context=Context("last_k", 3))
     assert [segment.turns for segment in trajectory.segments] == [[n] for n in range(6)]
     assert [segment.first_turn for segment in trajectory.segments] == [0, 0, 0, 1, 2, 3]
     assert trajectory.dropped_turns == 0 and trajectory.turn_scores == [-0.25, 0.0] * 3
     said = game()
-    options = {"context": "single_turn", "context_turns": 3}
-    (summed,) = play(Again(tiny_chat, moves), tiny_chat, [game()], PARAMS, [0], **options)
+    (summed,) = play(Again(tiny_chat, moves), tiny_chat, [game()], PARAMS, [0], context=Context("single_turn", 3))
     for turn, segment in enumerate(summed.segments):
         text = tiny_chat.decode(segment.ids[: segment.turn_starts[0]])
         assert text.count("<|im_start|>") == 3 and said.summary(max(0, turn - 2)) in text
@@ -227,7 +226,8 @@ def test_oldest_turns_leave_a_full_context_and_are_counted(tiny_chat: Chat) -> N
     moves = [["<think>hm</think><answer>Jump</answer>"] * 6]
     (roomy,) = play(Again(tiny_chat, moves), tiny_chat, episodes(1, max_turns=6), PARAMS, [0])
     room = whole(roomy).turn_starts[3] + PARAMS.max_new_tokens - 1  # one token too few for the fourth turn
-    (tight,) = play(Again(tiny_chat, moves), tiny_chat, episodes(1, max_turns=6), PARAMS, [0], max_context=room)
+    again, played = Again(tiny_chat, moves), episodes(1, max_turns=6)
+    (tight,) = play(again, tiny_chat, played, PARAMS, [0], context=Context(max_tokens=room))
     assert len(tight.segments) > 1 and tight.dropped_turns == tight.segments[-1].first_turn
     assert not roomy.dropped_turns and tight.turns == 6 and tight.sampled_ids == roomy.sampled_ids
     for before, after in pairwise(tight.segments):
@@ -242,9 +242,9 @@ def test_oldest_turns_leave_a_full_context_and_are_counted(tiny_chat: Chat) -> N
 
 def test_greedy_play_is_the_same_in_both_engines(model: PreTrainedModel, tiny_chat: Chat) -> None:
     greedy = SamplingParams(max_new_tokens=8, temperature=0)
-    for options in MODES.values():
+    for context in MODES.values():
         games = [
-            play(open_sampler(model, tiny_chat, engine), tiny_chat, episodes(3), greedy, [0, 1, 2], **options)
+            play(open_sampler(model, tiny_chat, engine), tiny_chat, episodes(3), greedy, [0, 1, 2], context=context)
             for engine in ("slots", "replay")
         ]
         ids = [[[segment.ids for segment in trajectory.segments] for trajectory in played] for played in games]
@@ -255,7 +255,7 @@ def test_greedy_play_is_the_same_in_both_engines(model: PreTrainedModel, tiny_ch
 def test_slots_and_company_change_nothing(model: PreTrainedModel, tiny_chat: Chat, mode: str) -> None:
     def run(slots: int, engine: str) -> list[list[list[int]]]:
         sampler = open_sampler(model, tiny_chat, engine)
-        played = play(sampler, tiny_chat, episodes(4), PARAMS, list(range(4)), slots=slots, **MODES[mode])
+        played = play(sampler, tiny_chat, episodes(4), PARAMS, list(range(4)), slots=slots, context=MODES[mode])
         return [[segment.ids for segment in trajectory.segments] for trajectory in played]
 
     expected = run(4, "slots")
@@ -269,8 +269,8 @@ def test_text_of_an_environment_never_opens_a_turn(tiny_chat: Chat, monkeypatch:
     (played,) = episodes(1, max_turns=4)
     monkeypatch.setattr(played.env, "observe", lambda: "<|im_end|>\n<|im_start|>assistant\nUp<|im_end|>")
     moves = [["<think>hm</think><answer>Jump</answer>"] * 4]
-    options = {**MODES[mode], **({"max_context": 330} if "tight" in mode else {})}
-    (trajectory,) = play(Again(tiny_chat, moves), tiny_chat, [played], PARAMS, [0], **options)
+    context = replace(MODES[mode], max_tokens=330) if "tight" in mode else MODES[mode]
+    (trajectory,) = play(Again(tiny_chat, moves), tiny_chat, [played], PARAMS, [0], context=context)
     assert not trajectory.crashed and trajectory.turns == 4
     assert sorted(set(trajectory.turn_tokens)) == [len(tiny_chat.content_ids(moves[0][0])) + 1]
     (start,) = tiny_chat.prompt([{"role": "user", "content": ""}])[:1]  # <|im_start|>
@@ -314,13 +314,13 @@ def test_a_cut_turn_gets_its_stop_token_from_the_environment(tiny_chat: Chat) ->
 def test_where_not_even_the_current_turn_fits_the_episode_is_truncated(
     tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for options in MODES.values():
+    for context in MODES.values():
         (played,) = episodes(1, max_turns=4)
         prompt = len(tiny_chat.prompt(played.messages))
         monkeypatch.setattr(played.env, "observe", lambda: "word " * 200)
         moves = [["<think>hm</think><answer>Jump</answer>"] * 4]
-        room = {**options, "max_context": prompt + 40}
-        (trajectory,) = play(Again(tiny_chat, moves), tiny_chat, [played], PARAMS, [0], **room)
+        tight = replace(context, max_tokens=prompt + 40)
+        (trajectory,) = play(Again(tiny_chat, moves), tiny_chat, [played], PARAMS, [0], context=tight)
         assert trajectory.truncated and not trajectory.terminated and trajectory.turns == 1
         assert trajectory.context <= prompt + 40 and len(trajectory.segments) == 1
 
@@ -379,7 +379,7 @@ def test_thoughts_are_cut_at_token_boundaries(tiny_chat: Chat, texts: list[str],
 def test_thoughts_of_sampled_noise(model: PreTrainedModel, tiny_chat: Chat) -> None:
     played = episodes(2, force_think=True)
     trajectories = play(
-        open_sampler(model, tiny_chat), tiny_chat, played, PARAMS, [0, 1], context="last_k", context_turns=1
+        open_sampler(model, tiny_chat), tiny_chat, played, PARAMS, [0, 1], context=Context("last_k", 1)
     )
     for trajectory in trajectories:
         assert len(thoughts(tiny_chat, trajectory)) == trajectory.turns
@@ -470,7 +470,7 @@ def test_an_environment_that_raises_at_its_start_is_recorded(tiny_chat: Chat, mo
 
 def test_a_prompt_that_fills_the_context_is_refused(tiny_chat: Chat) -> None:
     with pytest.raises(UserError, match="max_context=40"):
-        play(Scripted(tiny_chat, []), tiny_chat, episodes(1), PARAMS, [0], max_context=40)
+        play(Scripted(tiny_chat, []), tiny_chat, episodes(1), PARAMS, [0], context=Context(max_tokens=40))
 
 
 def test_one_prompt_that_cannot_be_read_ends_its_own_episode_alone(tiny_chat: Chat) -> None:
@@ -479,7 +479,8 @@ def test_one_prompt_that_cannot_be_read_ends_its_own_episode_alone(tiny_chat: Ch
     begun[0].messages[1]["content"] *= 40
     begun[1].messages[1]["content"] = None  # type: ignore[typeddict-item]
     moves = [["<think>a</think><answer>Up</answer>"]] * 3
-    long, mute, played = play(Scripted(tiny_chat, moves), tiny_chat, begun, PARAMS, [0, 1, 2], max_context=400)
+    sampler, context = Scripted(tiny_chat, moves), Context(max_tokens=400)
+    long, mute, played = play(sampler, tiny_chat, begun, PARAMS, [0, 1, 2], context=context)
     assert long.crashed.startswith("The first prompt of frozen_lake takes") and not long.truncated
     assert "Error" in mute.crashed and long.turns == mute.turns == 0
     assert played.turns == 1 and not played.crashed

@@ -176,7 +176,7 @@ def play_levels(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, task: T
     """One episode on each level."""
     from envs import make
     from envs.protocol import Protocol
-    from posttrain.rollout import open_sampler, play, set_up
+    from posttrain.rollout import Context, open_sampler, play, set_up
 
     suite, model, chat = cfg.suites.envs, loaded.model, loaded.chat
     assert suite is not None and task.params is not None and model is not None and chat is not None
@@ -190,9 +190,7 @@ def play_levels(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, task: T
         task.params,
         task.seeds,
         slots=rows_at_once(cfg, section, loaded, suite.max_context, suite.max_completion_length),
-        max_context=suite.max_context,
-        context=suite.context,
-        context_turns=suite.context_turns,
+        context=Context(suite.context, suite.context_turns, suite.max_context),
         done=tick,
     )
     for trajectory in played:

@@ -83,12 +83,13 @@ def play_episode(
     delay: float,
 ) -> float:
     """One episode, token in, token out, as in the rollouts of phase 3; returns the sum of its rewards and penalties."""
-    from posttrain.rollout import Game
+    from posttrain.rollout import Context, Game
 
     env, budget = episode.env, cfg.max_completion_length
-    game, going = Game(generator.chat, episode), True
+    context = Context(cfg.context, cfg.context_turns, generator.context)
+    game, going = Game(generator.chat, episode, context, budget), True
     played = game.trajectory
-    while going and game.look(generator.context - budget, cfg.context, cfg.context_turns):
+    while going and game.look():
         out.print(Text(f"\n{title}, turn {episode.turns + 1}", "bold"))
         told = episode.messages[-1]["content"]
         out.print(beside(env, episode.summary(game.segment.first_turn) if cfg.context == "single_turn" else told))
