@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from posttrain.types import UserError
+from posttrain.types import UserError, one_line
 
 # What libraries raise beside OSError when a write fails: safetensors and tokenizers quote the number of the system's
 # error, SQLite has words of its own, and torch's zip writer says only that it failed.
@@ -51,7 +51,7 @@ def read_json(file: Path, remedy: str) -> dict[str, Any]:
     try:
         found = parse_json(read_text(file, remedy))
     except ValueError as error:
-        raise UserError(f"{file} is damaged: {_shortened(error)}. {remedy}") from None
+        raise UserError(f"{file} is damaged: {one_line(error)}. {remedy}") from None
     if not isinstance(found, dict):
         raise UserError(f"{file} is damaged: it holds a {type(found).__name__} instead of an object. {remedy}")
     return found
@@ -75,7 +75,7 @@ def read_json_lines(file: Path, remedy: str) -> list[dict[str, Any]]:
             if not isinstance(row, dict):
                 raise ValueError(f"it holds a {type(row).__name__} instead of an object")
         except ValueError as error:
-            damaged = damaged or f"in line {number}: {_shortened(error)}"
+            damaged = damaged or f"in line {number}: {one_line(error)}"
             continue
         if damaged:
             raise UserError(f"{file} is damaged {damaged}. {remedy}")
@@ -96,12 +96,12 @@ def failed_write(error: BaseException) -> str | None:
         if number in _NO_ROOM or (number is None and _FAILED_WRITE.search(text)):
             return (
                 f"Nothing more could be written{place}: the disk is full, or a quota or a limit on the size of files is"
-                f" reached ({_shortened(each)}). Checkpoints that were complete still are: make room and start the"
+                f" reached ({one_line(each)}). Checkpoints that were complete still are: make room and start the"
                 " same command again, a training run with --resume."
             )
         if number in _REFUSED and each is error:
             return (
-                f"The system refused to read or write a file ({_shortened(each)}). Fix its permissions or its name,"
+                f"The system refused to read or write a file ({one_line(each)}). Fix its permissions or its name,"
                 " or choose another folder."
             )
     return None
@@ -126,7 +126,3 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             seen.add(id(each))
             yield each
             waiting += [each.__cause__, each.__context__]
-
-
-def _shortened(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from posttrain import checkpoint, models
 from posttrain.config import run
-from posttrain.types import UserError
+from posttrain.types import UserError, one_line
 
 MAGIC = b"GGUF"
 PROBES = ("12 + 345 = 6789, isn't it?", "The end.\n\n\tif x:  # straße 東京", "<|im_start|>user\nGo left.<|im_end|>\n")
@@ -39,11 +39,10 @@ def convert(file: str | Path, folder: str | Path) -> Path:
         kind: Any = AutoModelForCausalLM
         net, found = kind.from_pretrained(**source, dtype=torch.float32, output_loading_info=True)
     except Exception as error:  # a damaged file makes the reader raise nearly anything
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise UserError(
-            f"transformers cannot read {file}: {reason}. The file may be damaged (compare its size and checksum with"
-            " where it came from), or of an architecture that transformers does not read from GGUF: then take the"
-            " model's safetensors."
+            f"transformers cannot read {file}: {one_line(error)}. The file may be damaged (compare its size and"
+            " checksum with where it came from), or of an architecture that transformers does not read from GGUF: then"
+            " take the model's safetensors."
         ) from error
     lacking = sorted(found["missing_keys"]) + sorted(map(str, found["mismatched_keys"]))
     if lacking:

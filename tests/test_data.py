@@ -750,7 +750,8 @@ def test_the_table_says_so_when_a_set_could_not_be_checked(hub: Any, tmp_path: P
     source = Source(kind="messages", path=write(tmp_path / "a.jsonl", talks(3)))
     data = load_sft(section(source, decontaminate=True), tiny_chat)
     assert data.table.notes == [
-        "NOT checked against GSM8K test: openai/gsm8k could not be loaded (Name or service not known).",
+        "NOT checked against GSM8K test: openai/gsm8k could not be loaded"
+        " (ConnectionError: Name or service not known).",
         "Checked against 1 questions of MATH-500.",
     ]
     assert [asked["path"] for asked in fake.asked] == ["HuggingFaceH4/MATH-500"]  # no long retries for the other

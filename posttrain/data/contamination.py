@@ -15,6 +15,7 @@ from huggingface_hub import HfApi, constants
 from posttrain import embedded
 from posttrain.data import reading
 from posttrain.data.filters import Row
+from posttrain.types import one_line
 
 N = 13
 EMBEDDED_PROBLEMS = 500  # of each kind
@@ -76,6 +77,7 @@ def evaluation_questions(paths: Iterable[str], seed: int) -> EvaluationQuestions
                     HfApi().repo_info(hub.path, repo_type="dataset", timeout=10)  # load_dataset would retry for long
                 known.add(title, reading.load_hub(hub)[column])
             except reading.HUB_ERRORS as error:
-                reason = " ".join(str(error).split())[:80] or type(error).__name__
-                known.notes.append(f"NOT checked against {title}: {hub.path} could not be loaded ({reason}).")
+                known.notes.append(
+                    f"NOT checked against {title}: {hub.path} could not be loaded ({one_line(error)[:100]})."
+                )
     return known

@@ -26,7 +26,7 @@ from posttrain import embedded
 from posttrain.config import Source
 from posttrain.data.filters import fault, is_text, whole_dialogue
 from posttrain.runlog import Progress
-from posttrain.types import UserError
+from posttrain.types import UserError, one_line
 
 EMBEDDED = "embedded"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -252,7 +252,7 @@ def _generated(source: Source, key: str, seed: int) -> Iterator[dict[str, Any]]:
         except ValueError as error:
             raise UserError(f"{key}.envs: {error}") from error
         except (Exception, SystemExit) as error:  # an environment may raise anything
-            told = f"{key}.envs: an environment raised {type(error).__name__}: {error}. `python -m envs.check NAME`"
+            told = f"{key}.envs: an environment raised {one_line(error)}. `python -m envs.check NAME`"
             raise UserError(f"{told} says what is wrong with it.") from error
         return
     generators = {
@@ -278,7 +278,7 @@ def _local(path: Path, key: str) -> Iterator[Placed]:
     try:
         yield from _jsonl(path, key) if path.suffix == ".jsonl" else _numbered(_parquet(path, key))
     except OSError as error:
-        raise UserError(f"{key}={path} cannot be read: {_one_line(error)}. Check the file.") from error
+        raise UserError(f"{key}={path} cannot be read: {one_line(error)}. Check the file.") from error
 
 
 def _jsonl(path: Path, key: str) -> Iterator[Placed]:
@@ -298,7 +298,7 @@ def _jsonl(path: Path, key: str) -> Iterator[Placed]:
             try:
                 row = json.loads(text)
             except (ValueError, RecursionError) as error:  # no JSON, a number of thousands of digits, endless nesting
-                raise UserError(f"{where} is no JSON ({_one_line(error)}). Repair or delete it.") from None
+                raise UserError(f"{where} is no JSON ({one_line(error)}). Repair or delete it.") from None
             if not isinstance(row, dict):
                 raise UserError(f"{where} is {_brief(row)}, not a JSON object {{...}}. Repair it.")
             yield f"line {number}", row
@@ -311,7 +311,7 @@ def _parquet(path: Path, key: str) -> Iterator[dict[str, Any]]:
                 yield from batch.to_pylist()
     except Exception as error:  # what pyarrow raises on a damaged file has no common class
         raise UserError(
-            f"{key}={path} cannot be read as a parquet file: {type(error).__name__}: {_one_line(error)}. Check the "
+            f"{key}={path} cannot be read as a parquet file: {one_line(error)}. Check the "
             "file or make it again."
         ) from error
 
@@ -339,12 +339,8 @@ def _from_hub(source: Source, key: str) -> Iterator[dict[str, Any]]:
                 yield row
     except HUB_ERRORS as error:
         raise UserError(
-            f"{key}: the data set {hub.path} could not be read from the Hugging Face Hub ({_one_line(error)}). Connect "
+            f"{key}: the data set {hub.path} could not be read from the Hugging Face Hub ({one_line(error)}). Connect "
             "and start again (a gated set needs `hf auth login`; sets loaded before are found in the cache, HF_HOME); "
             f"or name a .jsonl or .parquet file with the same columns as {key}.path; or try the pipeline without a "
             "network on generated data, which is `path: embedded` or the whole of `make quickstart`."
         ) from error
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import EnvSection, EvaluateRun, FormerSuites, NamedSampling, SampledSuite, SuitesSection
-from posttrain.types import SamplingParams, UserError, derive_seed
+from posttrain.types import SamplingParams, UserError, derive_seed, one_line
 
 Row = dict[str, Any]  # one answer, one pair or one episode, as transcripts.jsonl holds it
 
@@ -69,21 +69,16 @@ def build_tasks(cfg: EvaluateRun) -> list[Task]:
     if suites.math:
         for source, part, items in math_items(cfg):
             add("math", source, part, items, suites.math.n, suites.math.n_others, suites.math.max_new_tokens)
-    if suites.repetition:
-        suite = suites.repetition
-        if suite.source == "embedded":
-            prompts = embedded.open_prompts(most(suite), cfg.seed)
-            items = [{"messages": [{"role": "user", "content": prompt}]} for prompt in prompts]
-        else:
-            items = file_rows(suite.source, "prompts", "suites.repetition.source", most(suite))
-        add("repetition", "", "", items, suite.n, suite.n_others, suite.max_new_tokens)
-    if suites.recall:
-        suite = suites.recall
-        if suite.source == "embedded":
-            items = embedded.recall_dialogues(most(suite), cfg.seed)
-        else:
-            items = file_rows(suite.source, "recall", "suites.recall.source", most(suite))
-        add("recall", "", "", items, suite.n, suite.n_others, suite.max_new_tokens)
+    for name, suite, kind, generated in (
+        ("repetition", suites.repetition, "prompts", open_questions),
+        ("recall", suites.recall, "recall", embedded.recall_dialogues),
+    ):
+        if suite:
+            if suite.source == "embedded":
+                items = generated(most(suite), cfg.seed)
+            else:
+                items = file_rows(suite.source, kind, f"suites.{name}.source", most(suite))
+            add(name, "", "", items, suite.n, suite.n_others, suite.max_new_tokens)
     if suites.preferences:
         suite = suites.preferences
         if suite.source == "embedded":
@@ -102,6 +97,13 @@ def build_tasks(cfg: EvaluateRun) -> list[Task]:
             items = levels(cfg, env, max(suite.episodes, suite.episodes_others or 0))
             add("envs", name, name, items, suite.episodes, suite.episodes_others, tokens)
     return tasks
+
+
+def open_questions(n: int, seed: int) -> list[dict[str, Any]]:
+    """Generated open questions, each a conversation."""
+    from posttrain import embedded
+
+    return [{"messages": [{"role": "user", "content": prompt}]} for prompt in embedded.open_prompts(n, seed)]
 
 
 def most(suite: SampledSuite) -> int:
@@ -152,7 +154,7 @@ def levels(cfg: EvaluateRun, env: EnvSection, n: int) -> list[dict[str, Any]]:
 
 def raised(env: str, problem: BaseException) -> UserError:
     return UserError(
-        f"suites.envs.envs: {env} raised {type(problem).__name__}: {problem}. `python -m envs.check {env}` "
+        f"suites.envs.envs: {env} raised {one_line(problem)}. `python -m envs.check {env}` "
         "says what is wrong with it."
     )
 
@@ -215,9 +217,8 @@ def hub_rows(source: str, key: str) -> list[dict[str, Any]]:
         return list(reading.load_hub(hub))
     except reading.HUB_ERRORS as error:
         raise UserError(
-            f"The test set {hub.path} cannot be had ({type(error).__name__}: {' '.join(str(error).split())[:200]}). "
-            f"Connect and start again (it is kept for later); or name a local .jsonl or .parquet file, or `embedded`, "
-            f"in suites.{key}."
+            f"The test set {hub.path} cannot be had ({one_line(error)}). Connect and start again (it is kept for"
+            f" later); or name a local .jsonl or .parquet file, or `embedded`, in suites.{key}."
         ) from error
 
 

@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,38 @@ from posttrain.evaluation.scoring import Loaded, Tick
 from posttrain.evaluation.store import Found, Store, Unit
 from posttrain.evaluation.tasks import Row, Task
 from posttrain.metrics import MathJudge
-from posttrain.types import UserError
+from posttrain.types import UserError, one_line
 
 RunTask = Callable[[EvaluateRun, str, Task, Tick, Loaded], list[Row]]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What makes rows of a unit, in any process: it can be pickled."""
+
+    cfg: EvaluateRun
+    tasks: Sequence[Task]
+    run: RunTask
+
+    def rows(self, unit: Unit, tick: Tick, loaded: Loaded) -> list[Row]:
+        return self.run(self.cfg, unit.checkpoint, self.tasks[unit.number], tick, loaded)
+
+    def reason(self, unit: Unit, error: Exception) -> str:
+        """Why a unit was not measured, in one paragraph."""
+        return reason(error, self.tasks[unit.number])
+
+
+@dataclass(frozen=True)
+class Results:
+    """Where rows go: to the disk, to what is found, and to the progress bar."""
+
+    store: Store
+    found: Found
+    tick: Tick
+
+    def keep(self, unit: Unit, rows: list[Row]) -> None:
+        self.store.write(unit, rows)
+        self.found.rows[unit] = rows
 
 
 def run_tasks(cfg: EvaluateRun, tasks: Sequence[Task], run: RunTask) -> Found:
@@ -57,13 +87,14 @@ def run_tasks(cfg: EvaluateRun, tasks: Sequence[Task], run: RunTask) -> Found:
         def tick(count: int) -> None:
             progress.update(progress.done + count)
 
+        measurement, results = Measurement(cfg, tasks, run), Results(store, found, tick)
         if ranks > 1 or (place.type == "cpu" and min(cfg.workers, len(left)) <= 1):
             if place.type == "cuda":
                 torch.cuda.set_device(place)
-            in_this_process(cfg, tasks, left, run, tick, store, found)
+            in_this_process(left, measurement, results)
         else:
             places = visible_gpus() if place.type == "cuda" else [None] * min(cfg.workers, len(left))
-            in_processes(cfg, tasks, left, run, tick, store, found, places)
+            in_processes(left, measurement, results, places)
     if ranks > 1:
         for rows, failed in parallel.gather([(found.rows, found.failed)]):
             found.rows |= rows
@@ -93,40 +124,32 @@ def visible_gpus() -> list[str]:
     return names[:count] if len(names) >= count else [str(number) for number in range(count)]
 
 
-def in_this_process(
-    cfg: EvaluateRun,
-    tasks: Sequence[Task],
-    units: Sequence[Unit],
-    run: RunTask,
-    tick: Tick,
-    store: Store,
-    found: Found,
-) -> None:
+def in_this_process(units: Sequence[Unit], measurement: Measurement, results: Results) -> None:
     """One unit after the other; those of a checkpoint that has failed are left out."""
+    failed = results.found.failed
     with MathJudge() as judge:
         loaded = Loaded(processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), judge=judge)
         for unit in units:
-            if unit.checkpoint not in found.failed:
+            if unit.checkpoint not in failed:
                 try:
-                    rows = run(cfg, unit.checkpoint, tasks[unit.number], tick, loaded)
+                    rows = measurement.rows(unit, results.tick, loaded)
                 except Exception as error:  # costs this checkpoint's rows and no other's
-                    found.failed[unit.checkpoint] = reason(error, tasks[unit.number])
+                    failed[unit.checkpoint] = measurement.reason(unit, error)
                 else:
-                    store.write(unit, rows)
-                    found.rows[unit] = rows
+                    results.keep(unit, rows)
 
 
 class _Worker:
     """A process that measures one unit after the other, on the GPU `place`, or on the CPU without one."""
 
-    def __init__(self, cfg: EvaluateRun, tasks: Sequence[Task], run: RunTask, place: str | None, of: int) -> None:
+    def __init__(self, measurement: Measurement, place: str | None, processes: int) -> None:
         # A fork server imports everything once. Processes that use CUDA are not forked from one that may have asked it.
         context = multiprocessing.get_context("forkserver" if place is None else "spawn")
         if place is None:
             context.set_forkserver_preload(["posttrain.models", "posttrain.rollout", "posttrain.policy"])
         self.pipe, there = context.Pipe()
         self.place, self.unit, self.checkpoint = place, None, ""
-        arguments = (there, cfg, tasks, run, place, of)
+        arguments = (there, measurement, place, processes)
         self.process: Any = context.Process(target=_serve, args=arguments, daemon=True)  # type: ignore[attr-defined]
         self.process.start()
         there.close()
@@ -160,7 +183,7 @@ class _Worker:
         self.pipe.close()
 
 
-def _serve(pipe: Any, cfg: EvaluateRun, tasks: Sequence[Task], run: RunTask, place: str | None, processes: int) -> None:
+def _serve(pipe: Any, measurement: Measurement, place: str | None, processes: int) -> None:
     """A worker's loop: a unit in; counts of what is done, then its rows or the reason of a failure out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -169,43 +192,36 @@ def _serve(pipe: Any, cfg: EvaluateRun, tasks: Sequence[Task], run: RunTask, pla
         os.environ.pop("LOCAL_RANK", None)
     try:
         with MathJudge() as judge:
-            _measure_what_comes(pipe, cfg, tasks, run, Loaded(processes=processes, judge=judge))
+            _measure_what_comes(pipe, measurement, Loaded(processes=processes, judge=judge))
     except (BrokenPipeError, EOFError, ConnectionResetError):  # the parent has gone
         pass
 
 
-def _measure_what_comes(pipe: Any, cfg: EvaluateRun, tasks: Sequence[Task], run: RunTask, loaded: Loaded) -> None:
+def _measure_what_comes(pipe: Any, measurement: Measurement, loaded: Loaded) -> None:
     while unit := pipe.recv():
         try:
-            pipe.send(run(cfg, unit.checkpoint, tasks[unit.number], pipe.send, loaded))
+            pipe.send(measurement.rows(unit, pipe.send, loaded))
         except (BrokenPipeError, EOFError):
             raise
         except Exception as error:
-            pipe.send(reason(error, tasks[unit.number]))
+            pipe.send(measurement.reason(unit, error))
 
 
 def in_processes(
-    cfg: EvaluateRun,
-    tasks: Sequence[Task],
-    units: Sequence[Unit],
-    run: RunTask,
-    tick: Tick,
-    store: Store,
-    found: Found,
-    places: Sequence[str | None],
+    units: Sequence[Unit], measurement: Measurement, results: Results, places: Sequence[str | None]
 ) -> None:
     """A process for each of these places, another one after a failure; none survives this function."""
-    waiting, free = list(units), list(places)
+    waiting, free, failed = list(units), list(places), results.found.failed
     workers: dict[Any, _Worker] = {}
     with _ended_by_sigterm():
         try:
             while True:
-                waiting = [unit for unit in waiting if unit.checkpoint not in found.failed]
+                waiting = [unit for unit in waiting if unit.checkpoint not in failed]
                 idle = [worker for worker in workers.values() if worker.unit is None]
                 while waiting and (idle or free):
-                    worker = idle.pop() if idle else _Worker(cfg, tasks, run, free.pop(0), len(places))
+                    worker = idle.pop() if idle else _Worker(measurement, free.pop(0), len(places))
                     workers[worker.pipe] = worker
-                    worker.take(next_unit(waiting, tasks, worker.checkpoint))
+                    worker.take(next_unit(waiting, measurement.tasks, worker.checkpoint))
                 busy = [pipe for pipe, worker in workers.items() if worker.unit is not None]
                 if not busy:
                     return
@@ -214,13 +230,12 @@ def in_processes(
                     assert worker.unit is not None
                     said = worker.hear()
                     if isinstance(said, int):
-                        tick(said)
+                        results.tick(said)
                     elif isinstance(said, list):
-                        store.write(worker.unit, said)
-                        found.rows[worker.unit] = said
+                        results.keep(worker.unit, said)
                         worker.unit = None
                     else:
-                        found.failed.setdefault(worker.unit.checkpoint, said)
+                        failed.setdefault(worker.unit.checkpoint, said)
                         worker.stop()  # what failed may have left the device in no state to go on
                         free.append(workers.pop(pipe).place)
         finally:
@@ -267,4 +282,4 @@ def reason(error: Exception, task: Task) -> str:
         return f"{what}: out of memory. Write a smaller batch_size, or shorter answers and contexts."
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:300]}{place}."
+    return f"{what}: {one_line(error)}{place}."

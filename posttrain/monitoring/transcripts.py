@@ -12,7 +12,7 @@ from posttrain.config import StarPORun
 from posttrain.report.episodes import frames_of, gif
 from posttrain.run_state import RunState
 from posttrain.runlog import Tracker
-from posttrain.types import Trajectory
+from posttrain.types import Trajectory, one_line
 
 KEPT = "env stage level_key level_seed noise_seed success failure crashed actions turn_rewards messages".split()
 
@@ -86,7 +86,7 @@ def draw(cfg: StarPORun, path: Path, t: Trajectory, say: Callable[[str], None]) 
             return None
         picture = gif(frames)
     except Exception as error:  # an environment may raise here alone
-        say(f"no picture of {path.stem}: {t.env} (level seed {t.level_seed}) raised {type(error).__name__}: {error}")
+        say(f"no picture of {path.stem}: {t.env} (level seed {t.level_seed}) raised {one_line(error)}")
         return None
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(picture)

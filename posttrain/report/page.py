@@ -11,7 +11,7 @@ from posttrain import files, runlog
 from posttrain.report import charts, figures, samples
 from posttrain.report.markup import chip, text
 from posttrain.report.tables import Results, Row
-from posttrain.types import UserError
+from posttrain.types import UserError, one_line
 
 # Curves by title: (key in metrics.jsonl, label); `*` stands for the name of an environment.
 CURVES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
@@ -39,7 +39,7 @@ def build(folder: Path) -> Path:
     try:
         sections = _sections(results, transcripts, folder)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError) as error:
-        raise UserError(f"{_damaged(folder)} (found {type(error).__name__}: {str(error)[:100]})") from error
+        raise UserError(f"{_damaged(folder)} (found {one_line(error)})") from error
     shown = [(f"s{number}", title, body) for number, (title, body) in enumerate(sections) if body]
     links = "".join(f'<a href="#{place}">{text(title)}</a>' for place, title, _ in shown)
     cards = "".join(f'<section id="{place}"><h2>{text(title)}</h2>{body}</section>' for place, title, body in shown)
