@@ -127,6 +127,17 @@ def wilson(successes: int, n: int) -> tuple[float, float]:
     return (0.0 if successes == 0 else centre - half, 1.0 if successes == n else centre + half)
 
 
+def pass_at(k: int, size: int, won: int) -> float:
+    """Chance that k of a group's `size` samples, `won` of which succeeded, hold a success.
+
+    1 - C(size - won, k) / C(size, k), the unbiased estimate of pass@k, arXiv 2107.03374, eq. 1.
+
+    >>> pass_at(1, 4, 1), pass_at(2, 4, 1), pass_at(4, 4, 1)
+    (0.25, 0.5, 1.0)
+    """
+    return 1 - math.comb(size - won, k) / math.comb(size, k)
+
+
 def bootstrap_mean(values: Sequence[float], seed: int, rounds: int = 4000) -> Interval:
     """The mean and its percentile bootstrap interval at 95 %: `rounds` resamples, the same for the same seed."""
     sample, rng = np.asarray(values, dtype=float), np.random.default_rng(seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -292,3 +293,10 @@ def test_judge_runs_no_code_and_imports_no_torch(tmp_path) -> None:
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "ready\n"
+
+
+@pytest.mark.parametrize("size, won", [(1, 0), (1, 1), (4, 0), (4, 1), (5, 3), (6, 6)])
+def test_pass_at_k_is_the_share_of_choices_that_hold_a_success(size: int, won: int) -> None:
+    for k in range(1, size + 1):
+        chosen = list(itertools.combinations([True] * won + [False] * (size - won), k))
+        assert metrics.pass_at(k, size, won) == pytest.approx(sum(map(any, chosen)) / len(chosen))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import NamedTuple
 
+from posttrain.metrics import wilson
 from posttrain.monitoring.alarm_series import (
     FALSE_ALARM,
     WINDOWS,
@@ -300,9 +301,7 @@ def _evaluation(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]
     memory["training"] = 0.0
     memory["won"] = memory.get("won", 0.0) + success * setting.sizes.evaluation_episodes if count else 0.0
     episodes = max(1, count * setting.sizes.evaluation_episodes)
-    share, z = memory["won"] / episodes, 1.96
-    upper = share + z**2 / (2 * episodes) + z * math.sqrt(share * (1 - share) / episodes + z**2 / (4 * episodes**2))
-    upper /= 1 + z**2 / episodes  # Wilson
+    upper = wilson(round(memory["won"]), episodes)[1]
     words = f"Success on validation levels was below {limit:.0%} {count} times in a row."
     yield Finding("validation", count >= 5 and upper < limit, count == 0, words)
 

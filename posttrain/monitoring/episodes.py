@@ -16,7 +16,7 @@ from envs.demos import play, player_names
 from envs.protocol import Protocol
 from posttrain import curriculum
 from posttrain.config import StarPORun, TrainingEnv
-from posttrain.metrics import seq_rep_n, wilson
+from posttrain.metrics import pass_at, seq_rep_n, wilson
 from posttrain.types import Trajectory
 
 
@@ -180,17 +180,6 @@ def scripted_returns(name: str, options: dict[str, Any], protocol: Protocol, epi
                     episode = play(envs.make(name, **options), player, protocol, seed, "train")
                     earned.append(round(sum(turn.reward for turn in episode.past), 6))
     return [each for each in earned if math.isfinite(each)]
-
-
-def pass_at(k: int, size: int, won: int) -> float:
-    """Chance that k of a group's `size` samples, `won` of which succeeded, hold a success.
-
-    1 - C(size - won, k) / C(size, k), the unbiased estimate of pass@k, arXiv 2107.03374, eq. 1.
-
-    >>> pass_at(1, 4, 1), pass_at(2, 4, 1), pass_at(4, 4, 1)
-    (0.25, 0.5, 1.0)
-    """
-    return 1 - math.comb(size - won, k) / math.comb(size, k)
 
 
 def answers_of(trajectory: Trajectory) -> Iterator[list[int]]:
