@@ -61,10 +61,10 @@ def goals(results: Results) -> list[Row]:
             falls = [entry["failures"].get("hole", 0) / entry["episodes"] for entry in (before, after)]
             text = f"{percent(falls[0])} to {percent(falls[1])} of episodes"
             goal("phase3", "Frozen lake: half the deaths in holes or fewer", text, 0 < falls[0] >= 2 * falls[1])
-            weak = {n: p for n, p in results["baselines"][env].items() if n not in ("expert", "optimum")}
-            best = max(weak, key=lambda name: weak[name]["success"])
-            text = f"{percent(after['success'])} against {percent(weak[best]['success'])} ({best})"
-            goal("phase3", "Frozen lake: beats every demonstrator", text, after["success"] > weak[best]["success"])
+            scripted = {n: p for n, p in results["baselines"][env].items() if n not in ("expert", "optimum")}
+            best = max(scripted, key=lambda name: scripted[name]["success"])
+            text = f"{percent(after['success'])} against {percent(scripted[best]['success'])} ({best})"
+            goal("phase3", "Frozen lake: beats every demonstrator", text, after["success"] > scripted[best]["success"])
         if env == "sokoban":
             goal("phase3", "Sokoban at least doubled", change, after["success"] >= 2 * before["success"] > 0)
             goal("phase3", "Sokoban to at least 45 %", change, after["success"] >= 0.45)

@@ -216,7 +216,7 @@ def play_levels(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, task: T
 
 
 def play_baselines(cfg: EvaluateRun, task: Task) -> dict[str, Row]:
-    """What players without a model reach on the same levels with as many actions: the weak ones and the expert.
+    """What the scripted policies and the expert reach on the same levels with as many actions.
 
     `optimum` is the mean chance of the best possible player. Each of them only where the environment has it.
     """

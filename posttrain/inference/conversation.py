@@ -34,15 +34,16 @@ class Conversation:
 
     def prompt(self, text: str) -> list[int]:
         """The ids up to the answer to `text`: as many of the latest whole turns as leave room for that answer."""
-        room = min(self.max_new_tokens, self.context // 2)
+        answer_tokens = min(self.max_new_tokens, self.context // 2)
         for start in range(self.forgotten, len(self.exchanges) + 1):
             ids = self._ids(start, text)
-            if len(ids) + room <= self.context:
+            if len(ids) + answer_tokens <= self.context:
                 self.forgotten = start
                 return ids
         raise UserError(
-            f"This message is too long: it takes {len(ids)} tokens, and {room} of the model's {self.context} are kept "
-            "for the answer. Shorten it (or the system message), or write a smaller max_new_tokens."
+            f"This message is too long: it takes {len(ids)} tokens, and {answer_tokens} of the model's"
+            f" {self.context} are kept for the answer. Shorten it (or the system message), or write a smaller"
+            " max_new_tokens."
         )
 
     def _ids(self, start: int, text: str) -> list[int]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from posttrain.inference.generation import Answer
 
 NARROW = 36  # columns of the terminal that an answer needs to stand beside another
-# Whatever a terminal would obey instead of showing: control characters and those that turn the direction of text.
+# What a terminal acts on instead of showing it: control characters and those that turn the direction of text.
 _ESCAPED = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 _ESCAPED |= {code: f"\\x{code:02x}" for code in range(0x7F, 0xA0)}
 _ESCAPED |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
@@ -98,8 +98,8 @@ def in_columns(out: Console, answers: dict[str, Answer], cfg: ChatRun, stopped: 
         table.add_row(*(Text("\n").join(Text(text).wrap(out, width)[-rows:]) for text in said.values()))
         return table
 
-    room = max(1, out.height - 8)
-    with Live(columns(room), console=out, auto_refresh=False) as live:
+    rows = max(1, out.height - 8)
+    with Live(columns(rows), console=out, auto_refresh=False) as live:
         drawn = time.monotonic()
         while writing and not stopped():
             for name in list(writing):
@@ -109,7 +109,7 @@ def in_columns(out: Console, answers: dict[str, Answer], cfg: ChatRun, stopped: 
                 else:
                     said[name] += escape_control_characters(piece)
             if time.monotonic() - drawn > 0.1:
-                live.update(columns(room), refresh=True)
+                live.update(columns(rows), refresh=True)
                 drawn = time.monotonic()
         live.update(columns(sys.maxsize), refresh=True)
 

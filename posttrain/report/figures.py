@@ -149,7 +149,7 @@ def is_headline(results: Results, difference: Row) -> bool:
 
 
 def environments(results: Results) -> str:
-    """Every environment's players, weak ones and expert, above the checkpoints."""
+    """The scripted policies and the expert of every environment, above the checkpoints."""
     blocks = ""
     for env, players in results["baselines"].items():
         rows = ""
