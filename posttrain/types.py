@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+Record = dict[str, Any]  # a row of transcripts.jsonl (one answer, pair or episode), or a part of results.json
 
 
 class UserError(Exception):

@@ -10,8 +10,8 @@ from typing import Any
 
 from posttrain import metrics
 from posttrain.config import EvaluateRun
-from posttrain.evaluation.tasks import Row, headline
-from posttrain.types import derive_seed
+from posttrain.evaluation.tasks import headline
+from posttrain.types import Record, derive_seed
 
 # What is compared between two checkpoints, item by item. `equal_length` cuts each pair of answers to the shorter one.
 COMPARED = {
@@ -23,9 +23,9 @@ COMPARED = {
 }
 
 
-def summarise(cfg: EvaluateRun, rows: list[Row], everybody: dict[str, list[Row]]) -> dict[str, Any]:
+def summarise(cfg: EvaluateRun, rows: list[Record], everybody: dict[str, list[Record]]) -> dict[str, Any]:
     """A checkpoint's part of results.json: {"math": {"accuracy": 0.7, "n": 200, "low": ..., "settings": ...}, ...}."""
-    by_suite: dict[str, dict[tuple[str, str], list[Row]]] = {}
+    by_suite: dict[str, dict[tuple[str, str], list[Record]]] = {}
     for row in rows:
         by_suite.setdefault(row["suite"], {}).setdefault((row["setting"], row["part"]), []).append(row)
     summary: dict[str, Any] = {}
@@ -40,7 +40,7 @@ def summarise(cfg: EvaluateRun, rows: list[Row], everybody: dict[str, list[Row]]
                 for env in sorted(parts, key=[part for _, part in by_part].index)
             }
         elif suite == "math":  # by source: what is unlike is never counted together
-            sources: dict[str, dict[str, dict[str, list[Row]]]] = {}
+            sources: dict[str, dict[str, dict[str, list[Record]]]] = {}
             for setting, parts in settings.items():
                 for part, found in parts.items():
                     sources.setdefault(found[0]["source"], {}).setdefault(setting, {})[part] = found
@@ -58,29 +58,29 @@ def summarise(cfg: EvaluateRun, rows: list[Row], everybody: dict[str, list[Row]]
     return summary
 
 
-def _with_settings(cfg: EvaluateRun, suite: str, settings: dict[str, Row]) -> Row:
+def _with_settings(cfg: EvaluateRun, suite: str, settings: dict[str, Record]) -> Record:
     chosen = headline(cfg, suite)
     return settings[chosen] | {"setting": chosen, "settings": settings}
 
 
-def _share(rows: Sequence[Row], metric: str = "accuracy") -> Row:
+def _share(rows: Sequence[Record], metric: str = "accuracy") -> Record:
     right = sum(bool(row[metric]) for row in rows)
     low, high = metrics.wilson(right, len(rows))
     return {metric: right / len(rows), "n": len(rows), "low": low, "high": high}
 
 
-def _answer_figures(rows: Sequence[Row]) -> Row:
+def _answer_figures(rows: Sequence[Record]) -> Record:
     means = {metric: fmean(float(row[metric]) for row in rows) for metric in ("tokens", "never_stops")}
     return _share(rows) | means
 
 
-def _math_figures(parts: dict[str, list[Row]]) -> Row:
+def _math_figures(parts: dict[str, list[Record]]) -> Record:
     together = [row for rows in parts.values() for row in rows]
     total = _answer_figures(together) | {"boxed": fmean(float(row["boxed"]) for row in together)}
     return total | {"parts": {part: _answer_figures(rows) for part, rows in parts.items()}}
 
 
-def _repetition_figures(cfg: EvaluateRun, rows: Sequence[Row]) -> Row:
+def _repetition_figures(cfg: EvaluateRun, rows: Sequence[Record]) -> Record:
     assert cfg.suites.repetition is not None
     finished = [not row["never_stops"] for row in rows]
     figures = metrics.repetition([row["ids"] for row in rows], finished, cfg.suites.repetition.equal_length)
@@ -89,7 +89,7 @@ def _repetition_figures(cfg: EvaluateRun, rows: Sequence[Row]) -> Row:
     return figures | {"n": len(rows), "low": interval.low, "high": interval.high}
 
 
-def _preference_figures(cfg: EvaluateRun, rows: Sequence[Row], everybody: dict[str, list[Row]]) -> Row:
+def _preference_figures(cfg: EvaluateRun, rows: Sequence[Record], everybody: dict[str, list[Record]]) -> Record:
     """Besides the accuracy: whose reward beta * log(pi / pi_ref) is higher, which needs no beta to compare."""
     assert cfg.suites.preferences is not None
     figures = _share(rows) | {
@@ -105,7 +105,7 @@ def _preference_figures(cfg: EvaluateRun, rows: Sequence[Row], everybody: dict[s
     return figures
 
 
-def env_figures(rows: Sequence[Row]) -> Row:
+def env_figures(rows: Sequence[Record]) -> Record:
     figures = _share(rows, "success")
     figures["episodes"] = figures.pop("n")
     turns = sum(row["turns"] for row in rows)
@@ -125,7 +125,7 @@ def env_figures(rows: Sequence[Row]) -> Row:
     return figures
 
 
-def compare(cfg: EvaluateRun, rows: dict[str, list[Row]]) -> list[Row]:
+def compare(cfg: EvaluateRun, rows: dict[str, list[Record]]) -> list[Record]:
     """Paired differences, each checkpoint against the one before it and against the first.
 
     {"from": "phase1", "to": "phase2", "suite": "repetition", "part": "", "setting": "chat", "metric": "equal_length",
@@ -134,7 +134,7 @@ def compare(cfg: EvaluateRun, rows: dict[str, list[Row]]) -> list[Row]:
     """
     names = list(rows)
     pairs = list(dict.fromkeys([*itertools.pairwise(names), *((names[0], name) for name in names[1:])]))
-    by_task: dict[str, dict[tuple[str, str, str], list[Row]]] = {name: {} for name in names}
+    by_task: dict[str, dict[tuple[str, str, str], list[Record]]] = {name: {} for name in names}
     for name in names:
         for row in rows[name]:
             for part in dict.fromkeys((row["source"], row["part"]) if row["suite"] == "math" else (row["part"],)):
@@ -152,7 +152,7 @@ def compare(cfg: EvaluateRun, rows: dict[str, list[Row]]) -> list[Row]:
     return differences
 
 
-def _values(metric: str, before: Sequence[Row], after: Sequence[Row]) -> tuple[list[float], list[float]]:
+def _values(metric: str, before: Sequence[Record], after: Sequence[Record]) -> tuple[list[float], list[float]]:
     """One figure per item, from both checkpoints."""
     if metric == "equal_length":
         cut = metrics.at_equal_length([row["ids"] for row in before], [row["ids"] for row in after])

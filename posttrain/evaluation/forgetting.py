@@ -12,11 +12,11 @@ from posttrain.chat import Chat
 from posttrain.config import EvaluateRun, StarPORun
 from posttrain.evaluation.figures import summarise
 from posttrain.evaluation.scoring import score_answers, score_pairs
-from posttrain.evaluation.tasks import Row, Task, build_tasks
+from posttrain.evaluation.tasks import Task, build_tasks
 from posttrain.metrics import MathJudge, paired_difference
 from posttrain.rollout import complete
 from posttrain.sampler import Sampler
-from posttrain.types import UserError
+from posttrain.types import Record, UserError
 
 if TYPE_CHECKING:
     from posttrain.learner import Learner
@@ -48,7 +48,7 @@ class FormerTasks:
         first: is given which items were right at the first evaluation, and compared with at the later ones: `change` of
         the accuracy, item by item, and its standard error.
         """
-        rows: list[Row] = []
+        rows: list[Record] = []
         with MathJudge() as judge:
             for task in self.tasks:
                 mine = task.only(parallel.mine(len(task.items)))
@@ -75,7 +75,7 @@ class FormerTasks:
                 found |= {f"evaluation/{suite}/change": change, f"evaluation/{suite}/change_error": error}
         return found
 
-    def _rows(self, task: Task, sampler: Sampler, learner: Learner, judge: MathJudge) -> list[Row]:
+    def _rows(self, task: Task, sampler: Sampler, learner: Learner, judge: MathJudge) -> list[Record]:
         if task.params is None:
             return score_pairs(learner.policy, self.chat, task, lambda _: None)
         completions = complete(

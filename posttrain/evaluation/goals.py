@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from posttrain.report.tables import Results, Row, percent, points, readable
+from posttrain.report.tables import Results, percent, points, readable
+from posttrain.types import Record
 
 KEPT = ("math", "recall", "preferences")  # what phase 3 does not ask for and should not take away
 
 
-def goals(results: Results) -> list[Row]:
+def goals(results: Results) -> list[Record]:
     """The quickstart's goals beside what was measured: {"phase", "goal", "measured", "reached"}.
 
     They are about the checkpoints base, phase1, phase2 and phase3 and their headline figures, in math those of the
@@ -16,12 +17,12 @@ def goals(results: Results) -> list[Row]:
     entries = results["checkpoints"]
     base, one, two, three = (entries.get(name, {}) for name in ("base", "phase1", "phase2", "phase3"))
     sums = {name: entry["math"]["embedded"] for name, entry in entries.items() if "embedded" in entry.get("math", {})}
-    found: list[Row] = []
+    found: list[Record] = []
 
     def goal(phase: str, text: str, measured: str, reached: bool) -> None:
         found.append({"phase": phase, "goal": text, "measured": measured, "reached": bool(reached)})
 
-    def difference(old: str, new: str, suite: str, metric: str) -> Row | None:
+    def difference(old: str, new: str, suite: str, metric: str) -> Record | None:
         setting = entries[new][suite].get("setting", "")
         wanted = {"from": old, "to": new, "suite": suite, "part": "", "setting": setting, "metric": metric}
         return next((d for d in results["differences"] if wanted.items() <= d.items()), None)
@@ -85,7 +86,7 @@ def goals(results: Results) -> list[Row]:
     return found
 
 
-def _accuracy(entry: Row, suite: str) -> float:
+def _accuracy(entry: Record, suite: str) -> float:
     """The headline accuracy; 0 where it was not measured."""
     found = entry.get(suite, {})
     return found.get("embedded", found).get("accuracy", 0.0)

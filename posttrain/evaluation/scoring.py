@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from posttrain import metrics, runlog
 from posttrain.config import EvaluateRun, ModelSection
 from posttrain.evaluation.figures import env_figures
-from posttrain.evaluation.tasks import Row, Task, env_options, raised
+from posttrain.evaluation.tasks import Task, env_options, raised
 from posttrain.metrics import MathJudge
-from posttrain.types import Completion, UserError
+from posttrain.types import Completion, Record, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,7 +60,7 @@ def section(cfg: EvaluateRun, name: str) -> ModelSection:
     )
 
 
-def run_task(cfg: EvaluateRun, name: str, task: Task, tick: Tick, loaded: Loaded) -> list[Row]:
+def run_task(cfg: EvaluateRun, name: str, task: Task, tick: Tick, loaded: Loaded) -> list[Record]:
     """One checkpoint's rows of one task; ValueError where a log-prob is NaN or infinite."""
     import torch
 
@@ -97,7 +97,7 @@ def finite(logprobs: Iterable[float]) -> None:
         raise ValueError("a log-prob is NaN or infinite")
 
 
-def answer(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, task: Task, tick: Tick) -> list[Row]:
+def answer(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, task: Task, tick: Tick) -> list[Record]:
     """One written answer to each prompt, scored where there is something to score."""
     from posttrain.rollout import complete, open_sampler
 
@@ -114,7 +114,7 @@ def answer(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, task: Task, 
 
 def score_answers(
     task: Task, completions: Sequence[Completion], chat: Chat, judge: MathJudge, equal_length: int
-) -> list[Row]:
+) -> list[Record]:
     """A row for each of the task's items, with its answer and what that suite says of it.
 
     `equal_length` tokens of each answer count for `seq_rep_4_first`. ValueError where a log-prob is not finite.
@@ -145,7 +145,7 @@ def recalls(text: str, wanted: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(wanted)}(?!\w)", text, re.IGNORECASE) is not None
 
 
-def score_pairs(model: PreTrainedModel, chat: Chat, task: Task, tick: Tick) -> list[Row]:
+def score_pairs(model: PreTrainedModel, chat: Chat, task: Task, tick: Tick) -> list[Record]:
     """log pi(answer | prompt), summed over the answer's tokens, for both answers of each pair."""
     import torch
 
@@ -172,7 +172,7 @@ def score_pairs(model: PreTrainedModel, chat: Chat, task: Task, tick: Tick) -> l
     return rows
 
 
-def play_levels(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, task: Task, tick: Tick) -> list[Row]:
+def play_levels(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, task: Task, tick: Tick) -> list[Record]:
     """One episode on each level."""
     from envs import make
     from envs.protocol import Protocol
@@ -215,7 +215,7 @@ def play_levels(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, task: T
     ]
 
 
-def play_baselines(cfg: EvaluateRun, task: Task) -> dict[str, Row]:
+def play_baselines(cfg: EvaluateRun, task: Task) -> dict[str, Record]:
     """What the scripted policies and the expert reach on the same levels with as many actions.
 
     `optimum` is the mean chance of the best possible player. Each of them only where the environment has it.
@@ -229,7 +229,7 @@ def play_baselines(cfg: EvaluateRun, task: Task) -> dict[str, Row]:
     horizon = min(protocol.max_actions, protocol.max_turns * protocol.max_actions_per_turn)
     game = make(task.part, **env_options(cfg, task.part))
     optima: list[float] = []
-    played: dict[str, list[Row]] = {}
+    played: dict[str, list[Record]] = {}
     try:
         for item in task.items:
             game.reset(seed=item["seed"], options={"split": suite.split})

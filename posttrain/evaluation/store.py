@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from posttrain.config import EvaluateRun, ModelSection
-from posttrain.evaluation.tasks import Row, Task
+from posttrain.evaluation.tasks import Task
+from posttrain.types import Record
 
 ROWS = "evaluation_rows"  # the folder in output_dir that holds what is finished until all is
 
@@ -34,10 +35,10 @@ class Unit(NamedTuple):
 class Found:
     """What an evaluation came to: the rows of every unit that was measured, and why others were not."""
 
-    rows: dict[Unit, list[Row]] = field(default_factory=dict)
+    rows: dict[Unit, list[Record]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)  # checkpoint -> reason
 
-    def of(self, checkpoint: str, tasks: Sequence[Task]) -> list[Row]:
+    def of(self, checkpoint: str, tasks: Sequence[Task]) -> list[Record]:
         """A checkpoint's rows in the order of the tasks."""
         return [row for number in range(len(tasks)) for row in self.rows[Unit(checkpoint, number)]]
 
@@ -58,7 +59,7 @@ class Store:
         facts = [unit.checkpoint, self._fingerprints[unit.checkpoint], asdict(task), conditions(self.cfg, task)]
         return self.folder / f"{_sha256(json.dumps(facts, sort_keys=True).encode())[:32]}.jsonl"
 
-    def read(self, unit: Unit) -> list[Row] | None:
+    def read(self, unit: Unit) -> list[Record] | None:
         """The rows of a unit that was finished earlier under the same conditions; None where there are none."""
         try:
             content, _, digest = self.path(unit).read_bytes().rstrip(b"\n").rpartition(b"\n")
@@ -68,7 +69,7 @@ class Store:
             return None
         return [json.loads(line) for line in content.split(b"\n")]
 
-    def write(self, unit: Unit, rows: Sequence[Row]) -> None:
+    def write(self, unit: Unit, rows: Sequence[Record]) -> None:
         """All of a unit's rows or none of them."""
         from posttrain import checkpoint
 

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import EnvSection, EvaluateRun, FormerSuites, NamedSampling, SampledSuite, SuitesSection
-from posttrain.types import SamplingParams, UserError, derive_seed, one_line
-
-Row = dict[str, Any]  # one answer, one pair or one episode, as transcripts.jsonl holds it
+from posttrain.types import Record, SamplingParams, UserError, derive_seed, one_line
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Task:
         part = slice(places.start, places.stop)
         return replace(self, items=self.items[part], seeds=self.seeds[part])
 
-    def described(self, checkpoint: str, rows: Sequence[Row]) -> list[Row]:
+    def described(self, checkpoint: str, rows: Sequence[Record]) -> list[Record]:
         """The rows with what they are rows of; `index` is the place of an item in the task."""
         where = {"checkpoint": checkpoint, "suite": self.suite, "source": self.source, "part": self.part}
         return [where | {"setting": self.setting, "index": index} | row for index, row in enumerate(rows)]

@@ -22,11 +22,11 @@ from posttrain import runlog
 from posttrain.config import EvaluateRun
 from posttrain.evaluation.scoring import Loaded, Tick
 from posttrain.evaluation.store import Found, Store, Unit
-from posttrain.evaluation.tasks import Row, Task
+from posttrain.evaluation.tasks import Task
 from posttrain.metrics import MathJudge
-from posttrain.types import UserError, one_line
+from posttrain.types import Record, UserError, one_line
 
-RunTask = Callable[[EvaluateRun, str, Task, Tick, Loaded], list[Row]]
+RunTask = Callable[[EvaluateRun, str, Task, Tick, Loaded], list[Record]]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Measurement:
     tasks: Sequence[Task]
     run: RunTask
 
-    def rows(self, unit: Unit, tick: Tick, loaded: Loaded) -> list[Row]:
+    def rows(self, unit: Unit, tick: Tick, loaded: Loaded) -> list[Record]:
         return self.run(self.cfg, unit.checkpoint, self.tasks[unit.number], tick, loaded)
 
     def reason(self, unit: Unit, error: Exception) -> str:
@@ -53,7 +53,7 @@ class Results:
     found: Found
     tick: Tick
 
-    def keep(self, unit: Unit, rows: list[Row]) -> None:
+    def keep(self, unit: Unit, rows: list[Record]) -> None:
         self.store.write(unit, rows)
         self.found.rows[unit] = rows
 
@@ -161,7 +161,7 @@ class _Worker:
         with suppress(BrokenPipeError):  # `hear` will say that it has gone
             self.pipe.send(unit)
 
-    def hear(self) -> int | list[Row] | str:
+    def hear(self) -> int | list[Record] | str:
         """How many rows more are done, the rows of its unit, or why there are none."""
         try:
             return self.pipe.recv()

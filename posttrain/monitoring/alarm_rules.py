@@ -26,7 +26,7 @@ from posttrain.monitoring.alarm_series import (
     z_bound,
 )
 
-Row = Mapping[str, float]
+Figures = Mapping[str, float]  # a row of metrics.jsonl: {"rollout/success": 0.4, ...}
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def variance_left(success: float) -> float:
     return round(4 * success * (1 - success), 6) if success > 0.5 else 1.0
 
 
-def _reward_std(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
+def _reward_std(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
     """The echo trap's first sign (RAGEN, arXiv 2504.20073, section 4.1): the samples of a group score alike.
 
     A task that is solved looks the same from here, so the std is divided by what the success leaves room for, and
@@ -119,7 +119,7 @@ def _reward_std(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]
     )
 
 
-def _entropy(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
+def _entropy(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
     """A decay along with success is healthy; a fall to a fraction of the start on an unsolved task, or a rise, is not.
 
     Thousands of tokens make up the mean, so its noise is far below these factors.
@@ -150,7 +150,7 @@ def _entropy(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
         )
 
 
-def _gradient(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
+def _gradient(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
     """Norms that grow. One large norm is clipped and forgotten; how much norms scatter follows from the run itself."""
     norm = row.get("policy/grad_norm", 0.0)
     if norm <= 0:  # a critic that warms up, or nothing to learn from
@@ -168,7 +168,7 @@ def _gradient(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
         )
 
 
-def _repetition(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
+def _repetition(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
     if "rollout/repeated_share" not in row:
         return
     series = Noisy(memory, "share", row["rollout/repeated_share"], 0.0, sign=-1)
@@ -182,7 +182,7 @@ def _repetition(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]
         )
 
 
-def _template(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
+def _template(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
     """RAGEN-2's template collapse (arXiv 2604.06268): thoughts stay varied, but no longer depend on the prompt."""
     limits = setting.limits
     for scope in ("first_turn", "trajectory"):
@@ -204,7 +204,7 @@ def _template(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
         )
 
 
-def _format(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
+def _format(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
     if "rollout/invalid_turns" not in row:
         return
     share, sizes = row["rollout/invalid_turns"], setting.sizes
@@ -220,13 +220,13 @@ def _format(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
     )
 
 
-def _environments(row: Row) -> list[str]:
+def _environments(row: Figures) -> list[str]:
     """Whose success is in this row: `rollout/ENV/success`."""
     parts = [key.split("/") for key in row if key.startswith("rollout/")]
     return [part[1] for part in parts if len(part) == 3 and part[2] == "success"]
 
 
-def _success(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
+def _success(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
     """Of the whole batch, and of each environment where there are several: one may be lost while another is learned."""
     if "rollout/success" not in row:
         return
@@ -256,7 +256,7 @@ def _success(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
         )
 
 
-def _first_success(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
+def _first_success(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
     """An environment in which nothing has ever been won: because no answer is valid, or although they are.
 
     After N episodes without a success one of `no_success` or more is ruled out with 99.9 % where (1 - it)^N < .001.
@@ -290,7 +290,7 @@ def _first_success(memory: Memory, row: Row, setting: Setting) -> Iterator[Findi
         )
 
 
-def _evaluation(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
+def _evaluation(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
     """Hopeless: evaluations and rollouts that rule out a success of `validation`; how many it takes follows from N."""
     limit = setting.limits["validation"]
     if (won := row.get("rollout/success")) is not None:
@@ -306,7 +306,7 @@ def _evaluation(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]
     yield Finding("validation", count >= 5 and upper < limit, count == 0, words)
 
 
-def _forgetting(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
+def _forgetting(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
     """How far is the policy from the model that it began as, where nothing new is asked of it (arXiv 2509.04259)?
 
     The mean over thousands of tokens, on the same rows at each evaluation: its noise is far below the limit.
@@ -318,7 +318,7 @@ def _forgetting(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]
     yield Finding("forgetting", kl > limit, kl < limit / 2, words)
 
 
-def _skills(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
+def _skills(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
     """Is a suite of the former phases answered worse than before the first step?
 
     On the same items, by more than three standard errors of the paired difference: by chance in one of 740 evaluations.
@@ -334,7 +334,7 @@ def _skills(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
         yield Finding(f"skill_lost/{suite}", large and change < -3 * error, not large, words)
 
 
-def _machinery(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
+def _machinery(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
     """What is wrong with the run rather than the policy: engines that disagree, updates that are too long or lack."""
     limits = setting.limits
     if (clipped := row.get("policy/clip_fraction")) is not None:
@@ -351,7 +351,7 @@ def _machinery(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
         yield Finding("skipped_updates", total >= limits["skipped_updates"], total == 0, words)
 
 
-def _empty(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
+def _empty(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
     """Steps without a group to learn from: not where all is won, and more of them where few groups differ anyway.
 
     With a share s of groups that differ, a step of G groups has none with probability (1 - s)^G.
@@ -371,7 +371,7 @@ def _empty(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
     yield Finding("empty_steps", count >= needed and won < setting.limits["solved"], False, words)
 
 
-Rule = Callable[[Memory, Row, Setting], Iterator[Finding]]
+Rule = Callable[[Memory, Figures, Setting], Iterator[Finding]]
 RULES: list[Rule] = [
     _first_success,
     _reward_std,

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.monitoring.alarm_limits import ADVICE, LIMITS
-from posttrain.monitoring.alarm_rules import OF_LEVELS, RULES, Finding, Row, Setting, Sizes
+from posttrain.monitoring.alarm_rules import OF_LEVELS, RULES, Figures, Finding, Setting, Sizes
 from posttrain.monitoring.alarm_series import Memory
 
 USUAL = Sizes()
@@ -48,7 +48,7 @@ class Alarm:
 def watch(
     state: Mapping[str, Any],
     step: int,
-    row: Row,
+    row: Figures,
     sizes: Sizes = USUAL,
     limits: Mapping[str, float] | None = None,
 ) -> tuple[list[Alarm], dict[str, Any]]:
@@ -64,7 +64,7 @@ def watch(
 def advance(
     state: MutableMapping[str, Any],
     step: int,
-    row: Row,
+    row: Figures,
     sizes: Sizes = USUAL,
     limits: Mapping[str, float] | None = None,
 ) -> list[Alarm]:
@@ -89,7 +89,7 @@ def advance(
     return alarms
 
 
-def _forget_easier_levels(memory: MutableMapping[str, Any], row: Row) -> None:
+def _forget_easier_levels(memory: MutableMapping[str, Any], row: Figures) -> None:
     """Begin anew where a curriculum has moved on: what was normal before says nothing about the new levels."""
     stages = {key: value for key, value in row.items() if key.endswith("/stage")}  # of the environments played
     known = memory.get("stages", {})
@@ -99,7 +99,7 @@ def _forget_easier_levels(memory: MutableMapping[str, Any], row: Row) -> None:
     memory["stages"] = known | stages
 
 
-def _numbers(memory: Memory, row: Row, setting: Setting) -> Iterator[Finding]:
+def _numbers(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
     """Sees the row as it is; all other rules see its finite numbers alone, so that none of them remembers a NaN."""
     broken = {key for key, value in row.items() if not math.isfinite(value)}
     memory["keys"] = sorted((set(memory.get("keys", ())) - row.keys()) | broken)

@@ -18,8 +18,8 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from posttrain.report.episodes import replay
-from posttrain.report.tables import Results, Row
-from posttrain.types import UserError
+from posttrain.report.tables import Results
+from posttrain.types import Record, UserError
 
 SIDE, WIDTH, MARGIN, LINE = 168, 224, 12, 15  # pixels: a picture, a column, the space around it, a line of text
 LINES = 2  # of what the model wrote
@@ -33,7 +33,7 @@ HEADINGS = {
 }
 
 
-Episodes = dict[tuple[str, str, int], Row]
+Episodes = dict[tuple[str, str, int], Record]
 
 
 class Panel(NamedTuple):
@@ -44,7 +44,7 @@ class Panel(NamedTuple):
     end: str
 
 
-def panels(results: Results, row: Row) -> list[Panel]:
+def panels(results: Results, row: Record) -> list[Panel]:
     """The moments of an episode, at least one for each turn."""
     frames, turns = replay(results, row)
     found, at = [Panel(frames[0], "", "")], 0
@@ -57,7 +57,7 @@ def panels(results: Results, row: Row) -> list[Panel]:
     return found
 
 
-def gif(results: Results, rows: Sequence[Row], checkpoints: Sequence[str], levels: int = 6) -> bytes:
+def gif(results: Results, rows: Sequence[Record], checkpoints: Sequence[str], levels: int = 6) -> bytes:
     """The animation: a row for each environment, a column for each checkpoint, one level after the other."""
     shown = list(pictures(results, episodes(results, rows, checkpoints, levels), checkpoints))
     if not shown:
@@ -69,7 +69,7 @@ def gif(results: Results, rows: Sequence[Row], checkpoints: Sequence[str], level
     return out.getvalue()
 
 
-def episodes(results: Results, rows: Sequence[Row], checkpoints: Sequence[str], levels: int) -> Episodes:
+def episodes(results: Results, rows: Sequence[Record], checkpoints: Sequence[str], levels: int) -> Episodes:
     """The rows of transcripts.jsonl that are shown, by environment, checkpoint and level."""
     wanted = {(name, env, entry["setting"]) for name in checkpoints for env, entry in figures(results, name).items()}
     return {

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.report.tables import Results, Row
+from posttrain.report.tables import Results
+from posttrain.types import Record
 
 SIDE = 208  # pixels
 FRAME, LAST_FRAME = 800, 2200  # milliseconds
@@ -31,7 +32,7 @@ def frames_of(
     return frames
 
 
-def replay(results: Results, row: Row) -> tuple[list[np.ndarray], list[tuple[str, list[str]]]]:
+def replay(results: Results, row: Record) -> tuple[list[np.ndarray], list[tuple[str, list[str]]]]:
     """Pictures as of `frames_of`, and turns (what the model wrote, the actions that came of it).
 
     Environments are pure: the level's seed and the actions give the episode that was played.

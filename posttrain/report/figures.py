@@ -10,7 +10,6 @@ from posttrain.report.tables import (
     Column,
     Figure,
     Results,
-    Row,
     colour,
     columns,
     every_setting,
@@ -22,6 +21,7 @@ from posttrain.report.tables import (
     span,
     what,
 )
+from posttrain.types import Record
 
 
 def headline(results: Results) -> str:
@@ -66,7 +66,7 @@ def change(results: Results, name: str, column: Column) -> str:
     return ""
 
 
-def verdict(difference: Row) -> str:
+def verdict(difference: Record) -> str:
     """good, bad, or flat where the interval holds zero."""
     if difference["low"] <= 0 <= difference["high"]:
         return "flat"
@@ -139,7 +139,7 @@ def differences(results: Results) -> str:
     )
 
 
-def is_headline(results: Results, difference: Row) -> bool:
+def is_headline(results: Results, difference: Record) -> bool:
     entry = results["checkpoints"][difference["to"]][difference["suite"]]
     if difference["suite"] == "envs":
         entry = entry[difference["part"]]
@@ -178,7 +178,7 @@ def env_row(label: str, figure: Figure, paint: str, note: str) -> str:
     )
 
 
-def failures(found: Row) -> str:
+def failures(found: Record) -> str:
     return ", ".join(f"{word} {percent(n / found['episodes'])}" for word, n in found.get("failures", {}).items())
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from posttrain import files, runlog
 from posttrain.report import charts, figures, samples
 from posttrain.report.markup import chip, text
-from posttrain.report.tables import Results, Row
-from posttrain.types import UserError, one_line
+from posttrain.report.tables import Results
+from posttrain.types import Record, UserError, one_line
 
 # Curves by title: (key in metrics.jsonl, label); `*` stands for the name of an environment.
 CURVES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
@@ -59,7 +59,7 @@ def build(folder: Path) -> Path:
     return path
 
 
-def _sections(results: Results, transcripts: list[Row], folder: Path) -> list[tuple[str, str]]:
+def _sections(results: Results, transcripts: list[Record], folder: Path) -> list[tuple[str, str]]:
     """Title and body of each section; an empty body has nothing to show."""
     return [
         ("Results", figures.headline(results)),
@@ -75,7 +75,7 @@ def _sections(results: Results, transcripts: list[Row], folder: Path) -> list[tu
     ]
 
 
-def read(folder: Path) -> tuple[Results, list[Row]]:
+def read(folder: Path) -> tuple[Results, list[Record]]:
     """results.json and transcripts.jsonl; UserError when they are not what the evaluator writes."""
     for file in (folder / "results.json", folder / "transcripts.jsonl"):
         if not file.is_file():
@@ -114,7 +114,7 @@ def curves(results: Results, folder: Path) -> str:
     return blocks
 
 
-def series(rows: Sequence[Row], keys: Sequence[tuple[str, str]]) -> dict[str, charts.Line]:
+def series(rows: Sequence[Record], keys: Sequence[tuple[str, str]]) -> dict[str, charts.Line]:
     """label -> [(step, value), ...] of those of the keys that these rows have."""
     found: dict[str, charts.Line] = {}
     for row, (wanted, label) in itertools.product(rows, keys):

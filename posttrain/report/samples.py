@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from posttrain.report.episodes import png, replay
 from posttrain.report.markup import badge, chip, text
-from posttrain.report.tables import Results, Row, percent, readable
+from posttrain.report.tables import Results, percent, readable
+from posttrain.types import Record
 
 SHOWN_CHARACTERS = 420  # of one answer
 SAMPLES = 2  # prompts shown of each part
@@ -15,7 +16,7 @@ LEVELS = 4  # shown of each kind in each environment, the first one at once and 
 OPENING_CHARACTERS = 160  # of an answer, shown before it is unfolded
 
 
-def episodes(results: Results, transcripts: Sequence[Row]) -> str:
+def episodes(results: Results, transcripts: Sequence[Record]) -> str:
     """Per environment how many levels the last two checkpoints solved, together and alone, and some of each kind."""
     names = list(results["checkpoints"])
     if len(names) < 2:
@@ -54,14 +55,14 @@ def episodes(results: Results, transcripts: Sequence[Row]) -> str:
     return blocks
 
 
-def level(results: Results, title: str, number: int, before: dict[int, Row], after: dict[int, Row]) -> str:
+def level(results: Results, title: str, number: int, before: dict[int, Record], after: dict[int, Record]) -> str:
     """One level, as both checkpoints played it."""
     sides = "".join(episode(results, played[number]) for played in (before, after))
     head = f"{text(title)} <small>level {number}</small>"
     return f'<div class="level"><h4>{head}</h4><div class="halves">{sides}</div></div>'
 
 
-def episode(results: Results, row: Row) -> str:
+def episode(results: Results, row: Record) -> str:
     """The pictures, which page.js lets the reader step through, and beside them what the model wrote."""
     frames, turns = replay(results, row)
     outcome = badge("yes", "solved") if row["success"] else badge("no", row["failure"] or "not solved")
@@ -88,13 +89,13 @@ def cut(words: str) -> str:
     return words if len(words) <= SHOWN_CHARACTERS else words[:SHOWN_CHARACTERS] + " …"
 
 
-def answers(results: Results, transcripts: Sequence[Row]) -> str:
+def answers(results: Results, transcripts: Sequence[Record]) -> str:
     """The first prompts of each part, with every checkpoint's answer."""
     blocks = ""
     for suite, title in (("math", "Math"), ("recall", "Recall"), ("repetition", "Open question")):
         entry = next(iter(results["checkpoints"].values())).get(suite)
         entry = next(iter(entry.values())) if entry and suite == "math" else entry
-        asked: dict[tuple[str, int], list[Row]] = {}
+        asked: dict[tuple[str, int], list[Record]] = {}
         for row in transcripts:
             if row["suite"] == suite and entry and row["setting"] == entry["setting"] and row["index"] < SAMPLES:
                 asked.setdefault((row["part"], row["index"]), []).append(row)
@@ -112,7 +113,7 @@ def answers(results: Results, transcripts: Sequence[Row]) -> str:
     return blocks and f'<p>{note}</p><div class="samples">{blocks}</div>'
 
 
-def answer(results: Results, row: Row) -> str:
+def answer(results: Results, row: Record) -> str:
     marks = chip(results, row["checkpoint"])
     if "accuracy" in row:
         marks += badge("yes", "right") if row["accuracy"] else badge("no", "wrong")

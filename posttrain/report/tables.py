@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from posttrain import runlog
+from posttrain.types import Record
 
 Results = dict[str, Any]  # results.json as evaluate_model.py writes it
-Row = dict[str, Any]
 
 MATH_TITLES = {"embedded": "Math (toy sums)", "gsm8k": "GSM8K", "math500": "MATH-500"}
 COLOURS = ("#8b8f98", "#2f7fd1", "#d9822b", "#1f9d6b", "#a45bd1", "#c94f6d")  # one per checkpoint, in order
@@ -38,7 +38,7 @@ class Column:
     metric: str
     setting: str
 
-    def get(self, entry: Row) -> Figure:
+    def get(self, entry: Record) -> Figure:
         """The figure, from a checkpoint's part of results.json."""
         found = entry[self.suite]
         return figure_of(found[self.part] if self.part else found, self.metric)
@@ -69,7 +69,7 @@ def math_title(source: str) -> str:
     return MATH_TITLES.get(source, f"Math ({source})")
 
 
-def figure_of(found: Row, key: str) -> Figure:
+def figure_of(found: Record, key: str) -> Figure:
     """A value of results.json with its interval; one without an interval, such as an optimum, is its own."""
     return Figure(found[key], found.get("low", found[key]), found.get("high", found[key]))
 
@@ -132,7 +132,7 @@ def markdown(results: Results) -> str:
     return "\n".join(lines)
 
 
-def what(difference: Row) -> str:
+def what(difference: Record) -> str:
     """Which figure a difference is about: `GSM8K: accuracy`, `Math, unseen operands: accuracy`, `Sokoban: success`."""
     if difference["suite"] == "preferences" and difference["metric"] == "accuracy":
         return "Preferences: ranking accuracy"
@@ -165,7 +165,7 @@ def every_setting(results: Results) -> Iterator[tuple[str, str, str, Figure, int
                         yield name, about, setting, figure_of(inner, key), inner["n"]
 
 
-def _player(name: str, figures: Row) -> list[str]:
+def _player(name: str, figures: Record) -> list[str]:
     success = percent(figures["success"])
     if "low" in figures:
         success += f" ({span(figure_of(figures, 'success'))})"
