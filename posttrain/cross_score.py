@@ -23,7 +23,7 @@ from posttrain.types import derive_seed
 # ------------------------------------------------------------------------------------------------------ which pairs
 
 
-class Turn(NamedTuple):
+class ReasonedTurn(NamedTuple):
     """One answer of an episode: the ids up to and including <think>, those of the thought, and the episode's group."""
 
     prompt: list[int]
@@ -43,7 +43,7 @@ class Pairs(NamedTuple):
     own: list[int]
 
 
-def first_turn_pairs(episodes: Sequence[Sequence[Turn]], count: int, *place: int | str) -> Pairs:
+def first_turn_pairs(episodes: Sequence[Sequence[ReasonedTurn]], count: int, *place: int | str) -> Pairs:
     """Up to `count` first turns, drawn at this address; a group is one column, groups with one prompt share theirs.
 
     Turns without a thought are left out; where the samples of a group have prompts of their own, each is a column.
@@ -53,7 +53,7 @@ def first_turn_pairs(episodes: Sequence[Sequence[Turn]], count: int, *place: int
     return _merged([first[i] for i in chosen], once_a_group=True)
 
 
-def trajectory_pairs(episodes: Sequence[Sequence[Turn]], count: int, *place: int | str) -> Pairs:
+def trajectory_pairs(episodes: Sequence[Sequence[ReasonedTurn]], count: int, *place: int | str) -> Pairs:
     """Up to `count` episodes drawn at this address, and one of the turns with a thought of each: a column a turn."""
     spoken = [[turn for turn in turns if turn.reasoning] for turns in episodes]
     able = [i for i, turns in enumerate(spoken) if turns]
@@ -61,7 +61,7 @@ def trajectory_pairs(episodes: Sequence[Sequence[Turn]], count: int, *place: int
     return _merged([spoken[i][derive_seed(*place, "turn", i) % len(spoken[i])] for i in chosen], once_a_group=False)
 
 
-def _merged(turns: list[Turn], *, once_a_group: bool) -> Pairs:
+def _merged(turns: list[ReasonedTurn], *, once_a_group: bool) -> Pairs:
     """Equal prompts become one column, which counts for each group (or each turn) that showed it."""
     columns: dict[tuple[int, ...], set[int]] = {}
     for i, turn in enumerate(turns):

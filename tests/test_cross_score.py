@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from posttrain import prefixes
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.cross_score import Turn, cross_scores, first_turn_pairs, trajectory_pairs
+from posttrain.cross_score import ReasonedTurn, cross_scores, first_turn_pairs, trajectory_pairs
 
 SIZES = {
     "vocab_size": 71, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -94,7 +94,7 @@ def test_nothing_to_score() -> None:
 # ------------------------------------------------------------------------------------------------------ which pairs
 
 
-def episodes() -> list[list[Turn]]:
+def episodes() -> list[list[ReasonedTurn]]:
     """Groups 0 to 3 of four samples and three turns; groups 1 and 3 play the same level; one thought is missing."""
     out = []
     for group in range(4):
@@ -103,7 +103,8 @@ def episodes() -> list[list[Turn]]:
             thoughts = [[group, sample, turn] for turn in range(3)]
             if (group, sample) == (0, 2):
                 thoughts[0] = []
-            out.append([Turn([*level, *([sample] * turn)], thought, group) for turn, thought in enumerate(thoughts)])
+            turns = enumerate(thoughts)
+            out.append([ReasonedTurn([*level, *([sample] * n)], thought, group) for n, thought in turns])
     return out
 
 
@@ -140,6 +141,6 @@ def test_trajectories_give_one_turn_each_and_a_column_a_turn() -> None:
 
 
 def test_no_thoughts_no_pairs() -> None:
-    silent = [[Turn([1], [], 0), Turn([1, 2], [], 0)], []]
+    silent = [[ReasonedTurn([1], [], 0), ReasonedTurn([1, 2], [], 0)], []]
     for choose in (first_turn_pairs, trajectory_pairs):
         assert choose(silent, 8, 0) == ([], [], [], [])

@@ -12,7 +12,7 @@ import torch
 from posttrain import parallel
 from posttrain.chat import Chat
 from posttrain.config import StarPORun
-from posttrain.cross_score import Pairs, Turn, cross_scores, first_turn_pairs, trajectory_pairs
+from posttrain.cross_score import Pairs, ReasonedTurn, cross_scores, first_turn_pairs, trajectory_pairs
 from posttrain.experience import BatchRow, Experience
 from posttrain.learner import POLICY, Learner
 from posttrain.policy import microbatches
@@ -42,7 +42,10 @@ def thoughts_and_prompts(
     said = [thoughts(chat, t) for group in groups for t in group]
     numbers = [number for number, group in enumerate(groups) for _ in group]
     episodes = [
-        [Turn(thought.prompt_ids, thought.ids, number) if thought else Turn([], [], number) for thought in found]
+        [
+            ReasonedTurn(thought.prompt_ids, thought.ids, number) if thought else ReasonedTurn([], [], number)
+            for thought in found
+        ]
         for number, found in zip(numbers, said, strict=True)
     ]
     lengths = [len(turn.reasoning) for turns in episodes for turn in turns]
