@@ -112,7 +112,7 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
     from safetensors import SafetensorError, safe_open
 
     from envs import make
-    from posttrain import checkpoint, models
+    from posttrain import checkpoint, hardware, model_files, models
     from posttrain.preflight import check_hub
 
     problems = []
@@ -134,7 +134,7 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
     if not any(getattr(cfg.suites, suite) for suite in type(cfg.suites).model_fields):
         problems.append("suites: nothing is asked; give at least one of math, repetition, recall, preferences, envs.")
     try:
-        models.resolve_device(cfg.device)
+        hardware.resolve_device(cfg.device)
     except UserError as problem:
         problems.append(str(problem))
     hub_is_there = True
@@ -144,7 +144,7 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
         hub_is_there = False
         problems.append(str(problem))
     for name, path in cfg.checkpoints.items():
-        if not hub_is_there and not Path(path).exists() and models.HUB_NAME.fullmatch(path):
+        if not hub_is_there and not Path(path).exists() and model_files.HUB_NAME.fullmatch(path):
             continue  # said already
         try:
             models.load_chat(section(cfg, name), cfg.chat.template)

@@ -53,9 +53,9 @@ def main(argv: list[str] | None = None) -> None:
     runlog.keep_private(Path("runs"))
 
     from posttrain import models
-    from posttrain.preflight import preflight
+    from posttrain.preflight import check_run
 
-    preflight(cfg)
+    check_run(cfg)
     model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template, training=False)
     generator = Generator(model, chat)
 

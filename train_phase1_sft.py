@@ -29,32 +29,42 @@ def main(argv: list[str] | None = None) -> None:
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
 
-    from posttrain import checkpoint, data, models, training
-    from posttrain.preflight import preflight
+    from posttrain import (
+        checkpoint,
+        compat,
+        data,
+        hardware,
+        models,
+        prepared_rows,
+        run_identity,
+        training,
+        trl_arguments,
+    )
+    from posttrain.preflight import check_run
 
     # 2. Can it be done? Everything that is wrong is said at once, before anything is written.
-    cfg = models.settle(cfg)
+    cfg = hardware.settle(cfg)
     if runlog.is_main_process():
-        preflight(cfg, resume=flags.resume)
+        check_run(cfg, resume=flags.resume)
         if flags.resume:
-            training.same_run(output_dir, cfg.model_dump(mode="json"))
-            training.same_processes(output_dir)
+            run_identity.same_run(output_dir, cfg.model_dump(mode="json"))
+            run_identity.same_processes(output_dir)
         checkpoint.claim(output_dir, flags.resume)
-    device = models.resolve_device(cfg.device)
-    args = training.arguments(SFTConfig, cfg, device)
+    device = hardware.resolve_device(cfg.device)
+    args = trl_arguments.arguments(SFTConfig, cfg, device)
     set_seed(cfg.seed)
 
     # 3. The model, the chat that speaks to it, and the conversations as token ids with a mask on what is trained.
     model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template)
-    rows = training.prepared(output_dir / "rows", cfg, chat, args, data.load_sft, resume=flags.resume)
+    rows = prepared_rows.prepare(output_dir / "rows", cfg, chat, args, data.load_sft, resume=flags.resume)
 
     # 4. TRL trains. The rows carry assistant_masks, from which TRL makes the labels: only those tokens have a loss.
     if device.type == "cpu":
-        training.score_trained_positions_only()
-        training.read_in_slices(model)
+        compat.score_trained_positions_only()
+        compat.read_in_slices(model)
     else:
         training.read_without_padding_masks(model)
-    with training.refusals_in_words():
+    with trl_arguments.refusals_in_words():
         trainer = SFTTrainer(
             model=model,
             args=args,
@@ -63,11 +73,11 @@ def main(argv: list[str] | None = None) -> None:
             processing_class=chat.tokenizer,
             peft_config=models.peft_config(cfg.model, model, chat),
         )
-    training.seal_prepared(output_dir / "rows", cfg, chat)
+    prepared_rows.seal(output_dir / "rows", cfg, chat)
     outcome = training.fit(trainer, "phase 1", cfg, resume=flags.resume)
 
     # 5. What phase 2 takes over.
-    training.hand_over(
+    training.export(
         trainer, chat, cfg, outcome, rows=output_dir / "rows", phase="phase1", next_phase="phase2_dpo",
         config_file=flags.config,
     )  # fmt: skip

@@ -35,44 +35,47 @@ def main(argv: list[str] | None = None) -> None:
     from trl.trainer.dpo_config import DPOConfig
     from trl.trainer.dpo_trainer import DPOTrainer
 
-    from posttrain import checkpoint, data, models, training
-    from posttrain.preflight import preflight
-
-    class PairTrainer(DPOTrainer):
-        """TRL would render and tokenise text here, and text of a data set could become a control token."""
-
-        def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
-            assert {"prompt_ids", "chosen_ids", "rejected_ids"} <= set(dataset.column_names)
-            return dataset
+    from posttrain import (
+        checkpoint,
+        compat,
+        data,
+        hardware,
+        models,
+        prepared_rows,
+        run_identity,
+        training,
+        trl_arguments,
+    )
+    from posttrain.preflight import check_run
 
     # 2. Can it be done? Everything that is wrong is said at once, before anything is written.
-    cfg = models.settle(cfg)
+    cfg = hardware.settle(cfg)
     if runlog.is_main_process():
-        preflight(cfg, resume=flags.resume)
+        check_run(cfg, resume=flags.resume)
         if flags.resume:
-            training.same_run(output_dir, cfg.model_dump(mode="json"))
-            training.same_processes(output_dir)
+            run_identity.same_run(output_dir, cfg.model_dump(mode="json"))
+            run_identity.same_processes(output_dir)
         checkpoint.claim(output_dir, flags.resume)
-    device = models.resolve_device(cfg.device)
-    args = training.arguments(DPOConfig, cfg, device, precompute_ref_log_probs=True, logging_first_step=True)
+    device = hardware.resolve_device(cfg.device)
+    args = trl_arguments.arguments(DPOConfig, cfg, device, precompute_ref_log_probs=True, logging_first_step=True)
     if args.precompute_ref_batch_size is None and device.type != "cpu":  # nothing is kept for a backward pass
         args.precompute_ref_batch_size = 4 * args.per_device_train_batch_size
     set_seed(cfg.seed)
 
     # 3. The model, the chat that speaks to it, and the pairs as token ids: prompt, chosen, rejected.
     model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template)
-    pairs = training.prepared(output_dir / "pairs", cfg, chat, args, data.load_preferences, resume=flags.resume)
+    pairs = prepared_rows.prepare(output_dir / "pairs", cfg, chat, args, data.load_preferences, resume=flags.resume)
 
     # 4. TRL trains. The reference is the policy in memory, asked once for all pairs before the first step: a reference
     #    loaded by name could be another model, and would take the memory of a second one.
     if device.type == "cpu":
-        training.score_trained_positions_only()
-        training.read_in_slices(model)
+        compat.score_trained_positions_only()
+        compat.read_in_slices(model)
     else:
         training.read_without_padding_masks(model)
     training.show_reference_progress()
-    with training.refusals_in_words():
-        trainer = PairTrainer(
+    with trl_arguments.refusals_in_words():
+        trainer = compat.takes_token_ids(DPOTrainer)(
             model=model,
             args=args,
             train_dataset=pairs["train"],
@@ -80,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
             processing_class=chat.tokenizer,
             peft_config=models.peft_config(cfg.model, model, chat),
         )
-    training.seal_prepared(output_dir / "pairs", cfg, chat)
+    prepared_rows.seal(output_dir / "pairs", cfg, chat)
 
     margin = reference_margin(
         args,
@@ -94,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
     outcome = training.fit(trainer, "phase 2", cfg, resume=flags.resume, check_first=check_first)
 
     # 5. What phase 3 takes over.
-    training.hand_over(
+    training.export(
         trainer, chat, cfg, outcome, rows=output_dir / "pairs", phase="phase2", next_phase="phase3_starpo",
         config_file=flags.config,
     )  # fmt: skip

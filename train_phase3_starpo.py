@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
     cfg, args = load(StarPORun, "configs/phase3_starpo.yaml", argv, _arguments)
     runlog.keep_private(Path(cfg.output_dir))
 
-    from posttrain import curriculum, models, parallel, run_state, starpo_run
+    from posttrain import curriculum, model_files, models, parallel, run_state, starpo_run
     from posttrain.distillation import Distillation
     from posttrain.evaluation.forgetting import FormerTasks
     from posttrain.evaluation.tasks import hub_sets
@@ -73,14 +73,14 @@ def main(argv: list[str] | None = None) -> None:
     model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template)
     learner = starpo_run.prepare(cfg, model, chat)
     sampler = open_sampler(learner.policy, chat, cfg.rollout.engine, cfg.rollout.max_context, cfg.rollout.vllm_memory)
-    with learner.autocast(), models.no_bars():  # while the policy is the model that it starts from
+    with learner.autocast(), model_files.no_bars():  # while the policy is the model that it starts from
         distillation = Distillation.start(learner, sampler, chat) if cfg.distillation else None
     former_tasks = FormerTasks(cfg, chat)
     state = starpo_run.first_state(begun, learner, chat)
     monitor = Monitor(cfg, begun.settings, state, learner.exact)
     whole = Run(cfg, chat, sampler, learner, distillation, former_tasks, monitor)
 
-    with runlog.StopSignals() as stop, models.no_bars():
+    with runlog.StopSignals() as stop, model_files.no_bars():
         if state.step == 0:
             validate(whole, state, 0)
         for step in range(state.step + 1, cfg.trainer.max_steps + 1) if not state.stopped_early else ():

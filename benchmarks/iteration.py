@@ -22,7 +22,7 @@ import _measure
 from _measure import PAD, SHAPES
 
 import train_phase3_starpo as phase3
-from posttrain import models
+from posttrain import compat
 from posttrain.chat import Chat
 from posttrain.config import StarPORun, resolve
 from posttrain.run_state import RunState
@@ -64,7 +64,7 @@ def won(sample: int) -> float:
 
 def ours(cfg: StarPORun, model: Any, chat: Chat) -> Callable[[int], Iteration]:
     """Iteration 1, 2, ... of phase 3, its model being the policy."""
-    models.keep_freed_memory()  # as a script does that loads a model
+    compat.keep_freed_memory()  # as a script does that loads a model
     learner, state = prepare(cfg, model, chat), RunState.start(cfg)
     sampler = SlotSampler(learner.policy, [model.config.vocab_size], PAD)  # no token ends a turn
 

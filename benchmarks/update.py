@@ -64,14 +64,14 @@ def conversations(count: int, turns: int, new_tokens: int, vocabulary: int) -> l
 def ours(model: Any, episodes: list[Trajectory], micro_batch_tokens: int, **trainer: Any) -> Callable[[], float]:
     """One update of phase 3; the norm of its gradient. `trainer` has more of its settings."""
     import train_phase3_starpo as phase3
-    from posttrain import models
+    from posttrain import compat
     from posttrain.config import StarPORun
     from posttrain.experience import Batch, Experience
     from posttrain.learner import Learner
     from posttrain.run_state import RunState
     from posttrain.starpo.advantages import grpo
 
-    models.keep_freed_memory()  # as a script does that loads a model
+    compat.keep_freed_memory()  # as a script does that loads a model
     cfg = StarPORun.model_validate(
         {
             "output_dir": "unused",

@@ -27,9 +27,10 @@ from envs.protocol import Protocol
 from posttrain import models
 from posttrain.chat import Chat
 from posttrain.config import ModelSection
-from posttrain.policy import token_logprobs, without_noise
+from posttrain.policy import token_logprobs
 from posttrain.rollout import Context, open_sampler, play, set_up
 from posttrain.sampler import Sampler
+from posttrain.selftest import without_noise
 from posttrain.starpo.advantages import grpo
 from posttrain.starpo.losses import ppo_clip
 from posttrain.types import SamplingParams, Trajectory, derive_seed

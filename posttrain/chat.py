@@ -17,22 +17,18 @@ with a line break right after the "\\n" of its header, and where a template trim
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
-import resource
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import jinja2
-import jinja2.filters
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken
 
+from posttrain import template_limits
+from posttrain.compat import plain_text_tokenizer
 from posttrain.files import read_text
 from posttrain.types import UserError
 
@@ -47,9 +43,6 @@ REMEDY = (
     "Write chat.template=posttrain/chatml.jinja to train with this project's ChatML template, or chat.template=FILE "
     "with a corrected copy of the model's own."
 )
-TEMPLATE_SECONDS, TEMPLATE_BYTES = 5, 2**30  # processor time and memory that a template may take at first
-OUT_OF_MEMORY = 77  # exit code
-TEMPLATE_STEPS = 3_000_000  # lines that a template may run for one dialogue
 _PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")  # private-use characters: no template says them
 
 
@@ -94,7 +87,7 @@ class Chat:
         self._accepted: dict[tuple[tuple[str, ...], bool], list[list[int]]] = {}
 
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._backend = _text_backend(tokenizer, special)
+        self._backend = plain_text_tokenizer(tokenizer, special)
         self._check_template()
 
         written = self._added_among(ids for pieces in self._pieces.values() for ids in pieces)
@@ -103,7 +96,7 @@ class Chat:
             control.discard(tokenizer.unk_token_id)  # ordinary text may hold characters the vocabulary lacks
         self.control_ids = frozenset(control)
         if not control & self._added_ids <= special:
-            self._backend = _text_backend(tokenizer, control)
+            self._backend = plain_text_tokenizer(tokenizer, control)
         names = sorted(filter(None, map(self._backend.id_to_token, self.control_ids)), key=len, reverse=True)
         self._control_text = re.compile("|".join(map(re.escape, names)))
         self.pad_id = self._choose_pad()
@@ -290,8 +283,7 @@ class Chat:
 
     def _literal_texts(self, roles: tuple[str, ...], open_turn: bool) -> list[str]:
         if (roles, open_turn) not in self._texts:
-            messages = [{"role": role, "content": f"\ue000{i}\ue001"} for i, role in enumerate(roles)]
-            parts = _PLACEHOLDER.split(self._render(messages, open_turn))
+            parts = _PLACEHOLDER.split(self._render(_placeholders(roles), open_turn))
             if parts[1::2] != [str(i) for i in range(len(roles))]:
                 self._refuse(f"drops, repeats or moves messages of a dialogue {roles}")
             self._texts[roles, open_turn] = parts[0::2]
@@ -299,7 +291,7 @@ class Chat:
 
     def _render(self, messages: list[Message], open_turn: bool) -> str:
         try:
-            with _at_most(TEMPLATE_STEPS):
+            with template_limits.at_most(template_limits.STEPS):
                 rendered = self.tokenizer.apply_chat_template(
                     messages, chat_template=self.template, add_generation_prompt=open_turn, tokenize=False
                 )
@@ -325,19 +317,20 @@ class Chat:
     def _check_template(self) -> None:
         """Finds the stop token; raises UserError if the template can't be marked or rewrites what was said before."""
         turns = ("user", "assistant") * 3 + ("user",)
-        words = _try_in_child(lambda: [self._literal_texts(roles, True) for roles in (("user",), ("system", *turns))])
+        dialogues = [_placeholders(roles) for roles in (("user",), ("system", *turns))]
+        words = template_limits.why_not(self.template, self.tokenizer.special_tokens_map, dialogues)
         if words:
             raise UserError(f"{self._origin} cannot be used: {words} for a short dialogue. {REMEDY}")
-        dialogues: list[tuple[str, ...]] = [turns]
+        accepted: list[tuple[str, ...]] = [turns]
         try:
             self._literal_texts(("system", "user"), False)
-            dialogues.append(("system", *turns))
+            accepted.append(("system", *turns))
         except UserError as error:
             if not isinstance(error.__cause__, jinja2.TemplateError):
                 raise  # a template may refuse system messages, in words; then so do we, when one comes
         stops: set[int] = set()
         after: dict[tuple[str, str], list[int]] = {}
-        for roles in dialogues:
+        for roles in accepted:
             whole = self._literal_ids(roles, False)
             for said in range(roles.index("user") + 1, len(roles)):
                 pieces = self._literal_ids(roles[:said], False)
@@ -391,65 +384,9 @@ class Chat:
         return next(others, self.stop_id)
 
 
-def _try_in_child(work: Callable[[], object]) -> str:
-    """Why this cannot be done in TEMPLATE_SECONDS of processor time and TEMPLATE_BYTES of memory, or "".
-
-    It is done in a child process, so that no power of large numbers and no endless text reaches this one. Whatever else
-    the work raises is no concern here: it raises it again where it is done for good.
-    """
-    child = os.fork()
-    if child == 0:
-        try:
-            taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (taken + TEMPLATE_BYTES, taken + TEMPLATE_BYTES))
-            resource.setrlimit(resource.RLIMIT_CPU, (TEMPLATE_SECONDS, TEMPLATE_SECONDS))
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            work()
-        except BaseException as error:
-            while error is not None:
-                if isinstance(error, MemoryError):
-                    os._exit(OUT_OF_MEMORY)
-                error = error.__cause__
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):  # by RLIMIT_CPU
-        return f"it takes more than {TEMPLATE_SECONDS} seconds"
-    return f"it takes more than {TEMPLATE_BYTES >> 30} GiB" if os.WEXITSTATUS(status) == OUT_OF_MEMORY else ""
-
-
-class _Endless(BaseException):
-    """No Exception: Jinja's optimizer runs constant parts of a template while it compiles it, and swallows those."""
-
-
-@contextmanager
-def _at_most(steps: int) -> Iterator[None]:
-    """Ends a template that loops for longer than so many lines with a TimeoutError.
-
-    Jinja's sandbox bounds one range(), but not loops within loops. Counted are lines, not seconds: what is refused does
-    not depend on the machine. A single operation cannot be interrupted: `_try_in_child` is there for those.
-    """
-    left = steps
-
-    def each_line(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise _Endless
-        return each_line
-
-    def each_call(frame: FrameType, event: str, argument: Any) -> Any:
-        file = frame.f_code.co_filename
-        return each_line if file == "<template>" or file == jinja2.filters.__file__ else None
-
-    before = sys.gettrace()
-    sys.settrace(each_call)
-    try:
-        yield
-    except _Endless:
-        raise TimeoutError(f"it takes more than {steps} steps") from None
-    finally:
-        sys.settrace(before)
+def _placeholders(roles: Sequence[str]) -> list[Message]:
+    """A dialogue of these roles whose contents are found again in what a template makes of it."""
+    return [{"role": role, "content": f"\ue000{i}\ue001"} for i, role in enumerate(roles)]
 
 
 class _Cut(NamedTuple):
@@ -481,32 +418,3 @@ def _is_text(content: object) -> bool:
         return isinstance(content, str) and content.encode() is not None
     except UnicodeEncodeError:
         return False
-
-
-def _text_backend(tokenizer: PreTrainedTokenizerBase, control_ids: set[int]) -> Tokenizer:
-    """The same tokenizer for text in the middle of a conversation.
-
-    Two things differ: all control tokens are marked special, so that `encode_special_tokens` can hide them, and no
-    space is put in front of the text, which SentencePiece does at the start of what it takes for a sentence.
-    """
-    spec = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
-    for token in spec["added_tokens"]:
-        token["special"] = token["special"] or token["id"] in control_ids
-    spec["truncation"] = spec["padding"] = spec["post_processor"] = None
-    spec["normalizer"] = _without_prefix(spec["normalizer"])
-    spec["pre_tokenizer"] = _without_prefix(spec["pre_tokenizer"])
-    return Tokenizer.from_str(json.dumps(spec))
-
-
-def _without_prefix(step: dict[str, Any] | None) -> dict[str, Any] | None:
-    if step is None or step["type"] == "Prepend":
-        return None
-    step = dict(step)
-    for parts in ("normalizers", "pretokenizers"):
-        if parts in step:
-            step[parts] = [part for part in map(_without_prefix, step[parts]) if part is not None]
-    if step["type"] == "Metaspace":
-        step["prepend_scheme"] = "never"
-    if "add_prefix_space" in step:
-        step["add_prefix_space"] = False
-    return step

@@ -34,6 +34,8 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
+from posttrain.compat import attention_of
+
 # Written into config files by the published code but without effect there.  Here they would have one: `is_causal` turns
 # the causal mask off, `output_router_logits` makes trainers ask for an expert loss, and `auto_map` would name modelling
 # files that do not lie beside what we save.
@@ -257,7 +259,7 @@ class ConvGPTAttention(nn.Module):
         value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation or "eager", eager_attention)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(attention_of(self.config), eager_attention)
         output, weights = attend(
             self,
             query,
@@ -309,6 +311,8 @@ class ConvGPTPreTrainedModel(PreTrainedModel):
 class ConvGPTModel(ConvGPTPreTrainedModel):
     """The decoder; `last_hidden_state` is what the output projection multiplies (after scale_up and the final norm)."""
 
+    selects_positions = True  # `logits_to_keep`: with tied embeddings scale_up is most of the work
+
     def __init__(self, config: ConvGPTConfig) -> None:
         super().__init__(config)
         dim = config.transformer_dim
@@ -350,7 +354,7 @@ class ConvGPTModel(ConvGPTPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         tokens = embeds.shape[1]
-        if position_ids is None and self.config._attn_implementation == "sdpa":  # given positions may mean packed rows
+        if position_ids is None and attention_of(self.config) == "sdpa":  # given positions may mean packed rows
             attention_mask = None if pads_on_the_right(attention_mask, tokens) else attention_mask
         if position_ids is None and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens:]

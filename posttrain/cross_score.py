@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from posttrain.head import head_logprobs
 from posttrain.policy import microbatches
-from posttrain.prefixes import Prefixes, agrees
+from posttrain.prefixes import Prefixes
+from posttrain.selftest import can_share_prefixes
 from posttrain.types import derive_seed
 
 # ------------------------------------------------------------------------------------------------------ which pairs
@@ -99,7 +100,7 @@ def cross_scores(
         return scores_RN
     was_training = model.training
     model.eval()
-    shared = agrees(model)
+    shared = can_share_prefixes(model)
     if not shared:
         warnings.warn(f"{type(model).__name__}: no standard KV cache; every pair reads its prompt again", stacklevel=3)
     for columns in microbatches([len(prompt) for prompt in prompts], token_budget):

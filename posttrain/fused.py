@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import Cache, PreTrainedModel
 
+from posttrain import compat
 from posttrain.convgpt import ConvGPTLayer, ConvGPTModel
 
 
@@ -56,8 +57,8 @@ def _can_fuse(decoder: ConvGPTModel) -> bool:
         if name.endswith("_proj")
     ]
     plain = all(type(part) is nn.Linear and part.bias is None and part.weight.is_floating_point() for part in products)
-    hooked = any(part._forward_hooks or part._forward_pre_hooks for part in decoder.layers.modules())
-    return plain and not hooked and config._attn_implementation == "sdpa" and not config.sliding_window
+    hooked = any(map(compat.has_hooks, decoder.layers.modules()))
+    return plain and not hooked and compat.attention_of(config) == "sdpa" and not config.sliding_window
 
 
 class _Layer(NamedTuple):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from posttrain import checkpoint, models
+from posttrain import checkpoint, model_files
 from posttrain.config import run
 from posttrain.types import UserError, one_line
 
@@ -55,12 +55,11 @@ def convert(file: str | Path, folder: str | Path) -> Path:
     # The weights are ordinary float32 now; with these left in place, the folder would be read as a GGUF model again.
     del net.config.quantization_config
     net.hf_quantizer, net.is_quantized = None, False
-    if hasattr(net.config, "_model_name_or_path"):
-        del net.config._model_name_or_path
+    net.config.name_or_path = ""
     tokenizer.model_max_length = net.config.max_position_embeddings  # which the file says of the model alone
 
     def write(out: Path) -> None:
-        with models.no_bars():
+        with model_files.no_bars():
             net.save_pretrained(out)
         tokenizer.save_pretrained(out)
         _same_tokens(tokenizer, out)

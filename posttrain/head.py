@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE, ChunkedLogProbFunction
+
+from posttrain.compat import TOKEN_CHUNK_SIZE, chunked_logprobs
 
 # columns of the logits that exist at any one time; on a CPU few enough that they hardly leave its caches
 VOCABULARY_CHUNK = {"cuda": 8192, "cpu": 2048}
@@ -32,18 +33,10 @@ def head_logprobs(
         bias_V = None if layer.bias is None else layer.bias * scale
         cap = None if cap is None else cap / temperature
         return _LogProbs.apply(hidden_SD if scale == 1.0 else hidden_SD * scale, weight_VD, bias_V, tokens_S, cap)
-    logprobs_S, entropy_S, *_ = ChunkedLogProbFunction.apply(
-        hidden_SD,
-        weight_VD,
-        layer.bias,
-        tokens_S,
-        temperature,
-        VOCABULARY_CHUNK.get(device, VOCABULARY_CHUNK["cuda"]),
-        cap,
-        scale,
-        ("entropy",),
+    columns = VOCABULARY_CHUNK.get(device, VOCABULARY_CHUNK["cuda"])
+    return chunked_logprobs(
+        hidden_SD, weight_VD, layer.bias, tokens_S, columns=columns, temperature=temperature, cap=cap, scale=scale
     )
-    return logprobs_S, entropy_S
 
 
 def kl_backward(

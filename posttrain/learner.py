@@ -19,8 +19,9 @@ from posttrain.config import StarPORun
 from posttrain.critic import Critic
 from posttrain.experience import Batch, BatchRow, Experience, Measured
 from posttrain.head import head_logprobs
-from posttrain.policy import head_agrees, microbatches, trained_states
-from posttrain.prefixes import Prefixes, agrees, can_share, prefix_of, worth_sharing
+from posttrain.policy import microbatches, trained_states
+from posttrain.prefixes import Prefixes, can_share, prefix_of, worth_sharing
+from posttrain.selftest import can_share_prefixes, head_agrees
 from posttrain.starpo import filters, losses
 from posttrain.types import Trajectory, UserError
 
@@ -85,7 +86,7 @@ class Learner:
                 f"{type(model).__name__} does more to its logits than posttrain/policy.py knows: log-probs of sampled"
                 " tokens would be wrong. Choose a model of another architecture."
             )
-        self.shares = can_share(cfg) and agrees(self.policy)
+        self.shares = can_share(cfg) and can_share_prefixes(self.policy)
         # sampler and trainer round alike in float32 alone
         own = cfg.rollout.engine != "vllm"
         self.exact = own and self.policy.dtype == torch.float32 and not cfg.trainer.bf16

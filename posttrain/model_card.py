@@ -16,9 +16,9 @@ from typing import Any
 import yaml
 from huggingface_hub import HfApi, ModelCardData, metadata_load, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.utils import httpx  # the one it was built with, httpx or httpx2
 
 from posttrain import checkpoint
+from posttrain.compat import HTTP_ERROR
 from posttrain.types import UserError
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -263,7 +263,7 @@ def _licence(name_or_path: str, revision: str | None) -> str | None:
         if not isinstance(card, str):
             try:
                 told = HfApi().model_info(name_or_path, revision=revision, timeout=10).card_data
-            except (OSError, ValueError, httpx.HTTPError, HfHubHTTPError):
+            except (OSError, ValueError, HTTP_ERROR, HfHubHTTPError):
                 return None
             found = told.get("license") if told else None
             return found if isinstance(found, str) else None

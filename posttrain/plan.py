@@ -16,15 +16,15 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
 
-from posttrain import models, parallel
+from posttrain import model_files, models, parallel
+from posttrain.compat import TOKEN_CHUNK_SIZE
 from posttrain.config import ModelSection, StarPORun
 from posttrain.convgpt import ConvGPTModel
 from posttrain.head import KL_TILE, VOCABULARY_CHUNK
-from posttrain.policy import UNFIT
 from posttrain.prefixes import can_share
 from posttrain.sampler.slots import PREFILL_TOKENS, whole_blocks
+from posttrain.selftest import UNFIT
 from posttrain.types import UserError
 
 MARGIN = 0.15  # of the free memory: for what no formula sees, fragments and workspaces
@@ -420,5 +420,5 @@ def make(cfg: StarPORun, device: torch.device) -> Plan:
         held = psutil.Process().memory_info().rss
     free, held = min(parallel.gather([free])), max(parallel.gather([held]))
     vllm = round(total * cfg.rollout.vllm_memory) if cfg.rollout.engine == "vllm" else 0
-    shape = Shape.of(models.load_config(cfg.model), cfg.model)
+    shape = Shape.of(model_files.load_config(cfg.model), cfg.model)
     return choose(shape, cfg, free, held=held, vllm=vllm, cuda=cuda, processes=parallel.size())

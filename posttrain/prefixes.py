@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import torch
 from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
 
+from posttrain.compat import CacheLayer
 from posttrain.config import StarPORun
-from posttrain.policy import DEVICE_ERRORS, UNFIT, attends_to_all, attention_mask, read, trained_states
+from posttrain.policy import attention_mask, read, trained_states
 
 Ids = Sequence[int]
 
@@ -43,7 +43,7 @@ def worth_sharing(rows: Sequence[tuple[Ids, Sequence[bool]]], budget: float) -> 
     return chosen
 
 
-class _Layer(CacheLayerMixin):
+class _Layer(CacheLayer):
     """Keys and values of one layer: of the prefixes, [G, H, P, D]; then those picked for each row, and the row's."""
 
     def __init__(self) -> None:
@@ -51,9 +51,6 @@ class _Layer(CacheLayerMixin):
         self.read: tuple[torch.Tensor, torch.Tensor] | None = None  # as computed, with their graph
         self.given: tuple[torch.Tensor, torch.Tensor] | None = None  # the same as leaves, which gather gradients
         self.pick_B = torch.empty(0, dtype=torch.long)
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -66,12 +63,6 @@ class _Layer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class Prefixes:
@@ -152,26 +143,3 @@ class Prefixes:
             past_key_values=self.cache,
             use_cache=True,
         )
-
-
-@torch.no_grad()
-def agrees(model: PreTrainedModel) -> bool:
-    """Whether rows that continue a prefix get the states that they get when they are read as a whole."""
-    if not attends_to_all(model):
-        return False
-    was_training = model.training
-    model.eval()
-    rows = [[3, 4, 5, 6, 7], [3, 4, 5, 8], [3, 4]]
-    masks = [[False] * 3 + [True] * 2, [False] * 3 + [True], [False, True]]
-    try:
-        with torch.autocast(model.device.type, enabled=False):
-            whole_SD, _ = trained_states(model, rows, masks)
-            shared_SD, _ = Prefixes(model, [(3, 4)]).states(rows, masks)
-    except DEVICE_ERRORS:
-        raise
-    except UNFIT:
-        return False
-    finally:
-        model.train(was_training)
-    tolerance = 1e-4 if model.dtype == torch.float32 else 0.05
-    return bool((whole_SD - shared_SD).abs().max() <= tolerance * whole_SD.abs().max())

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-from huggingface_hub.utils import httpx  # the one it was built with, httpx or httpx2
 
-from posttrain import checkpoint, files, models
+from posttrain import checkpoint, compat, files, hardware, model_files, models
 from posttrain.config import ModelSection
 from posttrain.types import UserError, one_line
 
 
-def preflight(cfg: Any, *, resume: bool = False, data_sets: Sequence[str] = ()) -> None:
+def check_run(cfg: Any, *, resume: bool = False, data_sets: Sequence[str] = ()) -> None:
     """Look at everything a run needs before it starts; all that is wrong comes back in one UserError.
 
     data_sets: what it needs from the Hub besides the sources of `data` and `distillation`.
@@ -37,11 +36,11 @@ def preflight(cfg: Any, *, resume: bool = False, data_sets: Sequence[str] = ()) 
     sections = [cfg.model] if hasattr(cfg, "model") else [ModelSection(name_or_path=path) for path in several]
     data = [section for key in ("data", "distillation") if (section := getattr(cfg, key, None)) is not None]
     data_paths = [source.path for section in data for source in section.sources]
-    passes(lambda: models.resolve_device(cfg.device))
+    passes(lambda: hardware.resolve_device(cfg.device))
     passes(lambda: _check_libraries(cfg))
     for path in data_paths:
         passes(lambda path=path: _check_data_path(path))
-    found = [model for model in sections if passes(lambda model=model: models.check_source(model))]
+    found = [model for model in sections if passes(lambda model=model: model_files.check_source(model))]
     if passes(lambda: check_hub(found, [*data_paths, *data_sets])):
         for model in found:
             passes(lambda model=model: models.load_chat(model, cfg.chat.template))
@@ -65,12 +64,12 @@ def _check_libraries(cfg: Any) -> None:
         raise UserError(
             "report_to=wandb needs wandb, which is not installed: `pip install wandb`, or write report_to=trackio."
         )
-    if models.trainer_field(cfg, "use_liger_kernel") and importlib.util.find_spec("liger_kernel") is None:
+    if hardware.trainer_field(cfg, "use_liger_kernel") and importlib.util.find_spec("liger_kernel") is None:
         raise UserError(
             "trainer.use_liger_kernel=true needs the package liger-kernel, which is not installed: `pip install"
             " liger-kernel` (it needs a GPU), or leave it out."
         )
-    optim, bf16 = models.trainer_field(cfg, "optim"), models.trainer_field(cfg, "bf16")
+    optim, bf16 = hardware.trainer_field(cfg, "optim"), hardware.trainer_field(cfg, "bf16")
     needs_bnb = [f"trainer.optim={optim}"] if "8bit" in str(optim) else []
     needs_bnb += ["model.tuning=qlora"] if cfg.model.tuning == "qlora" else []
     if needs_bnb and importlib.util.find_spec("bitsandbytes") is None:
@@ -79,7 +78,7 @@ def _check_libraries(cfg: Any) -> None:
             "or write trainer.optim=adamw_torch and model.tuning=lora."
         )
     missing = cfg.device == "cuda" and not torch.cuda.is_available()  # said elsewhere
-    if bf16 is True and not missing and not models.has_bf16(models.resolve_device(cfg.device)):
+    if bf16 is True and not missing and not hardware.has_bf16(hardware.resolve_device(cfg.device)):
         raise UserError(
             "trainer.bf16=true, but this device has no bfloat16 in hardware (a GPU since Ampere, a CPU with AVX512-BF16"
             " or AMX) and only imitates it, slower than float32. Leave trainer.bf16 out (it is then switched on where "
@@ -90,7 +89,7 @@ def _check_libraries(cfg: Any) -> None:
 def _check_kernels(cfg: Any) -> None:
     """What a GPU compiles when training begins is compiled now, before hours of data work."""
     try:
-        device = models.resolve_device(cfg.device)
+        device = hardware.resolve_device(cfg.device)
     except UserError:  # said already
         return
     if device.type == "cuda":
@@ -102,12 +101,10 @@ def try_output_layer(device: torch.device) -> None:
 
     On a GPU it is a Triton kernel, which needs a C compiler and Python's headers when it first runs.
     """
-    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
-
     try:
         hidden = torch.zeros(1, 16, device=device, requires_grad=True)
         weight, token = torch.zeros(32, 16, device=device), torch.zeros(1, dtype=torch.long, device=device)
-        logprob, *_ = ChunkedLogProbFunction.apply(hidden, weight, None, token, 1.0, 32, None, 1.0, ("entropy",))
+        logprob, _ = compat.chunked_logprobs(hidden, weight, None, token, columns=32)
         logprob.sum().backward()
     except torch.OutOfMemoryError as error:
         raise UserError(f"The GPU has no free memory ({one_line(error)}). End what else runs on it.") from error
@@ -121,7 +118,7 @@ def try_output_layer(device: torch.device) -> None:
 
 def _check_data_path(path: str) -> None:
     """A local data file must be there; "embedded" needs nothing and a Hub name is checked with the Hub."""
-    local = models.HUB_NAME.fullmatch(path) is None or Path(path).suffix in {".jsonl", ".parquet"}
+    local = model_files.HUB_NAME.fullmatch(path) is None or Path(path).suffix in {".jsonl", ".parquet"}
     if path != "embedded" and local and not os.path.exists(path):
         raise UserError(f"The data file {path} (data.sources) does not exist.")
     if os.path.isdir(path):
@@ -137,7 +134,7 @@ def check_hub(wanted: list[ModelSection], data_paths: list[str]) -> None:
     """Every model and data set that has to come from the Hub must be on this disk already or within reach."""
     asked = [("model", model.name_or_path, model.revision) for model in wanted]
     asked += [("dataset", path, None) for path in dict.fromkeys(data_paths) if path != "embedded"]
-    asked = [one for one in asked if models.HUB_NAME.fullmatch(one[1]) and not Path(one[1]).exists()]
+    asked = [one for one in asked if model_files.HUB_NAME.fullmatch(one[1]) and not Path(one[1]).exists()]
     asked = [one for one in asked if not _in_cache(*one)]
     for kind, name, revision in asked:
         try:
@@ -149,7 +146,7 @@ def check_hub(wanted: list[ModelSection], data_paths: list[str]) -> None:
             ) from error
         except (RepositoryNotFoundError, RevisionNotFoundError) as error:
             raise UserError(f"The Hub has no {kind} {name} (or no such revision, or you may not see it).") from error
-        except (OSError, httpx.HTTPError) as error:
+        except (OSError, compat.HTTP_ERROR) as error:
             names = ", ".join(f"{kind} {name}" for kind, name, _ in asked)
             raise UserError(
                 f"Hugging Face cannot be reached, and this run needs from it: {names} ({one_line(error)}). Connect "
@@ -168,7 +165,8 @@ def _in_cache(kind: str, name: str, revision: str | None) -> bool:
 
 def _room(cfg: Any, model: ModelSection) -> int:
     """Bytes that a run's checkpoints may take: weights and two moments each, one more while it is being written."""
-    kept = cfg.checkpoint.keep + 1 if hasattr(cfg, "checkpoint") else models.trainer_field(cfg, "save_total_limit") or 2
+    limit = hardware.trainer_field(cfg, "save_total_limit") or 2
+    kept = cfg.checkpoint.keep + 1 if hasattr(cfg, "checkpoint") else limit
     weights = 4 * _parameters(model)
     return weights + (kept + 1) * (3 * weights if model.tuning == "full" else weights // 5)
 
@@ -181,8 +179,8 @@ def _parameters(model: ModelSection) -> int:
         if not isinstance(cached, str):
             try:
                 told = HfApi().model_info(model.name_or_path, revision=model.revision, timeout=10).safetensors
-            except (OSError, httpx.HTTPError):  # cached in a form that is not looked into here
+            except (OSError, compat.HTTP_ERROR):  # cached in a form that is not looked into here
                 told = None
             return told.total if told else 0
         folder = Path(cached).parent
-    return models.weights_held(folder)[0]
+    return model_files.weights_held(folder)[0]

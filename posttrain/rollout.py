@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 from envs import TextEnv
 from envs.protocol import Episode, Protocol, thought_span
 from posttrain.chat import Chat
-from posttrain.sampler import Sampler, Turn, open_engine
+from posttrain.engine import open_engine
+from posttrain.sampler import Sampler, Turn
 from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError, derive_seed, one_line
 
 RAISED = (Exception, SystemExit)  # what an environment can do that ends its own episode alone

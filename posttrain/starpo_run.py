@@ -11,16 +11,28 @@ import torch
 from transformers import set_seed
 
 from envs.protocol import Episode
-from posttrain import checkpoint, curriculum, model_card, models, parallel, plan, run_state, runlog, training
+from posttrain import (
+    checkpoint,
+    curriculum,
+    hardware,
+    model_card,
+    models,
+    parallel,
+    plan,
+    run_identity,
+    run_state,
+    runlog,
+    trl_arguments,
+)
 from posttrain.chat import Chat
 from posttrain.config import StarPORun
 from posttrain.learner import Learner
 from posttrain.monitoring.episodes import memory, reward_table
-from posttrain.policy import without_noise
-from posttrain.preflight import preflight
+from posttrain.preflight import check_run
 from posttrain.rollout import Context, play
 from posttrain.run_state import RunState, changed
 from posttrain.sampler import Sampler
+from posttrain.selftest import without_noise
 from posttrain.types import SamplingParams, Trajectory, UserError
 
 
@@ -47,18 +59,18 @@ def begin(cfg: StarPORun, *, resume: bool, data_sets: list[str]) -> Begun:
 
     data_sets: those that the run will ask the Hub for.
     """
-    cfg = models.settle(cfg)
+    cfg = hardware.settle(cfg)
     settings, out = cfg.model_dump(mode="json"), Path(cfg.output_dir)
     if runlog.is_main_process():
         curriculum.check_environments(cfg)
         played = curriculum.environments_of_groups(cfg.envs, cfg.rollout.groups, 1)
         runlog.say(reward_table(cfg, played))
-        preflight(cfg, resume=resume, data_sets=data_sets)
+        check_run(cfg, resume=resume, data_sets=data_sets)
         if resume:
-            training.same_run(out, settings)
+            run_identity.same_run(out, settings)
         checkpoint.claim(out, resume)
-        training.remember_run(out, settings, resume)
-    device = models.resolve_device(cfg.device)
+        run_identity.remember_run(out, settings, resume)
+    device = hardware.resolve_device(cfg.device)
     parallel.start(device)
     set_seed(cfg.seed)  # for new adapters; whatever is drawn later has a seed of its own
 
@@ -85,7 +97,7 @@ def prepare(cfg: StarPORun, model: Any, chat: Chat) -> Learner:
     if (adapter := models.peft_config(cfg.model, model, chat)) is not None:
         from peft import get_peft_model
 
-        with training.refusals_in_words():
+        with trl_arguments.refusals_in_words():
             model = get_peft_model(model, adapter)
         models.adapters_in_float32(model)
     if cfg.trainer.gradient_checkpointing:
@@ -128,7 +140,7 @@ def play_all(
 
 def first_state(begun: Begun, learner: Learner, chat: Chat) -> RunState:
     """A new run's state, or that of its checkpoint, whose weights are then in place."""
-    runlog.say(f"phase 3: {training.describe(begun.cfg, learner.model, begun.device)}")
+    runlog.say(f"phase 3: {models.describe(begun.cfg, learner.model, begun.device)}")
     state = RunState.start(begun.cfg, begun.plan.changes)
     if begun.found:
         state = run_state.load(begun.found, learner)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 import random
 import re
@@ -20,8 +21,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 from trl.chat_template_utils import is_chat_template_prefix_preserving, is_chat_template_stop_token_trained
 
-from posttrain import chat as chat_module
-from posttrain.chat import TEMPLATE_PATH, TEMPLATE_STEPS, Chat, template_hash
+from posttrain import template_limits
+from posttrain.chat import TEMPLATE_PATH, Chat, template_hash
 from posttrain.types import UserError
 
 LLAMA3 = (
@@ -563,8 +564,8 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 def test_a_template_that_fails_or_never_ends_is_refused(
     tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str, words: str
 ) -> None:
-    monkeypatch.setattr(chat_module, "TEMPLATE_STEPS", 20_000)
-    monkeypatch.setattr(chat_module, "TEMPLATE_SECONDS", 1)
+    monkeypatch.setattr(template_limits, "STEPS", 20_000)
+    monkeypatch.setattr(template_limits, "SECONDS", 1)
     template = tmp_path / "mine.jinja"
     template.write_text(start + TEMPLATE_PATH.read_text())
     with pytest.raises(UserError, match=words) as error:
@@ -572,8 +573,28 @@ def test_a_template_that_fails_or_never_ends_is_refused(
     assert "\n" not in str(error.value) and sys.gettrace() is None
 
 
+def test_time_memory_and_a_crash_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child is a clean process: this one, which has threads, is not forked."""
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
+    dialogue = [[{"role": "user", "content": "hello"}]]
+    assert template_limits.why_not("{{ messages[0].content }}{{ eos_token }}", {"eos_token": "</s>"}, dialogue) == ""
+    monkeypatch.setattr(template_limits, "SECONDS", 1)
+    told = {}
+    for name in ("SIGXCPU", "SIGSEGV", "SIGKILL"):
+        child = tmp_path / f"{name}.py"
+        child.write_text(f"import os, signal\nos.kill(os.getpid(), signal.{name})")
+        monkeypatch.setattr(template_limits, "__file__", str(child))
+        told[name] = template_limits.why_not(name, {}, dialogue)
+    assert told["SIGXCPU"] == "it takes more than 1 seconds" and told["SIGSEGV"] == "it crashes (SIGSEGV)"
+    assert "SIGKILL" in told["SIGKILL"] and "memory" in told["SIGKILL"]
+    (tmp_path / "broken.py").write_text("import no_such_module")
+    monkeypatch.setattr(template_limits, "__file__", str(tmp_path / "broken.py"))
+    with pytest.raises(UserError, match=r"does not start here.*no_such_module"):
+        template_limits.why_not("broken", {}, dialogue)
+
+
 def test_a_long_dialogue_is_far_from_the_bound(tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred turns take less than a hundredth of the steps that a template may have."""
-    monkeypatch.setattr(chat_module, "TEMPLATE_STEPS", TEMPLATE_STEPS // 100)
+    monkeypatch.setattr(template_limits, "STEPS", template_limits.STEPS // 100)
     said = [{"role": role, "content": "x"} for _ in range(100) for role in ("user", "assistant")]
     assert len(tiny_chat.encode(said).ids) > 400

@@ -30,6 +30,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from posttrain import embedded, parallel
 from posttrain.chat import Chat
+from posttrain.compat import takes_token_ids
 from posttrain.config import DataSection, Source
 from posttrain.data import FilterTable, PreferenceData, SFTData, load_preferences, load_sft, reading
 from posttrain.data import contamination as contamination_module
@@ -397,10 +398,6 @@ def test_trl_s_labels_are_exactly_our_mask(tmp_path: Path, tiny_chat: Chat, pack
 
 
 def test_dpo_trains_on_our_ids(tmp_path: Path, tiny_chat: Chat) -> None:
-    class PairTrainer(DPOTrainer):
-        def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
-            return dataset
-
     rows = [*GOOD_PAIRS, pair(HOSTILE, "a" + HOSTILE, "b" + HOSTILE), pair("p4", "x y z", "q")]
     rows += [pair(f"p{n}", f"u {n}", f"v {n}") for n in range(5, 12)]
     source = Source(kind="ultrafeedback", path=write(tmp_path / "pairs.jsonl", rows))
@@ -418,7 +415,7 @@ def test_dpo_trains_on_our_ids(tmp_path: Path, tiny_chat: Chat) -> None:
         bf16=False,
         disable_tqdm=True,
     )
-    trainer = PairTrainer(
+    trainer = takes_token_ids(DPOTrainer)(
         tiny_model(tiny_chat),
         args=args,
         train_dataset=pairs.train,

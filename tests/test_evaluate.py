@@ -24,7 +24,7 @@ from tiny_runs import python
 import evaluate_model
 from envs import make
 from envs.protocol import Episode, Protocol
-from posttrain import checkpoint, config, embedded, metrics, models, plan
+from posttrain import checkpoint, config, embedded, hardware, metrics, plan
 from posttrain.chat import Chat
 from posttrain.config import EvaluateRun
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
@@ -541,7 +541,7 @@ def test_every_visible_gpu_has_a_process_of_its_own(
     assert workers.visible_gpus() == ["0", "1", "2"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-5f, 6")
     assert workers.visible_gpus() == ["4", "GPU-5f", "6"]
-    monkeypatch.setattr(models, "resolve_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(hardware, "resolve_device", lambda _: torch.device("cuda", 0))
     cfg = resolved(tmp_path, {name: checkpoints["base"] for name in "abcd"}, suites=SMALL)
     asked_for = tasks_of(cfg)
     found = run_tasks(cfg, asked_for, seen)

@@ -22,7 +22,7 @@ from test_report import build_run
 from tiny_runs import tiny_base
 from transformers import PreTrainedTokenizerFast
 
-from posttrain import checkpoint, models, report, runlog, training
+from posttrain import checkpoint, models, report, run_identity, runlog
 from posttrain.config import ChatRun, DPORun, EvaluateRun, ModelSection, SFTRun, StarPORun, resolve
 from posttrain.types import UserError
 
@@ -182,8 +182,8 @@ def of_logs(handed: Path, place: Path) -> tuple[Callable[[], object], list[Path]
 
 def of_a_begun_run(handed: Path, place: Path) -> tuple[Callable[[], object], list[Path]]:
     cfg = resolve(SFTRun, CONFIGS / "phase1_sft.yaml", [f"output_dir={place}"]).model_dump(mode="json")
-    training.remember_run(place, cfg, resume=False)
-    return lambda: training.same_run(place, cfg), [place / checkpoint.RUN_CONFIG]
+    run_identity.remember_run(place, cfg, resume=False)
+    return lambda: run_identity.same_run(place, cfg), [place / checkpoint.RUN_CONFIG]
 
 
 def of_results(handed: Path, place: Path) -> tuple[Callable[[], object], list[Path]]:

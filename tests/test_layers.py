@@ -19,7 +19,8 @@ LAYERS = [
     ["envs"],
     ["posttrain.types"],
     ["posttrain.files"],
-    ["posttrain.config"],
+    ["posttrain.config", "posttrain.template_limits"],
+    ["posttrain.compat"],
     [
         f"posttrain.{name}"
         for name in (
@@ -33,12 +34,14 @@ LAYERS = [
             "curriculum",
             "head",
             "experience",
+            "hardware",
         )
     ],
-    ["posttrain.embedded", "posttrain.policy", "posttrain.fused", "posttrain.model_card"],
-    ["posttrain.data", "posttrain.models", "posttrain.report", "posttrain.critic", "posttrain.prefixes"],
-    [f"posttrain.{name}" for name in ("sampler", "training", "gguf", "cross_score", "learner", "preflight")],
-    ["posttrain.rollout", "posttrain.run_state"],
+    [f"posttrain.{name}" for name in ("embedded", "policy", "fused", "model_card", "model_files", "run_identity")],
+    [f"posttrain.{name}" for name in ("data", "report", "critic", "prefixes", "sampler", "prepared_rows")],
+    ["posttrain.trl_arguments", "posttrain.selftest"],
+    [f"posttrain.{name}" for name in ("models", "cross_score", "engine", "learner", "gguf")],
+    [f"posttrain.{name}" for name in ("training", "preflight", "rollout", "run_state")],
     ["posttrain.monitoring", "posttrain.plan", "posttrain.distillation", "posttrain.inference"],
     ["posttrain.evaluation", "posttrain.starpo_run"],
     SCRIPTS,

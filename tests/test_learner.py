@@ -178,7 +178,7 @@ def test_reading_beginnings_once_changes_nothing(advantage: str, monkeypatch: py
     shared = moved(config(advantage=advantage))
     assert max(used) == 3, "the members of each group share their prompt"
     used.clear()
-    monkeypatch.setattr("posttrain.learner.agrees", lambda model: False)
+    monkeypatch.setattr("posttrain.learner.can_share_prefixes", lambda model: False)
     whole = moved(config(advantage=advantage))
     assert max(used) == 0
     assert (shared - whole).norm() <= 1e-5 * whole.norm()

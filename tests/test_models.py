@@ -6,10 +6,7 @@ import copy
 import importlib.util
 import json
 import os
-import platform
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from tiny_runs import conversations, not_root, settings, tiny_base
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from posttrain import checkpoint, config, models, preflight
+from posttrain import checkpoint, config, hardware, models, preflight
 from posttrain.chat import TEMPLATE_PATH, Chat
 from posttrain.config import ModelSection, SFTRun, StarPORun
 from posttrain.types import UserError
@@ -265,7 +262,7 @@ def test_other_weights_that_lie_beside_are_not_looked_at(base: Path, tmp_path: P
     save_file({"model.norm.weight": torch.zeros(32)}, folder / "model_zz.safetensors")
     (folder / "consolidated.safetensors").write_bytes(b"no weights at all")
     assert torch.equal(logits(load(folder)[0]), logits(load(base)[0]))
-    preflight.preflight(run_config(tmp_path, folder))
+    preflight.check_run(run_config(tmp_path, folder))
 
 
 def test_a_damaged_template_is_damage_and_no_other_template(base: Path, tmp_path: Path) -> None:
@@ -384,7 +381,7 @@ def starpo_config(base: Path) -> StarPORun:
 
 
 def test_preflight_passes_and_writes_nothing(tmp_path: Path, base: Path) -> None:
-    preflight.preflight(run_config(tmp_path, base))
+    preflight.check_run(run_config(tmp_path, base))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "sft.yaml"]
 
 
@@ -395,7 +392,7 @@ def test_preflight_says_everything_at_once(tmp_path: Path, base: Path, monkeypat
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
     cfg = run_config(tmp_path, base, "device=cuda", f"data.sources.0.path={tmp_path}/none.jsonl")
     with pytest.raises(UserError) as error:
-        preflight.preflight(cfg)
+        preflight.check_run(cfg)
     text = str(error.value)
     for words in ("4 reasons", "no CUDA GPU", "none.jsonl", "Too little disk space", "already holds a run"):
         assert words in text
@@ -417,7 +414,7 @@ def test_preflight_without_a_network_names_all_it_would_need(
     monkeypatch.setattr(HfApi, "repo_info", unreachable)
     cfg = run_config(tmp_path, base, "model.name_or_path=no/such-model", "data.sources.0.path=no/such-data")
     with pytest.raises(UserError) as error:
-        preflight.preflight(cfg)
+        preflight.check_run(cfg)
     text = str(error.value)
     for words in ("cannot be reached", "model no/such-model", "dataset no/such-data", "make quickstart", "hf download"):
         assert words in text
@@ -431,9 +428,9 @@ def test_preflight_without_a_network_names_all_it_would_need(
 def test_preflight_refuses(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, override: str, words: str
 ) -> None:
-    monkeypatch.setattr(models, "_cpu_flags", frozenset)
+    monkeypatch.setattr(hardware, "_cpu_flags", frozenset)
     with pytest.raises(UserError, match=words):
-        preflight.preflight(run_config(tmp_path, base, override))
+        preflight.check_run(run_config(tmp_path, base, override))
 
 
 # ------------------------------------------------------------------------------------------------------------ precision
@@ -446,29 +443,29 @@ def test_preflight_refuses(
 def test_bf16_is_derived_from_the_cpu(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, flags: str, there: bool
 ) -> None:
-    monkeypatch.setattr(models, "_cpu_flags", lambda: frozenset(flags.split()))
+    monkeypatch.setattr(hardware, "_cpu_flags", lambda: frozenset(flags.split()))
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     cpu = torch.device("cpu")
-    assert models.has_bf16(cpu) is there
+    assert hardware.has_bf16(cpu) is there
     for cfg in (run_config(tmp_path, base, "trainer.bf16=null"), starpo_config(base)):
-        settled = models.settle(cfg)
-        assert models.trainer_field(settled, "bf16") is there and models.settle(settled) is settled
-        assert models.trainer_field(cfg, "bf16") is None  # the config itself is left alone
-    assert models.settle(run_config(tmp_path, base, "trainer.bf16=false")).trainer["bf16"] is False
+        settled = hardware.settle(cfg)
+        assert hardware.trainer_field(settled, "bf16") is there and hardware.settle(settled) is settled
+        assert hardware.trainer_field(cfg, "bf16") is None  # the config itself is left alone
+    assert hardware.settle(run_config(tmp_path, base, "trainer.bf16=false")).trainer["bf16"] is False
     section = ModelSection(name_or_path=str(base))
     for training, dtype in ((True, torch.float32), (False, torch.bfloat16 if there else torch.float32)):
         net, _ = models.load(section, device="cpu", chat_template=None, training=training)
         assert net.dtype == dtype
-    preflight.preflight(run_config(tmp_path, base, f"trainer.bf16={there}"))
+    preflight.check_run(run_config(tmp_path, base, f"trainer.bf16={there}"))
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert not models.has_bf16(cpu)
+    assert not hardware.has_bf16(cpu)
 
 
 def test_the_flags_of_this_cpu_are_those_that_torch_finds() -> None:
     told = getattr(torch.cpu, "get_capabilities", dict)()
     for flag in ("avx2", "avx512_bf16", "amx_bf16"):
-        if flag in told and models._cpu_flags():
-            assert (flag in models._cpu_flags()) == told[flag]
+        if flag in told and hardware._cpu_flags():
+            assert (flag in hardware._cpu_flags()) == told[flag]
 
 
 def test_a_bf16_checkpoint_is_trained_in_float32(tmp_path: Path, base: Path) -> None:
@@ -481,7 +478,7 @@ def test_a_bf16_checkpoint_is_trained_in_float32(tmp_path: Path, base: Path) -> 
         assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("variable", models.SHARDING)
+@pytest.mark.parametrize("variable", hardware.SHARDING)
 def test_a_launcher_that_shards_is_refused(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
@@ -489,10 +486,10 @@ def test_a_launcher_that_shards_is_refused(
         monkeypatch.setenv(variable, value)
         for cfg in (run_config(tmp_path, base), starpo_config(base)):
             with pytest.raises(UserError, match=f"{variable}=true.*distributed_type: MULTI_GPU") as error:
-                models.settle(cfg)
+                hardware.settle(cfg)
             assert "\n" not in str(error.value)
     monkeypatch.setenv(variable, "false")
-    assert models.settle(run_config(tmp_path, base))
+    assert hardware.settle(run_config(tmp_path, base))
 
 
 def test_weights_that_are_not_finite_are_neither_loaded_nor_saved(tmp_path: Path, base: Path) -> None:
@@ -556,7 +553,7 @@ def test_preflight_without_bitsandbytes(
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if "bits" in name else find(name, *a))
     with pytest.raises(UserError, match=r"pip install bitsandbytes.*adamw_torch"):
-        preflight.preflight(run_config(tmp_path, base, override))
+        preflight.check_run(run_config(tmp_path, base, override))
 
 
 def test_preflight_refuses_another_template(tmp_path: Path, base: Path) -> None:
@@ -566,32 +563,7 @@ def test_preflight_refuses_another_template(tmp_path: Path, base: Path) -> None:
     (tmp_path / "other.jinja").write_text(TEMPLATE_PATH.read_text() + "{# mine #}")
     cfg = run_config(tmp_path, base, f"model.name_or_path={folder}", f"chat.template={tmp_path}/other.jinja")
     with pytest.raises(UserError, match="another chat template"):
-        preflight.preflight(cfg)
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
-def test_freed_memory_is_kept() -> None:
-    """The same memory is asked for again and again: the system provides it once, where it did so each time."""
-    program = """
-import resource, torch
-from posttrain import models
-
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(20):
-        torch.ones(2**24)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-without = faults()
-models.keep_freed_memory()
-faults()
-print(without, faults())
-"""
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
-    command = [sys.executable, "-c", program]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=plain).stdout
-    without, kept = map(int, printed.split())
-    assert without > 100 + 10 * kept
+        preflight.check_run(cfg)
 
 
 @pytest.mark.parametrize(
@@ -620,4 +592,4 @@ def test_a_sharded_launch_is_refused_however_it_is_spelled(
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", value)
     with pytest.raises(UserError, match="sharded model"):
-        models.settle(run_config(tmp_path, base))
+        hardware.settle(run_config(tmp_path, base))

@@ -23,7 +23,18 @@ from tiny_runs import ROOT, conversations, preferences, python, rows_of, setting
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import train_phase1_sft
-from posttrain import checkpoint, models, parallel, preflight, runlog, training
+from posttrain import (
+    checkpoint,
+    hardware,
+    models,
+    parallel,
+    preflight,
+    prepared_rows,
+    run_identity,
+    runlog,
+    training,
+    trl_arguments,
+)
 from posttrain.chat import Chat
 from posttrain.config import SFTRun, resolve
 from posttrain.types import UserError
@@ -89,99 +100,17 @@ def test_the_loss_is_that_of_the_assistants_tokens_alone(whole: Path, files: Sim
     assert rows_of(whole, "eval_loss")[12] == pytest.approx(total / count, abs=1e-3)
 
 
-@pytest.mark.parametrize("labelled", [0.0, 0.4, 1.0])
-def test_scoring_only_trained_positions_changes_no_loss_and_no_gradient(labelled: float) -> None:
-    """TRL's private switch still does what training.score_trained_positions_only takes it for."""
-    from trl.trainer import utils as trl_utils
-
-    utils: Any = trl_utils
-    shape = LlamaConfig(vocab_size=97, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-    results = []
-    before = utils._use_triton
-    try:
-        for compact in (False, True):
-            utils._use_triton = lambda _: False
-            if compact:
-                training.score_trained_positions_only()
-            torch.manual_seed(1)
-            net = LlamaForCausalLM(shape)
-            utils.add_fused_lm_head(net, outputs=("log_probs", "entropy", "is_top1"))
-            ids = torch.randint(97, (3, 11))
-            labels = ids.masked_fill(torch.rand(3, 11) >= labelled, -100)
-            scored = net(input_ids=ids, labels=labels, fused_lm_head=True)
-            (-scored.log_probs.sum()).backward()
-            gradient = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
-            results.append((scored.log_probs, scored.entropy, scored.is_top1.float(), gradient))
-    finally:
-        utils._use_triton = before
-    for plain, compact in zip(*results, strict=True):
-        assert torch.allclose(plain, compact, atol=1e-6)
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "convgpt"])
-def test_reading_in_slices_changes_no_loss_and_no_gradient(kind: str, checkpointing: bool) -> None:
-    from trl.trainer.utils import add_fused_lm_head
-
-    shape: dict[str, Any] = dict(vocab_size=97, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
-    shape |= dict(hidden_size=256, num_key_value_heads=2, head_dim=8, initializer_range=0.1)
-    draw = torch.Generator().manual_seed(1)
-    lengths = torch.tensor([3, 11, 4, 11, 2, 7])
-    mask = (torch.arange(11) < lengths[:, None]).long()
-    ids = torch.randint(97, mask.shape, generator=draw)
-    labels = ids.masked_fill((torch.rand(mask.shape, generator=draw) < 0.4) | (mask == 0), -100)
-    results, read = [], []
-    for sliced in (False, True):
-        torch.manual_seed(2)
-        net: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape)).train()
-        if checkpointing:
-            net.gradient_checkpointing_enable()
-        if sliced:
-            training.read_in_slices(net)
-        add_fused_lm_head(net, outputs=("log_probs", "entropy", "is_top1"))
-        widths: list[tuple[int, int]] = []
-        net.get_input_embeddings().register_forward_hook(lambda _, given, __, to=widths: to.append(given[0].shape))
-        scored = net(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
-        loss = -scored.log_probs.sum() / (labels != -100).sum()
-        loss.backward()
-        gradient = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
-        results.append((loss, scored.log_probs, scored.entropy, gradient))
-        read.append(widths)
-    assert read == [[(6, 11)], [(2, 11), (1, 7), (2, 4), (1, 2)]]
-    plain, slices = results
-    assert slices[0].item() == pytest.approx(plain[0].item(), rel=1e-6)
-    for whole, part in zip(plain[1:], slices[1:], strict=True):
-        assert torch.allclose(whole[whole != 0], part[whole != 0], rtol=1e-4, atol=1e-6)
-
-
-def test_only_the_trainers_padded_batches_are_read_in_slices() -> None:
-    """Generation and packed rows go through the decoder as they are."""
-    shape = LlamaConfig(vocab_size=97, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-    net: Any = LlamaForCausalLM(shape).eval()
-    ids = torch.arange(12).view(2, 6)
-    mask = torch.tensor([[1] * 6, [1] * 3 + [0] * 3])
-    before = net(ids, attention_mask=mask, use_cache=True)
-    packed = dict(input_ids=ids.view(1, 12), position_ids=torch.arange(6).repeat(2)[None], use_cache=False)
-    flat = net(**packed).logits
-    training.read_in_slices(net)
-    after = net(ids, attention_mask=mask, use_cache=True)
-    assert torch.equal(after.logits, before.logits) and after.past_key_values.get_seq_length() == 6
-    assert torch.equal(net(**packed).logits, flat)
-    with pytest.raises(AssertionError, match="right"):
-        net.model(input_ids=ids, attention_mask=mask.flip(1), use_cache=False)
-
-
 @pytest.fixture
 def cuda_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scripts take the device for a GPU; weights and batches stay on the CPU."""
-    resolve, load = models.resolve_device, models.load
+    resolve, load = hardware.resolve_device, models.load
 
     def load_on_the_cpu(*args: Any, **more: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(models, "resolve_device", resolve)
+            patch.setattr(hardware, "resolve_device", resolve)
             return load(*args, **{**more, "device": "cpu"})
 
-    monkeypatch.setattr(models, "resolve_device", lambda device: SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(hardware, "resolve_device", lambda device: SimpleNamespace(type="cuda"))
     monkeypatch.setattr(models, "load", load_on_the_cpu)
     monkeypatch.setattr(preflight, "try_output_layer", lambda device: None)
 
@@ -242,7 +171,7 @@ def test_a_kernel_that_cannot_be_compiled_is_found_before_the_data_work(
     monkeypatch.setattr(data, "load_sft", lambda *_: pytest.fail("data was read"))
     real = preflight.try_output_layer
     monkeypatch.setattr(preflight, "try_output_layer", lambda device: real(torch.device("cpu")))
-    monkeypatch.setattr(models, "resolve_device", lambda device: SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(hardware, "resolve_device", lambda device: SimpleNamespace(type="cuda"))
     with pytest.raises(UserError, match=r"Failed to find C compiler.*apt-get install gcc") as problem:
         train(config_in(tmp_path, files, bf16=False), "device=cuda")
     assert "\n" not in str(problem.value)
@@ -316,7 +245,7 @@ def test_packing_on_a_gpu_is_refused_without_a_kernel_for_it(tmp_path: Path, fil
     def arguments(device: str, attention: str, **packed: Any) -> Any:
         file = config_in(tmp_path, files, bf16=False, **packed)
         cfg = resolve(SFTRun, file, [f"model.attn_implementation={attention}"])
-        return training.arguments(SFTConfig, cfg, torch.device(device))
+        return trl_arguments.arguments(SFTConfig, cfg, torch.device(device))
 
     for packed in ({"packing": True}, {"packing": True, "eval_packing": False}):
         for attention in ("sdpa", "eager"):
@@ -339,12 +268,12 @@ def test_length_pools_keep_every_row_once_and_halve_the_padding() -> None:
         lengths = [len(ids) for ids in order["input_ids"]]
         return sum(4 * max(lengths[at : at + 4]) for at in range(0, 200, 4))
 
-    pooled = training.in_length_pools(rows, 4, seed=1)
+    pooled = prepared_rows.in_length_pools(rows, 4, seed=1)
     assert sorted(ids[0] for ids in pooled["input_ids"]) == list(range(203))
     real = sum(len(ids) for ids in rows["input_ids"])
     assert padded(pooled) < real * 1.15 < real * 1.5 < padded(rows)
-    assert pooled["input_ids"][:] == training.in_length_pools(rows, 4, seed=1)["input_ids"][:]
-    assert pooled["input_ids"][:] != training.in_length_pools(rows, 4, seed=2)["input_ids"][:]
+    assert pooled["input_ids"][:] == prepared_rows.in_length_pools(rows, 4, seed=1)["input_ids"][:]
+    assert pooled["input_ids"][:] != prepared_rows.in_length_pools(rows, 4, seed=2)["input_ids"][:]
 
 
 def test_group_by_length_trains_in_the_pooled_order(tmp_path: Path, files: SimpleNamespace) -> None:
@@ -371,15 +300,15 @@ def test_what_the_device_calls_for(
 ) -> None:
     from trl.trainer.sft_config import SFTConfig
 
-    monkeypatch.setattr(models, "has_bf16", lambda _: has_bf16)
+    monkeypatch.setattr(hardware, "has_bf16", lambda _: has_bf16)
     file = config_in(tmp_path, files, bf16=None)
-    args = training.arguments(SFTConfig, resolve(SFTRun, file), torch.device("cpu"))
+    args = trl_arguments.arguments(SFTConfig, resolve(SFTRun, file), torch.device("cpu"))
     assert (args.bf16, args.gradient_checkpointing, args.use_cpu, args.report_to) == (has_bf16, False, True, [])
     assert args.max_length == 96 and args.logging_nan_inf_filter is False
     for written in (False, True):
         cfg = resolve(SFTRun, file, [f"trainer.bf16={written}"])
-        assert training.arguments(SFTConfig, cfg, torch.device("cpu")).bf16 is written
-    half = training.arguments(SFTConfig, resolve(SFTRun, file, ["trainer.fp16=true"]), torch.device("cpu"))
+        assert trl_arguments.arguments(SFTConfig, cfg, torch.device("cpu")).bf16 is written
+    half = trl_arguments.arguments(SFTConfig, resolve(SFTRun, file, ["trainer.fp16=true"]), torch.device("cpu"))
     assert (half.bf16, half.fp16) == (False, True)
 
 
@@ -669,7 +598,7 @@ def test_resume_on_another_number_of_processes_is_refused(
         train(file, "--resume")
     for damaged in ("", "[]", '{"processes": "x"}', "{}"):  # no reason to refuse
         (tmp_path / "run" / "checkpoint-4" / training.COUNTS).write_text(damaged)
-        training.same_processes(tmp_path / "run")
+        run_identity.same_processes(tmp_path / "run")
 
 
 def same_weights(one: Path, other: Path) -> bool:
@@ -826,10 +755,10 @@ def test_only_the_first_process_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, cpu = torch.nn.Linear(1000, 1000, bias=False), torch.device("cpu")
     section = {"output_dir": "x", "model": {"name_or_path": "a/b", "tuning": "lora"}}
     section |= {"data": {"sources": [{"kind": "capybara", "path": "embedded"}]}}
-    line = training.describe(SFTRun.model_validate(section), layer, cpu)
+    line = models.describe(SFTRun.model_validate(section), layer, cpu)
     assert line == "1.00 M parameters (all trained), cpu, 2 processes, float32, learning rate 0.0002"
     section["trainer"] = {"learning_rate": 1e-6, "bf16": True}
-    line, warning = training.describe(SFTRun.model_validate(section), layer, cpu).splitlines()
+    line, warning = models.describe(SFTRun.model_validate(section), layer, cpu).splitlines()
     assert line.endswith("2 processes, bfloat16, learning rate 1e-06")
     assert warning.startswith("WARNING: trainer.learning_rate=1e-06 is so low for model.tuning=lora")
 
@@ -889,11 +818,11 @@ def test_what_the_optimizer_does_not_take_is_told_before_any_work(
 
     cfg = resolve(SFTRun, config_in(tmp_path, files, **trainer))
     with pytest.raises(UserError, match=f"(?i)cannot be used together: .*({words})"):
-        training.arguments(SFTConfig, cfg, torch.device("cpu"))
+        trl_arguments.arguments(SFTConfig, cfg, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("damage", ["zzz: &a {x: *a}", "a: &a [x]\nb: &b [*a, *a]\nc: [*b, *b]"])
 def test_settings_of_a_run_that_refer_to_themselves_are_damaged(tmp_path: Path, damage: str) -> None:
     (tmp_path / checkpoint.RUN_CONFIG).write_text(f"seed: 0\n{damage}\n")
     with pytest.raises(UserError, match="is damaged"):
-        training.same_run(tmp_path, {"seed": 0})
+        run_identity.same_run(tmp_path, {"seed": 0})

@@ -22,7 +22,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from posttrain import head
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.policy import attention_mask, head_agrees, microbatches, read, token_logprobs, without_noise
+from posttrain.policy import attention_mask, microbatches, read, token_logprobs
+from posttrain.selftest import head_agrees, without_noise
 from posttrain.types import UserError
 
 SIZES = {

@@ -22,7 +22,8 @@ from transformers import (
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.head import head_logprobs
 from posttrain.policy import token_logprobs
-from posttrain.prefixes import Prefixes, agrees, prefix_of, worth_sharing
+from posttrain.prefixes import Prefixes, prefix_of, worth_sharing
+from posttrain.selftest import can_share_prefixes
 
 SIZES: dict[str, Any] = {
     "vocab_size": 71, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -102,15 +103,16 @@ def test_nothing_shared_is_the_plain_pass(model: PreTrainedModel) -> None:
 
 
 def test_only_models_that_can_share_do(model: PreTrainedModel) -> None:
-    assert agrees(model)
+    assert can_share_prefixes(model)
     if model.config.model_type == "qwen3":
         config: Any = copy.deepcopy(model.config)
         config.layer_types, config.sliding_window = ["full_attention", "sliding_attention"], 4
-        assert not agrees(Qwen3ForCausalLM(config))
+        assert not can_share_prefixes(Qwen3ForCausalLM(config))
 
 
 def test_a_model_without_keys_and_values_does_not_share() -> None:
-    assert not agrees(MambaForCausalLM(MambaConfig(vocab_size=71, hidden_size=16, num_hidden_layers=2, state_size=4)))
+    sizes: dict[str, Any] = {"vocab_size": 71, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
+    assert not can_share_prefixes(MambaForCausalLM(MambaConfig(**sizes)))
 
 
 def test_a_wrong_cache_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +124,7 @@ def test_a_wrong_cache_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         return honest(self, ids_BQ, positions_BQ * 0, *others)
 
     monkeypatch.setattr(Prefixes, "_run", shifted)
-    assert not agrees(model)
+    assert not can_share_prefixes(model)
 
 
 @given(st.lists(st.integers(0, 5), max_size=30), st.integers(0, 40))

@@ -21,11 +21,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from posttrain import prefixes
+from posttrain import selftest
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.engine import open_engine
 from posttrain.fused import fused
-from posttrain.sampler import ReplaySampler, SlotSampler, agrees_with_full_forward, open_engine, selftest, slots
+from posttrain.sampler import ReplaySampler, SlotSampler, slots
 from posttrain.sampler.draw import draw, uniforms
+from posttrain.selftest import agrees_with_full_forward
 from posttrain.types import SamplingParams, UserError
 
 VOCABULARY = 61
@@ -430,7 +432,7 @@ def test_what_the_device_raises_is_no_answer_of_the_self_test(
     with pytest.raises(error, match="the device"):
         open_engine(model, [STOP], PAD, "auto")
     with pytest.raises(error, match="the device"):
-        prefixes.agrees(model)
+        selftest.can_share_prefixes(model)
 
 
 def test_the_cause_of_a_fallback_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from posttrain import checkpoint
 from posttrain.chat import Chat
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.sampler import SlotSampler, VLLMSampler, open_engine
-from posttrain.sampler.vllm import weights
+from posttrain.engine import open_engine
+from posttrain.sampler import SlotSampler, VLLMSampler
 from posttrain.types import SamplingParams, UserError
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -44,19 +44,6 @@ def adapted(model: PreTrainedModel) -> PreTrainedModel:
             if "trainable_tokens_delta" in name:
                 parameter.add_(1.0)
     return tuned.eval()  # type: ignore[return-value]
-
-
-def test_an_adapter_is_added_to_the_weights() -> None:
-    plain, tuned = llama(), adapted(llama())
-    names = dict(plain.named_parameters())
-    merged = dict(weights(tuned))
-    assert merged.keys() == names.keys()
-    changed = {name for name in names if not torch.equal(merged[name], names[name])}
-    adapted_layers = ("q_proj", "down_proj", "embed_tokens", "lm_head")
-    assert changed == {name for name in names if any(layer in name for layer in adapted_layers)}
-    plain.load_state_dict(merged)
-    ids = torch.arange(2, 30)[None]
-    assert torch.allclose(plain(input_ids=ids).logits, tuned(input_ids=ids).logits, atol=1e-3)
 
 
 def test_without_vllm_one_paragraph_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,9 @@ from typing import Any, Literal
 import datasets
 import pyarrow.parquet as pq
 from datasets.exceptions import DatasetsError
-from huggingface_hub.utils import httpx  # the one it was built with, httpx or httpx2
 
 from posttrain import embedded
+from posttrain.compat import HTTP_ERROR
 from posttrain.config import Source
 from posttrain.data.filters import fault, is_text, whole_dialogue
 from posttrain.runlog import Progress
@@ -30,7 +30,7 @@ from posttrain.types import UserError, one_line
 
 EMBEDDED = "embedded"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-HUB_ERRORS = (OSError, ValueError, httpx.HTTPError, DatasetsError)  # what load_dataset raises for a set it cannot read
+HUB_ERRORS = (OSError, ValueError, HTTP_ERROR, DatasetsError)  # what load_dataset raises for a set it cannot read
 
 
 @dataclass(frozen=True)

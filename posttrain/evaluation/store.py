@@ -91,12 +91,12 @@ class Store:
 
 def fingerprint(cfg: EvaluateRun, name: str) -> str:
     """A digest of a checkpoint's files; for a name on the Hub, of the commit that is in the cache."""
-    from posttrain import checkpoint, models
+    from posttrain import checkpoint, compat, model_files
 
     path = Path(cfg.checkpoints[name])
     if not path.is_dir():
         section = ModelSection(name_or_path=cfg.checkpoints[name])
-        return f"{path} {getattr(models.load_config(section), '_commit_hash', None)}"
+        return f"{path} {compat.commit_of(model_files.load_config(section))}"
     if (path / checkpoint.MANIFEST).exists():
         return _sha256(json.dumps(checkpoint.read_manifest(path)["files"], sort_keys=True).encode())
     files = sorted(file for file in path.iterdir() if file.is_file())
@@ -109,7 +109,7 @@ def fingerprint(cfg: EvaluateRun, name: str) -> str:
 
 def conditions(cfg: EvaluateRun, task: Task) -> dict[str, Any]:
     """What the rows of a part depend on besides its items: not how many processes or rows at a time there were."""
-    from posttrain import models
+    from posttrain import hardware
 
     suite = getattr(cfg.suites, task.suite).model_dump(mode="json")
     for key in ("n", "n_others", "episodes", "episodes_others", "settings", "headline", "reference"):
@@ -117,7 +117,7 @@ def conditions(cfg: EvaluateRun, task: Task) -> dict[str, Any]:
     if task.suite == "envs":
         suite["envs"] = [env for env in suite["envs"] if env["name"] == task.part]
     template = cfg.chat.template and Path(cfg.chat.template).read_text(encoding="utf-8")
-    device = models.resolve_device(cfg.device).type
+    device = hardware.resolve_device(cfg.device).type
     return {"suite": suite, "dtype": cfg.dtype, "attention": cfg.attn_implementation, "chat": template, "on": device}
 
 

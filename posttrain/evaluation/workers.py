@@ -66,7 +66,7 @@ def run_tasks(cfg: EvaluateRun, tasks: Sequence[Task], run: RunTask) -> Found:
     """
     import torch
 
-    from posttrain import models, parallel
+    from posttrain import hardware, parallel
 
     store = Store(cfg, tasks)
     # pairs last: they are scored in float32, for which a checkpoint may have to be loaded once more
@@ -81,7 +81,7 @@ def run_tasks(cfg: EvaluateRun, tasks: Sequence[Task], run: RunTask) -> Found:
         runlog.say(f"{len(found.rows)} of {len(units)} parts were measured before and are kept.")
     total = sum(len(tasks[unit.number].items) for unit in left)
     names = dict.fromkeys(unit.checkpoint for unit in left)
-    place = models.resolve_device(cfg.device)
+    place = hardware.resolve_device(cfg.device)
     with runlog.Progress(total, f"evaluating {len(names)} checkpoints", unit="answer") as progress:
 
         def tick(count: int) -> None:

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
 
+from posttrain.compat import CacheLayer
 from posttrain.fused import fused
 from posttrain.policy import attention_mask, read
 from posttrain.sampler.base import Sampler, Then, Turn
@@ -35,7 +35,7 @@ def whole_blocks(length: int) -> int:
     return -(-length // 64) * 64
 
 
-class _SlotLayer(CacheLayerMixin):
+class _SlotLayer(CacheLayer):
     """Keys and values of one layer, [S, H, L, D], written at [row, position]; neighbouring rows are read as a view."""
 
     def __init__(self) -> None:
@@ -83,12 +83,6 @@ class _SlotLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.visible, 0
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class _Rows(NamedTuple):

@@ -10,13 +10,14 @@ from __future__ import annotations
 import importlib
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from posttrain import parallel
+from posttrain.compat import merged_weights
 from posttrain.sampler.base import Histories, Then, Turn
 from posttrain.types import Completion, SamplingParams, UserError
 
@@ -53,7 +54,7 @@ class VLLMSampler(Histories):
         if not turns:
             return
         self._llm = self._llm or self._start()
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights(self.model)})
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": merged_weights(self.model)})
         self._llm.reset_prefix_cache()
         engine = self._llm.llm_engine
         while turns or engine.has_unfinished_requests():
@@ -104,19 +105,3 @@ class VLLMSampler(Histories):
         logprobs = [place[token].logprob for token, place in zip(ids, answer.logprobs, strict=True)]
         self._ids[handle].extend(ids)
         return handle, Completion(ids, logprobs, ids[-1] in self.stop_ids)
-
-
-def weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """The policy's tensors under their names without an adapter; what an active adapter adds is added."""
-    for name, parameter in model.named_parameters():
-        whole, of_adapter, part = name.partition(".base_layer.")
-        if ".lora_" in name or ".trainable_tokens_delta." in name:
-            continue
-        tensor = parameter.detach()
-        if of_adapter and part == "weight":
-            layer: Any = model.get_submodule(whole)
-            if whole.endswith(".token_adapter"):  # rows of the embedding that are trained beside an adapter
-                tensor = layer.get_merged_weights(layer.active_adapters).detach()
-            else:
-                tensor = sum((layer.get_delta_weight(adapter) for adapter in layer.active_adapters), tensor)
-        yield f"{whole.removesuffix('.token_adapter')}.{part}" if of_adapter else name, tensor

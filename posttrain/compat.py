@@ -1,0 +1,363 @@
+"""Which private parts of other libraries are used or replaced?  All of them, each in one place, with its reason.
+
+CHECKED says with which versions. For everything here tests/test_compat.py fails as soon as it no longer fits (a name is
+gone, an argument is another one) and as soon as the library does the same by itself. Each docstring ends with what has
+to happen until it can go. Not here: reading TRL's dataclasses without importing them (posttrain/config/trl_fields.py),
+which must load without torch, importing transformers' chat templates alone (posttrain/template_limits.py), for the same
+reason, and vLLM's engine (posttrain/sampler/vllm.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import platform
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub.utils import httpx
+from tokenizers import Tokenizer
+from torch.nn import functional
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from trl.kernels import ChunkedLogProbFunction
+from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, Trainer
+
+CHECKED = {
+    "trl": "1.16", "transformers": "5.23", "tokenizers": "0.23", "huggingface_hub": "2.4", "peft": "0.21",
+    "bitsandbytes": "0.50", "torch": "2.13",
+}  # fmt: skip
+__all__ = ["TOKEN_CHUNK_SIZE"]  # for memory plans; all else is defined here
+
+# ---------------------------------------------------------------------------------------------------------------- TRL
+
+
+def chunked_logprobs(
+    hidden_SD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    tokens_S: torch.Tensor,
+    *,
+    columns: int,
+    temperature: float = 1.0,
+    cap: float | None = None,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log-prob of each token and the entropy there, both (S,), with gradient; `columns` of the logits at a time.
+
+    TRL's own function, `TOKEN_CHUNK_SIZE` rows at a time, with a Triton kernel on a GPU. Its arguments have an order
+    and no names. Until TRL has a function for it.
+    """
+    logprobs_S, entropy_S, *_ = ChunkedLogProbFunction.apply(
+        hidden_SD, weight_VD, bias_V, tokens_S, temperature, columns, cap, scale, ("entropy",)
+    )
+    return logprobs_S, entropy_S
+
+
+def score_trained_positions_only() -> None:
+    """Let TRL project onto the vocabulary only the positions that have a label, on a CPU as it does on a GPU.
+
+    Prompts and padding are most of a batch of short dialogues. The loss is the same. TRL asks this private function
+    about nothing else. Until TRL decides by the device's need for fixed shapes, as its comment says it means to.
+    """
+    from trl.trainer import utils
+
+    assert hasattr(utils, "_use_triton"), "this TRL decides elsewhere which positions are scored"
+    utils._use_triton = lambda device: True  # pyright: ignore[reportPrivateImportUsage]
+
+
+def replace_reference_bar(shown: Callable[..., Iterator[Any]]) -> None:
+    """Let DPOTrainer go through `shown(iterable, desc, disable)` while it asks the reference.
+
+    Its own bar is redrawn into a log file many times a second, and knows no other switch than to be silent. Until TRL
+    takes a bar, or writes lines where there is no terminal.
+    """
+    from trl.trainer import dpo_trainer
+
+    assert hasattr(dpo_trainer, "tqdm"), "this TRL shows the reference's progress in another way"
+    dpo_trainer.tqdm = shown  # pyright: ignore[reportPrivateImportUsage]
+
+
+def takes_token_ids(trainer: type) -> Any:
+    """TRL's DPOTrainer for rows that are token ids already, in the columns that its collator reads.
+
+    TRL would render and tokenise text here, and text of a data set could become a control token. Until DPOTrainer
+    leaves such rows alone, as SFTTrainer does.
+    """
+
+    class TokenTrainer(trainer):
+        def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
+            assert {"prompt_ids", "chosen_ids", "rejected_ids"} <= set(dataset.column_names)
+            return dataset
+
+    TokenTrainer.__name__ = trainer.__name__
+    return TokenTrainer
+
+
+def trained_tokens(trainer: Any) -> int:
+    """The tokens that a SFTTrainer or DPOTrainer has trained on.
+
+    It counts them, logs them as `num_tokens` and forgets them when a run is resumed. Until it saves them.
+    """
+    return trainer._total_train_tokens
+
+
+def set_trained_tokens(trainer: Any, count: int) -> None:
+    """Go on counting from a checkpoint's `trained_tokens`. Until TRL does so."""
+    assert hasattr(trainer, "_total_train_tokens"), "this TRL counts its tokens in another way"
+    trainer._total_train_tokens = count
+
+
+def write_no_model_card(trainer: Any) -> None:
+    """TRL would write a model card with every checkpoint; ours is written into final/. Until there is a switch."""
+    trainer.create_model_card = lambda *_, **__: None
+
+
+def ignore_renamed_argument() -> None:
+    """TRL itself uses `gradient_checkpointing`, and transformers warns of that name. Until TRL has changed it."""
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
+
+
+# ------------------------------------------------------------------------------------------------------- transformers
+
+
+def load_weights(trainer: Trainer, folder: Path) -> None:
+    """Put a checkpoint's weights, or its adapter, into a trainer's model, as --resume does.
+
+    Until Trainer has a public method for it.
+    """
+    trainer._load_from_checkpoint(str(folder))
+
+
+def attention_of(config: PreTrainedConfig) -> str:
+    """The attention that a model computes with: "sdpa", "eager", ... Until its config says it under a public name."""
+    return config._attn_implementation or "eager"
+
+
+def commit_of(config: PreTrainedConfig) -> str | None:
+    """The Hub's commit that a config was read from; None for a folder. Until it says it under a public name."""
+    return getattr(config, "_commit_hash", None)
+
+
+@contextmanager
+def grouped_queries() -> Iterator[None]:
+    """Under a mask of our own, heads that share keys and values ask them together.
+
+    transformers does this where there is one query token, and copies keys and values for each head where there are
+    more: in a cache of long conversations that is most of the time that reading takes. Until `use_gqa_in_sdpa` is true
+    under a mask, on CPUs and GPUs.
+    """
+    if ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward:  # somebody's own
+        yield
+        return
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = _attend
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **settings: Any,
+) -> tuple[torch.Tensor, None]:
+    """Scaled-dot-product attention of queries (B, heads, Q, D) over keys and values (B, key-value heads, K, D)."""
+    batch, heads, queries, size = query.shape
+    group = heads // key.shape[1]
+    special = any(settings.get(name) is not None for name in ("position_bias", "softcap", "s_aux", "cache"))
+    if group == 1 or attention_mask is None or attention_mask.shape[1] > 1 or special:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
+    mixed = functional.scaled_dot_product_attention(
+        query.reshape(batch, -1, group * queries, size),
+        key,
+        value,
+        attn_mask=attention_mask.repeat(1, 1, group, 1),
+        dropout_p=settings.get("dropout", 0.0),
+        scale=settings.get("scaling"),
+    )
+    return mixed.reshape(batch, heads, queries, -1).transpose(1, 2).contiguous(), None
+
+
+def read_in_slices(net: Any) -> None:
+    """Let the decoder read the rows of a padded batch in slices of similar length, each cut to its own end.
+
+    Where rows differ in length, half of a batch and more is padding, and a CPU computes it like everything else. In a
+    slice no row is shorter than three quarters of the longest: hardly any padding, and few slices where rows are alike.
+    Loss and gradients are the same: no row sees another one, whatever batch it is read in. It replaces the decoder's
+    `forward`. Until TRL trains without padding on a CPU, as its `padding_free` does under flash attention.
+    """
+    decoder = net.base_model
+    whole = decoder.forward
+
+    def forward(*given: Any, **named: Any) -> Any:
+        if given or named.keys() != {"input_ids", "attention_mask", "use_cache"} or named["use_cache"]:
+            return whole(*given, **named)  # packed rows, or somebody who generates
+        ids_BT, mask_BT = named["input_ids"], named["attention_mask"]
+        assert (mask_BT[:, 1:] <= mask_BT[:, :-1]).all(), "padding is on the right"
+        lengths, order = mask_BT.sum(1).sort(descending=True)
+        hidden, start = [], 0
+        while start < len(order):
+            longest = int(lengths[start])
+            stop = int((lengths >= 0.75 * longest).sum())
+            rows = order[start:stop]
+            read = whole(input_ids=ids_BT[rows, :longest], attention_mask=mask_BT[rows, :longest], use_cache=False)
+            hidden.append(functional.pad(read.last_hidden_state, (0, 0, 0, ids_BT.shape[1] - longest)))
+            start = stop
+        return BaseModelOutputWithPast(last_hidden_state=torch.cat(hidden)[order.argsort()])
+
+    decoder.forward = forward
+
+
+class CacheLayer(CacheLayerMixin):
+    """A layer of a KV cache whose user gives positions and a finished mask, so that nobody asks for its length.
+
+    Subclasses have `update` and `get_mask_sizes`. transformers changes what else it asks of a layer from version to
+    version. Until it has caches whose rows are written at positions of their own.
+    """
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.is_initialized = True
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+def set_rates_to_zero(thing: object) -> None:
+    """Set what is named as a rate of dropout or jitter to 0, in a module or a config and the configs inside it.
+
+    Architectures have many names for them. Until transformers can switch off all noise of a model.
+    """
+    for name, value in list(vars(thing).items()):
+        if isinstance(value, PreTrainedConfig):
+            set_rates_to_zero(value)
+        elif type(value) in (int, float) and 0 < value <= 1 and ("drop" in name or "jitter" in name):
+            setattr(thing, name, type(value)(0))  # a config may take no other type
+
+
+def is_rust_panic(error: BaseException) -> bool:
+    """Whether a library written in Rust has panicked: its exception is no Exception and cannot be imported.
+
+    Until tokenizers and safetensors raise a ValueError for every damaged file.
+    """
+    return type(error).__name__ == "PanicException"
+
+
+def plain_text_tokenizer(tokenizer: PreTrainedTokenizerBase, control_ids: set[int]) -> Tokenizer:
+    """The same tokenizer for text in the middle of a conversation.
+
+    Two things differ: all control tokens are marked special, so that `encode_special_tokens` can hide them, and no
+    space is put in front of the text, which SentencePiece does at the start of what it takes for a sentence. Both are
+    changed in the form in which tokenizer.json holds them. Until tokenizers can do both on a tokenizer in memory.
+    """
+    backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    spec = json.loads(backend.to_str())
+    for token in spec["added_tokens"]:
+        token["special"] = token["special"] or token["id"] in control_ids
+    spec["truncation"] = spec["padding"] = spec["post_processor"] = None
+    spec["normalizer"] = _without_prefix(spec["normalizer"])
+    spec["pre_tokenizer"] = _without_prefix(spec["pre_tokenizer"])
+    return Tokenizer.from_str(json.dumps(spec))
+
+
+def _without_prefix(step: dict[str, Any] | None) -> dict[str, Any] | None:
+    if step is None or step["type"] == "Prepend":
+        return None
+    step = dict(step)
+    for parts in ("normalizers", "pretokenizers"):
+        if parts in step:
+            step[parts] = [part for part in map(_without_prefix, step[parts]) if part is not None]
+    if step["type"] == "Metaspace":
+        step["prepend_scheme"] = "never"
+    if "add_prefix_space" in step:
+        step["add_prefix_space"] = False
+    return step
+
+
+# ---------------------------------------------------------------------------------- huggingface_hub, peft, bitsandbytes
+
+# What the Hub's client raises when it cannot reach the Hub, from the library it was built with: httpx or httpx2. Until
+# huggingface_hub raises an error of its own.
+HTTP_ERROR: type[Exception] = httpx.HTTPError
+
+
+def pass_on_bias() -> None:
+    """peft's wrapper around a layer with trained rows passes its weight on, but not the bias a fused head reads.
+
+    Until the wrapper does.
+    """
+    from peft.utils.other import TrainableTokensWrapper
+
+    def bias(wrapper: Any) -> torch.Tensor | None:
+        adapter = vars(wrapper)["_modules"].get("token_adapter")  # there is none yet while the wrapper is made
+        return getattr(getattr(adapter, "base_layer", None), "bias", None)
+
+    TrainableTokensWrapper.bias = property(bias)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """The policy's tensors under their names without an adapter; what an active adapter adds is added.
+
+    peft's `merge_adapter` would change the weights in place, and rounding would leave them changed. Until peft gives
+    merged tensors away.
+    """
+    for name, parameter in model.named_parameters():
+        whole, of_adapter, part = name.partition(".base_layer.")
+        if ".lora_" in name or ".trainable_tokens_delta." in name:
+            continue
+        tensor = parameter.detach()
+        if of_adapter and part == "weight":
+            layer: Any = model.get_submodule(whole)
+            if whole.endswith(".token_adapter"):  # rows of the embedding that are trained beside an adapter
+                tensor = layer.get_merged_weights(layer.active_adapters).detach()
+            else:
+                tensor = sum((layer.get_delta_weight(adapter) for adapter in layer.active_adapters), tensor)
+        yield f"{whole.removesuffix('.token_adapter')}.{part}" if of_adapter else name, tensor
+
+
+def keep_four_bit_layout(net: torch.nn.Module) -> None:
+    """Keep bitsandbytes from repacking 4-bit weights in a model's first evaluation, on CPUs with AVX512-BF16.
+
+    The kernel for that layout has no gradient: everything trained afterwards would silently get a wrong one. Until it
+    has one.
+    """
+    for layer in net.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False  # pyright: ignore[reportArgumentType]
+
+
+# ------------------------------------------------------------------------------------------------------- torch, glibc
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether somebody looks at what goes into a module or comes out, or changes it. Until torch can be asked."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc hand out again what this process has freed, instead of giving it back to the system.
+
+    Each training step needs the memory of the last one. Virtual machines in particular take long to provide it. Until
+    torch has an allocator on CPUs that keeps what is freed, as it has on GPUs.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        trim_threshold, mmap_max = -1, -4  # as in malloc.h
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(trim_threshold, -1)  # never give anything back
+        mallopt(mmap_max, 0)  # nor take large pieces straight from the system, which go back when they are freed

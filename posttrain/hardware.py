@@ -1,0 +1,86 @@
+"""Which device does a run compute on, and in which precision?"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from posttrain.config import TrainingRun
+from posttrain.config.trl_fields import NOT_SUPPORTED
+from posttrain.types import UserError
+
+TrainingConfig = TypeVar("TrainingConfig", bound=TrainingRun)
+
+# What `accelerate launch` sets in the environment where its config file or its flags ask for a sharded model.
+SHARDING = (
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_USE_MEGATRON_LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG",
+)
+SWITCHED_ON = ("1", "true", "t", "yes", "y", "on")  # what accelerate and transformers take for it
+
+
+def resolve_device(device: str) -> torch.device:
+    """ "auto", "cpu" or "cuda" as this process's own device (torchrun numbers the GPUs of a machine in LOCAL_RANK)."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "device=cuda, but torch finds no CUDA GPU here. Write device=cpu (slow for a real model), or check "
+            "`nvidia-smi` and that torch was installed with CUDA."
+        )
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if device == "cuda" else torch.device("cpu")
+
+
+def has_bf16(device: torch.device) -> bool:
+    """True where bfloat16 is multiplied in hardware; every other device takes it too, but slower than float32.
+
+    Of CPUs those with AVX512-BF16 or AMX, by the flags that Linux lists.
+    """
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.backends.mkldnn.is_available() and not {"avx512_bf16", "amx_bf16"}.isdisjoint(_cpu_flags())
+
+
+@functools.cache
+def _cpu_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # not Linux
+        return frozenset()
+    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))
+
+
+def settle(cfg: TrainingConfig) -> TrainingConfig:
+    """The config of a phase with what only this machine can say: trainer.bf16 where it is left open.
+
+    UserError where a launcher asks for a sharded model: `trainer.fsdp` and the like are refused by the config itself.
+    """
+    sharded = [name for name in SHARDING if os.environ.get(name, "").lower() in SWITCHED_ON]
+    if sharded:
+        raise UserError(
+            f"The launcher asks for a sharded model ({sharded[0]}=true, as `accelerate launch` sets it). "
+            f"{NOT_SUPPORTED['fsdp']}. Choose `distributed_type: MULTI_GPU` in accelerate's config file "
+            "(configs/accelerate), or launch with torchrun."
+        )
+    if trainer_field(cfg, "bf16") is not None:
+        return cfg
+    try:
+        bf16 = has_bf16(resolve_device(cfg.device)) and not trainer_field(cfg, "fp16")
+    except UserError:  # posttrain/preflight.py says it together with everything else that is wrong
+        return cfg
+    trainer: Any = cfg.trainer
+    update = {"bf16": bf16}
+    return cfg.model_copy(
+        update={"trainer": trainer | update if isinstance(trainer, dict) else trainer.model_copy(update=update)}
+    )
+
+
+def trainer_field(cfg: Any, name: str) -> Any:
+    """A key of the section `trainer`, which is TRL's dict in phases 1 and 2 and our own section in phase 3."""
+    return cfg.trainer.get(name) if isinstance(cfg.trainer, dict) else getattr(cfg.trainer, name, None)

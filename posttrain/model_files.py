@@ -1,0 +1,202 @@
+"""Is what lies in a folder, or under a Hub name, a model that can be loaded?  Refused in words before it is built."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+import posttrain.convgpt  # noqa: F401  registers ConvGPT with the Auto classes
+from posttrain import checkpoint, compat, files
+from posttrain.config import ModelSection
+from posttrain.types import UserError, one_line
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+MOST_LABELS = 1_000_000
+_SIZE = re.compile(r"num_.*|n_(layer|head|embd|inner)|.*_(size|dim|heads|layers)")  # keys of a config.json
+
+
+def check_source(model: ModelSection) -> None:
+    """A local folder must be a checkpoint, a Hub name must look like one; the Hub itself is not asked."""
+    if model.trust_remote_code and not re.fullmatch(r"[0-9a-f]{40}", model.revision or ""):
+        raise UserError(
+            f"model.trust_remote_code=true runs code that {model.name_or_path} brings along, so it has to be pinned: "
+            "write model.revision=<the full 40-digit commit you have read>, or leave trust_remote_code off."
+        )
+    name, folder = model.name_or_path, Path(model.name_or_path)
+    if os.path.isfile(name):
+        raise UserError(f"model.name_or_path={name} is a file. Name the folder that holds config.json and the weights.")
+    if os.path.isdir(name):
+        if not os.path.isfile(folder / "config.json"):
+            raise UserError(
+                f"model.name_or_path={name} is no checkpoint: it has no config.json. A phase saves the folder "
+                "`final` inside its output_dir; an unfinished phase has none yet (finish it with --resume)."
+            )
+        for file in (folder / "config.json", *checkpoint.weight_files(folder)):
+            files.must_be_readable(file, f"model.name_or_path={name}")
+        if os.path.exists(folder / checkpoint.MANIFEST):
+            checkpoint.verify(folder, weights=False)
+        return
+    if not HUB_NAME.fullmatch(name) or folder.parts[-1] == "final" or os.path.isdir(folder.parent):
+        raise UserError(
+            f"model.name_or_path={name} does not exist. It is where the previous phase's result would lie: run that "
+            "phase first, or name another checkpoint folder or a Hub model (model.name_or_path=...)."
+        )
+
+
+def load_config(model: ModelSection) -> PreTrainedConfig:
+    """The architecture and its sizes, without the weights."""
+    file = Path(model.name_or_path) / "config.json"
+    if file.is_file():
+        content = files.read_json(file, "Get a whole copy of the model.")
+        labels = content.get("num_labels")
+        if isinstance(labels, int) and labels > MOST_LABELS:  # transformers would make a name for each
+            raise UserError(f"{file} is damaged: num_labels is {labels:,}. Get a whole copy of the model.")
+    with errors_in_words(f"{model.name_or_path} is no checkpoint that can be loaded"):
+        return AutoConfig.from_pretrained(
+            model.name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+
+
+def load_weights(model: ModelSection, dtype: torch.dtype, **more: Any) -> PreTrainedModel:
+    """The model as its files say, every tensor checked; `more` goes to `from_pretrained`."""
+    if os.path.isdir(model.name_or_path):
+        _verify_if_sealed(Path(model.name_or_path))
+    config = load_config(model)
+    if os.path.isdir(model.name_or_path):
+        _check_sizes(model, config)
+    with errors_in_words(f"{model.name_or_path} is no checkpoint that can be loaded"):
+        try:
+            with no_bars() if os.path.isdir(model.name_or_path) else contextlib.nullcontext():
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                    model.name_or_path,
+                    config=config,
+                    revision=model.revision,
+                    trust_remote_code=model.trust_remote_code,
+                    attn_implementation=model.attn_implementation,
+                    use_safetensors=True,
+                    ignore_mismatched_sizes=True,  # they are an error all the same, in our words
+                    output_loading_info=True,
+                    dtype=dtype,
+                    **more,
+                )
+        except ImportError as error:
+            raise UserError(
+                f"model.attn_implementation={model.attn_implementation} cannot be used here: {one_line(error)}"
+            ) from error
+    net, found = loaded
+    _check_weights(model.name_or_path, net, found)
+    return net
+
+
+def _verify_if_sealed(folder: Path) -> None:
+    """A checkpoint of ours must be whole; one that came from elsewhere has no manifest to check."""
+    if (folder / checkpoint.MANIFEST).exists():
+        checkpoint.verify(folder)
+
+
+def _check_sizes(model: ModelSection, config: PreTrainedConfig) -> None:
+    """UserError where config.json describes a far larger model than the weight files hold.
+
+    transformers would build it first, which takes any amount of memory and time, and then find the weights missing.
+    """
+    numbers, tensors = weights_held(Path(model.name_or_path))
+    remedy = "Its config.json is damaged or belongs to other weights: get a whole copy of the model."
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and not isinstance(longest, int):
+        raise UserError(f"{model.name_or_path}: max_position_embeddings is {longest!r}, no number of tokens. {remedy}")
+    for key, value in config.get_text_config().to_dict().items():
+        most = tensors if key in ("num_hidden_layers", "n_layer") else numbers
+        if isinstance(value, int) and _SIZE.fullmatch(key) and value > most:
+            held = f"{numbers:,} numbers in {tensors} tensors"
+            raise UserError(f"{model.name_or_path}: {key} is {value:,}, but the weight files hold {held}. {remedy}")
+    try:
+        with torch.device("meta"):
+            net = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+    except Exception:  # some architectures cannot be built without memory; whatever else is wrong is said when it loads
+        return
+    described = sum(parameter.numel() for parameter in net.parameters())
+    if described > 16 * numbers:  # packed weights hold up to 8 in a number
+        raise UserError(
+            f"{model.name_or_path}: config.json describes {described:,} parameters, but the weight files hold "
+            f"{numbers:,}. {remedy}"
+        )
+
+
+def _check_weights(name: str, net: PreTrainedModel, found: dict[str, Any]) -> None:
+    """UserError unless every tensor of the model came from the files, and every one in the files was wanted.
+
+    transformers fills what is missing with random numbers and goes on. Tied weights that are stored once are not
+    missing, and what an architecture declares to be ignored is not unexpected: `found` holds neither.
+    """
+    shapes = [f"{key} ({list(there)} instead of {list(wanted)})" for key, there, wanted in found["mismatched_keys"]]
+    wrong = [
+        f"{len(keys)} {words}: {', '.join(sorted(keys)[:3])}{', ...' if len(keys) > 3 else ''}"
+        for keys, words in (
+            (set(found["missing_keys"]) - {key for key, *_ in found["mismatched_keys"]}, "missing"),
+            (found["unexpected_keys"], "without a place in the model"),
+            (shapes, "of another shape"),
+            (found["error_msgs"], "not loaded"),
+        )
+        if keys
+    ]
+    if wrong:
+        raise UserError(
+            f"The weight files of {name} do not fit its config.json ({type(net).__name__}). Tensors {'; '.join(wrong)}."
+            " What is missing would be random numbers. Get a whole copy of the model (download it again, or take"
+            " another checkpoint), or the config.json that belongs to these weights."
+        )
+
+
+@contextlib.contextmanager
+def errors_in_words(what: str) -> Iterator[None]:
+    """transformers and the libraries below it raise all kinds of errors on a damaged folder; each becomes a UserError.
+
+    The device's own failures are no fault of the folder and pass as they are.
+    """
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # its table of tensors; what is wrong is said in one paragraph
+    try:
+        yield
+    except (UserError, ImportError, torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:
+        raise UserError(f"{what}: {one_line(error)}") from error
+    except BaseException as error:  # a panic is no Exception
+        if not compat.is_rust_panic(error):
+            raise
+        raise UserError(f"{what}: {one_line(error)}") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+@contextlib.contextmanager
+def no_bars() -> Iterator[None]:
+    """No bar for reading or writing a few files of this disk; downloads keep theirs."""
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.enable_progress_bar()
+
+
+def weights_held(folder: Path) -> tuple[int, int]:
+    """How many numbers a folder's weight files hold, and how many tensors, by their headers."""
+    numbers = tensors = 0
+    for file in checkpoint.weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as weights:
+                for name in list(weights.keys()):
+                    numbers += torch.Size(weights.get_slice(name).get_shape()).numel()
+                    tensors += 1
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{file} is no weight file that can be loaded: {one_line(error)}") from error
+    return numbers, tensors

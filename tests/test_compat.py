@@ -1,0 +1,510 @@
+"""Does every patch of another library still fit, and is it still needed?  To be run first after an upgrade.
+
+Where a test of this file fails, look at what the library does now: change the patch, or remove it.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+import inspect
+import json
+import os
+import platform
+import subprocess
+import sys
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub.errors
+import pytest
+import torch
+import transformers
+import trl.kernels
+from peft import LoraConfig, get_peft_model
+from peft.utils.other import TrainableTokensWrapper
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Trainer,
+)
+from transformers.cache_utils import CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from trl.trainer import dpo_trainer, sft_trainer
+from trl.trainer import utils as trl_utils
+from trl.trainer.dpo_config import DPOConfig
+from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
+
+import posttrain.convgpt  # noqa: F401  registers ConvGPT with the Auto classes
+from posttrain import compat, template_limits
+
+ROOT = Path(__file__).parent.parent
+SMALL: dict[str, Any] = dict(
+    vocab_size=97, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+    num_key_value_heads=2,
+)  # fmt: skip
+# of our own classes, of the standard library, and what transformers asks a model's class for
+NOT_PRIVATE = {"_asdict", "_fields", "_make", "_replace", "_exit", "_init_weights", "_option_string_actions"}
+
+
+def source(thing: Any) -> str:
+    return inspect.getsource(thing)
+
+
+def public(names: Any, *parts: str) -> list[str]:
+    """Public names that have all these parts: where the library may have taken over what is patched."""
+    return [name for name in names if not name.startswith("_") and all(part in name for part in parts)]
+
+
+# ------------------------------------------------------------------------------------------------------ the file itself
+
+
+def test_versions_are_those_that_were_checked() -> None:
+    """After an upgrade: make this file pass, look at what changed, then write the new version into compat.CHECKED."""
+    assert {name: ".".join(version(name).split(".")[:2]) for name in compat.CHECKED} == compat.CHECKED
+
+
+def test_everything_has_a_reason_an_end_and_a_test() -> None:
+    own = [thing for thing in vars(compat).values() if getattr(thing, "__module__", "") == compat.__name__]
+    names = {thing.__name__: thing for thing in own if callable(thing) and not thing.__name__.startswith("_")}
+    assert len(names) > 20
+    assert [name for name, thing in names.items() if "Until " not in " ".join((thing.__doc__ or "").split())] == []
+    tests = [name.removeprefix("test_").replace("_", "") for name in globals() if name.startswith("test_")]
+    tested = {name for name in names if any(test.startswith(name.replace("_", "").lower()) for test in tests)}
+    assert tested == set(names)
+
+
+def private_uses(path: Path) -> list[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+        if ast.unparse(node.value) not in ("self", "cls") and node.attr not in NOT_PRIVATE
+    ]
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    names = [alias.name for node in imports if not str(node.module).startswith("posttrain") for alias in node.names]
+    return found + [f"{path.relative_to(ROOT)}: import {name}" for name in names if name.startswith("_")]
+
+
+def test_no_other_file_uses_private_parts() -> None:
+    files = [*(ROOT / "posttrain").rglob("*.py"), *(ROOT / "envs").glob("*.py"), *(ROOT / "examples").glob("*.py")]
+    files += ROOT.glob("*.py")
+    uses = [use for path in files if path.name != "compat.py" for use in private_uses(path)]
+    uses = [use for use in uses if not use.endswith("sampler._ids")]  # posttrain/selftest.py looks into our own engine
+    assert uses == []
+    assert len(private_uses(ROOT / "posttrain" / "compat.py")) > 5
+
+
+# ------------------------------------------------------------------------------------------------------------------ TRL
+
+
+def test_chunked_logprobs() -> None:
+    """Values and gradients are in test_head.py."""
+    names = list(inspect.signature(trl.kernels.ChunkedLogProbFunction.forward).parameters)
+    assert names[1:] == [
+        "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
+        "outputs",
+    ]  # fmt: skip
+    assert set(trl.kernels.__all__) <= {"ChunkedLogProbFunction", "selective_log_softmax_and_entropy"}
+    hidden, weight, tokens = torch.randn(5, 3), torch.randn(11, 3), torch.arange(5)
+    logprobs, entropy = compat.chunked_logprobs(hidden, weight, None, tokens, columns=4, temperature=0.5)
+    table = (hidden @ weight.T / 0.5).log_softmax(-1)
+    assert torch.allclose(logprobs, table.gather(1, tokens[:, None])[:, 0], atol=1e-5)
+    assert torch.allclose(entropy, -(table.exp() * table).sum(-1), atol=1e-5)
+
+
+@pytest.mark.parametrize("labelled", [0.0, 0.4, 1.0])
+def test_score_trained_positions_only(labelled: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer rows go through the output layer; no loss and no gradient is another one."""
+    utils: Any = trl_utils
+    monkeypatch.setattr(utils, "_use_triton", utils._use_triton)
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", scored := Counting(utils._ChunkedLogProbFunction))
+    assert source(utils).count("_use_triton(") == 1, "it decides about something else as well"
+    results = []
+    for compact in (False, True):
+        if compact:
+            compat.score_trained_positions_only()
+        torch.manual_seed(1)
+        net = LlamaForCausalLM(LlamaConfig(**SMALL))
+        utils.add_fused_lm_head(net, outputs=("log_probs", "entropy", "is_top1"))
+        ids = torch.randint(97, (3, 11))
+        labels = ids.masked_fill(torch.rand(3, 11) >= labelled, -100)
+        out: Any = net(input_ids=ids, labels=labels, fused_lm_head=True)
+        (-out.log_probs.sum()).backward()
+        gradient = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+        results.append((out.log_probs, out.entropy, out.is_top1.float(), gradient))
+    trained = int((labels[:, 1:] != -100).sum())
+    assert scored.rows == [30, trained], "TRL scores trained positions only by itself"
+    for plain, compact in zip(*results, strict=True):
+        assert torch.allclose(plain, compact, atol=1e-6)
+
+
+class Counting:
+    """An autograd function that remembers how many rows it was asked about."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.rows = function, []
+
+    def apply(self, hidden: torch.Tensor, *rest: Any) -> Any:
+        self.rows.append(len(hidden))
+        return self.function.apply(hidden, *rest)
+
+
+def test_replace_reference_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = dpo_trainer
+    assert module.tqdm.__module__.startswith("accelerate"), "TRL has another bar now"
+    calls = [node for node in ast.walk(ast.parse(source(module))) if isinstance(node, ast.Call)]
+    (bar,) = [call for call in calls if ast.unparse(call.func) == "tqdm"]
+    assert not bar.args and {word.arg for word in bar.keywords} == {"iterable", "desc", "disable"}
+    monkeypatch.setattr(module, "tqdm", module.tqdm)
+    compat.replace_reference_bar(own := lambda iterable, desc, disable=False: iter(iterable))
+    assert module.tqdm is own
+
+
+def test_takes_token_ids(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """A whole run with it is in test_data.py."""
+    assert "self._prepare_dataset(" in source(DPOTrainer.__init__)
+    rows: Any = SimpleNamespace(column_names=["prompt_ids", "chosen_ids", "rejected_ids"])
+    trainer: Any = compat.takes_token_ids(DPOTrainer)
+    assert trainer._prepare_dataset(None, rows, tiny_tokenizer, None, "train") is rows
+    with pytest.raises(AssertionError):
+        trainer._prepare_dataset(None, SimpleNamespace(column_names=["prompt"]), tiny_tokenizer, None, "train")
+    assert issubclass(trainer, DPOTrainer) and trainer.__name__ == "DPOTrainer"
+    assert "is_processed" in source(SFTTrainer._prepare_dataset)
+    assert "is_processed" not in source(DPOTrainer._prepare_dataset), "DPOTrainer takes rows of token ids by itself"
+
+
+@pytest.mark.parametrize("module", [sft_trainer, dpo_trainer])
+def test_trained_tokens(module: Any) -> None:
+    """That a resumed run goes on counting is in test_phase1.py."""
+    lines = [line.strip() for line in source(module).splitlines() if "_total_train_tokens" in line]
+    assert lines[0] == "self._total_train_tokens = 0" and all("num_tokens" in line for line in lines[1:])
+    assert len(lines) == 3, "TRL does something else with its tokens: perhaps it saves them"
+
+
+def test_set_trained_tokens() -> None:
+    trainer = SimpleNamespace(_total_train_tokens=0)
+    compat.set_trained_tokens(trainer, 7)
+    assert compat.trained_tokens(trainer) == 7
+    with pytest.raises(AssertionError, match="counts its tokens in another way"):
+        compat.set_trained_tokens(SimpleNamespace(), 7)
+
+
+@pytest.mark.parametrize(("trainer", "arguments"), [(SFTTrainer, SFTConfig), (DPOTrainer, DPOConfig)])
+def test_write_no_model_card(trainer: Any, arguments: Any) -> None:
+    assert "self.create_model_card(" in source(trainer._save_checkpoint)
+    assert public((field.name for field in dataclasses.fields(arguments)), "card") == [], "there is a switch now"
+    written: Any = SimpleNamespace(create_model_card=lambda: pytest.fail("written"))
+    compat.write_no_model_card(written)
+    written.create_model_card(model_name="x")
+
+
+def test_ignore_renamed_argument(tmp_path: Path) -> None:
+    def warned() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if patched:
+                compat.ignore_renamed_argument()
+            SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+        return [str(each.message) for each in caught if "gradient_checkpointing" in str(each.message)]
+
+    patched = False
+    assert warned(), "TRL does not use the old name any more"
+    patched = True
+    assert not warned()
+
+
+# --------------------------------------------------------------------------------------------------------- transformers
+
+
+def test_load_weights() -> None:
+    """That it puts the weights in place is in test_phase1.py."""
+    first = list(inspect.signature(Trainer._load_from_checkpoint).parameters.values())
+    assert [each.name for each in first if each.default is each.empty] == ["self", "resume_from_checkpoint"]
+    assert public(dir(Trainer), "load", "checkpoint") == public(dir(Trainer), "load", "weights") == []
+
+
+def test_attention_of() -> None:
+    config = LlamaForCausalLM._from_config(LlamaConfig(**SMALL), attn_implementation="eager").config
+    assert compat.attention_of(config) == "eager"
+    assert compat.attention_of(LlamaForCausalLM(LlamaConfig(**SMALL)).config) == "sdpa"
+    assert public(dir(config), "attn", "implementation") == [], "the config says it under a public name"
+
+
+def test_commit_of(tmp_path: Path) -> None:
+    config = LlamaConfig(**SMALL)
+    assert compat.commit_of(config) is None
+    config._commit_hash = "0123abc"
+    assert compat.commit_of(config) == "0123abc"
+    assert "_commit_hash" in source(transformers.PreTrainedConfig)
+    assert public(dir(config), "commit") == [], "the config says it under a public name"
+
+
+def test_grouped_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and gradients, and somebody else's attention, are in test_policy.py."""
+    assert list(inspect.signature(sdpa_attention_forward).parameters) == [
+        "module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "position_bias",
+        "cache", "kwargs",
+    ]  # fmt: skip
+    heads: list[int] = []
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def attend(query: torch.Tensor, key: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        heads.append(key.shape[1])
+        return plain(query, key, *rest, **named)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    net = LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
+    ids, mask = torch.arange(6).view(1, 6), torch.zeros(1, 1, 6, 6).masked_fill(torch.ones(6, 6).triu(1) > 0, -1e9)
+    with torch.no_grad():
+        copied = net(ids, attention_mask=mask, use_cache=False).logits
+        with compat.grouped_queries():
+            grouped = net(ids, attention_mask=mask, use_cache=False).logits
+    assert heads == [4, 2], "transformers does not copy keys and values under a mask any more"
+    assert torch.allclose(copied, grouped, atol=1e-5)
+
+
+def test_read_in_slices_is_given_what_it_expects() -> None:
+    net: Any = LlamaForCausalLM(LlamaConfig(**SMALL))
+    given: list[set[str]] = []
+    whole = net.model.forward
+
+    def forward(*rest: Any, **named: Any) -> Any:
+        given.append(set(named))
+        return whole(*rest, **named)
+
+    net.model.forward = forward
+    compat.read_in_slices(net)
+    trl_utils.add_fused_lm_head(net, outputs=("log_probs",))
+    ids, mask = torch.arange(12).view(2, 6), torch.tensor([[1] * 6, [1] * 3 + [0] * 3])
+    net(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100), fused_lm_head=True)
+    assert given == [{"input_ids", "attention_mask", "use_cache"}] * 2, "TRL gives the decoder something else"
+    about = " ".join(source(SFTConfig).split())
+    assert "only supported with the FlashAttention 2 or 3" in about, "TRL may train without padding on a CPU"
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "convgpt"])
+def test_read_in_slices_changes_no_loss_and_no_gradient(kind: str, checkpointing: bool) -> None:
+    shape: dict[str, Any] = dict(vocab_size=97, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    shape |= dict(hidden_size=256, num_key_value_heads=2, head_dim=8, initializer_range=0.1)
+    draw = torch.Generator().manual_seed(1)
+    lengths = torch.tensor([3, 11, 4, 11, 2, 7])
+    mask = (torch.arange(11) < lengths[:, None]).long()
+    ids = torch.randint(97, mask.shape, generator=draw)
+    labels = ids.masked_fill((torch.rand(mask.shape, generator=draw) < 0.4) | (mask == 0), -100)
+    results, read = [], []
+    for sliced in (False, True):
+        torch.manual_seed(2)
+        net: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape)).train()
+        if checkpointing:
+            net.gradient_checkpointing_enable()
+        if sliced:
+            compat.read_in_slices(net)
+        trl_utils.add_fused_lm_head(net, outputs=("log_probs", "entropy", "is_top1"))
+        widths: list[tuple[int, int]] = []
+        net.get_input_embeddings().register_forward_hook(lambda _, given, __, to=widths: to.append(given[0].shape))
+        scored = net(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+        loss = -scored.log_probs.sum() / (labels != -100).sum()
+        loss.backward()
+        gradient = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+        results.append((loss, scored.log_probs, scored.entropy, gradient))
+        read.append(widths)
+    assert read == [[(6, 11)], [(2, 11), (1, 7), (2, 4), (1, 2)]]
+    plain, slices = results
+    assert slices[0].item() == pytest.approx(plain[0].item(), rel=1e-6)
+    for whole, part in zip(plain[1:], slices[1:], strict=True):
+        assert torch.allclose(whole[whole != 0], part[whole != 0], rtol=1e-4, atol=1e-6)
+
+
+def test_read_in_slices_only_what_the_trainer_gives() -> None:
+    """Generation and packed rows go through the decoder as they are."""
+    shape = LlamaConfig(vocab_size=97, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    net: Any = LlamaForCausalLM(shape).eval()
+    ids = torch.arange(12).view(2, 6)
+    mask = torch.tensor([[1] * 6, [1] * 3 + [0] * 3])
+    before = net(ids, attention_mask=mask, use_cache=True)
+    packed = dict(input_ids=ids.view(1, 12), position_ids=torch.arange(6).repeat(2)[None], use_cache=False)
+    flat = net(**packed).logits
+    compat.read_in_slices(net)
+    after = net(ids, attention_mask=mask, use_cache=True)
+    assert torch.equal(after.logits, before.logits) and after.past_key_values.get_seq_length() == 6
+    assert torch.equal(net(**packed).logits, flat)
+    with pytest.raises(AssertionError, match="right"):
+        net.model(input_ids=ids, attention_mask=mask.flip(1), use_cache=False)
+
+
+def test_cache_layer_has_all_that_transformers_asks_for() -> None:
+    """CacheLayer; what it computes is in test_sampler.py and test_prefixes.py."""
+    assert CacheLayerMixin.__abstractmethods__ == {
+        "lazy_initialization", "update", "get_mask_sizes", "get_seq_length", "get_max_length",
+    }  # fmt: skip
+    assert compat.CacheLayer.__abstractmethods__ == {"update", "get_mask_sizes"}
+
+
+def test_set_rates_to_zero() -> None:
+    """More architectures are in test_policy.py."""
+    rates = dict(hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32)
+    config = AutoConfig.for_model("opt", vocab_size=97, layerdrop=0.3, attention_dropout=0.2, **rates)
+    net = AutoModelForCausalLM.from_config(config).train()
+    assert public(dir(PreTrainedModel), "dropout") == [], "transformers can switch noise off by itself"
+    trl_utils.disable_dropout_in_model(net)
+    assert config.layerdrop == 0.3, "TRL switches off more than modules of class Dropout"
+    for module in net.modules():
+        compat.set_rates_to_zero(module)
+    assert net.model.decoder.layerdrop == config.layerdrop == config.attention_dropout == 0
+    assert config.vocab_size == 97 and config.num_hidden_layers == 2
+
+
+def test_is_rust_panic() -> None:
+    class PanicException(BaseException):
+        pass
+
+    assert compat.is_rust_panic(PanicException("called `Option::unwrap()` on a `None` value"))
+    assert not compat.is_rust_panic(KeyboardInterrupt())
+
+
+def test_plain_text_tokenizer(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """Without it, text becomes a control token where an added token is not marked special."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.add_tokens(["<|mark|>"])
+    number = tokenizer.convert_tokens_to_ids("<|mark|>")
+    assert isinstance(number, int)
+    before: Any = copy.deepcopy(tokenizer).backend_tokenizer
+    before.encode_special_tokens = True
+    assert number in before.encode("a<|mark|>b").ids, "tokenizers can hide such tokens by itself"
+    plain = compat.plain_text_tokenizer(tokenizer, {number})
+    plain.encode_special_tokens = True
+    assert number not in plain.encode("a<|mark|>b").ids
+    assert plain.decode(plain.encode("a<|mark|>b").ids) == "a<|mark|>b"
+    spec = json.loads(before.to_str())
+    assert {"added_tokens", "truncation", "padding", "normalizer", "pre_tokenizer", "post_processor"} <= set(spec)
+
+
+# --------------------------------------------------------------------------- huggingface_hub, peft, bitsandbytes, torch
+
+
+def test_http_error_is_what_the_hub_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HTTP_ERROR: nobody listens on this port."""
+    with pytest.raises(compat.HTTP_ERROR) as raised:
+        huggingface_hub.HfApi(endpoint="http://127.0.0.1:9").repo_info("a/b", timeout=1)
+    assert not isinstance(raised.value, OSError)
+    assert not type(raised.value).__module__.startswith("huggingface_hub"), "the Hub has an error of its own"
+
+
+def with_trained_rows(net: Any, **targets: Any) -> Any:
+    rows = {"embed_tokens": [3, 4], "lm_head": [3, 4]}
+    settings = LoraConfig(r=2, init_lora_weights=False, trainable_token_indices=rows, **targets)
+    tuned = get_peft_model(net, settings).get_base_model()
+    with torch.no_grad():
+        for name, parameter in tuned.named_parameters():
+            if "trainable_tokens_delta" in name:
+                parameter.add_(1.0)
+    return tuned.eval()
+
+
+def test_pass_on_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    net: Any = LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=False))
+    net.lm_head = torch.nn.Linear(16, 97, bias=True)
+    bias, wrapper = net.lm_head.bias, with_trained_rows(net, target_modules=["q_proj"]).lm_head
+    assert isinstance(wrapper, TrainableTokensWrapper)
+    monkeypatch.setattr(TrainableTokensWrapper, "bias", None, raising=False)
+    monkeypatch.delattr(TrainableTokensWrapper, "bias")
+    assert getattr(wrapper, "bias", None) is None, "peft passes the bias on by itself"
+    compat.pass_on_bias()
+    assert wrapper.bias is bias
+
+
+def test_merged_weights() -> None:
+    torch.manual_seed(0)
+    plain: Any = LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=False)).eval()
+    tuned = with_trained_rows(copy.deepcopy(plain), target_modules=["q_proj", "down_proj"])
+    names, merged = dict(plain.named_parameters()), dict(compat.merged_weights(tuned))
+    assert merged.keys() == names.keys()
+    changed = {name for name in names if not torch.equal(merged[name], names[name])}
+    adapted = ("q_proj", "down_proj", "embed_tokens", "lm_head")
+    assert changed == {name for name in names if any(layer in name for layer in adapted)}
+    plain.load_state_dict(merged)
+    ids = torch.arange(2, 30)[None]
+    assert torch.allclose(plain(input_ids=ids).logits, tuned(input_ids=ids).logits, atol=1e-3)
+
+
+def test_keep_four_bit_layout() -> None:
+    from bitsandbytes.nn.modules import Linear4bit
+
+    layer: Any = Linear4bit(16, 16)
+    assert layer.support_avx512bf16_for_cpu in (False, True)
+    assert "support_avx512bf16_for_cpu" in source(Linear4bit.forward), "it decides elsewhere about the layout"
+    layer.support_avx512bf16_for_cpu = True
+    compat.keep_four_bit_layout(torch.nn.Sequential(layer, torch.nn.Linear(2, 2)))
+    assert layer.support_avx512bf16_for_cpu is False
+
+
+def test_has_hooks() -> None:
+    module = torch.nn.Linear(2, 2)
+    assert not compat.has_hooks(module)
+    handle = module.register_forward_hook(lambda *_: None)
+    assert compat.has_hooks(module)
+    handle.remove()
+    module.register_forward_pre_hook(lambda *_: None)
+    assert compat.has_hooks(module)
+    assert public(dir(module), "has", "hook") == [], "torch can be asked"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
+def test_keep_freed_memory() -> None:
+    """The same memory is asked for again and again: the system provides it once, where it did so each time."""
+    program = """
+import resource, torch
+from posttrain import compat
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.ones(2**24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+without = faults()
+compat.keep_freed_memory()
+faults()
+print(without, faults())
+"""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    command = [sys.executable, "-c", program]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=plain).stdout
+    without, kept = map(int, printed.split())
+    assert without > 100 + 10 * kept
+
+
+# -------------------------------------------------------------------------------------------- posttrain/template_limits
+
+
+def test_chat_templates_can_be_imported_alone() -> None:
+    """What the child process renders with is transformers' own module, without its packages."""
+    program = (
+        "import sys; sys.path.insert(0, 'posttrain/..')\n"
+        "from posttrain.template_limits import import_alone\n"
+        "module = import_alone('transformers.utils.chat_template_utils')\n"
+        "print(module.render_jinja_template([[{'role': 'user', 'content': 'hi'}]], chat_template=sys.argv[1]))\n"
+        "print(module.__file__, 'torch' in sys.modules)"
+    )
+    template = "{{ messages[0].content }}{% generation %}!{% endgeneration %}{{ namespace(a=1).a }}"
+    from transformers.utils import chat_template_utils
+
+    expected = chat_template_utils.render_jinja_template([[{"role": "user", "content": "hi"}]], chat_template=template)
+    ran = subprocess.run(
+        [sys.executable, "-c", program, template], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.splitlines() == [str(expected), f"{chat_template_utils.__file__} False"]
+    assert template_limits.why_not(template, {}, [[{"role": "user", "content": "hi"}]]) == ""
