@@ -30,7 +30,7 @@ from tokenizers import AddedToken
 from posttrain import template_limits
 from posttrain.compat import plain_text_tokenizer
 from posttrain.files import read_text
-from posttrain.types import UserError
+from posttrain.types import UserError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -297,8 +297,7 @@ class Chat:
                 )
         except Exception as error:  # a template is a program of somebody else's: it may raise anything
             roles = ", ".join(message["role"] for message in messages)
-            words = " ".join(str(error).split())[:300] or type(error).__name__
-            raise UserError(f"{self._origin} fails on a dialogue [{roles}]: {words}. {REMEDY}") from error
+            raise UserError(f"{self._origin} fails on a dialogue [{roles}]: {one_line(error)}. {REMEDY}") from error
         assert isinstance(rendered, str)
         return rendered
 

@@ -175,7 +175,7 @@ def why_unfit(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int) -> s
     except DEVICE_ERRORS:
         raise
     except UNFIT as error:
-        return f"its self-test raised {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return f"its self-test raised {one_line(error)}"
     finally:
         model.train(was_training)
     if difference <= tolerance:
