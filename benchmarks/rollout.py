@@ -34,7 +34,7 @@ from _measure import PAD, SHAPES
 
 from posttrain import compat
 from posttrain.chat import Chat
-from posttrain.sampler import ReplaySampler, Sampler, SlotSampler, Turn, VLLMSampler
+from posttrain.sampler import ReplaySampler, Sampler, SlotSampler, TurnRequest, VLLMSampler
 from posttrain.types import Completion, SamplingParams, derive_seed
 
 GROUP = 8  # the members of a group share their prompt, as they do in training
@@ -166,7 +166,7 @@ def play(
     sampled: list[list[int]] = [[] for _ in handles]
     read, heard = sum(map(len, prompts)), [0] * len(handles)
 
-    def then(finished: list[tuple[int, Completion]]) -> list[Turn]:
+    def then(finished: list[tuple[int, Completion]]) -> list[TurnRequest]:
         nonlocal read
         coming = []
         for handle, completion in finished:

@@ -100,7 +100,7 @@ def look(subject: Subject, seed: int) -> int:
         console.print(
             "[green]kept[/green] gymnasium's API, disjoint splits of different levels, the same levels in every"
             " process, pure resets, valid steps, play in the protocol, scripted policies that change nothing,"
-            f"{optimum} {texts} hostile texts harmless"
+            f"{optimum} {texts} hostile texts survived"
         )
     return 1 if broken else 0
 

@@ -23,7 +23,7 @@ from envs import TextEnv
 from envs.protocol import Episode, Protocol, thought_span
 from posttrain.chat import Chat
 from posttrain.engine import open_engine
-from posttrain.sampler import Sampler, Turn
+from posttrain.sampler import Sampler, TurnRequest
 from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError, derive_seed, one_line
 
 RAISED = (Exception, SystemExit)  # what an environment can do that ends its own episode alone
@@ -128,16 +128,16 @@ def play(
     waiting = list(games)[::-1]
     playing: dict[int, int] = {}  # the episode of each open conversation
 
-    def enter(several: Sequence[int]) -> list[Turn]:
+    def enter(several: Sequence[int]) -> list[TurnRequest]:
         handles = sampler.open([games[i].segment.ids for i in several])
         playing.update(zip(handles, several, strict=True))
         return [turn(handle) for handle in handles]
 
-    def turn(handle: int) -> Turn:
+    def turn(handle: int) -> TurnRequest:
         i = playing[handle]
         return handle, derive_seed(seeds[i], "turn", trajectories[i].turns)
 
-    def then(finished: list[tuple[int, Completion]]) -> list[Turn]:
+    def then(finished: list[tuple[int, Completion]]) -> list[TurnRequest]:
         going, leaving, renewed = [], [], []
         for handle, completion in finished:
             game = games[playing[handle]]

@@ -36,7 +36,7 @@ from posttrain.data import FilterTable, PreferenceData, SFTData, load_preference
 from posttrain.data import contamination as contamination_module
 from posttrain.data import loading as data_loading
 from posttrain.data.contamination import EvaluationQuestions, N, words
-from posttrain.data.filters import CHECKS, Row
+from posttrain.data.filters import CHECKS, Example
 from posttrain.metrics import MathJudge
 from posttrain.types import UserError
 
@@ -762,8 +762,8 @@ def test_any_thirteen_words_in_a_row_are_enough(question: list[str], data: st.Da
     known.add("test", [" ".join(question)])
     start = data.draw(st.integers(0, len(question) - N))
     piece = " , ".join(question[start : start + N]).upper()
-    assert known.seen_in(Row("", [[user("x y z"), assistant(f"u {piece} v")]]))
-    assert not known.seen_in(Row("", [[user("x y z"), assistant(f"u {piece[: piece.rindex(',')]} v")]]))
+    assert known.seen_in(Example("", [[user("x y z"), assistant(f"u {piece} v")]]))
+    assert not known.seen_in(Example("", [[user("x y z"), assistant(f"u {piece[: piece.rindex(',')]} v")]]))
 
 
 # ------------------------------------------------------------------------------------------------------- embedded data
@@ -800,7 +800,7 @@ def test_no_embedded_evaluation_problem_is_trained_on(tiny_chat: Chat) -> None:
     known.add("test", [p["question"] for p in embedded.math_problems(200, 3, "unseen_operands")])
     texts = [tiny_chat.decode(row["input_ids"]) for row in rows_of(sft.train)]
     assert len(texts) > 1000
-    assert not any(known.seen_in(Row("", [[user(text)]])) for text in texts)
+    assert not any(known.seen_in(Example("", [[user(text)]])) for text in texts)
     assert sft.table.notes == ["Checked against 1,000 questions of the embedded evaluation."]
 
 

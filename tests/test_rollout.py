@@ -378,9 +378,7 @@ def test_thoughts_are_cut_at_token_boundaries(tiny_chat: Chat, texts: list[str],
 
 def test_thoughts_of_sampled_noise(model: PreTrainedModel, tiny_chat: Chat) -> None:
     played = episodes(2, force_think=True)
-    trajectories = play(
-        open_sampler(model, tiny_chat), tiny_chat, played, PARAMS, [0, 1], context=Context("last_k", 1)
-    )
+    trajectories = play(open_sampler(model, tiny_chat), tiny_chat, played, PARAMS, [0, 1], context=Context("last_k", 1))
     for trajectory in trajectories:
         assert len(thoughts(tiny_chat, trajectory)) == trajectory.turns
 

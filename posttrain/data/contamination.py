@@ -14,7 +14,7 @@ from huggingface_hub import HfApi, constants
 
 from posttrain import embedded
 from posttrain.data import reading
-from posttrain.data.filters import Row
+from posttrain.data.filters import Example
 from posttrain.types import one_line
 
 N = 13
@@ -50,7 +50,7 @@ class EvaluationQuestions:
             count += 1
         self.notes.append(f"Checked against {count:,} questions of {name}.")
 
-    def seen_in(self, row: Row) -> bool:
+    def seen_in(self, row: Example) -> bool:
         """Whether any text of the row holds 13 words of a question, or a user asks a short one."""
         for messages in row.dialogues:
             for message in messages:

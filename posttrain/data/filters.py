@@ -1,4 +1,4 @@
-r"""Which rows are good enough to train on?  One function per kind: a row in, a `Row` or the reason to drop it out.
+r"""Which rows are good enough to train on?  One function per kind: a row in, a `Example` or the reason to drop it out.
 
 Reasons are short and fixed, because the table counts them: "not exactly one \boxed", "empty content", ...
 """
@@ -23,17 +23,17 @@ PRINTED = re.compile(r"<llm-code-output>(?:(?!</?llm-code-output>).)*+</llm-code
 LARGEST_SCORE = 1e100  # what is larger, or no number, is no score
 
 
-class Row(NamedTuple):
+class Example(NamedTuple):
     """What is kept: one dialogue, or chosen and rejected, and the question, which decides the side of the split."""
 
     question: str
     dialogues: list[list[Message]]
 
 
-Check = Callable[[dict[str, Any], Source, MathJudge], Row | str]
+Check = Callable[[dict[str, Any], Source, MathJudge], Example | str]
 
 
-def openmathinstruct(row: dict[str, Any], source: Source, judge: MathJudge) -> Row | str:
+def openmathinstruct(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
     """A question and a worked solution whose one box, at its end, holds the expected answer."""
     question, solution = row["question"], row["generated_solution"]
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": solution}]
@@ -60,20 +60,20 @@ def openmathinstruct(row: dict[str, Any], source: Source, judge: MathJudge) -> R
         return "text after the box"
     if not judge.correct(solution, str(row["expected_answer"])):
         return "box is not the expected answer"
-    return Row(question, [messages])
+    return Example(question, [messages])
 
 
-def dialogue(row: dict[str, Any], source: Source, judge: MathJudge) -> Row | str:
+def dialogue(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
     """User and assistant in turn, after a system message perhaps; the held-out split goes by the first user message."""
     messages = _plain(row["messages"])
     if reason := fault(messages):
         return reason
     if sum(message["role"] == "assistant" for message in messages) < (source.min_turns or 1):
         return f"fewer than {source.min_turns} answers"
-    return Row(next(message["content"] for message in messages if message["role"] == "user"), [messages])
+    return Example(next(message["content"] for message in messages if message["role"] == "user"), [messages])
 
 
-def preference(row: dict[str, Any], source: Source, judge: MathJudge) -> Row | str:
+def preference(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
     """Two different answers to the same prompt, the chosen one scored higher (local pairs may come without scores).
 
     A `prompt` beside whole dialogues, as UltraFeedback has it, is ignored: it repeats their first message as a string.
@@ -93,16 +93,16 @@ def preference(row: dict[str, Any], source: Source, judge: MathJudge) -> Row | s
             return f"score margin not above {margin:g}"
     elif source.kind == "ultrafeedback" or margin > 0 or scores != [None, None]:
         return "no scores"
-    return Row("\n".join(message["content"] for message in chosen[:-1]), [chosen, rejected])
+    return Example("\n".join(message["content"] for message in chosen[:-1]), [chosen, rejected])
 
 
-def prompt(row: dict[str, Any], source: Source, judge: MathJudge) -> Row | str:
+def prompt(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
     """A prompt alone, as text or as messages of which the last is the user's (TRL's prompt-only format)."""
     asked = row["prompt"]
     messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else _plain(asked)
     if reason := fault([*messages, {"role": "assistant", "content": "its answer, to come"}]):
         return "does not end with the user" if reason == "roles do not alternate" else reason
-    return Row("\n".join(message["content"] for message in messages), [messages])
+    return Example("\n".join(message["content"] for message in messages), [messages])
 
 
 CHECKS: dict[str, Check] = {

@@ -23,7 +23,7 @@ from posttrain.chat import Chat
 from posttrain.config import DataSection, Source
 from posttrain.data import reading
 from posttrain.data.contamination import EvaluationQuestions, evaluation_questions
-from posttrain.data.filters import CHECKS, Row
+from posttrain.data.filters import CHECKS, Example
 from posttrain.data.table import FilterTable, SourceReport
 from posttrain.metrics import MathJudge
 from posttrain.runlog import console, is_main_process
@@ -32,7 +32,7 @@ from posttrain.types import UserError, derive_seed
 ENCODE_AT_ONCE = 512
 
 TokenRow = tuple[np.ndarray, ...]  # one row of the dataset, column by column
-Encode = Callable[[list[Row], Chat, int], list["Sample | str"]]
+Encode = Callable[[list[Example], Chat, int], list["Sample | str"]]
 
 SFT_COLUMNS = Features({"input_ids": List(Value("int32")), "assistant_masks": List(Value("int8"))})
 PREFERENCE_COLUMNS = Features({name: List(Value("int32")) for name in ("prompt_ids", "chosen_ids", "rejected_ids")})
@@ -161,14 +161,14 @@ def _read_all(
 # From a source to the rows that may be used, in the order in which they are drawn
 
 
-def _draw(source: Source, key: str, seed: int, judge: MathJudge, report: SourceReport) -> list[Row]:
+def _draw(source: Source, key: str, seed: int, judge: MathJudge, report: SourceReport) -> list[Example]:
     """Good rows, none twice, at most k of a question, in an order that the seed chooses.
 
     Only the k rows of each question that come first in that order are ever held, so a stream of millions fits.
     """
     check, seen, arrival = CHECKS[source.kind], set(), count()
     most = 1 if source.kind == "ultrafeedback" else source.max_per_question
-    queues: dict[object, list[tuple[int, int, Row]]] = {}  # per question, the last in order on top
+    queues: dict[object, list[tuple[int, int, Example]]] = {}  # per question, the last in order on top
     for raw in reading.read(source, key, seed):
         report.read += 1
         row = check(raw, source, judge)
@@ -191,7 +191,7 @@ def _draw(source: Source, key: str, seed: int, judge: MathJudge, report: SourceR
 
 
 def _tokenise(
-    rows: list[Row],
+    rows: list[Example],
     source: Source,
     chat: Chat,
     max_length: int,
@@ -225,7 +225,7 @@ def _tokenise(
 # Token ids
 
 
-def encode_dialogues(rows: list[Row], chat: Chat, max_length: int) -> list[Sample | str]:
+def encode_dialogues(rows: list[Example], chat: Chat, max_length: int) -> list[Sample | str]:
     """Ids and mask; a row that is too long ends with the last answer that fits whole, or is dropped if none does."""
     samples: list[Sample | str] = []
     for encoded in chat.encode_batch([row.dialogues[0] for row in rows]):
@@ -245,7 +245,7 @@ def encode_dialogues(rows: list[Row], chat: Chat, max_length: int) -> list[Sampl
     return samples
 
 
-def encode_pairs(rows: list[Row], chat: Chat, max_length: int) -> list[Sample | str]:
+def encode_pairs(rows: list[Example], chat: Chat, max_length: int) -> list[Sample | str]:
     """Ids of the prompt up to the header of the answer, and of both answers with their stop tokens; none is cut."""
     encoded = iter(chat.encode_batch([messages for row in rows for messages in row.dialogues]))
     samples: list[Sample | str] = []
@@ -266,7 +266,7 @@ def encode_pairs(rows: list[Row], chat: Chat, max_length: int) -> list[Sample | 
     return samples
 
 
-def encode_prompts(rows: list[Row], chat: Chat, max_length: int) -> list[Sample | str]:
+def encode_prompts(rows: list[Example], chat: Chat, max_length: int) -> list[Sample | str]:
     """Ids of the messages before an answer, up to its header; none is cut."""
     samples: list[Sample | str] = []
     for row in rows:

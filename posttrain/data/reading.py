@@ -311,8 +311,7 @@ def _parquet(path: Path, key: str) -> Iterator[dict[str, Any]]:
                 yield from batch.to_pylist()
     except Exception as error:  # what pyarrow raises on a damaged file has no common class
         raise UserError(
-            f"{key}={path} cannot be read as a parquet file: {one_line(error)}. Check the "
-            "file or make it again."
+            f"{key}={path} cannot be read as a parquet file: {one_line(error)}. Check the file or make it again."
         ) from error
 
 

@@ -152,8 +152,7 @@ def levels(cfg: EvaluateRun, env: EnvSection, n: int) -> list[dict[str, Any]]:
 
 def raised(env: str, problem: BaseException) -> UserError:
     return UserError(
-        f"suites.envs.envs: {env} raised {one_line(problem)}. `python -m envs.check {env}` "
-        "says what is wrong with it."
+        f"suites.envs.envs: {env} raised {one_line(problem)}. `python -m envs.check {env}` says what is wrong with it."
     )
 
 

@@ -51,7 +51,7 @@ def record(
     written = write_transcripts(out / "transcripts.jsonl", step, to_read + more)
     shown, pictures = [], []
     for number, (episode, t) in enumerate(zip(written, to_read, strict=False)):
-        picture = None if t.crashed else draw(cfg, out / "episodes" / f"step-{step}-{number}.gif", t, say)
+        picture = None if t.crashed else save_picture(cfg, out / "episodes" / f"step-{step}-{number}.gif", t, say)
         if picture:
             shown.append(episode)
             pictures.append(picture)
@@ -72,7 +72,7 @@ def write_transcripts(path: Path, step: int, trajectories: list[Trajectory]) -> 
     return rows
 
 
-def draw(cfg: StarPORun, path: Path, t: Trajectory, say: Callable[[str], None]) -> Path | None:
+def save_picture(cfg: StarPORun, path: Path, t: Trajectory, say: Callable[[str], None]) -> Path | None:
     """An animated picture of an episode, played again from its seeds and actions.
 
     None where its environment has no pictures, or raises.

@@ -98,10 +98,10 @@ def pictures(results: Results, found: Episodes, checkpoints: Sequence[str]) -> I
         steps = max(map(len, grid.values()))
         for step in range(steps):
             now = {place: moments[min(step, len(moments) - 1)] for place, moments in grid.items()}
-            yield drawn(results, now, names, checkpoints), LAST if step == steps - 1 else PACE
+            yield picture_of(results, now, names, checkpoints), LAST if step == steps - 1 else PACE
 
 
-def drawn(
+def picture_of(
     results: Results, now: dict[tuple[str, str], Panel], names: Sequence[str], checkpoints: Sequence[str]
 ) -> Image.Image:
     """One picture: a row for each environment, a column for each checkpoint."""

@@ -7,8 +7,10 @@ from typing import Protocol
 
 from posttrain.types import Completion, SamplingParams
 
-Turn = tuple[int, int]  # the handle of a conversation in which a turn is to be written, and the seed of its randomness
-Then = Callable[[list[tuple[int, Completion]]], Sequence[Turn]]
+TurnRequest = tuple[
+    int, int
+]  # the handle of a conversation in which a turn is to be written, and the seed of its randomness
+Then = Callable[[list[tuple[int, Completion]]], Sequence[TurnRequest]]
 
 
 class Sampler(Protocol):
@@ -26,7 +28,7 @@ class Sampler(Protocol):
         """Add tokens the model did not sample (the environment's reply) to a conversation."""
         ...
 
-    def converse(self, turns: Sequence[Turn], params: SamplingParams, then: Then) -> None:
+    def converse(self, turns: Sequence[TurnRequest], params: SamplingParams, then: Then) -> None:
         """Let the model write these turns, and those that follow, until there are none.
 
         Whenever some are written, `then` is told (handle, completion) of each. It may append, open and close, but not
@@ -42,7 +44,7 @@ class Sampler(Protocol):
         """One turn in each of these conversations; `seeds[i]` addresses row i's randomness."""
         written: dict[int, Completion] = {}
 
-        def then(finished: list[tuple[int, Completion]]) -> Sequence[Turn]:
+        def then(finished: list[tuple[int, Completion]]) -> Sequence[TurnRequest]:
             written.update(finished)
             return []
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from posttrain.sampler.base import Histories, Then, Turn
+from posttrain.sampler.base import Histories, Then, TurnRequest
 from posttrain.sampler.draw import draw, uniforms
 from posttrain.types import Completion, SamplingParams
 
@@ -45,7 +45,7 @@ class ReplaySampler(Histories):
         super().__init__()
         self.model, self.stop_ids, self.pad_id = model, list(stop_ids), pad_id
 
-    def converse(self, turns: Sequence[Turn], params: SamplingParams, then: Then) -> None:
+    def converse(self, turns: Sequence[TurnRequest], params: SamplingParams, then: Then) -> None:
         while turns:
             handles, seeds = [handle for handle, _ in turns], [seed for _, seed in turns]
             turns = then(list(zip(handles, self.sample(handles, params, seeds), strict=True)))

@@ -22,7 +22,7 @@ from transformers import Cache, PreTrainedModel
 from posttrain.compat import CacheLayer
 from posttrain.fused import fused
 from posttrain.policy import attention_mask, read
-from posttrain.sampler.base import Sampler, Then, Turn
+from posttrain.sampler.base import Sampler, Then, TurnRequest
 from posttrain.sampler.draw import draw, uniforms
 from posttrain.types import Completion, SamplingParams
 
@@ -228,7 +228,7 @@ class SlotSampler(Sampler):
                 layer.forget()
 
     @torch.no_grad()
-    def converse(self, turns: Sequence[Turn], params: SamplingParams, then: Then) -> None:
+    def converse(self, turns: Sequence[TurnRequest], params: SamplingParams, then: Then) -> None:
         was_training = self.model.training
         self.model.eval()
         vocabulary = self.model.config.get_text_config().vocab_size

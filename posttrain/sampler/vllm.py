@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from posttrain import parallel
 from posttrain.compat import merged_weights
-from posttrain.sampler.base import Histories, Then, Turn
+from posttrain.sampler.base import Histories, Then, TurnRequest
 from posttrain.types import Completion, SamplingParams, UserError
 
 
@@ -50,7 +50,7 @@ class VLLMSampler(Histories):
         self.model, self.stop_ids, self.longest, self.memory = model, sorted(stop_ids), longest, memory
         self._llm: Any = None
 
-    def converse(self, turns: Sequence[Turn], params: SamplingParams, then: Then) -> None:
+    def converse(self, turns: Sequence[TurnRequest], params: SamplingParams, then: Then) -> None:
         if not turns:
             return
         self._llm = self._llm or self._start()
