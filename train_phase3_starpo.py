@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import torch
 
     from posttrain.chat import Chat
-    from posttrain.curriculum import Place
     from posttrain.distillation import Distillation
     from posttrain.evaluation.forgetting import FormerTasks
     from posttrain.experience import Batch, Experience, Measured, Scored
@@ -58,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     cfg, args = load(StarPORun, "configs/phase3_starpo.yaml", argv, _arguments)
     runlog.keep_private(Path(cfg.output_dir))
 
-    from posttrain import curriculum, model_files, models, parallel, run_state, starpo_run
+    from posttrain import model_files, models, parallel, run_state, starpo_run
     from posttrain.distillation import Distillation
     from posttrain.evaluation.forgetting import FormerTasks
     from posttrain.evaluation.tasks import hub_sets
@@ -68,11 +67,14 @@ def main(argv: list[str] | None = None) -> None:
     from posttrain.rollout import open_sampler
 
     begun = starpo_run.begin(cfg, resume=args.resume, data_sets=hub_sets(cfg.evaluation.suites))
-    cfg = begun.cfg  # final from here on, but for a rollback
+    cfg = begun.cfg  # final from here on
 
     model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template)
     learner = starpo_run.prepare(cfg, model, chat)
-    sampler = open_sampler(learner.policy, chat, cfg.rollout.engine, cfg.rollout.max_context, cfg.rollout.vllm_memory)
+    rollouts = cfg.rollout
+    sampler = open_sampler(
+        learner.policy, chat, rollouts.engine, rollouts.max_context, rollouts.vllm_gpu_memory_utilization
+    )
     with learner.autocast(), model_files.no_bars():  # while the policy is the model that it starts from
         distillation = Distillation.start(learner, sampler, chat) if cfg.distillation else None
     former_tasks = FormerTasks(cfg, chat)
@@ -87,11 +89,8 @@ def main(argv: list[str] | None = None) -> None:
             began = time.perf_counter()
             monitor.raised.clear()
             with learner.autocast():
-                groups = rollout(cfg, sampler, chat, step, state.curriculum)
+                groups = rollout(cfg, sampler, chat, step)
             played = time.perf_counter()
-            episodes = [trajectory for group in groups for trajectory in group]
-            state.curriculum = curriculum.after_step(cfg.envs, state.curriculum, episodes, step)
-
             scored = score_and_filter(cfg, groups, learner)
             row = describe(groups, scored.std, scored.kept)
             if due(cfg.diagnostics.every, step) and cfg.protocol.think:
@@ -101,11 +100,9 @@ def main(argv: list[str] | None = None) -> None:
             if scored.kept:
                 experience = collect(cfg, learner, groups, scored)
                 if cfg.diagnostics.gradients_every and step % cfg.diagnostics.gradients_every == 0:
-                    unfiltered = collect(cfg, learner, groups, scored.unfiltered(groups))
-                    row |= gradients_by_std(
-                        learner, unfiltered, scored.std, objective_settings(cfg, state.entropy_bonus)
-                    )
-                row |= update(cfg, learner, experience, state, step, distillation)
+                    unfiltered = collect(cfg, learner, groups, scored.unfiltered())
+                    row |= gradients_by_std(learner, unfiltered, scored.std, objective_settings(cfg))
+                row |= update(cfg, learner, experience, step, distillation)
             state.step, state.tokens = step, state.tokens + int(row["rollout/tokens"])
             row |= costs(row, state.tokens, played - began, time.perf_counter() - scored_at, begun.device)
             monitor.report(state, step, row)
@@ -113,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
 
             if step == cfg.trainer.max_steps or step % cfg.evaluation.every == 0:
                 validate(whole, state, step)
-            state, cfg = monitor.react(cfg, learner, state, row["rollout/success"])
+            monitor.stop_early(state, row["rollout/success"])
             last = step == cfg.trainer.max_steps or state.stopped_early
             stopping = parallel.total(stop.requested, begun.device) > 0
             if last or stopping or step % cfg.checkpoint.every == 0:
@@ -128,40 +125,35 @@ def main(argv: list[str] | None = None) -> None:
         broken = not_finite(state.alarms)  # the same in all processes, which see the same rows
         run_state.load(begun.best(state), learner)
         with learner.autocast(), stop.at_once("the closing evaluation"):
-            row = evaluate(cfg, sampler, chat, cfg.evaluation.final_split, cfg.evaluation.final_episodes, name="final")
+            row = evaluate(cfg, sampler, chat, "test", cfg.evaluation.final_episodes, name="final")
         monitor.report(state, cfg.trainer.max_steps, row)
     monitor.close()
     starpo_run.finish(begun, learner, chat, state, row, broken)
 
 
 # ----------------------------------------------------------------------------------------------------------- 1. rollout
-def rollout(
-    cfg: StarPORun, sampler: Sampler, chat: Chat, step: int, places: dict[str, Place]
-) -> list[list[Trajectory]]:
-    """All groups of a step, played by all processes together; samples of a group share the level and nothing else.
-
-    `places` says in which stage of its curriculum each environment is.
-    """
+def rollout(cfg: StarPORun, sampler: Sampler, chat: Chat, step: int) -> list[list[Trajectory]]:
+    """All groups of a step, played by all processes together; samples of a group share the level and nothing else."""
     import envs
-    from posttrain import curriculum, parallel
+    from envs.protocol import Protocol
+    from posttrain import parallel
     from posttrain.rollout import set_up
-    from posttrain.starpo_run import play_all
+    from posttrain.starpo_run import environments_of_groups, play_all
 
-    played = curriculum.environments_of_groups(cfg.envs, cfg.rollout.groups, step)
-    stages = {name: place["stage"] for name, place in places.items()}
+    protocol = Protocol(**cfg.protocol.model_dump())
+    played = environments_of_groups(cfg.envs, cfg.rollout.groups, step)
     size = cfg.rollout.num_generations
     members = [(group, sample) for group in parallel.mine(len(played)) for sample in range(size)]
     episodes, seeds = [], []
     for group, sample in members:
-        options, protocol = curriculum.conditions(cfg, played[group], stages.get(played[group].name, 0))
         level_seed = derive_seed(cfg.seed, "level", step, group)
         noise_seed = derive_seed(cfg.seed, "noise", step, group, sample)
-        env = envs.make(played[group].name, **options)
+        env = envs.make(played[group].name, **played[group].options)
         episodes.append(set_up(env, protocol, level_seed, "train", noise_seed))
         seeds.append(derive_seed(cfg.seed, "sample", step, group, sample))
     trajectories = play_all(cfg, sampler, chat, episodes, cfg.rollout.temperature, seeds)
     for (group, _), trajectory in zip(members, trajectories, strict=True):
-        trajectory.group, trajectory.stage = group, stages.get(trajectory.env)
+        trajectory.group = group
     return parallel.gather([trajectories[start : start + size] for start in range(0, len(trajectories), size)])
 
 
@@ -173,14 +165,12 @@ def score_and_filter(cfg: StarPORun, groups: list[list[Trajectory]], learner: Le
     """
     import torch
 
-    from posttrain import starpo_run
     from posttrain.experience import Scored
     from posttrain.starpo import filters
 
     algorithm, chosen = cfg.algorithm, cfg.algorithm.filter
     alive = [(number, sample) for number, group in enumerate(groups) for sample, t in enumerate(group) if not t.crashed]
     played = [groups[number][sample] for number, sample in alive]
-    starpo_run.check_rewards(cfg, played)
     group_B = torch.tensor([number for number, _ in alive], dtype=torch.long)
     rewards_B = torch.tensor([t.reward for t in played], dtype=torch.float64)
     lengths_B = torch.tensor([t.tokens for t in played], dtype=torch.float64)
@@ -188,12 +178,9 @@ def score_and_filter(cfg: StarPORun, groups: list[list[Trajectory]], learner: Le
     if chosen.metric.startswith("entropy"):
         assert learner is not None
         values_B["entropy"] = learner.mean_entropies(played)
-    within_B = filters.within_group(rewards_B, group_B, chosen.within or len(alive))
-    members = [[False] * len(group) for group in groups]
-    for (number, sample), t, within in zip(alive, played, within_B.tolist(), strict=True):
-        members[number][sample] = within and t.tokens > 0
+    members = [[not t.crashed and t.tokens > 0 for t in group] for group in groups]
     trains = [
-        [on and not (algorithm.mask_truncated and t.truncated) for on, t in zip(*both, strict=True)]
+        [on and not (algorithm.mask_truncated_completions and t.truncated) for on, t in zip(*both, strict=True)]
         for both in zip(members, groups, strict=True)
     ]
     idle_G = torch.tensor([not any(group) for group in trains])
@@ -204,8 +191,7 @@ def score_and_filter(cfg: StarPORun, groups: list[list[Trajectory]], learner: Le
     kept_G = filters.keep_groups(
         filters.group_scores(chosen.metric, values_B, group_B, len(groups)).masked_fill(idle_G, math.nan),
         "none" if chosen.strategy == "soft" else chosen.strategy,
-        chosen.band[0] if chosen.strategy == "percentile" else chosen.value,
-        upper=chosen.band[1],
+        chosen.value,
         smallest=not chosen.largest,
         keep_zero=chosen.keep_zero,
         # a level's seed is derived from run, step and group: a new order each step, the same in all processes
@@ -228,7 +214,7 @@ def collect(cfg: StarPORun, learner: Learner, groups: list[list[Trajectory]], sc
     trains_B = torch.tensor([scored.trains[number][sample] for number, sample in chosen])
     measured = learner.measure(batch)
     advantages_S, returns_S = advantages(cfg, batch, measured, scored.weights, trains_B)
-    return Experience(batch, measured, advantages_S, returns_S, trains_B, len(scored.kept) / len(groups))
+    return Experience(batch, measured, advantages_S, returns_S, trains_B)
 
 
 def advantages(
@@ -238,17 +224,12 @@ def advantages(
     import torch
 
     from posttrain.starpo import advantages as estimators
-    from posttrain.starpo import losses
 
     algorithm, group_B, episode_N = cfg.algorithm, batch.group_B, batch.episode_N
     turn_S, episode_S = batch.turn_S, batch.episode_S
-    scores_N = torch.tensor([score for t in batch.episodes for score in t.turn_scores], dtype=torch.float64)
+    rewards_N = torch.tensor([score for t in batch.episodes for score in t.turn_scores], dtype=torch.float64)
     if algorithm.critical and not algorithm.turn_rewards:
-        scores_N = estimators.at_the_end(scores_N, episode_N)
-    penalty_S = torch.zeros(len(turn_S), dtype=torch.float64)
-    if algorithm.kl_in == "reward" and measured.reference_S is not None:
-        penalty_S = algorithm.beta * losses.kl(measured.old_S, measured.reference_S, algorithm.kl_kind).double()
-    rewards_N = scores_N.index_add(0, turn_S, -penalty_S)  # the KL of a turn's tokens is taken off
+        rewards_N = estimators.at_the_end(rewards_N, episode_N)
     rewards_B = torch.zeros(len(group_B), dtype=torch.float64).index_add(0, episode_N, rewards_N)
     std = algorithm.advantage_std
     names = sorted({t.env for t in batch.episodes})
@@ -263,29 +244,23 @@ def advantages(
             value_S = estimators.brpo(rewards_B, env_B, std=std)[episode_S]
         case "arpo":
             value_S = estimators.arpo(rewards_B)[episode_S]
-        case "maxrl":
-            value_S = estimators.maxrl(rewards_B, group_B)[episode_S]
         case "turn_return":
-            value_S = estimators.turn_advantages(
-                rewards_N, episode_N, group_B, gamma=algorithm.gamma, over=algorithm.turn_norm, std=std, env_B=env_B
-            )[turn_S]
+            value_S = estimators.turn_advantages(rewards_N, episode_N, group_B, gamma=algorithm.gamma, std=std)[turn_S]
         case "gigpo":
-            similar = algorithm.step_similarity
-            states = [s for t in batch.episodes for s in (t.state_keys if similar is None else t.observations)]
-            buckets_N = estimators.state_buckets(states, group_B[episode_N], similar or 1.0)
+            states = [state for t in batch.episodes for state in t.state_keys]
+            buckets_N = estimators.state_buckets(states, group_B[episode_N])
             value_S = estimators.gigpo(
                 rewards_B, group_B, rewards_N, episode_N, buckets_N,
-                weight=algorithm.step_weight, gamma=algorithm.step_gamma, std=std,
+                weight=algorithm.step_weight, gamma=algorithm.gamma_high, std=std,
             )[turn_S]  # fmt: skip
         case "reinforce_pp" | "reinforce_pp_baseline" as name:
-            raw_B = torch.zeros(len(group_B), dtype=torch.float64).index_add(0, episode_N, scores_N)
             value_S = estimators.reinforce_pp(
-                raw_B, group_B, episode_S, -penalty_S,
+                rewards_B, group_B, episode_S,
                 baseline=name == "reinforce_pp_baseline", trained_S=trained_S, env_S=env_S,
             )  # fmt: skip
         case "gae" | "bilevel_gae" as name:
             assert measured.values_S is not None
-            rewards_S, values_S = estimators.token_rewards(scores_N, turn_S, -penalty_S), measured.values_S.double()
+            rewards_S, values_S = estimators.token_rewards(rewards_N, turn_S), measured.values_S.double()
             if name == "gae":
                 value_S, returns_S = estimators.gae(rewards_S, values_S, episode_S, algorithm.gamma, algorithm.lam)
             else:
@@ -293,7 +268,7 @@ def advantages(
                     rewards_S, values_S, turn_S, episode_N,
                     gamma=algorithm.gamma, gamma_high=algorithm.gamma_high, lam=algorithm.lam,
                 )  # fmt: skip
-            return (estimators.whiten(value_S, trained_S, env_S) if algorithm.whiten else value_S), returns_S
+            return estimators.whiten(value_S, trained_S, env_S), returns_S
     return value_S * torch.tensor(weights, dtype=torch.float64)[group_B][episode_S], None
 
 
@@ -302,7 +277,6 @@ def update(
     cfg: StarPORun,
     learner: Learner,
     experience: Experience,
-    state: RunState,
     step: int,
     distillation: Distillation | None = None,
 ) -> dict[str, float]:
@@ -313,7 +287,6 @@ def update(
     import torch
 
     from posttrain import parallel
-    from posttrain.curriculum import longest_episode
     from posttrain.learner import CRITIC, POLICY, objective_settings, schedule
     from posttrain.monitoring import UpdateFigures, advantage_figures
     from posttrain.starpo import losses
@@ -323,9 +296,10 @@ def update(
     rates = (0.0 if warming_up else cfg.learning_rate, algorithm.critic.learning_rate)
     learner.set_learning_rates(*(rate * schedule(cfg, step) for rate in rates))
     importance_weights_S = losses.sampler_weights(
-        measured.old_S, batch.sampler_S, algorithm.importance, batch.episode_S, *algorithm.importance_range
+        measured.old_S, batch.sampler_S, algorithm.importance_sampling_clip_max
     )
-    settings = objective_settings(cfg, state.entropy_bonus, experience.kept_share)
+    settings = objective_settings(cfg)
+    longest = cfg.rollout.max_completion_length * cfg.protocol.max_turns  # sampled tokens of an episode, at most
     lengths_B = torch.bincount(batch.episode_S, minlength=len(batch.episodes)) * experience.trains_B
     figures = UpdateFigures()
     learner.model.train()
@@ -334,7 +308,7 @@ def update(
             counted_B = lengths_B * chosen_B
             if counted_B.sum() == 0:
                 continue
-            weights_S = losses.token_weights(batch.episode_S, algorithm.aggregation, counted_B, longest_episode(cfg))
+            weights_S = losses.token_weights(batch.episode_S, algorithm.aggregation, counted_B, longest)
             prefixes, micro_batches = learner.prefill([row for row in batch.rows if counted_B[row.episode] > 0])
             for rows in micro_batches:
                 forward = learner.forward(rows, prefixes)
@@ -347,7 +321,7 @@ def update(
                     importance_weights_S=forward.take(importance_weights_S),
                     entropy_S=forward.entropy_S,
                     reference_S=None if measured.reference_S is None else forward.take(measured.reference_S),
-                    segments_S=forward.take(batch.segment_S(algorithm.loss_type)),
+                    contexts_S=forward.take(batch.context_S),
                 )
                 policy = losses.objective(tokens, settings)
                 figures.policy(tokens, policy, forward.take(batch.sampler_S))
@@ -360,10 +334,9 @@ def update(
                 if loss is not None:
                     loss.backward()
                 if critic is not None:
-                    with critic.active():  # recomputed activations, too, must be the critic's
-                        value = learner.value_loss(forward, experience, tokens.weights_S)
-                        figures.critic(value)
-                        value.loss.backward()
+                    value = learner.value_loss(forward, experience, tokens.weights_S)
+                    figures.critic(value)
+                    value.loss.backward()
             prefixes.backward()
             if distillation is not None and distillation.coef and not warming_up:
                 figures.distillation(*distillation.backward(step, epoch * algorithm.minibatches + number))
@@ -377,12 +350,7 @@ def update(
                 learner.optimizer.step()
             learner.optimizer.zero_grad(set_to_none=True)
             figures.step(norms, finite)
-    row = figures.row(learner, state.entropy_bonus)
-    if algorithm.entropy_target is not None:
-        state.entropy_coef, state.entropy_bonus = losses.adaptive_entropy(
-            state.entropy_coef, row["policy/entropy"], algorithm.entropy_target, delta=algorithm.entropy_delta
-        )
-    return row | advantage_figures(experience.advantages_S, experience.trains_B[batch.episode_S])
+    return figures.row(learner) | advantage_figures(experience.advantages_S, experience.trains_B[batch.episode_S])
 
 
 # ---------------------------------------------------------------------------------------------------------- 5. evaluate
@@ -397,20 +365,20 @@ def evaluate(
 ) -> dict[str, float]:
     """Success on held-out levels, the same ones each time and in every run, with Wilson 95 % intervals.
 
-    An environment with a curriculum is played as in its last stage, from the first evaluation on.
     won: is given, for each environment, whether each of its levels was won, in the order of the levels.
     """
     import envs
-    from posttrain import curriculum, parallel
+    from envs.protocol import Protocol
+    from posttrain import parallel
     from posttrain.monitoring import Summary, describe_evaluation
     from posttrain.rollout import set_up
     from posttrain.starpo_run import play_all
 
     summaries: dict[str, list[Summary]] = {}
+    protocol = Protocol(**cfg.protocol.model_dump())
     for env in cfg.envs:
         seeds = [derive_seed("evaluation", env.name, split, i) for i in parallel.mine(episodes)]
-        options, protocol = curriculum.conditions(cfg, env, curriculum.TARGET)
-        levels = [set_up(envs.make(env.name, **options), protocol, seed, split) for seed in seeds]
+        levels = [set_up(envs.make(env.name, **env.options), protocol, seed, split) for seed in seeds]
         played = play_all(cfg, sampler, chat, levels, cfg.evaluation.temperature, seeds)
         summaries[env.name] = parallel.gather([Summary.of(t) for t in played])
     if won is not None:
@@ -426,7 +394,7 @@ def validate(whole: Run, state: RunState, step: int) -> None:
     cfg, learner, monitor, began = whole.cfg, whole.learner, whole.monitor, time.perf_counter()
     won: dict[str, list[bool]] = {}
     with learner.autocast():
-        row = evaluate(cfg, whole.sampler, whole.chat, cfg.evaluation.split, cfg.evaluation.episodes, won=won)
+        row = evaluate(cfg, whole.sampler, whole.chat, "validation", cfg.evaluation.episodes, won=won)
     better, figures = monitor.compare_with_best(state, step, won)
     row |= figures
     if whole.distillation is not None:

@@ -86,7 +86,7 @@ def conversations(work: Work, vocabulary: int) -> list[Trajectory]:
                 segment.read(text(work.reply))
         ends = [0.0] * (work.turns - 1) + [float(row % 2)]
         empty = [""] * work.turns
-        played.append(Trajectory([segment], ends, [0.0] * work.turns, empty, empty, group=row // work.samples))
+        played.append(Trajectory([segment], ends, [0.0] * work.turns, empty, group=row // work.samples))
     return played
 
 

@@ -105,7 +105,6 @@ def share(player: Path) -> dict[str, float]:
     from posttrain.config import StarPORun, resolve
     from posttrain.models import load
     from posttrain.rollout import open_sampler
-    from posttrain.run_state import RunState
     from posttrain.starpo_run import prepare
 
     file = ROOT / "configs" / "quickstart" / "phase3_starpo.yaml"
@@ -134,10 +133,10 @@ def share(player: Path) -> dict[str, float]:
             for name in ("reset", "step", "observe"):
                 patches.enter_context(mock.patch.object(kind, name, timed(getattr(kind, name))))
         start = time.perf_counter()
-        groups = phase3.rollout(cfg, sampler, chat, 1, {})
+        groups = phase3.rollout(cfg, sampler, chat, 1)
         scored = phase3.score_and_filter(cfg, groups)
         experience = phase3.collect(cfg, learner, groups, scored)
-        phase3.update(cfg, learner, experience, RunState.start(cfg), 1)
+        phase3.update(cfg, learner, experience, 1)
     return {"envs": spent, "iteration": time.perf_counter() - start}
 
 

@@ -25,7 +25,6 @@ import train_phase3_starpo as phase3
 from posttrain import compat
 from posttrain.chat import Chat
 from posttrain.config import StarPORun, resolve
-from posttrain.run_state import RunState
 from posttrain.sampler import SlotSampler
 from posttrain.starpo_run import prepare
 from posttrain.types import derive_seed
@@ -65,18 +64,18 @@ def won(sample: int) -> float:
 def ours(cfg: StarPORun, model: Any, chat: Chat) -> Callable[[int], Iteration]:
     """Iteration 1, 2, ... of phase 3, its model being the policy."""
     compat.keep_freed_memory()  # as a script does that loads a model
-    learner, state = prepare(cfg, model, chat), RunState.start(cfg)
+    learner = prepare(cfg, model, chat)
     sampler = SlotSampler(learner.policy, [model.config.vocab_size], PAD)  # no token ends a turn
 
     def iteration(step: int) -> Iteration:
         start = time.perf_counter()
-        groups = phase3.rollout(cfg, sampler, chat, step, {})
+        groups = phase3.rollout(cfg, sampler, chat, step)
         played = time.perf_counter()
         for group in groups:
             for sample, trajectory in enumerate(group):
                 trajectory.turn_rewards[-1] = won(sample)
         experience = phase3.collect(cfg, learner, groups, phase3.score_and_filter(cfg, groups))
-        phase3.update(cfg, learner, experience, state, step)
+        phase3.update(cfg, learner, experience, step)
         end = time.perf_counter()
         episodes = [trajectory for group in groups for trajectory in group]
         work = (sum(t.turns for t in episodes), sum(t.tokens for t in episodes), sum(t.context for t in episodes))

@@ -57,7 +57,7 @@ def conversations(count: int, turns: int, new_tokens: int, vocabulary: int) -> l
             if turn + 1 < last:
                 segment.read(text(20, 40, "reply", turn, row))
         won = [0.0] * (last - 1) + [float(row % 2)]
-        played.append(Trajectory([segment], won, [0.0] * last, [""] * last, [""] * last, group=row // GROUP))
+        played.append(Trajectory([segment], won, [0.0] * last, [""] * last, group=row // GROUP))
     return played
 
 
@@ -68,7 +68,6 @@ def ours(model: Any, episodes: list[Trajectory], micro_batch_tokens: int, **trai
     from posttrain.config import StarPORun
     from posttrain.experience import Batch, Experience
     from posttrain.learner import Learner
-    from posttrain.run_state import RunState
     from posttrain.starpo.advantages import grpo
 
     compat.keep_freed_memory()  # as a script does that loads a model
@@ -91,10 +90,10 @@ def ours(model: Any, episodes: list[Trajectory], micro_batch_tokens: int, **trai
     rewards_B = torch.tensor([t.reward for t in episodes])
     advantages_S = grpo(rewards_B, batch.group_B)[batch.episode_S]
     everyone = torch.ones(len(episodes), dtype=torch.bool)
-    experience, state = Experience(batch, measured, advantages_S, None, everyone, 1.0), RunState.start(cfg)
+    experience = Experience(batch, measured, advantages_S, None, everyone)
 
     def step() -> float:
-        return phase3.update(cfg, learner, experience, state, 1)["policy/grad_norm"]
+        return phase3.update(cfg, learner, experience, 1)["policy/grad_norm"]
 
     return step
 

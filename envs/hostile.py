@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from envs.promises import Subject, raised
-from envs.protocol import Episode, answer
+from envs.protocol import MAX_PENALISED_TURNS, Episode, answer
 
 HOSTILE = (  # whole responses
     "",
@@ -72,5 +72,5 @@ def _met(episode: Episode, text: str, free: bool) -> str:
         return "it succeeded." if episode.success else ""
     if any(turn.valid or turn.reward for turn in turns) or episode.state_key() != before:
         return "it was taken for a valid one."
-    cap = protocol.format_penalty * protocol.max_penalised_turns - 1e-9
+    cap = protocol.format_penalty * MAX_PENALISED_TURNS - 1e-9
     return "it was penalised beyond the cap." if sum(turn.penalty for turn in turns) < cap else ""

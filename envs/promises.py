@@ -28,7 +28,7 @@ from gymnasium.utils.env_checker import check_env
 from envs import SPLITS, TextEnv, gymnasium_id, make
 from envs.base import NoLevel
 from envs.demos import demonstrate, next_action, play, player_names
-from envs.protocol import Episode, Protocol, answer, parse
+from envs.protocol import ACTION_SEP, Episode, Protocol, answer, parse
 
 LEVELS = 64  # drawn from each split to count the different ones
 FEW = 0.25  # below this share of different levels, held-out episodes repeat each other
@@ -252,7 +252,7 @@ def play_in_the_protocol(subject: Subject) -> Iterator[str]:
         if read.actions != [action]:
             yield (
                 f"the action {action!r} is read as {read.actions or read.invalid}: names need letters, differ in more"
-                f" than case, and hold neither tags nor {protocol.action_sep}."
+                f" than case, and hold neither tags nor {ACTION_SEP}."
             )
     turns, valid = 0, 0
     for seed in range(SAMPLE):

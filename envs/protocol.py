@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from envs.base import TextEnv
 
 Message = dict[str, str]
+ACTION_SEP = "||"  # between two actions of one answer, as in RAGEN
+MAX_PENALISED_TURNS = 3  # of one episode
 _BETWEEN = re.compile(r"</think>\s*<answer>")
 
 
@@ -21,7 +23,7 @@ class Protocol:
     """The limits of an episode and the form of an answer.
 
     `format_penalty` is subtracted once for every turn that is badly formed or names an unknown action, at most
-    `max_penalised_turns` times an episode: Protocol(max_turns=8, max_actions_per_turn=1, max_actions=8).
+    MAX_PENALISED_TURNS times an episode: Protocol(max_turns=8, max_actions_per_turn=1, max_actions=8).
     An environment of free text takes one action a turn, whatever `max_actions_per_turn` says.
     With `force_think` every response begins with `opening`, which the model is given instead of writing it.
     """
@@ -31,17 +33,13 @@ class Protocol:
     max_actions: int = 8
     think: bool = True
     format_penalty: float = -0.1
-    max_penalised_turns: int = 3
-    action_sep: str = "||"
     force_think: bool = False
 
     def __post_init__(self) -> None:
         if min(self.max_turns, self.max_actions_per_turn, self.max_actions) < 1:
             raise ValueError("max_turns, max_actions_per_turn and max_actions must be at least 1.")
-        if self.format_penalty > 0 or self.max_penalised_turns < 0:
-            raise ValueError("format_penalty must not be above 0, nor max_penalised_turns below 0.")
-        if not self.action_sep.strip():
-            raise ValueError("action_sep must not be blank.")
+        if self.format_penalty > 0:
+            raise ValueError("format_penalty must not be above 0.")
 
     @property
     def opening(self) -> str:
@@ -101,7 +99,7 @@ def parse(text: str, protocol: Protocol, listed: Sequence[str] | None) -> Parsed
         return Parsed([], False, [])
     if listed is None:
         return Parsed([text[start:end]] if text[start:end].strip() else [], True, [])
-    names = [name for name in map(str.strip, text[start:end].split(protocol.action_sep)) if name]
+    names = [name for name in map(str.strip, text[start:end].split(ACTION_SEP)) if name]
     spelling = {action.lower(): action for action in listed}
     invalid = [name for name in names if name.lower() not in spelling]
     actions = [spelling[name.lower()] for name in names if name.lower() in spelling]
@@ -121,7 +119,7 @@ def thought_span(text: str) -> tuple[int, int] | None:
 
 def answer(thought: str, actions: Sequence[str], protocol: Protocol) -> str:
     """A response in the protocol's form."""
-    reply = f"<answer>{f' {protocol.action_sep} '.join(actions)}</answer>"
+    reply = f"<answer>{f' {ACTION_SEP} '.join(actions)}</answer>"
     return f"<think>{thought}</think>{reply}" if protocol.think else reply
 
 
@@ -199,7 +197,7 @@ class Episode:
         self.turns += 1
         self.invalid_turns += not valid
         self.malformed_turns += not parsed.well_formed
-        penalised = not valid and self.invalid_turns <= self.protocol.max_penalised_turns
+        penalised = not valid and self.invalid_turns <= MAX_PENALISED_TURNS
         if self.turns >= self.protocol.max_turns or len(self.actions) >= self.protocol.max_actions:
             self.truncated = not self.terminated
         user = None
@@ -219,7 +217,7 @@ class Episode:
         lines = []
         for number, turn in enumerate(self.past[first:], first + 1):
             lines += [f"Turn {number}", turn.observation]
-            lines += [f"Action {f' {self.protocol.action_sep} '.join(turn.actions)}"] if turn.actions else []
+            lines += [f"Action {f' {ACTION_SEP} '.join(turn.actions)}"] if turn.actions else []
             lines += [] if turn.valid else ["Invalid answer"]
             lines.append(f"Reward {round(turn.reward, 6):g}")
         return "\n".join([*lines, f"Turn {self.turns + 1}", self._user_text(self.observation)])

@@ -101,7 +101,7 @@ def _sample(cfg: StarPORun, wanted: DistillationSection, sampler: Sampler, chat:
         completions = complete(
             sampler,
             [ids[n] for n in mine],
-            SamplingParams(max_new_tokens=wanted.max_new_tokens, temperature=wanted.temperature),
+            SamplingParams(max_new_tokens=wanted.max_new_tokens, temperature=1.0),
             [derive_seed(cfg.seed, "distillation", n) for n in mine],
             batch=cfg.rollout.conversations,
             done=lambda count: progress.update(progress.done + count),

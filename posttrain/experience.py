@@ -16,16 +16,15 @@ from posttrain.types import Trajectory, derive_seed
 class Scored(NamedTuple):
     """Which groups are kept, and which of their episodes are trained on: G groups of P samples."""
 
-    members: list[list[bool]]  # [G][P] whether it is in its group's statistics: no crash, and chosen by `within`
+    members: list[list[bool]]  # [G][P] whether it is in its group's statistics: no crash, and something was sampled
     trains: list[list[bool]]  # [G][P] whether its tokens may count in the loss
     std: list[float]  # [G] sample standard deviation of the group's rewards
     weights: list[float]  # [G] what the group's advantages are multiplied by
     kept: list[int]  # numbers of the groups to train on
 
-    def unfiltered(self, groups: list[list[Trajectory]]) -> Scored:
-        """All groups, and all of their episodes that have a sampled token."""
-        on = [[not t.crashed and t.tokens > 0 for t in group] for group in groups]
-        return self._replace(members=on, trains=on, kept=list(range(len(groups))))
+    def unfiltered(self) -> Scored:
+        """All groups, and all of their members."""
+        return self._replace(trains=self.members, kept=list(range(len(self.members))))
 
 
 class BatchRow(NamedTuple):
@@ -51,9 +50,11 @@ class Batch(NamedTuple):
     def episode_S(self) -> torch.Tensor:
         return self.episode_N[self.turn_S]
 
-    def segment_S(self, loss_type: str) -> torch.Tensor:
-        """Which segment each token belongs to, for a ratio of segments: its turn or its episode."""
-        return self.turn_S if loss_type == "gspo_turn" else self.episode_S
+    @property
+    def context_S(self) -> torch.Tensor:
+        """Which row each token was sampled in."""
+        counts = [row.tokens.stop - row.tokens.start for row in self.rows]
+        return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.long))
 
     @classmethod
     def of(cls, episodes: Sequence[Trajectory]) -> Batch:
@@ -89,7 +90,6 @@ class Experience(NamedTuple):
     advantages_S: torch.Tensor
     returns_S: torch.Tensor | None  # the critic's targets
     trains_B: torch.Tensor  # bool: whose tokens count in the loss; the others are in its group's statistics alone
-    kept_share: float = 1.0  # groups that passed the filter, of all
 
     def minibatches(self, count: int, seed: int, step: int, epoch: int) -> list[torch.Tensor]:
         """The episodes of each optimizer step of an epoch, (B,) bool: whole groups, in a seeded order."""

@@ -22,10 +22,11 @@ from posttrain.head import head_logprobs
 from posttrain.policy import microbatches, trained_states
 from posttrain.prefixes import Prefixes, can_share, prefix_of, worth_sharing
 from posttrain.selftest import can_share_prefixes, head_agrees
-from posttrain.starpo import filters, losses
+from posttrain.starpo import losses
 from posttrain.types import Trajectory, UserError
 
 POLICY, CRITIC = 0, 1  # places in `Learner.trainable` and in the optimizer
+VALUE_COEF = 0.5  # c1 of PPO (arXiv 1707.06347, eq. 9), which weighs the value loss where the trunk is shared
 
 
 class Forward(NamedTuple):
@@ -146,7 +147,7 @@ class Learner:
     def _values(self, rows: list[BatchRow]) -> torch.Tensor:
         assert self.critic
         ids, masks = [row.ids for row in rows], [row.mask for row in rows]
-        with self.autocast(), self.critic.active():
+        with self.autocast():
             if self.critic.kind == "shared":
                 return self.critic.of(trained_states(self.policy, ids, masks)[0])
             return self.critic.values(ids, masks)
@@ -156,23 +157,16 @@ class Learner:
     def micro_batches(self, rows: list[BatchRow], shared: Sequence[tuple[int, ...]] = ()) -> list[list[BatchRow]]:
         """This process's share of the rows as micro-batches; all have the same number of them, or one less.
 
-        Prefixes that are `shared` do not count. A ratio of whole episodes needs all segments of an episode in one
-        micro-batch.
+        Prefixes that are `shared` do not count.
         """
         known = set(shared)
-        together = self.cfg.algorithm.loss_type == "gspo_episode"
-        parts: dict[int, list[BatchRow]] = {}
-        for number, row in enumerate(rows):
-            parts.setdefault(row.episode if together else number, []).append(row)
-        units = list(parts.values())
 
         def length(row: BatchRow) -> int:
             begins = prefix_of(row.ids, row.mask) if known else ()
             return len(row.ids) - (len(begins) if begins in known else 0)
 
-        lengths = [sum(map(length, unit)) for unit in units]
-        chosen = list(microbatches(lengths, self._budget))
-        return [[row for i in batch for row in units[i]] for batch in chosen[parallel.rank() :: parallel.size()]]
+        chosen = list(microbatches([length(row) for row in rows], self._budget))
+        return [[rows[i] for i in batch] for batch in chosen[parallel.rank() :: parallel.size()]]
 
     def prefill(self, rows: list[BatchRow]) -> tuple[Prefixes, list[list[BatchRow]]]:
         """This process's micro-batches of these rows, and the prefixes that rows have in common, read once."""
@@ -191,18 +185,17 @@ class Learner:
         return Forward(rows, index_S, logprobs_S.float(), entropy_S.float(), states_SD)
 
     def value_loss(self, forward: Forward, experience: Experience, weights_S: torch.Tensor) -> ValueLoss:
-        """coef * sum over S of weight_S * `losses.value_loss`, with gradient. Use it inside `critic.active()`."""
+        """VALUE_COEF * sum over S of weight_S * `losses.value_loss`, with gradient."""
         assert self.critic and experience.measured.values_S is not None and experience.returns_S is not None
-        setting = self.cfg.algorithm.critic
         if self.critic.kind == "shared":
             values_S = self.critic.of(forward.states_SD)
         else:
             with self.autocast():
                 values_S = self.critic.values([row.ids for row in forward.rows], [row.mask for row in forward.rows])
         returns_S, old_S = forward.take(experience.returns_S).float(), forward.take(experience.measured.values_S)
-        clip = math.inf if setting.clip is None else setting.clip
+        clip = self.cfg.algorithm.critic.clip or math.inf
         loss_S, clipped_S = losses.value_loss(values_S.float(), old_S, returns_S, clip)
-        return ValueLoss(setting.coef * (weights_S * loss_S).sum(), loss_S, clipped_S, values_S, returns_S)
+        return ValueLoss(VALUE_COEF * (weights_S * loss_S).sum(), loss_S, clipped_S, values_S, returns_S)
 
     def set_learning_rates(self, policy: float, critic: float) -> None:
         for group, rate in zip(self.optimizer.param_groups, (policy, critic), strict=False):
@@ -264,17 +257,14 @@ def schedule(cfg: StarPORun, step: int) -> float:
             return min(1.0, 4 * (trainer.max_steps - step + 1) / trainer.max_steps)
 
 
-def objective_settings(cfg: StarPORun, entropy_bonus: float, kept_share: float = 1.0) -> losses.Settings:
-    """What `losses.objective` is set to. kept_share: of the groups; entropy_bonus: the coefficient as it is now."""
+def objective_settings(cfg: StarPORun) -> losses.Settings:
+    """What `losses.objective` is set to."""
     algorithm = cfg.algorithm
     return losses.Settings(
         loss_type=algorithm.loss_type,
         epsilon=algorithm.epsilon,
         epsilon_high=algorithm.epsilon_high,
-        dual_clip=algorithm.dual_clip,
         delta=algorithm.delta,
-        scale=filters.loss_scale(kept_share, algorithm.filter.loss_scale),
-        entropy_coef=entropy_bonus,
-        beta=algorithm.beta if algorithm.kl_in == "loss" else 0.0,
-        kl_estimator=algorithm.kl_kind,
+        entropy_coef=algorithm.entropy_coef,
+        beta=algorithm.beta,
     )

@@ -133,8 +133,6 @@ def trained(shape: Shape, cfg: StarPORun) -> list[tuple[int, int]]:
     parts = [(shape.adapter if tuned else shape.parameters, FLOAT)]
     if cfg.algorithm.critical:
         parts.append((shape.states + 1, FLOAT))  # the value head
-        if cfg.algorithm.critic.kind == "lora":
-            parts.append((shape.adapter, FLOAT))
         if cfg.algorithm.critic.kind == "separate":
             unused = 0 if shape.tied else shape.vocabulary * shape.states
             parts += [(shape.parameters - unused + shape.adapter, FLOAT)]
@@ -419,6 +417,6 @@ def make(cfg: StarPORun, device: torch.device) -> Plan:
         free = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         held = psutil.Process().memory_info().rss
     free, held = min(parallel.gather([free])), max(parallel.gather([held]))
-    vllm = round(total * cfg.rollout.vllm_memory) if cfg.rollout.engine == "vllm" else 0
+    vllm = round(total * cfg.rollout.vllm_gpu_memory_utilization) if cfg.rollout.engine == "vllm" else 0
     shape = Shape.of(model_files.load_config(cfg.model), cfg.model)
     return choose(shape, cfg, free, held=held, vllm=vllm, cuda=cuda, processes=parallel.size())

@@ -251,7 +251,6 @@ class Game:
         self.said.append(completion)
         trajectory.unfinished_turns += not completion.finished
         written = completion.ids[:-1] if completion.finished else completion.ids
-        trajectory.observations.append(self.episode.observation)
         key, reward, penalty, over = "", 0.0, 0.0, True
         try:
             found = self.episode.state_key()

@@ -12,10 +12,9 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from posttrain import checkpoint, curriculum, files, parallel
+from posttrain import checkpoint, files, parallel
 from posttrain.chat import Chat
 from posttrain.config import StarPORun
-from posttrain.curriculum import Place
 from posttrain.learner import Learner
 from posttrain.types import UserError
 
@@ -28,30 +27,21 @@ class RunState:
     """All that a run must remember beside weights and optimizer; `state.json` has the same keys.
 
     RunState(step=40, tokens=812345, plan={"rollout.slots": 256, ...}, best_step=20, best_success=0.61,
-             best_won={"frozen_lake": [True, False, ...]}, curriculum={"sokoban": {"stage": 1, "successes": []}})
+             best_won={"frozen_lake": [True, False, ...]})
     """
 
     step: int = 0  # the last one that was played and learned from
     tokens: int = 0  # sampled in all steps
     empty_steps: int = 0  # steps in a row in which no group passed the filter
-    entropy_coef: float = 0.0  # as `losses.adaptive_entropy` keeps it
-    entropy_bonus: float = 0.0  # the coefficient that the coming update applies
     best_step: int = 0
     best_success: float = -1.0
     best_won: dict[str, list[bool]] = field(default_factory=dict)  # by environment, for each validation level
     first_answers: dict[str, list[float]] = field(default_factory=dict)  # of the suites of former phases, by suite
-    curriculum: dict[str, Place] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)  # what the memory plan chose, by dotted paths of the config
     alarms: dict[str, Any] = field(default_factory=dict)  # what `monitoring.alarms` remembers
     collapse: dict[str, Any] = field(default_factory=dict)  # what `monitoring.collapse` remembers
-    interventions: list[dict[str, Any]] = field(default_factory=list)  # each rollback, with what it changed
     stopped_early: bool = False
     unfinished_reported: bool = False  # that in some groups no episode ended by itself
-
-    @classmethod
-    def start(cls, cfg: StarPORun, plan: dict[str, Any] | None = None) -> RunState:
-        coef = cfg.algorithm.entropy_coef
-        return cls(entropy_coef=coef, entropy_bonus=coef, curriculum=curriculum.start(cfg.envs), plan=plan or {})
 
     def forget_best(self) -> None:
         """The policy of this step stands in for a best that is damaged: any evaluation is better."""

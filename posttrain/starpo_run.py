@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from transformers import set_seed
 
+import envs
 from envs.protocol import Episode
 from posttrain import (
     checkpoint,
-    curriculum,
     hardware,
     model_card,
     models,
@@ -25,7 +25,7 @@ from posttrain import (
     trl_arguments,
 )
 from posttrain.chat import Chat
-from posttrain.config import StarPORun
+from posttrain.config import EnvSection, StarPORun
 from posttrain.learner import Learner
 from posttrain.monitoring.episodes import memory, reward_table
 from posttrain.preflight import check_run
@@ -37,7 +37,7 @@ from posttrain.types import SamplingParams, Trajectory, UserError
 
 
 class Begun(NamedTuple):
-    """A run whose config will not change any more, but for a rollback."""
+    """A run whose config will not change any more."""
 
     cfg: StarPORun
     settings: dict[str, Any]  # the config as it was given, for the files of the run
@@ -62,9 +62,8 @@ def begin(cfg: StarPORun, *, resume: bool, data_sets: list[str]) -> Begun:
     cfg = hardware.settle(cfg)
     settings, out = cfg.model_dump(mode="json"), Path(cfg.output_dir)
     if runlog.is_main_process():
-        curriculum.check_environments(cfg)
-        played = curriculum.environments_of_groups(cfg.envs, cfg.rollout.groups, 1)
-        runlog.say(reward_table(cfg, played))
+        check_environments(cfg)
+        runlog.say(reward_table(cfg, environments_of_groups(cfg.envs, cfg.rollout.groups, 1)))
         check_run(cfg, resume=resume, data_sets=data_sets)
         if resume:
             run_identity.same_run(out, settings)
@@ -79,8 +78,7 @@ def begin(cfg: StarPORun, *, resume: bool, data_sets: list[str]) -> Begun:
     if before:  # what was chosen then rounds as it did then
         cfg = changed(cfg, before.plan)
     planned = plan.make(cfg, device)
-    for changes in (planned.changes, *(each["changes"] for each in (before.interventions if before else []))):
-        cfg = changed(cfg, changes)
+    cfg = changed(cfg, planned.changes)
     for words in (planned.table(), *planned.warnings):
         runlog.say(words)
     return Begun(cfg, settings, device, planned, resume, found)
@@ -107,15 +105,31 @@ def prepare(cfg: StarPORun, model: Any, chat: Chat) -> Learner:
     return Learner(cfg, model, reference)
 
 
-def check_rewards(cfg: StarPORun, played: Sequence[Trajectory]) -> None:
-    """UserError where the estimator cannot take these rewards."""
-    negative = [t for t in played if t.reward < 0]
-    if cfg.algorithm.advantage == "maxrl" and negative:
-        raise UserError(
-            f"An episode of {negative[0].env} had the reward {negative[0].reward:g}, and maxrl divides by the mean"
-            " reward of a group: play environments whose rewards are 0 or more (sokoban: options: {reward: sparse}), or"
-            " take another algorithm.advantage."
-        )
+def environments_of_groups(environments: Sequence[EnvSection], groups: int, step: int) -> list[EnvSection]:
+    """Which environment each group of a step plays: by weight, evenly over the steps."""
+    total = sum(env.weight for env in environments)
+    ahead = [0.0] * len(environments)
+    chosen: list[EnvSection] = []
+    for _ in range(step * groups):  # every place goes to the environment that is furthest behind its share
+        ahead = [a + env.weight / total for a, env in zip(ahead, environments, strict=True)]
+        most = ahead.index(max(ahead))
+        ahead[most] -= 1.0
+        chosen.append(environments[most])
+    return chosen[len(chosen) - groups :]
+
+
+def check_environments(cfg: StarPORun) -> None:
+    """UserError unless every environment is there, takes its options and has levels in every split."""
+    for n, env in enumerate(cfg.envs):
+        try:
+            made = envs.make(env.name, **env.options)
+            for split in ("train", "validation", "test"):
+                made.reset(seed=0, options={"split": split})
+        except (Exception, SystemExit) as problem:  # an environment may raise anything
+            words = str(problem)
+            if not isinstance(problem, ValueError | TypeError):
+                words = f"it raised {type(problem).__name__}: {problem}. See python -m envs.check {env.name}."
+            raise UserError(f"envs.{n} ({env.name}): {words}") from problem
 
 
 def play_all(
@@ -141,7 +155,7 @@ def play_all(
 def first_state(begun: Begun, learner: Learner, chat: Chat) -> RunState:
     """A new run's state, or that of its checkpoint, whose weights are then in place."""
     runlog.say(f"phase 3: {models.describe(begun.cfg, learner.model, begun.device)}")
-    state = RunState.start(begun.cfg, begun.plan.changes)
+    state = RunState(plan=begun.plan.changes)
     if begun.found:
         state = run_state.load(begun.found, learner)
         runlog.say(f"Resuming from {begun.found}.")
@@ -167,20 +181,20 @@ def finish(begun: Begun, learner: Learner, chat: Chat, state: RunState, row: dic
     if broken:
         raise UserError(
             f"The run failed: {broken}. {begun.out / 'final'} was made from {begun.best(state).name}, the best healthy"
-            f" policy on the {begun.cfg.evaluation.split} levels. Start again with a lower trainer.learning_rate or"
+            f" policy on the validation levels. Start again with a lower trainer.learning_rate or"
             " trainer.bf16=false, and another output_dir."
         )
 
 
 def export(begun: Begun, learner: Learner, chat: Chat, state: RunState, row: dict[str, float], broken: str) -> None:
-    """Save the final model with its card. row: the figures of its evaluation on the final split, which are printed.
+    """Save the final model with its card. row: the figures of its evaluation on test levels, which are printed.
 
     broken: why the last policy is not healthy, "" where it is.
     """
-    cfg, split, levels = begun.cfg, begun.cfg.evaluation.final_split, begun.cfg.evaluation.final_episodes
+    cfg, levels = begun.cfg, begun.cfg.evaluation.final_episodes
     shares = {env.name: [row[f"final/{env.name}/{key}"] for key in ("success", "low", "high")] for env in cfg.envs}
     results = [
-        model_card.Result(f"{name}, {split} levels: success", success, levels, low, high)
+        model_card.Result(f"{name}, test levels: success", success, levels, low, high)
         for name, (success, low, high) in shares.items()
     ]
     told = model_card.record("phase3", begun.settings, state.best_step, results=results)
@@ -189,7 +203,7 @@ def export(begun: Begun, learner: Learner, chat: Chat, state: RunState, row: dic
         source=cfg.model, history=[*model_card.history(cfg.model.name_or_path), told],
         phase="phase3", step=state.best_step,
     )  # fmt: skip
-    print(f"Best on {cfg.evaluation.split} levels: step {state.best_step}. On {split} levels:")
+    print(f"Best on validation levels: step {state.best_step}. On test levels:")
     for name, (success, low, high) in shares.items():
         crashed = row[f"final/{name}/crashed"]
         print(

@@ -112,13 +112,13 @@ class Segment:
 class Trajectory:
     """One episode: the contexts in which its turns were sampled, and what the environment said to each turn.
 
-    Per turn: `turn_rewards` (from the environment), `turn_penalties` (for the format), `state_keys` (the exact
-    state it was answered in) and `observations` (the same state as text). The turns of all segments, one after another,
-    are the turns of the episode in order, so with the whole history in context there is one segment. An episode whose
-    environment raised before its first turn has none.
+    Per turn: `turn_rewards` (from the environment), `turn_penalties` (for the format) and `state_keys` (the exact
+    state it was answered in). The turns of all segments, one after another, are the turns of the episode in order, so
+    with the whole history in context there is one segment. An episode whose environment raised before its first turn
+    has none.
     `terminated`: the environment ended. `truncated`: a limit ended it. `crashed`: the environment raised (never a
     zero reward).
-    `dropped_turns`: earlier turns that left the context for want of room. `stage`: of its environment's curriculum.
+    `dropped_turns`: earlier turns that left the context for want of room.
     `seed` addresses what was sampled, `level_seed` and `noise_seed` what the environment did.
     """
 
@@ -126,12 +126,10 @@ class Trajectory:
     turn_rewards: list[float] = field(default_factory=list)
     turn_penalties: list[float] = field(default_factory=list)
     state_keys: list[str] = field(default_factory=list)
-    observations: list[str] = field(default_factory=list)
     env: str = ""
     level_key: str = ""
     level_seed: int = 0
     noise_seed: int | None = None
-    stage: int | None = None
     seed: int = 0
     group: int = 0
     success: bool = False

@@ -6,7 +6,6 @@ import doctest
 import math
 import time
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 
 import numpy as np
 import pytest
@@ -24,7 +23,6 @@ from posttrain.starpo.advantages import (
     gigpo,
     group_moments,
     grpo,
-    maxrl,
     reinforce_pp,
     returns_to_go,
     rloo,
@@ -50,7 +48,6 @@ class Batch:
     rewards: list[list[float]]  # [B][turns]
     states: list[list[str]]  # [B][turns]
     values: list[list[list[float]]]  # [B][turns][tokens]
-    extra: list[list[list[float]]]  # [B][turns][tokens]
 
     def returns(self) -> list[float]:
         return [sum(rewards) for rewards in self.rewards]
@@ -65,7 +62,6 @@ class Batch:
             "turn_S": torch.tensor([i for i, (b, n) in enumerate(turns) for _ in range(self.tokens[b][n])]),
             "episode_S": torch.tensor([b for b, n in turns for _ in range(self.tokens[b][n])]),
             "values_S": tensor([v for row in self.values for turn in row for v in turn]),
-            "extra_S": tensor([v for row in self.extra for turn in row for v in turn]),
         }
 
 
@@ -75,17 +71,12 @@ def batches(draw: st.DrawFn) -> Batch:
     group = draw(st.lists(st.integers(0, 3), min_size=1, max_size=10))
     tokens = [draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)) for _ in group]
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-
-    def noise() -> list[list[list[float]]]:
-        return [[rng.normal(size=count).tolist() for count in row] for row in tokens]
-
     return Batch(
         group=group,
         tokens=tokens,
         rewards=[[float(rng.choice([0, 0, 0, 1, -0.1, rng.normal()])) for _ in row] for row in tokens],
         states=[[str(rng.choice(["P _ _", "_ P _", "_ _ P"])) for _ in row] for row in tokens],
-        values=noise(),
-        extra=noise(),
+        values=[[rng.normal(size=count).tolist() for count in row] for row in tokens],
     )
 
 
@@ -148,35 +139,17 @@ def test_rloo_is_the_loop(batch: Batch) -> None:
 
 
 @few
-@given(batches())
-def test_maxrl_is_the_loop(batch: Batch) -> None:
-    t, returns = batch.tensors(), batch.returns()
-    slow = []
-    for reward, group in zip(returns, batch.group, strict=True):
-        samples = [r for r, g in zip(returns, batch.group, strict=True) if g == group]
-        mean = sum(samples) / len(samples)
-        slow.append((reward - mean) / mean if mean > 1e-10 else 0.0)
-    assert np.allclose(maxrl(t["rewards_B"], t["group_B"]).numpy(), slow, rtol=1e-6, atol=1e-6)
-
-
-@few
 @given(batches(), st.booleans())
 def test_reinforce_pp_whitens_over_the_tokens(batch: Batch, baseline: bool) -> None:
     t, scores = batch.tensors(), batch.returns()
     if baseline:
         scores = normalised(scores, batch.group, std=False)
-    for extras in (batch.extra, None):
-        everywhere = []
-        for episode, score in enumerate(scores):
-            count = sum(batch.tokens[episode])
-            paid = flat(extras[episode]) if extras else [0.0] * count
-            everywhere += [score + sum(paid[place:]) for place in range(count)]
-        mean = sum(everywhere) / len(everywhere)
-        variance = sum((s - mean) ** 2 for s in everywhere) / max(1, len(everywhere) - 1)
-        slow = [(s - mean) / math.sqrt(variance + 1e-8) for s in everywhere]
-        extra_S = t["extra_S"] if extras else None
-        fast = reinforce_pp(t["rewards_B"], t["group_B"], t["episode_S"], extra_S, baseline=baseline)
-        assert np.allclose(fast.numpy(), slow, rtol=1e-5, atol=1e-5)
+    everywhere = [score for score, tokens in zip(scores, batch.tokens, strict=True) for _ in range(sum(tokens))]
+    mean = sum(everywhere) / len(everywhere)
+    variance = sum((s - mean) ** 2 for s in everywhere) / max(1, len(everywhere) - 1)
+    slow = [(s - mean) / math.sqrt(variance + 1e-8) for s in everywhere]
+    fast = reinforce_pp(t["rewards_B"], t["group_B"], t["episode_S"], baseline=baseline)
+    assert np.allclose(fast.numpy(), slow, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -188,14 +161,14 @@ def test_equal_rewards_teach_exactly_nothing(dtype: torch.dtype, reward: float, 
     tokens = torch.arange(size).repeat_interleave(torch.arange(1, size + 1))
     for advantage in (
         grpo(rewards, group), grpo(rewards, group, std=False), rloo(rewards, group), brpo(rewards),
-        maxrl(rewards, group), reinforce_pp(rewards, group, tokens, baseline=True),
+        reinforce_pp(rewards, group, tokens, baseline=True),
     ):  # fmt: skip
         assert (advantage == 0).all()
 
 
 def test_nothing_in_nothing_out_and_no_reward_is_missing() -> None:
     nothing, nobody = tensor([]), torch.tensor([], dtype=torch.long)
-    for function in (grpo, rloo, maxrl):
+    for function in (grpo, rloo):
         assert function(nothing, nobody).shape == (0,)
     assert brpo(nothing).shape == returns_to_go(nothing, nobody, 1.0).shape == (0,)
     with pytest.raises(AssertionError):
@@ -226,10 +199,8 @@ def test_turn_advantages_are_the_loop(batch: Batch, std: bool) -> None:
     t = batch.tensors()
     returns = flat([discounted(rewards, 0.9) for rewards in batch.rewards])
     keys = [(batch.group[b], n) for b, row in enumerate(batch.rewards) for n in range(len(row))]
-    maps = t["rewards_N"], t["episode_N"], t["group_B"]
-    assert same(turn_advantages(*maps, gamma=0.9, std=std), normalised(returns, keys, std))
-    over_batch = turn_advantages(*maps, gamma=0.9, over="batch", std=std)
-    assert same(over_batch, normalised(returns, [0] * len(returns), std))
+    found = turn_advantages(t["rewards_N"], t["episode_N"], t["group_B"], gamma=0.9, std=std)
+    assert same(found, normalised(returns, keys, std))
 
 
 @few
@@ -258,26 +229,6 @@ def test_a_state_met_once_has_no_step_advantage() -> None:
 def test_the_same_state_in_another_group_is_another_bucket() -> None:
     group = torch.tensor([0, 1, 0, 1])
     assert state_buckets([(1, 2)] * 4, group).tolist() == [0, 1, 0, 1]
-    assert state_buckets(["You are here"] * 4, group, 0.9).tolist() == [0, 1, 0, 1]
-
-
-texts = st.lists(st.tuples(st.integers(0, 1), st.text("ab", min_size=3, max_size=6)), min_size=1, max_size=12)
-
-
-@few
-@given(texts, st.sampled_from([0.5, 0.75, 0.9]))
-def test_similar_states_join_the_first_bucket_that_fits(rows: list[tuple[int, str]], threshold: float) -> None:
-    buckets: list[tuple[int, str]] = []  # group and first member
-    slow = []
-    for group, text in rows:
-        fits = [
-            i for i, (g, first) in enumerate(buckets)
-            if g == group and SequenceMatcher(None, text, first).ratio() >= threshold
-        ]  # fmt: skip
-        if not fits:
-            buckets.append((group, text))
-        slow.append(fits[0] if fits else len(buckets) - 1)
-    assert state_buckets([text for _, text in rows], torch.tensor([g for g, _ in rows]), threshold).tolist() == slow
 
 
 # Per token
@@ -291,8 +242,8 @@ def slow_gae(rewards: list[float], values: list[float], gamma: float, lam: float
 
 
 def turn_end_rewards(batch: Batch, b: int) -> list[list[float]]:
-    """[turns][tokens] of one episode: extra rewards of all tokens, plus the turn's on its last."""
-    rows = [list(row) for row in batch.extra[b]]
+    """[turns][tokens] of one episode: the turn's reward on its last token."""
+    rows = [[0.0] * count for count in batch.tokens[b]]
     for row, reward in zip(rows, batch.rewards[b], strict=True):
         row[-1] += reward
     return rows
@@ -305,7 +256,7 @@ factors = st.sampled_from([(1.0, 1.0), (0.9, 0.8), (0.99, 0.0), (0.0, 0.5)])
 @given(batches(), factors)
 def test_gae_is_the_loop(batch: Batch, factor: tuple[float, float]) -> None:
     t = batch.tensors()
-    rewards_S = token_rewards(t["rewards_N"], t["turn_S"], t["extra_S"])
+    rewards_S = token_rewards(t["rewards_N"], t["turn_S"])
     rewards = [flat(turn_end_rewards(batch, b)) for b in range(len(batch.group))]
     assert same(rewards_S, flat(rewards))
     slow = flat([slow_gae(r, flat(v), *factor) for r, v in zip(rewards, batch.values, strict=True)])
@@ -326,7 +277,7 @@ def test_bilevel_gae_is_the_loop(batch: Batch, factor: tuple[float, float], gamm
         for turn, reward in enumerate(rewards):
             below = [*reward[:-1], high[turn] + ends[turn]]
             slow += slow_gae(below, values[turn], *factor)
-    rewards_S = token_rewards(t["rewards_N"], t["turn_S"], t["extra_S"])
+    rewards_S = token_rewards(t["rewards_N"], t["turn_S"])
     advantages_S, returns_S = bilevel_gae(
         rewards_S, t["values_S"], t["turn_S"], t["episode_N"], gamma=factor[0], lam=factor[1], gamma_high=gamma_high
     )
@@ -384,16 +335,15 @@ def test_the_order_of_trajectories_does_not_matter(batch: Batch, random) -> None
         """By episode: what each estimator gives it."""
         t = b.tensors()
         maps = t["rewards_N"], t["episode_N"], t["group_B"]
-        rewards_S = token_rewards(t["rewards_N"], t["turn_S"], t["extra_S"])
+        rewards_S = token_rewards(t["rewards_N"], t["turn_S"])
         bucket = state_buckets([s for row in b.states for s in row], t["group_B"][t["episode_N"]])
         per_episode = [
             grpo(t["rewards_B"], t["group_B"]), rloo(t["rewards_B"], t["group_B"]), brpo(t["rewards_B"]),
-            maxrl(t["rewards_B"], t["group_B"]),
         ]  # fmt: skip
-        per_turn = [turn_advantages(*maps), turn_advantages(*maps, over="batch"),
+        per_turn = [turn_advantages(*maps),
                     gigpo(t["rewards_B"], t["group_B"], t["rewards_N"], t["episode_N"], bucket)]  # fmt: skip
         high = bilevel_gae(rewards_S, t["values_S"], t["turn_S"], t["episode_N"], gamma=0.9, gamma_high=0.8, lam=0.7)
-        plus = reinforce_pp(t["rewards_B"], t["group_B"], t["episode_S"], t["extra_S"])
+        plus = reinforce_pp(t["rewards_B"], t["group_B"], t["episode_S"])
         per_token = [whiten(gae(rewards_S, t["values_S"], t["episode_S"], 0.9, 0.8)[0]), *high, plus]
         rows = [x[:, None] for x in per_episode]
         rows += [x.split([len(r) for r in b.rewards]) for x in per_turn]

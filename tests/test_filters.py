@@ -5,7 +5,6 @@ from __future__ import annotations
 import doctest
 import math
 import random
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from posttrain.config import StarPORun
 from posttrain.monitoring.episodes import describe
 from posttrain.starpo import filters
 from posttrain.starpo.advantages import grpo
-from posttrain.starpo.filters import divide, group_scores, keep_groups, loss_scale, soft_weights, within_group
+from posttrain.starpo.filters import divide, group_scores, keep_groups, soft_weights
 from posttrain.types import Segment, Trajectory, derive_seed
 
 few = settings(max_examples=60, deadline=None)
@@ -142,7 +141,7 @@ def test_every_strategy_is_its_loop(values: list[float], value: float, smallest:
             soft.append(i)
         cumulative += max(0.0, values[i])
         probability += math.exp(sign * values[i]) / exponentials
-    best, first = values[order[0]] if order else 0.0, max(0, min(len(order) - 1, round(value / 2 * len(order))))
+    best = values[order[0]] if order else 0.0
     slow = {
         "none": order,
         "top_k": order[: max(1, int(value * len(values)))],
@@ -150,28 +149,15 @@ def test_every_strategy_is_its_loop(values: list[float], value: float, smallest:
         "top_p": linear,
         "top_p_softmax": soft,
         "min_p": [i for i in order if (values[i] * value <= best if smallest else values[i] >= best * value)],
-        "percentile": order[first : max(first + 1, round(value * len(order)))],
     }
     for strategy, wanted in slow.items():
-        given_value = {"top_k_abs": 10 * value, "percentile": value / 2}.get(strategy, value)
-        kept = keep_groups(tensor(values), strategy, given_value, upper=value, smallest=smallest, keep_zero=keep_zero)
+        given_value = 10 * value if strategy == "top_k_abs" else value
+        kept = keep_groups(tensor(values), strategy, given_value, smallest=smallest, keep_zero=keep_zero)
         assert kept.tolist() == wanted, strategy
 
 
 @few
-@given(distinct, st.sampled_from([0.25, 0.5, 0.75]))
-def test_percentile_bands_tile_the_groups_and_are_never_empty(values: list[float], cut: float) -> None:
-    lower, upper = (
-        keep_groups(tensor(values), "percentile", low, upper=high, keep_zero=True).tolist()
-        for low, high in ((0.0, cut), (cut, 1.0))
-    )
-    order = slow_order(values, smallest=False, keep_zero=True)
-    edge = round(cut * len(order))
-    assert lower == order[: max(1, edge)] and upper == order[min(edge, len(order) - 1) :]
-
-
-@few
-@given(st.permutations(range(6)), st.sampled_from(["none", "top_k", "top_p", "top_p_softmax", "min_p", "percentile"]))
+@given(st.permutations(range(6)), st.sampled_from(["none", "top_k", "top_p", "top_p_softmax", "min_p"]))
 def test_the_order_of_groups_does_not_matter(order: list[int], strategy: str) -> None:
     score = tensor([0.0, 0.3, 1.2, 0.7, 0.1, 2.0])
     kept = keep_groups(score, strategy, 0.5)
@@ -231,7 +217,7 @@ def test_constant_groups_can_be_kept_and_nothing_can_be_left() -> None:
 
 def test_a_group_without_a_score_is_never_kept() -> None:
     score = torch.tensor([float("nan"), 0.5, 0.0])
-    for strategy in ("none", "top_k", "top_k_abs", "top_p", "top_p_softmax", "min_p", "percentile"):
+    for strategy in ("none", "top_k", "top_k_abs", "top_p", "top_p_softmax", "min_p"):
         for smallest in (True, False):
             kept = keep_groups(score, strategy, 0.5, smallest=smallest, keep_zero=True).tolist()
             assert 0 not in kept and kept
@@ -243,7 +229,7 @@ def test_a_group_without_a_score_is_never_kept() -> None:
 RANKED = [
     {"strategy": "none"}, {"strategy": "top_k", "value": 0.5}, {"strategy": "top_k_abs", "value": 4},
     {"strategy": "top_p", "value": 0.9}, {"strategy": "top_p_softmax", "value": 0.7},
-    {"strategy": "min_p", "value": 0.8}, {"strategy": "percentile", "band": [0.0, 0.5]}, {"strategy": "soft"},
+    {"strategy": "min_p", "value": 0.8}, {"strategy": "soft"},
 ]  # fmt: skip
 
 
@@ -295,15 +281,14 @@ def test_each_environment_is_filtered_as_if_it_were_alone(
     values: list[float], value: float, smallest: bool, random_: random.Random
 ) -> None:
     envs = [random_.randrange(3) for _ in values]
-    for strategy in ("none", "top_p", "top_p_softmax", "min_p", "percentile"):
-        given_value = value / 2 if strategy == "percentile" else value
-        kept = keep_groups(tensor(values), strategy, given_value, upper=value, smallest=smallest, env_G=envs).tolist()
+    for strategy in ("none", "top_p", "top_p_softmax", "min_p"):
+        kept = keep_groups(tensor(values), strategy, value, smallest=smallest, env_G=envs).tolist()
         for env in set(envs):
             own = [i for i, e in enumerate(envs) if e == env]
-            alone = keep_groups(tensor([values[i] for i in own]), strategy, given_value, upper=value, smallest=smallest)
+            alone = keep_groups(tensor([values[i] for i in own]), strategy, value, smallest=smallest)
             assert [i for i in kept if envs[i] == env] == [own[i] for i in alone.tolist()], strategy
-        one = keep_groups(tensor(values), strategy, given_value, upper=value, smallest=smallest)
-        same = keep_groups(tensor(values), strategy, given_value, upper=value, smallest=smallest, env_G=[7] * len(envs))
+        one = keep_groups(tensor(values), strategy, value, smallest=smallest)
+        same = keep_groups(tensor(values), strategy, value, smallest=smallest, env_G=[7] * len(envs))
         assert torch.equal(one, same)
 
 
@@ -341,24 +326,6 @@ def test_kept_groups_are_divided_by_the_highest_averages(counts: list[tuple[int,
     )
 
 
-# Within groups
-
-
-@few
-@given(
-    st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 1)), min_size=1, max_size=14, unique=True), st.integers(1, 4)
-)
-def test_within_group_finds_the_most_varied(rows: list[tuple[float, int]], k: int) -> None:
-    rewards, group = [r for r, _ in rows], [g for _, g in rows]
-    kept = within_group(tensor(rewards), torch.tensor(group), k).tolist()
-    for number in set(group):
-        mine = [i for i, g in enumerate(group) if g == number]
-        chosen = [i for i in mine if kept[i]]
-        assert len(chosen) == min(k, len(mine))
-        best = max(np.var([rewards[i] for i in some]) for some in combinations(mine, len(chosen)))
-        assert np.var([rewards[i] for i in chosen]) == pytest.approx(best, abs=1e-9)
-
-
 # Weights
 
 
@@ -371,10 +338,3 @@ def test_soft_weights_are_the_loop(values: list[float]) -> None:
     assert soft_weights(tensor([math.nan, 2.0, 1.0])).tolist() == [0.0, 1.0, 0.5]
     assert soft_weights(tensor([])).tolist() == []
     assert soft_weights(tensor([1.0, 2.0, 9.0, 3.0]), [0, 0, 1, 1]).tolist() == pytest.approx([0.5, 1, 1, 1 / 3])
-
-
-def test_loss_scale() -> None:
-    assert [loss_scale(0.25, how) for how in ("none", "linear", "sqrt")] == [1.0, 0.25, 0.5]
-    assert [loss_scale(0.0, how) for how in ("none", "linear", "sqrt")] == [1.0, 0.0, 0.0]
-    with pytest.raises(ValueError, match="sqrt"):
-        loss_scale(0.5, "square")

@@ -31,7 +31,6 @@ LAYERS = [
             "checkpoint",
             "starpo",
             "parallel",
-            "curriculum",
             "head",
             "experience",
             "hardware",

@@ -17,12 +17,9 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from posttrain.starpo import losses
 from posttrain.starpo.losses import (
-    adaptive_entropy,
     cispo,
-    dppo_tv,
     gspo,
     kl,
-    kl_k3,
     ppo_clip,
     sampler_weights,
     token_weights,
@@ -93,30 +90,30 @@ def slow_clip(ratio: float, advantage: float, low: float, high: float) -> tuple[
 
 @few
 @given(batches(), st.sampled_from([None, 1.5, 3.0]))
-def test_ppo_clip_is_the_loop(batch: Tokens, dual_clip: float | None) -> None:
-    loss, clipped = ppo_clip(batch.new, batch.old, batch.advantage, 0.2, 0.28, dual_clip=dual_clip)
+def test_ppo_clip_is_the_loop(batch: Tokens, delta: float | None) -> None:
+    loss, clipped = ppo_clip(batch.new, batch.old, batch.advantage, 0.2, 0.28, delta=delta)
     for i, (n, o, a) in enumerate(zip(batch.new.tolist(), batch.old.tolist(), batch.advantage.tolist(), strict=True)):
         slow, bitten = slow_clip(math.exp(n - o), a, 0.8, 1.28)
-        if dual_clip is not None and a < 0 and slow > -dual_clip * a:
-            slow, bitten = -dual_clip * a, True
+        if delta is not None and a < 0 and slow > -delta * a:
+            slow, bitten = -delta * a, True
         assert loss[i].item() == pytest.approx(slow, abs=1e-9)
         assert clipped[i].item() == bitten
 
 
 @few
 @given(batches(), st.sampled_from([None, 1.5, 3.0]))
-def test_clipped_tokens_have_no_gradient_and_others_that_of_the_ratio(batch: Tokens, dual_clip: float | None) -> None:
-    _, clipped = ppo_clip(batch.new, batch.old, batch.advantage, 0.2, 0.28, dual_clip=dual_clip)
+def test_clipped_tokens_have_no_gradient_and_others_that_of_the_ratio(batch: Tokens, delta: float | None) -> None:
+    _, clipped = ppo_clip(batch.new, batch.old, batch.advantage, 0.2, 0.28, delta=delta)
     grad = gradient(
-        lambda new: ppo_clip(new, batch.old, batch.advantage, 0.2, 0.28, dual_clip=dual_clip)[0].sum(), batch.new
+        lambda new: ppo_clip(new, batch.old, batch.advantage, 0.2, 0.28, delta=delta)[0].sum(), batch.new
     )
     assert (grad[clipped] == 0).all()
     assert torch.allclose(grad[~clipped], -((batch.new - batch.old).exp() * batch.advantage)[~clipped])
 
 
-def test_dual_clip_leaves_good_tokens_alone() -> None:
+def test_delta_leaves_good_tokens_alone() -> None:
     old, advantage = tensor([-5.0, -5.0]), tensor([1.0, -1.0])
-    loss, clipped = ppo_clip(tensor([-1.0, -1.0]), old, advantage, 0.2, 0.2, dual_clip=3.0)
+    loss, clipped = ppo_clip(tensor([-1.0, -1.0]), old, advantage, 0.2, 0.2, delta=3.0)
     assert loss.tolist() == pytest.approx([-1.2, 3.0]) and clipped.tolist() == [True, True]
 
 
@@ -142,12 +139,12 @@ def test_gspo_is_the_loop_and_has_the_gradient_of_the_paper(batch: Tokens) -> No
     assert torch.allclose(gradient(loss_of, batch.new), gradient(slow_of, batch.new), atol=1e-6)
 
 
-def test_gspo_of_turns_differs_from_gspo_of_episodes() -> None:
+def test_gspo_has_a_ratio_for_each_context() -> None:
     new, old, advantage = tensor([-1.0, -1.0, -2.0, -2.0]), tensor([-1.5, -1.5, -1.5, -1.5]), torch.ones(4).double()
-    turns, _ = gspo(new, old, advantage, torch.tensor([0, 0, 1, 1]), 0.9, 0.9)
-    episode, _ = gspo(new, old, advantage, torch.tensor([0, 0, 0, 0]), 0.9, 0.9)
-    assert turns.tolist() == pytest.approx([-math.exp(0.5)] * 2 + [-math.exp(-0.5)] * 2)
-    assert episode.tolist() == pytest.approx([-1.0] * 4)
+    two, _ = gspo(new, old, advantage, torch.tensor([0, 0, 1, 1]), 0.9, 0.9)
+    one, _ = gspo(new, old, advantage, torch.tensor([0, 0, 0, 0]), 0.9, 0.9)
+    assert two.tolist() == pytest.approx([-math.exp(0.5)] * 2 + [-math.exp(-0.5)] * 2)
+    assert one.tolist() == pytest.approx([-1.0] * 4)
 
 
 @few
@@ -164,32 +161,12 @@ def test_cispo_is_the_loop_and_silences_nobody(batch: Tokens) -> None:
 
 @few
 @given(batches())
-def test_dppo_is_the_loop(batch: Tokens) -> None:
-    loss, clipped = dppo_tv(batch.new, batch.old, batch.advantage, 0.1, truncate=2.0)
-    grad = gradient(lambda new: dppo_tv(new, batch.old, batch.advantage, 0.1, truncate=2.0)[0].sum(), batch.new)
-    for i, (n, o, a) in enumerate(zip(batch.new.tolist(), batch.old.tolist(), batch.advantage.tolist(), strict=True)):
-        moved = math.exp(n) - math.exp(o)
-        out = (a > 0 and moved > 0.1) or (a < 0 and moved < -0.1)
-        weight = 0.0 if out else min(math.exp(n - o), 2.0)
-        assert clipped[i].item() == out
-        assert loss[i].item() == pytest.approx(-weight * a * n, abs=1e-9)
-        assert grad[i].item() == pytest.approx(-weight * a, abs=1e-9)
-
-
-def test_dppo_lets_a_rare_token_grow_where_ppo_stops_it() -> None:
-    new, old, advantage = tensor([math.log(0.004)]), tensor([math.log(0.001)]), tensor([1.0])
-    assert ppo_clip(new, old, advantage, 0.2, 0.28)[1].item() and not dppo_tv(new, old, advantage, 0.1)[1].item()
-
-
-@few
-@given(batches())
 def test_every_policy_loss_starts_as_plain_policy_gradient(batch: Tokens) -> None:
     """Before the first update the ratio is 1 to the last bit, nothing is clipped, and all gradients are the same."""
     for loss_of in (
-        lambda new: ppo_clip(new, batch.old, batch.advantage, 0.2, 0.28, dual_clip=3.0),
+        lambda new: ppo_clip(new, batch.old, batch.advantage, 0.2, 0.28, delta=3.0),
         lambda new: gspo(new, batch.old, batch.advantage, batch.episode, 3e-4, 4e-4),
         lambda new: cispo(new, batch.old, batch.advantage, 5.0),
-        lambda new: dppo_tv(new, batch.old, batch.advantage, 0.1),
     ):
         assert not loss_of(batch.old)[1].any()
         assert torch.equal(gradient(lambda new, f=loss_of: f(new)[0].sum(), batch.old), -batch.advantage)
@@ -198,56 +175,22 @@ def test_every_policy_loss_starts_as_plain_policy_gradient(batch: Tokens) -> Non
 @few
 @given(batches())
 def test_kl_is_the_loop(batch: Tokens) -> None:
-    kinds = {kind: kl(batch.new, batch.reference, kind) for kind in ("k1", "k2", "k3")}
+    found = kl(batch.new, batch.reference)
     for i, (n, r) in enumerate(zip(batch.new.tolist(), batch.reference.tolist(), strict=True)):
-        assert kinds["k1"][i].item() == pytest.approx(n - r)
-        assert kinds["k2"][i].item() == pytest.approx(0.5 * (n - r) ** 2)
-        assert kinds["k3"][i].item() == pytest.approx(math.exp(r - n) - (r - n) - 1, abs=1e-9)
-    assert torch.equal(kinds["k3"], kl_k3(batch.new, batch.reference))
-    assert (kinds["k3"] >= 0).all() and all((kl(batch.old, batch.old, kind) == 0).all() for kind in kinds)
+        assert found[i].item() == pytest.approx(math.exp(r - n) - (r - n) - 1, abs=1e-9)
+    assert (found >= 0).all() and (kl(batch.old, batch.old) == 0).all()
 
 
-def test_kl_estimates_have_the_means_and_gradients_that_are_said_of_them() -> None:
+def test_the_mean_of_the_estimates_is_the_kl() -> None:
     """Exactly, by summing over a vocabulary of three instead of sampling."""
-    logits, reference = tensor([0.2, -0.4, 0.9]).requires_grad_(), tensor([0.1, 0.3, -0.5]).log_softmax(0)
-    logp = logits.log_softmax(0)
-    exact = (logp.exp() * (logp - reference)).sum()
-    (wanted,) = torch.autograd.grad(exact, logits, retain_graph=True)
-    grads = {}
-    for kind in ("k1", "k2", "k3"):
-        mean = (logp.exp().detach() * kl(logp, reference, kind)).sum()
-        (grads[kind],) = torch.autograd.grad(mean, logits, retain_graph=True)
-        assert (abs(mean.item() - exact.item()) < 1e-9) == (kind != "k2")
-    assert grads["k1"].abs().max() < 1e-9
-    assert torch.allclose(grads["k2"], wanted, atol=1e-9)
-    assert not torch.allclose(grads["k3"], wanted, atol=1e-3)
-    with pytest.raises(ValueError, match="k3"):
-        kl(logp, reference, "k4")
-
-
-def test_as_a_reward_k1_alone_has_the_gradient_of_the_kl() -> None:
-    """Exactly, by summing over a vocabulary of five: the policy gradient of -k against that of -KL."""
-    random = torch.Generator().manual_seed(0)
-    alike = {"k1": [], "k2": [], "k3": []}
-    for _ in range(200):
-        reference = torch.randn(5, generator=random, dtype=torch.float64).log_softmax(0)
-        logits = (reference + 0.1 * torch.randn(5, generator=random, dtype=torch.float64)).requires_grad_()
-        logp = logits.log_softmax(0)
-        (wanted,) = torch.autograd.grad((logp.exp() * (logp - reference)).sum(), logits, retain_graph=True)
-        for kind, found in alike.items():
-            reward = kl(logp.detach(), reference, kind)
-            (grad,) = torch.autograd.grad((logp.exp().detach() * reward * logp).sum(), logits, retain_graph=True)
-            found.append(torch.cosine_similarity(grad, wanted, dim=0).item())
-    assert min(alike["k1"]) > 1 - 1e-9
-    for kind in ("k2", "k3"):
-        wrong_way = sum(cosine < 0 for cosine in alike[kind]) / 200
-        assert abs(sum(alike[kind]) / 200) < 0.3 and wrong_way > 0.25
+    logp, reference = tensor([0.2, -0.4, 0.9]).log_softmax(0), tensor([0.1, 0.3, -0.5]).log_softmax(0)
+    assert (logp.exp() * kl(logp, reference)).sum().item() == pytest.approx((logp.exp() * (logp - reference)).sum())
 
 
 @pytest.mark.parametrize("gap", [30.0, 95.0, 1e4])
 def test_k3_never_overflows(gap: float) -> None:
     new = torch.tensor([-1.0, -1.0 - gap, -1.0], requires_grad=True)
-    value = kl(new, torch.tensor([-1.5, -1.0, -1.0 - gap]), "k3")
+    value = kl(new, torch.tensor([-1.5, -1.0, -1.0 - gap]))
     (grad,) = torch.autograd.grad(value.sum(), new)
     assert value[1].item() == pytest.approx(math.exp(20) - 21) and grad[1] == 0  # its neighbours keep their pull
     assert value[2].item() == pytest.approx(gap - 1 + math.exp(-gap))
@@ -290,43 +233,22 @@ def test_token_weights_are_the_loops(batch: Tokens, data: st.DataObject) -> None
 
 
 @few
-@given(batches(), st.sampled_from([(0.0, 2.0), (0.5, 3.0), (0.99, 1.01)]))
-def test_sampler_weights_are_the_loops(batch: Tokens, limits: tuple[float, float]) -> None:
-    low, high = limits
-    ratios = [[math.exp(g) for g in row] for row in batch.rows(batch.new - batch.old)]
-
-    def masked(weight: float, ratio: float) -> float:
-        return 0.0 if ratio < low or ratio > high else weight
-
-    slow: dict[str, list[float]] = defaultdict(list)
-    for row in ratios:
-        product = math.prod(row)
-        for w in row:
-            slow["none"].append(1.0)
-            slow["truncate"].append(min(w, high))
-            slow["mask"].append(masked(w, w))
-            slow["sequence_mask"].append(masked(product, product))
-            slow["geometric_mask"].append(masked(1.0, product ** (1 / len(row))))
-    for correction, wanted in slow.items():
-        weight = sampler_weights(batch.new, batch.old, correction, batch.episode, low=low, high=high)
-        assert np.allclose(weight.numpy(), wanted, atol=1e-6)
-    with pytest.raises(ValueError, match="truncate"):
-        sampler_weights(batch.new, batch.old, "clip")
+@given(batches(), st.sampled_from([0.5, 2.0]))
+def test_sampler_weights_are_the_loop(batch: Tokens, clip_max: float) -> None:
+    wanted = [min(math.exp(gap), clip_max) for gap in (batch.new - batch.old).tolist()]
+    assert np.allclose(sampler_weights(batch.new, batch.old, clip_max).numpy(), wanted, atol=1e-6)
+    assert (sampler_weights(batch.new, batch.old, None) == 1).all()
 
 
 def test_samplers_that_agree_are_not_corrected() -> None:
-    logprobs, episode = tensor([-1.0, -2.0, -3.0]), torch.tensor([0, 0, 1])
-    for correction in ("none", "truncate", "mask", "sequence_mask", "geometric_mask"):
-        weight = sampler_weights(logprobs, logprobs, correction, episode, low=0.99, high=1.01)
-        assert weight.tolist() == [1.0, 1.0, 1.0]
+    logprobs = tensor([-1.0, -2.0, -3.0])
+    assert sampler_weights(logprobs, logprobs, 1.01).tolist() == [1.0, 1.0, 1.0]
 
 
 OBJECTIVES = {
-    "ppo_clip": lambda new, b: ppo_clip(new, b.old, b.advantage, 0.2, 0.28, dual_clip=3.0),
-    "gspo_turn": lambda new, b: gspo(new, b.old, b.advantage, b.episode, 0.2, 0.28),
-    "gspo_episode": lambda new, b: gspo(new, b.old, b.advantage, b.episode, 0.2, 0.28),
+    "ppo_clip": lambda new, b: ppo_clip(new, b.old, b.advantage, 0.2, 0.28, delta=3.0),
+    "gspo": lambda new, b: gspo(new, b.old, b.advantage, b.episode, 0.2, 0.28),
     "cispo": lambda new, b: cispo(new, b.old, b.advantage, 0.28),
-    "dppo_tv": lambda new, b: dppo_tv(new, b.old, b.advantage, 0.1),
 }
 
 
@@ -334,8 +256,8 @@ OBJECTIVES = {
 @few
 @given(batch=batches(), entropy_coef=st.sampled_from([0.0, 0.3]), beta=st.sampled_from([0.0, 0.2]))
 def test_the_objective_is_its_formula(loss_type: str, batch: Tokens, entropy_coef: float, beta: float) -> None:
-    """The sum of weight * (scale * importance weight * policy loss - bonus * entropy + beta * KL), and its gradient."""
-    settings = losses.Settings(loss_type, 0.2, 0.28, 3.0, 0.1, 0.5, entropy_coef, beta, "k2")
+    """The sum of weight * (importance weight * policy loss - bonus * entropy + beta * KL), and its gradient."""
+    settings = losses.Settings(loss_type, 0.2, 0.28, 3.0, entropy_coef, beta)
     rng = np.random.default_rng(len(batch.old))
     weight, importance = (tensor(rng.uniform(size=len(batch.old))) for _ in range(2))
     entropy, new = (tensor(rng.uniform(size=len(batch.old))).requires_grad_(), batch.new.clone().requires_grad_())
@@ -346,9 +268,9 @@ def test_the_objective_is_its_formula(loss_type: str, batch: Tokens, entropy_coe
     gradients = torch.autograd.grad(found.loss, [new, entropy], allow_unused=True)
 
     policy, clipped = OBJECTIVES[loss_type](new, batch)
-    distance = kl(new, batch.reference, "k2")
+    distance = kl(new, batch.reference)
     wanted = sum(
-        w * (0.5 * rho * loss - entropy_coef * h + beta * d)
+        w * (rho * loss - entropy_coef * h + beta * d)
         for w, rho, loss, h, d in zip(weight, importance, policy, entropy, distance, strict=True)
     )
     assert isinstance(wanted, torch.Tensor) and found.loss.item() == pytest.approx(wanted.item(), abs=1e-9)
@@ -432,12 +354,12 @@ AGGREGATIONS = {"grpo": "sequence_mean", "dapo": "token_mean", "bnpo": "token_me
 @pytest.mark.parametrize("loss_type", AGGREGATIONS)
 @few
 @given(batch=batches(), delta=st.sampled_from([None, 3.0]), beta=st.sampled_from([0.0, 0.1]))
-def test_ppo_clip_with_dual_clip_and_kl_is_that_of_trl(loss_type, batch: Tokens, delta, beta: float) -> None:
+def test_ppo_clip_with_delta_and_kl_is_that_of_trl(loss_type, batch: Tokens, delta, beta: float) -> None:
     theirs = trl_loss(batch, loss_type=loss_type, delta=delta, beta=beta)
     agrees(
         batch, theirs, AGGREGATIONS[loss_type],
-        lambda new: ppo_clip(new, batch.old, batch.advantage, 0.2, 0.28, dual_clip=delta)[0]
-        + beta * kl(new, batch.reference, "k3"),
+        lambda new: ppo_clip(new, batch.old, batch.advantage, 0.2, 0.28, delta=delta)[0]
+        + beta * kl(new, batch.reference),
     )  # fmt: skip
 
 
@@ -458,46 +380,16 @@ def test_cispo_is_that_of_trl(batch: Tokens) -> None:
     agrees(batch, theirs, "token_mean", lambda new: cispo(new, batch.old, batch.advantage, 5.0)[0])
 
 
-@pytest.mark.parametrize("correction", ["truncate", "mask", "sequence_mask"])
 @few
 @given(batch=batches())
-def test_sampler_weights_enter_the_loss_as_in_trl(correction: str, batch: Tokens) -> None:
-    """The weight itself is a few lines in the middle of TRL's rollout: written out here, as is its masking."""
-    gap = padded(batch, batch.old - batch.reference)
-    ratio = (gap.sum(-1, keepdim=True) if correction == "sequence_mask" else gap).exp()
-    ratio = ratio.clamp(max=3.0) if correction == "truncate" else ratio.masked_fill((ratio < 0.5) | (ratio > 3.0), 0.0)
-    rows = ratio.expand_as(gap)
-    wanted = torch.cat([row[:length] for row, length in zip(rows, batch.lengths, strict=True)])
-    weight = sampler_weights(batch.old, batch.reference, correction, batch.episode, low=0.5, high=3.0)
+def test_sampler_weights_enter_the_loss_as_in_trl(batch: Tokens) -> None:
+    """The weight itself (`token_truncate`) is a line in the middle of TRL's rollout: written out here."""
+    ratio = padded(batch, batch.old - batch.reference).exp().clamp(max=3.0)
+    wanted = torch.cat([row[:length] for row, length in zip(ratio, batch.lengths, strict=True)])
+    weight = sampler_weights(batch.old, batch.reference, clip_max=3.0)
     assert torch.allclose(weight, wanted, atol=1e-9)
     theirs = trl_loss(batch, weight=wanted)
     agrees(
         batch, theirs, "token_mean",
         lambda new: weight * ppo_clip(new, batch.old, batch.advantage, 0.2, 0.28)[0],
     )  # fmt: skip
-
-
-@few
-@given(batches(), st.lists(st.floats(0, 1), min_size=1, max_size=8))
-def test_adaptive_entropy_is_that_of_trl(batch: Tokens, entropies: list[float]) -> None:
-    mask = padded(batch, torch.ones_like(batch.old))
-    limits = {"entropy_target": 0.4, "entropy_coef_delta": 0.3, "entropy_coef_min": 0.0, "entropy_coef_max": 1.0}
-    theirs = trainer(
-        batch, batch.new, _entropy_bonus_enabled=True, use_adaptive_entropy=True, entropy_coef=0.2,
-        _last_world_entropy=1.0, _entropy_window_stats=None, entropies=None,
-    )  # fmt: skip
-    vars(theirs.args).update(limits)
-    inputs = {
-        "prompt_ids": mask.long(), "prompt_mask": mask, "completion_ids": mask.long(), "completion_mask": mask,
-        "advantages": batch.advantage_B, "num_items_in_batch": mask.sum(),
-    }  # fmt: skip
-    coef, applied, wanted = 0.2, 0.0, 0.0
-    for entropy in entropies:
-        level = torch.full_like(mask, entropy)
-        theirs._get_per_token_logps_and_entropies = lambda *a, x=level, **k: (padded(batch, batch.new), x, None)
-        wanted = GRPOTrainer._compute_loss(theirs, None, inputs).item()  # pyright: ignore
-        plain = theirs._metrics["train"]["policy_loss"][-1]
-        mean = ((level * mask).sum() / mask.sum()).item()
-        assert wanted == pytest.approx(plain - applied * mean, abs=1e-6)
-        coef, applied = adaptive_entropy(coef, mean, 0.4, delta=0.3)
-        assert coef == pytest.approx(theirs.entropy_coef)

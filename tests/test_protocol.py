@@ -152,7 +152,7 @@ def test_what_the_model_wrote_is_kept_to_the_letter():
 
 
 def test_an_invalid_turn_leaves_the_state_and_costs_a_turn_and_a_capped_penalty():
-    episode = lake(Protocol(max_turns=6, max_actions=6, max_penalised_turns=3))
+    episode = lake(Protocol(max_turns=6, max_actions=6))
     before = episode.state_key()
     turns = [episode.step(text) for text in ("", "<think>a</think><answer>fly</answer>", "Up", "Up")]
     assert episode.state_key() == before and not episode.done and episode.actions == []
@@ -247,7 +247,7 @@ def test_a_group_shares_its_first_message_but_not_its_seed_of_chance():
 
 @pytest.mark.parametrize(
     "fields, says",
-    [({"max_turns": 0}, "max_turns"), ({"format_penalty": 1.0}, "penalty"), ({"action_sep": " "}, "sep")],
+    [({"max_turns": 0}, "max_turns"), ({"format_penalty": 1.0}, "penalty")],
 )
 def test_impossible_protocols_are_refused(fields, says):
     with pytest.raises(ValueError, match=says):

@@ -10,20 +10,18 @@ import pytest
 from test_learner import config
 
 from posttrain import run_state
-from posttrain.curriculum import Place
 from posttrain.run_state import RunState, changed
 from posttrain.types import UserError
 
 
 def test_a_state_is_the_same_after_json(tmp_path: Path) -> None:
     state = RunState(
-        step=40, tokens=812345, entropy_coef=0.01, best_step=20, best_success=0.61, best_won={"lake": [True, False]},
-        curriculum={"sokoban": Place(stage=1, successes=[0.5])}, plan={"rollout.slots": 256},
-        interventions=[{"step": 30, "changes": {"trainer.learning_rate": 5e-7}}],
+        step=40, tokens=812345, best_step=20, best_success=0.61, best_won={"lake": [True, False]},
+        plan={"rollout.slots": 256}, alarms={"memory": {"_entropy": {"lowest": 0.5}}},
     )  # fmt: skip
     (tmp_path / run_state.FILE).write_text(json.dumps(dataclasses.asdict(state)))
     assert run_state.read(tmp_path) == state
-    assert json.loads((tmp_path / run_state.FILE).read_text())["curriculum"]["sokoban"]["stage"] == 1
+    assert json.loads((tmp_path / run_state.FILE).read_text())["plan"]["rollout.slots"] == 256
 
 
 def test_a_state_of_another_version_is_refused_in_words(tmp_path: Path) -> None:
@@ -32,11 +30,6 @@ def test_a_state_of_another_version_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / run_state.FILE).write_text(json.dumps(keys | {"told": True}))
     with pytest.raises(UserError, match=r"another version.*empty_steps, told"):
         run_state.read(tmp_path)
-
-
-def test_a_new_run_starts_with_its_configs_bonus() -> None:
-    state = RunState.start(config(entropy_coef=0.02), {"rollout.slots": 8})
-    assert (state.entropy_coef, state.entropy_bonus, state.plan) == (0.02, 0.02, {"rollout.slots": 8})
 
 
 def test_a_best_that_is_damaged_is_beaten_by_any() -> None:

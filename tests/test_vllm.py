@@ -116,7 +116,7 @@ def test_phase_3_learns_from_what_vllm_wrote(tmp_path: Path, tiny_chat: Chat) ->
     file = settings(
         tmp_path / "run.yaml",
         player,
-        rollout={"engine": "vllm", "vllm_memory": 0.1},
+        rollout={"engine": "vllm", "vllm_gpu_memory_utilization": 0.1},
         algorithm={"filter": {"strategy": "none", "keep_zero": True}, "advantage": "arpo"},
         trainer={"max_steps": 2},
     )

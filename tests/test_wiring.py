@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from difflib import SequenceMatcher
 from functools import lru_cache
 from itertools import permutations
 from pathlib import Path
@@ -26,13 +25,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from updates import learn
 
 import train_phase3_starpo as phase3
-from posttrain import run_state
 from posttrain.chat import Chat
 from posttrain.config import StarPORun, resolve
 from posttrain.experience import Batch, Measured
 from posttrain.monitoring.collapse import thoughts_and_prompts
 from posttrain.rollout import thoughts
-from posttrain.run_state import RunState
 from posttrain.sampler import ReplaySampler
 from posttrain.starpo.diagnostics import information
 from posttrain.starpo_run import prepare
@@ -103,7 +100,6 @@ def move(model: Any, seed: int) -> Any:
 
 
 REWARDS = [[1.0, 0.2, 0.0, 0.6], [0.3, 0.3, 0.9, 0.1], [2.0, 0.0, 0.0, 1.5], [0.5, 0.5, 0.5, 0.5]]
-ROOMS = ["A room with one box, left of you.", "A room with one box, right of you.", "Nothing but walls."]
 
 
 @lru_cache
@@ -138,7 +134,6 @@ def played() -> list[list[Trajectory]]:
                     turn_rewards=paid.tolist(),
                     turn_penalties=[-0.05] * (turns - 1) + [0.0],
                     state_keys=[f"{(turn + member) % 3}" for turn in range(turns)],
-                    observations=[ROOMS[(turn + member) % 3] for turn in range(turns)],
                     group=group,
                     truncated=member == 1,
                 )
@@ -148,14 +143,6 @@ def played() -> list[list[Trajectory]]:
 
 
 # -------------------------------------------------------------------------------------------------- a step, in loops
-
-
-def kl(kind: str, d: float) -> float:
-    return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[kind]
-
-
-def kl_slope(kind: str, d: float) -> float:
-    return {"k1": 1.0, "k2": d, "k3": 1 - math.exp(-d)}[kind]
 
 
 def compared(values: Sequence[float], peers: Sequence[Any], std: bool = True) -> list[float]:
@@ -183,18 +170,12 @@ def gae(pay: Numbers, values: Numbers, gamma: float, lam: float) -> list[float]:
 
 def worth(
     cfg: StarPORun, episodes: list[Trajectory], weights: list[float], trains: list[bool],
-    old: Flat, reference: Flat | None, values: Flat | None,
+    values: Flat | None,
 ) -> tuple[Flat, Flat | None]:  # fmt: skip
     """The advantage of every sampled token, and what the critic should have said."""
     a = cfg.algorithm
     group = [t.group for t in episodes]
     turn_of = [np.repeat(np.arange(t.turns), t.turn_tokens) for t in episodes]
-    penalty = [np.zeros(t.tokens) for t in episodes]
-    if a.kl_in == "reward" and reference is not None:
-        penalty = [
-            a.beta * np.array([kl("k1", x - r) for x, r in zip(*both, strict=True)])
-            for both in zip(old, reference, strict=True)
-        ]
     if a.advantage in ("gae", "bilevel_gae"):
         assert values is not None
         out, returns = [], []
@@ -203,8 +184,8 @@ def worth(
                 dataclasses.replace(t, turn_rewards=[0.0] * (t.turns - 1) + [t.reward], turn_penalties=[0.0] * t.turns)
                 for t in episodes
             ]
-        for t, turns, cost, value in zip(episodes, turn_of, penalty, values, strict=True):
-            pay, ends = -cost, [int(np.flatnonzero(turns == n)[-1]) for n in range(t.turns)]
+        for t, turns, value in zip(episodes, turn_of, values, strict=True):
+            pay, ends = np.zeros(t.tokens), [int(np.flatnonzero(turns == n)[-1]) for n in range(t.turns)]
             pay[ends] += t.turn_scores
             if a.advantage == "gae":
                 found = np.array(gae(pay, value, a.gamma, a.lam))
@@ -214,90 +195,50 @@ def worth(
                 found = np.concatenate([gae(pay[on], value[on], a.gamma, a.lam) for on in inside])
             out.append(found)
             returns.append(found + value)
-        if a.whiten:
-            trained = np.concatenate([found for found, on in zip(out, trains, strict=True) if on])
-            out = [(found - trained.mean()) / math.sqrt(trained.var(ddof=1) + 1e-8) for found in out]
-        return out, returns
+        trained = np.concatenate([found for found, on in zip(out, trains, strict=True) if on])
+        return [(found - trained.mean()) / math.sqrt(trained.var(ddof=1) + 1e-8) for found in out], returns
 
-    paid = [
-        [score - cost[turns == n].sum() for n, score in enumerate(t.turn_scores)]
-        for t, turns, cost in zip(episodes, turn_of, penalty, strict=True)
-    ]
-    total = [sum(each) for each in paid]
+    total = [t.reward for t in episodes]
     places = [(b, n) for b, t in enumerate(episodes) for n in range(t.turns)]
     if a.advantage in ("turn_return", "gigpo"):
-        ahead = [r for each in paid for r in later(each, a.gamma if a.advantage == "turn_return" else a.step_gamma)]
+        discount = a.gamma if a.advantage == "turn_return" else a.gamma_high
+        ahead = [r for t in episodes for r in later(t.turn_scores, discount)]
         if a.advantage == "turn_return":
-            peers = [(group[b], n) if a.turn_norm == "group_turn" else "all" for b, n in places]
-            of_turn = compared(ahead, peers, a.advantage_std)
+            of_turn = compared(ahead, [(group[b], n) for b, n in places], a.advantage_std)
         else:
-            first: list[tuple[int, str]] = []  # the first member of each bucket
-            peers = []
-            for b, n in places:
-                state = episodes[b].state_keys[n] if a.step_similarity is None else episodes[b].observations[n]
-                alike = [
-                    k for k, (g, text) in enumerate(first)
-                    if g == group[b] and SequenceMatcher(None, state, text).ratio() >= (a.step_similarity or 1.0)
-                ]  # fmt: skip
-                if not alike:
-                    first.append((group[b], state))
-                peers.append(alike[0] if alike else len(first) - 1)
+            peers = [(group[b], episodes[b].state_keys[n]) for b, n in places]
             whole = compared(total, group, a.advantage_std)
             step = compared(ahead, peers, a.advantage_std)
             of_turn = [whole[b] + a.step_weight * s for (b, _), s in zip(places, step, strict=True)]
         starts = np.cumsum([0, *(t.turns for t in episodes)])
         out = [np.array(of_turn)[starts[b] + turns] for b, turns in enumerate(turn_of)]
     elif a.advantage.startswith("reinforce_pp"):
-        raw = [sum(t.turn_scores) for t in episodes]
-        if a.advantage == "reinforce_pp_baseline":
-            raw = compared(raw, group, std=False)
-        out = [r + np.array(later(-cost, 1.0)) for r, cost in zip(raw, penalty, strict=True)]
+        scores = compared(total, group, std=False) if a.advantage == "reinforce_pp_baseline" else total
+        out = [np.full(t.tokens, score) for t, score in zip(episodes, scores, strict=True)]
         every = np.concatenate([each for each, on in zip(out, trains, strict=True) if on])
         out = [(each - every.mean()) / math.sqrt(every.var(ddof=1) + 1e-8) for each in out]
     else:
         samples = [[r for r, g in zip(total, group, strict=True) if g == own] for own in group]
-        means, alone = [float(np.mean(own)) for own in samples], ["all"] * len(total)
         if a.advantage == "rloo":
             of = [r - (sum(own) - r) / (len(own) - 1) for r, own in zip(total, samples, strict=True)]
-        elif a.advantage == "maxrl":
-            of = [(r - mean) / mean if mean > 0 else 0.0 for r, mean in zip(total, means, strict=True)]
         else:
             of = {
                 "grpo": compared(total, group, a.advantage_std),
-                "brpo": compared(total, alone, a.advantage_std),
+                "brpo": compared(total, ["all"] * len(total), a.advantage_std),
                 "arpo": total,
             }[a.advantage]
         out = [np.full(t.tokens, value) for t, value in zip(episodes, of, strict=True)]
     return [value * weights[g] for value, g in zip(out, group, strict=True)], None
 
 
-def push(cfg: StarPORun, advantage: float, ratio: float, new: float, old: float) -> float:
-    """The derivative of one token's policy loss by its log-prob; `ratio` is its own, its turn's or its episode's."""
+def push(cfg: StarPORun, advantage: float, ratio: float) -> float:
+    """The derivative of one token's policy loss by its log-prob; `ratio` is its own or its context's."""
     a = cfg.algorithm
     if a.loss_type == "cispo":
         return -min(ratio, a.epsilon_high) * advantage
-    if a.loss_type == "dppo_tv":
-        change = math.exp(new) - math.exp(old)
-        return 0.0 if change * np.sign(advantage) > a.delta else -min(ratio, 20.0) * advantage
     stopped = ratio > 1 + a.epsilon_high if advantage > 0 else ratio < 1 - a.epsilon
-    stopped = stopped or (a.dual_clip is not None and advantage < 0 and ratio > a.dual_clip)
+    stopped = stopped or (a.delta is not None and advantage < 0 and ratio > a.delta)
     return 0.0 if stopped else -ratio * advantage
-
-
-def trust(cfg: StarPORun, gap: np.ndarray) -> np.ndarray:
-    """The importance weights of one episode's tokens; gap: log-probs of the trainer less those of the sampler."""
-    a = cfg.algorithm
-    low, high = a.importance_range
-    ratio = np.exp(gap)
-    if a.importance == "none":
-        return np.ones_like(gap)
-    if a.importance == "truncate":
-        return np.minimum(ratio, high)
-    if a.importance == "mask":
-        return np.where((ratio >= low) & (ratio <= high), ratio, 0.0)
-    of = np.exp(gap.sum() if a.importance == "sequence_mask" else gap.mean())
-    inside = low <= of <= high
-    return np.full_like(gap, inside * (of if a.importance == "sequence_mask" else 1.0))
 
 
 def asked(model: Any, episodes: list[Trajectory], temperature: float) -> list[tuple[torch.Tensor, ...]]:
@@ -338,9 +279,7 @@ def stepped(cfg: StarPORun, double: bool = False, step: int = 1, parts: Any = No
     if head is not None:
         with torch.no_grad():
             values = [head(state)[:, 0].double().numpy() for _, _, state in asked(trunk, episodes, heat)]
-    gains, targets = worth(cfg, episodes, scored.weights, trains, old, reference, values)
-    share = len(scored.kept) / len(groups)
-    scale = {"none": 1.0, "linear": share, "sqrt": math.sqrt(share)}[a.filter.loss_scale]
+    gains, targets = worth(cfg, episodes, scored.weights, trains, values)
 
     for part in parts or [scored.kept] * a.num_iterations:
         own = [b for b, t in enumerate(episodes) if t.group in part and trains[b]]
@@ -350,13 +289,12 @@ def stepped(cfg: StarPORun, double: bool = False, step: int = 1, parts: Any = No
         judges = looks if trunk is model else asked(trunk, [episodes[b] for b in own], heat)
         for b, (new, entropy, _), (_, _, state) in zip(own, looks, judges, strict=True):
             t = episodes[b]
-            turns = np.repeat(np.arange(t.turns), t.turn_tokens)
             gap = new.detach().numpy() - old[b]
-            if a.loss_type == "gspo_turn":
-                gap = np.array([gap[turns == n].mean() for n in turns])
-            elif a.loss_type == "gspo_episode":
-                gap = np.full_like(gap, gap.mean())
-            importance_weight = trust(cfg, old[b] - recorded[b])
+            if a.loss_type == "gspo":
+                contexts = np.repeat(np.arange(len(t.segments)), [segment.tokens for segment in t.segments])
+                gap = np.array([gap[contexts == n].mean() for n in contexts])
+            most = a.importance_sampling_clip_max
+            trust = np.ones_like(gap) if most is None else np.minimum(np.exp(old[b] - recorded[b]), most)
             weight = {
                 "token_mean": 1 / sum(lengths.values()),
                 "sequence_mean": 1 / (len(own) * lengths[b]),
@@ -364,9 +302,9 @@ def stepped(cfg: StarPORun, double: bool = False, step: int = 1, parts: Any = No
             }[a.aggregation]
             pushes = np.zeros(t.tokens)
             for i, x in enumerate(new.tolist()):
-                pushes[i] = scale * importance_weight[i] * push(cfg, gains[b][i], math.exp(gap[i]), x, old[b][i])
-                if reference is not None and a.kl_in == "loss":
-                    pushes[i] += a.beta * kl_slope(a.kl_estimator or "k3", x - reference[b][i])
+                pushes[i] = trust[i] * push(cfg, gains[b][i], math.exp(gap[i]))
+                if reference is not None:
+                    pushes[i] += a.beta * (1 - math.exp(reference[b][i] - x))  # the slope of k3
             objective = objective + weight * ((torch.tensor(pushes) * new).sum() - a.entropy_coef * entropy.sum())
             if head is not None:
                 assert values is not None and targets is not None
@@ -375,7 +313,7 @@ def stepped(cfg: StarPORun, double: bool = False, step: int = 1, parts: Any = No
                 for v, before, target in zip(value.tolist(), values[b], targets[b], strict=True):
                     near = v if a.critic.clip is None else np.clip(v, before - a.critic.clip, before + a.critic.clip)
                     slopes.append(v - target if abs(v - target) >= abs(near - target) - 1e-9 else 0.0)
-                objective = objective + a.critic.coef * weight * (torch.tensor(slopes) * value).sum()
+                objective = objective + 0.5 * weight * (torch.tensor(slopes) * value).sum()
         objective.backward()
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         norm = math.sqrt(sum(float((g**2).sum()) for g in grads))
@@ -447,7 +385,6 @@ class Waiting(torch.optim.SGD):
 GAE = "algorithm.advantage=gae"
 TWICE = "algorithm.num_iterations=2"
 GSPO = ("algorithm.epsilon=0.05", "algorithm.epsilon_high=0.05", "algorithm.aggregation=sequence_mean")
-SEQUENCE = ("algorithm.importance=sequence_mask",)
 FAST = "algorithm.critic.learning_rate=0.3"
 
 
@@ -461,37 +398,27 @@ def without(told: Callable[..., StarPORun], beside: tuple[str, ...], double: boo
     [
         case("algorithm.advantage=rloo"),
         case(GAE),
-        case("algorithm.loss_type=gspo_turn", *GSPO),
-        case("algorithm.loss_type=gspo_episode", *GSPO, "algorithm.loss_type=gspo_turn"),
+        case("algorithm.loss_type=gspo", *GSPO),
         case("algorithm.loss_type=cispo", "algorithm.epsilon_high=1.1"),
-        case("algorithm.loss_type=dppo_tv"),
         case("algorithm.epsilon=0.05"),
         case("algorithm.epsilon_high=0.05"),
-        case("algorithm.epsilon=0.02", *GSPO, "algorithm.loss_type=gspo_turn"),
-        case("algorithm.epsilon_high=0.0001", *GSPO, "algorithm.loss_type=gspo_turn"),
+        case("algorithm.epsilon=0.0001", *GSPO, "algorithm.loss_type=gspo", "rollout.temperature=1.1"),
+        case("algorithm.epsilon_high=0.0001", *GSPO, "algorithm.loss_type=gspo", "rollout.temperature=1.1"),
         case("algorithm.epsilon_high=1.4", "algorithm.epsilon_high=1.1", "algorithm.loss_type=cispo"),
-        case("algorithm.dual_clip=1.3"),
-        case("algorithm.delta=0.01", "algorithm.loss_type=dppo_tv"),
+        case("algorithm.delta=1.3"),
         case("algorithm.aggregation=sequence_mean"),
         case("algorithm.aggregation=dr_grpo"),
         case("protocol.max_turns=5", "algorithm.aggregation=dr_grpo"),
         case("rollout.max_completion_length=50", "algorithm.aggregation=dr_grpo"),
         case("rollout.temperature=0.7"),
         case("algorithm.beta=0.3"),
-        case("algorithm.kl_estimator=k2", "algorithm.beta=0.3"),
-        case("algorithm.kl_in=reward", "algorithm.beta=0.3"),
         case("algorithm.entropy_coef=0.1"),
         case("algorithm.num_iterations=2"),
         case("trainer.max_grad_norm=0.01"),
-        case("algorithm.mask_truncated=true"),
+        case("algorithm.mask_truncated_completions=true"),
         case("algorithm.filter.strategy=soft"),
-        case("algorithm.filter.within=2"),
         case("algorithm.filter.keep_zero=true"),
-        case("algorithm.filter.loss_scale=linear"),
-        case("algorithm.filter.loss_scale=sqrt"),
-        case("algorithm.whiten=false", GAE),
-        case("algorithm.mask_truncated=true", GAE),
-        case("algorithm.critic.coef=2.0", GAE),
+        case("algorithm.mask_truncated_completions=true", GAE),
         case("algorithm.critic.learning_rate=0.1", GAE),
         case("algorithm.critic.clip=0.01", GAE, FAST, TWICE),
         case("algorithm.critic.clip=null", GAE, FAST, TWICE, "algorithm.critic.clip=0.01"),
@@ -504,28 +431,11 @@ def test_a_key_reaches_the_update(told: Callable[..., StarPORun], key: str, besi
     reaches(key, learned(cfg), stepped(cfg), without(told, beside))
 
 
-def test_samples_that_within_leaves_out_are_in_no_statistic(told: Callable[..., StarPORun]) -> None:
-    """PODS (arXiv 2504.13818) and RAGEN normalise the rewards that are trained on, here 0 and 1 of eight."""
-    cfg = told("algorithm.filter.within=2")
-    learner = prepare(cfg, policy(nudge=1), None)  # type: ignore[arg-type]
-    groups = [
-        [dataclasses.replace(played()[0][0], turn_rewards=[float(n == 3)], turn_penalties=[0.0]) for n in range(8)]
-    ]
-    scored = phase3.score_and_filter(cfg, groups)
-    assert sum(scored.members[0]) == 2 and scored.members[0][3] and scored.members == scored.trains
-    row = learn(cfg, learner, groups, scored=scored)
-    assert row["advantage/max"] == pytest.approx(0.5**0.5, abs=1e-3) and row["advantage/mean"] == pytest.approx(0)
-
-
 @pytest.mark.parametrize(
     ("key", "beside"),
     [
-        case("algorithm.importance=truncate", "algorithm.importance=mask", "algorithm.importance_range=[0.7, 1.2]"),
-        case("algorithm.importance=mask", "algorithm.importance=truncate", "algorithm.importance_range=[0.7, 1.2]"),
-        case("algorithm.importance=sequence_mask"),
-        case("algorithm.importance=geometric_mask", *SEQUENCE, "algorithm.importance_range=[0.8, 1.3]"),
-        case("algorithm.importance_range=[0.0, 1.3]", "algorithm.importance=truncate"),
-        case("algorithm.importance_range=[0.5, 3.0]", "algorithm.importance=mask"),
+        case("algorithm.importance_sampling_clip_max=2.0"),
+        case("algorithm.importance_sampling_clip_max=1.1", "algorithm.importance_sampling_clip_max=3.0"),
     ],
 )
 def test_importance_weights_reach_the_update(told: Callable[..., StarPORun], key: str, beside: tuple[str, ...]) -> None:
@@ -546,34 +456,25 @@ def test_minibatches_are_steps_on_parts_of_the_groups(told: Callable[..., StarPO
 
 # -------------------------------------------------------------------------------------------------------- advantages
 
-EPISODE = "grpo rloo brpo arpo maxrl reinforce_pp reinforce_pp_baseline".split()
-REWARD_KL = ("algorithm.beta=0.2", "algorithm.kl_in=reward")
+EPISODE = "rloo brpo arpo reinforce_pp reinforce_pp_baseline".split()
 
 
 @pytest.mark.parametrize(
     ("key", "beside"),
     [
-        *(case(f"algorithm.advantage={name}") for name in [*EPISODE[1:], "turn_return", "gigpo", "gae"]),
+        *(case(f"algorithm.advantage={name}") for name in [*EPISODE, "turn_return", "gigpo", "gae"]),
         case("algorithm.advantage=bilevel_gae", GAE),
         *(
             case("algorithm.advantage_std=false", f"algorithm.advantage={name}")
             for name in "grpo brpo turn_return gigpo".split()
         ),
-        *(
-            case("algorithm.kl_in=reward", "algorithm.beta=0.2", f"algorithm.advantage={name}")
-            for name in [*EPISODE, "turn_return", "gigpo", "gae", "bilevel_gae"]
-            if name != "maxrl"
-        ),
-        case("algorithm.beta=0.4", *REWARD_KL),
         case("algorithm.gamma=0.7", "algorithm.advantage=turn_return"),
-        case("algorithm.turn_norm=batch", "algorithm.advantage=turn_return"),
         case("algorithm.step_weight=0.3", "algorithm.advantage=gigpo"),
-        case("algorithm.step_gamma=0.5", "algorithm.advantage=gigpo"),
-        case("algorithm.step_similarity=0.8", "algorithm.advantage=gigpo"),
+        case("algorithm.gamma_high=0.5", "algorithm.advantage=gigpo"),
         *(
             case(f"algorithm.{key}", f"algorithm.advantage={name}")
             for name in ("gae", "bilevel_gae")
-            for key in ("gamma=0.7", "lam=0.6", "whiten=false", "turn_rewards=false")
+            for key in ("gamma=0.7", "lam=0.6", "turn_rewards=false")
         ),
         case("algorithm.gamma_high=0.5", "algorithm.advantage=bilevel_gae"),
     ],
@@ -595,7 +496,7 @@ def test_a_key_reaches_the_advantages(told: Callable[..., StarPORun], key: str, 
     def expected(*overrides: str) -> np.ndarray:
         cfg = told(*overrides)
         shares = [1.0] * 4 if cfg.algorithm.critical else weights
-        return results(*worth(cfg, episodes, shares, trains, old, reference, values))
+        return results(*worth(cfg, episodes, shares, trains, values))
 
     weights, cfg = [1.0, 0.5, 0.75, 0.25], told(*beside, key)
     measured = Measured(*(torch.tensor(np.concatenate(part)) for part in (old, reference, values)))
@@ -629,10 +530,7 @@ FILTERS: dict[str, Kept] = {  # deviations: 0.41, 0, 1.10 and 0.39
     "strategy=top_p value=0.7 metric=reward_variance": Kept([2], "0123"),  # variances: 0.17, 0, 1.21 and 0.15
     "strategy=top_p_softmax value=0.6": Kept([2, 0], "0123 0123"),
     "strategy=min_p value=0.36": Kept([2, 0], "0123 0123"),
-    "strategy=percentile band=[0.34,1.0]": Kept([0, 3], "0123 0123"),
-    "strategy=percentile band=[0.0,0.67]": Kept([2, 0], "0123 0123"),
     "strategy=soft": Kept([2, 0, 3], weights=(0.374, 0.0, 1.0, 0.352)),
-    "within=2": Kept([2, 0, 3], "03 03 03"),
 }
 
 
@@ -749,11 +647,6 @@ invalid: Seen = lambda groups, engine: groups[0][0].invalid_turns  # noqa: E731
         case("protocol.max_actions=2", said=answer("Up"), seen=actions, expected=["Up", "Up"]),
         case("protocol.think=false", said="<answer>Up</answer>", seen=invalid, expected=0),
         case(PENALTY, said="no", seen=penalties, expected=[-0.5] * 3),
-        case("protocol.max_penalised_turns=1", PENALTY, said="no", seen=penalties, expected=[-0.5, 0.0, 0.0]),
-        case(
-            "protocol.action_sep=then", "protocol.max_actions_per_turn=2", said=answer("Up then Down"), seen=actions,
-            expected=["Up", "Down"] * 3,
-        ),
         case("protocol.force_think=true", said=answer("Up").removeprefix("<think>"), seen=invalid, expected=0),
     ],
 )  # fmt: skip
@@ -763,7 +656,7 @@ def test_a_key_reaches_the_episodes(
 ) -> None:  # fmt: skip
     def play(cfg: StarPORun) -> Any:
         engine = Engine(tiny_chat, lambda handle, turn: said)
-        return seen(phase3.rollout(cfg, engine, tiny_chat, 1, {}), engine)
+        return seen(phase3.rollout(cfg, engine, tiny_chat, 1), engine)
 
     found, before = play(told(*beside, key)), play(told(*beside))
     assert before != expected, f"{key} makes no difference here: a case that shows nothing"
@@ -790,47 +683,6 @@ def test_the_engine_is_the_one_asked_for(tmp_path: Path, tiny_tokenizer: PreTrai
 # ------------------------------------------------------------------------------------ critics, checkpoints, diagnostics
 
 
-def test_a_lora_critic_leaves_the_policy_alone(told: Callable[..., StarPORun], tiny_chat: Chat) -> None:
-    """How much its loss counts changes the policy's adapter where the trunk is shared, and not where it is not."""
-
-    def adapter(kind: str, coef: float) -> torch.Tensor:
-        beside = ("model.tuning=lora", GAE, f"algorithm.critic.kind={kind}", f"algorithm.critic.coef={coef}")
-        cfg = told(*beside)
-        torch.manual_seed(0)
-        learner = prepare(cfg, policy(nudge=1), tiny_chat)
-        assert learner.critic
-        learner.critic.head.load_state_dict(critic_head().state_dict())
-        learner.optimizer = torch.optim.SGD([{"params": group} for group in learner.trainable if group])
-        learn(cfg, learner, played())
-        return torch.cat([p.detach().flatten() for p in learner.trainable[0]])
-
-    assert not torch.allclose(adapter("shared", 0.5), adapter("shared", 4.0), atol=1e-5)
-    found, expected = adapter("lora", 0.5), adapter("lora", 4.0)
-    assert torch.allclose(found, expected, atol=1e-6), "algorithm.critic.kind=lora is ignored: the trunk is shared"
-
-
-def test_the_entropy_bonus_goes_on_where_the_checkpoint_left_it(
-    told: Callable[..., StarPORun], tiny_chat: Chat, tmp_path: Path
-) -> None:
-    cfg = told("algorithm.entropy_target=9.0", "algorithm.entropy_delta=0.4", "trainer.learning_rate=1e-3")
-
-    nothing: Any = None
-    straight, state = prepare(cfg, policy(), nothing), RunState.start(cfg)
-    learn(cfg, straight, played(), 1, state)
-    state.step = 1
-    run_state.save(tmp_path / "checkpoint-1", straight, tiny_chat, state)
-    row = learn(cfg, straight, played(), 2, state)
-    assert row["policy/entropy_coef"] == pytest.approx(0.4), "the bonus has risen once by entropy_delta"
-
-    resumed = prepare(cfg, policy(), nothing)
-    state = run_state.load(tmp_path / "checkpoint-1", resumed)
-    assert state.step == 1
-    again = learn(cfg, resumed, played(), 2, state)
-    assert again["policy/entropy_coef"] == pytest.approx(0.4), "a resumed run forgets the coefficient of its bonus"
-    vectors = [torch.nn.utils.parameters_to_vector(each.policy.parameters()) for each in (straight, resumed)]
-    assert torch.equal(*vectors)
-
-
 def test_diagnostics_ask_the_first_thought_under_every_first_prompt(
     told: Callable[..., StarPORun], tiny_chat: Chat
 ) -> None:
@@ -838,7 +690,7 @@ def test_diagnostics_ask_the_first_thought_under_every_first_prompt(
     cfg = told("rollout.groups=2", "rollout.num_generations=3", "rollout.temperature=0.7")
     words = ["ice", "goal", "left and down", "the box", "apples", "wall", "up", "a hole", "tree"]
     engine = Engine(tiny_chat, lambda n, turn: f"<think>{words[n]} {words[-1 - turn]}</think><answer>Up</answer>")
-    groups = phase3.rollout(cfg, engine, tiny_chat, 1, {})
+    groups = phase3.rollout(cfg, engine, tiny_chat, 1)
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(

@@ -7,7 +7,6 @@ from typing import Any
 import train_phase3_starpo as phase3
 from posttrain.config import StarPORun
 from posttrain.learner import Learner
-from posttrain.run_state import RunState
 from posttrain.types import Trajectory
 
 
@@ -16,10 +15,9 @@ def learn(
     learner: Learner,
     groups: list[list[Trajectory]],
     step: int = 1,
-    state: RunState | None = None,
     scored: Any = None,
 ) -> dict[str, float]:
-    """Score and filter, advantages, update. state: of a run that goes on."""
+    """Score and filter, advantages, update."""
     scored = scored or phase3.score_and_filter(cfg, groups, learner)
     experience = phase3.collect(cfg, learner, groups, scored)
-    return phase3.update(cfg, learner, experience, state or RunState.start(cfg), step)
+    return phase3.update(cfg, learner, experience, step)

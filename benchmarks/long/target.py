@@ -33,7 +33,6 @@ from posttrain.chat import Chat
 from posttrain.config import StarPORun, resolve
 from posttrain.learner import schedule
 from posttrain.rollout import open_sampler
-from posttrain.run_state import RunState
 from posttrain.starpo_run import prepare
 from posttrain.types import derive_seed
 
@@ -62,7 +61,7 @@ class Race:
         if step % evaluation.every and step != self.cfg.trainer.max_steps:
             return False
         sampler = open_sampler(policy, self.chat, self.cfg.rollout.engine)
-        success = phase3.evaluate(self.cfg, sampler, self.chat, evaluation.split, evaluation.episodes)
+        success = phase3.evaluate(self.cfg, sampler, self.chat, "validation", evaluation.episodes)
         row = {"step": step, "success": success["evaluation/success"], "cpu": self.cpu, "wall": self.wall}
         self.curve.append(row)
         print(json.dumps(row), flush=True)
@@ -73,14 +72,14 @@ def ours(cfg: StarPORun, model: Any, chat: Chat, race: Race) -> None:
     """The loop of phase 3 without its files and alarms."""
     learner = prepare(cfg, model, chat)
     sampler = open_sampler(learner.policy, chat, cfg.rollout.engine)
-    step, state = 0, RunState.start(cfg)
+    step = 0
     while not race.over(step, learner.policy) and step < cfg.trainer.max_steps:
         step += 1
         race.begin()
-        groups = phase3.rollout(cfg, sampler, chat, step, {})
+        groups = phase3.rollout(cfg, sampler, chat, step)
         scored = phase3.score_and_filter(cfg, groups)
         if scored.kept:
-            phase3.update(cfg, learner, phase3.collect(cfg, learner, groups, scored), state, step)
+            phase3.update(cfg, learner, phase3.collect(cfg, learner, groups, scored), step)
         race.pause()
 
 

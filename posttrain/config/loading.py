@@ -24,7 +24,14 @@ from posttrain.files import failed_write
 from posttrain.types import UserError
 
 Config = TypeVar("Config", bound=Section)
-RENAMED = {"worlds": "envs"}  # keys of former versions that are spelled nothing like today's
+RENAMED = {  # keys of former versions that are spelled little like today's
+    "worlds": "envs",
+    "dual_clip": "delta",
+    "importance": "importance_sampling_clip_max",
+    "mask_truncated": "mask_truncated_completions",
+    "step_gamma": "gamma_high",
+    "vllm_memory": "vllm_gpu_memory_utilization",
+}
 
 
 def run(main: Callable[[], None]) -> NoReturn:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -72,7 +71,7 @@ class LoraSection(Section):
 
 class ModelSection(Section):
     name_or_path: str = Field("Hub id, or the folder that the previous phase saved", min_length=1)
-    revision: str | None = Field("commit of the Hub repository; null takes the newest", None)
+    revision: str | None = Field("commit of the Hub repository (TRL's model_revision); null takes the newest", None)
     trust_remote_code: bool = Field("run the Python code of the Hub repository; needs a pinned revision", False)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "precision the weights are loaded in; auto is float32 for training, otherwise bfloat16 where the GPU or CPU"
@@ -81,7 +80,7 @@ class ModelSection(Section):
     )
     attn_implementation: str = Field("attention kernel: sdpa, eager, or one that transformers can fetch", "sdpa")
     tuning: Literal["full", "lora", "qlora"] = Field("train all weights, an adapter, or an adapter on 4 bits", "full")
-    lora: LoraSection = Field("the adapter, used with tuning lora or qlora", LoraSection())
+    lora: LoraSection = Field("the adapter, used with tuning lora or qlora (TRL's lora_r, ...)", LoraSection())
 
     @model_validator(mode="after")
     def _pinned(self) -> ModelSection:
@@ -95,61 +94,20 @@ class ModelSection(Section):
 
 
 class ChatSection(Section):
-    template: str | None = Field("path of a Jinja chat template; null keeps the model's own if usable, else ours", None)
+    template: str | None = Field(
+        "path of a Jinja chat template (TRL's chat_template_path); null keeps the model's own if usable, else ours",
+        None,
+    )
 
 
 class EnvSection(Section):
     name: str = Field("an environment of envs/, e.g. frozen_lake", min_length=1)
-    weight: float = Field("share of the groups that play it, relative to the other environments", 1.0, gt=0)
-    groups: int | None = Field("a fixed number of groups a step, instead of a share by weight", None, ge=1)
-    options: dict[str, Any] = Field("keyword arguments of the environment, e.g. {size: 4}", {})
-
-    @model_validator(mode="after")
-    def _one_share(self) -> EnvSection:
-        if self.groups is not None and self.weight != 1:
-            raise wrong("groups and weight are two shares of a step: write one of them")
-        return self
-
-
-class StageSection(Section):
-    """One stage of a curriculum: StageSection(options={"size": 4}, success=0.6)."""
-
-    options: dict[str, Any] = Field("laid over the environment's own options while the stage lasts", {})
-    max_turns: int | None = Field("turns of an episode in this stage; null takes protocol.max_turns", None, ge=1)
-    from_step: int | None = Field("the stage begins at this step", None, ge=2)
-    success: float | None = Field("the stage begins once the one before it is won this often", None, gt=0, le=1)
-    success_steps: int | None = Field("steps over which that success is measured; null with success is 5", None, ge=1)
-
-    @model_validator(mode="after")
-    def _one_way_in(self) -> StageSection:
-        if self.from_step is not None and self.success is not None:
-            raise wrong("from_step and success are two ways into a stage: write one of them")
-        if self.success_steps is not None and self.success is None:
-            raise wrong("success_steps says over how many steps `success` is measured, and there is no success")
-        if self.success is not None and self.success_steps is None:
-            self.success_steps = 5
-        return self
-
-
-class TrainingEnv(EnvSection):
-    curriculum: list[StageSection] = Field(
-        "stages from easy to hard; the last one is the target, which held-out levels use from the start", []
+    weight: float = Field(
+        "share of the groups that play it, relative to the other environments (3 and 5 are RAGEN's n_groups [3, 5])",
+        1.0,
+        gt=0,
     )
-
-    @model_validator(mode="after")
-    def _stages_follow(self) -> TrainingEnv:
-        stages = self.curriculum
-        if len(stages) == 1:
-            raise wrong("a curriculum has two stages or more: put the options of a single one into `options`")
-        if stages and (stages[0].from_step is not None or stages[0].success is not None):
-            raise wrong("curriculum.0 is there from the start: leave out its from_step and success")
-        for number, stage in enumerate(stages[1:], 1):
-            if stage.from_step is None and stage.success is None:
-                raise wrong(f"curriculum.{number} never begins: write its from_step or success")
-        steps = [stage.from_step for stage in stages if stage.from_step is not None]
-        if any(later <= earlier for earlier, later in pairwise(steps)):
-            raise wrong(f"the stages of a curriculum begin one after the other, not at the steps {steps}")
-        return self
+    options: dict[str, Any] = Field("keyword arguments of the environment, e.g. {size: 4}", {})
 
 
 def _named(env: Any) -> Any:
@@ -166,17 +124,22 @@ class ProtocolSection(Section):
     max_turns: int = Field("turns after which an episode is truncated", 8, ge=1)
     max_actions_per_turn: int = Field("actions that count in one answer; the rest is ignored", 1, ge=1)
     max_actions: int = Field("actions after which an episode is truncated", 8, ge=1)
-    think: bool = Field("ask for <think>..</think> before <answer>..</answer>", True)
-    format_penalty: float = Field("added to the reward for each turn without a valid action", -0.1, le=0)
-    max_penalised_turns: int = Field("turns of one episode that can be penalised", 3, ge=0)
-    action_sep: str = Field("text between two actions of one answer", "||", pattern=r"\S")
-    force_think: bool = Field("give each answer its first tag, <think> or without think <answer>, unsampled", False)
+    think: bool = Field("ask for <think>..</think> before <answer>..</answer> (RAGEN's enable_think)", True)
+    format_penalty: float = Field(
+        "added to the reward for each turn without a valid action (RAGEN's), three times an episode at most", -0.1, le=0
+    )
+    force_think: bool = Field(
+        "give each answer its first tag unsampled, <think> or without think <answer>, as RAGEN always does", False
+    )
 
 
 Context = Literal["full", "last_k", "single_turn"]
-CONTEXT = "what a turn sees: all of the episode, its last turns, or one message that tells these in brief"
-CONTEXT_TURNS = "k of last_k and single_turn: turns in context, the coming one included"
-MAX_CONTEXT = "tokens of a context, prompt included; oldest turns are dropped to fit"
+CONTEXT = (
+    "what a turn sees: all of the episode, its last turns, or one message that tells these in brief (RAGEN's full,"
+    " limited_multi_turn, single_turn)"
+)
+CONTEXT_TURNS = "k of last_k and single_turn: turns in context, the coming one included (RAGEN's max_context_window)"
+MAX_CONTEXT = "tokens of a context, prompt included; oldest turns are dropped to fit (RAGEN's max_model_len)"
 
 
 def turns_where_counted(section: Any) -> Any:
@@ -214,17 +177,33 @@ class Run(Section):
     output_dir: str = Field("folder of this run; one in use is never overwritten", min_length=1)
     seed: int = Field("everything random is derived from it", 0, ge=0)
     device: Literal["auto", "cpu", "cuda"] = Field("auto takes the GPU if there is one", "auto")
-    run_name: str | None = Field("name on the dashboard; null takes the name of output_dir", None, max_length=128)
+    run_name: str | None = Field(
+        "name on the dashboard, as TRL's; null takes the name of output_dir", None, max_length=128
+    )
     hardware: str = Field("free text: what this file was written for and how long it takes there", "")
     report_to: Literal["trackio", "wandb", "none"] = Field(
         "dashboard; trackio is local and makes no network call", "trackio"
     )
 
 
+def trl_trainer(config: str, rates: dict[str, float]) -> Any:
+    """The section `trainer` of a phase whose trainer is TRL's."""
+    full, adapter = rates["full"], rates["lora"]
+    assert adapter == rates["qlora"]
+    return Field(
+        f"any field of trl.{config} under its own name; without learning_rate {full:g} (full) or {adapter:g} (lora,"
+        " qlora), without bf16 whatever the GPU or CPU has in hardware",
+        {},
+    )
+
+
 class TrainingRun(Run):
     """What the three phases share: weights that the optimizer can move, and a learning rate that fits them."""
 
-    model: ModelSection = Field("the model that is trained")
+    model: ModelSection = Field(
+        "the model that is trained; its reference or teacher is what it is at first (under names of TRL's ModelConfig)"
+    )
+    chat: ChatSection = Field("how messages become tokens; the same in all phases", ChatSection())
     if TYPE_CHECKING:
         trainer: Any  # each phase declares its own, in its own place
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import model_validator
 
 from posttrain.config.algorithm import AlgorithmSection, presets
 from posttrain.config.data import Source
@@ -14,15 +14,12 @@ from posttrain.config.shared import (
     MAX_CONTEXT,
     PRESETS,
     STARPO_RATES,
-    ChatSection,
     Context,
+    Env,
     Field,
-    ModelSection,
     ProtocolSection,
     Section,
-    TrainingEnv,
     TrainingRun,
-    _named,
     turns_where_counted,
     wrong,
 )
@@ -44,9 +41,11 @@ class RolloutSection(Section):
         ge=1,
     )
     engine: Literal["auto", "slots", "replay", "vllm"] = Field(
-        "slots keeps the KV cache across turns, replay reads them again, vllm is vLLM where it is installed", "auto"
+        "slots keeps the KV cache across turns, replay reads them again, vllm is vLLM where it is installed (TRL's"
+        " use_vllm)",
+        "auto",
     )
-    vllm_memory: float = Field("engine vllm: its share of the GPU's memory", 0.3, gt=0, lt=1)
+    vllm_gpu_memory_utilization: float = Field("engine vllm: its share of the GPU's memory (TRL's)", 0.3, gt=0, lt=1)
 
     _context = model_validator(mode="after")(turns_where_counted)
 
@@ -73,11 +72,10 @@ class DistillationSection(Section):
         "where the prompts come from, as in phases 1 and 2, `rows` of each; answers that stand there are not read",
         min_length=1,
     )
-    decontaminate: bool = Field("drop prompts that share 13 words in a row with an evaluation set", True)
+    decontaminate: bool = Field("as `data.decontaminate` of phases 1 and 2, for the prompts", True)
     coef: float = Field("weight of the KL in the loss; 0 only measures it", 1.0, ge=0)
     batch_size: int = Field("rows that are read in an optimizer step, over all processes", 32, ge=1)
     max_new_tokens: int = Field("longest answer", 256, ge=1)
-    temperature: float = Field("at which the answers are sampled; 1 is the model itself", 1.0, gt=0)
     eval_rows: int = Field("rows held out, on which the KL is measured at each evaluation", 128, ge=1)
 
 
@@ -113,11 +111,13 @@ class StarPOTrainerSection(Section):
 
 class EvaluationSection(Section):
     every: int = Field("steps between two evaluations; there is one before the first step, too", 10, ge=1)
-    episodes: int = Field("held-out episodes of each environment", 128, ge=1, le=1_000_000)
+    episodes: int = Field(
+        "validation levels of each environment, which choose the best checkpoint", 128, ge=1, le=1_000_000
+    )
     temperature: float = Field("of these episodes; 0 is greedy", 0.5, ge=0)
-    split: Literal["validation", "test"] = Field("levels that choose the best checkpoint", "validation")
-    final_episodes: int = Field("episodes of each environment after the last step", 256, ge=1, le=1_000_000)
-    final_split: Literal["validation", "test"] = Field("levels of the last evaluation", "test")
+    final_episodes: int = Field(
+        "test levels of each environment after the last step, for the best checkpoint", 256, ge=1, le=1_000_000
+    )
     suites: FormerSuites = Field(
         "a few held-out prompts on what phases 1 and 2 taught, asked at each evaluation: is it forgotten?",
         FormerSuites(),
@@ -125,23 +125,28 @@ class EvaluationSection(Section):
 
 
 class CheckpointSection(Section):
-    every: int = Field("steps between two checkpoints", 10, ge=1)
-    keep: int = Field("checkpoints kept beside the best", 2, ge=1)
+    every: int = Field("steps between two checkpoints (TRL's save_steps)", 10, ge=1)
+    keep: int = Field("checkpoints kept beside the best (TRL's save_total_limit)", 2, ge=1)
 
 
 class DiagnosticsSection(Section):
-    every: int = Field("steps between two looks at whether thoughts depend on their prompts; 0 never looks", 10, ge=0)
+    every: int = Field(
+        "steps between two looks at whether thoughts depend on their prompts, RAGEN-2's mutual information; 0 never"
+        " looks",
+        10,
+        ge=0,
+    )
     pairs: int = Field("thoughts that are scored under as many prompts, in each of two scopes", 32, ge=2, le=65536)
-    gradients_every: int = Field("steps between two looks at the gradients by reward std; 0 never looks", 0, ge=0)
-    early_stop: bool = Field("end the run at an alarm that says further steps are wasted", True)
-    rollbacks: int = Field(
-        "how often the run may go back to its best checkpoint and change a setting by itself", 0, ge=0
+    gradients_every: int = Field(
+        "steps between two looks at the gradients by reward std, RAGEN-2's gradient analysis; 0 never looks", 0, ge=0
+    )
+    early_stop: bool = Field(
+        "end the run at an alarm that says further steps are wasted, as RAGEN's early stopping does", True
     )
 
 
 class TranscriptSection(Section):
-    every: int = Field("steps between two sets of transcripts", 10, ge=1)
-    count: int = Field("whole episodes written each time; at any step as many whose environment raised", 4, ge=0)
+    every: int = Field("steps between two sets of transcripts (whole episodes, as TRL's log_completions)", 10, ge=1)
 
 
 class StarPORun(TrainingRun):
@@ -150,17 +155,13 @@ class StarPORun(TrainingRun):
     rates = STARPO_RATES
     preset_key = "algorithm.preset"
 
-    model: ModelSection = Field("the policy")
-    chat: ChatSection = Field("how messages become tokens; must be what phases 1 and 2 used", ChatSection())
-    envs: list[Annotated[TrainingEnv, BeforeValidator(_named)]] = Field(
-        "the environments that are played, mixed", min_length=1
-    )
+    envs: list[Env] = Field("the environments that are played, mixed", min_length=1)
     protocol: ProtocolSection = Field("turns, answer format and penalties", ProtocolSection())
     rollout: RolloutSection = Field("how episodes are sampled", RolloutSection())
     algorithm: AlgorithmSection = Field("how episodes become an update", AlgorithmSection())
     distillation: DistillationSection | None = Field(
         "what keeps the policy from forgetting: the KL to the model it starts from, on that model's answers to old"
-        " prompts; null leaves it out",
+        " prompts (generalized knowledge distillation, arXiv 2306.13649); null leaves it out",
         None,
     )
     trainer: StarPOTrainerSection = Field("the optimizer, under TRL's names", StarPOTrainerSection())
@@ -173,22 +174,14 @@ class StarPORun(TrainingRun):
     def _envs_fit(self) -> StarPORun:
         names = [env.name for env in self.envs]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise wrong(f"envs has {twice[0]} twice, and figures go by name: write it once (`curriculum` varies it)")
-        for n, env in enumerate(self.envs):
-            for number, stage in enumerate(env.curriculum):
-                if stage.from_step is not None and stage.from_step > self.trainer.max_steps:
-                    raise wrong(
-                        f"envs.{n}.curriculum.{number} begins at step {stage.from_step}, after the last one: lower"
-                        f" from_step or raise trainer.max_steps ({self.trainer.max_steps})"
-                    )
+            raise wrong(f"envs has {twice[0]} twice, and figures go by name: write it once")
         return self
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> StarPORun:
         algorithm, chosen, samples = self.algorithm, self.algorithm.filter, self.rollout.num_generations
         if samples == 1:
-            compares = algorithm.advantage in ("grpo", "rloo", "maxrl", "reinforce_pp_baseline", "gigpo")
-            if compares or (algorithm.advantage, algorithm.turn_norm) == ("turn_return", "group_turn"):
+            if algorithm.advantage in ("grpo", "rloo", "reinforce_pp_baseline", "turn_return", "gigpo"):
                 raise wrong(
                     f"`algorithm.advantage: {algorithm.advantage}` compares the episodes of a group, and"
                     " `rollout.num_generations: 1` makes groups of one: play at least 2, or take reinforce_pp or gae"
@@ -203,8 +196,6 @@ class StarPORun(TrainingRun):
                 f"`algorithm.filter.value` ({chosen.value:g}) is more groups than are played ({self.rollout.groups},"
                 " `rollout.groups`)"
             )
-        if chosen.within is not None and chosen.within > samples:
-            raise wrong(f"`algorithm.filter.within` ({chosen.within}) is more episodes than a group has ({samples})")
         if chosen.strategy == "top_k_abs" and chosen.value < len(self.envs):
             raise wrong(
                 f"`algorithm.filter.value` ({chosen.value:g}) is fewer groups than there are environments"
@@ -221,20 +212,10 @@ class StarPORun(TrainingRun):
                 f"`algorithm.critic.warmup_steps` ({algorithm.critic.warmup_steps}) leaves no step to the policy: write"
                 f" less than `trainer.max_steps` ({steps})"
             )
-        if algorithm.advantage == "maxrl" and algorithm.beta > 0 and algorithm.kl_in == "reward":
-            raise wrong("maxrl divides by the mean reward, which the KL would make negative: `algorithm.kl_in: loss`")
-        if algorithm.advantage == "maxrl" and self.protocol.format_penalty != 0:
-            raise wrong("maxrl divides by the mean reward, which must not be negative: `protocol.format_penalty: 0`")
-        if algorithm.critical and algorithm.critic.kind == "lora" and self.model.tuning == "full":
-            raise wrong(
-                "a LoRA critic shares the frozen base of a LoRA policy: set `model.tuning: lora`, or another kind"
-            )
         if algorithm.critical and algorithm.critic.kind == "separate" and self.model.tuning == "qlora":
             raise wrong(
                 "a separate critic trains a copy, which four-bit weights cannot be: `algorithm.critic.kind: shared`"
             )
-        if self.evaluation.split == self.evaluation.final_split:
-            raise wrong("`evaluation.split` chooses the best checkpoint, so `final_split` must be another one")
         if self.rollout.engine == "vllm" and self.model.tuning == "qlora":
             raise wrong("vLLM is not given four-bit weights: write `rollout.engine: auto`, or `model.tuning: lora`")
         if self.distillation and self.distillation.max_new_tokens + 8 > self.rollout.max_context:
@@ -242,8 +223,6 @@ class StarPORun(TrainingRun):
                 f"`distillation.max_new_tokens` ({self.distillation.max_new_tokens}) leaves no prompt any room in"
                 f" `rollout.max_context` ({self.rollout.max_context}), which holds both: lower it"
             )
-        if algorithm.loss_type == "gspo_episode" and self.rollout.context != "full":
-            raise wrong("gspo_episode needs an episode in one context: `rollout.context: full`, or take gspo_turn")
         return self
 
     @classmethod

@@ -124,14 +124,12 @@ def _loss_parts(
             weights_S=ones_S,
             importance_weights_S=ones_S,
             entropy_S=forward.entropy_S,
-            segments_S=forward.take(experience.batch.segment_S(settings.loss_type)),
+            contexts_S=forward.take(experience.batch.context_S),
         )
         found = {
             "task": losses.policy_loss(tokens, settings)[0].sum() / count,
             "entropy": -forward.entropy_S.sum() / count,
         }
         if (reference_S := experience.measured.reference_S) is not None:
-            # the gradient of k2 is what k1 has in the reward
-            kind = "k2" if learner.cfg.algorithm.kl_kind == "k1" else learner.cfg.algorithm.kl_kind
-            found["kl"] = losses.kl(forward.logprobs_S, forward.take(reference_S), kind).sum() / count
+            found["kl"] = losses.kl(forward.logprobs_S, forward.take(reference_S)).sum() / count
         yield found

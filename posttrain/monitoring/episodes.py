@@ -14,8 +14,7 @@ import torch
 import envs
 from envs.demos import play, player_names
 from envs.protocol import Protocol
-from posttrain import curriculum
-from posttrain.config import StarPORun, TrainingEnv
+from posttrain.config import EnvSection, StarPORun
 from posttrain.metrics import pass_at, seq_rep_n, wilson
 from posttrain.types import Trajectory
 
@@ -40,7 +39,6 @@ class Summary(NamedTuple):
     logprob: float  # sum over the sampled tokens
     context: int  # tokens of the longest context
     reward: float
-    stage: int | None
 
     @classmethod
     def of(cls, t: Trajectory) -> Summary:
@@ -78,7 +76,7 @@ def aggregate(episodes: Sequence[Summary]) -> dict[str, float]:
 
 def failure_shares(episodes: Sequence[Summary]) -> dict[str, float]:
     """How the episodes of one environment were lost, as shares; not where its word for it is another figure's name."""
-    taken = {"", "success", "stage", "low", "high", "reward", "invalid_turns", "turns", "crashed"}
+    taken = {"", "success", "low", "high", "reward", "invalid_turns", "turns", "crashed"}
     taken |= {"in_group_std", "kept_groups"}
     names = sorted({e.failure for e in episodes} - taken)
     return {name: sum(e.failure == name for e in episodes) / len(episodes) for name in names}
@@ -114,8 +112,6 @@ def describe(groups: list[list[Trajectory]], std: list[float], kept: list[int]) 
         out[f"rollout/{env}/invalid_turns"] = figures["invalid_turns"]
         out[f"rollout/{env}/in_group_std"] = sum(std[n] for n in numbers) / len(numbers)
         out[f"rollout/{env}/kept_groups"] = sum(n in kept for n in numbers)
-        if own[0].stage is not None:
-            out[f"rollout/{env}/stage"] = own[0].stage
         for failure, share in failure_shares(own).items():
             out[f"rollout/{env}/{failure}"] = share
     return out
@@ -143,17 +139,16 @@ def describe_evaluation(name: str, by_env: dict[str, list[Summary]]) -> dict[str
     return row
 
 
-def reward_table(cfg: StarPORun, played: Sequence[TrainingEnv], episodes: int = 16) -> str:
+def reward_table(cfg: StarPORun, played: Sequence[EnvSection], episodes: int = 16) -> str:
     """The least and the most that an episode of each environment earned, as text for the start of a run.
 
     played: the environment of each group of a step. An environment does not state its rewards, so its expert and its
-    scripted players each play `episodes` training levels (of the last stage of a curriculum) under the run's limits,
-    one action a turn. A policy may earn less or more, and format penalties come on top.
+    scripted players each play `episodes` training levels under the run's limits, one action a turn. A
+    policy may earn less or more, and format penalties come on top.
     """
     rows, widths = [], []
     for env in cfg.envs:
-        options, protocol = curriculum.conditions(cfg, env, curriculum.TARGET)
-        earned = scripted_returns(env.name, options, protocol, episodes)
+        earned = scripted_returns(env.name, env.options, Protocol(**cfg.protocol.model_dump()), episodes)
         seen = f"{min(earned):g} to {max(earned):g} ({len(earned)} episodes)" if earned else "not observed"
         rows.append((env.name, f"{sum(group.name == env.name for group in played)} groups", seen))
         widths += [max(earned) - min(earned)] if earned else []

@@ -7,14 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from posttrain import curriculum, parallel
+from posttrain import parallel
 from posttrain.config import StarPORun
 from posttrain.report.episodes import frames_of, gif
 from posttrain.run_state import RunState
 from posttrain.runlog import Tracker
 from posttrain.types import Trajectory, one_line
 
-KEPT = "env stage level_key level_seed noise_seed success failure crashed actions turn_rewards messages".split()
+KEPT = "env level_key level_seed noise_seed success failure crashed actions turn_rewards messages".split()
+COUNT = 4  # whole episodes that are written each time; at any step as many whose environment raised
 
 
 def record(
@@ -42,12 +43,13 @@ def record(
         say(
             f"step {step}: in {len(unfinished)} of {len(groups)} groups nobody finished, see transcripts; the first:"
             f" {t.env} (level seed {t.level_seed}). They teach what their rewards tell apart;"
-            " algorithm.mask_truncated leaves them out. Said once: `rollout/truncated_groups` goes on counting."
+            " algorithm.mask_truncated_completions leaves them out. Said once: `rollout/truncated_groups` goes on"
+            " counting."
         )
     if parallel.rank() != 0:
         return
-    to_read = groups[0][: cfg.transcripts.count] if step % cfg.transcripts.every == 0 else []
-    more = crashed[: max(1, cfg.transcripts.count)] + [group[0] for group in unfinished[:1] if group[0] not in to_read]
+    to_read = groups[0][:COUNT] if step % cfg.transcripts.every == 0 else []
+    more = crashed[:COUNT] + [group[0] for group in unfinished[:1] if group[0] not in to_read]
     written = write_transcripts(out / "transcripts.jsonl", step, to_read + more)
     shown, pictures = [], []
     for number, (episode, t) in enumerate(zip(written, to_read, strict=False)):
@@ -77,8 +79,7 @@ def save_picture(cfg: StarPORun, path: Path, t: Trajectory, say: Callable[[str],
 
     None where its environment has no pictures, or raises.
     """
-    chosen = next(env for env in cfg.envs if env.name == t.env)
-    options, _ = curriculum.conditions(cfg, chosen, t.stage or 0)
+    options = next(env.options for env in cfg.envs if env.name == t.env)
     try:
         reset_options = {"split": "train", "noise_seed": t.noise_seed}
         frames = frames_of(t.env, options, t.level_seed, reset_options, t.actions)

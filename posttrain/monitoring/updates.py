@@ -31,11 +31,11 @@ class UpdateFigures:
             "policy/entropy": tokens.entropy_S.sum().item(),
             "policy/clip_fraction": clipped_S.sum().item(),
             "policy/clip_fraction_high": (clipped_S & (tokens.advantages_S > 0)).sum().item(),
-            "policy/kl_to_old": losses.kl(new_S, tokens.old_S, "k3").sum().item(),
+            "policy/kl_to_old": losses.kl(new_S, tokens.old_S).sum().item(),
             "policy/importance_weight": tokens.importance_weights_S.sum().item(),
         }
         if tokens.reference_S is not None:
-            found["policy/kl_to_reference"] = losses.kl(new_S, tokens.reference_S, "k3").sum().item()
+            found["policy/kl_to_reference"] = losses.kl(new_S, tokens.reference_S).sum().item()
         self._add(found)
 
     @torch.no_grad()
@@ -60,7 +60,7 @@ class UpdateFigures:
         else:
             self.skipped += 1
 
-    def row(self, learner: Learner, entropy_bonus: float) -> dict[str, float]:
+    def row(self, learner: Learner) -> dict[str, float]:
         """Means over the trained tokens of all processes; norms are means over optimizer steps."""
         keys = sorted({key for keys in parallel.gather([list(self.sums)]) for key in keys})
         sums = {key: parallel.total(self.sums.get(key, 0.0), learner.device) for key in keys}
@@ -72,7 +72,6 @@ class UpdateFigures:
             "policy/skipped_steps": self.skipped,
             "policy/sampler_gap": gap / max(1.0, compared),
             "policy/learning_rate": learner.optimizer.param_groups[POLICY]["lr"],
-            "policy/entropy_coef": entropy_bonus,
         }
         if self.distilled_tokens:
             row["distillation/kl"] = parallel.total(self.distilled, learner.device) / self.distilled_tokens

@@ -1,16 +1,15 @@
-"""Is the run well, and what is done where it is not?  Alarms on every reported row, rollbacks, early stops."""
+"""Is the run well, and what is done where it is not?  Alarms on every reported row, early stops."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 from posttrain.config import StarPORun
 from posttrain.monitoring import alarms
 from posttrain.monitoring.alarm_limits import HALF_PRECISION_GAP, LIMITS
 from posttrain.monitoring.alarm_rules import Sizes
-from posttrain.run_state import RunState, changed
+from posttrain.run_state import RunState
 
 
 class Watch:
@@ -29,9 +28,6 @@ class Watch:
         self.limits: dict[str, float] = {"empty_steps": cfg.algorithm.max_empty_steps}
         if not exact:
             self.limits["sampler_gap"] = HALF_PRECISION_GAP
-        if cfg.algorithm.entropy_target is not None:  # the way up to it is meant
-            floor = LIMITS["entropy_floor"]
-            self.limits["entropy_floor"] = max(floor, cfg.algorithm.entropy_target)
         if cfg.algorithm.loss_type != "ppo_clip":  # there tokens are clipped by design
             self.limits["clip_fraction"] = math.inf
 
@@ -45,25 +41,6 @@ class Watch:
         return raised
 
 
-def remedy(cfg: StarPORun, state: RunState, raised: list[alarms.Alarm]) -> dict[str, Any]:
-    """What to change, by dotted path, when the run goes back to its best policy for these alarms; {} for nothing."""
-    if len(state.interventions) >= cfg.diagnostics.rollbacks:
-        return {}
-    values = {
-        "trainer.learning_rate": cfg.learning_rate,
-        "algorithm.filter.strategy": cfg.algorithm.filter.strategy,
-        "algorithm.entropy_coef": state.entropy_coef,
-    }
-    changes = alarms.rollback(raised, values)
-    try:
-        changed(cfg, changes)
-    except ValueError:  # the change does not suit this run: a filter where groups have one member
-        changes = {"trainer.learning_rate": cfg.learning_rate / 2}
-    return changes
-
-
 def solved(cfg: StarPORun, state: RunState, success: float) -> bool:
-    """No group has passed the filter for long because all is won, and no curriculum has harder levels in store."""
-    places = state.curriculum
-    last = all(places[env.name]["stage"] == len(env.curriculum) - 1 for env in cfg.envs if env.curriculum)
-    return last and success >= LIMITS["solved"] and state.empty_steps >= cfg.algorithm.max_empty_steps
+    """No group has passed the filter for long because all is won."""
+    return success >= LIMITS["solved"] and state.empty_steps >= cfg.algorithm.max_empty_steps

@@ -8,8 +8,6 @@ maps and never from its reward. Rewards are finite: episodes that crashed have n
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from difflib import SequenceMatcher
-from typing import Literal
 
 import torch
 
@@ -44,7 +42,7 @@ def rloo(rewards_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
 
 
 def brpo(rewards_B: torch.Tensor, env_B: torch.Tensor | None = None, *, std: bool = True) -> torch.Tensor:
-    """The whole batch as one group, shape (B,): RAGEN's BRPO. Of turns, it is ReBN (GEM, arXiv 2510.01051).
+    """The whole batch as one group, shape (B,): RAGEN's BRPO.
 
     env_B: which environment each episode played, any integers; each environment is then a group of its own, because the
     rewards of two need not have one scale.
@@ -60,20 +58,6 @@ def arpo(rewards_B: torch.Tensor) -> torch.Tensor:
     """The reward itself, shape (B,): RAGEN's ARPO, plain REINFORCE."""
     assert rewards_B.isfinite().all()
     return rewards_B
-
-
-def maxrl(rewards_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
-    """(R - mean of the group) / mean of the group, shape (B,): rare successes count more. MaxRL, arXiv 2602.02710.
-
-    Meant for rewards from 0 to 1. A group whose mean is 0 has no success to learn from and gets 0; so does one with a
-    negative mean, where the division would turn good into bad.
-
-    >>> maxrl(torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0]), torch.tensor([0, 0, 0, 0, 1, 1]))
-    tensor([ 3., -1., -1., -1.,  0.,  0.])
-    """
-    mean_B, _ = group_moments(rewards_B, group_B)
-    positive_B = mean_B > 1e-10
-    return torch.where(positive_B, (rewards_B - mean_B) / mean_B.where(positive_B, torch.ones_like(mean_B)), 0)
 
 
 def group_moments(rewards_B: torch.Tensor, group_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,23 +95,13 @@ def returns_to_go(rewards_N: torch.Tensor, episode_N: torch.Tensor, gamma: float
 
 
 def turn_advantages(
-    rewards_N: torch.Tensor,
-    episode_N: torch.Tensor,
-    group_B: torch.Tensor,
-    *,
-    gamma: float = 1.0,
-    over: Literal["group_turn", "batch"] = "group_turn",
-    std: bool = True,
-    env_B: torch.Tensor | None = None,
+    rewards_N: torch.Tensor, episode_N: torch.Tensor, group_B: torch.Tensor, *, gamma: float = 1.0, std: bool = True
 ) -> torch.Tensor:
-    """Return-to-go of each turn, normalised over the k-th turns of its group or over all turns, shape (N,).
+    """Return-to-go of each turn, normalised over the k-th turns of its group, shape (N,).
 
-    `batch` is GEM's ReBN (arXiv 2510.01051), over the turns of one environment where `env_B` tells them apart. A turn
-    that only one episode of its group reached gets 0 under `group_turn`: nothing to compare with.
+    A turn that only one episode of its group reached gets 0: nothing to compare with.
     """
     returns_N = returns_to_go(rewards_N, episode_N, gamma)
-    if over == "batch":
-        return brpo(returns_N, None if env_B is None else env_B[episode_N], std=std)
     _, place_N = _places(episode_N)
     return grpo(returns_N, group_B[episode_N] * (len(place_N) + 1) + place_N, std=std)
 
@@ -152,51 +126,28 @@ def gigpo(
     return grpo(rewards_B, group_B, std=std)[episode_N] + weight * step_N
 
 
-def state_buckets(states_N: Sequence[Hashable], group_N: torch.Tensor, similarity: float = 1.0) -> torch.Tensor:
+def state_buckets(states_N: Sequence[Hashable], group_N: torch.Tensor) -> torch.Tensor:
     """Number of the bucket of each turn, shape (N,): same group, same state. GiGPO, eq. 6.
-
-    Below 1, `similarity` is the least `difflib` ratio at which two texts count as the same state. As published, a text
-    joins the first bucket whose first member is so similar.
 
     >>> state_buckets(["a", "b", "a", "a"], torch.tensor([0, 0, 0, 1])).tolist()
     [0, 1, 0, 2]
-    >>> state_buckets(["Player at 1, 1.", "Player at 1, 2.", "You won!"], torch.tensor([0, 0, 0]), 0.9).tolist()
-    [0, 0, 1]
     """
-    bucket: dict[tuple[float, Hashable], int] = {}
-    first: dict[float, list[tuple[SequenceMatcher[str], int]]] = {}  # by group: the first member of each bucket
-    count = 0
-    for group, state in zip(group_N.tolist(), states_N, strict=True):
-        if (group, state) in bucket:
-            continue
-        alike = None
-        if similarity < 1:
-            assert isinstance(state, str)
-            alike = next((number for match, number in first.get(group, []) if _alike(match, state, similarity)), None)
-            if alike is None:
-                first.setdefault(group, []).append((SequenceMatcher(None, "", state), count))
-        bucket[group, state] = count if alike is None else alike
-        count += alike is None
-    numbers = [bucket[key] for key in zip(group_N.tolist(), states_N, strict=True)]
+    number: dict[tuple[int, Hashable], int] = {}
+    numbers = [number.setdefault(key, len(number)) for key in zip(group_N.tolist(), states_N, strict=True)]
     return torch.tensor(numbers, dtype=torch.long, device=group_N.device)
-
-
-def _alike(match: SequenceMatcher[str], text: str, similarity: float) -> bool:
-    match.set_seq1(text)  # the quick ratios are upper bounds of the slow one
-    return all(ratio() >= similarity for ratio in (match.real_quick_ratio, match.quick_ratio, match.ratio))
 
 
 # Per token
 
 
-def token_rewards(rewards_N: torch.Tensor, turn_S: torch.Tensor, extra_S: torch.Tensor | None = None) -> torch.Tensor:
-    """Each turn's reward on its last token, shape (S,), plus `extra_S`, e.g. -beta * KL of each token.
+def token_rewards(rewards_N: torch.Tensor, turn_S: torch.Tensor) -> torch.Tensor:
+    """Each turn's reward on its last token, shape (S,).
 
     >>> token_rewards(torch.tensor([0.0, 1.0]), torch.tensor([0, 0, 1, 1, 1]))
     tensor([0., 0., 0., 0., 1.])
     """
-    rewards_S = rewards_N.new_zeros(len(turn_S)) if extra_S is None else extra_S.clone()
-    rewards_S[_ends(turn_S, len(rewards_N))] += rewards_N
+    rewards_S = rewards_N.new_zeros(len(turn_S))
+    rewards_S[_ends(turn_S, len(rewards_N))] = rewards_N
     return rewards_S
 
 
@@ -243,7 +194,7 @@ def bilevel_gae(
 
     VAGEN, arXiv 2510.16907, as its code has it. The rewards and values at the last tokens of the turns give each turn a
     return (discount `gamma_high`), which is the reward of its last token below (discount `gamma`); there, every turn
-    starts anew. What `rewards_S` holds for other tokens, such as a KL penalty, counts within its turn only.
+    starts anew.
     """
     ends_S = _ends(turn_S, len(episode_N))
     _, returns_N = gae(rewards_S[ends_S], values_S[ends_S], episode_N, gamma_high, lam)
@@ -254,19 +205,18 @@ def reinforce_pp(
     rewards_B: torch.Tensor,
     group_B: torch.Tensor,
     episode_S: torch.Tensor,
-    extra_S: torch.Tensor | None = None,
     *,
     baseline: bool = False,
     trained_S: torch.Tensor | None = None,
     env_S: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The episode's reward and what `extra_S` still pays from each token on, whitened as `whiten` says, shape (S,).
+    """The episode's reward for each of its tokens, whitened as `whiten` says, shape (S,).
 
-    REINFORCE++, arXiv 2501.03262, where `extra_S` is -beta * KL. `baseline` subtracts the mean of the group from the
-    reward first (REINFORCE++-baseline).
+    REINFORCE++, arXiv 2501.03262, with the KL in the loss. `baseline` subtracts the mean of the group from the reward
+    first (REINFORCE++-baseline).
     """
     score_B = grpo(rewards_B, group_B, std=False) if baseline else rewards_B
-    return whiten(returns_to_go(token_rewards(score_B, episode_S, extra_S), episode_S, 1.0), trained_S, env_S)
+    return whiten(score_B[episode_S], trained_S, env_S)
 
 
 def whiten(

@@ -46,7 +46,6 @@ def keep_groups(
     strategy: str,
     value: float,
     *,
-    upper: float = 1.0,
     smallest: bool = False,
     keep_zero: bool = False,
     ties: Sequence[int] | None = None,
@@ -70,7 +69,6 @@ def keep_groups(
                     linear rule); 1 keeps all, scores that sum to almost nothing keep none
     top_p_softmax   the fewest whose softmax sums to `value`
     min_p           scores of at least `value` times the largest, or of at most the smallest / `value`
-    percentile      ranks from `value` to below `upper`, as shares, rounded: 0 to .25 is the best quarter; at least one
 
     >>> keep_groups(torch.tensor([0.1, 0.5, 0.0, 0.4]), "top_k", 0.5)
     tensor([1, 3])
@@ -90,7 +88,7 @@ def keep_groups(
         counts = divide(max(1, total), [int((envs_G == env).sum()) for env in envs], [len(own_G) for own_G in ranked])
         parts = [own_G[:count] for own_G, count in zip(ranked, counts, strict=True)]
     else:
-        parts = [own_G[_passing(score_G[own_G], strategy, value, upper, smallest)] for own_G in ranked]
+        parts = [own_G[_passing(score_G[own_G], strategy, value, smallest)] for own_G in ranked]
     return torch.cat([order_G[:0], *parts])
 
 
@@ -113,7 +111,7 @@ def divide(total: int, played: Sequence[int], candidates: Sequence[int]) -> list
     return kept
 
 
-def _passing(ranked_G: torch.Tensor, strategy: str, value: float, upper: float, smallest: bool) -> torch.Tensor | slice:
+def _passing(ranked_G: torch.Tensor, strategy: str, value: float, smallest: bool) -> torch.Tensor | slice:
     """Which of the scores of one environment, best first, a rule keeps that compares them with each other."""
     if len(ranked_G) == 0:
         return slice(None)
@@ -128,37 +126,8 @@ def _passing(ranked_G: torch.Tensor, strategy: str, value: float, upper: float, 
             return slice(None) if value >= 1 else mass_G.cumsum(0) - mass_G < value
         case "min_p":
             return ranked_G * value <= ranked_G[0] if smallest else ranked_G >= value * ranked_G[0]
-        case "percentile":
-            first = min(round(value * len(ranked_G)), len(ranked_G) - 1)
-            return slice(first, max(first + 1, round(upper * len(ranked_G))))
         case name:
-            raise ValueError(
-                f"unknown strategy {name!r}: none, top_k, top_k_abs, top_p, top_p_softmax, min_p or percentile"
-            )
-
-
-def within_group(rewards_B: torch.Tensor, group_B: torch.Tensor, k: int) -> torch.Tensor:
-    """True for the k episodes of each group whose rewards vary most, shape (B,); all of a group of at most k.
-
-    The most varied k are always some of the worst and some of the best, so k + 1 choices are compared (PODS,
-    arXiv 2504.13818).
-
-    >>> within_group(torch.tensor([0.0, 0.4, 0.5, 1.0]), torch.tensor([0, 0, 0, 0]), 2).tolist()
-    [True, False, False, True]
-    """
-    kept_B = torch.ones_like(group_B, dtype=torch.bool)
-    step_K = torch.arange(k, device=group_B.device)
-    for group in group_B.unique():
-        members_G = (group_B == group).nonzero()[:, 0]
-        if len(members_G) <= k:
-            continue
-        order_G = members_G[rewards_B[members_G].argsort(stable=True)]
-        worst_C = torch.arange(k + 1, device=group_B.device)[:, None]  # how many of the worst each choice takes
-        choices_CK = torch.where(step_K < worst_C, step_K, len(order_G) - k + step_K)
-        best = rewards_B[order_G][choices_CK].var(dim=1, correction=0).argmax()
-        kept_B[members_G] = False
-        kept_B[order_G[choices_CK[best]]] = True
-    return kept_B
+            raise ValueError(f"unknown strategy {name!r}: none, top_k, top_k_abs, top_p, top_p_softmax or min_p")
 
 
 def soft_weights(score_G: torch.Tensor, env_G: Sequence[int] | None = None) -> torch.Tensor:
@@ -174,19 +143,3 @@ def soft_weights(score_G: torch.Tensor, env_G: Sequence[int] | None = None) -> t
         own_G = envs_G == env
         out_G[own_G] = score_G[own_G] / score_G[own_G].max().clamp(min=1e-10)
     return out_G
-
-
-def loss_scale(kept_share: float, scaling: str) -> float:
-    """What to multiply the loss by when this share of groups is kept: 1 (none), the share (linear), its root (sqrt).
-
-    RAGEN-2's text scales linearly, its released scripts not at all.
-    """
-    match scaling:
-        case "none":
-            return 1.0
-        case "linear":
-            return kept_share
-        case "sqrt":
-            return kept_share**0.5
-        case name:
-            raise ValueError(f"unknown loss scaling {name!r}: none, linear or sqrt")
