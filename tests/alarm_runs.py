@@ -7,7 +7,6 @@ invalid turn costs a penalty. Nothing here is fitted to the limits of the alarms
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -34,7 +33,6 @@ class Course:
     concentration: Array  # of the levels' chances; small: a level is always or never won
     repeated: Array
     begins: int = STEPS + 1  # step at which a collapse begins
-    stage: Array | None = None
     other: Array | None = None  # chance of success in a second environment, played by a share of the groups
     other_share: float = 0.5
 
@@ -122,19 +120,6 @@ def weak_start(rng: np.random.Generator) -> Course:
     )
 
 
-def curriculum(rng: np.random.Generator) -> Course:
-    """Three stages; each is learned, and the next one is harder and makes the policy explore again."""
-    chance, entropy, stage = np.zeros(STEPS), np.zeros(STEPS), np.zeros(STEPS)
-    edges = [0, int(rng.uniform(50, 80)), int(rng.uniform(110, 150)), STEPS]
-    start = rng.uniform(0.2, 0.8)
-    for number, (low, high) in enumerate(itertools.pairwise(edges)):
-        up = np.linspace(0, 1, high - low)
-        chance[low:high] = rng.uniform(0.1, 0.4) + rng.uniform(0.3, 0.5) * up
-        entropy[low:high] = start * (1 - 0.6 * up)
-        stage[low:high] = number
-    return course(rng, chance, entropy=entropy, stage=stage)
-
-
 def pausing(rng: np.random.Generator) -> Course:
     """A second environment, harder or easier, that is not played at every step."""
     first, second = rng.uniform(0.05, 0.95, 2)
@@ -144,7 +129,7 @@ def pausing(rng: np.random.Generator) -> Course:
 
 HEALTHY: Mapping[str, Callable[[np.random.Generator], Course]] = {
     each.__name__: each
-    for each in (flat, slow, solved, nearly_solved, easy, hard, wavering, weak_start, curriculum, pausing)
+    for each in (flat, slow, solved, nearly_solved, easy, hard, wavering, weak_start, pausing)
 }
 
 # ----------------------------------------------------------------------------------------------------- collapsing
@@ -282,8 +267,6 @@ def simulate(kind: str, groups: int, samples: int, seed: int) -> Run:
         "policy/sampler_gap": np.full(STEPS, 1e-6),
         "policy/skipped_steps": np.zeros(STEPS),
     }
-    if c.stage is not None:
-        always["rollout/lake/stage"] = c.stage
     looked = {  # every ten steps
         "collapse/trajectory/mi_z_ema": 2.0 * np.exp(rng.normal(0, 0.1, STEPS)),
         "collapse/trajectory/conditional_entropy_token": entropy,

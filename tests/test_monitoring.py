@@ -12,7 +12,6 @@ from test_learner import config, played, policy
 import train_phase3_starpo as phase3
 from posttrain.learner import objective_settings
 from posttrain.monitoring import collapse, watch
-from posttrain.monitoring.alarms import Alarm
 from posttrain.monitoring.collapse import gradients_by_std, thoughts_and_prompts
 from posttrain.monitoring.episodes import answers_of, describe, reward_table
 from posttrain.rollout import Thought

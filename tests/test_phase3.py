@@ -33,7 +33,7 @@ from posttrain.config import StarPORun, resolve
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.experience import Batch, Measured
 from posttrain.learner import schedule
-from posttrain.monitoring import alarms, transcripts, watch
+from posttrain.monitoring import transcripts, watch
 from posttrain.monitoring.episodes import describe
 from posttrain.run_state import RunState
 from posttrain.starpo_run import environments_of_groups

@@ -75,8 +75,8 @@ ADVICE: dict[str, tuple[str, str]] = {
     "sampler_gap": (
         "warn",
         "More than rounding: sampler and learner compute different models. Write `rollout.engine: replay`; if the gap"
-        " stays, it is the model's precision (`trainer.bf16: false` tells), and `algorithm.importance: truncate` weighs"
-        " tokens by it.",
+        " stays, it is the model's precision (`trainer.bf16: false` tells), and"
+        " `algorithm.importance_sampling_clip_max: 2` weighs tokens by it.",
     ),
     "forgetting": (
         "warn",
@@ -95,8 +95,8 @@ ADVICE: dict[str, tuple[str, str]] = {
     ),
     "no_success": (
         "warn",
-        "The levels are too hard for this model: easier ones first (`envs[].curriculum`, `envs[].options`), more"
-        " turns (`protocol.max_turns`), or demonstrations of this environment in phase 1.",
+        "The levels are too hard for this model: easier ones first (`envs[].options`), more turns"
+        " (`protocol.max_turns`), or demonstrations of this environment in phase 1.",
     ),
     "validation": (
         "stop",

@@ -387,5 +387,3 @@ RULES: list[Rule] = [
     _machinery,
     _empty,
 ]
-# Begun anew where a curriculum has moved on: what was normal before says nothing about the new levels.
-OF_LEVELS: list[Rule] = [_reward_std, _entropy, _gradient, _format, _success]

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 from posttrain.monitoring.alarm_limits import ADVICE, LIMITS
-from posttrain.monitoring.alarm_rules import OF_LEVELS, RULES, Figures, Finding, Setting, Sizes
+from posttrain.monitoring.alarm_rules import RULES, Figures, Finding, Setting, Sizes
 from posttrain.monitoring.alarm_series import Memory
 
 USUAL = Sizes()
@@ -74,7 +74,6 @@ def advance(
     on, memory = state.setdefault("on", []), state.setdefault("memory", {})
     setting = Setting(step, sizes, known)
     finite = {key: value for key, value in row.items() if math.isfinite(value)}
-    _forget_easier_levels(memory, finite)
     findings = list(_numbers(memory.setdefault("_numbers", {}), row, setting))
     for rule in RULES:
         findings += rule(memory.setdefault(rule.__name__, {}), finite, setting)
@@ -87,16 +86,6 @@ def advance(
         elif well and not bad and name in on:
             on.remove(name)
     return alarms
-
-
-def _forget_easier_levels(memory: MutableMapping[str, Any], row: Figures) -> None:
-    """Begin anew where a curriculum has moved on: what was normal before says nothing about the new levels."""
-    stages = {key: value for key, value in row.items() if key.endswith("/stage")}  # of the environments played
-    known = memory.get("stages", {})
-    if any(known.get(key, value) != value for key, value in stages.items()):
-        for rule in OF_LEVELS:
-            memory.pop(rule.__name__, None)
-    memory["stages"] = known | stages
 
 
 def _numbers(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
@@ -128,34 +117,3 @@ def not_finite(state: Mapping[str, Any]) -> str:
     if not found:
         return ""
     return f"since step {found[0]['step']} its figures have not been finite numbers ({', '.join(found[0]['keys'])})"
-
-
-# ------------------------------------------------------------------------------------------------------ intervention
-
-DIVERGING = {
-    "entropy_explosion", "gradient_growth", "format_decay", "success_drop", "repetition", "not_finite",
-    "not_finite_for_long",
-}  # fmt: skip
-LEVELLING = {"variance_collapse", "variance_gone", "template_collapse"}
-
-
-def rollback(alarms: Sequence[Alarm], config: Mapping[str, Any]) -> dict[str, Any]:
-    """What to change when going back to the last healthy checkpoint because of these alarms, by dotted path; or {}.
-
-    One idea at a time: half the learning rate for a policy that diverges; for one that levels out, training on the
-    groups that differ (RAGEN-2's top-p), or half the learning rate where a filter is already on; more entropy bonus for
-    one that explores no more. The other alarms are no reason to go back. `config` holds the values now.
-
-    >>> alarm = Alarm("success_drop", "warn", "", "", 40)
-    >>> rollback([alarm], {"trainer.learning_rate": 4e-6})
-    {'trainer.learning_rate': 2e-06}
-    """
-    names = {alarm.name.split("/")[0] for alarm in alarms}
-    if not names & DIVERGING and names & LEVELLING and config["algorithm.filter.strategy"] == "none":
-        path = "algorithm.filter"
-        return {f"{path}.strategy": "top_p", f"{path}.value": 0.9, f"{path}.keep_zero": False}
-    if names & (DIVERGING | LEVELLING):
-        return {"trainer.learning_rate": config["trainer.learning_rate"] / 2}
-    if "entropy_collapse" in names:
-        return {"algorithm.entropy_coef": max(0.001, 2 * config["algorithm.entropy_coef"])}
-    return {}
