@@ -31,8 +31,6 @@ def load(
     adapter comes from `peft_config`.
     """
     place = hardware.resolve_device(device)
-    if place.type == "cpu":
-        compat.keep_freed_memory()
     chat = load_chat(model, chat_template)
     dtype = torch.float32 if model.dtype == "auto" else getattr(torch, model.dtype)
     if model.dtype == "auto" and not training and hardware.has_bf16(place):
