@@ -51,7 +51,7 @@ def read_json(file: Path, remedy: str) -> dict[str, Any]:
     try:
         found = parse_json(read_text(file, remedy))
     except ValueError as error:
-        raise UserError(f"{file} is damaged: {one_line(error)}. {remedy}") from None
+        raise UserError(f"{file} is damaged: {error}. {remedy}") from None
     if not isinstance(found, dict):
         raise UserError(f"{file} is damaged: it holds a {type(found).__name__} instead of an object. {remedy}")
     return found
@@ -75,7 +75,7 @@ def read_json_lines(file: Path, remedy: str) -> list[dict[str, Any]]:
             if not isinstance(row, dict):
                 raise ValueError(f"it holds a {type(row).__name__} instead of an object")
         except ValueError as error:
-            damaged = damaged or f"in line {number}: {one_line(error)}"
+            damaged = damaged or f"in line {number}: {error}"
             continue
         if damaged:
             raise UserError(f"{file} is damaged {damaged}. {remedy}")

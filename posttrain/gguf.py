@@ -91,6 +91,8 @@ def _check(file: Path, folder: Path) -> None:
             f"{file} is part {int(shard[1])} of {int(shard[2])} of a model. Join the parts first"
             " (`llama-gguf-split --merge`), or take a file that holds the whole model."
         )
+    if above := next((parent for parent in folder.parents if parent.exists() and not parent.is_dir()), None):
+        raise UserError(f"{folder} cannot be made, because {above} is a file. Choose another folder.")
     if folder.exists():
         raise UserError(f"{folder} is already there and is left as it is. Choose another folder.")
     checkpoint.needs_free_space(folder, 8 * file.stat().st_size)  # from four bits a weight to 32

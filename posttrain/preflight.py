@@ -77,8 +77,15 @@ def _check_libraries(cfg: Any) -> None:
             f"{' and '.join(needs_bnb)} needs bitsandbytes, which is not installed: `pip install bitsandbytes`, "
             "or write trainer.optim=adamw_torch and model.tuning=lora."
         )
-    missing = cfg.device == "cuda" and not torch.cuda.is_available()  # said elsewhere
-    if bf16 is True and not missing and not hardware.has_bf16(hardware.resolve_device(cfg.device)):
+    if cfg.device == "cuda" and not torch.cuda.is_available():  # said elsewhere
+        return
+    device = hardware.resolve_device(cfg.device)
+    if device.type == "cpu" and cfg.model.attn_implementation == "flex_attention":
+        raise UserError(
+            "model.attn_implementation=flex_attention has no backward pass on a CPU. Write model.attn_implementation="
+            "sdpa."
+        )
+    if bf16 is True and not hardware.has_bf16(device):
         raise UserError(
             "trainer.bf16=true, but this device has no bfloat16 in hardware (a GPU since Ampere, a CPU with AVX512-BF16"
             " or AMX) and only imitates it, slower than float32. Leave trainer.bf16 out (it is then switched on where "

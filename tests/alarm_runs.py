@@ -128,8 +128,7 @@ def pausing(rng: np.random.Generator) -> Course:
 
 
 HEALTHY: Mapping[str, Callable[[np.random.Generator], Course]] = {
-    each.__name__: each
-    for each in (flat, slow, solved, nearly_solved, easy, hard, wavering, weak_start, pausing)
+    each.__name__: each for each in (flat, slow, solved, nearly_solved, easy, hard, wavering, weak_start, pausing)
 }
 
 # ----------------------------------------------------------------------------------------------------- collapsing

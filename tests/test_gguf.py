@@ -142,6 +142,12 @@ def test_a_folder_that_is_there_is_left_alone(file: Path, tmp_path: Path) -> Non
         convert(file, tmp_path / "model")
 
 
+def test_a_folder_below_a_file_is_refused(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("x")
+    with pytest.raises(UserError, match=r"cannot be made, because .*notes is a file"):
+        convert(file, tmp_path / "notes" / "model")
+
+
 def test_missing_weights_are_not_made_up(
     net: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

@@ -104,9 +104,7 @@ def test_ppo_clip_is_the_loop(batch: Tokens, delta: float | None) -> None:
 @given(batches(), st.sampled_from([None, 1.5, 3.0]))
 def test_clipped_tokens_have_no_gradient_and_others_that_of_the_ratio(batch: Tokens, delta: float | None) -> None:
     _, clipped = ppo_clip(batch.new, batch.old, batch.advantage, 0.2, 0.28, delta=delta)
-    grad = gradient(
-        lambda new: ppo_clip(new, batch.old, batch.advantage, 0.2, 0.28, delta=delta)[0].sum(), batch.new
-    )
+    grad = gradient(lambda new: ppo_clip(new, batch.old, batch.advantage, 0.2, 0.28, delta=delta)[0].sum(), batch.new)
     assert (grad[clipped] == 0).all()
     assert torch.allclose(grad[~clipped], -((batch.new - batch.old).exp() * batch.advantage)[~clipped])
 

@@ -423,7 +423,11 @@ def test_preflight_without_a_network_names_all_it_would_need(
 
 @pytest.mark.parametrize(
     ("override", "words"),
-    [("trainer.bf16=true", "has no bfloat16 in hardware"), ("model.name_or_path=runs/none/final", "previous phase")],
+    [
+        ("trainer.bf16=true", "has no bfloat16 in hardware"),
+        ("model.name_or_path=runs/none/final", "previous phase"),
+        ("model.attn_implementation=flex_attention", "no backward pass on a CPU"),
+    ],
 )
 def test_preflight_refuses(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, override: str, words: str

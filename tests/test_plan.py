@@ -156,9 +156,7 @@ CRITICS = [{}, *({"advantage": "gae", "critic": {"kind": kind}} for kind in ("sh
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "convgpt-tied"])
 @pytest.mark.parametrize("tuning", ["full", "lora"])
-@pytest.mark.parametrize(
-    "algorithm", [{"beta": 0.1}, *CRITICS], ids=["reference", "none", "shared", "separate"]
-)
+@pytest.mark.parametrize("algorithm", [{"beta": 0.1}, *CRITICS], ids=["reference", "none", "shared", "separate"])
 def test_weights_gradients_and_moments_to_the_byte(kind: str, tuning: str, algorithm: dict[str, Any]) -> None:
     cfg = config(model={"tuning": tuning, "lora": {"r": 4}}, algorithm=algorithm)
     model = network(kind)

@@ -390,9 +390,11 @@ def test_damaged_results_are_refused(run: Path, tmp_path: Path) -> None:
     (tmp_path / "transcripts.jsonl").write_text("")
     with pytest.raises(UserError, match="--overwrite"):
         report.build(tmp_path)
-    (tmp_path / "results.json").write_text('{"checkpoints": {}}')
-    with pytest.raises(UserError, match="damaged or not what"):
-        report.build(tmp_path)
+    whole = json.loads((run / "results.json").read_text())
+    for damaged in ({"checkpoints": {}}, whole | {"checkpoints": {}}):
+        (tmp_path / "results.json").write_text(json.dumps(damaged))
+        with pytest.raises(UserError, match="damaged or not what"):
+            report.build(tmp_path)
     assert not (tmp_path / "report.html").exists()
 
 

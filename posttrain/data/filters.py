@@ -124,6 +124,8 @@ def fault(messages: Sequence[Message]) -> str | None:
     if not all(map(is_text, contents)):
         return "empty content"
     roles = [message["role"] for message in messages]
+    if any(role not in ("system", "user", "assistant") for role in roles):
+        return "a role other than system, user and assistant"
     turns = roles[1:] if roles[:1] == ["system"] else roles
     if not turns or turns[-1] != "assistant":
         return "does not end with the assistant"

@@ -86,7 +86,7 @@ def read(folder: Path) -> tuple[Results, list[Record]]:
     remedy = f"Measure again: python evaluate_model.py output_dir={folder} --overwrite"
     results = files.read_json(folder / "results.json", remedy)
     transcripts = files.read_json_lines(folder / "transcripts.jsonl", remedy)
-    if not {"checkpoints", "differences", "baselines", "config"} <= set(results):
+    if not {"checkpoints", "differences", "baselines", "config"} <= set(results) or not results["checkpoints"]:
         raise UserError(_damaged(folder))
     return results, transcripts
 
