@@ -31,6 +31,8 @@ def load(
     adapter comes from `peft_config`.
     """
     place = hardware.resolve_device(device)
+    if place.type == "cpu":
+        compat.keep_freed_memory()
     chat = load_chat(model, chat_template)
     dtype = torch.float32 if model.dtype == "auto" else getattr(torch, model.dtype)
     if model.dtype == "auto" and not training and hardware.has_bf16(place):
@@ -59,14 +61,26 @@ def load(
 def load_chat(model: ModelSection, chat_template: str | None) -> Chat:
     """Tokenizer and template; UserError when a previous phase trained with another template."""
     check_source(model)
-    load_config(model)  # the tokenizer's loader reads it as well, and would take the blame
+    config = load_config(model)  # the tokenizer's loader reads it as well, and would take the blame
     with errors_in_words(f"The tokenizer of {model.name_or_path} cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(
             model.name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
+        _check_ids(tokenizer, config)
         chat = Chat.load(tokenizer, chat_template)  # what its settings hold may show only when it is used
     chat.require_same_template(_previous_template(model), model.name_or_path)
     return chat
+
+
+def _check_ids(tokenizer: Any, config: Any) -> None:
+    """ValueError for a token that no row of the embedding stands for: it would fail in the middle of a run."""
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if rows is not None and largest >= max(rows, len(tokenizer)):
+        raise ValueError(
+            f"its token {token!r:.60} has the number {largest}, and the model has {rows} rows of embeddings. The file "
+            "is damaged or of another model"
+        )
 
 
 def peft_config(model: ModelSection, net: Any = None, chat: Chat | None = None) -> LoraConfig | None:
