@@ -30,9 +30,10 @@ def register(env: type[TextEnv]) -> None:
     lacks += [field for field in ("name", "actions") if not hasattr(env, field)]
     if lacks:
         raise ValueError(f"{env.__name__} lacks {', '.join(lacks)}; envs/base.py says what each is for")
-    if (taken := _ENVS.get(env.name, env)).__module__ != env.__module__:
-        del _ENVS[env.name]  # neither may be played under a name that another one has as well
-        raise ValueError(f"{taken.__module__} and {env.__module__} both have the name {env.name}: rename one of them")
+    files = {each.__module__ for each in (env, _ENVS.get(env.name, env)) if each.__module__.startswith("envs.")}
+    if len(files) == 2:
+        del _ENVS[env.name]  # neither may be played under a name that the other one has as well
+        raise ValueError(f"{' and '.join(sorted(files))} both have the name {env.name}: rename one of them")
     _ENVS[env.name] = env
     local = "<locals>" in env.__qualname__
     entry: Any = env if local else f"{env.__module__}:{env.__qualname__}"

@@ -121,7 +121,8 @@ class TextEnv(gymnasium.Env[str, str], ABC):
     """An environment whose observation and action are text.
 
     `name` is what YAML files call it. `actions` is the list of all actions, or None where an action is free text. The
-    list is an attribute of the class; where it depends on options or level, `__init__` or `begin` sets another one on `self`.
+    list is an attribute of the class; where it depends on options or level, `__init__` or `begin` sets another on
+    `self`.
 
     `reset(seed=s, options={"split": "train"})` is pure: the same seed and split give the same level in any process.
     `options["noise_seed"]` addresses the chance inside the episode (slips, scripted policies) apart from the level; it

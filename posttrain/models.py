@@ -66,20 +66,20 @@ def load_chat(model: ModelSection, chat_template: str | None) -> Chat:
         tokenizer = AutoTokenizer.from_pretrained(
             model.name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
-        _check_ids(tokenizer, config)
+        _check_ids(model.name_or_path, tokenizer, config)
         chat = Chat.load(tokenizer, chat_template)  # what its settings hold may show only when it is used
     chat.require_same_template(_previous_template(model), model.name_or_path)
     return chat
 
 
-def _check_ids(tokenizer: Any, config: Any) -> None:
-    """ValueError for a token that no row of the embedding stands for: it would fail in the middle of a run."""
+def _check_ids(name: str, tokenizer: Any, config: Any) -> None:
+    """UserError for a token that no row of the embedding stands for: it would fail in the middle of a run."""
     rows = getattr(config.get_text_config(), "vocab_size", None)
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if rows is not None and largest >= max(rows, len(tokenizer)):
-        raise ValueError(
-            f"its token {token!r:.60} has the number {largest}, and the model has {rows} rows of embeddings. The file "
-            "is damaged or of another model"
+        raise UserError(
+            f"The tokenizer of {name} does not fit the model: token {token!r:.60} has the number {largest}, there are "
+            f"{rows} rows of embeddings. tokenizer.json is damaged or of another model: take the model's own."
         )
 
 

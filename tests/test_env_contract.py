@@ -176,6 +176,15 @@ def test_a_file_that_cannot_be_used_leaves_the_others_alone_and_is_named(tmp_pat
     assert "envs/riddle.py cannot be used (ModuleNotFoundError: No module named 'a_package" in done.stderr
 
 
+@pytest.mark.parametrize("file", ["a_lake.py", "my_lake.py"])  # read before the original, and after it
+def test_two_files_of_one_name_are_refused(tmp_path: Path, file: str) -> None:
+    shutil.copytree(ROOT / "envs", tmp_path / "envs", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "envs" / "frozen_lake.py", tmp_path / "envs" / file)
+    code = "import envs\nprint(envs.make('sokoban').name)\nenvs.make('frozen_lake')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "sokoban\n" and "both have the name frozen_lake: rename one of them" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

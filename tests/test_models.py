@@ -322,6 +322,19 @@ def test_a_folder_that_is_no_checkpoint(
         load(folder)
 
 
+@pytest.mark.parametrize("number", [600, 2**31])  # the embedding has 512 rows
+def test_a_token_without_an_embedding_is_refused(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, number: int
+) -> None:
+    folder = tiny_base(tmp_path / "base", tiny_tokenizer)
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    token = max(settings["model"]["vocab"], key=len)
+    settings["model"]["vocab"][token] = number
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=rf"does not fit the model: token .* has the number {number}"):
+        load(folder)
+
+
 def test_a_pickle_is_never_read(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     folder = tiny_base(tmp_path / "base", tiny_tokenizer)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
