@@ -125,7 +125,7 @@ class TextEnv(gymnasium.Env[str, str], ABC):
     `self`.
 
     `reset(seed=s, options={"split": "train"})` is pure: the same seed and split give the same level in any process.
-    `options["noise_seed"]` addresses the chance inside the episode (slips, scripted policies) apart from the level; it
+    `options["noise_seed"]` seeds the chance inside the episode (slips, scripted policies) apart from the level; it
     is the seed itself unless given, so the samples of a group share a level without sharing its noise.
 
     `step` takes ONE action. From a list it is the name as written there; free text is all that stands between <answer>

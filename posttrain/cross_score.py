@@ -2,8 +2,8 @@
 
 Shapes: R reasonings of Q tokens, N distinct prompts of P tokens, S scored tokens one after another.
 
-A prompt is read once, and every reasoning continues the same keys and values: N x P + N x R x Q tokens are computed
-instead of N x R x (P + Q).
+A prompt is prefilled once, and every reasoning continues the same keys and values: N x P + N x R x Q tokens are
+computed instead of N x R x (P + Q).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What do rows with the same prefix cost?  It is read once, and every row continues its keys and values.
+"""What do rows with the same prefix cost?  Its prefill is computed once, and every row continues its keys and values.
 
 Shapes: G prefixes of at most P tokens, B rows of at most Q tokens behind them, H key-value heads, D head size,
 S trained tokens of all rows one after another.
@@ -66,7 +66,7 @@ class _Layer(CacheLayer):
 
 
 class Prefixes:
-    """Prefixes that were read once. `states` is `trained_states` for rows of which some continue them.
+    """Prefixes that were prefilled once. `states` is `trained_states` for rows of which some continue them.
 
     With gradients: call `states` and the backward pass for one micro-batch after another, then `backward` once.
     """

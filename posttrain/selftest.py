@@ -3,7 +3,7 @@
 check_it_runs               it computes, and its logits are finite
 without_noise               in training mode it computes what it computes in evaluation mode
 head_agrees                 log-probs from its states and its output layer are those of its own logits
-can_share_prefixes          rows that continue a prefix which was read once get the states of whole rows
+can_share_prefixes          rows that continue a prefilled prefix get the states of whole rows
 why_unfit                   with a kept KV cache it samples with the log-probs of a full forward pass
 """
 

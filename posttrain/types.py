@@ -25,7 +25,8 @@ def one_line(error: BaseException) -> str:
 def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed for one place in a run, e.g. `derive_seed(run_seed, "rollout", step, group, sample)`.
 
-    Randomness is addressed, not consumed: the same place gets the same seed in any process and after any resume.
+    Seeds are derived, random numbers are not consumed: the same place gets the same seed in any process and after any
+    resume.
     """
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
@@ -119,7 +120,7 @@ class Trajectory:
     `terminated`: the environment ended. `truncated`: a limit ended it. `crashed`: the environment raised (never a
     zero reward).
     `dropped_turns`: earlier turns that left the context for want of room.
-    `seed` addresses what was sampled, `level_seed` and `noise_seed` what the environment did.
+    `seed` decides what was sampled, `level_seed` and `noise_seed` what the environment did.
     """
 
     segments: list[Segment] = field(default_factory=list)

@@ -14,7 +14,7 @@ class FilterSection(Section):
     """RAGEN's rollout filter (StarPO-S, arXiv 2504.20073; RAGEN-2, arXiv 2604.06268)."""
 
     metric: Literal["reward_std", "reward_variance", "reward", "entropy", "entropy_variance", "length"] = Field(
-        "what groups are ranked by: the spread or the mean of the raw rewards, the mean or the variance of the entropy"
+        "what groups are ranked by: the std or the mean of the raw rewards, the mean or the variance of the entropy"
         " of an episode's tokens (one more forward pass), or the sampled tokens (RAGEN's rollout_filter_metric)",
         "reward_std",
     )

@@ -93,7 +93,7 @@ def load_preferences(data: DataSection, chat: Chat) -> PreferenceData:
 def load_prompts(data: DataSection, chat: Chat) -> PromptData:
     """Prompts without their answers, for phase 3; prints the table, and raises UserError where there are none.
 
-    Of a dialogue with several answers it is the prompt of one, addressed by its text.
+    Of a dialogue with several answers it is the prompt of one, chosen by its text.
     """
     title = "Old prompts, to be answered by the model that phase 3 starts from"
     return PromptData(*_load(data, chat, encode_prompts, PROMPT_COLUMNS, title, "answers to come", "distillation"))

@@ -227,19 +227,19 @@ def play_baselines(cfg: EvaluateRun, task: Task) -> dict[str, Record]:
     assert suite is not None
     protocol = suite.protocol
     horizon = min(protocol.max_actions, protocol.max_turns * protocol.max_actions_per_turn)
-    game = make(task.part, **env_options(cfg, task.part))
+    env = make(task.part, **env_options(cfg, task.part))
     optima: list[float] = []
     played: dict[str, list[Record]] = {}
     try:
         for item in task.items:
-            game.reset(seed=item["seed"], options={"split": suite.split})
-            if game.has("optimal_success"):
-                optima.append(game.optimal_success(horizon))
-            for player in player_names(game):
-                _, info = game.reset(seed=item["seed"], options={"split": suite.split})
+            env.reset(seed=item["seed"], options={"split": suite.split})
+            if env.has("optimal_success"):
+                optima.append(env.optimal_success(horizon))
+            for player in player_names(env):
+                _, info = env.reset(seed=item["seed"], options={"split": suite.split})
                 total, actions, over = 0.0, 0, False
                 while not over and actions < horizon:
-                    _, reward, terminated, truncated, info = game.step(next_action(game, player))
+                    _, reward, terminated, truncated, info = env.step(next_action(env, player))
                     total, actions, over = total + float(reward), actions + 1, terminated or truncated
                 if not math.isfinite(total):
                     raise ValueError(f"the sum of its rewards is {total}")

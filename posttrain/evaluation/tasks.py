@@ -35,7 +35,7 @@ class Task:
 
     @property
     def cost(self) -> int:
-        """Tokens that it samples at most, in one turn; pairs are read once."""
+        """Tokens that it samples at most, in one turn; pairs take one forward pass."""
         return len(self.items) * (self.params.max_new_tokens if self.params else 1)
 
     def only(self, places: range) -> Task:
@@ -127,24 +127,24 @@ def headline_levels(cfg: EvaluateRun, tasks: Sequence[Task]) -> dict[str, Task]:
     return {s.part: s for s in tasks if s.suite == "envs" and s.setting == headline(cfg, "envs")}
 
 
-def levels(cfg: EvaluateRun, env: EnvSection, n: int) -> list[dict[str, Any]]:
+def levels(cfg: EvaluateRun, section: EnvSection, n: int) -> list[dict[str, Any]]:
     """Seeds of `n` held-out levels, all different where there are so many: a repeated one would count twice."""
     from envs import make
 
     assert cfg.suites.envs is not None
-    game, seen = make(env.name, **env.options), set()
+    env, seen = make(section.name, **section.options), set()
     new: list[dict[str, Any]] = []
     repeats: list[dict[str, Any]] = []
     for i in range(10 * n):
-        item = {"seed": derive_seed(cfg.seed, env.name, i)}
+        item = {"seed": derive_seed(cfg.seed, section.name, i)}
         try:
-            game.reset(seed=item["seed"], options={"split": cfg.suites.envs.split})
+            env.reset(seed=item["seed"], options={"split": cfg.suites.envs.split})
         except ValueError as problem:
             raise UserError(f"suites.envs.envs: {problem} Choose other options.") from problem
         except (Exception, SystemExit) as problem:  # an environment may raise anything
-            raise raised(env.name, problem) from problem
-        (repeats if game.level_key() in seen else new).append(item)
-        seen.add(game.level_key())
+            raise raised(section.name, problem) from problem
+        (repeats if env.level_key() in seen else new).append(item)
+        seen.add(env.level_key())
         if len(new) == n:
             break
     return (new + repeats)[:n]

@@ -41,7 +41,7 @@ class Sampler(Protocol):
         ...
 
     def sample(self, handles: Sequence[int], params: SamplingParams, seeds: Sequence[int]) -> list[Completion]:
-        """One turn in each of these conversations; `seeds[i]` addresses row i's randomness."""
+        """One turn in each of these conversations; `seeds[i]` is row i's seed."""
         written: dict[int, Completion] = {}
 
         def then(finished: list[tuple[int, Completion]]) -> Sequence[TurnRequest]:

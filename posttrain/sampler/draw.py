@@ -1,4 +1,4 @@
-"""Which token comes next?  One draw per row, from logits and an addressed seed; no global generator anywhere."""
+"""Which token comes next?  One draw per row, from logits and a seed of its own; no global generator anywhere."""
 
 from __future__ import annotations
 
