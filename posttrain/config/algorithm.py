@@ -92,7 +92,7 @@ class AlgorithmSection(Section):
     preset: str | None = Field(
         "configs/presets/NAME.yaml is laid under the keys of this file; on the command line, over them", None
     )
-    advantage: Literal[
+    advantage: Literal[  # a new one: `advantages` of phase 3 computes it, and the three properties below say what it is
         "grpo",
         "rloo",
         "brpo",
@@ -209,6 +209,11 @@ class AlgorithmSection(Section):
     def critical(self) -> bool:
         """Whether there is a critic."""
         return self.advantage in ("gae", "bilevel_gae")
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether an episode is compared with the others of its group, so that a group of one teaches nothing."""
+        return self.advantage in ("grpo", "rloo", "reinforce_pp_baseline", "turn_return", "gigpo")
 
     @property
     def keeps_scale(self) -> bool:

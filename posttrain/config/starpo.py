@@ -181,7 +181,7 @@ class StarPORun(TrainingRun):
     def _no_contradiction(self) -> StarPORun:
         algorithm, chosen, samples = self.algorithm, self.algorithm.filter, self.rollout.num_generations
         if samples == 1:
-            if algorithm.advantage in ("grpo", "rloo", "reinforce_pp_baseline", "turn_return", "gigpo"):
+            if algorithm.compares_groups:
                 raise wrong(
                     f"`algorithm.advantage: {algorithm.advantage}` compares the episodes of a group, and"
                     " `rollout.num_generations: 1` makes groups of one: play at least 2, or take reinforce_pp or gae"
