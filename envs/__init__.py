@@ -1,4 +1,4 @@
-"""Which environments are there?  Every file in this folder that defines a `TextEnv`, registered with gymnasium.
+"""Which environments are there?  Every `TextEnv` of a file or package in this folder, registered with gymnasium.
 
 from envs import make, names
 env = make("frozen_lake", size=4, observation="neighbours")     # the bare environment
@@ -20,6 +20,7 @@ from envs.base import CAPABILITIES, SPLITS, TextEnv, known
 
 __all__ = ["CAPABILITIES", "SPLITS", "TextEnv", "make", "names", "register"]
 
+_NO_ENVS = ("adapters", "base", "check", "demos", "hostile", "play", "promises", "protocol")
 _ENVS: dict[str, type[TextEnv]] = {}
 _BROKEN: dict[str, str] = {}  # file -> why it cannot be imported; told to whoever asks for an unknown name
 
@@ -30,7 +31,11 @@ def register(env: type[TextEnv]) -> None:
     lacks += [field for field in ("name", "actions") if not hasattr(env, field)]
     if lacks:
         raise ValueError(f"{env.__name__} lacks {', '.join(lacks)}; envs/base.py says what each is for")
-    files = {each.__module__ for each in (env, _ENVS.get(env.name, env)) if each.__module__.startswith("envs.")}
+    files = {
+        ".".join(each.__module__.split(".")[:2])
+        for each in (env, _ENVS.get(env.name, env))
+        if each.__module__.startswith("envs.")
+    }
     if len(files) == 2:
         del _ENVS[env.name]  # neither may be played under a name that the other one has as well
         raise ValueError(f"{' and '.join(sorted(files))} both have the name {env.name}: rename one of them")
@@ -74,12 +79,13 @@ def _options(env: type[TextEnv]) -> dict[str, TypeAdapter[Any]]:
 
 
 for _module in pkgutil.iter_modules(__path__):
-    if _module.name in ("base", "check", "demos", "hostile", "promises", "protocol"):
+    if _module.name in _NO_ENVS:
         continue
     try:
-        _found = vars(importlib.import_module(f"envs.{_module.name}"))
-        for _thing in list(_found.values()):
-            if isinstance(_thing, type) and issubclass(_thing, TextEnv) and _thing.__module__ == f"envs.{_module.name}":
+        _found = importlib.import_module(f"envs.{_module.name}")
+        for _thing in list(vars(_found).values()):
+            _own = f"{getattr(_thing, '__module__', '')}.".startswith(f"{_found.__name__}.")
+            if _own and isinstance(_thing, type) and issubclass(_thing, TextEnv):
                 register(_thing)
     except (Exception, SystemExit) as _error:  # one file that a user is writing must not take the others with it
         _BROKEN[_module.name] = f"envs/{_module.name}.py cannot be used ({type(_error).__name__}: {_error})."

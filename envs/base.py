@@ -1,7 +1,8 @@
-"""What must an environment be?  A `gymnasium.Env` whose observations and actions are text, one file in this folder.
+"""What must an environment be?  A `gymnasium.Env` whose observations and actions are text: a file or package here.
 
 Required are six methods of a subclass of `TextEnv`: `draw`, `key_of`, `begin`, `step`, `observe` and `rules`.
 Everything else is optional; `CAPABILITIES` says what each part switches on. examples/minimal_env.py is a whole one.
+`copy.deepcopy` of an environment is independent of it and plays on alike: demonstrations plan on a copy.
 Nothing here imports torch or the training package.
 """
 
@@ -140,6 +141,10 @@ class TextEnv(gymnasium.Env[str, str], ABC):
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 2}
     name: ClassVar[str]
     actions: tuple[str, ...] | None
+    # Three more attributes of the class, any of which `__init__` may set on `self` where it depends on options.
+    max_turns: int = 8  # turns of one action in which the expert wins every level: an episode's limit by default
+    slow: bool = False  # `step` waits for a sandbox or a server: rollouts step such environments in threads
+    deterministic: bool = True  # the next state follows from state and action alone: demonstrations may think ahead
 
     observation_space: gymnasium.spaces.Text
     action_space: gymnasium.spaces.Text

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("name", help=f"one of: {', '.join(names())}")
     parser.add_argument("options", nargs="*", default=[], help="the environment's options, name=value (as in JSON)")
     parser.add_argument("--episodes", type=int, default=200, help="levels per player (default 200)")
-    parser.add_argument("--turns", type=int, default=8, help="turns an episode (default 8)")
+    parser.add_argument("--turns", type=int, help="turns an episode (default: the environment's own max_turns)")
     parser.add_argument("--split", default="test", help=f"one of: {', '.join(SPLITS)} (default test)")
     parser.add_argument("--seed", type=int, default=0, help="the episode that is shown")
     parser.add_argument("--digest", action="store_true", help="print a fingerprint of the levels and stop")
@@ -71,8 +71,7 @@ def requested(arguments: argparse.Namespace) -> Subject:
     known("split", arguments.split, SPLITS)
     if arguments.episodes < 1 or arguments.seed < 0:
         raise ValueError("--episodes must be at least 1 and --seed at least 0.")
-    protocol = Protocol(max_turns=arguments.turns, max_actions=arguments.turns)
-    make(arguments.name, **options)
+    protocol = Protocol.of(make(arguments.name, **options), max_turns=arguments.turns)
     return Subject(arguments.name, options, protocol, arguments.episodes, arguments.split)
 
 

@@ -3,6 +3,7 @@ breach; `python -m envs.check` runs them all."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import itertools
@@ -295,6 +296,31 @@ def scripted_policies(subject: Subject) -> Iterator[str]:
                 yield f"the expert's action on seed {seed} is invalid."
 
 
+def independent_copies(subject: Subject) -> Iterator[str]:
+    """A copy is independent and plays on alike: demonstrations think ahead on it."""
+    for seed in range(SAMPLE):
+        env, other = subject.at(seed), subject.at(seed)
+        copied, before = copy.deepcopy(env), env.observe()
+        ahead = _walk(copied, subject.players, seed)
+        kept = env.observe() == before
+        if not kept or not ahead == _walk(env, subject.players, seed) == _walk(other, subject.players, seed):
+            yield "copy.deepcopy() gives an environment that shares state with its original, or plays on otherwise."
+
+
+def winning_expert(subject: Subject) -> Iterator[str]:
+    """Without chance, and without a claim about the optimum, the expert wins every level within `max_turns`."""
+    env = subject.make()
+    if not env.has("expert") or env.has("optimal_success") or not env.deterministic:
+        return
+    protocol = Protocol.of(env)
+    for seed in range(subject.episodes):
+        if not play(subject.make(), "expert", protocol, seed, subject.split).success:
+            yield (
+                f"the expert does not win the {subject.split} level of seed {seed} within max_turns={env.max_turns}:"
+                " raise max_turns, or define optimal_success where a level cannot be won."
+            )
+
+
 def claimed_optimum(subject: Subject) -> Iterator[str]:
     """Play does not contradict optimal_success: nobody wins more often, and the expert not less often.
 
@@ -377,7 +403,7 @@ def digest(subject: Subject, seeds: int = 20) -> str:
         parts += [str(step) for step in _walk(env, players, seed)]
         if players:
             mix = {player: 1 / len(players) for player in players}
-            parts += [m["content"] for m in demonstrate(subject.make(), Protocol(), seed, split, mix)]
+            parts += [m["content"] for m in demonstrate(subject.make(), subject.protocol, seed, split, mix)]
     return hashlib.sha256("\x00".join(parts).encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -389,6 +415,8 @@ PROMISES: tuple[Callable[[Subject], Iterator[str]], ...] = (
     steps_that_say_all,
     play_in_the_protocol,
     scripted_policies,
+    independent_copies,
+    winning_expert,
     claimed_optimum,
     same_in_every_process,
     hostile_text,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from envs.base import TextEnv
 
@@ -40,6 +41,14 @@ class Protocol:
             raise ValueError("max_turns, max_actions_per_turn and max_actions must be at least 1.")
         if self.format_penalty > 0:
             raise ValueError("format_penalty must not be above 0.")
+
+    @classmethod
+    def of(cls, env: TextEnv, max_turns: int | None = None, max_actions: int | None = None, **others: Any) -> Protocol:
+        """The protocol of a run in one of its environments: None takes the environment's own number of turns, and as
+        many actions as these hold."""
+        turns = env.max_turns if max_turns is None else max_turns
+        most = turns * others.get("max_actions_per_turn", cls.max_actions_per_turn)
+        return cls(max_turns=turns, max_actions=most if max_actions is None else max_actions, **others)
 
     @property
     def opening(self) -> str:
