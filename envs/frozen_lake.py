@@ -18,7 +18,8 @@ from envs.base import OBSERVATIONS, TextEnv, canonical, known, with_symbols
 
 SYMBOLS = {"player": "P", "ice": "_", "hole": "O", "goal": "G", "dead": "X", "arrived": "*", "edge": "#"}
 MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}  # gymnasium's order: 0, 1, 2, 3
-DISCOUNT = 0.95  # the expert without a deadline prefers the shorter of two equally safe ways
+FROZEN = {"uniform": 0.8, "ragen": 0.9}  # share of ice by `distribution`
+DISCOUNT = 0.99  # the expert without a deadline prefers the shorter of two equally safe ways
 
 
 class Lake(NamedTuple):
@@ -33,7 +34,8 @@ class FrozenLake(TextEnv):
     """Walk to the goal, keep out of the holes; reward 1 at the goal, 0 elsewhere.
 
     `corners=True` starts top left with the goal bottom right, otherwise both are anywhere. `slippery=True` moves as
-    intended with probability `success_rate`, else to either side of it.
+    intended with probability `success_rate`, else to either side of it. `distribution="ragen"` has the share of ice of
+    RAGEN's maps (`frozen` says another), and 25 turns.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 2}
@@ -43,7 +45,8 @@ class FrozenLake(TextEnv):
     def __init__(
         self,
         size: int = 4,
-        frozen: float = 0.8,
+        frozen: float | None = None,
+        distribution: str = "uniform",
         corners: bool = False,
         slippery: bool = False,
         success_rate: float = 0.8,
@@ -52,6 +55,8 @@ class FrozenLake(TextEnv):
         separator: str = " ",
         render_mode: str | None = None,
     ):
+        share = FROZEN[known("distribution", distribution, FROZEN)]
+        frozen = share if frozen is None else frozen
         if size < 2 or not 0 < frozen <= 1 or not 0 <= success_rate <= 1:
             raise ValueError(
                 f"frozen_lake needs size >= 2, 0 < frozen <= 1 and 0 <= success_rate <= 1, not size={size}, "
@@ -62,6 +67,8 @@ class FrozenLake(TextEnv):
         self.symbols = with_symbols(SYMBOLS, symbols)
         self.separator = separator
         self.chance = float(success_rate) if slippery else 1.0
+        self.max_turns = max(25 if distribution == "ragen" else 8, size**2 // 2)  # no shortest way is longer
+        self.deterministic = self.chance == 1
         super().__init__(render_mode)
         self.config = Lake(size, frozen, corners)
 

@@ -2,6 +2,7 @@
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false, reportReturnType=false
 # pyright: reportOptionalSubscript=false, reportOptionalIterable=false, reportOperatorIssue=false
+# pyright: reportOptionalMemberAccess=false
 from __future__ import annotations
 
 import itertools
@@ -23,6 +24,7 @@ from envs import SPLITS, base, demos, frozen_lake, make, names, sokoban
 from envs.base import OBSERVATIONS, canonical, split_by_hash
 from envs.promises import Subject, digest
 from envs.protocol import Protocol
+from envs.sokoban import rooms
 
 ROOT = Path(__file__).parents[1]
 ENVS = ("frozen_lake", "sokoban")
@@ -327,6 +329,41 @@ def test_members_of_a_group_share_the_level_but_not_the_slips():
     assert walks == [walk(noise_seed) for noise_seed in range(8)]
 
 
+def test_the_lake_of_ragen_has_more_ice_and_more_turns():
+    def ice(**options) -> float:
+        env = make("frozen_lake", **options)
+        shares = []
+        for seed in range(300):
+            env.reset(seed=seed)
+            shares.append(1 - env.cells.count("H") / len(env.cells))
+        return float(np.mean(shares))
+
+    # two of 16 cells are never holes, and maps without a way are drawn again
+    assert 0.82 < ice() < 0.88 < 0.90 < ice(distribution="ragen") < 0.94
+    assert ice(distribution="ragen", frozen=0.8) == ice()
+    turns = [make("frozen_lake", **o).max_turns for o in ({}, {"distribution": "ragen"}, {"size": 8})]
+    assert turns == [8, 25, 32]
+    assert make("frozen_lake").deterministic and not make("frozen_lake", slippery=True).deterministic
+    with pytest.raises(ValueError, match='Did you mean "ragen"'):
+        make("frozen_lake", distribution="rage")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"distribution": "ragen"},
+        {"size": 8},
+        {"size": 12, "frozen": 0.7},
+        {"distribution": "ragen", "observation": "coordinates"},
+    ],
+)
+def test_the_expert_crosses_larger_lakes_and_ragens_within_their_budget(options):
+    env = make("frozen_lake", **options)
+    protocol = Protocol.of(env)
+    for split, seed in itertools.product(SPLITS, range(30)):
+        assert demos.play(env, "expert", protocol, seed, split).success
+
+
 def test_state_key_tells_futures_apart_and_nothing_else():
     env = make("frozen_lake")
     env.reset(seed=0)
@@ -376,7 +413,7 @@ def test_the_solver_agrees_with_brute_force_on_random_rooms():
             r, c = cells.pop()
             grid[r][c] = letter
         level = tuple("".join(row) for row in grid)
-        solution = sokoban.solve(sokoban.Room.read(level), 5)
+        solution = rooms.solve(rooms.Room.read(level), 5)
         expected = brute_force(level, 5)
         assert (None if solution is None else len(solution)) == expected, level
         lengths[expected] += 1
@@ -384,14 +421,14 @@ def test_the_solver_agrees_with_brute_force_on_random_rooms():
 
 
 def test_backward_search_agrees_with_the_solver():
-    solved = sokoban.Room.read(("######", "#@   #", "# *# #", "#    #", "######"))
-    layers = sokoban.backwards(solved, 50)
+    solved = rooms.Room.read(("######", "#@   #", "# *# #", "#    #", "######"))
+    layers = rooms.backwards(solved, 50)
     length = {state: i for i, layer in enumerate(layers) for state in layer}
     assert len(length) == sum(map(len, layers)) and max(length.values()) < 50
     free = set(range(30)) - solved.walls
     for box, player in itertools.permutations(sorted(free), 2):
         state = solved._replace(boxes=frozenset({box}), player=player)
-        solution = sokoban.solve(state)
+        solution = rooms.solve(state)
         assert length.get(state) == (None if solution is None else len(solution))
 
 
@@ -426,10 +463,94 @@ def test_sokoban_generation_leaves_the_global_generators_alone():
     for seed in range(5):
         base.draw_level.cache_clear()
         env.reset(seed=seed)
-    assert sokoban.generate(sokoban.Rooms(5, 8, 1, 4, 20), 0) is None, "the generator's own failure is survived"
+    assert rooms.generate(rooms.Rooms(5, 8, 1, 4, 20), 0) is None, "the generator's own failure is survived"
     after = np.random.get_state()
     assert random.getstate() == python_state
     assert after[0] == numpy_state[0] and np.array_equal(after[1], numpy_state[1]) and after[2:] == numpy_state[2:]
+
+
+def pulled_apart(level: tuple[str, ...], depth: int) -> set[tuple[str, ...]]:
+    """Every level that pulling backwards from a solved one comes by within `depth` moves, by recursion over letters."""
+    found, grid = set(), [list(row) for row in level]
+
+    def visit(boxes: frozenset, player: tuple[int, int], left: int) -> None:
+        found.add((boxes, player))
+        for down, right in ((-1, 0), (1, 0), (0, -1), (0, 1)):
+            there, behind = (player[0] + down, player[1] + right), (player[0] - down, player[1] - right)
+            if left and grid[there[0]][there[1]] != "#" and there not in boxes:
+                visit(boxes - {behind} | {player} if behind in boxes else boxes, there, left - 1)
+
+    cells = {(r, c): letter for r, row in enumerate(level) for c, letter in enumerate(row)}
+    start = next(cell for cell, letter in cells.items() if letter in "@+")
+    visit(frozenset(cell for cell, letter in cells.items() if letter in "*"), start, depth)
+    return found
+
+
+def test_ragens_start_is_where_pulling_backwards_comes_by():
+    level = ("######", "#  * #", "# #  #", "# @* #", "######")
+    solved = rooms.Room.read(level)
+    reachable = pulled_apart(level, 6)
+    start = rooms.displaced(solved, 8)  # a search of 8 goes 6 moves away
+    cells = frozenset(divmod(box, 6) for box in start.boxes)
+    assert (cells, divmod(start.player, 6)) in reachable
+    assert start.targets.isdisjoint({start.player, *start.boxes}) and len(rooms.solve(start)) <= 6
+    # in a corridor there is one way: the farther back, the larger both pulls and distance
+    corridor = rooms.Room.read(("#######", "#*@   #", "#######"))
+    assert rooms.displaced(corridor, 300).letters() == ("#######", "#.  $@#", "#######")
+    assert rooms.displaced(corridor, 4).letters() == ("#######", "#. $@ #", "#######")
+    assert rooms.displaced(rooms.Room.read(("####", "#@*#", "####")), 300) is None, "nothing can be pulled"
+
+
+def test_ragens_walk_keeps_the_boxes_and_happens_half_the_time():
+    near = rooms.Room.read(("#####", "#@$.#", "#   #", "#   #", "#####"))
+    far = rooms.Room.read(("######", "#@$ .#", "#    #", "#    #", "######"))
+    rng = np.random.default_rng(0)
+    for room, expected in ((near, 0.8), (far, 0.5)):
+        ends = [rooms.walked(room, rng) for _ in range(2000)]
+        assert all(end.boxes == room.boxes for end in ends)
+        # a walk of two steps may lead back: half the walks go on, and then half the ways lead back at most
+        assert expected * 0.7 < np.mean([end != room for end in ends]) < expected + 0.04
+
+
+@pytest.mark.parametrize("boxes", [1, 2])
+def test_the_expert_solves_ragens_sokoban_within_25_turns(boxes):
+    env, lengths = make("sokoban", distribution="ragen", boxes=boxes), set()
+    protocol = Protocol.of(env)
+    assert protocol.max_turns == 25
+    for split, seed in itertools.product(SPLITS, range(25)):
+        env.reset(seed=seed, options={"split": split})
+        lengths.add(env.optimal_length())
+        assert demos.play(env, "expert", protocol, seed, split).success
+    assert len(lengths) > 6, "levels of any length"
+
+
+def test_the_depth_of_the_search_belongs_to_ragens_levels():
+    for options in ({"search_depth": 30}, {"distribution": "ragen", "search_depth": 2}):
+        with pytest.raises(ValueError, match='for distribution="ragen" alone'):
+            make("sokoban", **options)
+    assert make("sokoban", max_length=12).max_turns == 12
+    shallow, deep = (make("sokoban", distribution="ragen", search_depth=depth) for depth in (5, 300))
+    for seed in range(20):
+        for env in (shallow, deep):
+            env.reset(seed=seed)
+        assert shallow.optimal_length() <= 6, "three moves of the search, and up to three of the walk"
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_nothing_happens_after_the_end(ends):
+    env = make("sokoban", size=5, deadlock_ends=ends)
+    env.reset(seed=0)
+    last = {False: "Right", True: "Down"}[ends]
+    env.begin(
+        ("#####", "#@$.#", "#   #", "#   #", "#####")
+        if last == "Right"
+        else ("#####", "# .@#", "#  $#", "#   #", "#####")
+    )
+    assert env.step(last)[2]
+    before = env.state_key()
+    for action in env.actions:
+        _, reward, terminated, _, info = env.step(action)
+        assert (reward, terminated, info["success"]) == (0, True, not ends) and env.state_key() == before
 
 
 def test_sokoban_rewards_are_ragens_or_sparse():

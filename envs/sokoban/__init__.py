@@ -1,134 +1,31 @@
-"""Can the model push the boxes home?  gym-sokoban's rooms, told in text, chosen by the length of their best solution.
+"""Can the model push the boxes home?  gym-sokoban's rooms, told in text.
 
-A level is a room in the customary letters: # wall, space floor, . target, $ box, * box on target, @ player, + player
-on target. Rooms and targets are gym-sokoban's. Its last step, playing backwards depth first from the solution, gives
-mostly levels of one or two moves and says nothing of their length; here an exact backward search takes its place.
-Its package fails to import on current setuptools, so its files are loaded by path.
+A level is a room in letters (`rooms`), chosen by the length of its best solution, or drawn as RAGEN does.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import random
-import threading
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from pathlib import Path
-from types import ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 
 from envs.base import OBSERVATIONS, TextEnv, canonical, known, with_symbols
+from envs.sokoban.rooms import MOVES, Room, Rooms, backwards, displaced, generate, package_folder, solve, walked
 
 CELLS = ("wall", "floor", "target", "box", "box_on_target", "player", "player_on_target")
 LETTERS = dict(zip("# .$*@+", CELLS, strict=True))  # in levels
 SYMBOLS: dict[str, str] = dict(zip(CELLS, "#_OX*PS", strict=True))  # in observations
-MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}  # the order of every list of directions
 PATIENCE = 100  # rooms that are looked at for a start of one length
-SEARCH_LIMIT = 500_000  # states the solver looks at before it gives up
-
-
-class Rooms(NamedTuple):
-    """Which levels there are: Rooms(size=6, boxes=1, min_length=2, max_length=4, steps=20)."""
-
-    size: int
-    boxes: int
-    min_length: int
-    max_length: int
-    steps: int
-
-
-class Room(NamedTuple):
-    """A state of a room; cells are numbered row by row. The walls and targets of a level never change."""
-
-    width: int
-    walls: frozenset[int]
-    targets: frozenset[int]
-    boxes: frozenset[int]
-    player: int
-
-    @classmethod
-    def read(cls, level: tuple[str, ...]) -> Room:
-        def cells(letters: str) -> frozenset[int]:
-            return frozenset(i for i, letter in enumerate("".join(level)) if letter in letters)
-
-        return cls(len(level[0]), cells("#"), cells(".*+"), cells("$*"), next(iter(cells("@+"))))
-
-    def offset(self, direction: str) -> int:
-        down, right = MOVES[direction]
-        return down * self.width + right
-
-    def after(self, direction: str) -> Room:
-        """The room after a move; itself when the move is blocked (rooms are walled all round)."""
-        step = self.offset(direction)
-        there, beyond = self.player + step, self.player + 2 * step
-        if there in self.walls:
-            return self
-        if there not in self.boxes:
-            return self._replace(player=there)
-        if beyond in self.walls or beyond in self.boxes:
-            return self
-        return self._replace(player=there, boxes=self.boxes - {there} | {beyond})
-
-    @property
-    def solved(self) -> bool:
-        return self.boxes == self.targets
-
-    @property
-    def deadlocked(self) -> bool:
-        """Whether a box stands in a corner that is no target: no push can ever free it."""
-        return any(
-            (box - self.width in self.walls or box + self.width in self.walls)
-            and (box - 1 in self.walls or box + 1 in self.walls)
-            for box in self.boxes - self.targets
-        )
-
-    def letters(self) -> tuple[str, ...]:
-        """The letters of the room, row by row: the inverse of `read`."""
-        letters = [" "] * (max(self.walls) + 1)  # the last cell is a wall, as the border is
-        for cell in self.walls:
-            letters[cell] = "#"
-        for cell in self.targets:
-            letters[cell] = "."
-        for cell in self.boxes:
-            letters[cell] = "*" if cell in self.targets else "$"
-        letters[self.player] = "+" if self.player in self.targets else "@"
-        return tuple("".join(letters[i : i + self.width]) for i in range(0, len(letters), self.width))
-
-
-@lru_cache(maxsize=1 << 16)
-def solve(room: Room, max_length: int = 10**6) -> tuple[str, ...] | None:
-    """A shortest solution (breadth first over player and boxes), or None: unsolvable, too long or too large."""
-    came_from: dict[Room, tuple[Room, str] | None] = {room: None}
-    frontier = [room]
-    for _ in range(max_length + 1):
-        following = []
-        for state in frontier:
-            if state.solved:
-                path = []
-                while (step := came_from[state]) is not None:
-                    state, direction = step
-                    path.append(direction)
-                return tuple(reversed(path))
-            if state.deadlocked:
-                continue
-            for direction in MOVES:
-                after = state.after(direction)
-                if after not in came_from:
-                    came_from[after] = (state, direction)
-                    following.append(after)
-        frontier = following
-        if not frontier or len(came_from) > SEARCH_LIMIT:
-            return None
-    return None
 
 
 class Sokoban(TextEnv):
     """Push every box onto a target.
 
     Levels have a best solution of `min_length` to `max_length` moves in a room of gym-sokoban's (`steps` of its random
-    walk; its own default when None).
+    walk; its own default when None). `distribution="ragen"` takes levels as RAGEN draws them instead, of any length,
+    with a backward search of `search_depth` moves (300 when None), and has 25 turns.
     `reward="dense"` pays -0.1 a step, +1 for a box that gets onto a target, -1 for one that leaves it, +10 for the
     solution; `reward="sparse"` pays 1 for the solution. `deadlock_ends=True` ends a game with a box lost in a corner.
     """
@@ -144,6 +41,8 @@ class Sokoban(TextEnv):
         min_length: int = 2,
         max_length: int = 4,
         steps: int | None = None,
+        distribution: str = "length",
+        search_depth: int | None = None,
         reward: str = "dense",
         deadlock_ends: bool = False,
         observation: str = "neighbours",
@@ -156,6 +55,9 @@ class Sokoban(TextEnv):
                 f"sokoban needs size >= 5, boxes >= 1 and 1 <= min_length <= max_length, not size={size}, "
                 f"boxes={boxes}, min_length={min_length}, max_length={max_length}."
             )
+        ragen = known("distribution", distribution, ("length", "ragen")) == "ragen"
+        if search_depth is not None and not (ragen and 3 <= search_depth <= 10_000):
+            raise ValueError('sokoban: search_depth is 3 to 10000, and for distribution="ragen" alone.')
         self.side = size
         self.reward = known("reward", reward, ("dense", "sparse"))
         self.deadlock_ends = deadlock_ends
@@ -163,7 +65,9 @@ class Sokoban(TextEnv):
         self.symbols = with_symbols(SYMBOLS, symbols)
         self.separator = separator
         super().__init__(render_mode)
-        self.config = Rooms(size, boxes, min_length, max_length, int(1.7 * 2 * size) if steps is None else steps)
+        steps = int(1.7 * 2 * size) if steps is None else steps
+        self.max_turns = 25 if ragen else max(8, max_length)
+        self.config = Rooms(size, boxes, min_length, max_length, steps, (search_depth or 300) if ragen else None)
 
     @classmethod
     def draw(cls, config: Rooms, rng: np.random.Generator) -> Iterator[tuple[str, ...] | None]:
@@ -171,6 +75,10 @@ class Sokoban(TextEnv):
 
         A length is given up for another after `PATIENCE` rooms: few rooms have it, or the split has none of them.
         """
+        while config.search_depth is not None:
+            room = generate(config, int(rng.integers(1 << 32)))
+            start = None if room is None else displaced(room, config.search_depth)
+            yield None if start is None else walked(start, rng).letters()
         while True:
             length = int(rng.integers(config.min_length, config.max_length + 1))
             for _ in range(PATIENCE):
@@ -189,11 +97,13 @@ class Sokoban(TextEnv):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         before, name = self.room, self.canonical_action(action)
-        if name is not None:
+        was_over = self._over()
+        if name is not None and not was_over:
             self.room = before.after(name)
         solved, deadlock = self.room.solved, self.room.deadlocked
         placed = len(self.room.boxes & self.room.targets) - len(before.boxes & before.targets)
         reward = -0.1 + placed + 10 * solved if self.reward == "dense" else float(solved)
+        reward = 0.0 if was_over else round(reward, 6)
         info = {
             "success": solved,
             "action_is_valid": name is not None,
@@ -201,7 +111,10 @@ class Sokoban(TextEnv):
             "failure": "deadlock" if deadlock else "",
             "deadlock": deadlock,
         }
-        return self.observe(), round(reward, 6), solved or (deadlock and self.deadlock_ends), False, info
+        return self.observe(), reward, self._over(), False, info
+
+    def _over(self) -> bool:
+        return self.room.solved or (self.deadlock_ends and self.room.deadlocked)
 
     # -- text ------------------------------------------------------------------------------------------------------
 
@@ -321,70 +234,3 @@ def picture(cell: str) -> np.ndarray:
     files = {"target": "box_target"}
     with Image.open(package_folder() / "surface" / f"{files.get(cell, cell)}.png") as image:
         return np.asarray(image.convert("RGB"))
-
-
-_GENERATOR_LOCK = threading.Lock()  # gym-sokoban draws from the global generators
-
-
-@lru_cache(maxsize=1)
-def package_folder() -> Path:
-    """Where gym-sokoban lies; finding a package does not run it."""
-    spec = importlib.util.find_spec("gym_sokoban")
-    if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError("The environment sokoban needs gym-sokoban: pip install gym-sokoban==0.0.6")
-    return Path(spec.submodule_search_locations[0]) / "envs"
-
-
-@lru_cache(maxsize=1)
-def room_utils() -> ModuleType:
-    """gym-sokoban's level generator, without the package around it."""
-    spec = importlib.util.spec_from_file_location("gym_sokoban_room_utils", package_folder() / "room_utils.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def generate(config: Rooms, seed: int) -> Room | None:
-    """gym-sokoban's room for a seed below 2**32, solved (boxes on the targets), or None where too little is free.
-
-    It draws from the global generators, which are lent to it and then put back as they were.
-    """
-    with _GENERATOR_LOCK:
-        python_state, numpy_state = random.getstate(), np.random.get_state()
-        random.seed(seed)
-        np.random.seed(seed)
-        try:
-            floor = room_utils().room_topology_generation((config.size, config.size), num_steps=config.steps)
-            room = room_utils().place_boxes_and_player(floor, num_boxes=config.boxes, second_player=False)
-        except RuntimeError:  # "Not enough free spots"
-            return None
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-    walls, targets, players = (frozenset(np.flatnonzero(room == code).tolist()) for code in (0, 2, 5))
-    return Room(config.size, walls, targets, boxes=targets, player=min(players))
-
-
-def backwards(solved: Room, max_length: int) -> list[list[Room]]:
-    """All states of a room by the length of their shortest solution, 0 to `max_length` (breadth first, pulling)."""
-    free = set(range(max(solved.walls))) - solved.walls
-    steps = [solved.offset(direction) for direction in MOVES]
-    layers = [[(player, solved.targets) for player in sorted(free - solved.targets)]]
-    seen = set(layers[0])
-    while len(layers) <= max_length and layers[-1] and len(seen) < SEARCH_LIMIT:
-        layer = []
-        for player, boxes in layers[-1]:
-            for step in steps:
-                came_from = player - step
-                if came_from not in free or came_from in boxes:
-                    continue
-                before = [(came_from, boxes)]
-                if player + step in boxes:
-                    before.append((came_from, boxes - {player + step} | {player}))
-                for state in before:
-                    if state not in seen:
-                        seen.add(state)
-                        layer.append(state)
-        layers.append(layer)
-    return [[solved._replace(player=player, boxes=boxes) for player, boxes in layer] for layer in layers]
