@@ -111,9 +111,9 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
     """
     from safetensors import SafetensorError, safe_open
 
-    from envs import make
     from posttrain import checkpoint, hardware, model_files, models
     from posttrain.preflight import check_hub
+    from posttrain.rollout import open_env
 
     problems = []
     out = Path(cfg.output_dir)
@@ -159,7 +159,7 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
             problems.append(f"checkpoints.{name}: {path} cannot be read or is damaged: {error}.")
     for env in cfg.suites.envs.envs if cfg.suites.envs else []:
         try:
-            make(env.name, **env.options)
+            open_env(env)
         except (ValueError, TypeError) as error:
             problems.append(f"suites.envs.envs: {error}")
     if problems:

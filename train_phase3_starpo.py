@@ -29,6 +29,8 @@ from posttrain.config import StarPORun, load, run
 from posttrain.types import Trajectory, UserError, derive_seed
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from posttrain.chat import Chat
@@ -89,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
             began = time.perf_counter()
             monitor.raised.clear()
             with learner.autocast():
-                groups = rollout(cfg, sampler, chat, step)
+                groups = rollout(cfg, sampler, chat, step, state.joined)
             played = time.perf_counter()
             scored = score_and_filter(cfg, groups, learner)
             row = describe(groups, scored.std, scored.kept)
@@ -132,24 +134,25 @@ def main(argv: list[str] | None = None) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- 1. rollout
-def rollout(cfg: StarPORun, sampler: Sampler, chat: Chat, step: int) -> list[list[Trajectory]]:
-    """All groups of a step, played by all processes together; samples of a group share the level and nothing else."""
-    import envs
-    from envs.protocol import Protocol
+def rollout(
+    cfg: StarPORun, sampler: Sampler, chat: Chat, step: int, joined: Sequence[str] = ()
+) -> list[list[Trajectory]]:
+    """All groups of a step, played by all processes together; samples of a group share the level and nothing else.
+
+    joined: the environments of the curriculum (`envs.after`) that are played by now.
+    """
     from posttrain import parallel
-    from posttrain.rollout import set_up
+    from posttrain.rollout import new_episode
     from posttrain.starpo_run import environments_of_groups, play_all
 
-    protocol = Protocol(**cfg.protocol.model_dump())
-    played = environments_of_groups(cfg.envs, cfg.rollout.groups, step)
+    played = environments_of_groups(cfg.envs, cfg.rollout.groups, step, joined)
     size = cfg.rollout.num_generations
     members = [(group, sample) for group in parallel.mine(len(played)) for sample in range(size)]
     episodes, seeds = [], []
     for group, sample in members:
         level_seed = derive_seed(cfg.seed, "level", step, group)
         noise_seed = derive_seed(cfg.seed, "noise", step, group, sample)
-        env = envs.make(played[group].name, **played[group].options)
-        episodes.append(set_up(env, protocol, level_seed, "train", noise_seed))
+        episodes.append(new_episode(played[group], cfg.protocol, level_seed, "train", noise_seed))
         seeds.append(derive_seed(cfg.seed, "sample", step, group, sample))
     trajectories = play_all(cfg, sampler, chat, episodes, cfg.rollout.temperature, seeds)
     for (group, _), trajectory in zip(members, trajectories, strict=True):
@@ -289,6 +292,7 @@ def update(
     from posttrain import parallel
     from posttrain.learner import CRITIC, POLICY, objective_settings, schedule
     from posttrain.monitoring import UpdateFigures, advantage_figures
+    from posttrain.rollout import most_turns
     from posttrain.starpo import losses
 
     algorithm, batch, measured, critic = cfg.algorithm, experience.batch, experience.measured, learner.critic
@@ -299,7 +303,7 @@ def update(
         measured.old_S, batch.sampler_S, algorithm.importance_sampling_clip_max
     )
     settings = objective_settings(cfg)
-    longest = cfg.rollout.max_completion_length * cfg.protocol.max_turns  # sampled tokens of an episode, at most
+    longest = cfg.rollout.max_completion_length * most_turns(cfg.envs, cfg.protocol)  # sampled tokens of an episode
     lengths_B = torch.bincount(batch.episode_S, minlength=len(batch.episodes)) * experience.trains_B
     figures = UpdateFigures()
     learner.model.train()
@@ -367,20 +371,17 @@ def evaluate(
 
     won: is given, for each environment, whether each of its levels was won, in the order of the levels.
     """
-    import envs
-    from envs.protocol import Protocol
     from posttrain import parallel
     from posttrain.monitoring import Summary, describe_evaluation
-    from posttrain.rollout import set_up
+    from posttrain.rollout import new_episode
     from posttrain.starpo_run import play_all
 
     summaries: dict[str, list[Summary]] = {}
-    protocol = Protocol(**cfg.protocol.model_dump())
     for env in cfg.envs:
         seeds = [derive_seed("evaluation", env.name, split, i) for i in parallel.mine(episodes)]
-        levels = [set_up(envs.make(env.name, **env.options), protocol, seed, split) for seed in seeds]
+        levels = [new_episode(env, cfg.protocol, seed, split) for seed in seeds]
         played = play_all(cfg, sampler, chat, levels, cfg.evaluation.temperature, seeds)
-        summaries[env.name] = parallel.gather([Summary.of(t) for t in played])
+        summaries[env.title] = parallel.gather([Summary.of(t) for t in played])
     if won is not None:
         won |= {name: [e.success for e in found] for name, found in summaries.items()}
     return describe_evaluation(name, summaries)
@@ -396,6 +397,8 @@ def validate(whole: Run, state: RunState, step: int) -> None:
     with learner.autocast():
         row = evaluate(cfg, whole.sampler, whole.chat, "validation", cfg.evaluation.episodes, won=won)
     better, figures = monitor.compare_with_best(state, step, won)
+    for title in state.join(cfg.envs, won):
+        monitor.say(f"{title} joins: from the next step on it is trained in.")
     row |= figures
     if whole.distillation is not None:
         row["evaluation/distillation_kl"] = whole.distillation.measure()

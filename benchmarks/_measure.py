@@ -218,14 +218,14 @@ def rollout_func(cfg: StarPORun, chat: Chat) -> Callable[[list[str], Any], dict[
 
     A prompt is the seed of a level. Environment, protocol and the tokens between two answers are ours.
     """
-    import envs
     from envs.protocol import Episode, Protocol
+    from posttrain.rollout import open_env
 
-    env, protocol = cfg.envs[0], Protocol(**cfg.protocol.model_dump())
+    protocol = Protocol.of(open_env(cfg.envs[0]), **cfg.protocol.model_dump())
     assert not protocol.opening
 
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        episodes = [Episode(envs.make(env.name, **env.options), protocol, int(seed)) for seed in prompts]
+        episodes = [Episode(open_env(cfg.envs[0]), protocol, int(seed)) for seed in prompts]
         prompt_ids = [chat.prompt(episode.messages) for episode in episodes]
         answers: list[list[int]] = [[] for _ in episodes]
         masks: list[list[int]] = [[] for _ in episodes]

@@ -141,7 +141,8 @@ class TextEnv(gymnasium.Env[str, str], ABC):
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 2}
     name: ClassVar[str]
     actions: tuple[str, ...] | None
-    # Three more attributes of the class, any of which `__init__` may set on `self` where it depends on options.
+    # More attributes of the class, any of which `__init__` may set on `self` where it depends on options.
+    label: str = ""  # what figures call it where that is not its name, for a run that plays it twice
     max_turns: int = 8  # turns of one action in which the expert wins every level: an episode's limit by default
     slow: bool = False  # `step` waits for a sandbox or a server: rollouts step such environments in threads
     deterministic: bool = True  # the next state follows from state and action alone: demonstrations may think ahead
@@ -162,6 +163,11 @@ class TextEnv(gymnasium.Env[str, str], ABC):
         self.config = None
         self.observation_space = AnyText(1 << 16)
         self.action_space = AnyText(1 << 16) if self.actions is None else OneOf(self.actions)
+
+    @property
+    def title(self) -> str:
+        """What figures call it."""
+        return self.label or self.name
 
     @classmethod
     def has(cls, capability: str) -> bool:

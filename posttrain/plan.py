@@ -23,6 +23,7 @@ from posttrain.config import ModelSection, StarPORun
 from posttrain.convgpt import ConvGPTModel
 from posttrain.head import KL_TILE, VOCABULARY_CHUNK
 from posttrain.prefixes import can_share
+from posttrain.rollout import most_turns
 from posttrain.sampler.slots import PREFILL_TOKENS, whole_blocks
 from posttrain.selftest import UNFIT
 from posttrain.types import UserError
@@ -341,7 +342,7 @@ def choose(
     rollout, row = cfg.rollout, cfg.rollout.max_context
     samples, groups = rollout.num_generations, -(-rollout.groups // processes)
     episodes = cfg.algorithm.filter.most(rollout.groups, len(cfg.envs)) * samples
-    contexts = 1 if rollout.context == "full" else cfg.protocol.max_turns
+    contexts = 1 if rollout.context == "full" else most_turns(cfg.envs, cfg.protocol)
     share = episodes * contexts * row // (cfg.algorithm.minibatches * processes)
     cap = max(row, min(share, MOST_TOKENS["cuda" if cuda else "cpu"]))
 

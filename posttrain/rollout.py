@@ -14,19 +14,23 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedModel
 
+import envs
 from envs import TextEnv
 from envs.protocol import Episode, Protocol, thought_span
 from posttrain.chat import Chat
+from posttrain.config import EnvSection, ProtocolSection
 from posttrain.engine import open_engine
 from posttrain.sampler import Sampler, TurnRequest
 from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError, derive_seed, one_line
 
 RAISED = (Exception, SystemExit)  # what an environment can do that ends its own episode alone
+SIDE_BY_SIDE = 16  # slow environments that are stepped at the same time
 LARGEST_REWARD = 1e100  # of an episode; squares of more are no numbers
 
 
@@ -80,6 +84,18 @@ def complete(
     return completions
 
 
+def open_env(section: EnvSection, **more: Any) -> TextEnv:
+    """A new environment as the config describes it. more: further options; ValueError where one is unknown or wrong."""
+    env = envs.make(section.name, **section.options, **more)
+    env.label = section.label or ""
+    return env
+
+
+def most_turns(sections: Sequence[EnvSection], protocol: ProtocolSection) -> int:
+    """The turns of the longest episode in any of these environments."""
+    return max(Protocol.of(open_env(section), **protocol.model_dump()).max_turns for section in sections)
+
+
 def set_up(
     env: TextEnv, protocol: Protocol, seed: int, split: str, noise_seed: int | None = None
 ) -> Episode | Trajectory:
@@ -88,7 +104,15 @@ def set_up(
         return Episode(env, protocol, seed, split, noise_seed)
     except RAISED as error:  # it is counted and teaches nothing, as if it had raised later
         crashed = one_line(error)
-        return Trajectory(env=env.name, level_seed=seed, noise_seed=noise_seed, crashed=crashed)
+        return Trajectory(env=env.title, level_seed=seed, noise_seed=noise_seed, crashed=crashed)
+
+
+def new_episode(
+    section: EnvSection, limits: ProtocolSection, seed: int, split: str, noise_seed: int | None = None
+) -> Episode | Trajectory:
+    """`set_up` of an environment as the config describes it, under the run's limits."""
+    env = open_env(section)
+    return set_up(env, Protocol.of(env, **limits.model_dump()), seed, split, noise_seed)
 
 
 def play(
@@ -139,10 +163,11 @@ def play(
 
     def then(finished: list[tuple[int, Completion]]) -> list[TurnRequest]:
         going, leaving, renewed = [], [], []
-        for handle, completion in finished:
+        told = take_turns([games[playing[handle]] for handle, _ in finished], [said for _, said in finished])
+        for (handle, _), goes_on in zip(finished, told, strict=True):
             game = games[playing[handle]]
-            segment, read = game.segment, len(game.segment.ids) + len(completion.ids)
-            if not (game.take_turn(completion) and game.look()):
+            segment, read = game.segment, len(game.segment.ids)
+            if not (goes_on and game.look()):
                 leaving.append(handle)
                 game.finish()
             elif game.segment is segment:
@@ -178,7 +203,7 @@ class Game:
         self.coming: list[int] = []  # what stands between the last turn and the next one
         self.opening = chat.content_ids(episode.protocol.opening) if episode.protocol.opening else []
         self.trajectory = Trajectory(
-            env=episode.env.name,
+            env=episode.env.title,
             level_key=episode.level_key,
             level_seed=episode.seed,
             noise_seed=episode.noise_seed,
@@ -234,7 +259,7 @@ class Game:
                 return True
             length = len(self.prompt(0))
             self.too_long, self.trajectory.truncated = True, False
-            self.trajectory.crashed = f"The first prompt of {self.episode.env.name} takes {length} tokens"
+            self.trajectory.crashed = f"The first prompt of {self.episode.env.title} takes {length} tokens"
         except RAISED as error:  # an environment may say anything, even no text
             self.trajectory.crashed = one_line(error)
         self.finish()
@@ -279,6 +304,13 @@ class Game:
         trajectory.effective_actions = episode.effective_actions
         trajectory.failure = episode.failure
         trajectory.messages = list(episode.messages)
+
+
+def take_turns(games: Sequence[Game], said: Sequence[Completion]) -> list[bool]:
+    """`Game.take_turn` of each; environments that wait for a sandbox or a server wait side by side."""
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as threads:  # it starts none that nobody needs
+        slow = {i: threads.submit(game.take_turn, said[i]) for i, game in enumerate(games) if game.episode.env.slow}
+        return [slow[i].result() if i in slow else game.take_turn(said[i]) for i, game in enumerate(games)]
 
 
 class Thought(NamedTuple):

@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from safetensors.torch import load_file
 
 from posttrain import checkpoint, files, parallel
 from posttrain.chat import Chat
-from posttrain.config import StarPORun
+from posttrain.config import StarPORun, TrainingEnvSection
 from posttrain.learner import Learner
 from posttrain.types import UserError
 
@@ -36,12 +37,24 @@ class RunState:
     best_step: int = 0
     best_success: float = -1.0
     best_won: dict[str, list[bool]] = field(default_factory=dict)  # by environment, for each validation level
+    joined: list[str] = field(default_factory=list)  # environments of the curriculum that are played by now
     first_answers: dict[str, list[float]] = field(default_factory=dict)  # of the suites of former phases, by suite
     plan: dict[str, Any] = field(default_factory=dict)  # what the memory plan chose, by dotted paths of the config
     alarms: dict[str, Any] = field(default_factory=dict)  # what `monitoring.alarms` remembers
     collapse: dict[str, Any] = field(default_factory=dict)  # what `monitoring.collapse` remembers
     stopped_early: bool = False
     unfinished_reported: bool = False  # that in some groups no episode ended by itself
+
+    def join(self, envs: Sequence[TrainingEnvSection], won: Mapping[str, Sequence[bool]]) -> list[str]:
+        """The environments that join the curriculum after this evaluation; won: as `best_won`."""
+        playing = [env.title for env in envs if env.after is None or env.title in self.joined]
+        new = [
+            env.title
+            for env in envs
+            if env.title not in playing and env.after in playing and fmean(won[env.after]) >= env.after_success
+        ]
+        self.joined += new
+        return new
 
     def forget_best(self) -> None:
         """The policy of this step stands in for a best that is damaged: any evaluation is better."""

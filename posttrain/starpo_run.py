@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from transformers import set_seed
 
-import envs
 from envs.protocol import Episode
 from posttrain import (
     checkpoint,
@@ -25,11 +24,11 @@ from posttrain import (
     trl_arguments,
 )
 from posttrain.chat import Chat
-from posttrain.config import EnvSection, StarPORun
+from posttrain.config import StarPORun, TrainingEnvSection
 from posttrain.learner import Learner
 from posttrain.monitoring.episodes import memory, reward_table
 from posttrain.preflight import check_run
-from posttrain.rollout import Context, play
+from posttrain.rollout import Context, open_env, play
 from posttrain.run_state import RunState, changed
 from posttrain.sampler import Sampler
 from posttrain.selftest import without_noise
@@ -105,11 +104,17 @@ def prepare(cfg: StarPORun, model: Any, chat: Chat) -> Learner:
     return Learner(cfg, model, reference)
 
 
-def environments_of_groups(environments: Sequence[EnvSection], groups: int, step: int) -> list[EnvSection]:
-    """Which environment each group of a step plays: by weight, evenly over the steps."""
+def environments_of_groups(
+    environments: Sequence[TrainingEnvSection], groups: int, step: int, joined: Sequence[str] = ()
+) -> list[TrainingEnvSection]:
+    """Which environment each group of a step plays: by weight, evenly over the steps.
+
+    joined: those of the curriculum that are played by now; the others with `after` are left out.
+    """
+    environments = [env for env in environments if env.after is None or env.title in joined]
     total = sum(env.weight for env in environments)
     ahead = [0.0] * len(environments)
-    chosen: list[EnvSection] = []
+    chosen: list[TrainingEnvSection] = []
     for _ in range(step * groups):  # every place goes to the environment that is furthest behind its share
         ahead = [a + env.weight / total for a, env in zip(ahead, environments, strict=True)]
         most = ahead.index(max(ahead))
@@ -122,14 +127,14 @@ def check_environments(cfg: StarPORun) -> None:
     """UserError unless every environment is there, takes its options and has levels in every split."""
     for n, env in enumerate(cfg.envs):
         try:
-            made = envs.make(env.name, **env.options)
+            made = open_env(env)
             for split in ("train", "validation", "test"):
                 made.reset(seed=0, options={"split": split})
         except (Exception, SystemExit) as problem:  # an environment may raise anything
             words = str(problem)
             if not isinstance(problem, ValueError | TypeError):
                 words = f"it raised {type(problem).__name__}: {problem}. See python -m envs.check {env.name}."
-            raise UserError(f"envs.{n} ({env.name}): {words}") from problem
+            raise UserError(f"envs.{n} ({env.title}): {words}") from problem
 
 
 def play_all(
@@ -192,7 +197,7 @@ def export(begun: Begun, learner: Learner, chat: Chat, state: RunState, row: dic
     broken: why the last policy is not healthy, "" where it is.
     """
     cfg, levels = begun.cfg, begun.cfg.evaluation.final_episodes
-    shares = {env.name: [row[f"final/{env.name}/{key}"] for key in ("success", "low", "high")] for env in cfg.envs}
+    shares = {env.title: [row[f"final/{env.title}/{key}"] for key in ("success", "low", "high")] for env in cfg.envs}
     results = [
         model_card.Result(f"{name}, test levels: success", success, levels, low, high)
         for name, (success, low, high) in shares.items()

@@ -261,8 +261,19 @@ def test_defaults_are_not_shared_between_configs(tmp_path):
 
 
 def test_the_protocol_section_is_the_protocol():
-    ours = config.ProtocolSection()
-    assert ours.model_dump() == dataclasses.asdict(Protocol())
+    env = envs.make("frozen_lake")
+    assert Protocol.of(env, **config.ProtocolSection().model_dump()) == Protocol.of(env) == Protocol()
+    written = Protocol(max_turns=3, max_actions_per_turn=2, max_actions=5, think=False, format_penalty=-1.0)
+    section = config.ProtocolSection.model_validate(dataclasses.asdict(written))
+    assert Protocol.of(env, **section.model_dump()) == written
+
+
+def test_an_episode_takes_its_limits_from_the_environment_where_the_config_has_none():
+    env = envs.make("frozen_lake")
+    env.max_turns = 20
+    assert Protocol.of(env, max_actions_per_turn=3) == Protocol(max_turns=20, max_actions_per_turn=3, max_actions=60)
+    assert Protocol.of(env, max_turns=5) == Protocol(max_turns=5, max_actions=5)
+    assert Protocol.of(env, max_actions=7) == Protocol(max_turns=20, max_actions=7)
 
 
 @pytest.mark.parametrize("schema", [SFTRun, DPORun])
@@ -390,7 +401,7 @@ def test_every_preset_can_be_chosen(file):
 
 def test_an_environment_may_be_its_name_alone(tmp_path):
     file = ROOT / "configs" / "envs" / "sokoban.yaml"
-    assert config.resolve(StarPORun, file, ["envs=[sokoban]"]).envs == [config.EnvSection(name="sokoban")]
+    assert config.resolve(StarPORun, file, ["envs=[sokoban]"]).envs == [config.TrainingEnvSection(name="sokoban")]
 
 
 # ---------------------------------------------------------------------------------------------------------- mistakes

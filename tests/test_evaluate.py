@@ -300,6 +300,28 @@ def test_without_a_network_all_names_are_told_at_once(tmp_path: Path) -> None:
     assert "cannot be reached" in done.stderr and "ConvGPT-0.2B" in done.stderr and "openai/gsm8k" in done.stderr
 
 
+def test_variants_of_an_environment_stand_in_one_table(tmp_path: Path, checkpoints: dict[str, str]) -> None:
+    symbols = {"player": "A", "hole": "H"}
+    variants = [
+        {"name": "frozen_lake", "options": {"size": 3}},
+        {"name": "frozen_lake", "label": "larger", "options": {"size": 5}},
+        {"name": "frozen_lake", "label": "new symbols", "options": {"observation": "grid", "symbols": symbols}},
+    ]
+    suite = {"envs": variants, "episodes": 2, "max_completion_length": 4, "max_context": 2000, "settings": ["greedy"]}
+    out = evaluate(
+        tmp_path,
+        dict([*checkpoints.items()][:1]),
+        suites={"envs": suite},
+        settings=[{"name": "greedy", "temperature": 0.0}],
+    )
+    found = json.loads((out / "results.json").read_text())["checkpoints"]["base"]["envs"]
+    assert set(found) == {"frozen_lake", "larger", "new symbols"}
+    told = {row["part"]: row["messages"][0]["content"] for row in map(json.loads, (out / "transcripts.jsonl").open())}
+    assert "3 x 3" in told["frozen_lake"] and "5 x 5" in told["larger"] and "H hole" in told["new symbols"]
+    page = (out / "report.html").read_text()
+    assert "larger" in page and "new symbols" in page
+
+
 def test_levels_repeat_only_where_an_environment_has_no_more(tmp_path: Path, checkpoints: dict[str, str]) -> None:
     small = {"name": "frozen_lake", "options": {"size": 2}}
     cfg = resolved(tmp_path, checkpoints, suites={"envs": {"envs": [small], "episodes": 12, "settings": ["greedy"]}})
@@ -791,7 +813,7 @@ def test_players_stand_beside_the_model_on_the_same_levels(
             len({game.reset(seed=i["seed"], options={"split": "test"}) and game.level_key() for i in task.items}) == 60
         )
         # an episode through the protocol goes the same way
-        protocol = Protocol(**cfg.suites.envs.protocol.model_dump())
+        protocol = Protocol.of(game, **cfg.suites.envs.protocol.model_dump())
         wins = 0
         for item in task.items:
             episode = Episode(make(name), protocol, item["seed"], "test")

@@ -614,6 +614,38 @@ def test_environments_share_the_groups_by_weight(player: Path, tmp_path: Path) -
         assert (names.count("frozen_lake"), names.count("sokoban")) == (3, 5)
 
 
+def test_an_environment_joins_once_the_one_before_it_is_won(
+    player: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    easy = {**LAKE, "label": "easy"}
+    hard = {"name": "frozen_lake", "label": "hard", "options": {"size": 4}, "after": "easy", "after_success": 0.01}
+    never = {"name": "frozen_lake", "label": "never", "options": {"size": 5}, "after": "hard", "after_success": 1.0}
+    file = settings(tmp_path / "run.yaml", player, envs=[easy, hard, never])
+    train(file, f"output_dir={tmp_path / 'whole'}")
+    assert "hard joins" in "".join(capsys.readouterr())
+    found = rows(tmp_path / "whole")
+    by_step = {row["step"]: row for row in found if "rollout/reward" in row}
+    joined = min(row["step"] for row in found if row.get("evaluation/easy/success", 0) >= 0.01)
+    assert all(("rollout/hard/success" in row) == (step > joined) for step, row in by_step.items())
+    assert all("rollout/easy/success" in row and "rollout/never/success" not in row for row in by_step.values())
+    assert any("final/never/success" in row for row in found)  # what is not yet trained in is evaluated
+    # a run that is cut and resumed is the same one
+    train(file, "trainer.max_steps=4", f"output_dir={tmp_path / 'cut'}")
+    shutil.rmtree(tmp_path / "cut" / "checkpoint-4")
+    train(file, "--resume", f"output_dir={tmp_path / 'cut'}")
+    assert rows(tmp_path / "cut") == found
+
+
+def test_a_curriculum_begins_somewhere(player: Path, tmp_path: Path) -> None:
+    for envs_given, words in (
+        ([{**LAKE, "after": "sokoban"}, "sokoban"], r"envs\.0\.after is sokoban, which is no environment before it"),
+        ([LAKE, {**LAKE, "options": {"size": 4}}], "envs has frozen_lake twice.*label"),
+        ([LAKE, {"name": "sokoban", "after": "frozen_lak"}], "did you mean `frozen_lake`"),
+    ):
+        with pytest.raises(UserError, match=words):
+            resolve(StarPORun, settings(tmp_path / "run.yaml", player, envs=envs_given))
+
+
 def test_the_learning_rate_follows_its_schedule(player: Path, tmp_path: Path) -> None:
     trainer = {"max_steps": 12, "warmup_steps": 2, "learning_rate": 1.0, "lr_scheduler_type": "linear"}
     cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, trainer=trainer))

@@ -69,7 +69,7 @@ def _said(name: str, task: Any, item: dict[str, Any], rng: random.Random) -> dic
 
 
 def _episode(cfg: Any, name: str, task: Any, item: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    protocol = Protocol(**cfg.suites.envs.protocol.model_dump())
+    protocol = Protocol.of(make(task.part), **cfg.suites.envs.protocol.model_dump())
     episode = Episode(make(task.part), protocol, item["seed"], cfg.suites.envs.split)
     paid = penalties = 0.0
     while not episode.done:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import envs
+from envs.frozen_lake import FrozenLake
 from envs.protocol import Episode, Protocol, thought_span
 from posttrain.chat import Chat
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
@@ -399,6 +401,25 @@ def test_an_environment_that_raises_ends_its_own_episode_only(tiny_chat: Chat, m
     assert crashed.messages[-1] == {"role": "assistant", "content": moves[0][0]}
     assert crashed.level_seed == played[0].seed
     assert not healthy.crashed and (healthy.terminated or healthy.truncated)
+
+
+def test_slow_environments_are_stepped_side_by_side(tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    ups = [["<think>a</think><answer>Up</answer>"] * 3] * 4
+    fast = play(Scripted(tiny_chat, ups), tiny_chat, episodes(4), PARAMS, range(4))
+    met = threading.Barrier(4, timeout=30)  # lets nobody through before all four are there
+    step, been = FrozenLake.step, set()
+
+    def waits(env: FrozenLake, action: str) -> Any:
+        if env not in been:
+            been.add(env)
+            met.wait()
+        return step(env, action)
+
+    monkeypatch.setattr(FrozenLake, "slow", True)
+    monkeypatch.setattr(FrozenLake, "step", waits)
+    slow = play(Scripted(tiny_chat, ups), tiny_chat, episodes(4), PARAMS, range(4))
+    assert not any(t.crashed for t in slow)
+    assert slow == fast
 
 
 def test_an_environment_may_misbehave_anywhere(tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from posttrain.chat import Chat
 from posttrain.config import StarPORun, resolve
 from posttrain.experience import Batch, Measured
 from posttrain.monitoring.collapse import thoughts_and_prompts
-from posttrain.rollout import thoughts
+from posttrain.rollout import most_turns, thoughts
 from posttrain.sampler import ReplaySampler
 from posttrain.starpo.diagnostics import information
 from posttrain.starpo_run import prepare
@@ -298,7 +298,7 @@ def stepped(cfg: StarPORun, double: bool = False, step: int = 1, parts: Any = No
             weight = {
                 "token_mean": 1 / sum(lengths.values()),
                 "sequence_mean": 1 / (len(own) * lengths[b]),
-                "dr_grpo": 1 / (len(own) * cfg.rollout.max_completion_length * cfg.protocol.max_turns),
+                "dr_grpo": 1 / (len(own) * cfg.rollout.max_completion_length * most_turns(cfg.envs, cfg.protocol)),
             }[a.aggregation]
             pushes = np.zeros(t.tokens)
             for i, x in enumerate(new.tolist()):

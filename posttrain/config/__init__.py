@@ -32,6 +32,7 @@ from posttrain.config.starpo import (
     RolloutSection,
     StarPORun,
     StarPOTrainerSection,
+    TrainingEnvSection,
     TranscriptSection,
 )
 from posttrain.config.suites import FormerSuites, MathSuite, PreferenceSuite, RecallSuite, RepetitionSuite, Suite
@@ -72,6 +73,7 @@ __all__ = [
     "StarPOTrainerSection",
     "Suite",
     "SuitesSection",
+    "TrainingEnvSection",
     "TrainingRun",
     "TranscriptSection",
     "dump",

@@ -18,6 +18,7 @@ from posttrain.config.shared import (
     Run,
     SamplingSection,
     Section,
+    different_titles,
     turns_where_counted,
     wrong,
 )
@@ -74,6 +75,11 @@ class EnvSuite(Settings):
     context_turns: int | None = Field(CONTEXT_TURNS, None, ge=1)
 
     _context = model_validator(mode="after")(turns_where_counted)
+
+    @model_validator(mode="after")
+    def _titles(self) -> EnvSuite:
+        different_titles(self.envs)
+        return self
 
 
 class SuitesSection(Section):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -108,22 +109,44 @@ class EnvSection(Section):
         gt=0,
     )
     options: dict[str, Any] = Field("keyword arguments of the environment, e.g. {size: 4}", {})
+    label: str | None = Field(
+        "what figures call it; null takes the name, which may stand in the list only once", None, min_length=1
+    )
+
+    @property
+    def title(self) -> str:
+        """What figures call it."""
+        return self.label or self.name
 
 
-def _named(env: Any) -> Any:
+def different_titles(envs: Sequence[EnvSection]) -> None:
+    """What a section with a list of environments demands of it."""
+    titles = [env.title for env in envs]
+    if twice := sorted({title for title in titles if titles.count(title) > 1}):
+        raise wrong(
+            f"envs has {twice[0]} twice, and figures go by name: write it once, or give each its own label"
+            f" (- {{name: {twice[0]}, label: {twice[0]}-large, options: ...}})"
+        )
+
+
+def env_by_name(env: Any) -> Any:
     """`- sokoban` in a list of environments is short for `- name: sokoban`."""
     return {"name": env} if isinstance(env, str) else env
 
 
-Env = Annotated[EnvSection, BeforeValidator(_named)]
+Env = Annotated[EnvSection, BeforeValidator(env_by_name)]
 
 
 class ProtocolSection(Section):
-    """The fields of envs.protocol.Protocol, name by name (a test compares them)."""
+    """The arguments of envs.protocol.Protocol.of, name by name (a test compares them)."""
 
-    max_turns: int = Field("turns after which an episode is truncated", 8, ge=1)
+    max_turns: int | None = Field(
+        "turns after which an episode is truncated; null takes each environment's own number", None, ge=1
+    )
     max_actions_per_turn: int = Field("actions that count in one answer; the rest is ignored", 1, ge=1)
-    max_actions: int = Field("actions after which an episode is truncated", 8, ge=1)
+    max_actions: int | None = Field(
+        "actions after which an episode is truncated; null takes as many as the turns hold", None, ge=1
+    )
     think: bool = Field("ask for <think>..</think> before <answer>..</answer> (RAGEN's enable_think)", True)
     format_penalty: float = Field(
         "added to the reward for each turn without a valid action (RAGEN's), three times an episode at most", -0.1, le=0

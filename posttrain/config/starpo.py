@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, model_validator
 
 from posttrain.config.algorithm import AlgorithmSection, presets
 from posttrain.config.data import Source
@@ -15,16 +15,31 @@ from posttrain.config.shared import (
     PRESETS,
     STARPO_RATES,
     Context,
-    Env,
+    EnvSection,
     Field,
     ProtocolSection,
     Section,
     TrainingRun,
+    different_titles,
+    env_by_name,
+    hint,
     turns_where_counted,
     wrong,
 )
 from posttrain.config.suites import FormerSuites
 from posttrain.config.yaml_file import read_yaml
+
+
+class TrainingEnvSection(EnvSection):
+    after: str | None = Field(
+        "a curriculum: train in it once the environment of this name or label, earlier in the list, is won often"
+        " enough; null trains in it from the start",
+        None,
+    )
+    after_success: float = Field("how often: success on the validation levels of an evaluation", 0.5, gt=0, le=1)
+
+
+TrainingEnv = Annotated[TrainingEnvSection, BeforeValidator(env_by_name)]
 
 
 class RolloutSection(Section):
@@ -155,7 +170,7 @@ class StarPORun(TrainingRun):
     rates = STARPO_RATES
     preset_key = "algorithm.preset"
 
-    envs: list[Env] = Field("the environments that are played, mixed", min_length=1)
+    envs: list[TrainingEnv] = Field("the environments that are played, mixed", min_length=1)
     protocol: ProtocolSection = Field("turns, answer format and penalties", ProtocolSection())
     rollout: RolloutSection = Field("how episodes are sampled", RolloutSection())
     algorithm: AlgorithmSection = Field("how episodes become an update", AlgorithmSection())
@@ -172,9 +187,14 @@ class StarPORun(TrainingRun):
 
     @model_validator(mode="after")
     def _envs_fit(self) -> StarPORun:
-        names = [env.name for env in self.envs]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise wrong(f"envs has {twice[0]} twice, and figures go by name: write it once")
+        different_titles(self.envs)
+        titles = [env.title for env in self.envs]
+        for n, env in enumerate(self.envs):
+            if env.after is not None and env.after not in titles[:n]:
+                raise wrong(
+                    f"envs.{n}.after is {env.after}, which is no environment before it in the list"
+                    f" ({', '.join(titles[:n]) or 'it is the first'}){hint(env.after, titles[:n])}"
+                )
         return self
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from posttrain import metrics, runlog
 from posttrain.config import EvaluateRun, ModelSection
 from posttrain.evaluation.figures import env_figures
-from posttrain.evaluation.tasks import Task, env_options, raised
+from posttrain.evaluation.tasks import Task, env_section, raised
 from posttrain.metrics import MathJudge
 from posttrain.types import Completion, Record, UserError
 
@@ -174,15 +174,12 @@ def score_pairs(model: PreTrainedModel, chat: Chat, task: Task, tick: Tick) -> l
 
 def play_levels(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, task: Task, tick: Tick) -> list[Record]:
     """One episode on each level."""
-    from envs import make
-    from envs.protocol import Protocol
-    from posttrain.rollout import Context, open_sampler, play, set_up
+    from posttrain.rollout import Context, new_episode, open_sampler, play
 
     suite, model, chat = cfg.suites.envs, loaded.model, loaded.chat
     assert suite is not None and task.params is not None and model is not None and chat is not None
-    options = env_options(cfg, task.part)
-    protocol = Protocol(**suite.protocol.model_dump())
-    episodes = [set_up(make(task.part, **options), protocol, item["seed"], suite.split) for item in task.items]
+    env = env_section(cfg, task.part)
+    episodes = [new_episode(env, suite.protocol, item["seed"], suite.split) for item in task.items]
     played = play(
         open_sampler(model, chat, max_context=suite.max_context),
         chat,
@@ -220,14 +217,15 @@ def play_baselines(cfg: EvaluateRun, task: Task) -> dict[str, Record]:
 
     `optimum` is the mean chance of the best possible player. Each of them only where the environment has it.
     """
-    from envs import make
     from envs.demos import next_action, player_names
+    from envs.protocol import Protocol
+    from posttrain.rollout import open_env
 
     suite = cfg.suites.envs
     assert suite is not None
-    protocol = suite.protocol
+    env = open_env(env_section(cfg, task.part))
+    protocol = Protocol.of(env, **suite.protocol.model_dump())
     horizon = min(protocol.max_actions, protocol.max_turns * protocol.max_actions_per_turn)
-    env = make(task.part, **env_options(cfg, task.part))
     optima: list[float] = []
     played: dict[str, list[Record]] = {}
     try:

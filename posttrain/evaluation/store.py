@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from posttrain.config import EvaluateRun, ModelSection
-from posttrain.evaluation.tasks import Task
+from posttrain.evaluation.tasks import Task, env_section
 from posttrain.types import Record
 
 ROWS = "evaluation_rows"  # the folder in output_dir that holds what is finished until all is
@@ -115,7 +115,7 @@ def conditions(cfg: EvaluateRun, task: Task) -> dict[str, Any]:
     for key in ("n", "n_others", "episodes", "episodes_others", "settings", "headline", "reference"):
         suite.pop(key, None)  # they choose items, which are part of the task, or what is shown
     if task.suite == "envs":
-        suite["envs"] = [env for env in suite["envs"] if env["name"] == task.part]
+        suite["envs"] = [env_section(cfg, task.part).model_dump(mode="json")]
     template = cfg.chat.template and Path(cfg.chat.template).read_text(encoding="utf-8")
     device = hardware.resolve_device(cfg.device).type
     return {"suite": suite, "dtype": cfg.dtype, "attention": cfg.attn_implementation, "chat": template, "on": device}

@@ -91,7 +91,7 @@ def build_tasks(cfg: EvaluateRun) -> list[Task]:
     if suites.envs:
         suite = suites.envs
         for env in suite.envs:
-            name, tokens = env.name, suite.max_completion_length
+            name, tokens = env.title, suite.max_completion_length
             items = levels(cfg, env, max(suite.episodes, suite.episodes_others or 0))
             add("envs", name, name, items, suite.episodes, suite.episodes_others, tokens)
     return tasks
@@ -129,10 +129,10 @@ def headline_levels(cfg: EvaluateRun, tasks: Sequence[Task]) -> dict[str, Task]:
 
 def levels(cfg: EvaluateRun, section: EnvSection, n: int) -> list[dict[str, Any]]:
     """Seeds of `n` held-out levels, all different where there are so many: a repeated one would count twice."""
-    from envs import make
+    from posttrain.rollout import open_env
 
     assert cfg.suites.envs is not None
-    env, seen = make(section.name, **section.options), set()
+    env, seen = open_env(section), set()
     new: list[dict[str, Any]] = []
     repeats: list[dict[str, Any]] = []
     for i in range(10 * n):
@@ -156,9 +156,9 @@ def raised(env: str, problem: BaseException) -> UserError:
     )
 
 
-def env_options(cfg: EvaluateRun, name: str) -> dict[str, Any]:
+def env_section(cfg: EvaluateRun, title: str) -> EnvSection:
     assert cfg.suites.envs is not None
-    return next(env.options for env in cfg.suites.envs.envs if env.name == name)
+    return next(env for env in cfg.suites.envs.envs if env.title == title)
 
 
 def math_items(cfg: EvaluateRun) -> list[tuple[str, str, list[dict[str, Any]]]]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from posttrain.config import ChatRun, SamplingSection
+from posttrain.config import ChatRun, EnvSection, SamplingSection
 from posttrain.inference import display
 from posttrain.inference.display import escape_control_characters, in_words, note, stream
 from posttrain.types import Completion, UserError, derive_seed
@@ -40,11 +40,11 @@ COLOURS = {
 
 def open_env(cfg: ChatRun, name: str) -> TextEnv:
     """The environment to play, with the options that the config gives it."""
-    import envs
+    from posttrain.rollout import open_env
 
-    options = next((env.options for env in cfg.envs if env.name == name), {})
+    section = next((env for env in cfg.envs if env.title == name), EnvSection(name=name))
     try:
-        return envs.make(name, **options)
+        return open_env(section)
     except (ValueError, TypeError) as error:  # TypeError: an option of the wrong type, size=big
         raise UserError(f"--play {name}: {error}") from error
 
@@ -56,7 +56,7 @@ def play_levels(
     from envs.protocol import Episode, Protocol
     from posttrain import metrics
 
-    out, won, protocol = display.console(), 0, Protocol(**cfg.protocol.model_dump())
+    out, won, protocol = display.console(), 0, Protocol.of(env, **cfg.protocol.model_dump())
     note(f"{cfg.model.name_or_path} plays {env.name}, {SPLIT} levels; {in_words(setting)}")
     for number in range(episodes):
         seed = derive_seed(cfg.seed, env.name, number)

@@ -7,15 +7,15 @@ import math
 import resource
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-import envs
 from envs.demos import play, player_names
 from envs.protocol import Protocol
-from posttrain.config import EnvSection, StarPORun
+from posttrain.config import EnvSection, ProtocolSection, StarPORun
 from posttrain.metrics import pass_at, seq_rep_n, wilson
+from posttrain.rollout import open_env
 from posttrain.types import Trajectory
 
 
@@ -148,9 +148,9 @@ def reward_table(cfg: StarPORun, played: Sequence[EnvSection], episodes: int = 1
     """
     rows, widths = [], []
     for env in cfg.envs:
-        earned = scripted_returns(env.name, env.options, Protocol(**cfg.protocol.model_dump()), episodes)
+        earned = scripted_returns(env, cfg.protocol, episodes)
         seen = f"{min(earned):g} to {max(earned):g} ({len(earned)} episodes)" if earned else "not observed"
-        rows.append((env.name, f"{sum(group.name == env.name for group in played)} groups", seen))
+        rows.append((env.title, f"{sum(group.title == env.title for group in played)} groups", seen))
         widths += [max(earned) - min(earned)] if earned else []
     lines = [f"  {name:<20} {groups:>12}   {seen}" for name, groups, seen in rows]
     lines.insert(0, "groups of the first step, and what an episode earns when scripted players play it")
@@ -163,16 +163,17 @@ def reward_table(cfg: StarPORun, played: Sequence[EnvSection], episodes: int = 1
     return "\n".join(lines)
 
 
-def scripted_returns(name: str, options: dict[str, Any], protocol: Protocol, episodes: int) -> list[float]:
+def scripted_returns(section: EnvSection, limits: ProtocolSection, episodes: int) -> list[float]:
     """The reward of each episode of the environment's expert and its scripted policies, as far as none raises."""
     earned: list[float] = []
     with contextlib.suppress(Exception):  # an environment may raise anything, and a run goes on without this table
-        env = envs.make(name, **options)
+        env = open_env(section)
         env.reset(seed=0)
+        protocol = Protocol.of(env, **limits.model_dump())
         for player in player_names(env):
             for seed in range(episodes):
                 with contextlib.suppress(Exception):
-                    episode = play(envs.make(name, **options), player, protocol, seed, "train")
+                    episode = play(open_env(section), player, protocol, seed, "train")
                     earned.append(round(sum(turn.reward for turn in episode.past), 6))
     return [each for each in earned if math.isfinite(each)]
 

@@ -79,10 +79,10 @@ def save_picture(cfg: StarPORun, path: Path, t: Trajectory, say: Callable[[str],
 
     None where its environment has no pictures, or raises.
     """
-    options = next(env.options for env in cfg.envs if env.name == t.env)
+    section = next(env for env in cfg.envs if env.title == t.env)
     try:
         reset_options = {"split": "train", "noise_seed": t.noise_seed}
-        frames = frames_of(t.env, options, t.level_seed, reset_options, t.actions)
+        frames = frames_of(section.name, section.options, t.level_seed, reset_options, t.actions)
         if not frames:
             return None
         picture = gif(frames)

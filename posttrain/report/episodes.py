@@ -41,8 +41,11 @@ def replay(results: Results, row: Record) -> tuple[list[np.ndarray], list[tuple[
     from envs.protocol import Protocol, parse
 
     suite = results["config"]["suites"]["envs"]
-    options = next(env["options"] for env in suite["envs"] if env["name"] == row["part"])
-    protocol, env = Protocol(**suite["protocol"]), make(row["part"], **options)
+    name, options = next(
+        (env["name"], env["options"]) for env in suite["envs"] if row["part"] in (env.get("label"), env["name"])
+    )
+    env = make(name, **options)
+    protocol = Protocol.of(env, **suite["protocol"])
     env.reset(seed=row["seed"], options={"split": suite["split"]})  # its list of actions may be of the level
     turns, left = [], list(row["actions"])
     for message in row["messages"]:
@@ -53,7 +56,7 @@ def replay(results: Results, row: Record) -> tuple[list[np.ndarray], list[tuple[
             del left[: len(taken)]
             turns.append((message["content"], taken))
     played = [action for _, taken in turns for action in taken]
-    return frames_of(row["part"], options, row["seed"], {"split": suite["split"]}, played), turns
+    return frames_of(name, options, row["seed"], {"split": suite["split"]}, played), turns
 
 
 def png(frame: np.ndarray) -> bytes:
