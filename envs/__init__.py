@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import pkgutil
 from functools import lru_cache
 from typing import Any, get_type_hints
@@ -18,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from envs.base import CAPABILITIES, SPLITS, TextEnv, known
 
-__all__ = ["CAPABILITIES", "SPLITS", "TextEnv", "make", "names", "register"]
+__all__ = ["CAPABILITIES", "SPLITS", "TextEnv", "make", "names", "option", "register"]
 
 _NO_ENVS = ("adapters", "base", "check", "demos", "hostile", "play", "promises", "protocol")
 _ENVS: dict[str, type[TextEnv]] = {}
@@ -68,6 +69,17 @@ def make(name: str, **options: Any) -> TextEnv:
             problem = error.errors()[0]["msg"].removeprefix("Input ")
             raise ValueError(f"{name} cannot be made with {option}={value!r}: it {problem}.") from None
     return env(**options)
+
+
+def option(text: str) -> tuple[str, Any]:
+    """`size=5` -> ("size", 5); `observation=grid` -> ("observation", "grid")."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f'"{text}" is no option of an environment: write name=value, for example observation=grid.')
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
 
 
 @lru_cache

@@ -10,14 +10,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from envs import CAPABILITIES, SPLITS, make, names
+from envs import CAPABILITIES, SPLITS, make, names, option
 from envs.base import NoLevel, known
 from envs.demos import play
 from envs.hostile import HOSTILE, HOSTILE_TEXTS, meet_hostile_text
@@ -52,17 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NoLevel as problem:
         print(problem, file=sys.stderr)
         return 2
-
-
-def option(text: str) -> tuple[str, Any]:
-    """`size=5` -> ("size", 5); `observation=grid` -> ("observation", "grid")."""
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise ValueError(f'"{text}" is no option of an environment: write name=value, for example observation=grid.')
-    try:
-        return key, json.loads(value)
-    except json.JSONDecodeError:
-        return key, value
 
 
 def requested(arguments: argparse.Namespace) -> Subject:

@@ -1,13 +1,39 @@
-"""How do scripted policies play?  The expert and the players of an environment, for demonstrations and comparisons."""
+"""How do scripted policies play?  The expert and the players of an environment, for demonstrations and comparisons.
+
+python -m envs.demos frozen_lake=2 sokoban --n 3000 --thought plan        rows for phase 1, kind: messages
+python -m envs.demos frozen_lake --player expert:0.8,random:0.2 --pairs   pairs for phase 2, kind: preferences
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import argparse
+import copy
+import hashlib
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from envs import SPLITS, make, names, option
 from envs.base import TextEnv, known
-from envs.protocol import Episode, Message, Protocol, answer
+from envs.protocol import ACTION_SEP, Episode, Message, Protocol, answer, parse
+
+THOUGHTS = {
+    "cues": "what matters in the state, as the environment tells it",
+    "plan": "the next moves",
+    "next_state": "the state that the action leads to (arXiv 2510.15047)",
+    "none": "nothing",
+}
+PLAYS = 24  # of each action of a pair, where chance decides
+LOOK_AHEAD = 16  # turns of each of them
+GIVE_UP = 200  # episodes of an environment without a row
 
 
 def player_names(env: TextEnv) -> list[str]:
@@ -45,20 +71,365 @@ def default_mix(env: TextEnv) -> dict[str, float]:
     )
 
 
-def demonstrate(env: TextEnv, protocol: Protocol, seed: int, split: str, mix: Mapping[str, float]) -> list[Message]:
+def parse_mix(text: str) -> dict[str, float]:
+    """`expert:0.9,random:0.1` -> {"expert": 0.9, "random": 0.1}; shares are made to sum to 1."""
+    mix: dict[str, float] = {}
+    for part in text.split(","):
+        player, _, share = part.strip().partition(":")
+        try:
+            mix[player] = float(share or 1)
+        except ValueError:
+            mix[player] = 0.0
+        if not player or not isfinite(mix[player]) or mix[player] <= 0:
+            raise ValueError(f'"{text}" names no players: write one, or shares as in expert:0.9,random:0.1.')
+    total = sum(mix.values())
+    return {player: share / total for player, share in mix.items()}
+
+
+@dataclass(frozen=True)
+class Style:
+    """What a demonstrator thinks: Style("plan", plan=4)."""
+
+    thought: str = "cues"
+    plan: int = 4  # moves of a plan
+
+    def __post_init__(self) -> None:
+        known("thought", self.thought, THOUGHTS)
+        if self.plan < 1:
+            raise ValueError("A plan has at least one move.")
+
+    def require(self, env: TextEnv) -> None:
+        """ValueError where the thought would tell what only chance decides."""
+        if self.thought in ("plan", "next_state") and not env.deterministic:
+            raise ValueError(
+                f'The thought "{self.thought}" tells what comes next, which chance decides in {env.name} with these'
+                " options: whoever learns it would learn to guess. Choose cues or none."
+            )
+
+    def reply(self, episode: Episode, player: str, action: str) -> str:
+        """The whole answer: the thought behind an action of a player, then the action."""
+        return answer(self.think(episode, player, action), [action], episode.protocol)
+
+    def think(self, episode: Episode, player: str, action: str) -> str:
+        if self.thought == "none":
+            return ""
+        if self.thought == "cues":
+            return episode.env.thought()
+        ahead, moves = copy.deepcopy(episode), [action]
+        ahead.step(answer("", [action], ahead.protocol))
+        if self.thought == "next_state":
+            return f"Next state: {ahead.env.observe()}"
+        while len(moves) < self.plan and not ahead.done:
+            moves.append(next_action(ahead.env, player))
+            ahead.step(answer("", moves[-1:], ahead.protocol))
+        return f"Plan: {f' {ACTION_SEP} '.join(moves)}"
+
+
+class Turns:
+    """Who plays which turn of an episode, drawn by shares."""
+
+    def __init__(self, env: TextEnv, mix: Mapping[str, float], seed: int, stream: int = 3) -> None:
+        for player in mix:
+            known(f"player of {env.name}", player, player_names(env))
+        self.shares = np.array(list(mix.values()), dtype=float)
+        if len(self.shares) == 0 or self.shares.min() < 0 or abs(self.shares.sum() - 1) > 1e-6:
+            raise ValueError(f"The shares of the players must be positive and sum to 1, not {dict(mix)}.")
+        self.names, self.rng = list(mix), np.random.default_rng([seed, stream])
+
+    def next(self) -> str:
+        place = np.searchsorted(self.shares.cumsum(), self.rng.random() * self.shares.sum(), side="right")
+        return self.names[int(place)]
+
+
+def demonstrate(
+    env: TextEnv, protocol: Protocol, seed: int, split: str, mix: Mapping[str, float], style: Style | None = None
+) -> list[Message]:
     """An episode in which every turn is played by one of the players, drawn by its share in `mix`.
 
     Players are the scripted policies and `expert`; shares sum to 1: {"goal": 0.3, "safe": 0.3, "random": 0.4}.
-    Each turn is one action after the environment's own thought. The same seed gives the same text.
+    Each turn is one action after a thought. The same seed gives the same text.
     """
-    episode = Episode(env, protocol, seed, split)
-    for player in mix:
-        known(f"player of {env.name}", player, player_names(env))
-    shares = np.array(list(mix.values()), dtype=float)
-    if len(shares) == 0 or shares.min() < 0 or abs(shares.sum() - 1) > 1e-6:
-        raise ValueError(f"The shares of the players must be positive and sum to 1, not {dict(mix)}.")
-    names, rng = list(mix), np.random.default_rng([seed, 3])
+    return demonstration(Episode(env, protocol, seed, split), mix, style)[0]
+
+
+def demonstration(
+    episode: Episode, mix: Mapping[str, float], style: Style | None = None
+) -> tuple[list[dict[str, Any]], int]:
+    """`demonstrate` in an episode that has just begun: the messages, and how many of their answers are trained.
+
+    Beside an expert, the others only lead to states that it does not come to: their turns have `mask_spans`.
+    """
+    env, style, turns, trained = episode.env, style or Style(), Turns(episode.env, mix, episode.seed), 0
+    style.require(env)
+    masked: list[int] = []
     while not episode.done:
-        player = names[int(np.searchsorted(shares.cumsum(), rng.random() * shares.sum(), side="right"))]
-        episode.step(answer(env.thought(), [next_action(env, player)], protocol))
-    return episode.messages
+        player = turns.next()
+        if player != "expert" and "expert" in mix:
+            masked.append(len(episode.messages))
+        else:
+            trained += 1
+        episode.step(style.reply(episode, player, next_action(env, player)))
+    messages: list[dict[str, Any]] = [dict(message) for message in episode.messages]
+    for turn in masked:
+        messages[turn]["mask_spans"] = [[0, len(messages[turn]["content"])]]
+    return messages, trained
+
+
+# -- pairs -------------------------------------------------------------------------------------------------------------
+
+
+def preference(
+    begin: Callable[[], Episode], mix: Mapping[str, float], flawed: Mapping[str, float], style: Style
+) -> tuple[dict[str, Any] | None, Counter[str]]:
+    """The expert's answer and a worse one of a flawed player, in a state of an episode that players of `mix` play.
+
+    `begin` opens the same episode each time. The turn is drawn by its seed among those in which the two differ and
+    the expert's is better; None where there is no such turn. The counter says which turns were left out.
+    """
+    episode, left_out = begin(), Counter()
+    style.require(episode.env)
+    turns, worse = Turns(episode.env, mix, episode.seed), Turns(episode.env, flawed, episode.seed, stream=4)
+    candidates: list[tuple[list[str], str, str, str]] = []  # answers before, the expert's action, who plays the other
+    replies: list[str] = []
+    while not episode.done:
+        env, player, other = episode.env, turns.next(), worse.next()
+        good, bad = env.expert(), next_action(env, other)
+        candidates.append((list(replies), good, other, bad))
+        replies.append(style.reply(episode, player, good if player == "expert" else next_action(env, player)))
+        episode.step(replies[-1])
+    for place in np.random.default_rng([episode.seed, 5]).permutation(len(candidates)):
+        before, good, other, bad = candidates[int(place)]
+        if good.split() == bad.split():
+            left_out["both do the same"] += 1
+            continue
+        episode = begin()
+        for reply in before:
+            episode.step(reply)
+        if not is_better(episode, good, bad):
+            left_out["no worse than the expert's"] += 1
+            continue
+        answers = [style.reply(episode, player, action) for player, action in (("expert", good), (other, bad))]
+        if not all(parse(text, episode.protocol, episode.env.actions).well_formed for text in answers):
+            left_out["the answer format is broken"] += 1
+            continue
+        chosen, rejected = ([{"role": "assistant", "content": text}] for text in answers)
+        return {"prompt": episode.messages, "chosen": chosen, "rejected": rejected}, left_out
+    return None, left_out
+
+
+def is_better(episode: Episode, good: str, bad: str) -> bool:
+    """Whether the first action leads to more when the expert plays on: success, else reward, else fewer turns.
+
+    Where chance decides, both are played often with the same chance, and a difference counts from two standard errors.
+    """
+    plays = 1 if episode.env.deterministic else PLAYS
+    results = [[_outcome(episode, action, play) for action in (good, bad)] for play in range(plays)]
+    for differences in np.array([np.subtract(one, other) for one, other in results]).T:
+        error = 0.0 if plays == 1 else float(differences.std(ddof=1)) / plays**0.5
+        if abs(differences.mean()) > 2 * error + 1e-9:
+            return bool(differences.mean() > 0)
+    return False
+
+
+def _outcome(episode: Episode, action: str, play: int) -> tuple[float, float, float]:
+    """Success, reward and turns (as a loss) of an action, after which the expert plays on."""
+    ahead, gain = copy.deepcopy(episode), 0.0
+    if not ahead.env.deterministic:
+        ahead.env.noise = np.random.default_rng([episode.seed, 6, play])
+    while not ahead.done and (ahead.env.deterministic or ahead.turns < episode.turns + LOOK_AHEAD):
+        first = ahead.turns == episode.turns
+        turn = ahead.step(answer("", [action if first else ahead.env.expert()], ahead.protocol))
+        gain += turn.reward + turn.penalty
+    return float(ahead.success), gain, -float(ahead.turns if ahead.success else 0)
+
+
+# -- rows of several environments --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Recipe:
+    """What is written: Recipe([make("frozen_lake")], [1.0], {"expert": 1.0}, Style("plan"))."""
+
+    envs: Sequence[TextEnv]
+    weights: Sequence[float]
+    mix: Mapping[str, float]
+    style: Style
+    flawed: Mapping[str, float] | None = None  # who plays the rejected answers; None: the scripted policies alike
+    pairs: bool = False
+    success_only: bool = False
+    turns: int | None = None  # of an episode; None: those of the environment
+    split: str = "train"
+    seed: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)  # filled while rows are made
+
+    def rows(self, n: int) -> Iterator[dict[str, Any]]:
+        """`n` rows; the first k of them do not depend on n. ValueError where an environment gives none."""
+        found, tried = [0] * len(self.envs), [0] * len(self.envs)
+        for number in range(1, n + 1):
+            owed = [weight * number / sum(self.weights) - k for weight, k in zip(self.weights, found, strict=True)]
+            which = int(np.argmax(owed))
+            row, last = None, tried[which] + GIVE_UP
+            while row is None:
+                if tried[which] == last:
+                    told = ", ".join(f"{reason} {count:,}" for reason, count in self.left_out.items())
+                    raise ValueError(
+                        f"{self.envs[which].name}: {GIVE_UP} episodes in a row gave nothing to write (left out:"
+                        f" {told}). Choose other players or more turns."
+                    )
+                row = self._row(self.envs[which], tried[which])
+                tried[which] += 1
+            found[which] += 1
+            yield row
+
+    def _row(self, env: TextEnv, number: int) -> dict[str, Any] | None:
+        """The row of an environment's episode of that number, or None."""
+        protocol = Protocol.of(env, max_turns=self.turns)
+        seed = int.from_bytes(hashlib.sha256(f"{self.seed} {env.name} {number}".encode()).digest()[:4], "big")
+
+        def begin() -> Episode:
+            return Episode(env, protocol, seed, self.split)
+
+        told = {"env": env.name, "seed": seed}
+        if self.pairs:
+            pair, left_out = preference(begin, self.mix, self.flawed or self._players(env), self.style)
+            self.left_out.update(left_out)
+            return None if pair is None else pair | told
+        episode = begin()
+        messages, trained = demonstration(episode, self.mix, self.style)
+        reason = "the answer format is broken" if episode.malformed_turns else ""
+        reason = reason or ("no turn is the expert's" if not trained else "")
+        reason = reason or ("not solved" if self.success_only and not episode.success else "")
+        if reason:
+            self.left_out[reason] += 1
+            return None
+        return {"messages": messages} | told | {"success": episode.success}
+
+    def _players(self, env: TextEnv) -> dict[str, float]:
+        env.reset(seed=0)
+        players = env.players()
+        if not players or not env.has("expert"):
+            raise ValueError(f"Pairs need an expert and a flawed player; {env.name} lacks one of them.")
+        return {player: 1 / len(players) for player in players}
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    try:
+        recipe = requested(arguments)
+        kind = "preferences" if recipe.pairs else "messages"
+        file = Path(arguments.out or _name(recipe))
+        if file.exists() and not arguments.overwrite:
+            raise ValueError(f"{file} is there already: name another file with --out, or write --overwrite.")
+        told = write(recipe, arguments.n, file)
+    except (ValueError, OSError) as problem:
+        print(problem, file=sys.stderr)
+        return 2
+    print(f"{told}\nRead it with data.sources: [{{kind: {kind}, path: {file}}}]")
+    return 0
+
+
+PLAYER_HELP = (
+    "who plays, in shares: expert:0.9,random:0.1 (default expert). Beside an expert, the turns of others lead to new"
+    " states and are not trained"
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m envs.demos", description="Writes demonstrations of environments, or preference pairs, as JSONL."
+    )
+    made.add_argument("envs", nargs="+", metavar="NAME[=WEIGHT]", help=f"of: {', '.join(names())}")
+    made.add_argument("--n", type=int, default=1000, help="rows (default 1000)")
+    made.add_argument("--player", default="expert", help=PLAYER_HELP)
+    made.add_argument("--thought", default="cues", help=f"one of: {', '.join(THOUGHTS)} (default cues)")
+    made.add_argument("--plan", type=int, default=4, help="moves of a plan (default 4)")
+    made.add_argument("--pairs", action="store_true", help="preference pairs: the expert's answer and a worse one")
+    made.add_argument("--rejected", help="who plays the worse answers (default: the scripted policies alike)")
+    made.add_argument("--options", nargs="+", default=[], metavar="NAME.OPTION=VALUE", help="e.g. sokoban.boxes=2")
+    made.add_argument("--turns", type=int, help="turns an episode (default: the environment's own max_turns)")
+    made.add_argument("--success-only", action="store_true", help="leave out episodes that are not solved")
+    made.add_argument("--split", default="train", help=f"one of: {', '.join(SPLITS)} (default train)")
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--out", metavar="FILE", help="default runs/demos/NAME.jsonl")
+    made.add_argument("--overwrite", action="store_true", help="write over a file that is there")
+    return made
+
+
+def requested(arguments: argparse.Namespace) -> Recipe:
+    """What to write; a ValueError says what is wrong with the request."""
+    weights: dict[str, float] = {}
+    for text in arguments.envs:
+        name, equals, weight = text.partition("=")
+        known("environment", name, names())
+        try:
+            weights[name] = float(weight if equals else 1)
+        except ValueError:
+            weights[name] = 0.0
+        if not 0 < weights[name] < float("inf"):
+            raise ValueError(f'The weight in "{text}" is no positive number: write for example {name}=2.')
+    options: dict[str, dict[str, Any]] = {name: {} for name in weights}
+    for text in arguments.options:
+        name, dot, rest = text.partition(".")
+        if not dot or "=" in name:
+            raise ValueError(f'"{text}" names no environment: write NAME.OPTION=VALUE, for example sokoban.boxes=2.')
+        key, value = option(rest)
+        options[known("environment of this command", name, weights)][key] = value
+    if arguments.n < 1 or arguments.seed < 0 or (arguments.turns or 1) < 1:
+        raise ValueError("--n and --turns must be at least 1, and --seed at least 0.")
+    if arguments.pairs and arguments.success_only:
+        raise ValueError("--success-only is about whole episodes: leave it out beside --pairs.")
+    if arguments.rejected and not arguments.pairs:
+        raise ValueError("--rejected says who plays the worse answers of pairs: write --pairs, too.")
+    recipe = Recipe(
+        envs=[make(name, **options[name]) for name in weights],
+        weights=list(weights.values()),
+        mix=parse_mix(arguments.player),
+        style=Style(arguments.thought, arguments.plan),
+        flawed=parse_mix(arguments.rejected) if arguments.rejected else None,
+        pairs=arguments.pairs,
+        success_only=arguments.success_only,
+        turns=arguments.turns,
+        split=known("split", arguments.split, SPLITS),
+        seed=arguments.seed,
+    )
+    for env in recipe.envs:
+        recipe.style.require(env)
+    return recipe
+
+
+def _name(recipe: Recipe) -> str:
+    return f"runs/demos/{'+'.join(env.name for env in recipe.envs)}{'_pairs' if recipe.pairs else ''}.jsonl"
+
+
+def write(recipe: Recipe, n: int, file: Path) -> str:
+    """Writes the rows, all or nothing; what to tell about them."""
+    from rich.console import Console
+    from rich.progress import track
+
+    counts, different, solved = Counter(), set(), 0
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f"{file.name}.part")
+    console = Console(stderr=True)
+    try:
+        with part.open("w", encoding="utf-8", newline="\n") as lines:
+            bar = track(recipe.rows(n), "playing", n, console=console, transient=True, disable=not console.is_terminal)
+            for row in bar:
+                line = json.dumps(row)
+                lines.write(f"{line}\n")
+                counts[row["env"]] += 1
+                different.add(json.dumps({key: row[key] for key in row if key != "seed"}))
+                solved += row.get("success", 0)
+        os.replace(part, file)
+    finally:
+        part.unlink(missing_ok=True)
+    told = f"{n:,} {'pairs' if recipe.pairs else f'episodes, {solved:,} of them solved'}"
+    shares = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+    left_out = "".join(f"; {reason}: {count:,}" for reason, count in sorted(recipe.left_out.items())) or "; nothing"
+    return f"Wrote {told} ({shares}), {len(different):,} different, to {file}. Left out{left_out[1:]}."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -17,7 +17,7 @@ _KIND_OPTIONS: dict[str, dict[str, Any]] = {
     "ultrafeedback": {"min_margin": 0.0},
     "messages": {},
     "preferences": {"min_margin": 0.0},
-    "demonstrations": {"envs": []},
+    "demonstrations": {"envs": [], "player": None, "thought": "cues"},
     "prompts": {},
 }
 
@@ -40,6 +40,13 @@ class Source(Section):
         "ultrafeedback, preferences: score_chosen - score_rejected is above it", None, ge=0
     )
     envs: list[str] | None = Field("demonstrations: names of the environments that are played", None)
+    player: str | None = Field(
+        "demonstrations: who plays, `expert` or shares as in `expert:0.9,random:0.1`; null: weak scripted policies",
+        None,
+    )
+    thought: Literal["cues", "plan", "next_state", "none"] | None = Field(
+        "demonstrations: what is thought before an action (docs/environments.md)", None
+    )
 
     @model_validator(mode="after")
     def _own_options(self) -> Source:

@@ -248,7 +248,8 @@ def _generated(source: Source, key: str, seed: int) -> Iterator[dict[str, Any]]:
         raise UserError(f"{key}: embedded data has no end, so say how much of it: write rows, e.g. `rows: 2000`.")
     if source.kind == "demonstrations":
         try:
-            yield from embedded.demonstrations(source.envs or [], source.rows, seed)
+            said = {"player": source.player, "thought": source.thought or "cues"}
+            yield from embedded.demonstrations(source.envs or [], source.rows, seed, **said)
         except ValueError as error:
             raise UserError(f"{key}.envs: {error}") from error
         except (Exception, SystemExit) as error:  # an environment may raise anything

@@ -1,4 +1,5 @@
-"""Episodes of the environments played by weak scripted policies: the answer format and the rules, not the skill."""
+"""Episodes of the environments, played by weak scripted policies (the answer format and the rules, not the skill) or by
+whom a config names."""
 
 from __future__ import annotations
 
@@ -18,29 +19,35 @@ ANSWERS_ONLY = 0.3  # share of demonstrations whose thoughts are not trained, on
 
 
 def demonstrations(
-    environments: Sequence[str], n: int, seed: int, answers_only: float = ANSWERS_ONLY
+    environments: Sequence[str],
+    n: int,
+    seed: int,
+    answers_only: float = ANSWERS_ONLY,
+    player: str | None = None,
+    thought: str = "cues",
 ) -> Iterator[dict[str, Any]]:
     """`n` episodes on training levels, the environments in turn: {"messages": [...], "env": "frozen_lake"}.
 
-    `MIXES` says who plays them, or `envs.demos.default_mix`; ValueError where an environment has no scripted policy.
+    `player` says who plays them ("expert:0.9,random:0.1"), or `MIXES`, or `envs.demos.default_mix`; ValueError where
+    an environment has no scripted policy.
 
     A thought is copied from the state, which is soon learnt; the action that follows is noisy and a single token of
     many. So a share of the rows masks the thoughts (`mask_spans`), which lends the actions more weight.
     """
     import envs
-    from envs.demos import default_mix, demonstrate
-    from envs.protocol import Protocol
+    from envs.demos import Style, default_mix, demonstration, parse_mix
+    from envs.protocol import Episode, Protocol
 
-    protocol = Protocol()
+    style = Style(thought)
     for i in range(n):
         name = environments[i % len(environments)]
         place = derive_seed(seed, "demonstrations", i)
         env = envs.make(name)
-        mix = MIXES.get(name) or default_mix(env)
-        messages: Messages = [*demonstrate(env, protocol, place % 2**32, "train", mix)]
+        mix = parse_mix(player) if player else MIXES.get(name) or default_mix(env)
+        messages, _ = demonstration(Episode(env, Protocol.of(env), place % 2**32, "train"), mix, style)
         if random.Random(place).random() < answers_only:
             for message in messages:
-                if message["role"] == "assistant":
+                if message["role"] == "assistant" and "mask_spans" not in message:
                     message["mask_spans"] = [[0, message["content"].index("<answer>")]]
         yield {"messages": messages, "env": name}
 
