@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trl.rewards.other_rewards import get_repetition_penalty_reward
 
+from envs import math_judge
 from posttrain import metrics
 from posttrain.metrics import (
     MathJudge,
@@ -31,6 +32,7 @@ from posttrain.metrics import (
     seq_rep_n,
     wilson,
 )
+from posttrain.types import UserError
 
 texts = st.lists(st.integers(0, 4), max_size=40)
 
@@ -158,7 +160,7 @@ def slow_last_boxed(text: str) -> str | None:
     """The definition, tried from every box on its own."""
     for match in reversed(list(re.finditer(r"\\boxed\s*\{", text))):
         depth = 1
-        for end in range(match.end(), min(len(text), match.end() + metrics.LONGEST_ANSWER + 1)):
+        for end in range(match.end(), min(len(text), match.end() + math_judge.LONGEST_ANSWER + 1)):
             depth += {"{": 1, "}": -1}.get(text[end], 0)
             if depth == 0:
                 return text[match.end() : end].strip()
@@ -182,8 +184,8 @@ def test_last_boxed_reads_each_character_once(piece: str, monkeypatch: pytest.Mo
                 looked.append(match)
                 yield match
 
-    pattern = metrics.BOX_OR_BRACE
-    monkeypatch.setattr(metrics, "BOX_OR_BRACE", Counted)
+    pattern = math_judge.BOX_OR_BRACE
+    monkeypatch.setattr(math_judge, "BOX_OR_BRACE", Counted)
     last_boxed(piece * 100_000)
     assert len(looked) <= 2 * 100_000
 
@@ -252,10 +254,10 @@ def test_a_percentage_is_a_number_of_hundredths() -> None:
 
 
 def test_sides_of_an_equation() -> None:
-    assert metrics.equation("x=3+4=7") == ["x", "3+4", "7"]
-    assert metrics.equation("(6=7)") == ["6", "7"]
-    assert metrics.equation(r"a \le b \neq c") == [r"a \le b \neq c"]
-    assert metrics.equation(r"\top=1 \leq 2 >= 3") == [r"\top", r"1 \leq 2 >= 3"]
+    assert math_judge.equation("x=3+4=7") == ["x", "3+4", "7"]
+    assert math_judge.equation("(6=7)") == ["6", "7"]
+    assert math_judge.equation(r"a \le b \neq c") == [r"a \le b \neq c"]
+    assert math_judge.equation(r"\top=1 \leq 2 >= 3") == [r"\top", r"1 \leq 2 >= 3"]
 
 
 def test_judge_survives_what_hangs_and_says_so(capsys) -> None:
@@ -283,13 +285,20 @@ def test_judge_starts_again_after_its_worker_died() -> None:
         assert judge.correct(r"\boxed{1/2}", "0.5")
 
 
+def test_a_judge_that_cannot_start_is_something_to_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    for judge, error in ((MathJudge(), UserError), (math_judge.MathJudge(), math_judge.NoJudge)):
+        with pytest.raises(error, match=r"does not start.*pip install"):
+            judge.correct(r"\boxed{1/2}", "0.5")
+
+
 def test_judge_runs_no_code_and_imports_no_torch(tmp_path) -> None:
     marker = tmp_path / "ran"
     with MathJudge() as judge:
         assert not judge.correct(rf"\boxed{{__import__('pathlib').Path('{marker}').touch()}}", "7")
         assert not marker.exists()
     code = "import sys, runpy; sys.stdin.close(); sys.stdin = open('/dev/null'); "
-    code += f"runpy.run_path({metrics.__file__!r}, run_name='__main__'); assert 'torch' not in sys.modules"
+    code += f"runpy.run_path({math_judge.__file__!r}, run_name='__main__'); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "ready\n"
