@@ -1,7 +1,6 @@
-"""How often does a text repeat itself, is an answer right, and how sure may one be of either?
+"""How often does a text repeat itself, and how sure may one be of a figure?
 
-Repetition is counted on token ids without the stop token. Every figure comes with an interval at 95 %. Answers are
-judged by envs/math_judge.py.
+Repetition is counted on token ids without the stop token. Every figure comes with an interval at 95 %.
 """
 
 from __future__ import annotations
@@ -12,10 +11,6 @@ from statistics import NormalDist, fmean
 from typing import NamedTuple
 
 import numpy as np
-
-from envs import math_judge
-from envs.math_judge import last_boxed as last_boxed
-from posttrain.types import UserError
 
 Z_95 = NormalDist().inv_cdf(0.975)
 # --------------------------------------------------------------------------------------------------------- repetition
@@ -155,16 +150,3 @@ def paired_difference(
         mean += float(changes.mean()) / len(before)
         square += float(changes.var(ddof=1)) / len(changes) / len(before) ** 2 if len(changes) > 1 else 0.0
     return mean, math.sqrt(square)
-
-
-# ------------------------------------------------------------------------------------------------------------ answers
-
-
-class MathJudge(math_judge.MathJudge):
-    """The judge of envs/math_judge.py; that it cannot be started is something a user can fix."""
-
-    def start(self) -> None:
-        try:
-            super().start()
-        except math_judge.NoJudge as error:
-            raise UserError(str(error)) from None

@@ -37,7 +37,7 @@ from posttrain.data import contamination as contamination_module
 from posttrain.data import loading as data_loading
 from posttrain.data.contamination import EvaluationQuestions, N, words
 from posttrain.data.filters import CHECKS, Example
-from posttrain.metrics import MathJudge
+from posttrain.judge import MathJudge
 from posttrain.types import UserError
 
 ROOT = Path(__file__).parents[1]

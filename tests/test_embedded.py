@@ -290,7 +290,7 @@ def test_the_real_filters_leave_most_of_it(chat):
 
 def test_filters_take_every_planted_fault():
     from posttrain.config import Source
-    from posttrain.metrics import MathJudge
+    from posttrain.judge import MathJudge
 
     source = Source(kind="openmathinstruct", path="embedded", rows=10)
     with MathJudge() as judge:

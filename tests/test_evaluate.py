@@ -32,6 +32,7 @@ from posttrain.evaluation import figures, scoring, store, tasks, workers
 from posttrain.evaluation.scoring import Loaded
 from posttrain.evaluation.tasks import Task
 from posttrain.evaluation.workers import run_tasks
+from posttrain.judge import MathJudge
 from posttrain.types import Completion, SamplingParams, UserError
 
 ROOT = Path(__file__).parent.parent
@@ -732,7 +733,7 @@ def judged(tiny_chat: Chat) -> Any:
         completions = [Completion(ids, [0.0] * len(ids), finished)]
         item = {"messages": [{"role": "user", "content": "?"}], "answer": answer}
         task = Task(suite, "", "", "greedy", SamplingParams(max_new_tokens=99), [item], [0])
-        with metrics.MathJudge() as worker:
+        with MathJudge() as worker:
             (row,) = scoring.score_answers(task, completions, tiny_chat, worker, equal_length=60)
         return row
 

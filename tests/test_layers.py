@@ -25,6 +25,7 @@ LAYERS = [
         f"posttrain.{name}"
         for name in (
             "chat",
+            "judge",
             "metrics",
             "runlog",
             "convgpt",

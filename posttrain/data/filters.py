@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from posttrain.chat import Message
 from posttrain.config import Source
-from posttrain.metrics import MathJudge, last_boxed
+from posttrain.judge import MathJudge, last_boxed
 
 BOX = re.compile(r"\\boxed\s*\{")
 # Possessive, so that the time is linear in any text: what may close the sentence or the formula around the box, and

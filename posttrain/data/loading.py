@@ -25,7 +25,7 @@ from posttrain.data import reading
 from posttrain.data.contamination import EvaluationQuestions, evaluation_questions
 from posttrain.data.filters import CHECKS, Example
 from posttrain.data.table import FilterTable, SourceReport
-from posttrain.metrics import MathJudge
+from posttrain.judge import MathJudge
 from posttrain.runlog import console, is_main_process
 from posttrain.types import UserError, derive_seed
 

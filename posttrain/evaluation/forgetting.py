@@ -13,7 +13,8 @@ from posttrain.config import EvaluateRun, StarPORun
 from posttrain.evaluation.figures import summarise
 from posttrain.evaluation.scoring import score_answers, score_pairs
 from posttrain.evaluation.tasks import Task, build_tasks
-from posttrain.metrics import MathJudge, paired_difference
+from posttrain.judge import MathJudge
+from posttrain.metrics import paired_difference
 from posttrain.rollout import complete
 from posttrain.sampler import Sampler
 from posttrain.types import Record, UserError

@@ -13,17 +13,23 @@ from posttrain import metrics, runlog
 from posttrain.config import EvaluateRun, ModelSection
 from posttrain.evaluation.figures import env_figures
 from posttrain.evaluation.tasks import Task, env_section, raised
-from posttrain.metrics import MathJudge
 from posttrain.types import Completion, Record, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from posttrain.chat import Chat
+    from posttrain.judge import MathJudge
 
 PAIR_TOKENS = 8192  # padded tokens in one batch of preference pairs
 MOST_ROWS = 256  # sampled at the same time where batch_size is null and the memory allows it
 Tick = Callable[[int], None]  # told how many rows are done
+
+
+def _judge() -> MathJudge:
+    from posttrain.judge import MathJudge
+
+    return MathJudge()
 
 
 @dataclass
@@ -34,7 +40,7 @@ class Loaded:
     model: PreTrainedModel | None = None
     chat: Chat | None = None
     processes: int = 1  # that share this machine's memory
-    judge: MathJudge = field(default_factory=MathJudge)
+    judge: MathJudge = field(default_factory=_judge)
 
     def get(self, section: ModelSection, device: str, template: str | None) -> tuple[PreTrainedModel, Chat]:
         """The model of this section, in its dtype; UserError where a weight is NaN or infinite."""
@@ -119,6 +125,8 @@ def score_answers(
 
     `equal_length` tokens of each answer count for `seq_rep_4_first`. ValueError where a log-prob is not finite.
     """
+    from posttrain.judge import last_boxed
+
     rows = []
     for item, completion in zip(task.items, completions, strict=True):
         finite(completion.logprobs)
@@ -126,7 +134,7 @@ def score_answers(
         row = item | {"text": chat.decode(completion.ids), "never_stops": not completion.finished, "tokens": len(ids)}
         if task.suite == "math":
             row["accuracy"] = judge.correct(row["text"], item["answer"])
-            row["boxed"] = metrics.last_boxed(row["text"]) is not None
+            row["boxed"] = last_boxed(row["text"]) is not None
         elif task.suite == "recall":
             row["accuracy"] = recalls(row["text"], item["answer"])
         else:

@@ -23,7 +23,6 @@ from posttrain.config import EvaluateRun
 from posttrain.evaluation.scoring import Loaded, Tick
 from posttrain.evaluation.store import Found, Store, Unit
 from posttrain.evaluation.tasks import Task
-from posttrain.metrics import MathJudge
 from posttrain.types import Record, UserError, one_line
 
 RunTask = Callable[[EvaluateRun, str, Task, Tick, Loaded], list[Record]]
@@ -126,6 +125,8 @@ def visible_gpus() -> list[str]:
 
 def in_this_process(units: Sequence[Unit], measurement: Measurement, results: Results) -> None:
     """One unit after the other; those of a checkpoint that has failed are left out."""
+    from posttrain.judge import MathJudge
+
     failed = results.found.failed
     with MathJudge() as judge:
         loaded = Loaded(processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), judge=judge)
@@ -185,6 +186,8 @@ class _Worker:
 
 def _serve(pipe: Any, measurement: Measurement, place: str | None, processes: int) -> None:
     """A worker's loop: a unit in; counts of what is done, then its rows or the reason of a failure out."""
+    from posttrain.judge import MathJudge
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if place is not None:

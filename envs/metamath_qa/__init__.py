@@ -1,0 +1,197 @@
+"""Can the model solve a problem of mathematics, and correct itself?  MetaMathQA, or embedded problems, with retries.
+
+A right answer is worth 1 at the first attempt, 1/2 at the second, 1/4 at the third, and so on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+from functools import lru_cache
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from envs.base import TextEnv
+from envs.hub_sets import EMBEDDED, read_rows
+from envs.math_judge import LONGEST_ANSWER, MathJudge, equation, last_boxed
+from envs.metamath_qa.problems import TEMPLATES, Parameters
+
+COLUMNS = ("query", "response", "original_question", "type")
+MARK = "The answer is:"  # what stands before the answer at the end of a response of MetaMathQA
+SAID = re.compile(r"answer is\s*:?", re.IGNORECASE)
+NUMBER = re.compile(r"\d+(?:/\d+)?")
+WHOLE, PLAIN = re.compile(r"-?\d{1,18}"), re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d{1,18})?")
+# arithmetic that is left to the reader: an operation behind a number or a bracket
+UNDONE = re.compile(r"[\d)}\]]\s*(?:[-+*^!×·÷−–]|\\(?:times|cdot|div|pm|mp)(?![a-z]))|\\?sqrt|/.*/", re.DOTALL)
+FRACTION = re.compile(r"[/:]|\\[td]?frac")
+LONGEST_WORKING = 600  # characters of a response that a demonstration shows as its thought
+_LOCK = Lock()
+
+
+class Problem(NamedTuple):
+    """Problem("What is 2 plus 3?", "Add 2 and 3.", "5", "rephrased", "2 + 3 = 5"); the last is the working."""
+
+    query: str
+    original: str
+    answer: str
+    kind: str
+    working: str
+
+
+class MetaMathQA(TextEnv):
+    """Answer the problem in at most `attempts` attempts.
+
+    `path` is "embedded" (templates with parameters), "meta-math/MetaMathQA", or a file or folder in its schema; of
+    these the first `rows` rows are used.
+    """
+
+    name = "metamath_qa"
+    actions = None
+
+    def __init__(
+        self, path: str = EMBEDDED, rows: int = 50_000, attempts: int = 4, render_mode: str | None = None
+    ) -> None:
+        if rows < 1 or attempts < 1:
+            raise ValueError(f"metamath_qa needs rows >= 1 and attempts >= 1, not rows={rows}, attempts={attempts}.")
+        super().__init__(render_mode)
+        self.max_turns = self.attempts = attempts
+        self.config = (path, 0 if path == EMBEDDED else rows)
+        if path != EMBEDDED:
+            problems_of(*self.config)  # what cannot be read is said at once
+
+    @classmethod
+    def draw(cls, config: tuple[str, int], rng: np.random.Generator) -> Iterator[Problem]:
+        path, rows = config
+        if path != EMBEDDED:
+            problems = problems_of(path, rows)
+            while True:
+                yield problems[int(rng.integers(len(problems)))]
+        kinds = list(TEMPLATES)
+        while True:
+            kind = kinds[int(rng.integers(len(kinds)))]
+            drawn = TEMPLATES[kind](Parameters(rng))
+            query = drawn.questions[int(rng.integers(len(drawn.questions)))]
+            yield Problem(query, drawn.questions[0], drawn.answer, kind, drawn.working)
+
+    @classmethod
+    def key_of(cls, level: Problem) -> str:
+        """The original question: all its rephrasings are in one split."""
+        return " ".join(level.original.split())
+
+    def begin(self, level: Problem) -> None:
+        self.level = level
+        self.wrong, self.solved = 0, False
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        given, reward = answer_in(action), 0.0
+        played = given is not None and not self._over()
+        if given is not None and played:
+            if is_right(given, self.level.answer):
+                reward, self.solved = 0.5**self.wrong, True
+            else:
+                self.wrong += 1
+        info = {
+            "success": self.solved,
+            "action_is_valid": given is not None,
+            "action_is_effective": played,
+            "failure": "attempts" if self._over() and not self.solved else "",
+        }
+        return self.observe(), reward, self._over(), False, info
+
+    def _over(self) -> bool:
+        return self.solved or self.wrong >= self.attempts
+
+    def observe(self) -> str:
+        if self.solved:
+            return "Right."
+        problem = f"Problem: {self.level.query}"
+        if not self.wrong:
+            return problem
+        return f"{problem}\nNot right{'. No attempt is left.' if self._over() else ', try again.'} Wrong: {self.wrong}"
+
+    def rules(self) -> str:
+        worth = f" A right answer is worth 1, and half as much after each wrong one. {self.attempts} attempts."
+        return (
+            "Solve the problem. The action is the answer alone: a number such as 42 or 3/4, or an expression, without "
+            f"units and words.{worth if self.attempts > 1 else ''}"
+        )
+
+    def state_key(self) -> str:
+        return f"{'solved' if self.solved else self.wrong} {self.level.query}"
+
+    # -- players ---------------------------------------------------------------------------------------------------
+
+    def expert(self) -> str:
+        """The answer that stands in the data: an expert that was told it."""
+        return self.level.answer
+
+    def players(self) -> dict[str, str]:
+        """`near` is close to the answer, `copied` a number of the problem."""
+        answer, numbers = self.level.answer, NUMBER.findall(self.level.query)
+        number, miss = int(self.policy_rng.integers(100)), int(self.policy_rng.integers(1, 4))
+        near = f"{answer} + {miss}"
+        if re.fullmatch(r"-?\d{1,18}(?:/[1-9]\d{0,17})?", answer):
+            near = str(Fraction(answer) + miss)
+        return {"random": str(number), "near": near, "copied": self.choose(numbers or [str(number)])}
+
+    def thought(self) -> str:
+        return self.level.working
+
+
+def answer_in(action: str) -> str | None:
+    r"""The answer that an action gives: what \boxed{} holds, else what follows "The answer is"; None without one.
+
+    >>> answer_in(r"\boxed{7}"), answer_in("The answer is: 7."), answer_in(" 7 "), answer_in("  ")
+    ('7', '7', '7', None)
+    """
+    if len(action) > LONGEST_ANSWER:
+        return None
+    boxed = last_boxed(action)
+    given = (SAID.split(action)[-1] if boxed is None else boxed).strip().rstrip(".").strip()
+    return given or None
+
+
+@lru_cache(maxsize=1 << 14)
+def is_right(given: str, answer: str) -> bool:
+    """math-verify's judgement; equal texts and equal whole numbers are not asked about.
+
+    Where the answer is a number, arithmetic left undone is wrong: else repeating "What is 2^3 + 4^2?" solves it.
+    """
+    if PLAIN.fullmatch(answer):
+        last = equation(given)[-1]
+        if UNDONE.search(last) or (WHOLE.fullmatch(answer) and FRACTION.search(last)):
+            return False
+    with _LOCK:
+        return _judge(os.getpid()).equal(given, answer)
+
+
+@lru_cache
+def _judge(process: int) -> MathJudge:
+    """The judge of this process: a fork would share the pipe of its parent's worker."""
+    judge = MathJudge()
+    atexit.register(judge.close)
+    return judge
+
+
+@lru_cache(maxsize=4)
+def problems_of(path: str, rows: int) -> tuple[Problem, ...]:
+    """The first rows of a data set in the schema of MetaMathQA, without those that give no answer."""
+    problems = []
+    for row in read_rows("metamath_qa", path, COLUMNS, rows):
+        query, response, original, kind = (str(row[column] or "").strip() for column in COLUMNS)
+        working, mark, answer = response.rpartition(MARK)
+        answer = answer_in(answer)
+        if query and original and mark and answer and "</" not in answer:
+            working = " ".join(working.split())
+            problems.append(Problem(query, original, answer, kind, working if len(working) <= LONGEST_WORKING else ""))
+    if not problems:
+        raise ValueError(
+            f"metamath_qa: no row of path={path} has a query, an original_question and a response that ends with"
+            f' "{MARK} ...". Use rows in the schema of meta-math/MetaMathQA.'
+        )
+    return tuple(problems)

@@ -1,0 +1,298 @@
+"""Is a right answer right, a retry worth half, and does no rephrasing of a test problem stand in the training split?"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from envs import SPLITS, demos, make, metamath_qa
+from envs.base import split_by_hash
+from envs.metamath_qa import MetaMathQA, Problem, answer_in, is_right
+from envs.metamath_qa.problems import TEMPLATES, Parameters
+from envs.protocol import Protocol
+
+ONE = Problem("What is 1/2 of 7?", "Halve 7.", "7/2", "example", "7 / 2 = 7/2")
+
+
+def at(problem: Problem, attempts: int = 4) -> MetaMathQA:
+    env = MetaMathQA(attempts=attempts)
+    env.reset(seed=0)
+    env.begin(problem)
+    return env
+
+
+# -- the rules ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_right_answer_is_worth_half_as_much_after_each_wrong_one():
+    for wrong in range(4):
+        env = at(ONE)
+        for number in range(wrong):
+            observation, reward, over, cut, info = env.step(str(number))
+            assert (reward, over, cut) == (0, False, False) and not info["failure"]
+            assert info["action_is_valid"] and info["action_is_effective"]
+            assert observation == f"Problem: What is 1/2 of 7?\nNot right, try again. Wrong: {number + 1}"
+        observation, reward, over, _, info = env.step("3.5")
+        assert (observation, reward, over, info["success"]) == ("Right.", 0.5**wrong, True, True)
+
+
+def test_the_last_wrong_answer_ends_the_episode_for_good():
+    env = at(ONE, attempts=2)
+    assert env.max_turns == 2
+    env.step("1")
+    before = env.state_key()
+    assert env.step("   ")[4] | {"success": False} == {
+        "success": False, "action_is_valid": False, "action_is_effective": False, "failure": ""
+    } and env.state_key() == before  # fmt: skip
+    observation, _, over, _, info = env.step("2")
+    assert over and info["failure"] == "attempts" and "No attempt is left" in observation
+    ended = env.state_key()
+    for answer in ("7/2", "3", "x" * 60_000):
+        observation, reward, over, _, info = env.step(answer)
+        assert over and reward == 0 and not info["success"] and not info["action_is_effective"]
+        assert env.state_key() == ended
+
+
+def test_a_solved_problem_stays_solved():
+    env = at(ONE)
+    env.step("7/2")
+    for answer in ("7/2", "1"):
+        observation, reward, over, _, info = env.step(answer)
+        assert (observation, reward, over, info["success"], info["failure"]) == ("Right.", 0, True, True, "")
+
+
+@pytest.mark.parametrize(
+    ("given", "answer", "verdict"),
+    [
+        ("7/2", "7/2", True),
+        ("3.5", "7/2", True),
+        (r"\frac{7}{2}", "7/2", True),
+        ("x = 3.5", "7/2", True),
+        ("1,200", "1200", True),
+        ("$12", "12", True),
+        ("-4", "4", False),
+        ("x+1", "1+x", True),
+        (r"2\sqrt{3}", r"\sqrt{12}", True),
+        ("3 + 1/2", "7/2", False),  # arithmetic left undone
+        ("2^3 + 4^2", "24", False),
+        ("27-25", "2", False),
+        (r"3 \cdot 4", "12", False),
+        ("84/7", "12", False),
+        ("3 * 4 = 12", "12", True),
+        ("3 * 5 = 12", "12", False),
+        ("5!", "120", False),
+        ("twelve", "12", False),
+        ("9^9^9^9", "12", False),
+    ],
+)
+def test_what_is_right(given: str, answer: str, verdict: bool) -> None:
+    assert is_right(given, answer) is verdict
+
+
+def test_an_answer_is_found_in_what_models_write_around_it():
+    assert [answer_in(text) for text in (r"so \boxed{7}", "The answer is: 7.", "answer is 7", "\n 7 \n")] == ["7"] * 4
+    assert [answer_in(text) for text in ("", " \n", "\\boxed{}", "...", "The answer is:", "7" * 1001)] == [None] * 6
+
+
+def test_a_parser_that_hangs_costs_its_time_limit_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Counter()
+
+    class Slow:
+        def equal(self, given: str, answer: str) -> bool:
+            asked[given] += 1
+            return False
+
+    monkeypatch.setattr(metamath_qa, "_judge", lambda process: Slow())
+    for problem, times in ((ONE, 0), (ONE._replace(answer="x^9"), 1)):  # a power is no number, and not asked about
+        env = at(problem)
+        for _ in range(4):
+            env.step("(9)^x")
+        assert asked["(9)^x"] == times
+
+
+# -- the embedded problems ---------------------------------------------------------------------------------------------
+
+EXPECTED: dict[str, Callable[..., Fraction | int]] = {  # another way to compute the answer from the numbers of the text
+    "bags": lambda bags, each, more: bags * each + more,
+    "change": lambda count, price, paid: paid - count * price,
+    "left_over": lambda had, each, days: had - each * days,
+    "average": lambda a, b, c: Fraction(a + b + c, 3),
+    "discount": lambda price, percent: Fraction(price * (100 - percent), 100),
+    "part_of": lambda whole, top, bottom: Fraction(whole * top, bottom),
+    "trip": lambda long, fast, short, slow: long * fast + short * slow,
+    "together": lambda a, b: 1 / (Fraction(1, a) + Fraction(1, b)),
+    "linear": lambda factor, added, result: Fraction(result - added, factor),
+    "two_numbers": lambda total, gap: Fraction(total + gap, 2),
+    "rectangle": lambda area, side: 2 * side + Fraction(2 * area, side),
+    "common_divisor": lambda a, b: max(d for d in range(1, a + 1) if a % d == b % d == 0),
+    "common_multiple": lambda a, b: next(m for m in range(a, a * b + 1, a) if m % b == 0),
+    "remainder": lambda number, divisor: number % divisor,
+    "sequence": lambda a, b, _, place: [a + i * (b - a) for i in range(place)][-1],
+    "series": lambda first, last: sum(range(first, last + 1)),
+    "handshakes": lambda guests, absent: sum(range(guests - absent)),
+    "chance": lambda red, blue, green: Fraction(red, red + blue + green),
+    "ages": lambda young, years, times: times * (young + years) - years,
+    "roots": lambda _, b, c, zero: max(x for x in range(99) if x * x - b * x + c == zero),
+    "ratio": lambda total, one, other: Fraction(total * one, one + other),
+    "square_grid": lambda rows, columns, missing: rows * columns - missing,
+    "powers": lambda base, high, low, two: base**high + low**two,
+}
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_each_template_asks_for_the_answer_it_gives(kind: str) -> None:
+    rng, questions = np.random.default_rng(1), set()
+    for _ in range(200):
+        drawn = TEMPLATES[kind](Parameters(rng))
+        if kind == "fractions":
+            one, other = re.findall(r"\d+(?:/\d+)?", drawn.questions[0])
+            expected = Fraction(one) + Fraction(other)
+        else:
+            expected = EXPECTED[kind](*map(int, re.findall(r"\d+", drawn.questions[0])))
+        assert Fraction(drawn.answer) == expected and str(expected) == drawn.answer, drawn
+        first, second = (Counter(re.findall(r"\d+", text)) for text in drawn.questions)
+        assert first - Counter(["0", "2"]) == second - Counter(["0", "2"]), "both ways ask with the same numbers"
+        assert drawn.working.endswith(f" {drawn.answer}") and max(map(len, drawn.questions)) < 300
+        for step in drawn.working.split(", "):
+            left, equals, right = step.partition(" = ")
+            assert not equals or value(left) == Fraction(right), step
+        questions |= set(drawn.questions)
+    assert len(questions) > 100
+
+
+def value(text: str) -> Fraction:
+    """A chain of operations from left to right, products first."""
+    words = [
+        str(Fraction(word.split("^")[0]) ** int(word.split("^")[1])) if "^" in word else word for word in text.split()
+    ]
+    total, sign = Fraction(0), 1
+    while words:
+        term = Fraction(words.pop(0))
+        while words and words[0] in "*/":
+            operation, number = words.pop(0), Fraction(words.pop(0))
+            term = term * number if operation == "*" else term / number
+        total += sign * term
+        if words:
+            sign = 1 if words.pop(0) == "+" else -1
+    return total
+
+
+def test_there_are_thousands_of_problems_of_two_dozen_kinds():
+    assert len(TEMPLATES) == 24
+    draw, levels = MetaMathQA.draw(("embedded", 0), np.random.default_rng(0)), []
+    for _ in range(3000):
+        levels.append(next(draw))
+    assert len({MetaMathQA.key_of(level) for level in levels}) > 2700
+    assert set(Counter(level.kind for level in levels)) == set(TEMPLATES)
+    assert 0.4 < sum(level.query == level.original for level in levels) / 3000 < 0.6
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_expert_solves_every_problem_at_the_first_attempt_and_others_do_not(split: str) -> None:
+    env = make("metamath_qa")
+    wins = Counter()
+    for player in ("expert", "random", "near", "copied"):
+        for seed in range(100):
+            episode = demos.play(env, player, Protocol.of(env), seed, split)
+            wins[player] += episode.success
+            assert episode.invalid_turns == 0 and (player != "expert" or episode.turns == 1)
+    assert wins.pop("expert") == 100 and wins["near"] == 0 and max(wins.values()) < 15
+
+
+def test_copies_play_on_alike_and_share_no_state():
+    env = at(ONE)
+    env.step("1")
+    other = copy.deepcopy(env)
+    other.step("7/2")
+    assert env.wrong == 1 and not env.solved and env.step("7/2")[1] == 0.5
+
+
+# -- a data set --------------------------------------------------------------------------------------------------------
+
+
+def meta_math(path: Path, originals: int = 60, rows_each: int = 4) -> Path:
+    """Rows in the schema of meta-math/MetaMathQA, some of them without an answer."""
+    rows = []
+    for number in range(originals):
+        for way in range(rows_each):
+            response = f"There are {number} and {number}.\nThat makes {2 * number}.\n#### {2 * number}\nThe answer is: "
+            rows.append(
+                {
+                    "query": f"Way {way} to ask: what is twice {number}?",
+                    "response": f"{response}{2 * number}",
+                    "original_question": f"What is twice {number}?",
+                    "type": ("GSM_Rephrased", "GSM_AnsAug", "GSM_SV", "GSM_FOBAR")[way],
+                }
+            )
+    rows += [{**rows[0], "response": "No answer here."}, {**rows[0], "response": "The answer is: " + "9" * 2000}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_file_in_the_schema_of_metamathqa_is_played(tmp_path: Path) -> None:
+    path = meta_math(tmp_path / "meta.jsonl")
+    problems = metamath_qa.problems_of(str(path), 10_000)
+    assert len(problems) == 240 and problems[5].answer == "2" and problems[5].kind == "GSM_AnsAug"
+    assert problems[5].working == "There are 1 and 1. That makes 2. #### 2"
+    env = make("metamath_qa", path=str(path))
+    homes: dict[str, set[str]] = {}
+    for split in SPLITS:
+        for seed in range(60):
+            env.reset(seed=seed, options={"split": split})
+            homes.setdefault(env.level_key(), set()).add(split)
+            assert env.observe() == f"Problem: {env.level.query}" and split_by_hash(env.level_key()) == split
+            assert env.step(env.expert())[1] == 1
+    assert all(len(splits) == 1 for splits in homes.values()) and len(homes) > 30
+    assert len(metamath_qa.problems_of(str(path), 3)) == 3
+    assert metamath_qa.problems_of(str(tmp_path), 10_000) == problems, "a folder holds such files"
+
+
+def test_what_cannot_be_read_is_one_clear_paragraph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other.jsonl").write_text('{"question": "What?", "answer": "That."}\n')
+    (tmp_path / "none.jsonl").write_text(
+        '{"query": "What?", "response": "That.", "original_question": "What?", "type": "a"}\n'
+    )
+    cases = {
+        "other.jsonl": "no values in query, response",
+        "none.jsonl": "no row of path=.*The answer is:",
+        "missing.jsonl": "cannot be read .*Hugging Face Hub",
+    }
+    for name, says in cases.items():
+        with pytest.raises(ValueError, match=says) as caught:
+            make("metamath_qa", path=str(tmp_path / name))
+        assert "\n" not in str(caught.value) and str(caught.value).startswith("metamath_qa: ")
+    import datasets
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(ValueError, match=r"path=meta-math/MetaMathQA \(split train\) cannot be read \(ConnectionError"):
+        make("metamath_qa", path="meta-math/MetaMathQA", rows=10)
+    with pytest.raises(ValueError, match="attempts >= 1"):
+        make("metamath_qa", attempts=0)
+
+
+# -- hostile text ------------------------------------------------------------------------------------------------------
+
+
+def test_hostile_answers_end_in_time_and_win_nothing():
+    pieces = ["\\boxed{", "}", "9", "^", "(", ")", "\\frac", "=", "\x00", "\ud800", " ", "search[", "!", "\u0660", "²"]
+    rng, env = np.random.default_rng(0), make("metamath_qa")
+    judged = Counter()
+    for seed in range(60):
+        env.reset(seed=seed)
+        text = "".join(pieces[int(rng.integers(len(pieces)))] for _ in range(int(rng.integers(1, 40))))
+        _, reward, _, _, info = env.step(text)
+        judged[info["action_is_valid"]] += 1
+        assert math.isfinite(reward) and not info["success"]
+    assert judged[True] and judged[False]

@@ -1,0 +1,164 @@
+"""Is a right answer right, a wrong one wrong, and does the judge survive what a model may write?"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from envs import math_judge
+from posttrain.judge import MathJudge, last_boxed
+from posttrain.types import UserError
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        (r"\boxed{3} or rather \boxed{4}", "4"),
+        (r"\boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed {\text{a}}", r"\text{a}"),
+        (r"\boxed{3} and \boxed{4", "3"),
+        ("no box", None),
+        (r"\boxed{" + "9" * 2000 + "}", None),
+        (r"\boxed{}", ""),
+        (r"\boxed{3} \boxed{\boxed{4}}", "4"),
+        (r"\boxed{3} \boxed{\boxed{4} 5", "4"),
+        (r"}} \boxed{3} }} {{", "3"),
+    ],
+)
+def test_last_boxed(text: str, inside: str | None) -> None:
+    assert last_boxed(text) == inside
+
+
+def slow_last_boxed(text: str) -> str | None:
+    """The definition, tried from every box on its own."""
+    for match in reversed(list(re.finditer(r"\\boxed\s*\{", text))):
+        depth = 1
+        for end in range(match.end(), min(len(text), match.end() + math_judge.LONGEST_ANSWER + 1)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                return text[match.end() : end].strip()
+    return None
+
+
+@given(st.lists(st.sampled_from([r"\boxed{", r"\boxed {", "{", "}", " ", "7", "9" * 400]), max_size=30))
+def test_last_boxed_by_its_definition(pieces: list[str]) -> None:
+    assert last_boxed("".join(pieces)) == slow_last_boxed("".join(pieces))
+
+
+@pytest.mark.parametrize("piece", [r"\boxed{", r"\boxed{{", r"\boxed{}", r"\boxed   ", "{", "}"])
+def test_last_boxed_reads_each_character_once(piece: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted, not timed: the pieces that the scan looks at are at most the braces of the text."""
+    looked = []
+
+    class Counted:
+        @staticmethod
+        def finditer(text: str) -> Iterator[re.Match[str]]:
+            for match in pattern.finditer(text):
+                looked.append(match)
+                yield match
+
+    pattern = math_judge.BOX_OR_BRACE
+    monkeypatch.setattr(math_judge, "BOX_OR_BRACE", Counted)
+    last_boxed(piece * 100_000)
+    assert len(looked) <= 2 * 100_000
+
+
+def test_judge_knows_equal_answers() -> None:
+    cases = [
+        (r"3+4=7. The answer is \boxed{7}.", "7", True),
+        (r"\boxed{07}", "7", True),
+        (r"\boxed{7.0}", "7", True),
+        (r"\boxed{\frac12}", "0.5", True),
+        (r"\boxed{1,000}", "1000", True),
+        (r"\boxed{x+1}", "1+x", True),
+        (r"\boxed{ Evelyn }", "Evelyn", True),
+        (r"\boxed{-7}", "7", False),
+        (r"\boxed{8}", "7", False),
+        (r"the answer is 7", "7", False),
+        (r"\boxed{7} no, \boxed{8}", "7", False),
+    ]
+    with MathJudge() as judge:
+        assert judge.correct_many([(text, answer) for text, answer, _ in cases]) == [right for *_, right in cases]
+        assert judge.restarts == 0
+
+
+def test_an_equation_is_right_only_if_it_is_true() -> None:
+    right = [("x=7", "7"), ("3+4=7", "7"), ("x=3+4=7", "7"), (r"\frac{14}{2}=7", "7"), ("f(2)=7", "7")]
+    right += [("P(X=3)=0.5", "0.5"), ("x^2+y^2=25", "25"), ("y=2x+1", "2x+1"), ("2x+1=y", "y=2x+1"), ("6=7", "6=7")]
+    wrong = [("6=7", "7"), ("x=6=7", "7"), ("1=7", "7"), ("6==7", "7"), ("6:=7", "7"), (r"6\implies 7", "7")]
+    wrong += [(r"6\Rightarrow 7", "7"), (r"6 \to 7", "7"), ("(6=7)", "7"), ("{6=7}", "7"), ("(6=7", "7")]
+    wrong += [(r"\left(6=7\right)", "7"), ("6)=7", "7"), ("x=", "7"), ("x=1, x=7", "7")]
+    with MathJudge() as judge:
+        for cases, verdict in ((right, True), (wrong, False)):
+            for given_answer, answer in cases:
+                assert judge.correct(rf"\boxed{{{given_answer}}}", answer) is verdict, given_answer
+
+
+def test_a_percentage_is_a_number_of_hundredths() -> None:
+    right = [(r"7\%", "0.07"), (r"7\%", r"7\%"), ("7", r"7\%"), ("7%", "7 percent"), (r"50\%", r"\frac12")]
+    right += [(r"x=7\%", "0.07"), ("700%", "7")]
+    wrong = [(r"7\%", "7"), ("7%", "7"), (r"x=7\%", "7"), ("7 percent", "7"), (r"7\text{ percent}", "7")]
+    wrong += [(r"7\%", "0.7"), (r"1,000\%", "1000"), (r"8\%", r"7\%"), (r"7\% \text{ a year}", "7")]
+    with MathJudge() as judge:
+        for cases, verdict in ((right, True), (wrong, False)):
+            for given_answer, answer in cases:
+                assert judge.correct(rf"\boxed{{{given_answer}}}", answer) is verdict, given_answer
+
+
+def test_sides_of_an_equation() -> None:
+    assert math_judge.equation("x=3+4=7") == ["x", "3+4", "7"]
+    assert math_judge.equation("(6=7)") == ["6", "7"]
+    assert math_judge.equation(r"a \le b \neq c") == [r"a \le b \neq c"]
+    assert math_judge.equation(r"\top=1 \leq 2 >= 3") == [r"\top", r"1 \leq 2 >= 3"]
+
+
+def test_judge_survives_what_hangs_and_says_so(capsys) -> None:
+    with MathJudge() as judge:
+        assert judge.correct(r"\boxed{0.50}", "1/2")  # starts the worker, whose imports are not what is timed here
+        assert judge._worker is not None
+        first = judge._worker.pid
+        began = time.monotonic()
+        assert not judge.correct(r"\boxed{9^{9^{9^9}}}", "7")
+        assert time.monotonic() - began < 3
+        assert judge.restarts == 1
+        with pytest.raises(ProcessLookupError):
+            os.kill(first, 0)
+        assert judge.correct_many([(r"\boxed{0.50}", "1/2"), (r"\boxed{2/4}", "0.5")]) == [True, True]
+        assert judge.restarts == 1
+    assert "no verdict on 1 answer within 2 s" in capsys.readouterr().err
+
+
+def test_judge_starts_again_after_its_worker_died() -> None:
+    with MathJudge() as judge:
+        assert judge.correct(r"\boxed{1/2}", "0.5")
+        assert judge._worker is not None
+        judge._worker.kill()
+        judge._worker.wait()
+        assert judge.correct(r"\boxed{1/2}", "0.5")
+
+
+def test_a_judge_that_cannot_start_is_something_to_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    for judge, error in ((MathJudge(), UserError), (math_judge.MathJudge(), math_judge.NoJudge)):
+        with pytest.raises(error, match=r"does not start.*pip install"):
+            judge.correct(r"\boxed{1/2}", "0.5")
+
+
+def test_judge_runs_no_code_and_imports_no_torch(tmp_path) -> None:
+    marker = tmp_path / "ran"
+    with MathJudge() as judge:
+        assert not judge.correct(rf"\boxed{{__import__('pathlib').Path('{marker}').touch()}}", "7")
+        assert not marker.exists()
+    code = "import sys, runpy; sys.stdin.close(); sys.stdin = open('/dev/null'); "
+    code += f"runpy.run_path({math_judge.__file__!r}, run_name='__main__'); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "ready\n"
