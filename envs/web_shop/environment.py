@@ -1,0 +1,232 @@
+"""What happens in an episode of shopping?  Search, look, choose options, buy: the purchase is scored and ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+
+from envs.base import TextEnv, known
+from envs.web_shop.catalogue import Catalogue, Goal, Source, catalogue, fold, key_of, words_of
+from envs.web_shop.generated import search_text
+from envs.web_shop.pages import BEFORE, BUY, NEXT, SEARCH, View, choose, links, shown, text_of
+from envs.web_shop.published import files
+from envs.web_shop.reward import Score, offered, score, wins
+
+LONGEST = 400  # characters of an action that are read
+
+
+class WebShop(TextEnv):
+    """Buy what an instruction asks for: the kind of product, its attributes, options and price.
+
+    `path` is "embedded" (a synthetic catalogue) or a folder with WebShop's files, of which `rows` products are read;
+    their instructions are those written by people or, with `human_goals=False`, generated ones.
+    `reward="dense"` is the published score of the purchase, "sparse" 1 for a score of 1 and else 0.
+    """
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 2}
+    name = "web_shop"
+    actions = None
+    max_turns = 10
+
+    def __init__(
+        self,
+        path: str = "embedded",
+        rows: int = 1000,
+        human_goals: bool = True,
+        reward: str = "dense",
+        results_per_page: int = 5,
+        render_mode: str | None = None,
+    ):
+        if rows < 1 or not 3 <= results_per_page <= 10:
+            raise ValueError(
+                f"web_shop needs rows >= 1 and results_per_page from 3 to 10, not rows={rows}, "
+                f"results_per_page={results_per_page}."
+            )
+        self.sparse = known("reward", reward, ("dense", "sparse")) == "sparse"
+        self.per_page = results_per_page
+        super().__init__(render_mode)
+        self.config = Source("embedded", 0, False)
+        if path != "embedded":
+            self.config = Source(path, rows, human_goals)
+            files(self.config)
+            self.max_turns = 15  # as RAGEN has it for the full catalogue
+
+    @classmethod
+    def draw(cls, config: Source, rng: np.random.Generator) -> Iterator[Goal]:
+        goals = catalogue(config).goals
+        while True:
+            yield goals[int(rng.integers(len(goals)))]
+
+    @classmethod
+    def key_of(cls, level: Goal) -> str:
+        return key_of(level)
+
+    @classmethod
+    def split_of(cls, level: Goal) -> str:
+        """Embedded: by hash of the trio of products, so that no other split asks for it; files: see `published`."""
+        return level.split
+
+    def begin(self, level: Goal) -> None:
+        self.level = level
+        self.view = View()
+
+    @property
+    def shop(self) -> Catalogue:
+        return catalogue(self.config)
+
+    # -- play ------------------------------------------------------------------------------------------------------
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        before, following = self.view, self._follow(action)
+        reward, terminated = 0.0, before.page == "bought"
+        if following is not None:
+            self.view, terminated = following, following.page == "bought"
+        won, total = False, 0.0
+        if terminated:
+            scored = self._score(self.view)
+            won, total = wins(scored), scored.total
+            if following is not None:
+                reward = float(won) if self.sparse else total
+        info = {
+            "success": won,
+            "action_is_valid": following is not None,
+            "action_is_effective": self.view != before,
+            "failure": "wrong purchase" if terminated and not won else "",
+            "score": total,
+        }
+        return self.observe(), reward, terminated, False, info
+
+    def _follow(self, action: str) -> View | None:
+        """Where an action leads; None for one that cannot be read or is not on this page."""
+        action = action[: LONGEST + 2].strip()
+        verb, bracket, rest = action.partition("[")
+        if len(action) > LONGEST or not bracket or not rest.endswith("]"):
+            return None
+        verb, said = verb.strip().lower(), rest[:-1]
+        if verb == "search" and self.view.page == "search":
+            return View("results", results=self.shop.search(said)) if words_of(said) else None
+        if verb != "click":
+            return None
+        return {fold(label): view for label, view in self._links().items()}.get(fold(said))
+
+    def _links(self) -> dict[str, View]:
+        return links(self.shop, self.view, self.per_page)
+
+    def _score(self, view: View) -> Score:
+        """What a purchase of the open item would be worth."""
+        return score(self.shop.products[view.item], self.level, self.shop.product(self.level.asin), dict(view.chosen))
+
+    # -- text ------------------------------------------------------------------------------------------------------
+
+    def observe(self) -> str:
+        return f"Instruction: {self.level.instruction}\n{text_of(self.shop, self.view, self.per_page)}"
+
+    def rules(self) -> str:
+        return (
+            "You are in a shop. Buy what the instruction asks for: the kind of product, its attributes, options and"
+            " price. On the search page write search[words]. Elsewhere click what stands in brackets: click[Next >]."
+            " On a product's page click each option that is asked for, then click[Buy Now], which ends the game."
+            f" Reward: {'1 if all that is asked for is right' if self.sparse else 'the share of it that is right'}."
+        )
+
+    def state_key(self) -> str:
+        return f"{key_of(self.level)} {tuple(self.view)}"
+
+    # -- players ---------------------------------------------------------------------------------------------------
+
+    def expert(self) -> str:
+        """Buys the first result that lacks nothing, and else the product that the goal was written for."""
+        right = next((item for item, scored in self._offers() if wins(scored)), self.shop.places[self.level.asin])
+        if self.view.item >= 0 and wins(self._best(self.view.item)):
+            right = self.view.item
+        return self._toward(right)
+
+    def players(self) -> dict[str, str]:
+        """`first` takes the first result, whatever it is; `hasty` finds the product and chooses no options."""
+        first = self.view.item if self.view.item >= 0 else next(iter(self.view.results), -1)
+        clicks = [f"click[{label}]" for label in self._links()]
+        words = search_text(self.level.instruction).split() or ["all"]
+        return {
+            "random": self.choose(clicks) if self.view.page != "search" else f"search[{self.choose(words)}]",
+            "first": self._toward(first),
+            "hasty": self._toward(self.shop.places[self.level.asin], options=False),
+        }
+
+    def _toward(self, item: int, options: bool = True) -> str:
+        """The next action on the way to buying an item, with the options asked for or without any, from any page."""
+        view = self.view
+        if view.page == "search":
+            return f"search[{self._query(item)}]"
+        if view.page == "results":
+            return self._toward_on_results(item)
+        if view.page == "item" and view.item == item:
+            missing = self._to_choose() if options else []
+            return self._click_for(choose(view, *missing[0])) if missing else f"click[{BUY}]"
+        return f"click[{BEFORE}]"  # also once it is over, where nothing can be clicked
+
+    def _toward_on_results(self, item: int) -> str:
+        view = self.view
+        if item not in view.results:
+            return f"click[{SEARCH}]"
+        if item in shown(view, view.number, self.per_page):
+            return f"click[{self.shop.products[item].asin}]"
+        return f"click[{NEXT if view.results.index(item) > view.number * self.per_page else BEFORE}]"
+
+    def _click_for(self, wanted: View) -> str:
+        """The click that leads to a view; buying where none does."""
+        return next((f"click[{label}]" for label, view in self._links().items() if view == wanted), f"click[{BUY}]")
+
+    def _query(self, item: int) -> str:
+        """The instruction's words, or the title's where those do not find the item on the first three pages."""
+        words = search_text(self.level.instruction)
+        if words_of(words) and (item < 0 or item in self.shop.search(words)[: 3 * self.per_page]):
+            return words
+        return self.shop.products[item].title[:200]
+
+    def cues(self) -> dict[str, tuple[str, ...]]:
+        """`right`: results of this page that lack nothing. `missing`: clicks on options that are still to be chosen."""
+        right = [f"click[{self.shop.products[item].asin}]" for item, scored in self._offers() if wins(scored)]
+        missing = [self._click_for(choose(self.view, name, value)) for name, value in self._to_choose()]
+        return {"right": tuple(right), "missing": tuple(missing)}
+
+    def thought(self) -> str:
+        """What each thing in sight lacks of what the instruction asks for."""
+        view, level = self.view, self.level
+        if view.page == "search":
+            return f"Missing: a product, {', '.join((*level.attributes, *level.options))}."
+        if view.page != "results":
+            return f"Missing: {_lacks(self._score(view)) or 'nothing'}."
+        told = []
+        for item, scored in self._offers():
+            told.append(
+                f"{self.shop.products[item].asin} {f'lacks {_lacks(scored)}' if not wins(scored) else 'is right'}"
+            )
+            if wins(scored):
+                break
+        return f"{'; '.join(told) or 'Missing: a product'}."
+
+    def _offers(self) -> list[tuple[int, Score]]:
+        """The results of this page, and what each is worth with the best choice of options."""
+        view = self.view
+        items = shown(view, view.number, self.per_page) if view.page == "results" else ()
+        return [(item, self._best(item)) for item in items]
+
+    def _best(self, item: int) -> Score:
+        chosen = tuple(offered(self.shop.products[item], self.level.options).items())
+        return self._score(View("item", item=item, chosen=chosen))
+
+    def _to_choose(self) -> list[tuple[str, str]]:
+        """Options of the open item that are asked for and not chosen yet."""
+        if self.view.page != "item":
+            return []
+        wanted = offered(self.shop.products[self.view.item], self.level.options)
+        return [each for each in wanted.items() if each not in self.view.chosen]
+
+
+def _lacks(scored: Score) -> str:
+    """What a purchase lacks, in words: "waterproof, red, lower price"."""
+    if scored.kind < 1:
+        return "right kind"
+    return ", ".join((*scored.attributes, *scored.options, *(() if scored.price else ("lower price",))))
