@@ -287,6 +287,10 @@ def test_the_embedded_shop_is_large_and_every_goal_can_be_won():
     shop = env.shop
     assert len(shop.products) >= 600 and len(AISLES) == 12 and len(set(shop.goals)) == len(shop.goals) > 2500
     assert len({product.asin for product in shop.products}) == len(shop.products)
+    told = (ROOT / "docs/environments.md").read_text()
+    assert all(
+        f"{many:,} {what}" in told for many, what in ((len(shop.products), "products"), (len(shop.goals), "goals"))
+    )
     for goal in shop.goals:
         wanted = shop.product(goal.asin)
         chosen = offered(wanted, goal.options)
@@ -338,6 +342,7 @@ def test_the_expert_finds_back_from_everywhere():
             env.view, turns = view, 0
             while not (result := env.step(env.expert()))[2]:
                 assert result[4]["action_is_effective"] and (turns := turns + 1) < 12
+            assert set(env.players().values()) == {"click[Back to Search]", "click[< Prev]"}, "over, and nobody crashes"
             assert result[4]["success"] and env.expert() == "click[< Prev]" and env.thought() == "Missing: nothing."
 
 

@@ -146,7 +146,7 @@ class WebShop(TextEnv):
     def players(self) -> dict[str, str]:
         """`first` takes the first result, whatever it is; `hasty` finds the product and chooses no options."""
         first = self.view.item if self.view.item >= 0 else next(iter(self.view.results), -1)
-        clicks = [f"click[{label}]" for label in self._links()]
+        clicks = [f"click[{label}]" for label in self._links()] or [f"click[{SEARCH}]"]  # none are left once it is over
         words = search_text(self.level.instruction).split() or ["all"]
         return {
             "random": self.choose(clicks) if self.view.page != "search" else f"search[{self.choose(words)}]",
