@@ -1,7 +1,7 @@
-"""What do the environments cost beside the games they are made of, and how much of an iteration is it?
+"""What do the environments cost, some beside the games they are made of, and how much of an iteration is it?
 
 Levels and steps a second of ours, with text to read, exact lengths of solutions and splits, and of the raw packages.
-    python benchmarks/envs.py [--player runs/quickstart/phase2/final] [--json FILE]
+    python benchmarks/envs.py [--player runs/quickstart/phase2/final [--config FILE]] [--json FILE]
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ import envs
 from envs.base import draw_level
 
 ROOT = Path(__file__).resolve().parent.parent
+QUICKSTART = ROOT / "configs" / "quickstart" / "phase3_starpo.yaml"
+SLOW = 20  # levels and steps of an environment that waits for a sandbox or a server
 
 
 def our_levels(name: str, count: int) -> None:
@@ -42,14 +44,30 @@ def our_levels(name: str, count: int) -> None:
         env.reset(seed=seed)
 
 
-def our_steps(env: Any, count: int) -> None:
-    """Moves at random, with what is seen after each; a game that is over begins again on its level."""
-    rng = random.Random(0)
-    env.reset(seed=0)
-    for _ in range(count):
-        _, _, over, _, _ = env.step(rng.choice(env.actions))
-        if over:
-            env.reset(seed=0)
+def our_steps(name: str, moves: list[tuple[int, list[str]]]) -> None:
+    """Plays these actions on these levels, with what is seen after each."""
+    env = envs.make(name)
+    for seed, actions in moves:
+        env.reset(seed=seed)
+        for action in actions:
+            env.step(action)
+
+
+def moves_of(name: str, count: int) -> list[tuple[int, list[str]]]:
+    """`count` actions of the random player: seeds of levels with what is played there."""
+    env, found, left = envs.make(name), [], count
+    for seed in range(count):
+        env.reset(seed=seed)
+        actions: list[str] = []
+        over = False
+        while not over and len(actions) < min(left, env.max_turns):
+            actions.append(env.players()["random"])
+            over = any(env.step(actions[-1])[2:4])
+        found.append((seed, actions))
+        left -= len(actions)
+        if left == 0:
+            break
+    return found
 
 
 def lake_levels(count: int) -> None:
@@ -99,15 +117,14 @@ def sokoban_steps(game: Any, count: int) -> None:
         game.step(rng.randrange(1, 5), observation_mode="tiny_rgb_array")
 
 
-def share(player: Path) -> dict[str, float]:
-    """Seconds of one iteration of the quickstart in the environments and in all, on this player's model."""
+def share(player: Path, file: Path) -> dict[str, float]:
+    """Seconds of one iteration of a run of phase 3 in the environments and in all, on this player's model."""
     import train_phase3_starpo as phase3
     from posttrain.config import StarPORun, resolve
     from posttrain.models import load
     from posttrain.rollout import open_sampler
     from posttrain.starpo_run import prepare
 
-    file = ROOT / "configs" / "quickstart" / "phase3_starpo.yaml"
     cfg = resolve(StarPORun, file, [f"model.name_or_path={player}", "output_dir=unused"])
     model, chat = load(cfg.model, device="cpu", chat_template=None)
     learner = prepare(cfg, model, chat)
@@ -145,6 +162,7 @@ def main() -> None:
     parser.add_argument("--levels", type=int, default=200)
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--player", type=Path, help="a model that can play: also measure their share of a step")
+    parser.add_argument("--config", type=Path, default=QUICKSTART, help="of that step; the quickstart's by default")
     given = parser.parse_args()
     _measure.threads()
 
@@ -153,38 +171,34 @@ def main() -> None:
     random.seed(0)
     raw_lake = FrozenLakeEnv(is_slippery=False)
     raw_room = kind(dim_room=(6, 6), num_boxes=1, max_steps=10**9)
-    contests: dict[tuple[str, str, int], dict[str, Callable[[], object]]] = {
-        ("frozen_lake", "levels", given.levels): {
-            "ours": partial(our_levels, "frozen_lake", given.levels),
-            "gymnasium": partial(lake_levels, given.levels),
-        },
-        ("frozen_lake", "steps", given.steps): {
-            "ours": partial(our_steps, envs.make("frozen_lake"), given.steps),
-            "gymnasium": partial(lake_steps, raw_lake, given.steps),
-        },
-        ("sokoban", "levels", given.levels): {
-            "ours": partial(our_levels, "sokoban", given.levels),
-            "gym-sokoban": partial(sokoban_levels, kind, given.levels),
-        },
-        ("sokoban", "steps", given.steps): {
-            "ours": partial(our_steps, envs.make("sokoban"), given.steps),
-            "gym-sokoban": partial(sokoban_steps, raw_room, given.steps),
-        },
+    counts: dict[tuple[str, str], int] = {}
+    contests: dict[tuple[str, str], dict[str, Callable[[], object]]] = {
+        ("frozen_lake", "levels"): {"gymnasium": partial(lake_levels, given.levels)},
+        ("frozen_lake", "steps"): {"gymnasium": partial(lake_steps, raw_lake, given.steps)},
+        ("sokoban", "levels"): {"gym-sokoban": partial(sokoban_levels, kind, given.levels)},
+        ("sokoban", "steps"): {"gym-sokoban": partial(sokoban_steps, raw_room, given.steps)},
     }
+    for name in envs.names():
+        slow = envs.make(name).slow
+        levels, steps = (min(count, SLOW) if slow else count for count in (given.levels, given.steps))
+        counts[name, "levels"], counts[name, "steps"] = levels, steps
+        contests.setdefault((name, "levels"), {})["ours"] = partial(our_levels, name, levels)
+        contests.setdefault((name, "steps"), {})["ours"] = partial(our_steps, name, moves_of(name, steps))
     results = _measure.surroundings() | {"repeats": given.repeats, "rows": []}
     cells = []
-    for (env, what, count), contestants in contests.items():
+    for (env, what), contestants in sorted(contests.items()):
+        count = counts[env, what]
         seconds = _measure.alternating(contestants, given.repeats)
         results["rows"].append({"env": env, "what": what, "count": count, "seconds": seconds})
-        peer = next(name for name in seconds if name != "ours")
-        speeds = [f"{count / median(seconds[name]):,.0f}" for name in ("ours", peer)]
-        cells.append(
-            [env, f"{what}/s", speeds[0], f"{peer} {speeds[1]}", _measure.ratio(seconds[peer], seconds["ours"])]
-        )
+        speeds = {name: f"{count / median(taken):,.0f}" for name, taken in seconds.items()}
+        row = [env, f"{what}/s", speeds["ours"], "-", "-"]
+        for peer in seconds.keys() - {"ours"}:
+            row[3:] = [f"{peer} {speeds[peer]}", _measure.ratio(seconds[peer], seconds["ours"])]
+        cells.append(row)
     markdown = f"{_measure.told(results)}\n\n{_measure.table(['env', '', 'ours', 'peer', 'ours vs peer'], cells)}"
     if given.player:
-        results["share"] = share(given.player)
-        markdown += f"\n\nOf an iteration of the quickstart, {results['share']['envs']:.2f} of"
+        results["share"] = share(given.player, given.config)
+        markdown += f"\n\nOf an iteration of {given.config.stem}, {results['share']['envs']:.2f} of"
         markdown += f" {results['share']['iteration']:.1f} s are spent in the environments:"
         markdown += f" {results['share']['envs'] / results['share']['iteration']:.1%}."
     _measure.publish(results, markdown, given.json)

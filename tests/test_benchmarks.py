@@ -446,6 +446,7 @@ def test_phases_do_the_same_work_as_trl_and_read_less_padding(rollout, tmp_path,
 
 def test_environments_are_timed_beside_the_games_they_are_made_of(rollout, tmp_path, monkeypatch, capsys):
     environments = loaded(FILE.parent / "envs.py")
+    monkeypatch.setattr(environments.envs, "names", lambda: ["bandit", "frozen_lake", "sokoban"])
     sizes = ["--levels", "3", "--steps", "20", "--repeats", "2"]
     monkeypatch.setattr(sys, "argv", ["envs.py", *sizes, "--json", str(tmp_path / "figures.json")])
     try:
@@ -454,10 +455,22 @@ def test_environments_are_timed_beside_the_games_they_are_made_of(rollout, tmp_p
         sys.modules.pop("pkg_resources", None)  # which gym-sokoban asks for
     rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
     assert [(row["env"], row["what"], row["count"]) for row in rows] == [
-        (env, what, count) for env in ("frozen_lake", "sokoban") for what, count in (("levels", 3), ("steps", 20))
+        (env, what, count)
+        for env in ("bandit", "frozen_lake", "sokoban")
+        for what, count in (("levels", 3), ("steps", 20))
     ]
-    assert all(len(row["seconds"]) == 2 and "ours" in row["seconds"] for row in rows)
+    assert all("ours" in row["seconds"] and len(row["seconds"]) == 1 + (row["env"] != "bandit") for row in rows)
     assert capsys.readouterr().out.count("\n| ") == 2 + len(rows)
+
+
+def test_chance_and_the_expert_stand_side_by_side(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(
+        sys, "argv", ["baselines.py", "frozen_lake", "--episodes", "20", "--json", str(tmp_path / "figures.json")]
+    )
+    loaded(FILE.parent / "baselines.py").main()
+    found = json.loads((tmp_path / "figures.json").read_text())["envs"]["frozen_lake"]
+    assert found["expert"] == {"won": 20, "of": 20, "reward": 1.0} and 0 < found["random"]["won"] < 20
+    assert "| frozen_lake | 8 | " in capsys.readouterr().out
 
 
 def test_every_arm_of_the_learning_benchmark_is_a_run(capsys: pytest.CaptureFixture[str]) -> None:
