@@ -1,0 +1,261 @@
+"""Can the model fill a grid that has one solution?  Sudoku of 4 x 4, 6 x 6 or 9 x 9 cells, a cell a turn."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from envs.base import TextEnv, known
+from envs.sudoku.puzzles import (
+    BOXES,
+    EFFORTS,
+    Puzzle,
+    Shape,
+    Single,
+    by_singles,
+    candidates,
+    key_of,
+    make_puzzle,
+    place,
+    shape_of,
+    singles,
+)
+
+__all__ = ["Sudoku"]
+
+CLUES = {4: (5, 8), 6: (12, 18), 9: (30, 40)}  # by size, where nothing else is asked for
+SHOWN = 10  # empty cells up to which the values that fit are listed
+RIGHT, CONFLICT, SOLVED = 1.0, -0.1, 10.0
+LONGEST = 80  # characters of an action
+MOVE = re.compile(
+    r"\W*(?:row|r)?\W*([1-9])\W*(?:column|col|c)?\W*([1-9])\W*(?:value|is|to)?\W*([1-9])\W*", re.IGNORECASE | re.ASCII
+)
+
+
+class Grids(NamedTuple):
+    """Which levels there are: Grids(size=4, clues=(5, 8), effort="any")."""
+
+    size: int
+    clues: tuple[int, int]
+    effort: str
+
+
+class Sudoku(TextEnv):
+    """Put numbers into the empty cells until the grid is the puzzle's one solution.
+
+    A number is right if the solution has it there. A wrong one stands in the grid, marked, and can be replaced; one
+    more than `mistakes` of them end the episode, or trial and error would solve every puzzle. With `reward="dense"` a
+    cell that becomes right earns 1 and loses it again if it is overwritten, a number that its row, column or box has
+    already costs 0.1, and the solution earns 10; "sparse" is 1 for the solution.
+    """
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 2}
+    name = "sudoku"
+    actions = None
+
+    def __init__(
+        self,
+        size: int = 4,
+        min_clues: int | None = None,
+        max_clues: int | None = None,
+        effort: str = "any",
+        candidates: int = SHOWN,
+        mistakes: int = 1,
+        reward: str = "dense",
+        render_mode: str | None = None,
+    ):
+        if size not in BOXES:
+            raise ValueError(f"sudoku has the sizes {', '.join(map(str, BOXES))}, not size={size}.")
+        least = CLUES[size][0] if min_clues is None else min_clues
+        most = max(least, CLUES[size][1]) if max_clues is None else max_clues
+        if not size - 1 <= least <= most < size * size or min(candidates, mistakes) < 0:
+            raise ValueError(
+                f"sudoku needs {size - 1} <= min_clues <= max_clues < {size * size} with size={size}, candidates >= 0"
+                f" and mistakes >= 0, not min_clues={least}, max_clues={most}, candidates={candidates},"
+                f" mistakes={mistakes}."
+            )
+        self.shown, self.mistakes = candidates, mistakes
+        self.dense = known("reward", reward, ("dense", "sparse")) == "dense"
+        self.max_turns = size * size - least + mistakes
+        super().__init__(render_mode)
+        self.config = Grids(size, (least, most), known("effort", effort, EFFORTS))
+
+    @classmethod
+    def draw(cls, config: Grids, rng: np.random.Generator) -> Iterator[Puzzle | None]:
+        shape = shape_of(config.size)
+        while True:
+            puzzle = make_puzzle(shape, int(rng.integers(config.clues[0], config.clues[1] + 1)), rng)
+            if puzzle and config.effort != "any" and by_singles(shape, puzzle.clues) != (config.effort == "singles"):
+                puzzle = None
+            yield puzzle
+
+    @classmethod
+    def key_of(cls, level: Puzzle) -> str:
+        return key_of(level.clues)
+
+    @property
+    def shape(self) -> Shape:
+        return shape_of(self.config.size)  # shared: a copy of the environment does not copy it
+
+    def begin(self, level: Puzzle) -> None:
+        self.level = level
+        self.board = level.clues
+        self.mistakes_left = self.mistakes
+        self.last = ""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        move, key, reward = self._read(action), self.state_key(), 0.0
+        if move is not None and not self._over:
+            (cell, value), before = move, self.board
+            self.board = f"{before[:cell]}{value}{before[cell + 1 :]}"
+            right = value == self.level.solution[cell]
+            twice = "" if right else self._conflicts(cell, value)
+            told = "right" if right else f"wrong, {value} is in the {twice}" if twice else "wrong"
+            self.mistakes_left -= not right
+            self.last = f"{place(self.shape.size, cell)} {value} {told}"
+            if self.dense:
+                gained = right - (before[cell] == self.level.solution[cell])
+                reward = RIGHT * gained + CONFLICT * bool(twice) + SOLVED * self._solved
+            else:
+                reward = float(self._solved)
+        info = {
+            "success": self._solved,
+            "action_is_valid": move is not None,
+            "action_is_effective": self.state_key() != key,
+            "failure": "mistakes" if self._over and not self._solved else "",
+        }
+        return self.observe(), reward, self._over, False, info
+
+    def _read(self, action: str) -> tuple[int, str] | None:
+        """The cell and the value that an action names; None for other texts, other places, and clues."""
+        match = MOVE.fullmatch(action) if len(action) <= LONGEST else None
+        if match is None or max(map(int, match.groups())) > self.shape.size:
+            return None
+        cell = (int(match[1]) - 1) * self.shape.size + int(match[2]) - 1
+        return (cell, match[3]) if self.level.clues[cell] == "." else None
+
+    @property
+    def _solved(self) -> bool:
+        return self.board == self.level.solution
+
+    @property
+    def _over(self) -> bool:
+        return self._solved or self.mistakes_left < 0
+
+    def _wrong(self) -> list[int]:
+        """The cells with a wrong number."""
+        both = zip(self.board, self.level.solution, strict=True)
+        return [cell for cell, (value, right) in enumerate(both) if value not in (right, ".")]
+
+    def _known(self) -> str:
+        """The grid without wrong numbers."""
+        both = zip(self.board, self.level.solution, strict=True)
+        return "".join(value if value == right else "." for value, right in both)
+
+    def _conflicts(self, cell: int, value: str) -> str:
+        """Which of its row, column and box have the value already, wrong numbers left aside: "row and box"."""
+        grid = self._known()
+        units = zip(("row", "column", "box"), self.shape.units_of[cell], strict=True)
+        return " and ".join(kind for kind, unit in units if any(grid[k] == value for k in self.shape.units[unit]))
+
+    # -- text ------------------------------------------------------------------------------------------------------
+
+    def observe(self) -> str:
+        size, wrong = self.shape.size, set(self._wrong())
+        cells = [f"{value}*" if cell in wrong else value for cell, value in enumerate(self.board)]
+        lines = [" ".join(cells[k : k + size]) for k in range(0, size * size, size)]
+        left = candidates(self.shape, self._known())
+        if 0 < len(left) <= self.shown:
+            fits = [f"{place(size, cell)}: {' '.join(map(str, values(mask)))}" for cell, mask in left.items()]
+            lines.append(f"Possible {' ; '.join(fits)}")
+        lines += [f"Last {self.last}"] if self.last else []
+        return "\n".join([*lines, f"Mistakes left {max(0, self.mistakes_left)}"])
+
+    def rules(self) -> str:
+        size, (high, wide) = self.shape.size, self.shape.box
+        wrong = "A wrong number ends the game."
+        if self.mistakes:
+            wrong = f"3* is a wrong number, to be replaced; more than {self.mistakes} of them end the game."
+        shown = " Possible lists the numbers that fit in each empty cell, as row column: numbers." if self.shown else ""
+        return (
+            f"Sudoku: fill the grid so that every row, every column and every box of {high} rows and {wide} columns"
+            f" has each number from 1 to {size} once. A dot is an empty cell. {wrong} Rows and columns count from 1 at"
+            f" the top left.{shown} The action is row, column and number, such as 2 3 1."
+        )
+
+    def state_key(self) -> str:
+        return f"{self.level.clues} {self.board} {self.mistakes_left}"
+
+    # -- players ---------------------------------------------------------------------------------------------------
+
+    def next_cell(self) -> Single:
+        """The next right move with its reason: a single if there is one, else the cell with the fewest values."""
+        grid, size = self._known(), self.shape.size
+        single = next(singles(self.shape, grid), None)
+        if single is not None:
+            return single
+        left = candidates(self.shape, grid)
+        if not left:
+            return Single(0, int(self.level.solution[0]), "nothing is empty")
+        cell = min(left, key=lambda cell: left[cell].bit_count())
+        value = int(self.level.solution[cell])
+        others = " and ".join(str(other) for other in values(left[cell]) if other != value)
+        return Single(cell, value, f"{place(size, cell)} is {value}, as {others} leads to no solution")
+
+    def expert(self) -> str:
+        single = self.next_cell()
+        return f"{place(self.shape.size, single.cell)} {single.value}"
+
+    def thought(self) -> str:
+        """Why the expert's next move is right: `1 2 can only be 2` or `4 fits in its row only at 3 1`."""
+        return self.next_cell().reason
+
+    def cues(self) -> dict[str, tuple[str, ...]]:
+        """All moves that a `single` proves right."""
+        found = {single.cell: single.value for single in singles(self.shape, self._known())}
+        return {"single": tuple(f"{place(self.shape.size, cell)} {value}" for cell, value in sorted(found.items()))}
+
+    def players(self) -> dict[str, str]:
+        """`random`: any number in an open cell. `fitting`: one that its row, column and box do not have yet."""
+        left = candidates(self.shape, self._known()) or {0: self.shape.full}
+        chosen = [list(left)[int(k)] for k in self.policy_rng.integers(len(left), size=2)]
+        numbers = [list(range(1, self.shape.size + 1)), values(left[chosen[1]])]
+        moves = [
+            f"{place(self.shape.size, cell)} {choices[int(self.policy_rng.integers(len(choices)))]}"
+            for cell, choices in zip(chosen, numbers, strict=True)
+        ]
+        return dict(zip(("random", "fitting"), moves, strict=True))
+
+    def optimal_success(self, horizon: int) -> float:
+        """1 where the turns suffice for the cells that are not right yet."""
+        lost = self._over and not self._solved
+        return float(not lost and self._known().count(".") <= horizon)
+
+    def render(self) -> Any:
+        """The grid as a picture with `render_mode="rgb_array"`: clues black, right numbers blue, wrong ones red."""
+        if self.render_mode != "rgb_array":
+            return super().render()
+        from PIL import Image, ImageDraw, ImageFont
+
+        size, (high, wide), side, edge = self.shape.size, self.shape.box, 48, 6
+        width = size * side + 2 * edge
+        frame = Image.new("RGB", (width, width), "white")
+        draw, font, wrong = ImageDraw.Draw(frame), ImageFont.load_default(28), set(self._wrong())
+        for line in range(size + 1):
+            at, end = edge + line * side, edge + size * side
+            draw.line((at, edge, at, end), fill="black", width=4 if line % wide == 0 else 1)
+            draw.line((edge, at, end, at), fill="black", width=4 if line % high == 0 else 1)
+        for cell, value in enumerate(self.board):
+            if value != ".":
+                middle = (edge + cell % size * side + side // 2, edge + cell // size * side + side // 2)
+                colour = "black" if self.level.clues[cell] != "." else "#c62828" if cell in wrong else "#1565c0"
+                draw.text(middle, value, fill=colour, font=font, anchor="mm")
+        return np.asarray(frame)
+
+
+def values(mask: int) -> list[int]:
+    """The values of some bits: values(0b1010) == [2, 4]."""
+    return [value for value in range(1, mask.bit_length() + 1) if mask >> value - 1 & 1]
