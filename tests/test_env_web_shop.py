@@ -242,21 +242,23 @@ def test_the_score_is_the_published_fraction():
 
 
 def test_the_kind_is_judged_by_nouns_query_and_category():
-    mug = item()
+    mug = item(asin="A0")
     lamp = {"title": "Desk Lamp", "query": "lamp", "product_category": ("Home", "Light")}
-    assert type_match(mug, mug) == type_match(item(title="Red Mug", query="other"), mug) == 1.0
+    assert type_match(item(), mug) == type_match(item(title="Red Mug", query="other"), mug) == 1.0
     assert type_match(item(**lamp), mug) == 0.0
     assert type_match(item(title="Desk Lamp"), mug) == 0.0, (
         "without a common noun the query does not help, as published"
     )
     many = "Mug Spoon Plate Fork Knife Bowl"
-    half = item(title=f"{many} Tray", query="set", product_category=("Home", "Sets"))
-    assert type_match(mug, half) == 0.5
+    half = item(asin="A0", title=f"{many} Tray", query="set", product_category=("Home", "Sets"))
+    assert type_match(item(), half) == 0.5
     assert type_match(item(query="set"), half) == type_match(item(product_category=("Home", "Sets")), half) == 1.0
-    long = item(title=f"{many} Tray Glass Cup Jar Lid Pot Pan", query="set")
-    assert type_match(mug, long) == 0.1
-    painted = item(title="Mug Hand Paint", attributes=("hand paint",))
+    long = item(asin="A0", title=f"{many} Tray Glass Cup Jar Lid Pot Pan", query="set")
+    assert type_match(item(), long) == 0.1
+    painted = item(asin="A0", title="Mug Hand Paint", attributes=("hand paint",))
     assert type_match(item(title="Vase Hand Paint"), painted) == 0.0, "an attribute is no kind"
+    nameless = item(asin="A0", title="3000 best", query="", product_category=("",))
+    assert type_match(nameless, nameless) == 1.0 and type_match(item(query="", product_category=("",)), nameless) == 0.5
 
 
 def test_what_counts_as_alike():
@@ -267,6 +269,8 @@ def test_what_counts_as_alike():
     assert same_option("size", "XL", "xl") and not same_option("size", "x-large", "large")
     both = item(options=(("front", ("red", "blue")), ("back", ("red", "blue"))))
     assert offered(both, ("red", "blue")) == {"front": "red", "back": "blue"}
+    metals = item(options=(("finish", ("rose gold", "gold", "silver")),))
+    assert offered(metals, ("gold",)) == {"finish": "gold"} and offered(metals, ("copper",)) == {}
 
 
 @pytest.mark.parametrize(("kind", "rewards"), [("dense", [0.5, 1.0]), ("sparse", [0.0, 1.0])])
@@ -296,6 +300,10 @@ def test_the_embedded_shop_is_large_and_every_goal_can_be_won():
         chosen = offered(wanted, goal.options)
         assert score(wanted, goal, wanted, chosen).total == 1.0 and set(goal.options) == set(chosen.values())
         assert shop.places[goal.asin] in shop.search(search_text(goal.instruction))[:9]
+
+
+def test_the_words_of_an_instruction_leave_out_the_price():
+    assert search_text("Find me red Boots (size 8), and price lower than 20.00 dollars") == "red boots size 8"
 
 
 def test_only_the_right_kind_wins():

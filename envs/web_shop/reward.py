@@ -70,22 +70,24 @@ def wins(scored: Score) -> bool:
 
 
 def offered(product: Product, options: tuple[str, ...]) -> dict[str, str]:
-    """For each of these options the first value of the product that matches it: {"color": "red", "size": "8"}.
+    """For each of these options a value of the product that matches it: {"color": "red", "size": "8"}.
 
-    A choice that one option has taken is not changed for another.
+    The same value goes before one that resembles it. A choice that one option has taken is not changed for another.
     """
     chosen: dict[str, str] = {}
     for option in options:
         for name, values in product.options:
-            value = next((value for value in values if same_option(name, value, option)), None)
-            if value is not None and name not in chosen:
-                chosen[name] = value
+            matching = [value for value in values if same_option(name, value, option)]
+            if matching and name not in chosen:
+                chosen[name] = min(matching, key=lambda value: value.lower() != option.lower())
                 break
     return chosen
 
 
 def type_match(product: Product, wanted: Product) -> float:
     """r_type."""
+    if product.asin == wanted.asin:  # whatever its title
+        return 1.0
     nouns = nouns_of(wanted.title, wanted.attributes)
     text = len(set(nouns_of(product.title, ())) & set(nouns)) / len(nouns) if nouns else 0.2
     if text < 0.1:
