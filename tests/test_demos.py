@@ -276,9 +276,9 @@ def test_a_source_of_phase_1_may_name_the_player_and_the_thought() -> None:
     with pytest.raises(ValueError, match="belongs to the kind demonstrations"):
         Source(kind="capybara", path="embedded", rows=6, player="expert")
     for thought in demos.THOUGHTS:
-        assert Source(**said, thought=thought).thought == thought
+        assert Source(**{**said, "thought": thought}).thought == thought
     with pytest.raises(ValueError, match="thought"):
-        Source(**said, thought="deep")
+        Source(**{**said, "thought": "deep"})
     with pytest.raises(ValueError, match='no thought "deep"'):
         Style("deep")
 
