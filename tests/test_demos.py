@@ -157,7 +157,7 @@ def test_the_chosen_answer_is_the_experts_and_leads_to_more(tmp_path: Path) -> N
     found = rows(tmp_path, "frozen_lake", "--n", "40", "--pairs", "--player", "expert:0.5,random:0.5")
     lengths = Counter()
     for pair in found:
-        env = envs.make("frozen_lake")
+        env: Any = envs.make("frozen_lake")
         results = {}
         for side in ("chosen", "rejected"):
             episode = Episode(env, Protocol.of(env), pair["seed"])

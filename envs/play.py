@@ -1,0 +1,101 @@
+"""What does the model see?  `python -m envs.play frozen_lake size=5` lets you play it with the very same text.
+
+Write an action; `# a thought` in the line before it, if you like; or a whole answer with its tags, over several lines
+up to </answer>. Ctrl-C, Ctrl-D and the end of a file end the game.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from collections.abc import Sequence
+
+from envs import SPLITS, make, names, option
+from envs.base import known
+from envs.protocol import Episode, Protocol, Turn, answer
+
+THOUGHT = "#"  # begins a line with the thought of the next action
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m envs.play", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("name", help=f"one of: {', '.join(names())}")
+    parser.add_argument("options", nargs="*", default=[], help="the environment's options, name=value (as in JSON)")
+    parser.add_argument("--turns", type=int, help="turns (default: the environment's own max_turns)")
+    parser.add_argument("--split", default="train", help=f"one of: {', '.join(SPLITS)} (default train)")
+    parser.add_argument("--seed", type=int, default=0, help="the level (default 0)")
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.seed < 0:
+            raise ValueError("--seed must be at least 0.")
+        env = make(arguments.name, **dict(map(option, arguments.options)))
+        split = known("split", arguments.split, SPLITS)
+        episode = Episode(env, Protocol.of(env, max_turns=arguments.turns), arguments.seed, split)
+    except ValueError as problem:
+        print(problem, file=sys.stderr)
+        return 2
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):  # whatever is piped in, and whatever a terminal cannot show
+            stream.reconfigure(errors="backslashreplace")
+    rewards: list[float] = []
+    try:
+        converse(episode, rewards)
+    except (EOFError, KeyboardInterrupt):
+        print()
+    print(summary(episode, sum(rewards)))
+    return 0
+
+
+def converse(episode: Episode, rewards: list[float]) -> None:
+    """Plays until the game is over, rewards and penalties into the list; EOFError where the input ends first."""
+    for message in episode.messages:
+        say(message["role"], message["content"])
+    while not episode.done:
+        said = response(episode.protocol)
+        if not sys.stdin.isatty():
+            print(said)
+        turn = episode.step(said)
+        rewards.append(turn.reward + turn.penalty)
+        print(f"[{told(turn)}]")
+        if turn.user is not None:
+            say("user", turn.user)
+    say("last state", episode.env.observe())
+
+
+def response(protocol: Protocol) -> str:
+    """The answer that is typed; one with tags is left as it is, good or bad."""
+    thought = ""
+    while True:
+        line = input("you> ")
+        if line.lstrip().startswith(THOUGHT):
+            thought = line.strip().removeprefix(THOUGHT).strip()
+        elif "<answer>" in line or "<think>" in line:
+            while "<answer>" in line and "</answer>" not in line:
+                line += f"\n{input('...> ')}"
+            return line
+        elif line.strip():
+            return answer(thought, [line.strip()], protocol)
+
+
+def told(turn: Turn) -> str:
+    penalty = f", penalty {turn.penalty:g}" if turn.penalty else ""
+    return f"reward {round(turn.reward, 6):g}{penalty}{'' if turn.valid else ', invalid answer'}"
+
+
+def summary(episode: Episode, total: float) -> str:
+    ended = "solved" if episode.success else f"lost ({episode.failure})" if episode.failure else "not solved"
+    limit = " Out of turns." if episode.truncated else "" if episode.done else " Ended by you."
+    invalid = f", {episode.invalid_turns} of them invalid" if episode.invalid_turns else ""
+    turns = f"{episode.turns} turn{'' if episode.turns == 1 else 's'}{invalid}"
+    return f"{ended.capitalize()} after {turns}, return {round(total, 6):g}.{limit}"
+
+
+def say(role: str, text: str) -> None:
+    colour = {"system": "33", "user": "36"}.get(role, "32")
+    title = f"\x1b[{colour}m{role}\x1b[0m" if sys.stdout.isatty() else role
+    print(f"-- {title}\n{text}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Does `python -m envs.play` show what the model sees, and play what is typed?"""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from tiny_runs import ROOT
+
+import envs
+from envs import play
+from envs.protocol import Episode, Protocol
+
+
+def played(typed: str, *command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    assert play.main([*command]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_text_is_the_models_and_the_expert_wins(monkeypatch, capsys) -> None:
+    env = envs.make("frozen_lake", size=5)
+    episode, typed = Episode(env, Protocol.of(env), 4, "test"), []
+    while not episode.done:
+        typed.append(env.expert())
+        episode.step(f"<think></think><answer>{typed[-1]}</answer>")
+    shown = played(
+        "\n".join(typed), "frozen_lake", "size=5", "--seed", "4", "--split", "test",
+        monkeypatch=monkeypatch, capsys=capsys,
+    )  # fmt: skip
+    at = 0
+    for message in episode.messages:
+        assert message["content"] in shown[at:], message
+        at = shown.index(message["content"], at)
+    assert "[reward 1]" in shown and shown.endswith(f"Solved after {episode.turns} turns, return 1.\n")
+    assert f"-- last state\n{env.observe()}\n" in shown
+
+
+def test_thoughts_tags_and_nonsense(monkeypatch, capsys) -> None:
+    typed = "# it is there \n\nLeft\n<think>a</think><answer>\nDown\n</answer>\n<think>Up\nfly\n"
+    shown = played(typed, "frozen_lake", monkeypatch=monkeypatch, capsys=capsys)
+    assert "<think>it is there</think><answer>Left</answer>" in shown
+    assert "<think>a</think><answer>\nDown\n</answer>\n[reward 0]" in shown
+    assert "<think>Up\n[reward 0, penalty -0.1, invalid answer]" in shown
+    assert "<think></think><answer>fly</answer>\n[reward 0, penalty -0.1, invalid answer]" in shown
+    assert "Invalid answer" in shown
+    assert shown.endswith("Not solved after 4 turns, 2 of them invalid, return -0.2. Ended by you.\n")
+
+
+def test_the_turns_run_out(monkeypatch, capsys) -> None:
+    shown = played("fly\n" * 9, "sokoban", "--turns", "1", monkeypatch=monkeypatch, capsys=capsys)
+    assert "At most 1 turns" in shown and shown.endswith("1 turn, 1 of them invalid, return -0.1. Out of turns.\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["frozen_lak"], 'Did you mean "frozen_lake"'),
+        (["frozen_lake", "siz=4"], 'Did you mean "size"'),
+        (["frozen_lake", "size"], "name=value"),
+        (["frozen_lake", "--split", "tset"], 'Did you mean "test"'),
+        (["frozen_lake", "--seed", "-1"], "at least 0"),
+        (["frozen_lake", "--turns", "0"], "at least 1"),
+    ],
+)
+def test_bad_input_is_told_in_one_paragraph(command, says, capsys) -> None:
+    assert play.main(command) == 2
+    told = capsys.readouterr()
+    assert says in told.err and not told.out and "\n\n" not in told.err
+
+
+def test_a_pipe_of_bytes_and_a_terminal_that_is_interrupted() -> None:
+    command = [sys.executable, "-m", "envs.play", "frozen_lake"]
+    done = subprocess.run(command, cwd=ROOT, input=b"\xff\xfe\x00\nLeft\n", capture_output=True, timeout=60)
+    assert done.returncode == 0 and b"Ended by you." in done.stdout and not done.stderr
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE) as running:
+        os.close(theirs)
+        shown, until = b"", time.monotonic() + 60
+        while b"you>" not in shown and time.monotonic() < until:
+            shown += os.read(ours, 4096)
+        running.send_signal(signal.SIGINT)
+        while b"Ended by you." not in shown and time.monotonic() < until:
+            shown += os.read(ours, 4096)
+        assert running.wait(timeout=60) == 0 and running.stderr is not None and not running.stderr.read()
+    os.close(ours)
