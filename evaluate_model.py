@@ -112,7 +112,7 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
     from safetensors import SafetensorError, safe_open
 
     from posttrain import checkpoint, hardware, model_files, models
-    from posttrain.preflight import check_hub
+    from posttrain.preflight import check_hub, try_output_layer
     from posttrain.rollout import open_env
 
     problems = []
@@ -134,7 +134,9 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
     if not any(getattr(cfg.suites, suite) for suite in type(cfg.suites).model_fields):
         problems.append("suites: nothing is asked; give at least one of math, repetition, recall, preferences, envs.")
     try:
-        hardware.resolve_device(cfg.device)
+        device = hardware.resolve_device(cfg.device)
+        if cfg.suites.preferences and device.type == "cuda":
+            try_output_layer(device)
     except UserError as problem:
         problems.append(str(problem))
     hub_is_there = True

@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     # 2. Can it be done? Everything that is wrong is said at once, before anything is written.
     cfg = hardware.settle(cfg)
     if runlog.is_main_process():
-        check_run(cfg, resume=flags.resume)
+        check_run(cfg, resume=flags.resume, kept=output_dir / "rows")
         if flags.resume:
             run_identity.same_run(output_dir, cfg.model_dump(mode="json"))
             run_identity.same_processes(output_dir)

@@ -51,15 +51,13 @@ def main(argv: list[str] | None = None) -> None:
     # 2. Can it be done? Everything that is wrong is said at once, before anything is written.
     cfg = hardware.settle(cfg)
     if runlog.is_main_process():
-        check_run(cfg, resume=flags.resume)
+        check_run(cfg, resume=flags.resume, kept=output_dir / "pairs")
         if flags.resume:
             run_identity.same_run(output_dir, cfg.model_dump(mode="json"))
             run_identity.same_processes(output_dir)
         checkpoint.claim(output_dir, flags.resume)
     device = hardware.resolve_device(cfg.device)
     args = trl_arguments.arguments(DPOConfig, cfg, device, precompute_ref_log_probs=True, logging_first_step=True)
-    if args.precompute_ref_batch_size is None and device.type != "cpu":  # nothing is kept for a backward pass
-        args.precompute_ref_batch_size = 4 * args.per_device_train_batch_size
     set_seed(cfg.seed)
 
     # 3. The model, the chat that speaks to it, and the pairs as token ids: prompt, chosen, rejected.

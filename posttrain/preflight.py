@@ -17,9 +17,10 @@ from posttrain.config import ModelSection
 from posttrain.types import UserError, one_line
 
 
-def check_run(cfg: Any, *, resume: bool = False, data_sets: Sequence[str] = ()) -> None:
+def check_run(cfg: Any, *, resume: bool = False, kept: Path | None = None, data_sets: Sequence[str] = ()) -> None:
     """Look at everything a run needs before it starts; all that is wrong comes back in one UserError.
 
+    kept: where the run keeps the rows that it made of its sources; a resumed run that has them reads no source.
     data_sets: what it needs from the Hub besides the sources of `data` and `distillation`.
     """
     problems: list[str] = []
@@ -36,6 +37,8 @@ def check_run(cfg: Any, *, resume: bool = False, data_sets: Sequence[str] = ()) 
     sections = [cfg.model] if hasattr(cfg, "model") else [ModelSection(name_or_path=path) for path in several]
     data = [section for key in ("data", "distillation") if (section := getattr(cfg, key, None)) is not None]
     data_paths = [source.path for section in data for source in section.sources]
+    if resume and kept is not None and (kept / checkpoint.MANIFEST).exists():
+        data_paths = []
     passes(lambda: hardware.resolve_device(cfg.device))
     passes(lambda: _check_libraries(cfg))
     for path in data_paths:

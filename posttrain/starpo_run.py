@@ -13,6 +13,7 @@ from transformers import set_seed
 from envs.protocol import Episode
 from posttrain import (
     checkpoint,
+    distillation,
     hardware,
     model_card,
     models,
@@ -63,7 +64,7 @@ def begin(cfg: StarPORun, *, resume: bool, data_sets: list[str]) -> Begun:
     if runlog.is_main_process():
         check_environments(cfg)
         runlog.say(reward_table(cfg, environments_of_groups(cfg.envs, cfg.rollout.groups, 1)))
-        check_run(cfg, resume=resume, data_sets=data_sets)
+        check_run(cfg, resume=resume, kept=out / distillation.FOLDER, data_sets=data_sets)
         if resume:
             run_identity.same_run(out, settings)
         checkpoint.claim(out, resume)

@@ -300,12 +300,13 @@ def test_demonstrations_fall_back_to_what_there_is(register):
 def test_a_model_is_compared_with_the_players_that_are_there(register):
     from types import SimpleNamespace
 
+    from posttrain.config import EnvSection, ProtocolSection
     from posttrain.evaluation.scoring import play_baselines
 
     register(Say)
     register(Walk)
-    env = {"envs": [SimpleNamespace(name=name, options={}) for name in ("walk", "say")]}
-    suite = SimpleNamespace(protocol=Protocol(), split="test", **env)
+    sections = [EnvSection(name=name) for name in ("walk", "say")]
+    suite = SimpleNamespace(protocol=ProtocolSection(), split="test", envs=sections)
     cfg: Any = SimpleNamespace(suites=SimpleNamespace(envs=suite))
     task: Any = SimpleNamespace(part="walk", items=[{"seed": seed} for seed in range(5)])
     assert set(play_baselines(cfg, task)) == {"random"}

@@ -59,6 +59,9 @@ def tiny_model(chat: Chat, seed: int) -> ConvGPTForCausalLM:
     return ConvGPTForCausalLM(shape).eval()
 
 
+PAIR = ("chosen", "rejected")
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory, tiny_chat: Chat) -> dict[str, str]:
     folder, chat = tmp_path_factory.mktemp("checkpoints"), copy.deepcopy(tiny_chat)
@@ -521,10 +524,7 @@ def test_scores_that_are_not_finite_are_a_failure(tiny_chat: Chat, monkeypatch: 
         return torch.full((sum(map(sum, masks)),), float("nan")), None
 
     monkeypatch.setattr(policy, "token_logprobs", broken)
-    pair = {
-        side: [{"role": "user", "content": "a"}, {"role": "assistant", "content": side}]
-        for side in ("chosen", "rejected")
-    }
+    pair = {side: [{"role": "user", "content": "a"}, {"role": "assistant", "content": side}] for side in PAIR}
     with pytest.raises(ValueError, match="NaN"):
         scoring.score_pairs(
             tiny_model(tiny_chat, 0), tiny_chat, Task("preferences", "", "", "", None, [pair], [0]), lambda _: None
@@ -544,6 +544,14 @@ def test_pairs_are_scored_in_float32(tmp_path: Path, checkpoints: dict[str, str]
             assert loaded.model.dtype == (torch.float32 if task.suite == "preferences" else getattr(torch, dtype))
             rows[dtype, task.suite, task.setting] = found
     assert rows["bfloat16", "preferences", ""] == rows["float32", "preferences", ""]
+
+
+def test_pairs_are_scored_in_float32_while_phase_3_computes_in_bfloat16(tiny_chat: Chat) -> None:
+    pair = {side: [{"role": "user", "content": "a"}, {"role": "assistant", "content": side}] for side in PAIR}
+    task, model = Task("preferences", "", "", "", None, [pair], [0]), tiny_model(tiny_chat, 0)
+    plain = scoring.score_pairs(model, tiny_chat, task, lambda _: None)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert scoring.score_pairs(model, tiny_chat, task, lambda _: None) == plain
 
 
 def test_two_evaluators_never_share_a_folder(tmp_path: Path, checkpoints: dict[str, str]) -> None:

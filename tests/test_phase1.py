@@ -527,6 +527,19 @@ def test_resume_reads_no_source_again_unless_the_kept_rows_are_damaged(
     assert same_weights(tmp_path / "run", whole)
 
 
+def test_a_source_may_be_gone_once_its_rows_are_kept(tmp_path: Path, files: SimpleNamespace) -> None:
+    file = config_in(tmp_path, files)
+    text = file.read_text()
+    source = Path(yaml.safe_load(text)["data"]["sources"][0]["path"])
+    file.write_text(text.replace(str(source), str(shutil.copy(source, tmp_path / "mine.jsonl"))))
+    train(file)
+    shutil.rmtree(tmp_path / "run" / "checkpoint-12")
+    shutil.rmtree(tmp_path / "run" / "final")
+    (tmp_path / "mine.jsonl").unlink()
+    train(file, "--resume")
+    assert (tmp_path / "run" / "final").is_dir()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.05, 0.15, 0.3, 0.45, 0.6])
 def test_a_kill_at_any_time_loses_no_exactness(

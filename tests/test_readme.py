@@ -248,7 +248,8 @@ def test_the_tree_is_what_lies_on_the_disk():
     wrong = [path for path in shown if not (ROOT / path).exists() or (ROOT / path).is_dir() != path.endswith("/")]
     assert not wrong, f"in the tree, not on the disk: {wrong}"
 
-    own = {f"envs/{name}.py" for name in envs.names()}  # an environment may be added without touching the tree
+    # an environment may be added without touching the tree
+    own = {f"envs/{name}{end}" for name in envs.names() for end in (".py", "/")}
     there = {path.name for path in ROOT.glob("*.py")} | {f"{path.parent.name}/" for path in ROOT.glob("[a-z]*/*.py")}
     for folder in ("configs", "envs", "posttrain"):
         inside = (path for path in (ROOT / folder).iterdir() if path.name != "__pycache__")

@@ -76,8 +76,7 @@ def run_task(cfg: EvaluateRun, name: str, task: Task, tick: Tick, loaded: Loaded
         model_section.dtype = "float32"
     model, chat = loaded.get(model_section, cfg.device, cfg.chat.template)
     if task.suite == "preferences":
-        with torch.autocast(model.device.type, enabled=False):
-            found = score_pairs(model, chat, task, tick)
+        found = score_pairs(model, chat, task, tick)
     elif task.suite == "envs":
         found = play_levels(cfg, model_section, loaded, task, tick)
     else:
@@ -154,7 +153,10 @@ def recalls(text: str, wanted: str) -> bool:
 
 
 def score_pairs(model: PreTrainedModel, chat: Chat, task: Task, tick: Tick) -> list[Record]:
-    """log pi(answer | prompt), summed over the answer's tokens, for both answers of each pair."""
+    """log pi(answer | prompt), summed over the answer's tokens, for both answers of each pair.
+
+    Computed in the precision of the weights: autocast would move a sequence's log-prob as much as DPO does.
+    """
     import torch
 
     from posttrain.policy import microbatches, token_logprobs
@@ -167,7 +169,7 @@ def score_pairs(model: PreTrainedModel, chat: Chat, task: Task, tick: Tick) -> l
             encoded.append((ids, [trained and place >= start for place, trained in enumerate(mask)]))
     sums = [0.0] * len(encoded)
     for batch in microbatches([len(ids) for ids, _ in encoded], PAIR_TOKENS):
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
             logprobs_S, _ = token_logprobs(model, [encoded[i][0] for i in batch], [encoded[i][1] for i in batch])
         for i, part in zip(batch, logprobs_S.split([sum(encoded[i][1]) for i in batch]), strict=True):
             sums[i] = float(part.double().sum())
