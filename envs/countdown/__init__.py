@@ -1,0 +1,211 @@
+"""Can the model reach a number?  Countdown: an expression of given numbers with + - * / that has the target's value.
+
+Answers are read by a parser of our own over exact fractions: no text of a model is ever executed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from envs.base import TextEnv
+from envs.countdown.arithmetic import Task, any_term, read, solution
+from envs.hub_sets import EMBEDDED, read_rows
+
+__all__ = ["Countdown"]
+
+RIGHT_NUMBERS = 0.1  # RAGEN's score of an answer with the right numbers and another value
+LEAST_TARGET = 10
+
+
+class Tasks(NamedTuple):
+    """Which levels there are: those of `path`, or generated ones."""
+
+    path: str
+    rows: int
+    least: int
+    most: int
+    highest: int
+    target: int
+    use_all: bool
+
+
+class Countdown(TextEnv):
+    """Reach the target with the numbers; an answer is one expression.
+
+    Its score is 1 with the target's value and 0.1 with another value of the right numbers. An episode ends with
+    success or after `tries` answers, and each answer earns what it adds to the best score so far.
+    """
+
+    name = "countdown"
+    actions = None
+
+    def __init__(
+        self,
+        min_numbers: int = 3,
+        max_numbers: int = 4,
+        max_number: int = 99,
+        max_target: int = 100,
+        use_all: bool = True,
+        tries: int = 1,
+        path: str = EMBEDDED,
+        rows: int = 20_000,
+        render_mode: str | None = None,
+    ):
+        if (
+            not 2 <= min_numbers <= max_numbers <= 6
+            or max_number < 2
+            or max_target < LEAST_TARGET
+            or min(tries, rows) < 1
+        ):
+            raise ValueError(
+                "countdown needs 2 <= min_numbers <= max_numbers <= 6, max_number >= 2, max_target >= 10, tries >= 1"
+                f" and rows >= 1, not min_numbers={min_numbers}, max_numbers={max_numbers}, max_number={max_number},"
+                f" max_target={max_target}, tries={tries}, rows={rows}."
+            )
+        self.max_turns = self.tries = tries
+        super().__init__(render_mode)
+        self.config = Tasks(path, rows, min_numbers, max_numbers, max_number, max_target, use_all)
+
+    @classmethod
+    def draw(cls, config: Tasks, rng: np.random.Generator) -> Iterator[Task | None]:
+        tasks = () if config.path == EMBEDDED else read_tasks(config.path, config.rows)
+        while True:
+            if tasks:
+                task = tasks[int(rng.integers(len(tasks)))]
+                yield task if solution(task, config.use_all) else None
+            else:
+                yield _generated(config, rng)
+
+    @classmethod
+    def key_of(cls, level: Task) -> str:
+        return f"{level.target} from {' '.join(map(str, sorted(level.numbers)))}"
+
+    def begin(self, level: Task) -> None:
+        self.level = level
+        self.best = 0.0
+        self.answers = 0
+        self.last = self.failure = ""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        reading, reward = read(action), 0.0
+        counts = reading is not None and not self._over
+        if reading is not None and counts:
+            wrong = self._wrong_numbers(reading.numbers)
+            score = 0.0 if wrong or reading.value is None else RIGHT_NUMBERS
+            score = 1.0 if score and reading.value == self.level.target else score
+            reward, self.best = max(0.0, score - self.best), max(score, self.best)
+            self.answers += 1
+            self.failure = "numbers" if wrong else "value"
+            value = "no value (division by zero)" if reading.value is None else str(reading.value)
+            self.last = f"{reading.text} = {value}{wrong}"
+        success = self.best == 1.0
+        info = {
+            "success": success,
+            "action_is_valid": reading is not None,
+            "action_is_effective": counts,
+            "failure": self.failure if self._over and not success else "",
+        }
+        return self.observe(), reward, self._over, False, info
+
+    @property
+    def _over(self) -> bool:
+        return self.best == 1.0 or self.answers >= self.tries
+
+    def _wrong_numbers(self, used: tuple[int, ...]) -> str:
+        """What is wrong with the numbers of an answer, as feedback; empty if nothing is."""
+        there, here = Counter(self.level.numbers), Counter(used)
+        excess = " ".join(map(str, sorted((here - there).elements())))
+        unused = " ".join(map(str, sorted((there - here).elements()))) if self.config.use_all else ""
+        return (f" not given {excess}" if excess else "") + (f" not used {unused}" if unused else "")
+
+    # -- text ------------------------------------------------------------------------------------------------------
+
+    def observe(self) -> str:
+        task = f"Target {self.level.target} Numbers {' '.join(map(str, self.level.numbers))}"
+        return f"{task}\nLast {self.last}" if self.last else task
+
+    def rules(self) -> str:
+        use = "every number exactly once" if self.config.use_all else "each number at most once"
+        retry = " A wrong answer is told its value, and you may answer again." if self.tries > 1 else ""
+        return (
+            f"Write an expression whose value is the target. Use {use}, with + - * / and brackets.{retry} The action is"
+            " the expression alone, such as (8 - 2) * 5."
+        )
+
+    def state_key(self) -> str:
+        return f"{self.level_key()} {self.tries - self.answers} {self.best}"
+
+    # -- players ---------------------------------------------------------------------------------------------------
+
+    def thought(self) -> str:
+        """The steps of a solution: `8 - 2 = 6 ; 6 * 5 = 30`."""
+        reading = read(self.expert())
+        return " ; ".join(reading.steps) if reading else ""
+
+    def expert(self) -> str:
+        """A solution, from an exact search."""
+        found = solution(self.level, self.config.use_all)
+        assert found is not None  # `draw` gives only levels that have one
+        return found
+
+    def optimal_success(self, horizon: int) -> float:
+        return float(self.best == 1.0 or (horizon > 0 and not self._over))
+
+    def players(self) -> dict[str, str]:
+        """`random`: any expression of the numbers. `near`: the nearest wrong one of several. `invented`: the right
+        value, with a number that is not given."""
+        numbers, target = self.level
+        tried = [any_term(numbers, self.policy_rng) for _ in range(8)]
+        wrong = [term for term in tried if term.value != target] or tried
+        near = min(wrong, key=lambda term: abs(term.value - target))
+        return {"random": tried[0].text, "near": near.text, "invented": _invented(self.level)}
+
+
+# -- tasks -------------------------------------------------------------------------------------------------------------
+
+
+def _invented(task: Task) -> str:
+    """An expression for the target in which a number that is not given stands for one that is."""
+    for number in task.numbers:
+        others = list(task.numbers)
+        others.remove(number)
+        missing = task.target - sum(others)
+        if abs(missing) != number:
+            return f"{' + '.join(map(str, others))} {'-' if missing < 0 else '+'} {abs(missing)}"
+    return f"{task.target} + 0"
+
+
+def _generated(config: Tasks, rng: np.random.Generator) -> Task | None:
+    """Numbers, and as target the value of a random expression of them; None where no good target was found."""
+    for _ in range(500):
+        count = int(rng.integers(config.least, config.most + 1))
+        numbers = tuple(int(number) for number in rng.integers(1, config.highest + 1, count))
+        target = any_term(numbers, rng, whole=True).value
+        if LEAST_TARGET <= target <= config.target and target not in numbers:
+            return Task(numbers, int(target))
+    return None
+
+
+@lru_cache(maxsize=8)
+def read_tasks(path: str, rows: int) -> tuple[Task, ...]:
+    """The first `rows` tasks of a data set with the columns nums and target."""
+    tasks = []
+    for number, row in enumerate(read_rows("countdown", path, ("nums", "target"), rows), 1):
+        numbers, target = row["nums"], row["target"]
+        whole = isinstance(numbers, list) and all(isinstance(each, int) for each in [*numbers, target])
+        if (
+            not whole
+            or not 2 <= len(numbers) <= 6
+            or not 0 < min([*numbers, target]) <= max([*numbers, target]) < 10**6
+        ):
+            raise ValueError(
+                f"countdown: row {number} of {path} has nums={numbers!r:.80} and target={target!r:.80}. A task has 2 to"
+                " 6 whole numbers and a target, all above 0 and below a million."
+            )
+        tasks.append(Task(tuple(numbers), target))
+    return tuple(tasks)
