@@ -1,0 +1,146 @@
+"""Can the model write a program that passes its tests?  The action is the program; it runs in a sandbox or not at all.
+
+The reward of a turn is what it adds to the best share of tests passed so far, so an episode adds up to the best share
+of all its programs. After a program the model is told how many tests passed, and the first public test that did not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from envs.base import TextEnv, known, split_by_hash
+from envs.deep_coder import embedded
+from envs.deep_coder.rows import Bounds, load
+from envs.deep_coder.sandbox import Limits, require
+from envs.deep_coder.verdict import Problem, judge, program_of
+
+LONGEST = 60_000  # characters of a program
+EMBEDDED = "embedded"
+JUNK = ("pass", "print(0)", "print(input())", "def solve(*arguments):\n    return arguments[0]")
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where problems come from: Data("embedded", (), 1000, Bounds())."""
+
+    path: str
+    subsets: tuple[str, ...]
+    rows: int
+    bounds: Bounds
+
+
+class DeepCoder(TextEnv):
+    """Programs for stdin and stdout, or functions, judged by their tests.
+
+    `path` is "embedded", a name on the Hub or a local file or folder with the columns of DeepCoder-Preview-Dataset;
+    `subsets` are its configurations and `rows` the most that are read of each split of each. `reward` is dense (the
+    share of tests passed) or sparse (1 for all of them). `public` tests of a problem may be shown. `seconds` limits one
+    test, `total_seconds` a whole submission.
+    """
+
+    name = "deep_coder"
+    actions = None
+    slow = True
+
+    def __init__(
+        self,
+        path: str = "embedded",
+        subsets: list[str] | None = None,
+        rows: int = 1000,
+        turns: int = 3,
+        reward: str = "dense",
+        public: int = 2,
+        max_tests: int = 15,
+        max_test_bytes: int = 100_000,
+        seconds: float = 2.0,
+        total_seconds: float = 5.0,
+        memory_mb: int = 1024,
+        render_mode: str | None = None,
+    ):
+        super().__init__(render_mode)
+        require()
+        at_least = {"rows": rows, "turns": turns, "max_tests": max_tests, "max_test_bytes": max_test_bytes}
+        for option, value in at_least.items():
+            if value < 1:
+                raise ValueError(f"deep_coder needs {option} >= 1, not {value}.")
+        if public < 0 or not 0 < seconds <= total_seconds or memory_mb < 64:
+            raise ValueError("deep_coder needs public >= 0, 0 < seconds <= total_seconds and memory_mb >= 64.")
+        self.dense = known("reward", reward, ("dense", "sparse")) == "dense"
+        self.max_turns = turns
+        self.limits = Limits(seconds, total_seconds, memory_mb)
+        self.config = Data(path, tuple(subsets or ()), rows, Bounds(public, max_tests, max_test_bytes))
+
+    @classmethod
+    def draw(cls, config: Data, rng: np.random.Generator) -> Iterator[Problem]:
+        if config.path == EMBEDDED:
+            for problem in embedded.problems(rng):
+                tests = problem.tests[: config.bounds.max_tests]
+                yield replace(problem, tests=tests, public=min(config.bounds.public, len(tests)))
+        found = load(config.path, config.subsets, config.rows, config.bounds)
+        while True:
+            yield found[int(rng.integers(len(found)))]
+
+    @classmethod
+    def key_of(cls, level: Problem) -> str:
+        return level.key
+
+    @classmethod
+    def split_of(cls, level: Problem) -> str:
+        """The data set's own split, or one by hash out of its train split where it has none; by hash if embedded."""
+        return level.home or split_by_hash(level.key)
+
+    def begin(self, level: Problem) -> None:
+        self.level: Problem = level
+        self.best = 0
+        self.feedback = ""
+        self.over = False
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        before, best, program = self.state_key(), self.best, program_of(action)
+        valid = bool(program.strip()) and len(program) <= LONGEST
+        tests = len(self.level.tests)
+        if valid and not self.over:
+            verdict = judge(self.level, program, self.limits)
+            self.best, self.feedback = max(best, verdict.passed), verdict.feedback
+            self.over = verdict.passed == tests
+        gained = (self.best - best) / tests if self.dense else float(self.over and best < tests)
+        info = {
+            "success": self.over,
+            "action_is_valid": valid,
+            "action_is_effective": self.state_key() != before,
+            "failure": "",
+            "passed": self.best / tests,
+        }
+        return self.observe(), gained, self.over, False, info
+
+    def observe(self) -> str:
+        return f"{self.level.statement}\n{self.feedback}" if self.feedback else self.level.statement
+
+    def rules(self) -> str:
+        return (
+            "Write a Python 3 program, standard library only, for the task. It is judged by tests, some of them hidden;"
+            f" each has {self.limits.seconds:g} seconds. The answer is the whole program and nothing else. After a"
+            " failure, answer with a corrected program."
+        )
+
+    def state_key(self) -> str:
+        """Of all that was tried only the best and what was told of the last have a future."""
+        return f"{self.level.key}\n{self.level.function}\n{self.best}\n{self.feedback}"
+
+    # -- players ---------------------------------------------------------------------------------------------------
+
+    def thought(self) -> str:
+        return self.level.idea
+
+    def expert(self) -> str:
+        """The known program; of a data set the first of the row's solutions, which need not pass, nor exist."""
+        return dict(self.level.programs).get("expert", JUNK[0])
+
+    def players(self) -> dict[str, str]:
+        """`random` answers with one of a few short programs; the others err as people do."""
+        flawed = {player: program for player, program in self.level.programs if player != "expert"}
+        return {"random": JUNK[int(self.policy_rng.integers(len(JUNK)))], **flawed}

@@ -1,0 +1,238 @@
+"""What runs inside of the sandbox?  The tests of one program, one child process a test, under limits set by the kernel.
+
+Started by sandbox.py as process 1 of its own namespaces, with the limits as arguments. It reads the program, the name
+of the function to call (empty: the program reads stdin) and then one input after the other, and answers each with what
+came of it. Expected outputs never come here, nor an input before its turn: a program that forges its results forges
+nothing but its own output, and there is nothing to find. A child can neither start a process nor open a socket
+(seccomp), and its output goes to memory of bounded size. Imports are few: they take time at every start.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import os
+import resource
+import select
+import sys
+import time
+
+THREADS = 64  # of one program
+FILES = 64  # open at once
+ANNOTATIONS = ("Any", "Dict", "List", "Optional", "Set", "Tuple")  # that functions in data sets use without import
+TAIL = 600  # characters of an error
+NOT_PYTHON = 3  # exit code of a program that does not compile
+PR_SET_DUMPABLE, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 4, 22, 2
+MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # AUDIT_ARCH_*, column of FORBIDDEN
+NEWEST = 424  # Linux 5.1: from here on numbers are the same everywhere, and libc does without these calls
+CLONE = (56, 220)
+CLONE_THREAD = 0x10000
+FORBIDDEN = {  # numbers on x86_64 and aarch64; None where the call is not there
+    "socket": (41, 198),
+    "fork": (57, None),
+    "vfork": (58, None),
+    "execve": (59, 221),
+    "execveat": (322, 281),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "personality": (135, 92),
+    "acct": (163, 89),
+    "swapon": (167, 224),
+    "quotactl": (179, 60),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "fanotify_init": (300, 262),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "modify_ldt": (154, None),
+    "memfd_create": (319, 279),  # memory that RLIMIT_AS does not see, as the next four
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+}
+
+
+def system_call_filter(machine: str) -> bytes:
+    """The seccomp program: forbidden calls fail with EPERM, new ones with ENOSYS, foreign call tables kill."""
+    architecture, column = MACHINES[machine]
+    numbers = [each[column] for each in FORBIDDEN.values() if each[column] is not None]
+    load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, kill, eperm, enosys = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
+
+    def line(code: int, k: int, yes: int = 0, no: int = 0) -> bytes:
+        order = "little"
+        return code.to_bytes(2, order) + bytes([yes, no]) + k.to_bytes(4, order)
+
+    lines = [line(load, 4), line(equal, architecture, 1, 0), line(give, kill), line(load, 0)]
+    lines += [line(at_least, 0x40000000, 0, 1), line(give, kill)]  # the x32 table
+    lines += [line(at_least, NEWEST, 0, 1), line(give, enosys)]
+    for number in numbers:
+        lines += [line(equal, number, 0, 1), line(give, eperm)]
+    lines += [line(equal, CLONE[column], 0, 3), line(load, 16), line(any_bit, CLONE_THREAD, 1, 0), line(give, eperm)]
+    return b"".join([*lines, line(give, allow)])
+
+
+class Filter(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("lines", ctypes.c_char_p))
+
+
+def read(size: int) -> bytes:
+    """Exactly so many bytes of the next request; the end of the requests is the end."""
+    parts = []
+    while size:
+        part = os.read(0, min(size, 1 << 20))
+        if not part:
+            os._exit(0)
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def request() -> bytes:
+    return read(int.from_bytes(read(4), "big"))
+
+
+def reply(*parts: bytes) -> None:
+    message = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+    while message:
+        message = message[os.write(1, message) :]
+
+
+def memory(content: bytes = b"") -> int:
+    """A file in memory that holds `content`, read from its beginning."""
+    file = os.memfd_create("test")
+    while content:
+        content = content[os.write(file, content) :]
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
+
+
+def watch(pid: int, seconds: float) -> tuple[str, int]:
+    """How a child ended: ("exit", code), ("signal", number), ("time", 0) or ("threads", 0)."""
+    deadline, handle = time.monotonic() + seconds, os.pidfd_open(pid)
+    poll, stopped = select.poll(), ""
+    poll.register(handle, select.POLLIN)
+    while not poll.poll(20):
+        with open(f"/proc/{pid}/status", "rb") as file:
+            threads = int(file.read().partition(b"\nThreads:")[2].split(None, 1)[0])
+        stopped = "time" if time.monotonic() > deadline else "threads" if threads > THREADS else ""
+        if stopped:
+            os.kill(pid, 9)
+            break
+    os.close(handle)
+    status = os.waitpid(pid, 0)[1]
+    if stopped:
+        return stopped, 0
+    return ("signal", os.WTERMSIG(status)) if os.WIFSIGNALED(status) else ("exit", os.WEXITSTATUS(status))
+
+
+def limit(seconds: float, memory_bytes: int, output_bytes: int) -> None:
+    """What the kernel counts for this process; soft and hard alike, so that they cannot be raised again."""
+    for what, most in (
+        (resource.RLIMIT_CPU, int(seconds) + 1),
+        (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_FSIZE, output_bytes),
+        (resource.RLIMIT_NOFILE, FILES),
+        (resource.RLIMIT_NPROC, THREADS),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(what, (most, most))
+
+
+def told(error: BaseException) -> bytes:
+    """`line 3: ValueError: ...`, the line being the program's own."""
+    line, trace = getattr(error, "lineno", None) if isinstance(error, SyntaxError) else None, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == "program":
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    text = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    return (f"line {line}: {text}" if line else text)[:TAIL].encode("utf-8", "backslashreplace")
+
+
+def play(source: bytes, function: str, data: bytes) -> None:
+    """Runs the program in this process: the function's value, or the error, is left in file 3."""
+    sys.stdin = open(0, encoding="utf-8", errors="replace")  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+    sys.argv = ["program"]
+    builtins.exit = builtins.quit = sys.exit
+    main = sys.modules["__main__"] = type(sys)("__main__")
+    if function:
+        import json
+        import typing
+
+        main.__dict__.update({name: getattr(typing, name) for name in ANNOTATIONS})
+    try:
+        code = compile(source.decode("utf-8", "surrogatepass"), "program", "exec", dont_inherit=True)
+    except BaseException as error:
+        os.write(3, told(error))
+        os._exit(NOT_PYTHON)
+    try:
+        exec(code, main.__dict__)
+        if not function:
+            return
+        holder = main if hasattr(main, function) or not hasattr(main, "Solution") else main.Solution()
+        value = getattr(holder, function)(*json.loads(data))
+        os.write(3, json.dumps(value, default=list).encode())
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            os.write(3, told(end))
+        raise
+    except BaseException as error:
+        os.write(3, told(error))
+        try:
+            sys.stdout.flush()
+        finally:
+            os._exit(1)
+
+
+def main() -> None:
+    seconds, memory_bytes, output_bytes = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    lines = system_call_filter(os.uname().machine)
+    program, prctl = Filter(len(lines) // 8, lines), ctypes.CDLL(None, use_errno=True).prctl
+    prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # or a child could write to our memory by /proc/1/mem
+    reply(b"ready")
+    source, function = request(), request().decode()
+    if function:  # imported here, it is there in every child
+        import json  # noqa: F401
+        import typing  # noqa: F401
+    while True:
+        data = request()
+        files = [memory(b"" if function else data), memory(), memory(), memory()]
+        pid = os.fork()
+        if pid == 0:
+            break
+        ended, number = watch(pid, seconds)
+        texts = [os.pread(file, output_bytes, 0) for file in files[1:]]
+        reply(ended.encode(), str(number).encode(), texts[0], texts[1][-TAIL:], texts[2])
+        for file in files:
+            os.close(file)
+    for place, file in enumerate(files):  # ascending and each above its place, so that none is overwritten before
+        os.dup2(file, place)
+    os.closerange(4, 256)
+    limit(seconds, memory_bytes, output_bytes)
+    if prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0):
+        os._exit(125)
+    play(source, function, data)
+
+
+main()

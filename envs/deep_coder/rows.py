@@ -1,0 +1,158 @@
+"""How do problems of a data set become ours?  Rows of DeepCoder-Preview-Dataset, from the Hub or from local files.
+
+A row has `problem`, `tests` (JSON: a list of {input, output, type}, or {inputs, outputs, fn_name}), and it may have
+`solutions`, `starter_code` and `metadata` with `func_name`. A row that cannot be judged here is left out: without a
+test within the bounds, with another kind of test, or too long to be read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from envs.base import split_by_hash
+from envs.deep_coder.verdict import Problem, Test, program_of
+
+SUBSETS = ("primeintellect", "codeforces")  # train and test of the Hub set that belong together
+LONGEST_STATEMENT = 10_000  # characters
+HUB = "agentica-org/DeepCoder-Preview-Dataset"
+TAKES = (
+    f"It takes `embedded`, a name on the Hugging Face Hub such as {HUB}, or a local .jsonl or .parquet file or a folder"
+    " of them with the same columns."
+)
+READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Of the tests of a problem: so many may be shown, so many are run, and none is larger than that."""
+
+    public: int = 2
+    max_tests: int = 15
+    max_test_bytes: int = 100_000
+
+
+@lru_cache(maxsize=4)
+def load(path: str, subsets: tuple[str, ...], most: int, bounds: Bounds) -> tuple[Problem, ...]:
+    """The problems of a data set, each with its split: its own, or by hash out of train where the set lacks one."""
+    found: dict[str, Problem] = {}
+    own: set[str] = set()
+    read = 0
+    for split, row in _rows(path, subsets, most):
+        own.add(split)
+        read += 1
+        problem = problem_of(row, bounds)
+        if problem is None or (problem.key in found and split == "train"):
+            continue
+        found[problem.key] = replace(problem, home=split)  # of a problem in train and test, test has it
+    if not found:
+        raise ValueError(
+            f"deep_coder found no problem in path={path} ({read} rows): a row needs `problem` and `tests` as in {HUB},"
+            f" with a test of at most {bounds.max_test_bytes} bytes."
+        )
+    return tuple(replace(problem, home=_split(problem, own)) for problem in found.values())
+
+
+def _split(problem: Problem, own: set[str]) -> str:
+    bucket = split_by_hash(problem.key)
+    return problem.home if problem.home != "train" or bucket in own else bucket
+
+
+def _rows(path: str, subsets: tuple[str, ...], most: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The rows of every split of every subset, `most` of each, with the name of the split in our words."""
+    import datasets
+
+    local = Path(path)
+    if not local.exists() and not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        raise ValueError(f"deep_coder could not read path={path}: there is no such file or folder. {TAKES}")
+    names: tuple[str | None, ...] = subsets or ((None,) if local.exists() else SUBSETS)
+    try:
+        for name in names:
+            if local.is_file():
+                kind = READERS.get(local.suffix, "json")
+                loaded = datasets.load_dataset(kind, data_files={"train": str(local)}, streaming=True)
+            else:
+                loaded = datasets.load_dataset(path, name, streaming=True)
+            for split, rows in dict(loaded).items():
+                ours = next((each for each in ("test", "validation") if each in str(split)), "train")
+                for row in islice(rows, most):
+                    yield ours, row
+    except Exception as error:  # `datasets`, its file systems and its HTTP client raise errors of many libraries
+        told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ValueError(f"deep_coder could not read path={path} ({told}). {TAKES}") from error
+
+
+def problem_of(row: Mapping[str, Any], bounds: Bounds) -> Problem | None:
+    """A row as a problem; None where it cannot be judged here."""
+    statement, tests = row.get("problem"), row.get("tests")
+    if not isinstance(statement, str) or not 0 < len(statement) <= LONGEST_STATEMENT:
+        return None
+    try:
+        function, found, boxed = tests_of(parsed(tests), parsed(row.get("metadata")))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):  # another schema, or a number too long
+        return None
+    chosen = choose(found, bounds)
+    if not chosen:
+        return None
+    key = hashlib.sha256(" ".join(statement.split()).encode("utf-8", "surrogatepass")).hexdigest()
+    starter = row.get("starter_code")
+    if isinstance(starter, str) and starter.strip() and starter.strip() not in statement:
+        statement += f"\nBegin with\n{starter.strip()}"
+    if function and function not in statement:
+        statement += f"\nWrite a function {function}."
+    solutions = [each for each in row.get("solutions") or () if isinstance(each, str) and each.strip()]
+    programs = (("expert", program_of(solutions[0])),) if solutions else ()
+    public = min(bounds.public, len(chosen))
+    return Problem(statement, function, chosen, public, key, programs, boxed=boxed)
+
+
+def parsed(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) and value.strip() else value
+
+
+def tests_of(tests: Any, metadata: Any) -> tuple[str, list[Test], bool]:
+    """The function to call (empty: stdin), all tests, and whether expected values may stand in a list of their own."""
+    if isinstance(tests, dict):
+        function = tests.get("fn_name") or ""
+        pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
+    else:
+        first = tests[0]
+        called = first.get("type", first.get("testtype", "stdin")) in ("function_call", "functional")
+        inner = parsed(first.get("metadata")) or metadata or {}
+        function = (first.get("fn_name") or inner.get("func_name") or inner["fn_name"]) if called else ""
+        pairs = [(test["input"], test["output"]) for test in tests]
+    if not function:
+        return "", [Test(lines(given), lines(value)) for given, value in pairs], False
+    if not isinstance(function, str):
+        raise TypeError("the name of a function is text")
+    if isinstance(pairs[0][0], str):  # LiveCodeBench: an argument a line, as JSON
+        made = [
+            Test(as_json([json.loads(line) for line in given.split("\n")]), as_json(json.loads(value)))
+            for given, value in pairs
+        ]
+        return function, made, False
+    return function, [Test(as_json(given), as_json(value)) for given, value in pairs], True
+
+
+def lines(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def as_json(value: Any) -> str:
+    return json.dumps(value)
+
+
+def choose(tests: list[Test], bounds: Bounds) -> tuple[Test, ...]:
+    """The first ones, which may be shown, and of the others those with the longest inputs, in their order."""
+    tests = [test for test in tests if len(test.input) + len(test.output) <= bounds.max_test_bytes]
+    shown, hidden = tests[: bounds.public], tests[bounds.public :]
+    room = max(0, bounds.max_tests - len(shown))
+    longest = sorted(range(len(hidden)), key=lambda number: -len(hidden[number].input))[:room]
+    return tuple([*shown, *(hidden[number] for number in sorted(longest))][: bounds.max_tests])

@@ -1,0 +1,423 @@
+"""Does deep_coder judge programs as documented, tell no hidden test, and read the data set's schemas?"""
+
+# pyright: reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import copy
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from envs import SPLITS, make
+from envs.deep_coder import embedded, rows, sandbox, tasks, verdict
+from envs.deep_coder.rows import Bounds
+from envs.deep_coder.sandbox import Outcome
+from envs.deep_coder.verdict import Problem, program_of, same_text, same_value, short
+from envs.protocol import Episode, Protocol, answer
+
+
+def missing() -> str:
+    try:
+        sandbox.require()
+    except ValueError as problem:
+        return str(problem)
+    return ""
+
+
+needs_sandbox = pytest.mark.skipif(bool(missing()), reason=f"no sandbox here: {missing()[:200]}")
+TESTS = tuple(verdict.Test(f"{n}\n", f"{2 * n}\n") for n in (1, 2, 3, 4))
+DOUBLE = Problem("Print twice the number.", "", TESTS, public=1, key="double")
+
+
+def started(problem: Problem = DOUBLE, **options):
+    env = make("deep_coder", **options)
+    env.reset(seed=0)
+    env.begin(problem)
+    return env
+
+
+# -- the rules by example ----------------------------------------------------------------------------------------------
+
+
+@needs_sandbox
+def test_an_episode_adds_up_to_the_best_share_of_passed_tests():
+    env = started()
+    played = [env.step(program) for program in ("print(2)", "n = int(input())\nprint(2 * n if n < 4 else 0)", "pass")]
+    assert [step[1] for step in played] == [0.25, 0.5, 0.0]
+    observation, reward, terminated, truncated, info = env.step("print(2 * int(input()))")
+    assert (reward, terminated, truncated, info["success"], info["passed"]) == (0.25, True, False, True, 1.0)
+    again = env.step("print(0)")
+    assert again[0] == observation and again[1:4] == (0.0, True, False) and again[4]["success"]
+    assert not again[4]["action_is_effective"]
+
+
+@needs_sandbox
+def test_the_sparse_reward_is_for_all_tests_alone():
+    env = started(reward="sparse")
+    rewards = [env.step(program)[1] for program in ("print(2)", "print(2 * int(input()))", "print(2 * int(input()))")]
+    assert rewards == [0.0, 1.0, 0.0]
+
+
+@needs_sandbox
+def test_feedback_shows_the_first_public_test_that_failed_and_no_hidden_one():
+    env = started()
+    assert env.observe() == "Print twice the number."
+    told = env.step("print(int(input()) + 3)")[0]
+    assert told == "Print twice the number.\nPassed 1 of 4 tests.\nTest 1\nInput 1\nExpected 2\nGot 4"
+    assert env.step("raise ValueError(input())")[0].endswith("Input 1\nExpected 2\nFailed: line 1: ValueError: 1")
+    assert env.step("print(")[0].endswith("Passed 0 of 4 tests.\nline 1: SyntaxError: '(' was never closed")
+    hidden = env.step("n = int(input())\nprint(2 * n if n < 4 else f'secret {n}')")[0]
+    assert hidden.endswith("Passed 3 of 4 tests.\nA hidden test failed: wrong output.")
+    hidden = env.step("n = int(input())\nprint(2 * n if n < 4 else 1 / 0)")[0]
+    assert hidden.endswith("A hidden test failed: an error.")
+
+
+@needs_sandbox
+def test_blank_and_endless_answers_are_invalid_and_change_nothing():
+    env = started()
+    env.step("print(2)")
+    before = (env.state_key(), env.observe())
+    for action in ("", " \n", "```python\n\n```", "x" * 60_001):
+        _, reward, terminated, _, info = env.step(action)
+        assert (reward, terminated, info["action_is_valid"], info["action_is_effective"]) == (0, False, False, False)
+    assert (env.state_key(), env.observe()) == before
+
+
+def test_a_fence_is_taken_off():
+    assert program_of("Here:\n```python\nprint(1)\n```\nDone") == program_of(" print(1)") == "print(1)"
+    assert program_of("```\nx\n```\nor\n```PY\nprint(1)\n```") == program_of("\n  print(1)\n") == "print(1)"
+    assert program_of("if x:\n    y") == "if x:\n    y"
+
+
+@needs_sandbox
+def test_a_program_is_run_once(monkeypatch):
+    env, runs = started(), []
+    monkeypatch.setattr(verdict, "execute", lambda *given: runs.append(given) or [Outcome("ok", "0", "")] * 4)
+    for _ in range(3):
+        env.step("print('run once')")
+    env.begin(DOUBLE)
+    env.step("```python\nprint('run once')\n```")
+    assert len(runs) == 1
+    monkeypatch.setattr(verdict, "CACHED", 2)
+    for n in (1, 2, 3, 1):
+        env.step(f"print('{n}')")
+    assert len(runs) == 5 and len(verdict._cache) == 2
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "same"),
+    [
+        ("1 2\n", "1  2", True),
+        ("1\n2\n", "1\n\n2\n\n", True),
+        ("1 2", "1\n2", False),
+        ("", "\n", True),
+        ("", "0", False),
+        ("0.333333", "0.3333334", True),
+        ("0.5", ".50", True),
+        ("2", "2.0", False),
+        ("1000000000.5", "1000000000.9", True),
+        ("1.5", "nan", False),
+        ("1.5", "1.6", False),
+        ("1.0.0", "1.0", False),
+        ("YES", "yes", False),
+        ("1.5", "1." + "5" * 10_000, False),
+    ],
+)
+def test_outputs_are_compared_by_lines_and_tokens(expected, found, same):
+    assert same_text(expected, found) is same
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "same"),
+    [
+        ([1, [2.0]], [1, [2.0000001]], True),
+        (3, 3.0, True),
+        (0.5, 10**400, False),
+        (False, False, True),
+        (3, 4, False),
+        (True, 1, False),
+        (None, None, True),
+        ("a", "a", True),
+        ({"a": 1}, {"a": 1}, True),
+        ({"a": 1}, {"b": 1}, False),
+        ([1], [1, 2], False),
+        (0.5, "0.5", False),
+    ],
+)
+def test_values_are_compared_as_json(expected, found, same):
+    assert same_value(expected, found) is same
+
+
+def test_values_that_no_json_reader_likes_are_wrong_and_harmless():
+    problem = Problem("", "f", (verdict.Test("[]", "[1.5]"),), 1, "", boxed=True)
+    for text in ("[" * 200_000, "9" * 100_000, "", "NaN", "\ud800", '{"a": ' * 50_000, "1e999", "[1" + "0" * 400 + "]"):
+        assert not verdict.passed(problem, problem.tests[0], Outcome("ok", text, ""))
+    assert verdict.passed(problem, problem.tests[0], Outcome("ok", "1.5", "")), "TACO boxes its values"
+
+
+def test_what_is_shown_is_short_and_printable():
+    assert short("x" * 5000).count("x") == verdict.SHOWN and short("  ") == "nothing"
+    assert short("a\x1b[2J\x00\ud800\n字") == "a\\x1b[2J\\x00\\ud800\n字"
+
+
+# -- embedded problems -------------------------------------------------------------------------------------------------
+
+
+def test_reference_functions_are_right_on_cases_solved_by_hand():
+    cases = [
+        (tasks.count_pairs([1, 5, 3, 3, 3], 6), 4),
+        (tasks.caesar("xyz A", 3), "abc A"),
+        (tasks.compress("aabbbc", 3), "aab3c"),
+        (tasks.fewest_coins(12, 5, 6), 2),
+        (tasks.fewest_coins(0, 5, 6), 0),
+        (tasks.largest_window([1, -2, 4, 3], 2), 7),
+        (tasks.last_in_circle(5, 2), 3),
+        (tasks.to_base(11, 3), "102"),
+        (tasks.every_kth(["a", "b", "c", "d"], 2), ["b", "d"]),
+        (tasks.longest_smooth([1, 3, 9, 10, 11], 2), 3),
+        (tasks.rotate([1, 2, 3], 4), [2, 3, 1]),
+        (tasks.at_most_k_times([1, 1, 2, 1], 2), [1, 1, 2]),
+        (tasks.recurrence(7, 1, 1, 100), 13),
+        (tasks.depth_of("(()())", 2), 2),
+        (tasks.depth_of("())", 1), -1),
+        (tasks.grid_paths(3, 3, 2, 2), 2),
+        (tasks.count_primes(20, 4, 1), 3),
+        (tasks.sorted_words(["ccc", "bb", "a", "bb"], 2), ["bb", "ccc"]),
+        (tasks.climb(4, 2, 3), 7),
+        (tasks.by_remainder([5, 3, -1, 6], 3), [3, 6, -1, 5]),
+        (tasks.steps_to_one(10, 3), 3),
+        (tasks.balance([5, -7, -9, 1], 3), -1),
+        (tasks.closest([1, 5], 3), 1),
+        (tasks.most_common(["a", "bb", "cc", "bb"], 2), "bb"),
+    ]
+    assert [found for found, _ in cases] == [expected for _, expected in cases]
+    assert len({task.function for task in tasks.TASKS}) == 22
+
+
+def test_there_are_hundreds_of_problems_and_both_forms_of_one_are_in_one_split():
+    drawn = [problem for problem, _ in zip(embedded.problems(np.random.default_rng(0)), range(3000), strict=False)]
+    assert len({problem.key for problem in drawn}) > 1000
+    forms = {}
+    for problem in drawn:
+        forms.setdefault(problem.key, set()).add(bool(problem.function))
+    assert sum(len(form) == 2 for form in forms.values()) > 300
+    assert all(len(problem.tests) == embedded.TESTS and problem.public == embedded.PUBLIC for problem in drawn)
+    assert max(len(problem.statement) for problem in drawn) < 900
+
+
+def test_flawed_programs_are_other_programs():
+    for problem, _ in zip(embedded.problems(np.random.default_rng(1)), range(300), strict=False):
+        programs = dict(problem.programs)
+        assert programs["expert"] not in (programs["off_by_one"], programs["no_edge_cases"])
+        assert not any("# off" in program or "# edge" in program for program in programs.values())
+
+
+@needs_sandbox
+def test_the_expert_wins_in_one_turn_and_nobody_else_does_often():
+    won = dict.fromkeys(("expert", "random", "off_by_one", "no_edge_cases"), 0)
+    levels = [(split, seed) for split in SPLITS for seed in range(4)]
+
+    def wins(at: tuple[str, int], player: str) -> bool:
+        env = make("deep_coder")
+        env.reset(seed=at[1], options={"split": at[0]})
+        return env.step(env.expert() if player == "expert" else env.players()[player])[4]["success"]
+
+    with ThreadPoolExecutor(2) as pool:
+        for player in won:
+            won[player] = sum(pool.map(lambda at, player=player: wins(at, player), levels))
+    assert won["expert"] == len(levels) and won["random"] <= 1
+    assert won["off_by_one"] <= len(levels) / 3 and won["no_edge_cases"] <= len(levels) / 3
+
+
+@needs_sandbox
+@pytest.mark.slow
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_expert_wins_every_level(split):
+    for seed in range(200):
+        env = make("deep_coder", turns=1)
+        env.reset(seed=seed, options={"split": split})
+        assert env.step(env.expert())[4]["success"], env.level
+
+
+@needs_sandbox
+def test_copies_play_on_alike():
+    env = started()
+    env.step("print(2)")
+    other = copy.deepcopy(env)
+    assert other.step("print(2 * int(input()))")[4]["success"]
+    assert env.step("print(2)")[:2] == (env.observe(), 0.0) and env.best == 1
+
+
+# -- the data set ------------------------------------------------------------------------------------------------------
+
+STDIN = [{"type": "stdin_stdout", "input": f"{n}\n", "output": f"{2 * n}\n"} for n in range(20)]
+ROWS = {
+    "list": {
+        "problem": "Print twice n.",
+        "solutions": ["```python\nprint(2 * int(input()))\n```"],
+        "tests": json.dumps(STDIN),
+    },
+    "called": {
+        "problem": "Write f that doubles.",
+        "solutions": ["def f(n):\n    return 2 * n"],
+        "tests": json.dumps([{"type": "function_call", "fn_name": "f", "input": [2], "output": [4]}]),
+    },
+    "taco": {
+        "problem": "Add two numbers.",
+        "solutions": ["print(int(input()) + int(input()))"],
+        "tests": json.dumps({"inputs": [["1", "2"], "3\n4"], "outputs": [["3"], "7"]}),
+    },
+    "taco called": {
+        "problem": "Reverse.",
+        "solutions": ["class Solution:\n    def back(self, x):\n        return x[::-1]"],
+        "tests": json.dumps({"fn_name": "back", "inputs": [[[1, 2]], [[3]]], "outputs": [[[2, 1]], [[3]]]}),
+    },
+    "lcb": {
+        "problem": "Sum of a and b.",
+        "starter_code": "class Solution:\n    def add(self, a: List[int], b: int) -> int:",
+        "solutions": ["class Solution:\n    def add(self, a: List[int], b: int) -> int:\n        return sum(a) + b"],
+        "tests": json.dumps([{"testtype": "functional", "input": "[1, 2]\n3", "output": "6"}]),
+        "metadata": json.dumps({"func_name": "add"}),
+    },
+}  # fmt: skip
+BAD = [
+    {"problem": "", "tests": "[]"},
+    {"problem": "No tests", "tests": "[]"},
+    {"problem": "No JSON", "tests": "nonsense"},
+    {"problem": "Too large", "tests": json.dumps([{"input": "x" * 200_000, "output": "x"}])},
+    {"problem": "No name", "tests": json.dumps([{"type": "function_call", "input": [1], "output": [1]}])},
+    {"problem": "Other", "tests": json.dumps({"in": [1]})},
+    {"problem": "x" * 20_000, "tests": json.dumps(STDIN)},
+]
+
+
+def written(folder: Path, name: str, some: list[dict]) -> Path:
+    columns = ("problem", "solutions", "tests", "starter_code", "metadata")
+    lines = [json.dumps({column: row.get(column) for column in columns}) for row in some]
+    (folder / name).write_text("\n".join(lines) + "\n")
+    return folder / name
+
+
+@needs_sandbox
+def test_every_schema_is_read_and_the_rows_own_solution_passes(tmp_path):
+    path = written(tmp_path, "train.jsonl", [*ROWS.values(), *BAD])
+    found = {problem.statement.split("\n")[0]: problem for problem in rows.load(str(path), (), 100, Bounds())}
+    assert set(found) == {row["problem"] for row in ROWS.values()}
+    for problem in found.values():
+        env = started(problem)
+        assert env.step(env.expert())[4]["success"], (problem, env.feedback)
+        assert set(env.players()) == {"random"}
+    lcb = found["Sum of a and b."]
+    assert (
+        lcb.function == "add" and lcb.tests[0].input == "[[1, 2], 3]" and "Begin with\nclass Solution" in lcb.statement
+    )
+    assert "Write a function back." in found["Reverse."].statement
+
+
+def test_tests_are_capped_the_first_may_be_shown_and_the_longest_are_kept():
+    tests = [{"input": "7" * n, "output": "0"} for n in (1, 2, 9, 3, 8, 40)]
+    problem = rows.problem_of({"problem": "p", "tests": tests}, Bounds(public=2, max_tests=4, max_test_bytes=20))
+    assert problem is not None
+    assert [len(test.input) for test in problem.tests] == [1, 2, 9, 8] and problem.public == 2
+
+
+def test_own_splits_are_honoured_and_validation_is_by_hash_out_of_train(tmp_path):
+    def numbered(*numbers: int) -> list[dict]:
+        return [{**ROWS["list"], "problem": f"Problem {n}"} for n in numbers]
+
+    written(tmp_path, "train.jsonl", numbered(*range(60)))
+    written(tmp_path, "test.jsonl", numbered(*range(50, 70)))
+    found = rows.load(str(tmp_path), (), 1000, Bounds())
+    homes = {problem.statement: problem.home for problem in found}
+    assert len(found) == 70 and all(homes[f"Problem {n}"] == "test" for n in range(50, 70))
+    assert {homes[f"Problem {n}"] for n in range(50)} == {"train", "validation"}
+    assert len(rows.load(str(tmp_path), (), 10, Bounds())) == 20
+    alone = rows.load(str(tmp_path / "train.jsonl"), (), 1000, Bounds())
+    assert {problem.home for problem in alone} == set(SPLITS), "by hash where there is but one split"
+
+
+@needs_sandbox
+def test_levels_of_a_file_are_drawn_by_split(tmp_path):
+    path = written(tmp_path, "train.jsonl", [{**ROWS["list"], "problem": f"Problem {n}"} for n in range(80)])
+    env = make("deep_coder", path=str(path))
+    seen = {split: set() for split in SPLITS}
+    for split in SPLITS:
+        for seed in range(20):
+            seen[split].add(env.reset(seed=seed, options={"split": split})[0])
+    assert not seen["train"] & seen["test"] and len(seen["train"]) > 10
+
+
+@needs_sandbox
+@pytest.mark.parametrize("path", ["nowhere", "no/such-set"])
+def test_what_cannot_be_read_is_one_paragraph(path, monkeypatch):
+    def unreachable(*given: object, **named: object) -> None:
+        raise ConnectionError("no network\nat all")
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    with pytest.raises(
+        ValueError, match=r"could not read path=.* takes `embedded`, a name on the Hugging Face"
+    ) as told:
+        make("deep_coder", path=path).reset(seed=0)
+    assert "\n" not in str(told.value)
+
+
+@needs_sandbox
+def test_rows_of_another_schema_are_named(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "x"}\n')
+    with pytest.raises(ValueError, match=r"no problem in path=.*\(1 rows\): a row needs `problem` and `tests`"):
+        make("deep_coder", path=str(tmp_path / "rows.jsonl")).reset(seed=0)
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    "option", [{"reward": "dens"}, {"turns": 0}, {"seconds": 9.0}, {"memory_mb": 1}, {"public": -1}]
+)
+def test_options_that_make_no_sense_are_refused(option):
+    with pytest.raises(ValueError, match=r"dense|deep_coder needs"):
+        make("deep_coder", **option)
+
+
+# -- hostile answers ---------------------------------------------------------------------------------------------------
+
+PIECES = (
+    *("import os", "os.fork()", "while True: pass", "print(input())", "(", ")", "[" * 50, "9**9**9", "\x00", "\ud800"),
+    *("</answer>", "<think>", "eval(input())", "exec('1/0')", "raise SystemExit(3)", "open('/etc/passwd')", "```"),
+    *("def f(x): return f(x)", "f(1)", "\n", "    ", "try:", "except:", "print('x' * 10**7)", "bytearray(10**10)"),
+    *("import sys; sys.exit = 1", "import ctypes; ctypes.string_at(0)", "import socket; socket.socket()", "del print"),
+    *("class A(metaclass=A)", "async def g(): await g", "__import__('os')._exit(0)", "assert 0, 'x' * 10**5", "yield"),
+    *("lambda", "# ", '"""', "\u202e", "%s {0}"),
+)
+
+
+def hostile(rng: random.Random) -> str:
+    text = "\n".join(rng.choice(PIECES) for _ in range(rng.randrange(1, 7)))
+    return text * rng.choice((1, 1, 1, 50)) if rng.random() < 0.2 else text
+
+
+def survived(numbers: range) -> int:
+    """Plays hostile answers, each alone in an episode of one turn; how many succeeded."""
+    protocol = Protocol(max_turns=1, max_actions=1)
+
+    def one(number: int) -> bool:
+        env = make("deep_coder", seconds=0.25, total_seconds=3.0)
+        episode = Episode(env, protocol, number % 50)
+        episode.step(answer("", [hostile(random.Random(number))], protocol))
+        return episode.success
+
+    with ThreadPoolExecutor(2) as pool:
+        return sum(pool.map(one, numbers))
+
+
+@needs_sandbox
+def test_hostile_answers_raise_nothing_and_win_nothing():
+    assert survived(range(30)) == 0
+
+
+@needs_sandbox
+@pytest.mark.slow
+def test_twenty_thousand_hostile_answers():
+    assert survived(range(20_000)) == 0
