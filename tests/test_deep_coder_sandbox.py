@@ -112,7 +112,8 @@ ATTACKS = {
     "memory of the harness": ("open('/proc/1/mem', 'rb')\nprint('ESCAPED')", "error .*PermissionError"),
     "files of the harness": (
         "import os\nfor n in range(64):\n    for mode in ('rb', 'wb'):\n"
-        "        try: open(f'/proc/1/fd/{{n}}', mode, 0)\n        except OSError: pass\n        else: print('ESCAPED', n)\nos.readlink('/proc/1/fd/0')",
+        "        try: open(f'/proc/1/fd/{{n}}', mode, 0)\n        except OSError: pass\n"
+        "        else: print('ESCAPED', n)\nos.readlink('/proc/1/fd/0')",
         "error .*PermissionError",
     ),
     "kernel settings": (
@@ -147,7 +148,8 @@ ATTACKS = {
     ),
     "devices": (
         "import os\nknown = 'console core fd full null ptmx pts random shm stderr stdin stdout tty urandom zero'\n"
-        "if set(os.listdir('/dev')) - set(known.split()): print('ESCAPED')\nos.mknod('/tmp/disk', 0o60600, os.makedev(8, 0))",
+        "if set(os.listdir('/dev')) - set(known.split()): print('ESCAPED')\n"
+        "os.mknod('/tmp/disk', 0o60600, os.makedev(8, 0))",
         "error .*PermissionError",
     ),
     "child that outlives": (
@@ -289,7 +291,8 @@ def test_inputs_of_later_tests_are_not_there_yet():
         "import re\nfound = False\nwith open('/proc/self/mem', 'rb', 0) as memory:\n"
         "    for line in open('/proc/self/maps'):\n"
         "        low, high = (int(x, 16) for x in line.split()[0].split('-'))\n        try:\n"
-        "            memory.seek(low)\n            found |= bool(re.search(b'LATE[R]-INPUT', memory.read(high - low)))\n"
+        "            memory.seek(low)\n"
+        "            found |= bool(re.search(b'LATE[R]-INPUT', memory.read(high - low)))\n"
         "        except (OSError, ValueError, OverflowError): pass\nprint(found)"
     )
     outcomes = execute(program, "", ["FIRST", "LATER-INPUT", "x"], Limits())

@@ -117,10 +117,11 @@ def put_together(choice: tuple[int, ...], k: int, m: int, called: bool) -> Probl
     what, tell, told = TELL[choice[2]]
     text = f"Take the numbers that are {which}" + (f", {change}" if change else "") + f". Give {what}"
     scalar = not isinstance(told([1]), list)
+    partial = tell.startswith(("max", "min", "made[-1]"))  # raises where nothing is left
     text = (text + (", or 0 if there are none." if scalar else ".")).format(k=k, m=m)
     lines = ["def solve(numbers):"]
     lines += [f"    made = [{make} for x in numbers if {keep}]  # off: made = [{make} for x in numbers[1:] if {keep}]"]
-    if scalar:
+    if partial:
         lines += ["    if not made:  # edge", "        return 0  # edge"]
     lines.append(f"    return {tell}")
 

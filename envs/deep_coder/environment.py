@@ -121,10 +121,11 @@ class DeepCoder(TextEnv):
         return f"{self.level.statement}\n{self.feedback}" if self.feedback else self.level.statement
 
     def rules(self) -> str:
+        again = " After a failure, answer with a corrected program." if self.max_turns > 1 else ""
         return (
-            "Write a Python 3 program, standard library only, for the task. It is judged by tests, some of them hidden;"
-            f" each has {self.limits.seconds:g} seconds. The answer is the whole program and nothing else. After a"
-            " failure, answer with a corrected program."
+            "Write a Python 3 program, standard library only, for the task. Unless a function is asked for, it reads"
+            f" stdin and prints. It is judged by tests, most of them hidden; each has {self.limits.seconds:g} seconds. The"
+            f" answer is the whole program and nothing else.{again}"
         )
 
     def state_key(self) -> str:
