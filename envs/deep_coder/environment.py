@@ -124,8 +124,8 @@ class DeepCoder(TextEnv):
         again = " After a failure, answer with a corrected program." if self.max_turns > 1 else ""
         return (
             "Write a Python 3 program, standard library only, for the task. Unless a function is asked for, it reads"
-            f" stdin and prints. It is judged by tests, most of them hidden; each has {self.limits.seconds:g} seconds. The"
-            f" answer is the whole program and nothing else.{again}"
+            f" stdin and prints. It is judged by tests, most of them hidden; each has {self.limits.seconds:g} seconds."
+            f" The answer is the whole program and nothing else.{again}"
         )
 
     def state_key(self) -> str:
