@@ -22,6 +22,11 @@ from envs.base import CAPABILITIES, SPLITS, TextEnv, known
 __all__ = ["CAPABILITIES", "SPLITS", "TextEnv", "make", "names", "option", "register"]
 
 _NO_ENVS = ("adapters", "base", "check", "demos", "hostile", "play", "promises", "protocol")
+_ADAPTERS = {  # names that `make` knows as well, with options that say whose environment it is
+    "openenv": "openenv_client.OpenEnv",
+    "reasoning_gym": "reasoning_gym.ReasoningGym",
+    "textarena": "textarena.TextArena",
+}
 _ENVS: dict[str, type[TextEnv]] = {}
 _BROKEN: dict[str, str] = {}  # file -> why it cannot be imported; told to whoever asks for an unknown name
 
@@ -51,14 +56,14 @@ def gymnasium_id(env: type[TextEnv]) -> str:
 
 
 def names() -> list[str]:
-    """The names that `make` knows."""
-    return sorted(_ENVS)
+    """The names that `make` knows without options, hence without those of other libraries' environments."""
+    return sorted(_ENVS.keys() - _ADAPTERS)
 
 
 def make(name: str, **options: Any) -> TextEnv:
     """The environment of that name; an unknown name or option, or a wrong type, is a ValueError that says which."""
     try:
-        env = _ENVS[known("environment", name, names())]
+        env = _ENVS.get(known("environment", name, [*names(), *_ADAPTERS])) or _adapter(name)
     except ValueError as error:
         raise ValueError(" ".join([str(error), *_BROKEN.values()])) from None
     accepted = _options(env)
@@ -80,6 +85,13 @@ def option(text: str) -> tuple[str, Any]:
         return key, json.loads(value)
     except json.JSONDecodeError:
         return key, value
+
+
+def _adapter(name: str) -> type[TextEnv]:
+    """The class that plays another library's environments, imported when it is first asked for."""
+    file, _, kind = _ADAPTERS[name].partition(".")
+    register(getattr(importlib.import_module(f"envs.adapters.{file}"), kind))
+    return _ENVS[name]
 
 
 @lru_cache

@@ -1,0 +1,85 @@
+"""What do adapters share?  Levels that are seeds of somebody else's generator, and things that are dear to make."""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from envs.base import TextEnv
+
+SEEDS = 1 << 31  # every generator takes so many
+
+
+def package(module: str, install: str) -> Any:
+    """The module of an optional package; a ValueError says how to install what is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"{module} cannot be imported ({error}). Install it: pip install {install}") from None
+
+
+def plain(value: Any) -> Any:
+    """The same with Python's own numbers and lists for NumPy's: a state whose repr is the same everywhere."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, tuple | list):
+        return [plain(each) for each in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, map(plain, value)))
+    if isinstance(value, dict):
+        return sorted((repr(plain(key)), plain(each)) for key, each in value.items())
+    return value if isinstance(value, str | int | float | bool | None) else type(value).__name__
+
+
+class Level(NamedTuple):
+    """A seed, and what the level that it gives begins with: Level(seed=7, key="252", held_out=True)."""
+
+    seed: int
+    key: str
+    held_out: bool  # False where there are too few beginnings to keep some for evaluation
+
+
+class SeededEnv(TextEnv):
+    """An environment whose levels are the seeds of another one; two with the same beginning are one puzzle."""
+
+    @classmethod
+    @abstractmethod
+    def beginning(cls, config: Any, seed: int) -> Level:
+        """The level of a seed."""
+
+    @classmethod
+    def draw(cls, config: Any, rng: np.random.Generator) -> Iterator[Level]:
+        while True:
+            yield cls.beginning(config, int(rng.integers(SEEDS)))
+
+    @classmethod
+    def key_of(cls, level: Level) -> str:
+        return level.key
+
+    @classmethod
+    def split_of(cls, level: Level) -> str | None:
+        return super().split_of(level) if level.held_out else None
+
+
+class Lender:
+    """Lends each owner a thing of its own, and takes it back for the next one once the owner is garbage."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self.make = make
+        self.idle: dict[Hashable, list[Any]] = defaultdict(list)
+
+    def lend(self, owner: object, *key: Hashable) -> Any:
+        """What was made from `key` and nobody has; what is `lost` by now is not lent again."""
+        thing, idle = None, self.idle[key]
+        while idle and (thing is None or getattr(thing, "lost", False)):
+            thing = idle.pop()
+        if thing is None or getattr(thing, "lost", False):
+            thing = self.make(*key)
+        weakref.finalize(owner, idle.append, thing).atexit = False
+        return thing

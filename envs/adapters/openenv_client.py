@@ -1,0 +1,340 @@
+"""How does an OpenEnv server become one of our environments?  `make("openenv", url="http://localhost:8000")`.
+
+A server that offers tasks is asked for those of each split, any other for seeds. One thread speaks for all episodes of
+a process. What a server does not answer within `timeout` seconds, or a server that is gone, ends the episode with a
+ServerError: it is counted as crashed, never as lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Coroutine, Iterator
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from envs.adapters.base import SEEDS, Lender, package
+from envs.base import SPLITS, TextEnv, split_by_hash
+
+PORTABLE = 1 << 32  # every generator takes a seed below it
+
+
+class ServerError(ConnectionError, ValueError):
+    """A server that cannot be reached, is gone, is too slow, or says that something went wrong."""
+
+
+class Task(NamedTuple):
+    """A level: Task(split="test", index=12, home="test"); without tasks, Task(split="", index=seed, home="train")."""
+
+    split: str
+    index: int
+    home: str
+
+
+class Offer(NamedTuple):
+    """What a server says before it is played.
+
+    Offer(action="text", kind="string", rules="Walk ...", max_turns=8, actions=("Left",),
+    splits=(("train", "train", 1000), ...)): of each split its name, its type and how many tasks it has.
+    """
+
+    action: str
+    kind: str
+    rules: str
+    max_turns: int
+    actions: tuple[str, ...] | None
+    splits: tuple[tuple[str, str, int], ...]
+
+
+class OpenEnv(TextEnv):
+    """An environment that somebody serves: its action is one field of text or of a whole number.
+
+    `action` and `observation` name the fields where the server has several. `rules` replaces its description. An
+    episode that ends is a success where the server's metadata says so, else with a reward of at least `success_at`.
+    """
+
+    name = "openenv"
+    actions = None
+    slow = True
+    deterministic = False
+
+    def __init__(
+        self,
+        url: str = "",
+        action: str = "",
+        observation: str = "",
+        rules: str = "",
+        success_at: float = 1.0,
+        timeout: float = 30.0,
+        render_mode: str | None = None,
+    ) -> None:
+        if not url:
+            raise ValueError("openenv needs the option url, for example url=http://localhost:8000.")
+        self.where = (url.rstrip("/"), timeout)
+        self.offer = offered(*self.where, action)
+        self.actions = self.offer.actions
+        super().__init__(render_mode)
+        self.config = (url.rstrip("/"), self.offer.splits)
+        self.max_turns = self.offer.max_turns or self.max_turns
+        self.shown, self.success_at = observation, success_at
+        self.own_rules, self.told_rules = rules, self.offer.rules
+        self.session: Session | None = None
+
+    @classmethod
+    def draw(cls, config: Any, rng: np.random.Generator) -> Iterator[Task]:
+        splits = config[1] or (("", "train", SEEDS),)
+        kinds = {kind for _, kind, _ in splits}
+        while True:
+            name, kind, count = splits[int(rng.integers(len(splits)))]
+            index = int(rng.integers(count))
+            if "train" not in kinds:
+                kind = split_by_hash(f"{name} {index}")
+            elif kind == "train" and (other := split_by_hash(f"{name} {index}")) not in kinds:
+                kind = other  # a split that the server lacks is made of tasks for training
+            yield Task(name, index, kind)
+
+    @classmethod
+    def key_of(cls, level: Task) -> str:
+        return f"{level.split} {level.index}".strip()
+
+    @classmethod
+    def split_of(cls, level: Task) -> str:
+        return level.home
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        luck = (options or {}).get("noise_seed", seed)
+        self.luck = None if luck is None else luck % PORTABLE
+        return super().reset(seed=seed, options=options)
+
+    def begin(self, level: Task) -> None:
+        self.level = level
+        self.played: list[Any] = []
+        self.terminated = self.truncated = self.success = False
+        self.take(self.opened())
+
+    def task(self) -> dict[str, Any]:
+        """What reset() is asked for. Beside a task, the seed is that of chance inside the episode."""
+        if not self.level.split:
+            return {"seed": self.level.index}
+        luck = {} if self.luck is None else {"seed": self.luck}
+        return {"split": self.level.split, "index": self.level.index, **luck}
+
+    def opened(self) -> Any:
+        """What the server shows at the beginning of this episode, over a connection that stays this environment's."""
+        if self.session is None or self.session.lost:
+            self.session = SESSIONS.lend(self, *self.where)
+        return self.session.reset(**self.task())
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        before, reward, valid = self.state_key(), 0.0, False
+        value = self.value(action)
+        if value is not None and not (self.terminated or self.truncated):
+            if self.session is None:  # a copy has to get where its original is
+                self.opened()
+            assert self.session is not None
+            for sent in self.played[self.session.steps :]:
+                self.session.step(sent)
+            self.played.append({self.offer.action: value})
+            reward = self.take(self.session.step(self.played[-1]))
+            valid = bool(self.beside.get("action_is_valid", True))
+        info = {
+            "success": self.success,
+            "action_is_valid": valid,
+            "action_is_effective": self.state_key() != before,
+            "failure": str(self.beside.get("failure", "")) or ("lost" if self.terminated and not self.success else ""),
+        }
+        return self.text, reward, self.terminated, self.truncated, info
+
+    def value(self, action: str) -> str | int | None:
+        """The action as the server takes it; None for one that it cannot take."""
+        if self.actions is not None:
+            return self.canonical_action(action)
+        if self.offer.kind != "integer":
+            return action.encode("utf-8", "replace").decode() if action.strip() else None
+        number = action.strip()
+        return int(number) if number.lstrip("-").isdecimal() and len(number) < 19 else None
+
+    def take(self, result: Any) -> float:
+        """Keeps what the server answered; the reward."""
+        said = dict(result.observation or {})
+        self.beside = {**(said.pop("metadata", None) or {}), **(result.metadata or {})}
+        if self.offer.max_turns:  # a server of ours
+            self.told_rules = said.pop("rules", "") or self.told_rules
+            self.actions = tuple(said.pop("actions", None) or ()) or self.actions
+        self.text = shown(said, self.shown) or "(nothing)"
+        self.truncated = bool(result.done and self.beside.get("truncated"))
+        self.terminated = bool(result.done and not self.truncated)
+        reward = float(result.reward or 0.0)
+        self.success = bool(self.beside.get("success", self.terminated and reward >= self.success_at))
+        return reward
+
+    def observe(self) -> str:
+        return self.text
+
+    def rules(self) -> str:
+        return self.own_rules or self.told_rules
+
+    def state_key(self) -> str:
+        """The server's own, where it has one; else what it shows."""
+        return str(self.beside.get("state_key", self.text))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OpenEnv:
+        """A copy with a session of its own, in which it plays the actions so far again when it is first stepped."""
+        twin = memo[id(self)] = object.__new__(type(self))
+        vars(twin).update({key: copy.deepcopy(value, memo) for key, value in vars(self).items() if key != "session"})
+        twin.session = None
+        return twin
+
+
+def shown(said: dict[str, Any], field: str) -> str:
+    """The field of an observation that is to be read, `text` unless another is named; else all, a line each."""
+    field = field or ("text" if "text" in said else "")
+    if field and field not in said:
+        raise ServerError(f'The observation has no field "{field}", only {", ".join(said)}: name one of them.')
+    if field:
+        return said[field] if isinstance(said[field], str) else json.dumps(said[field])
+    return "\n".join(f"{key}: {value if isinstance(value, str) else json.dumps(value)}" for key, value in said.items())
+
+
+# -- before play -------------------------------------------------------------------------------------------------------
+
+
+@lru_cache
+def offered(url: str, timeout: float, action: str = "") -> Offer:
+    """What a server offers, asked once in a process."""
+    schema = asked(url, "/schema", timeout)
+    rules = str(asked(url, "/metadata", timeout).get("description", ""))
+    fields, needed = schema["action"].get("properties", {}), schema["action"].get("required", [])
+    if action and action not in fields:
+        raise ServerError(f'Actions at {url} have no field "{action}", only {", ".join(fields)}: name one of them.')
+    names = [action] if action else [each for each in needed if fields[each].get("type") in ("string", "integer")]
+    if len(names) != 1 or set(needed) - set(names):
+        raise ServerError(
+            f"Actions at {url} need {', '.join(needed) or 'no field'}: an environment of text can fill one field of"
+            " text or of a whole number. Name it with the option `action`, where that is enough."
+        )
+    state = asked(url, "/state", timeout) if "max_turns" in schema["state"].get("properties", {}) else {}
+    actions = tuple(state.get("actions") or ()) or None
+    kind = str(fields[names[0]].get("type", "string"))
+    return Offer(names[0], kind, rules, int(state.get("max_turns") or 0), actions, tasks(url, timeout))
+
+
+def tasks(url: str, timeout: float) -> tuple[tuple[str, str, int], ...]:
+    """The server's splits that have tasks; none where it offers no tasks."""
+    try:
+        (name,) = asked(url, "/list_environments", timeout)
+        splits = asked(url, f"/{name}/splits", timeout)
+        counts = [asked(url, f"/{name}/num_tasks", timeout, {"split": split["name"]}) for split in splits]
+    except NotOffered:
+        return ()
+    found = [(split["name"], split["type"], count["num_tasks"]) for split, count in zip(splits, counts, strict=True)]
+    return tuple(split for split in found if split[2] > 0)
+
+
+class NotOffered(Exception):
+    """The server answers, but does not have this."""
+
+
+def asked(url: str, path: str, timeout: float, data: dict[str, Any] | None = None) -> Any:
+    """A question over HTTP."""
+    here = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
+    opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if here else []))
+    body = None if data is None else json.dumps(data).encode()
+    request = urllib.request.Request(f"{url}{path}", body, {"Content-Type": "application/json"})
+    try:
+        with opener.open(request, timeout=timeout) as answer:
+            return json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        if error.code in (404, 405, 501):
+            raise NotOffered(path) from None
+        raise ServerError(f"The OpenEnv server at {url} answers {path} with {error}.") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise ServerError(f"No OpenEnv server answers at {url} ({reason}). Start it, or correct the address.") from None
+
+
+# -- play --------------------------------------------------------------------------------------------------------------
+
+
+class Session:
+    """A connection to a server, which holds one episode at a time there. After a failure it is lost."""
+
+    silent: ClassVar[dict[str, float]] = {}  # until when a server is taken for dead: not every episode waits for it
+
+    def __init__(self, url: str, timeout: float) -> None:
+        core = package("openenv.core", "openenv==0.10.0")
+        self.url, self.timeout, self.lost = url, timeout, False
+        self.client = core.GenericEnvClient(base_url=url, connect_timeout_s=timeout, message_timeout_s=timeout)
+        self.socket: Any = None
+        self.steps = 0  # of the present episode
+
+    def reset(self, **task: Any) -> Any:
+        began = time.monotonic()
+        if began < self.silent.get(self.url, 0):
+            raise ServerError(f"The OpenEnv server at {self.url} did not answer a moment ago: not asked again yet.")
+
+        async def ask() -> Any:
+            await self.client.connect()
+            result = await self.client.reset(**task)
+            self.socket = getattr(self.client, "_ws", None)
+            return result
+
+        self.steps = 0
+        try:
+            return self.run(ask(), "reset()")
+        except ServerError:
+            if time.monotonic() - began > self.timeout / 2:
+                self.silent[self.url] = time.monotonic() + self.timeout
+            raise
+
+    def step(self, action: dict[str, Any]) -> Any:
+        async def ask() -> Any:
+            # The client would connect again by itself, to a session that knows nothing of this episode.
+            socket = getattr(self.client, "_ws", None)
+            if self.lost or socket is not self.socket or (socket is not None and socket.state.name != "OPEN"):
+                raise ConnectionError("the connection was closed")
+            return await self.client.step(action)
+
+        self.steps += 1
+        return self.run(ask(), "step()")
+
+    def run(self, work: Coroutine[Any, Any, Any], what: str) -> Any:
+        """The result of what is done in the thread of all sessions; a ServerError where there is none in time."""
+        limited = asyncio.wait_for(work, 2 * self.timeout)  # to connect, and to be answered
+        try:
+            return asyncio.run_coroutine_threadsafe(limited, loop()).result()
+        except Exception as error:
+            self.lost = True
+            asyncio.run_coroutine_threadsafe(self.close(), loop())
+            late = isinstance(error, TimeoutError)
+            problem = f"no answer within {self.timeout:g} seconds" if late else str(error) or type(error).__name__
+            raise ServerError(f"The OpenEnv server at {self.url} failed in {what}: {problem}") from error
+
+    async def close(self) -> None:
+        await self.client.close()
+
+
+@lru_cache
+def started() -> asyncio.AbstractEventLoop:
+    """An event loop in a thread of its own."""
+    made = asyncio.new_event_loop()
+    threading.Thread(target=made.run_forever, name="openenv-sessions", daemon=True).start()
+    return made
+
+
+def loop() -> asyncio.AbstractEventLoop:
+    """The one loop of all sessions: episodes may begin in many threads at once."""
+    with STARTING:
+        return started()
+
+
+STARTING = threading.Lock()
+SESSIONS = Lender(Session)

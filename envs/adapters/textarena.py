@@ -1,0 +1,171 @@
+"""How is a game of TextArena for one player played here?  `make("textarena", game="FrozenLake-v0-random")`.
+
+TextArena draws from Python's and NumPy's global generators. Here every call has a generator of its own in their place,
+and afterwards they are as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import io
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from envs.adapters.base import Level, SeededEnv, package, plain
+
+TURNS = 30  # of a game that has no limit
+GLOBALS = threading.RLock()  # whoever holds it has the global generators to itself
+Chance = tuple[Any, Any]  # the states of both
+
+
+class TextArena(SeededEnv):
+    """A single-player game by its id; `actions` lists all that can be said, where that is a list.
+
+    `held_out=False` where it has too few levels to keep some for evaluation.
+
+    The rules are the game's prompt, the state is what the game says after a move. A move that the game refuses is
+    taken back, so it costs what invalid actions cost here and never ends the game. Success is a reward of 1 or more.
+    """
+
+    name = "textarena"
+    actions = None
+    deterministic = False
+    game: Any
+
+    def __init__(
+        self,
+        game: str = "",
+        actions: Sequence[str] | None = None,
+        held_out: bool = True,
+        render_mode: str | None = None,
+    ) -> None:
+        self.actions = tuple(actions) if actions else None
+        super().__init__(render_mode)
+        self.config = (game, held_out)
+        self.max_turns = probe(game).state.max_turns or TURNS
+
+    @classmethod
+    def beginning(cls, config: tuple[str, bool], seed: int) -> Level:
+        with GLOBALS:
+            game = probe(config[0])
+            start(game, seed)
+            return Level(seed, fingerprint(game, said(game)), config[1])
+
+    def begin(self, level: Level) -> None:
+        self.level = level
+        self.game = build(self.config[0])
+        start(self.game, level.seed)
+        self.prompt, self.text = told(said(self.game))
+        self.chance = seeded(int(self.noise.integers(1 << 32)))
+        self.reward, self.over = 0.0, False
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        valid = effective = False
+        reward, before = 0.0, (self.state_key(), copy.deepcopy(self.game), self.chance)
+        if not self.over:
+            with own_chance(self.chance) as after, contextlib.suppress(Exception):  # hostile text breaks some games
+                self.over, _ = self.game.step(action=action)
+                valid = not (self.game.state.error_count or self.game.state.game_info[0]["invalid_move"])
+            if valid:
+                self.chance = after[0]
+                self.text = told(said(self.game))[1] or self.text
+                self.reward = reward = float((self.game.state.rewards or {}).get(0, 0.0)) if self.over else 0.0
+                effective = self.state_key() != before[0]
+            else:
+                self.over, self.game = False, before[1]
+        success = self.over and self.reward >= 1
+        info = {
+            "success": success,
+            "action_is_valid": valid,
+            "action_is_effective": effective,
+            "failure": "lost" if self.over and not success else "",
+        }
+        return self.text, reward, self.over, False, info
+
+    def observe(self) -> str:
+        return self.text
+
+    def rules(self) -> str:
+        return self.prompt if hasattr(self, "prompt") else f"The game {self.config[0]} of TextArena."
+
+    def state_key(self) -> str:
+        """What the game remembers and showed last. The dice of a game of chance are not in it."""
+        return fingerprint(self.game, [("", self.text)])
+
+
+def build(game: str) -> Any:
+    """A game without TextArena's wrappers; ValueError where there is none, or where it cannot be made here."""
+    if not game:
+        raise ValueError("textarena needs the option game, for example game=FrozenLake-v0-random.")
+    arena = package("textarena", "textarena==0.7.4")
+    raw = game if game.endswith("-raw") else f"{game}-raw"
+    try:
+        with GLOBALS, contextlib.redirect_stdout(io.StringIO()):
+            return arena.make(raw)
+    except Exception as error:  # unknown ids, and games that load word lists from the network
+        problem = next((line.strip() for line in str(error).splitlines() if line.strip(" *")), "")
+        raise ValueError(f'TextArena cannot make the game "{game}": {type(error).__name__}: {problem}') from None
+
+
+@lru_cache
+def probe(game: str) -> Any:
+    """One instance of a game that draws the levels; ValueError where one player cannot play it."""
+    made = build(game)
+    try:
+        start(made, 0)
+    except Exception as error:
+        raise ValueError(f'"{game}" is no game for one player: {type(error).__name__}: {error}') from None
+    return made
+
+
+def start(game: Any, seed: int) -> None:
+    """The game in the first state of a seed."""
+    with own_chance(seeded(seed)), contextlib.redirect_stdout(io.StringIO()):
+        game.reset(num_players=1, seed=seed)
+    if type(game.state).__name__ != "SinglePlayerState":
+        raise ValueError("it is for several")
+
+
+def said(game: Any) -> list[tuple[str, str]]:
+    """What the game has said since it was last asked: kind and text, without what the player said."""
+    messages = game.get_observation()[1]
+    return [(kind.name, text) for _, text, kind in messages if kind.name != "PLAYER_ACTION"]
+
+
+def told(messages: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    """The prompt, and all else: what a model reads once, and what it reads in this turn."""
+    prompt = "\n".join(text.strip() for kind, text in messages if kind == "PROMPT")
+    return prompt, "\n".join(text.strip() for kind, text in messages if kind != "PROMPT") or "The game begins."
+
+
+def fingerprint(game: Any, messages: Sequence[tuple[str, str]]) -> str:
+    """Names a state by what the game remembers and says."""
+    return hashlib.sha256(repr((plain(game.state.game_state), plain(messages))).encode()).hexdigest()[:24]
+
+
+def seeded(seed: int) -> Chance:
+    """The state of both generators after seeding."""
+    return random.Random(seed).getstate(), np.random.RandomState(seed % (1 << 32)).get_state()
+
+
+@contextlib.contextmanager
+def own_chance(chance: Chance) -> Iterator[list[Chance]]:
+    """Python's and NumPy's global generators in this state; what they become is put into the list, then undone."""
+    after: list[Chance] = []
+    with GLOBALS:
+        outside = random.getstate(), np.random.get_state()
+        try:
+            random.setstate(chance[0])
+            np.random.set_state(chance[1])
+            yield after
+        finally:
+            after.append((random.getstate(), np.random.get_state()))
+            random.setstate(outside[0])
+            np.random.set_state(outside[1])

@@ -1,0 +1,101 @@
+"""How does TRL's GRPOTrainer play one of our environments?  By a class for its `environment_factory`, and rows.
+
+GRPOTrainer(
+    model,
+    environment_factory=environment("frozen_lake", size=4),
+    train_dataset=rows("frozen_lake", 1000),
+    reward_funcs=[success],
+    args=GRPOConfig(reward_weights=[0.0], max_tool_calling_iterations=8, ...),
+)
+
+The model plays by calling the tool `act`. TRL knows no end of an episode: a model may stop early, and further calls
+after the end change nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from envs import make
+from envs.adapters.base import package
+from envs.protocol import Episode, Protocol, answer
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+OVER = "The episode is over."
+
+
+class Game:
+    """What TRL plays, one instance for each sample of a batch; each public method but two is a tool."""
+
+    _name: ClassVar[str]
+    _options: ClassVar[dict[str, Any]]
+    _protocol: ClassVar[Protocol]
+    _numbers: ClassVar[Any]  # of the instances
+    _episode: Episode | None = None
+
+    def __init__(self) -> None:
+        self._number, self._resets, self._reward = next(self._numbers), 0, 0.0
+
+    def reset(self, seed: int, split: str = "train", **row: Any) -> str:
+        """Begins the level of a row: the rules and the first observation, which TRL adds to the prompt."""
+        self._resets += 1  # the samples of a group share the level and not the luck
+        luck = (self._number << 32) + self._resets
+        self._episode = Episode(make(self._name, **self._options), self._protocol, int(seed), split, luck)
+        self._reward = 0.0
+        limit = f"At most {self._protocol.max_turns} calls of act, one action each."
+        return f"{self._episode.env.rules()} {limit}\n\n{self._episode.observation}"
+
+    def act(self, action: str) -> str:
+        """
+        Plays one action.
+
+        Args:
+            action: The action, written as the rules say.
+
+        Returns:
+            The reward of the action and the state after it.
+        """
+        episode = self._episode
+        if episode is None or episode.done:
+            return OVER
+        turn = episode.step(answer("", [action], self._protocol))
+        self._reward += turn.reward + turn.penalty
+        return f"Reward {round(turn.reward, 6):g}\n{episode.env.observe()}\n{OVER}" if turn.user is None else turn.user
+
+    def get_reward(self) -> float:
+        """The rewards of all turns and the penalties for invalid actions."""
+        return self._reward
+
+
+def environment(name: str, max_turns: int | None = None, **options: Any) -> type[Game]:
+    """The class to give to `environment_factory`; TRL logs its reward under the name of the environment's class.
+
+    `max_turns` is the environment's own number unless given. ValueError for an unknown name or option.
+    """
+    env = make(name, **options)
+    own = {
+        "__doc__": env.__doc__,
+        "_name": name,
+        "_options": options,
+        "_protocol": Protocol.of(env, max_turns, think=False),
+        "_numbers": itertools.count(),
+    }
+    return type(type(env).__name__, (Game,), own)
+
+
+def rows(name: str, count: int, split: str = "train", first: int = 0) -> Dataset:
+    """A data set of levels: the seeds from `first` on. The column `environment` is for a dictionary of factories."""
+    package("datasets", "datasets")
+    from datasets import Dataset
+
+    prompt = [{"role": "user", "content": "Play by calling the tool act, one action at a time.\n\n"}]
+    row = {"prompt": prompt, "environment": name, "split": split}
+    return Dataset.from_list([{**row, "seed": seed} for seed in range(first, first + count)])
+
+
+def success(environments: list[Game], **_: Any) -> list[float]:
+    """A reward function to be logged with weight 0: whether each sample has solved its level."""
+    return [float(game._episode is not None and game._episode.success) for game in environments]
