@@ -1,6 +1,6 @@
 """Are environments of Gymnasium, TextArena and reasoning-gym good ones of ours, by a few lines each?"""
 
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalSubscript=false, reportArgumentType=false
 from __future__ import annotations
 
 import copy
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import envs
-from envs import base, promises
+from envs import promises
 from envs.adapters import base as shared
 from envs.adapters.gymnasium import GymnasiumText
 from envs.adapters.reasoning_gym import UNIQUE, same
@@ -40,7 +40,7 @@ def broken(monkeypatch: pytest.MonkeyPatch):
             registered.append(kind)
             envs.register(kind)
             spec = gymnasium.registry[envs.gymnasium_id(kind)]
-            spec.entry_point = kind  # pyright: ignore[reportAttributeAccessIssue]
+            spec.entry_point = kind
         return promises.broken_promises(Subject(name, options, episodes=20))
 
     yield run
@@ -81,7 +81,9 @@ class Cliff(GymnasiumText):
         return f"You {state // 12} {state % 12} Goal 3 11"
 
     def rules(self) -> str:
-        return "Walk to the goal. Below row 2 there is a cliff between columns 0 and 11: it takes you back to the start."
+        return (
+            "Walk to the goal. Below row 2 there is a cliff between columns 0 and 11: it takes you back to the start."
+        )
 
     def won(self, reward: float) -> bool:
         return True
@@ -119,13 +121,25 @@ def test_a_step_is_that_of_gymnasium() -> None:
         observation, gain, ended, cut, info = env.step(env.actions[number].lower())
         assert (env.describe(state), reward, over) == (observation, gain, ended) and not cut and info["action_is_valid"]
     before = env.observe()
-    assert env.step("fly") == (before, 0.0, False, False, {**info, "action_is_valid": False, "action_is_effective": False})
+    assert env.step("fly") == (
+        before,
+        0.0,
+        False,
+        False,
+        {**info, "action_is_valid": False, "action_is_effective": False},
+    )
     env = Cliff()
     env.reset(seed=0)
     for action in ("Right", "Up", *["Right"] * 11, "Down"):
         last = env.step(action)
     assert last[1:4] == (-1.0, True, False) and last[4]["success"]
-    assert env.step("Up") == (last[0], 0.0, True, False, {**last[4], "action_is_valid": False, "action_is_effective": False})
+    assert env.step("Up") == (
+        last[0],
+        0.0,
+        True,
+        False,
+        {**last[4], "action_is_valid": False, "action_is_effective": False},
+    )
 
 
 def test_the_members_of_a_group_share_the_level_and_not_their_luck() -> None:
@@ -202,7 +216,7 @@ def test_a_move_is_that_of_textarena_and_the_global_generators_stay_as_they_are(
     random.setstate(outside[0])
     for action in ("[up]", "[left]", "[down]", "nonsense", "[right]", "9" * 5000, "[right]", "[down]", "[up]"):
         before = env.state_key(), env.observe()
-        observation, reward, over, cut, info = env.step(action)
+        observation, reward, over, _, info = env.step(action)
         if not info["action_is_valid"]:
             assert (env.state_key(), env.observe(), reward) == (*before, 0.0) and not info["action_is_effective"]
         else:
@@ -266,7 +280,7 @@ def test_the_answers_of_all_data_sets_that_are_asked_are_right_by_their_own_scor
     from reasoning_gym.dataset import ProceduralDataset
 
     compared = {n for n, (kind, _) in factory.DATASETS.items() if kind.score_answer is ProceduralDataset.score_answer}
-    assert UNIQUE <= factory.DATASETS.keys() and not UNIQUE & compared and len(compared) > 25
+    assert factory.DATASETS.keys() >= UNIQUE and not UNIQUE & compared and len(compared) > 25
     for name in sorted(UNIQUE):
         data = factory.create_dataset(name, seed=0)
         for index in range(2):

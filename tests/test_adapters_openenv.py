@@ -1,5 +1,6 @@
 """Is an episode over the wire the episode itself, at both ends of OpenEnv, and does a dead server hang anything?"""
 
+# pyright: reportAttributeAccessIssue=false, reportOptionalSubscript=false
 from __future__ import annotations
 
 import asyncio
@@ -26,12 +27,13 @@ pytest.importorskip("openenv.core", reason="OpenEnv is not installed: pip instal
 from openenv.core.env_server import create_app
 from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, Observation, State
+from pydantic import Field
 from test_env_contract import Say
 from test_rollout import PARAMS, Scripted
 
 import envs
 from envs import base, promises
-from envs.adapters import openenv, openenv_client
+from envs.adapters import openenv, openenv_client, openenv_server
 from envs.adapters.openenv_client import ServerError, asked
 from envs.promises import Subject
 from envs.protocol import Episode, Protocol, answer
@@ -59,7 +61,7 @@ def serving(app: Any) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def lake() -> Iterator[str]:
-    with serving(openenv.app_of("frozen_lake", {"slippery": True}, tasks=400)) as url:
+    with serving(openenv_server.app_of("frozen_lake", {"slippery": True}, tasks=400)) as url:
         yield url
 
 
@@ -167,7 +169,7 @@ def test_levels_are_the_tasks_of_their_split(lake: str) -> None:
 def test_free_text_travels_as_it_is() -> None:
     envs.register(Say)
     try:
-        with serving(openenv.app_of("say")) as url:
+        with serving(openenv_server.app_of("say")) as url:
             wire = over_the_wire(url, 4)
             direct = itself(wire, "say")
             for text in ("go 3", "\n go 1\n", "é\u2028{}", "go 2", "go 2", "go 2"):
@@ -207,7 +209,7 @@ def test_the_server_says_what_a_client_did_wrong(lake: str) -> None:
 
 
 class Move(Action):
-    steps: int
+    steps: int = Field(ge=-100, le=100)
 
 
 class Say2(Action):
@@ -254,7 +256,7 @@ def test_a_server_of_somebody_else_is_played_by_seeds(hall: str) -> None:
     assert text == f"place: {start}\nnote: begin" and env.split_of(env.level) == "train"
     assert {env.split_of(env.reset(seed=s, options={"split": "test"}) and env.level) for s in range(5)} == {"test"}
     env.reset(seed=5)
-    for bad in ("two", "1.5", "9" * 30, "²", " "):
+    for bad in ("two", "1.5", "9" * 30, "²", " ", "--5", "101", "9" * 18):
         assert env.step(bad)[0] == text and env.step(bad)[4]["action_is_valid"] is False
     _, reward, over, _, info = env.step(f" {10 - start}\n")
     assert (reward, over, info["success"], info["failure"]) == (1.0, True, True, "")
@@ -265,7 +267,7 @@ def test_a_server_of_somebody_else_is_played_by_seeds(hall: str) -> None:
     assert one.reset(seed=5)[0] == "begin"
     with pytest.raises(ServerError, match='no field "notes", only place, note'):
         envs.make("openenv", url=hall, observation="notes").reset(seed=5)
-    with pytest.raises(ServerError, match='no field "step", only .*steps'):
+    with pytest.raises(ServerError, match=r'no field "step", only .*steps'):
         envs.make("openenv", url=hall, action="step")
 
 
@@ -360,7 +362,7 @@ def test_a_server_that_hangs_or_dies_costs_its_episodes_and_nothing_else(
 
 
 def test_a_server_that_came_back_does_not_go_on_with_an_episode_it_does_not_know() -> None:
-    app = openenv.app_of("frozen_lake")
+    app = openenv_server.app_of("frozen_lake")
     with serving(app) as url:
         wire = over_the_wire(url, 3)
         assert not wire.env.step("fly")[2]
@@ -394,3 +396,12 @@ def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> No
         port = taken.getsockname()[1]
         assert openenv.main(["frozen_lake", "--port", str(port)]) == 2
     assert f"Nobody can listen at 127.0.0.1:{port}: " in capsys.readouterr().err
+
+
+def test_without_the_package_both_ends_say_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "openenv.core", None)
+    assert openenv.main(["frozen_lake"]) == 2 and "pip install openenv==0.10.0" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"pip install openenv==0\.10\.0"):
+        openenv_client.Session("http://localhost:1", 1.0)

@@ -8,8 +8,10 @@ ServerError: it is counted as crashed, never as lost.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import json
+import re
 import threading
 import time
 import urllib.error
@@ -22,13 +24,18 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from envs.adapters.base import SEEDS, Lender, package
-from envs.base import SPLITS, TextEnv, split_by_hash
+from envs.base import TextEnv, split_by_hash
 
 PORTABLE = 1 << 32  # every generator takes a seed below it
+NUMBER = re.compile(r"-?[0-9]{1,18}")
 
 
 class ServerError(ConnectionError, ValueError):
     """A server that cannot be reached, is gone, is too slow, or says that something went wrong."""
+
+
+class Refused(ServerError):
+    """A server that did not take an action, which changed nothing."""
 
 
 class Task(NamedTuple):
@@ -131,6 +138,7 @@ class OpenEnv(TextEnv):
         """What the server shows at the beginning of this episode, over a connection that stays this environment's."""
         if self.session is None or self.session.lost:
             self.session = SESSIONS.lend(self, *self.where)
+        assert self.session
         return self.session.reset(**self.task())
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -139,12 +147,14 @@ class OpenEnv(TextEnv):
         if value is not None and not (self.terminated or self.truncated):
             if self.session is None:  # a copy has to get where its original is
                 self.opened()
-            assert self.session is not None
+            assert self.session
             for sent in self.played[self.session.steps :]:
                 self.session.step(sent)
-            self.played.append({self.offer.action: value})
-            reward = self.take(self.session.step(self.played[-1]))
-            valid = bool(self.beside.get("action_is_valid", True))
+            sent = {self.offer.action: value}
+            with contextlib.suppress(Refused):
+                reward = self.take(self.session.step(sent))
+                valid = bool(self.beside.get("action_is_valid", True))
+                self.played.append(sent)
         info = {
             "success": self.success,
             "action_is_valid": valid,
@@ -159,8 +169,7 @@ class OpenEnv(TextEnv):
             return self.canonical_action(action)
         if self.offer.kind != "integer":
             return action.encode("utf-8", "replace").decode() if action.strip() else None
-        number = action.strip()
-        return int(number) if number.lstrip("-").isdecimal() and len(number) < 19 else None
+        return int(action) if NUMBER.fullmatch(action.strip()) else None
 
     def take(self, result: Any) -> float:
         """Keeps what the server answered; the reward."""
@@ -303,8 +312,9 @@ class Session:
                 raise ConnectionError("the connection was closed")
             return await self.client.step(action)
 
+        result = self.run(ask(), "step()")
         self.steps += 1
-        return self.run(ask(), "step()")
+        return result
 
     def run(self, work: Coroutine[Any, Any, Any], what: str) -> Any:
         """The result of what is done in the thread of all sessions; a ServerError where there is none in time."""
@@ -312,6 +322,8 @@ class Session:
         try:
             return asyncio.run_coroutine_threadsafe(limited, loop()).result()
         except Exception as error:
+            if isinstance(error, RuntimeError) and "VALIDATION_ERROR" in str(error):
+                raise Refused(f"The OpenEnv server at {self.url} refused the message of {what}") from error
             self.lost = True
             asyncio.run_coroutine_threadsafe(self.close(), loop())
             late = isinstance(error, TimeoutError)

@@ -46,7 +46,9 @@ class ReasoningGym(TextEnv):
     actions = None
     max_turns = 1
 
-    def __init__(self, dataset: str = "", settings: Mapping[str, Any] | None = None, render_mode: str | None = None) -> None:
+    def __init__(
+        self, dataset: str = "", settings: Mapping[str, Any] | None = None, render_mode: str | None = None
+    ) -> None:
         super().__init__(render_mode)
         self.config = (dataset, json.dumps(dict(settings or {}), sort_keys=True))
         opened(self.config)

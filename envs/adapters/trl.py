@@ -96,6 +96,6 @@ def rows(name: str, count: int, split: str = "train", first: int = 0) -> Dataset
     return Dataset.from_list([{**row, "seed": seed} for seed in range(first, first + count)])
 
 
-def success(environments: list[Game], **_: Any) -> list[float]:
+def success(environments: list[Game], **_: Any) -> list[float | None]:
     """A reward function to be logged with weight 0: whether each sample has solved its level."""
     return [float(game._episode is not None and game._episode.success) for game in environments]
