@@ -25,10 +25,10 @@ def test_a_game_is_the_episode_that_the_project_plays() -> None:
     game = environment("frozen_lake", size=5)()
     told = game.reset(seed=7, split="test", prompt="ignored")
     env = envs.make("frozen_lake", size=5)
-    episode = Episode(env, Protocol(think=False), 7, "test", game._episode.noise_seed)
-    assert told == f"{env.rules()} At most 8 calls of act, one action each.\n\n{episode.observation}"
+    episode = Episode(env, Protocol.of(env, think=False), 7, "test", game._episode.noise_seed)
+    assert told == f"{env.rules()} At most {env.max_turns} calls of act, one action each.\n\n{episode.observation}"
     reward = 0.0
-    for action in ["Left", "fly", "", "up || down", "Right", "\ud800", "x" * 60_000, "Up", "Up", "Up"]:
+    for action in ["Left", "fly", "", "up || down", "Right", "\ud800", "x" * 60_000, *["Up"] * 9]:
         heard = game.act(action)
         if episode.done:
             assert heard == OVER
@@ -94,11 +94,8 @@ def tool_tokenizer(tiny_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokeniz
     return tokenizer
 
 
-def trainer_of(tokenizer: Any, folder: Path, says: Any, monkeypatch: pytest.MonkeyPatch, **given: Any) -> Any:
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
-    from trl import GRPOConfig, GRPOTrainer
-
+def speaker(tokenizer: Any, says: Any) -> Speaker:
+    """A tiny one, which answers a context with `says(context)`."""
     torch.manual_seed(0)
     shape = LlamaConfig(
         vocab_size=512,
@@ -110,6 +107,15 @@ def trainer_of(tokenizer: Any, folder: Path, says: Any, monkeypatch: pytest.Monk
     )
     model = Speaker(shape)
     model.tokenizer, model.says = tokenizer, says
+    return model
+
+
+def trainer_of(tokenizer: Any, folder: Path, says: Any, monkeypatch: pytest.MonkeyPatch, **given: Any) -> Any:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
+    from trl import GRPOConfig, GRPOTrainer
+
+    model = speaker(tokenizer, says)
     args = GRPOConfig(
         output_dir=str(folder),
         max_steps=1,

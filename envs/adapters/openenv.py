@@ -14,9 +14,8 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from envs import names
+from envs import names, option
 from envs.adapters.base import package
-from envs.check import option
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -70,7 +70,8 @@ class Served(Environment[TextAction, TextObservation, TextState]):
             self.get_task(split, index)
             options |= {} if seed is None else {"noise_seed": seed}
             seed = index
-        text, self.info = self.env.reset(seed=seed, options=options)
+        text, info = self.env.reset(seed=seed, options=options)
+        self.info = dict(info)
         self.turns, self.episode_id, self.terminated, self.truncated = 0, episode_id, False, False
         rules, actions = clean(self.env.rules()), list(self.env.actions) if self.env.actions else None
         return TextObservation(text=clean(text), rules=rules, actions=actions, metadata=self.told())
