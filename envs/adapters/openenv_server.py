@@ -84,9 +84,9 @@ class Served(Environment[TextAction, TextObservation, TextState]):
             name = action.text if self.env.actions is None else self.env.canonical_action(action.text)
             self.info = {**self.info, "action_is_valid": False, "action_is_effective": False}
             if name is not None and name.strip():
-                _, gain, terminated, truncated, self.info = self.env.step(name)
-                reward, self.terminated = float(gain), bool(terminated)
-                self.truncated = bool(truncated)
+                _, gain, terminated, truncated, info = self.env.step(name)
+                reward, self.info = float(gain), info
+                self.terminated, self.truncated = bool(terminated), bool(truncated)
             self.turns += 1
             self.truncated = not self.terminated and (self.truncated or self.turns >= self.max_turns)
         return TextObservation(
