@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -44,7 +45,7 @@ def test_the_text_is_the_models_and_the_expert_wins(monkeypatch, capsys) -> None
 
 def test_thoughts_tags_and_nonsense(monkeypatch, capsys) -> None:
     typed = "# it is there \n\nLeft\n<think>a</think><answer>\nDown\n</answer>\n<think>Up\nfly\n"
-    shown = played(typed, "frozen_lake", monkeypatch=monkeypatch, capsys=capsys)
+    shown = played(typed, "frozen_lake", "frozen=1.0", monkeypatch=monkeypatch, capsys=capsys)
     assert "<think>it is there</think><answer>Left</answer>" in shown
     assert "<think>a</think><answer>\nDown\n</answer>\n[reward 0]" in shown
     assert "<think>Up\n[reward 0, penalty -0.1, invalid answer]" in shown
@@ -76,17 +77,27 @@ def test_bad_input_is_told_in_one_paragraph(command, says, capsys) -> None:
 
 
 def test_a_pipe_of_bytes_and_a_terminal_that_is_interrupted() -> None:
-    command = [sys.executable, "-m", "envs.play", "frozen_lake"]
+    command = [sys.executable, "-m", "envs.play", "frozen_lake", "frozen=1.0"]
     done = subprocess.run(command, cwd=ROOT, input=b"\xff\xfe\x00\nLeft\n", capture_output=True, timeout=60)
     assert done.returncode == 0 and b"Ended by you." in done.stdout and not done.stderr
     ours, theirs = pty.openpty()
-    with subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE) as running:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell in the background ignores it
+    ) as running:  # fmt: skip
         os.close(theirs)
-        shown, until = b"", time.monotonic() + 60
-        while b"you>" not in shown and time.monotonic() < until:
-            shown += os.read(ours, 4096)
-        running.send_signal(signal.SIGINT)
-        while b"Ended by you." not in shown and time.monotonic() < until:
-            shown += os.read(ours, 4096)
-        assert running.wait(timeout=60) == 0 and running.stderr is not None and not running.stderr.read()
-    os.close(ours)
+        try:
+            assert b"you>" in read_until(ours, b"you>")
+            running.send_signal(signal.SIGINT)
+            shown = read_until(ours, b"Ended by you.")
+            assert b"Ended by you." in shown and b"Traceback" not in shown and running.wait(timeout=30) == 0
+        finally:
+            running.kill()
+            os.close(ours)
+
+
+def read_until(terminal: int, wanted: bytes, seconds: float = 30) -> bytes:
+    shown, end = b"", time.monotonic() + seconds
+    while wanted not in shown and select.select([terminal], [], [], max(0, end - time.monotonic()))[0]:
+        shown += os.read(terminal, 4096)
+    return shown
