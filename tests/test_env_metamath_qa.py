@@ -262,7 +262,7 @@ def test_what_cannot_be_read_is_one_clear_paragraph(tmp_path: Path, monkeypatch:
         '{"query": "What?", "response": "That.", "original_question": "What?", "type": "a"}\n'
     )
     cases = {
-        "other.jsonl": "no values in query, response",
+        "other.jsonl": "no values in query, response, original_question, type",
         "none.jsonl": "no row of path=.*The answer is:",
         "missing.jsonl": "cannot be read .*Hugging Face Hub",
     }

@@ -1,0 +1,213 @@
+"""Can the model find an answer that takes several articles?  search[...] and finish[...], as in HotpotQA.
+
+The library is made from HotpotQA, or is a synthetic encyclopedia. Articles are data: nothing that stands in one ends
+the episode or is taken for an action.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from envs.base import TextEnv, split_by_hash
+from envs.hub_sets import EMBEDDED
+from envs.search_qa.library import Article, clean, library_of, questions_of, synthetic_library
+from envs.search_qa.retriever import Retriever
+from envs.search_qa.scoring import exact_match, f1, reward
+from envs.search_qa.synthetic import Hop, draw_question
+
+ACTION = re.compile(r"\s*(search|finish)\s*\[([^\[\]]*)\]\s*", re.IGNORECASE)
+LONGEST = 300  # characters of a query or an answer
+LONGEST_TITLE = 100  # characters of a title, as it is shown
+WORD = re.compile(r"\w+")
+
+
+class Question(NamedTuple):
+    """Question("Who is the mayor of the birthplace of Mara Tolk?", "Ugo Bein", (Hop(...), Hop(...)), "train")."""
+
+    question: str
+    answer: str
+    hops: tuple[Hop, ...]  # the articles on the way to the answer, with what they say
+    split: str
+
+
+class SearchQA(TextEnv):
+    """`search[query]` shows articles, `finish[answer]` ends the episode; 1 for the answer, F1 for a part of it.
+
+    `path` is "embedded" (a synthetic encyclopedia) or a folder made by `python -m envs.search_qa.build`. With
+    `retriever` articles come from that address instead of BM25.
+    """
+
+    name = "search_qa"
+    actions = None
+    max_turns = 5
+
+    def __init__(
+        self,
+        path: str = EMBEDDED,
+        top_k: int = 3,
+        characters: int = 1200,
+        retriever: str = "",
+        timeout: float = 10.0,
+        render_mode: str | None = None,
+    ) -> None:
+        if not 1 <= top_k <= 50 or characters < 100 * top_k:
+            raise ValueError(
+                f"search_qa needs 1 <= top_k <= 50 and characters >= 100 * top_k, not top_k={top_k}, "
+                f"characters={characters}."
+            )
+        super().__init__(render_mode)
+        self.path, self.top_k, self.characters = path, top_k, characters
+        self.retriever = Retriever(retriever, timeout) if retriever else None
+        self.slow, self.deterministic = bool(retriever), not retriever
+        self.config = path
+        if path != EMBEDDED:  # a folder that cannot be read is said at once
+            questions_of(path)
+            if self.retriever is None:
+                library_of(path)
+
+    @classmethod
+    def draw(cls, config: str, rng: np.random.Generator) -> Iterator[Question | None]:
+        if config != EMBEDDED:
+            questions = questions_of(config)
+            while True:
+                row = questions[int(rng.integers(len(questions)))]
+                hops = tuple(Hop(title, fact) for title, fact in row["hops"])
+                yield Question(row["question"], row["answer"], hops, row["split"])
+        while True:
+            drawn = draw_question(rng)
+            yield drawn and Question(*drawn, split_by_hash(drawn[0].lower()))
+
+    @classmethod
+    def key_of(cls, level: Question) -> str:
+        return level.question.lower()
+
+    @classmethod
+    def split_of(cls, level: Question) -> str:
+        return level.split
+
+    def begin(self, level: Question) -> None:
+        self.level = level
+        self.results: tuple[Article, ...] | None = None  # of the last search
+        self.seen: frozenset[Article] = frozenset()
+        self.asked: frozenset[str] = frozenset()  # for the expert, who does not repeat a search that did not help
+        self.given: str | None = None
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        gain, before, read = 0.0, len(self.seen), read_action(action)
+        finishes = read is not None and read[0] == "finish" and self.given is None
+        if read is not None and self.given is None:
+            if finishes:
+                self.given = read[1]
+                gain = reward(self.given, self.level.answer)
+            else:
+                self.search(read[1])
+        right = self.given is not None and exact_match(self.given, self.level.answer)
+        info = {
+            "success": right,
+            "action_is_valid": read is not None,
+            "action_is_effective": finishes or len(self.seen) > before,
+            "failure": "" if right or self.given is None else "wrong answer",
+            "f1": f1(self.given or "", self.level.answer),
+        }
+        return self.observe(), gain, self.given is not None, False, info
+
+    def search(self, query: str) -> None:
+        """Shows the articles that answer a query."""
+        if self.retriever is not None:
+            found = self.retriever.search(query, self.top_k)
+        else:
+            library = synthetic_library() if self.path == EMBEDDED else library_of(self.path)
+            found = library.search(query, self.top_k)
+        self.results = tuple((shown(title), clean(text[: self.characters])) for title, text in found)
+        self.seen |= set(self.results)
+        self.asked |= {query}
+
+    # -- text ------------------------------------------------------------------------------------------------------
+
+    def observe(self) -> str:
+        if self.given is not None:
+            return f"Question: {self.level.question}\nAnswered."
+        question = f"Question: {self.level.question}"
+        if self.results is None:
+            return question
+        return "\n".join([question, *self._shown()]) if self.results else f"{question}\nNothing found."
+
+    def _shown(self) -> list[str]:
+        """A line for each result, together at most `characters`; what a short one leaves over, the next may take."""
+        lines, left = [], self.characters
+        for number, (title, text) in enumerate(self.results or ()):
+            line = f"{number + 1}. {title}: {text}"
+            room = left // (len(self.results or ()) - number) - 1  # and a line feed
+            lines.append(line if len(line) <= room else f"{line[: room - 3]}...")
+            left -= len(lines[-1]) + 1
+        return lines
+
+    def rules(self) -> str:
+        of = "a synthetic encyclopedia" if self.path == EMBEDDED and self.retriever is None else "an encyclopedia"
+        return (
+            f"Answer the question with the articles of {of}. Actions: search[words] shows the articles that fit best; "
+            "finish[answer] answers, in a few words, and ends the episode."
+        )
+
+    def state_key(self) -> str:
+        """What was answered, or the articles that have been shown: they are what later searches may add to."""
+        if self.given is not None:
+            return f"{self.level.question}\nanswered {self.given}"
+        return "\n".join([self.level.question, *sorted(f"{title}: {text}" for title, text in self.seen)])
+
+    # -- players ---------------------------------------------------------------------------------------------------
+
+    def _found(self) -> list[Hop]:
+        """The hops whose articles have been shown."""
+        titles = {title for title, _ in self.seen}
+        return [hop for hop in self.level.hops if shown(hop.title) in titles]
+
+    def _next_hop(self) -> Hop | None:
+        """The first article on the way that was neither shown nor searched for."""
+        found = self._found()
+        return next((h for h in self.level.hops if h not in found and query_of(h.title) not in self.asked), None)
+
+    def expert(self) -> str:
+        """Searches the articles on the way one after the other, then gives the answer, which the data tell it."""
+        hop = self._next_hop()
+        return f"finish[{query_of(self.level.answer)}]" if hop is None else f"search[{query_of(hop.title)}]"
+
+    def players(self) -> dict[str, str]:
+        """`hasty` answers without a search, or with the first title it is shown; `astray` searches other things."""
+        words = WORD.findall(self.level.question)[:LONGEST] or ["what"]
+        read = WORD.findall(" ".join(text for _, text in self.results or ()))[:LONGEST] or words
+        random = f"{('search', 'finish')[int(self.policy_rng.integers(2))]}[{self.choose([*words, *read])[:LONGEST]}]"
+        title = query_of(self.results[0][0]) if self.results else ""
+        hasty = f"finish[{title or self.choose(words)[:LONGEST]}]"
+        return {"random": random, "hasty": hasty, "astray": f"search[{self.choose(read)[:LONGEST]}]"}
+
+    def thought(self) -> str:
+        """What the articles have said so far, and what is missing."""
+        facts = [clean(hop.fact) for hop in self._found() if hop.fact]
+        hop = self._next_hop()
+        return " ".join([*facts, "Enough." if hop is None else f"Missing: {query_of(hop.title)}."])
+
+
+def read_action(action: str) -> tuple[str, str] | None:
+    """The kind and the text of an action; None for what is neither of the two, empty, or too long.
+
+    >>> read_action(" Search[the Velmar River]"), read_action("search[a] finish[b]")
+    (('search', 'the Velmar River'), None)
+    """
+    match = ACTION.fullmatch(action) if len(action) <= 2 * LONGEST else None
+    text = clean(match[2]) if match else ""
+    return (match[1].lower(), text) if match and text and len(text) <= LONGEST else None
+
+
+def query_of(text: str) -> str:
+    """A title or an answer as it can stand between the brackets of an action."""
+    return clean(text.replace("[", "").replace("]", ""))[:LONGEST].strip() or "?"
+
+
+def shown(title: str) -> str:
+    """A title as a result shows it."""
+    return clean(title[:LONGEST_TITLE])
