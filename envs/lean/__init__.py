@@ -1,0 +1,191 @@
+"""Can the model prove it?  Theorems of core Lean, proved one tactic a turn.
+
+A level is a theorem. The state is what the accepted tactics leave to prove; backends.py says who judges them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from envs.base import TextEnv, known
+from envs.lean.backends import Backend, Unavailable, chosen, refusal, replay
+from envs.lean.search import fresh, next_tactic
+from envs.lean.terms import FALSE, Goal, parts, unfold
+from envs.lean.theorems import MAKERS, TOPICS, Theorem
+
+__all__ = ["Lean", "Unavailable"]
+
+KINDS = {"→": "an implication", "∧": "a conjunction", "∨": "a disjunction", "↔": "an equivalence"}
+
+
+class Lean(TextEnv):
+    """Prove a theorem by tactics; the state is its open goals.
+
+    `reward="proof"` pays 1 for the proof and -0.1 for a rejected tactic; `reward="ragen"` pays -0.1 a tactic, +1 for an
+    accepted and -1 for a rejected one, and +10 for the proof. `backend` is auto, fragment, local or the address of a
+    server; `timeout` is what Lean may take for one tactic, in seconds.
+    """
+
+    name = "lean"
+    actions = None
+    max_turns = 12
+
+    def __init__(
+        self,
+        topics: Sequence[str] = ("logic", "arithmetic", "lists"),
+        backend: str = "auto",
+        timeout: float = 30.0,
+        reward: str = "proof",
+        render_mode: str | None = None,
+    ):
+        if not topics or isinstance(topics, str) or timeout <= 0:
+            raise ValueError(
+                f"lean needs topics, a list of {', '.join(TOPICS)}, and timeout above 0, not topics={topics!r},"
+                f" timeout={timeout}."
+            )
+        self.topics = tuple(known("topic of lean", topic, TOPICS) for topic in topics)
+        self.reward = known("reward", reward, ("proof", "ragen"))
+        self.backend: Backend = chosen(backend, timeout)
+        self.slow = self.backend.slow
+        if "library" in self.topics and not self.slow:
+            raise ValueError(
+                "lean's topic library needs Lean itself; the built-in checker knows its fragment alone. Leave it out of"
+                " topics, or choose the backend local or http://..."
+            )
+        super().__init__(render_mode)
+        self.config = self.topics
+
+    @classmethod
+    def draw(cls, config: tuple[str, ...], rng: np.random.Generator) -> Iterator[Theorem]:
+        while True:
+            yield MAKERS[config[int(rng.integers(len(config)))]](rng)
+
+    @classmethod
+    def key_of(cls, level: Theorem) -> str:
+        return level.header
+
+    def begin(self, level: Theorem) -> None:
+        self.level = level
+        self.tactics: tuple[str, ...] = ()
+        self.goals: tuple[str, ...] = (level.goal,)
+        self.told = ""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        tactic, before, gained = action.strip(), self.goals, 0.0
+        refused = refusal(tactic)
+        if refused:
+            self.told = f"Refused: {refused}"
+        elif before:
+            found = self.backend.check(self.level, (*self.tactics, tactic))
+            refused = found.error if found.unreadable else ""
+            if found.error:
+                self.told = f"{'Refused' if refused else 'Rejected'}: {found.error}"
+            else:
+                self.tactics, self.goals, self.told = (*self.tactics, tactic), found.goals, ""
+            gained = 0.0 if refused else self._paid(accepted=not found.error)
+        info = {
+            "success": not self.goals,
+            "action_is_valid": not refused,
+            "action_is_effective": self.goals != before,
+            "failure": "",
+        }
+        return self.observe(), gained, not self.goals, False, info
+
+    def _paid(self, accepted: bool) -> float:
+        proved = accepted and not self.goals
+        if self.reward == "proof":
+            return float(proved) if accepted else -0.1
+        return round(-0.1 + (1 if accepted else -1) + 10 * proved, 6)
+
+    # -- text ------------------------------------------------------------------------------------------------------
+
+    def observe(self) -> str:
+        lines = [f"Prove: {self.level.words}."]
+        for number, goal in enumerate(self.goals, 1):
+            lines += [f"Goal {number} of {len(self.goals)}"] if len(self.goals) > 1 else []
+            lines.append(goal)
+        lines += [] if self.goals else ["No goals: proved."]
+        lines += [self.told] if self.told else []
+        return "\n".join(lines)
+
+    def rules(self) -> str:
+        examples = "intro h; exact e; apply h; constructor; left; right; obtain ⟨a, b⟩ := h; rcases h with a | b;"
+        more = "refine ⟨e, ?_⟩; by_cases h : p; exfalso; assumption; rfl; decide; omega"
+        parts = [
+            "Prove the theorem in Lean 4, one tactic a turn. You see what is known and, after ⊢, what is to be proved;"
+            " a tactic works on the first goal. A rejected tactic changes nothing.",
+            f"Tactics: {examples} {more}.",
+        ]
+        if not self.slow:
+            parts.append("A checker of this fragment of Lean judges: other tactics are refused. New names must be new.")
+        return " ".join([*parts, "Refused: sorry, axioms, native_decide, commands, more than one line."])
+
+    def state_key(self) -> str:
+        return "\n\n".join([self.level.header, *self.goals])
+
+    # -- players ---------------------------------------------------------------------------------------------------
+
+    def _goal(self) -> Goal | None:
+        """The first open goal, where the fragment can follow the proof."""
+        if not self.level.in_fragment:
+            return None
+        try:
+            goals = replay(self.level, self.tactics)
+        except ValueError:  # Lean accepted what the fragment does not
+            return None
+        return goals[0] if goals else None
+
+    def expert(self) -> str:
+        """The known proof; off its way, the first tactic of a proof found by search, or one that changes nothing."""
+        proof, done = self.level.proof, len(self.tactics)
+        if self.tactics == proof[:done] and done < len(proof):
+            return proof[done]
+        goal = self._goal()
+        for on_the_way, tactic in enumerate(proof if goal else ()):
+            if replay(self.level, proof[:on_the_way])[:1] == (goal,):
+                return tactic
+        return (next_tactic((goal,)) if goal else "") or "assumption"
+
+    def _by_shape(self, goal: Goal | None) -> str:
+        """What the form of the goal suggests, whatever is known."""
+        if goal is None:
+            return "assumption"
+        if unfold(goal.target)[:2] == ("bin", "→"):
+            return f"intro {fresh(goal)[0]}"
+        if parts(goal.target) is not None:
+            return "constructor"
+        if goal.target[:2] == ("bin", "∨"):
+            return "left"
+        return "exfalso" if goal.target == FALSE else "assumption"
+
+    def players(self) -> dict[str, str]:
+        """`shape` looks at the goal alone, `close` hopes that one step ends it; `random` tries anything."""
+        goal = self._goal()
+        names = list(goal.facts) if goal else []
+        new = fresh(goal, 2) if goal else ["h1", "h2"]
+        some = ["assumption", "constructor", "left", "right", "exfalso", "omega", "rfl", f"intro {new[0]}"]
+        some += [f"exact {name}" for name in names] + [f"apply {name}" for name in names]
+        some += [f"obtain ⟨{new[0]}, {new[1]}⟩ := {name}" for name in names]
+        closing = self.choose(("assumption", "omega", "rfl", "decide", "contradiction"))
+        return {"random": self.choose(some), "shape": self._by_shape(goal), "close": closing}
+
+    def thought(self) -> str:
+        """The form of the goal and of what is known, which decides between the tactics."""
+        goal = self._goal()
+        if goal is None:
+            return ""
+        told = [f"goal is {_form(goal.target)}"]
+        told += [f"{name} is {_form(fact)}" for name, fact in goal.facts.items() if _form(fact) != "a fact"]
+        told += ["it is known"] if goal.target in goal.facts.values() else []
+        return ", ".join(told)
+
+
+def _form(formula: tuple[Any, ...]) -> str:
+    if formula == FALSE:
+        return "False"
+    if formula[0] in ("not", "exists"):
+        return "a negation" if formula[0] == "not" else "an existence"
+    return KINDS.get(formula[1], "a fact")

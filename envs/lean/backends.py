@@ -1,0 +1,288 @@
+"""Who checks a proof?  Lean itself, local or behind a server, or the small checker of a fragment.
+
+A backend answers one question: what do these tactics leave of this theorem? The text of a tactic is refused before any
+of them sees it where it could do anything but prove: leave a gap, add an axiom, run code, or begin another command.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple, Protocol
+
+from envs.lean import checker, terms
+from envs.lean.syntax import Unreadable
+from envs.lean.theorems import Theorem
+
+LONGEST = 300  # characters of one tactic
+LONGEST_MESSAGE = 200  # characters of what Lean says that are passed on
+GOALS_SHOWN = 2_000  # characters
+TRIES = 3  # of a request to a server that refuses it
+SOUND_AXIOMS = frozenset(("propext", "Classical.choice", "Quot.sound"))
+HEADS = frozenset(
+    """intro intros exact apply refine constructor left right cases rcases obtain rintro have show suffices exfalso
+    assumption contradiction trivial rfl decide omega simp simp_all simpa rw rwa induction injection unfold split subst
+    by_cases by_contra exists use specialize generalize revert clear rename_i symm ext funext congr change absurd nofun
+    ac_rfl all_goals any_goals try first repeat case next norm_num norm_cast push_cast linarith nlinarith ring ring_nf
+    positivity field_simp push_neg tauto aesop interval_cases gcongr grind""".split()
+)
+FORBIDDEN = frozenset(
+    """sorry admit stop native_decide bv_decide axiom theorem lemma def example instance abbrev opaque inductive
+    structure class macro macro_rules syntax notation infix infixl infixr prefix postfix elab elab_rules
+    declare_syntax_cat run_tac run_cmd run_elab run_meta by_elab unsafe partial implemented_by extern csimp set_option
+    open import namespace section variable universe attribute initialize builtin_initialize export deriving mutual local
+    scoped private protected noncomputable do where termination_by decreasing_by eval IO System EIO ST Lean Elab Meta
+    MetaM TacticM Macro Syntax unsafeCast unsafeIO dbg_trace dbgTrace trace panic dbgSleep ofReduceBool ofReduceNat
+    trustCompiler""".split()
+)
+WORD = re.compile(r"[^\W\d][\w'!]*\??")
+INSTALL = (
+    "Install a toolchain with elan (https://github.com/leanprover/elan: `elan default stable`) and `pip install"
+    " lean-interact`, which builds its REPL with git and lake on first use; or run a Kimina Lean server"
+    " (https://github.com/project-numina/kimina-lean-server) and give its address, backend=http://localhost:8000."
+)
+
+
+class Verdict(NamedTuple):
+    """What is left: Verdict(goals=("h : p\\n⊢ p",), error=""); nothing left and no error is a proof."""
+
+    goals: tuple[str, ...]
+    error: str = ""
+    unreadable: bool = False
+
+
+class Backend(Protocol):
+    slow: bool
+
+    def check(self, theorem: Theorem, tactics: tuple[str, ...]) -> Verdict:
+        """What the tactics leave of the theorem, or why the last of them is rejected."""
+        ...
+
+
+class Unavailable(RuntimeError):
+    """Nobody answered: no verdict about the proof."""
+
+
+def refusal(tactic: str) -> str:
+    """Why a text is not passed on; empty for one that is."""
+    tactic = tactic.strip()
+    if not tactic or len(tactic) > LONGEST:
+        return f"write one tactic of at most {LONGEST} characters"
+    if not tactic.isprintable():
+        return "write one tactic on one line"
+    for mark in ("--", "/-", "-/", '"', "`", "#", "@[", "«", "»", "$"):
+        if mark in tactic:
+            return f"{mark} is refused"
+    if ";" in tactic.replace("<;>", ""):
+        return "write one tactic a turn, without ;"
+    found = WORD.findall(tactic)
+    if "%" in re.sub(r"\s%\s", " ", tactic):  # an operator has blanks around it
+        return "% is refused"
+    if not found or found[0] not in HEADS or not tactic.startswith(found[0]):
+        return f"{found[0] if found else tactic[:12]} is no tactic that is allowed"
+    for word in found:
+        gap = "sorry" in word.lower() or "admit" in word.lower() or "native" in word.lower()
+        if gap or word in FORBIDDEN or word.endswith("?"):
+            return f"{word} is refused"
+    return ""
+
+
+# -- the fragment ------------------------------------------------------------------------------------------------------
+
+
+class Fragment:
+    """The small checker of checker.py."""
+
+    slow = False
+
+    def check(self, theorem: Theorem, tactics: tuple[str, ...]) -> Verdict:
+        try:
+            return Verdict(tuple(goal.show() for goal in replay(theorem, tactics)))
+        except Unreadable as problem:
+            return Verdict((), f"not in the fragment: {problem}", unreadable=True)
+        except terms.Rejected as problem:
+            return Verdict((), str(problem))
+
+
+@lru_cache(maxsize=1 << 14)
+def replay(theorem: Theorem, tactics: tuple[str, ...]) -> terms.Goals:
+    """The goals of the fragment after these tactics."""
+    if not tactics:
+        return terms.start(theorem.binders, theorem.statement)
+    return checker.apply(replay(theorem, tactics[:-1]), tactics[-1])
+
+
+# -- Lean --------------------------------------------------------------------------------------------------------------
+
+
+def script(theorem: Theorem, tactics: Sequence[str]) -> str:
+    """The whole proof as a file, with the question on which axioms it rests in the last line."""
+    return "\n".join([f"{theorem.header} := by", *(f"  {t}" for t in tactics or ("skip",)), "#print axioms t"])
+
+
+def verdict(messages: Any, last_line: int) -> Verdict:
+    """Reads Lean's messages about a `script` whose last line has this number."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise Unavailable(f"Lean's answer has no list of messages but {str(messages)[:80]!r}.")
+    axioms, goals, errors = "", "", []  # a second "unsolved goals" is about a `by` inside of a tactic
+    for message in messages:
+        text, position = str(message.get("data", "")), message.get("pos")
+        line = position.get("line", 0) if isinstance(position, dict) else 0
+        if line >= last_line:
+            axioms = text
+        elif message.get("severity") == "error" and text.startswith("unsolved goals") and not goals:
+            goals = text.removeprefix("unsolved goals").strip()
+        elif message.get("severity") == "error" or "declaration uses" in text:
+            errors.append(text)
+    if errors:
+        return Verdict((), " ".join(errors[0].split())[:LONGEST_MESSAGE])
+    if goals:
+        shown = re.sub(r"^case .*\n", "", goals, flags=re.MULTILINE)[:GOALS_SHOWN]
+        return Verdict(tuple(goal.strip() for goal in shown.split("\n\n") if goal.strip()))
+    named = re.search(r"depends on axioms: \[([^\]]*)\]", axioms)
+    used = set(re.split(r"[,\s]+", named[1].strip())) if named else set()
+    if not (named or "does not depend on any axioms" in axioms) or used - SOUND_AXIOMS:
+        return Verdict((), f"the proof rests on {', '.join(sorted(used - SOUND_AXIOMS)) or 'what Lean does not say'}")
+    return Verdict(())
+
+
+TOO_SLOW = Verdict((), "the tactic takes too long")
+
+
+class Server:
+    """A Kimina Lean server: its /api/check, and the /verify of its older versions."""
+
+    slow = True
+
+    def __init__(self, url: str, timeout: float) -> None:
+        self.url, self.timeout, self.old = url.rstrip("/"), timeout, False
+
+    def check(self, theorem: Theorem, tactics: tuple[str, ...]) -> Verdict:
+        code = script(theorem, tactics)
+        answer = self._ask(code)
+        results = answer.get("results") if isinstance(answer, dict) else None
+        result = results[0] if isinstance(results, list) and results else None
+        if not isinstance(result, dict):
+            raise Unavailable(f"The Lean server at {self.url} answers without a result: {str(answer)[:80]!r}.")
+        if error := result.get("error"):
+            if "timed out" in str(error) or "timeout" in str(error).lower():
+                return TOO_SLOW
+            raise Unavailable(f"The Lean server at {self.url} reports {str(error)[:200]!r}.")
+        response = result.get("response")
+        if not isinstance(response, dict) or "message" in response:
+            raise Unavailable(f"The Lean server at {self.url} has no verdict: {str(response)[:200]!r}.")
+        return verdict(response.get("messages") or [], code.count("\n") + 1)
+
+    def _ask(self, code: str) -> Any:
+        seconds = max(1, int(self.timeout))
+        new = {"snippets": [{"id": "t", "code": code}], "timeout": seconds, "debug": False, "reuse": True}
+        old = {"codes": [{"custom_id": "t", "proof": code}], "timeout": seconds}
+        problem: Exception | None = None
+        for attempt in range(TRIES):
+            path, body = ("/verify", old) if self.old else ("/api/check", new)
+            try:
+                return self._post(path, body)
+            except urllib.error.HTTPError as error:
+                problem = error
+                if error.code in (404, 405) and not self.old:
+                    self.old = True
+                    continue
+                if error.code < 500:
+                    break
+            except TimeoutError as error:
+                problem = error
+                break
+            except (OSError, ValueError) as error:  # no connection, or no JSON
+                problem = error
+            time.sleep(0.1 * 4**attempt)
+        raise Unavailable(f"The Lean server at {self.url} does not answer as it should ({problem}). {INSTALL}")
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("LEAN_SERVER_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=1.5 * self.timeout + 1) as answer:
+            return json.load(answer)
+
+
+class Local:
+    """Lean on this machine, by lean-interact's REPL: one process for all environments of this one."""
+
+    slow = True
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+
+    def check(self, theorem: Theorem, tactics: tuple[str, ...]) -> Verdict:
+        from lean_interact import Command
+        from lean_interact.interface import LeanError
+
+        code = script(theorem, tactics)
+        try:
+            with _LOCAL:
+                answer = repl().run(Command(cmd=code), timeout=self.timeout)
+        except TimeoutError:
+            return TOO_SLOW
+        except (ConnectionError, OSError) as problem:
+            raise Unavailable(f"The local Lean REPL ended ({problem}). {INSTALL}") from problem
+        if isinstance(answer, LeanError):
+            raise Unavailable(f"The local Lean REPL reports {answer.message[:200]!r}.")
+        found = [message.model_dump(by_alias=True) for message in answer.messages]
+        return verdict(found, code.count("\n") + 1)
+
+
+_LOCAL = threading.Lock()
+
+
+@cache
+def repl() -> Any:
+    """The REPL process, of the version of Lean that is on the path."""
+    import subprocess
+
+    from lean_interact import AutoLeanServer, LeanREPLConfig
+
+    told = subprocess.run(["lean", "--version"], capture_output=True, text=True, timeout=60).stdout
+    version = re.search(r"version (\d+\.\d+\.\d+(?:-rc\d+)?)", told)
+    config = LeanREPLConfig(lean_version=f"v{version[1]}" if version else None, memory_hard_limit_mb=8192)
+    return AutoLeanServer(config)
+
+
+def toolchain() -> bool:
+    """Whether Lean can be run here."""
+    return bool(shutil.which("lean") and shutil.which("lake") and find_spec("lean_interact"))
+
+
+def chosen(backend: str, timeout: float) -> Backend:
+    """The backend of that name; "auto" takes a server, then a toolchain, then the fragment, and says so."""
+    if backend == "auto":
+        backend = os.environ.get("LEAN_SERVER_API_URL", "") or ("local" if toolchain() else "")
+        if not backend:
+            _told()
+            backend = "fragment"
+    if backend == "fragment":
+        return Fragment()
+    if backend.startswith(("http://", "https://")):
+        return Server(backend, timeout)
+    if backend == "local":
+        if not toolchain():
+            raise ValueError(f"lean cannot be made with backend=local: there is no Lean on the path. {INSTALL}")
+        return Local(timeout)
+    raise ValueError(f'lean has no backend "{backend}". Known: auto, fragment, local, http://...')
+
+
+@cache
+def _told() -> None:
+    logging.getLogger(__name__).warning(
+        "lean: no toolchain and no server here, so the built-in checker of a fragment takes Lean's place"
+    )

@@ -1,0 +1,260 @@
+"""Does a tactic apply, and what is left to prove?  A small checker for a fragment of Lean's tactic language.
+
+It is not Lean. It knows propositional logic, linear arithmetic over Nat, closed statements about numbers and lists, and
+∃ over both. What it accepts is meant to be accepted by Lean 4 and to leave the same goals; much that Lean accepts, it
+refuses. Every rule is an inference rule of logic, so what it calls proved is true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+
+from envs.lean.arithmetic import decided, linear_consequence
+from envs.lean.syntax import DEEPEST, Expr, Parser, Unreadable, mentions, show, substitute
+from envs.lean.terms import (
+    FALSE,
+    RULES,
+    TRUE,
+    Goal,
+    Goals,
+    Rejected,
+    check,
+    closing,
+    constant,
+    infer,
+    parts,
+    rfl,
+    same,
+    sort_of,
+    tupled,
+    unfold,
+)  # fmt: skip
+
+MOST_GOALS, MOST_FACTS, LONGEST = 12, 24, 2_000  # goals, hypotheses, and characters of one goal
+
+
+def _rfl(goal: Goal, parser: Parser) -> list[Goal]:
+    return rfl(goal)
+
+
+def _decide(goal: Goal, parser: Parser) -> list[Goal]:
+    return closing(goal, decided(goal.target) is True, "decide does not find this true")
+
+
+def _assumption(goal: Goal, parser: Parser) -> list[Goal]:
+    return closing(goal, goal.target in goal.facts.values(), f"no hypothesis is {show(goal.target)}")
+
+
+def _contradiction(goal: Goal, parser: Parser) -> list[Goal]:
+    facts = set(goal.facts.values())
+    found = FALSE in facts or any(fact[0] == "not" and fact[1] in facts for fact in facts)
+    return closing(goal, found, "no hypotheses contradict each other")
+
+
+def _trivial(goal: Goal, parser: Parser) -> list[Goal]:
+    for tactic in (_assumption, _rfl, _contradiction, _decide):
+        try:
+            return tactic(goal, parser)
+        except Rejected:
+            pass
+    raise Rejected("trivial does not prove this")
+
+
+def _omega(goal: Goal, parser: Parser) -> list[Goal]:
+    lists = {name for name, kind in goal.context if kind == ("name", "List")}
+    facts = tuple(fact for fact in goal.facts.values() if not mentions(fact, lists))
+    if mentions(goal.target, lists):
+        raise Rejected("omega knows no lists here")
+    return closing(goal, linear_consequence(facts, goal.target), "omega cannot prove this")
+
+
+def _intro(goal: Goal, parser: Parser) -> list[Goal]:
+    while True:
+        premise = unfold(goal.target)
+        if premise[0] != "bin" or premise[1] != "→":
+            raise Rejected(f"{show(goal.target)} is no implication")
+        goal = goal.having((parser.name(), premise[2]))._replace(target=premise[3])
+        if not parser.next:
+            return [goal]
+
+
+def _exact(goal: Goal, parser: Parser) -> list[Goal]:
+    if check(parser.expression(), goal):
+        raise Rejected("exact leaves no ?_ open; refine does")
+    return []
+
+
+def _refine(goal: Goal, parser: Parser) -> list[Goal]:
+    return check(parser.expression(), goal)
+
+
+def _apply(goal: Goal, parser: Parser) -> list[Goal]:
+    term = parser.expression()
+    if constant(term) in RULES:
+        premises = RULES[constant(term)](goal.target)
+        if premises is None:
+            raise Rejected(f"{constant(term)} does not fit here")
+        return [goal._replace(target=premise) for premise in premises]
+    proved, new = infer(term, goal), []
+    while not same(proved, goal.target):
+        proved = unfold(proved)
+        if proved[0] != "bin" or proved[1] != "→":
+            raise Rejected(f"its conclusion {show(proved)} is not {show(goal.target)}")
+        new.append(goal._replace(target=proved[2]))
+        proved = proved[3]
+    return new
+
+
+def _constructor(goal: Goal, parser: Parser) -> list[Goal]:
+    if goal.target == TRUE:
+        return []
+    sides = parts(goal.target)
+    if sides is None:
+        raise Rejected(f"constructor does not split {show(goal.target)}")
+    return [goal._replace(target=side) for side in sides]
+
+
+def _side(which: int) -> Callable[[Goal, Parser], list[Goal]]:
+    def tactic(goal: Goal, parser: Parser) -> list[Goal]:
+        if goal.target[:2] != ("bin", "∨"):
+            raise Rejected(f"{show(goal.target)} is no disjunction")
+        return [goal._replace(target=goal.target[2 + which])]
+
+    return tactic
+
+
+def _exfalso(goal: Goal, parser: Parser) -> list[Goal]:
+    return [goal._replace(target=FALSE)]
+
+
+def _witness(goal: Goal, parser: Parser) -> list[Goal]:
+    """exists e: the witness, then what is left if it is not trivial."""
+    if goal.target[0] != "exists":
+        raise Rejected(f"{show(goal.target)} has no ∃")
+    (left,) = tupled((parser.expression(), ("hole",)), goal)
+    try:
+        return _trivial(left, parser)
+    except Rejected:
+        return [left]
+
+
+def _have(goal: Goal, parser: Parser) -> list[Goal]:
+    name = parser.name()
+    claimed = parser.expression() if parser.took(":") else None
+    parser.take(":=")
+    term = parser.expression()
+    if claimed is None:
+        claimed = infer(term, goal)
+    elif sort_of(claimed, goal) != "Prop" or check(term, goal._replace(target=claimed)):
+        raise Rejected("have needs a whole proof of a formula")
+    return [goal.having((name, claimed))]
+
+
+def _by_cases(goal: Goal, parser: Parser) -> list[Goal]:
+    name = parser.name()
+    parser.take(":")
+    formula = parser.expression()
+    if sort_of(formula, goal) != "Prop":
+        raise Rejected("by_cases needs a formula")
+    return [goal.having((name, formula)), goal.having((name, ("not", formula)))]
+
+
+def _obtain(goal: Goal, parser: Parser) -> list[Goal]:
+    pattern = _pattern(parser)
+    parser.take(":=")
+    return _rcases(parser.expression(), pattern, goal)
+
+
+def _rcases_with(goal: Goal, parser: Parser) -> list[Goal]:
+    term = parser.expression()
+    parser.take("with")
+    return _rcases(term, _pattern(parser), goal)
+
+
+def _cases(goal: Goal, parser: Parser) -> list[Goal]:
+    if infer(parser.expression(), goal) != FALSE:
+        raise Unreadable("cases is in the fragment only for False; write rcases h with h1 | h2 or ⟨h1, h2⟩")
+    return []
+
+
+def _pattern(parser: Parser, depth: int = 0) -> Expr:
+    """h1 | h2, ⟨h1, h2⟩ and what they are made of."""
+    if depth > DEEPEST:
+        raise Unreadable("too deeply nested")
+    ways: list[Expr] = []
+    while not ways or parser.took("|"):
+        if parser.took("("):
+            ways.append(_pattern(parser, depth + 1))
+            parser.take(")")
+        elif parser.took("⟨"):
+            items = [_pattern(parser, depth + 1)]
+            while parser.took(","):
+                items.append(_pattern(parser, depth + 1))
+            parser.take("⟩")
+            ways.append(("tuple", tuple(items)))
+        else:
+            ways.append(("name", parser.name()))
+    return ways[0] if len(ways) == 1 else ("either", tuple(ways))
+
+
+def _rcases(term: Expr, pattern: Expr, goal: Goal) -> list[Goal]:
+    if pattern[0] == "name":
+        raise Unreadable("take it apart: h1 | h2 or ⟨h1, h2⟩")
+    proved = infer(term, goal)
+    return list(_taken(proved, pattern, goal.having(without=term[1] if term[0] == "name" else "")))
+
+
+def _taken(proved: Expr, pattern: Expr, goal: Goal) -> Iterator[Goal]:
+    """The goals after taking apart what was proved."""
+    if pattern[0] == "name":
+        yield goal.having((pattern[1], proved))
+    elif pattern[0] == "either":
+        if proved[:2] != ("bin", "∨"):
+            raise Rejected(f"{show(proved)} is no disjunction")
+        first, *rest = pattern[1]
+        yield from _taken(proved[2], first, goal)
+        yield from _taken(proved[3], rest[0] if len(rest) == 1 else ("either", tuple(rest)), goal)
+    else:
+        items = pattern[1]
+        if len(items) < 2:
+            raise Unreadable("⟨ ⟩ needs two parts here")
+        rest = items[1] if len(items) == 2 else ("tuple", items[1:])
+        if proved[0] == "exists":
+            if items[0][0] != "name":
+                raise Rejected("the witness is a name")
+            named = substitute(proved[3], proved[1], items[0])
+            yield from _taken(named, rest, goal.having((items[0][1], ("name", proved[2]))))
+            return
+        sides = parts(proved)
+        if sides is None:
+            raise Rejected(f"{show(proved)} has no two parts")
+        for half in _taken(sides[0], items[0], goal):
+            yield from _taken(sides[1], rest, half)
+
+
+TACTICS: dict[str, Callable[[Goal, Parser], list[Goal]]] = {
+    "intro": _intro, "intros": _intro, "exact": _exact, "refine": _refine, "apply": _apply,
+    "constructor": _constructor, "left": _side(0), "right": _side(1), "exfalso": _exfalso, "exists": _witness,
+    "assumption": _assumption, "contradiction": _contradiction, "trivial": _trivial, "rfl": _rfl, "decide": _decide,
+    "omega": _omega, "have": _have, "by_cases": _by_cases, "obtain": _obtain, "rcases": _rcases_with, "cases": _cases,
+}  # fmt: skip
+
+
+@lru_cache(maxsize=1 << 15)
+def apply(goals: Goals, tactic: str) -> Goals:
+    """The goals after a tactic, which acts on the first. Unreadable: outside the fragment; Rejected: it fails here."""
+    parser = Parser(tactic)
+    head = parser.take()
+    if head not in TACTICS:
+        raise Unreadable(f"the tactic {head} is not in the fragment")
+    if not goals:
+        raise Rejected("no goals")
+    new = TACTICS[head](goals[0], parser)
+    parser.end()
+    for goal in new:
+        if len(goal.context) > MOST_FACTS or len(goal.show()) > LONGEST:
+            raise Unreadable("the goal becomes too large")
+    if len(new) + len(goals) > MOST_GOALS:
+        raise Unreadable("there are too many goals")
+    return (*new, *goals[1:])
