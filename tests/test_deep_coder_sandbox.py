@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from envs import make
-from envs.deep_coder import sandbox
+from envs.deep_coder import harness, sandbox
 from envs.deep_coder.sandbox import Limits, Outcome, execute
 
 PATIENCE = 6  # seconds in which every attack ends
@@ -238,10 +238,60 @@ def test_nothing_is_left_running():
     slow = execute("import time\ntime.sleep(0.25)", "", ["1"] * 9, limits)
     assert len(slow) < 9 and slow[-1] == Outcome("time", "", "time is up"), "the clock of the whole submission"
     time.sleep(0.1)
-    left = [
-        each.info for each in psutil.process_iter(["cmdline"]) if str(limits.seconds) in (each.info["cmdline"] or ())
-    ]
-    assert not left
+    assert not running(limits.seconds)
+
+
+@needs_sandbox
+def test_it_ends_with_the_process_that_started_it():
+    folder, seconds = Path(sandbox.__file__).parent, 4.0625
+    program = f"from sandbox import *\nexecute('while True: pass', '', [''], Limits({seconds}))"
+    with subprocess.Popen([sys.executable, "-c", program], cwd=folder) as parent:
+        assert wait_for(lambda: running(seconds))
+        parent.kill()
+    assert wait_for(lambda: not running(seconds))
+
+
+def running(seconds: float) -> list[object]:
+    """The sandboxes with this time limit."""
+    told = psutil.process_iter(["cmdline"])
+    return [each.info for each in told if str(seconds) in (each.info["cmdline"] or ())]
+
+
+def wait_for(condition: Callable[[], object], patience: float = 3.0) -> bool:
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def decide(lines: bytes, number: int, architecture: int, argument: int = 0) -> str:
+    """What a seccomp filter says, by reading it line by line as the kernel does."""
+    data, value, at = {0: number, 4: architecture, 16: argument}, 0, 0
+    while True:
+        line = lines[8 * at : 8 * at + 8]
+        code, yes, no, k = int.from_bytes(line[:2], "little"), line[2], line[3], int.from_bytes(line[4:], "little")
+        at += 1
+        if code == 0x06:
+            return {0x7FFF0000: "allow", 0x80000000: "kill", 0x00050001: "EPERM", 0x00050026: "ENOSYS"}[k]
+        if code == 0x20:
+            value = data[k]
+        else:
+            at += yes if {0x15: value == k, 0x35: value >= k, 0x45: bool(value & k)}[code] else no
+
+
+@pytest.mark.parametrize("machine", harness.MACHINES)
+def test_the_filter_decides_as_it_should(machine):
+    lines, (here, column) = harness.system_call_filter(machine), harness.MACHINES[machine]
+    for numbers in harness.FORBIDDEN.values():
+        if (number := numbers[column]) is not None:
+            assert decide(lines, number, here) == "EPERM"
+    clone, read = harness.CLONE[column], (0, 63)[column]
+    assert decide(lines, clone, here, 17) == decide(lines, clone, here, 0x10000000) == "EPERM"
+    assert decide(lines, clone, here, 0x3D0F00) == decide(lines, read, here) == "allow", "threads, and the rest"
+    assert decide(lines, 435, here) == decide(lines, 425, here) == "ENOSYS", "clone3 and io_uring_setup"
+    assert decide(lines, 0x40000000, here) == decide(lines, read, 0x40000003) == "kill", "x32 and i386"
 
 
 @needs_sandbox

@@ -235,4 +235,5 @@ def main() -> None:
     play(source, function, data)
 
 
-main()
+if __name__ == "__main__":
+    main()
