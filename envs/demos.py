@@ -31,8 +31,10 @@ THOUGHTS = {
     "next_state": "the state that the action leads to (arXiv 2510.15047)",
     "none": "nothing",
 }
-PLAYS = 24  # of each action of a pair, where chance decides
-LOOK_AHEAD = 16  # turns of each of them
+PLAYS = 16  # of each action of a pair, where chance decides
+FIRST_LOOK = 5  # after so many more than one, what shows nothing is given up
+LOOK_AHEAD = 8  # turns of each of them
+TRIES = 4  # turns of an episode that are looked at for a pair
 GIVE_UP = 200  # episodes of an environment without a row
 
 
@@ -115,7 +117,7 @@ class Style:
             return ""
         if self.thought == "cues":
             return episode.env.thought()
-        ahead, moves = copy.deepcopy(episode), [action]
+        ahead, moves = _ahead(episode), [action]
         ahead.step(answer("", [action], ahead.protocol))
         if self.thought == "next_state":
             return f"Next state: {ahead.env.observe()}"
@@ -123,6 +125,14 @@ class Style:
             moves.append(next_action(ahead.env, player))
             ahead.step(answer("", moves[-1:], ahead.protocol))
         return f"Plan: {f' {ACTION_SEP} '.join(moves)}"
+
+
+def _ahead(episode: Episode) -> Episode:
+    """A copy of an episode to think ahead in: it has no need of the conversation so far."""
+    ahead = copy.copy(episode)
+    ahead.env, ahead.messages = copy.deepcopy(episode.env), []
+    ahead.past, ahead.actions = list(episode.past), list(episode.actions)
+    return ahead
 
 
 class Turns:
@@ -184,7 +194,7 @@ def preference(
     """The expert's answer and a worse one of a flawed player, in a state of an episode that players of `mix` play.
 
     `begin` opens the same episode each time. The turn is drawn by its seed among those in which the two differ and
-    the expert's is better; None where there is no such turn. The counter says which turns were left out.
+    the expert's is better; None where none of a few is such a turn. The counter says which turns were left out.
     """
     episode, left_out = begin(), Counter()
     style.require(episode.env)
@@ -197,7 +207,7 @@ def preference(
         candidates.append((list(replies), good, other, bad))
         replies.append(style.reply(episode, player, good if player == "expert" else next_action(env, player)))
         episode.step(replies[-1])
-    for place in np.random.default_rng([episode.seed, 5]).permutation(len(candidates)):
+    for place in np.random.default_rng([episode.seed, 5]).permutation(len(candidates))[:TRIES]:
         before, good, other, bad = candidates[int(place)]
         if good.split() == bad.split():
             left_out["both do the same"] += 1
@@ -222,18 +232,27 @@ def is_better(episode: Episode, good: str, bad: str) -> bool:
 
     Where chance decides, both are played often with the same chance, and a difference counts from two standard errors.
     """
-    plays = 1 if episode.env.deterministic else PLAYS
-    results = [[_outcome(episode, action, play) for action in (good, bad)] for play in range(plays)]
-    for differences in np.array([np.subtract(one, other) for one, other in results]).T:
-        error = 0.0 if plays == 1 else float(differences.std(ddof=1)) / plays**0.5
-        if abs(differences.mean()) > 2 * error + 1e-9:
-            return bool(differences.mean() > 0)
-    return False
+    differences: list[np.ndarray] = []
+    for play in range(1 if episode.env.deterministic else PLAYS):
+        one, other = (np.array(_outcome(episode, action, play)) for action in (good, bad))
+        differences.append(one - other)
+        if play == FIRST_LOOK and _sign(differences, errors=1) <= 0:
+            return False  # most pairs are of this kind, and the plays are what takes time
+    return _sign(differences, errors=2) > 0
+
+
+def _sign(differences: list[np.ndarray], errors: float) -> float:
+    """The sign of the first measure whose mean difference is so many standard errors away from 0; 0 if none is."""
+    for measure in np.array(differences).T:
+        error = measure.std(ddof=1) / len(measure) ** 0.5 if len(measure) > 1 else 0.0
+        if abs(measure.mean()) > errors * error + 1e-9:
+            return float(np.sign(measure.mean()))
+    return 0.0
 
 
 def _outcome(episode: Episode, action: str, play: int) -> tuple[float, float, float]:
     """Success, reward and turns (as a loss) of an action, after which the expert plays on."""
-    ahead, gain = copy.deepcopy(episode), 0.0
+    ahead, gain = _ahead(episode), 0.0
     if not ahead.env.deterministic:
         ahead.env.noise = np.random.default_rng([episode.seed, 6, play])
     while not ahead.done and (ahead.env.deterministic or ahead.turns < episode.turns + LOOK_AHEAD):
@@ -320,7 +339,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         recipe = requested(arguments)
         kind = "preferences" if recipe.pairs else "messages"
-        file = Path(arguments.out or _name(recipe))
+        name = "+".join(env.name for env in recipe.envs) + ("_pairs" if recipe.pairs else "")
+        file = Path(arguments.out or f"runs/demos/{name}.jsonl")
         if file.exists() and not arguments.overwrite:
             raise ValueError(f"{file} is there already: name another file with --out, or write --overwrite.")
         told = write(recipe, arguments.n, file)
@@ -379,10 +399,8 @@ def requested(arguments: argparse.Namespace) -> Recipe:
         options[known("environment of this command", name, weights)][key] = value
     if arguments.n < 1 or arguments.seed < 0 or (arguments.turns or 1) < 1:
         raise ValueError("--n and --turns must be at least 1, and --seed at least 0.")
-    if arguments.pairs and arguments.success_only:
-        raise ValueError("--success-only is about whole episodes: leave it out beside --pairs.")
-    if arguments.rejected and not arguments.pairs:
-        raise ValueError("--rejected says who plays the worse answers of pairs: write --pairs, too.")
+    if (arguments.pairs and arguments.success_only) or (arguments.rejected and not arguments.pairs):
+        raise ValueError("--success-only is about whole episodes, --rejected about --pairs: write them with these.")
     recipe = Recipe(
         envs=[make(name, **options[name]) for name in weights],
         weights=list(weights.values()),
@@ -398,10 +416,6 @@ def requested(arguments: argparse.Namespace) -> Recipe:
     for env in recipe.envs:
         recipe.style.require(env)
     return recipe
-
-
-def _name(recipe: Recipe) -> str:
-    return f"runs/demos/{'+'.join(env.name for env in recipe.envs)}{'_pairs' if recipe.pairs else ''}.jsonl"
 
 
 def write(recipe: Recipe, n: int, file: Path) -> str:

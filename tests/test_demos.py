@@ -220,7 +220,7 @@ def test_left_out_pairs_are_counted(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["frozen_lake", "--options", "frozen_lake.slippery=true", "--thought", "plan"], "chance decides"),
         (["frozen_lake", "--split", "tests"], "test"),
         (["frozen_lake", "--n", "0"], "at least 1"),
-        (["frozen_lake", "--rejected", "random"], "--pairs, too"),
+        (["frozen_lake", "--rejected", "random"], "about --pairs"),
         (["frozen_lake", "--pairs", "--success-only"], "whole episodes"),
     ],
 )
