@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
@@ -239,6 +240,19 @@ def test_nothing_is_left_running():
     assert len(slow) < 9 and slow[-1] == Outcome("time", "", "time is up"), "the clock of the whole submission"
     time.sleep(0.1)
     assert not running(limits.seconds)
+
+
+@needs_sandbox
+def test_no_zombie_is_left_to_whoever_is_process_one():
+    prctl, subreaper = ctypes.CDLL(None).prctl, 36
+    prctl(subreaper, 1, 0, 0, 0)  # orphans come to us
+    try:
+        before = set(psutil.Process().children())
+        execute("print(1)", "", ["1"], Limits())
+        execute("while True: pass", "", ["1"], Limits(seconds=0.1))
+        assert set(psutil.Process().children()) <= before
+    finally:
+        prctl(subreaper, 0, 0, 0, 0)
 
 
 @needs_sandbox

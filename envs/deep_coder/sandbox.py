@@ -115,23 +115,34 @@ def execute(source: str, function: str, inputs: Sequence[str], limits: Limits) -
     It is stopped when it does not compile, takes too long or crashes: further tests would go no better.
     """
     arguments = (str(limits.seconds), str(limits.memory_mb << 20), str(limits.output_bytes))
-    with slots():
-        process = subprocess.Popen(
+    with (
+        slots(),
+        subprocess.Popen(
             [*command(), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={},  # process 1 inside could be asked for it
             bufsize=0,
-        )
+        ) as process,
+    ):
         clock = threading.Timer(limits.total_seconds, process.kill)
         clock.start()
         try:
             return _converse(process, source, function, inputs)
         finally:
             clock.cancel()
-            process.kill()
-            process.communicate()
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Lets the harness go, so that bubblewrap takes its exit code and leaves no zombie; kills what does not go."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        process.wait(1)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def _converse(process: subprocess.Popen[bytes], source: str, function: str, inputs: Sequence[str]) -> list[Outcome]:
@@ -141,7 +152,8 @@ def _converse(process: subprocess.Popen[bytes], source: str, function: str, inpu
             raise EOFError
     except EOFError:
         process.kill()
-        said = process.communicate()[1].decode("utf-8", "replace").strip()
+        assert process.stderr is not None
+        said = process.stderr.read().decode("utf-8", "replace").strip()
         raise SandboxError(said[-500:] or "it did not answer in time") from None
     try:
         _write(process, source)
