@@ -84,7 +84,7 @@ class Served(Environment[TextAction, TextObservation, TextState]):
             name = action.text if self.env.actions is None else self.env.canonical_action(action.text)
             self.info = {**self.info, "action_is_valid": False, "action_is_effective": False}
             if name is not None and name.strip():
-                _, gain, terminated, truncated, info = self.env.step(name)
+                gain, terminated, truncated, info = self.env.step(name)[1:]
                 reward, self.info = float(gain), info
                 self.terminated, self.truncated = bool(terminated), bool(truncated)
             self.turns += 1
