@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import random
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -261,6 +262,8 @@ def test_tactics_do_as_in_lean(statement, tactics, open_goals):
         (("xs ys : List Nat", "h : xs = ys"), "ys = xs", "omega"),
         (("p : Prop",), "p → p", "intro p"),
         (("p q : Prop",), "p ∨ q → p", "exact fun h => h.elim"),
+        (("p : Prop", "h : ¬p"), "False", "apply h ?_"),  # the hole would be lost
+        (("p q : Prop", "h : p → q"), "p", "have k := h ?_"),
     ],
 )
 def test_what_does_not_follow_is_not_accepted(binders, statement, tactic):
@@ -306,6 +309,55 @@ def test_whatever_is_proved_is_true():
         proved += found is not None
         assert valid or (env.goals and found is None), show(statement)
     assert proved > 25
+
+
+def valid(goal: terms.Goal) -> bool:
+    """Whether a goal over p, q, r holds in every row of its truth table."""
+    rows = [dict(zip("pqr", row, strict=True)) | {"True": True} for row in itertools.product((True, False), repeat=3)]
+    return all(truth(goal.target, row) or not all(truth(f, row) for f in goal.facts.values()) for row in rows)
+
+
+def test_no_tactic_leaves_only_goals_that_hold_of_one_that_does_not():
+    """Tactics with random proof terms, step by step; holes must come back as goals."""
+    rng, accepted = random.Random(1), 0
+
+    def formula(depth: int) -> str:
+        if depth == 0 or rng.random() < 0.25:
+            return rng.choice(["p", "q", "r", "False", "True"])
+        return rng.choice(
+            [f"¬({formula(depth - 1)})", f"({formula(depth - 1)}) {rng.choice('∧∨→↔')} ({formula(depth - 1)})"]
+        )
+
+    def term(depth: int, names: list[str]) -> str:
+        if depth == 0:
+            return rng.choice([*names, "?_", "trivial"])
+        one, other = (term(depth - 1, names) for _ in range(2))
+        forms = [
+            "⟨{}, {}⟩",
+            "({}).1",
+            "({}).mpr",
+            "({} ({}))",
+            "(Or.inl {})",
+            "(absurd {} {})",
+            "(False.elim {})",
+            "(fun z => {})",
+        ]
+        return rng.choice(forms).format(one, other)
+
+    for _ in range(250):
+        names = [f"h{number}" for number in range(3)]
+        start = terms.start(("p q r : Prop", *(f"{name} : {formula(2)}" for name in names)), formula(2))
+        for _ in range(12):
+            head = rng.choice(
+                ["exact {}", "refine {}", "apply {}", "have k := {}", "have k : False := {}", "obtain ⟨a, b⟩ := {}"]
+            )
+            try:
+                new = checker.apply(start, head.format(term(rng.randrange(4), names)))
+            except (terms.Rejected, Unreadable):
+                continue
+            accepted += 1
+            assert valid(start[0]) or not all(map(valid, new))
+    assert accepted > 120
 
 
 def test_linear_consequences_hold_in_all_small_numbers():

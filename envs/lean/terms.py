@@ -154,13 +154,9 @@ def infer(term: Expr, goal: Goal) -> Expr:
             raise Rejected(f".{term[2]} does not fit here")
         return sides[which[term[2]]]
     if kind == "app":
-        found = infer(term[1], goal)
-        for argument in term[2]:
-            found = unfold(found)
-            if found[0] != "bin" or found[1] != "→":
-                raise Rejected(f"{show(found)} is no implication")
-            check(argument, goal._replace(target=found[2]))
-            found = found[3]
+        found, holes = _applied(term, goal)
+        if holes:
+            raise Rejected("?_ cannot stand here")
         return found
     raise Unreadable("write out what this proves, or give it where its type is known")
 
