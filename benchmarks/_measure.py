@@ -66,6 +66,20 @@ def alternating(contestants: Mapping[str, Callable[[], object]], repeats: int) -
     return seconds
 
 
+def environments() -> list[str]:
+    """The names of the environments that this machine can open; of the others it is said why not."""
+    import envs
+
+    found = []
+    for name in envs.names():
+        try:
+            envs.make(name)
+            found.append(name)
+        except ValueError as problem:
+            print(f"{name} is left out: {problem}", file=sys.stderr)
+    return found
+
+
 def ratio(theirs: Sequence[float], ours: Sequence[float]) -> str:
     """How many times as fast ours is: the ratio of medians, and in brackets the range of single repeats."""
     single = [a / b for a, b in zip(theirs, ours, strict=True)]

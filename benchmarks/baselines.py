@@ -48,7 +48,7 @@ def main() -> None:
     given = parser.parse_args()
     results = _measure.surroundings() | {"envs": {}}
     rows = []
-    for name in given.names or envs.names():
+    for name in given.names or _measure.environments():
         found = results["envs"][name] = baselines(name, given.episodes)
         rewards = [f"{found[player]['reward']:.2f}" if player in found else "-" for player in SHOWN]
         rows.append([name, str(envs.make(name).max_turns), *(cell(found.get(player)) for player in SHOWN), *rewards])

@@ -178,7 +178,7 @@ def main() -> None:
         ("sokoban", "levels"): {"gym-sokoban": partial(sokoban_levels, kind, given.levels)},
         ("sokoban", "steps"): {"gym-sokoban": partial(sokoban_steps, raw_room, given.steps)},
     }
-    for name in envs.names():
+    for name in _measure.environments():
         slow = envs.make(name).slow
         levels, steps = (min(count, SLOW) if slow else count for count in (given.levels, given.steps))
         counts[name, "levels"], counts[name, "steps"] = levels, steps

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from open_envs import open_or_skip
 from tiny_runs import ROOT, rows_of, settings, tiny_base
 from transformers import PreTrainedTokenizerFast
 
@@ -136,7 +137,7 @@ def test_unsolved_episodes_are_left_out_and_counted(tmp_path: Path, capsys: pyte
 
 @pytest.mark.parametrize("name", envs.names())
 def test_every_environment_is_demonstrated_by_whom_it_has(name: str, tmp_path: Path) -> None:
-    env = envs.make(name)
+    env = open_or_skip(name)
     env.reset(seed=0)
     who = "expert" if env.has("expert") else next(iter(demos.player_names(env)), None)
     if who is None or env.slow:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from open_envs import open_or_skip
 
 import envs
 from envs import hostile
@@ -31,7 +32,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", envs.names())
 def test_hostile_answers_do_no_harm(name: str, elsewhere: Path) -> None:
-    env = envs.make(name)
+    env = open_or_skip(name)
     played, broken = hostile.meet_hostile_answers(subject(name), 6 if env.slow else 500, seconds=0.8)
     assert not broken and played >= 6
     assert not list(elsewhere.iterdir()), "an answer wrote a file"
@@ -40,7 +41,7 @@ def test_hostile_answers_do_no_harm(name: str, elsewhere: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", envs.names())
 def test_twenty_thousand_hostile_answers_do_no_harm(name: str, elsewhere: Path) -> None:
-    slow = envs.make(name).slow
+    slow = open_or_skip(name).slow
     played, broken = hostile.meet_hostile_answers(subject(name), 20_000, seed=1, seconds=900 if slow else float("inf"))
     assert not broken and (slow or played == 20_000)
     assert not list(elsewhere.iterdir()), "an answer wrote a file"
