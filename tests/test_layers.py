@@ -64,10 +64,11 @@ def module_of(path: Path) -> str:
 
 
 def walk(tree: ast.AST, functions: bool) -> Iterator[ast.AST]:
-    """All nodes, those inside functions too if asked."""
+    """All nodes, if asked also those inside functions and those for type checkers."""
     for node in ast.iter_child_nodes(tree):
         yield node
-        if functions or not isinstance(node, ast.FunctionDef):
+        for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if functions or not (isinstance(node, ast.FunctionDef) or for_types):
             yield from walk(node, functions)
 
 
