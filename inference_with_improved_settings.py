@@ -45,8 +45,8 @@ def main(argv: list[str] | None = None) -> None:
     # 1. What to do. Heavy imports wait until all of it makes sense, so that --help and every mistake answer at once.
     cfg, flags = load(ChatRun, "configs/chat.yaml", argv, add_flags)
     check(cfg, flags)
-    cfg.seed = cfg.seed if flags.seed is None else flags.seed
-    cfg.preset = flags.preset or cfg.preset
+    seed = cfg.seed if flags.seed is None else flags.seed
+    cfg = cfg.model_copy(update={"seed": seed, "preset": flags.preset or cfg.preset})
     env = playing.open_env(cfg, flags.play) if flags.play else None
 
     # 2. Can it be done?
@@ -183,8 +183,9 @@ def converse(generator: Generator, conversation: Conversation, cfg: ChatRun, *, 
             if text.startswith("/"):
                 if not text.startswith("/system "):  # a message of several lines may follow a command
                     text, _, rest = text.partition("\n")
-                if not handle_command(text, conversation, cfg):
+                if (after := handle_command(text, conversation, cfg)) is None:
                     break
+                cfg = after
             elif text.strip():
                 if by_hand and not compare:
                     print(f"{cfg.preset}> ", end="", flush=True)
@@ -203,13 +204,13 @@ def converse(generator: Generator, conversation: Conversation, cfg: ChatRun, *, 
 # ------------------------------------------------------------------------------------------------------------- commands
 
 
-def handle_command(line: str, conversation: Conversation, cfg: ChatRun) -> bool:
-    """Carry out a command; False when it is the one to leave."""
+def handle_command(line: str, conversation: Conversation, cfg: ChatRun) -> ChatRun | None:
+    """Carry out a command; returns the config that holds from then on, None when it is the one to leave."""
     command, _, rest = line.partition(" ")
     rest = rest.strip()
     match command:
         case "/quit":
-            return False
+            return None
         case "/help":
             note(HELP)
         case "/reset":
@@ -224,13 +225,13 @@ def handle_command(line: str, conversation: Conversation, cfg: ChatRun) -> bool:
         case "/preset" if rest not in cfg.presets:
             note(unknown_preset(cfg, rest))
         case "/preset":
-            cfg.preset = rest
+            cfg = cfg.model_copy(update={"preset": rest})
             note(f"[{described(cfg, rest)}]")
         case "/save":
             save(Path(rest).expanduser(), conversation) if rest else note("Name the file: /save FILE")
         case _:
             note(f"There is no command {command}{hint(command, COMMANDS) or '.'} /help lists them.")
-    return True
+    return cfg
 
 
 def save(file: Path, conversation: Conversation) -> None:

@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     from posttrain.rollout import open_sampler
 
     begun = starpo_run.begin(cfg, resume=args.resume, data_sets=hub_sets(cfg.evaluation.suites))
-    cfg = begun.cfg  # final from here on
+    cfg = begun.cfg  # with the memory plan's numbers; frozen, as every config is
 
     model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template)
     learner = starpo_run.prepare(cfg, model, chat)

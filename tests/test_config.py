@@ -14,6 +14,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import pytest
 import yaml
 from open_envs import open_or_skip
@@ -120,7 +121,11 @@ def test_the_environments_a_file_names_exist_and_take_its_options(file):
 
 
 def test_every_environment_has_a_file_that_writes_out_its_options():
-    for name in envs.names():
+    """Of the project's own: a file that a user puts into envs/ is not in docs/environments.md."""
+    described = re.findall(r"^## (\w+)$", (ROOT / "docs" / "environments.md").read_text(), re.MULTILINE)
+    own = [name for name in envs.names() if name in described]
+    assert len(own) >= 12
+    for name in own:
         (env,) = config.resolve(StarPORun, ROOT / "configs" / "envs" / f"{name}.yaml").envs
         assert env.name == name and env.options
 
@@ -255,10 +260,10 @@ def test_every_section_is_strict():
         assert section.model_config.get("extra") == "forbid" and section.model_config.get("strict") is True
 
 
-def test_defaults_are_not_shared_between_configs(tmp_path):
-    first, second = (config.resolve(SFTRun, sft(tmp_path)) for _ in range(2))
-    first.model.lora.r = 99
-    assert second.model.lora.r == 16
+def test_defaults_are_not_shared_between_configs():
+    first, second = (config.EnvSection(name="sokoban") for _ in range(2))
+    first.options["rooms"] = 2  # sections are frozen, what stands in a dictionary of one is not
+    assert second.options == {}
 
 
 def test_the_protocol_section_is_the_protocol():
@@ -522,9 +527,9 @@ def test_a_mistake_names_its_remedy(tmp_path, change, remedy):
         ("algorithm.step_gamma=0.9", "unknown key; did you mean `gamma_high`?"),
         ("rollout.vllm_memory=0.2", "unknown key; did you mean `vllm_gpu_memory_utilization`?"),
         ("algorithm.advantage=maxrl", "'maxrl' is not one of grpo, rloo, brpo, arpo, reinforce_pp"),
-        ("algorithm.filter.within=4", "unknown key"),
-        ("diagnostics.rollbacks=1", "unknown key"),
-        ("envs.0.curriculum=[{}]", "unknown key"),
+        ("algorithm.filter.within=4", "removed, see docs/decisions.md"),
+        ("diagnostics.rollbacks=1", "removed, see docs/decisions.md"),
+        ("envs.0.curriculum=[{}]", "removed, see docs/decisions.md"),
         ("algorithm.filter={strategy: soft, value: 0.9}", "`filter.value` belongs to top_k and top_k_abs and top_p"),
         ("algorithm.filter={strategy: none, value: 0.9}", "and this run has `filter.strategy: none`: leave it out"),
         ("algorithm.filter={strategy: none, largest: false}", "`filter.largest` belongs to top_k and"),
@@ -551,6 +556,13 @@ def test_a_mistake_names_its_remedy(tmp_path, change, remedy):
         ("rollout.max_completion_length=4096", "must be smaller than max_context"),
         ("rollout.num_generations=1", "`rollout.num_generations: 1` makes groups of one: play at least 2"),
         ("worlds=[sokoban]", "worlds (on the command line): unknown key; did you mean `envs`?"),
+        ("envs.0={name: sokoban, groups: 3}", "unknown key; did you mean `weight`?"),
+        ("protocol.max_penalised_turns=3", "removed, see docs/decisions.md"),
+        ("protocol.action_sep='|'", "removed, see docs/decisions.md"),
+        ("algorithm.entropy_target=0.5", "removed, see docs/decisions.md"),
+        ("evaluation.final_split=test", "removed, see docs/decisions.md"),
+        ("distillation.temperature=2", "removed, see docs/decisions.md"),
+        ("algorithm.critic.coef=0.5", "removed, see docs/decisions.md"),
         ("envs=[]", "envs (on the command line): must not be empty"),
         ("envs=[sokoban, sokoban]", "envs has sokoban twice"),
         ("rollout.context_turns=3", "context is full: leave it out or change context"),
@@ -596,6 +608,15 @@ def test_a_preset_on_an_adapter_has_an_adapters_learning_rate():
     assert cfg.learning_rate == 1e-5
 
 
+@pytest.mark.parametrize("schema", RUNS.values())
+def test_no_config_changes_once_it_is_made(schema):
+    name = next(name for name, known in RUNS.items() if known is schema)
+    cfg = config.resolve(schema, ROOT / "configs" / f"{name}.yaml")
+    for section, key in [(cfg, "seed"), (cfg.chat, "template")]:
+        with pytest.raises(pydantic.ValidationError, match="frozen"):
+            setattr(section, key, getattr(section, key))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_frozen_weights_may_be_half_precision(dtype):
     for schema, name in REFERENCE.items():
@@ -631,6 +652,15 @@ def test_four_bit_weights_are_neither_vllms_nor_a_second_critic():
     assert "`algorithm.critic.kind: shared`" in complaint(StarPORun, reference, separate, "model.tuning=qlora")
     found = complaint(StarPORun, reference, "rollout.engine=vllm", "model.tuning=qlora")
     assert "vLLM is not given four-bit weights: write `rollout.engine: auto`" in found
+
+
+def test_what_was_removed_is_told_in_the_decisions_and_was_not_kept():
+    told = re.findall(r"`([\w.\[\]]+)`", (ROOT / "docs" / "decisions.md").read_text())
+    names = {key.rpartition(".")[2] for key in told}
+    known = {path for schema in RUNS.values() for path in loading._paths(schema)}
+    for key in loading.REMOVED:
+        assert key.rpartition(".")[2] in names
+        assert not any(f".{path}".endswith(f".{key}") for path in known - {"suites.envs.split"}), key
 
 
 FILTERED = "algorithm.filter={strategy: none, keep_zero: true}"
@@ -680,7 +710,7 @@ def test_what_a_preset_or_a_default_says_is_never_refused(changes, tmp_path):
     [
         ("suites.math.settings=[gready]", "suites.math names the setting `gready`, not in greedy, t05, chat"),
         ("suites.envs.context_turns=2", "suites.envs: context_turns counts the turns of last_k and single_turn"),
-        ("suites.envs.envs.0.curriculum=[]", "unknown key"),
+        ("suites.envs.envs.0.curriculum=[]", "removed, see docs/decisions.md"),
         ("suites.recall.headline=none", "suites.recall names the setting `none`"),
         ("suites.preferences.reference=phase9", "suites.preferences.reference is `phase9`, not in base, phase1"),
         ("checkpoints={}", "checkpoints (on the command line): must not be empty"),

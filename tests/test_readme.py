@@ -26,11 +26,12 @@ import yaml
 import envs
 from envs import check
 from posttrain import config
-from posttrain.config import SFTRun, Source
+from posttrain.config import ChatRun, DPORun, EvaluateRun, SFTRun, Source, StarPORun, loading
 from posttrain.data import reading
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+SCHEMAS = (SFTRun, DPORun, StarPORun, EvaluateRun, ChatRun)
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 QUICKSTART = [f"configs/quickstart/{phase}.yaml" for phase in ("phase1_sft", "phase2_dpo", "phase3_starpo")]
 
@@ -265,6 +266,22 @@ def test_links_and_paths_exist(document):
     paths = re.findall(r"`((?:configs|docs|envs|posttrain|tests|benchmarks)/[\w./-]*)`", text)
     missing += [path for path in paths if not (ROOT / path).exists() and not (ROOT / f"{path}.py").exists()]
     assert not missing
+
+
+def test_keys_exist():
+    """Dotted keys of the config, in the documents and in what alarms advise; docs/decisions.md names removed ones."""
+    known = {path for schema in SCHEMAS for path in loading._paths(schema)}
+    sections = {name for path in known for name in path.split(".")[:-1]}
+    files = [ROOT / name for name in DOCUMENTS if name != "docs/decisions.md"]
+    found = []
+    for file in (*files, *(ROOT / "posttrain" / "monitoring").glob("*.py")):
+        for key in re.findall(r"`([a-z_]+(?:\[\])?(?:\.[a-z_0-9]+)+)(?=[`:=])", file.read_text(encoding="utf-8")):
+            if key.partition(".")[0].removesuffix("[]") in sections and not key.startswith(("envs.", "transcripts.")):
+                found.append((file.name, key, re.sub(r"\[\]|\.\d+", "", key)))
+    assert len(found) > 80
+    assert [
+        f"{name}: {key}" for name, key, path in found if not any(f".{each}".endswith(f".{path}") for each in known)
+    ] == []
 
 
 # ------------------------------------------------------------------------------------------------------------- metrics

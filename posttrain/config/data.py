@@ -53,7 +53,7 @@ class Source(Section):
         own = _KIND_OPTIONS[self.kind]
         for name in {option for options in _KIND_OPTIONS.values() for option in options}:
             if name in own and getattr(self, name) is None:
-                setattr(self, name, own[name])
+                object.__setattr__(self, name, own[name])  # it is frozen to everybody else
             elif name not in own and getattr(self, name) is not None:
                 kinds = " and ".join(kind for kind, options in _KIND_OPTIONS.items() if name in options)
                 raise wrong(f"`{name}` belongs to the kind {kinds}, not to {self.kind}")

@@ -27,10 +27,33 @@ Config = TypeVar("Config", bound=Section)
 RENAMED = {  # keys of former versions that are spelled little like today's
     "worlds": "envs",
     "dual_clip": "delta",
+    "groups": "weight",
     "importance": "importance_sampling_clip_max",
+    "importance_range": "importance_sampling_clip_max",
     "mask_truncated": "mask_truncated_completions",
     "step_gamma": "gamma_high",
     "vllm_memory": "vllm_gpu_memory_utilization",
+}
+REMOVED = {  # keys of former versions that nothing took the place of, by section and name
+    "algorithm.entropy_delta",
+    "algorithm.entropy_target",
+    "algorithm.kl_estimator",
+    "algorithm.kl_in",
+    "algorithm.step_similarity",
+    "algorithm.turn_norm",
+    "algorithm.whiten",
+    "critic.coef",
+    "diagnostics.rollbacks",
+    "distillation.temperature",
+    "envs.curriculum",
+    "evaluation.final_split",
+    "evaluation.split",
+    "filter.band",
+    "filter.loss_scale",
+    "filter.within",
+    "protocol.action_sep",
+    "protocol.max_penalised_turns",
+    "transcripts.count",
 }
 
 
@@ -221,7 +244,10 @@ def _unknown(schema: type[BaseModel], path: tuple[str, ...]) -> str:
         return f"not set here: {SET_BY_SCRIPTS[name]}"
     if path[0] == "trainer" and name in NOT_SUPPORTED:
         return f"not set here: {NOT_SUPPORTED[name]}"
-    if close := difflib.get_close_matches(RENAMED.get(name, name), _keys(parent), n=1):
+    if ".".join([part for part in path if not part.isdigit()][-2:]) in REMOVED:
+        return "removed, see docs/decisions.md"
+    close = [RENAMED[name]] if RENAMED.get(name) in _keys(parent) else []
+    if close := close or difflib.get_close_matches(name, _keys(parent), n=1):
         return f"unknown key; did you mean `{close[0]}`?"
     if meant := _meant(schema, name):
         return f"unknown key here; did you mean `{meant}`?"

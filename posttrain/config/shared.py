@@ -246,12 +246,12 @@ class TrainingRun(Run):
 
     @model_validator(mode="after")
     def _learning_rate(self) -> TrainingRun:
-        default = self.rates[self.model.tuning]
-        if isinstance(self.trainer, dict):
-            if self.trainer.get("learning_rate") is None:
-                self.trainer = self.trainer | {"learning_rate": default}
-        elif self.trainer.learning_rate is None:
-            self.trainer = self.trainer.model_copy(update={"learning_rate": default})
+        trainer, default = self.trainer, {"learning_rate": self.rates[self.model.tuning]}
+        if isinstance(trainer, dict):
+            trainer = trainer if trainer.get("learning_rate") is not None else trainer | default
+        elif trainer.learning_rate is None:
+            trainer = trainer.model_copy(update=default)
+        object.__setattr__(self, "trainer", trainer)  # it is frozen to everybody else
         return self
 
     @property

@@ -15,8 +15,8 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from posttrain.types import UserError
 
-# No unknown keys, no silent conversion (`4e4` is no whole number, `yes` no boolean), no nan.
-STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+# No unknown keys, no silent conversion (`4e4` is no whole number, `yes` no boolean), no nan, no change once it is made.
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 # Keys that no phase supports, and what to do instead.
 _NOT_SHARDED = (

@@ -73,7 +73,7 @@ def run_task(cfg: EvaluateRun, name: str, task: Task, tick: Tick, loaded: Loaded
     torch.set_num_threads(1)  # sums come out the same wherever this runs; more cores are used by more `workers`
     model_section = section(cfg, name)
     if task.suite == "preferences":  # bfloat16 would move a sequence's log-prob as much as DPO does
-        model_section.dtype = "float32"
+        model_section = model_section.model_copy(update={"dtype": "float32"})
     model, chat = loaded.get(model_section, cfg.device, cfg.chat.template)
     if task.suite == "preferences":
         found = score_pairs(model, chat, task, tick)
