@@ -3,10 +3,12 @@
 Rollout and update of phase 3 on scripted lengths, one of the four varied at a time; the exponent is the slope of a line
 through the points on two logarithmic scales.
     python benchmarks/scaling.py [--turns 2 4 8 16] [--plot scaling.png] [--json FILE]
+    python benchmarks/scaling.py --redraw FILE --plot scaling.png    # from what --json has written
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -103,6 +105,8 @@ def plot(results: dict[str, Any], file: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, fontsize=8, title="exponent", title_fontsize=8)
     axes[0].set_ylabel("seconds", fontsize=9)
+    told = f"commit {results['commit'][:7]}, seed {results['seed']}, {results['machine']}, {results['threads']} thread(s)"
+    figure.supxlabel(told, fontsize=7, color="0.4")
     figure.set_layout_engine("constrained")
     figure.savefig(file, dpi=130)
     pyplot.close(figure)
@@ -116,7 +120,12 @@ def main() -> None:
         )
     parser.add_argument("--new-tokens", type=int, default=16, help="sampled in a turn")
     parser.add_argument("--plot", type=Path, help="also draw it into this file")
+    parser.add_argument("--redraw", type=Path, metavar="FILE", help="measure nothing; take the figures of this JSON")
     given = parser.parse_args()
+    if given.redraw:
+        if given.plot is None:
+            parser.error("--redraw: name the file to draw into with --plot")
+        return plot(json.loads(given.redraw.read_text(encoding="utf-8")), given.plot)
     if any(value % GROUP for value in given.conversations):
         parser.error(f"--conversations: groups have {GROUP} members")
     if any(len(getattr(given, axis)) < 2 for axis in SWEEPS):
@@ -137,6 +146,7 @@ def main() -> None:
         sweep |= {part: [[getattr(each, part) for each in found[point][1:]] for point in points] for part in PARTS}
         sweeps.append(sweep | {"exponents": {part: exponent(xs, sweep[part]) for part in PARTS}})
     results = _measure.surroundings() | {
+        "seed": iteration.config(1, GROUP, 1, given.new_tokens).seed,
         "repeats": given.repeats,
         "new_tokens": given.new_tokens,
         "base": ", ".join(f"{axis} {value}" for axis, value in Point()._asdict().items()),

@@ -222,6 +222,15 @@ def test_scaling_varies_one_thing_at_a_time(rollout, tmp_path, monkeypatch, caps
     assert (tmp_path / "plot.png").stat().st_size > 10_000
     assert capsys.readouterr().out.splitlines()[-4].startswith("| turns | 2 to 16 | **1.00** (1.00 to 1.00) |")
 
+    drawn = (tmp_path / "plot.png").read_bytes()
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    for changed, same in (({}, True), ({"seed": 1}, False), ({"commit": "0123abcdef"}, False)):
+        (tmp_path / "again.json").write_text(json.dumps(figures | changed))
+        again = [f"--redraw={tmp_path / 'again.json'}", f"--plot={tmp_path / 'again.png'}"]
+        monkeypatch.setattr(sys, "argv", ["scaling.py", *again])
+        scaling.main()
+        assert ((tmp_path / "again.png").read_bytes() == drawn) == same, "the figure tells commit and seed"
+
 
 def test_scaling_plays_what_a_point_says(rollout):
     scaling = loaded(FILE.parent / "scaling.py")
