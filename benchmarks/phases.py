@@ -71,8 +71,8 @@ def make_rows(file: Path, phase: str, count: int, vocabulary: int) -> None:
     Every text has a log-normal length. Half of the tokens of the conversations are in a quarter of the rows.
     """
 
-    def turn(rng: random.Random, role: str, middle: float, spread: float) -> dict[str, str]:
-        words = min(400, max(4, round(rng.lognormvariate(math.log(middle), spread))))
+    def turn(rng: random.Random, role: str, middle: float, sigma: float) -> dict[str, str]:
+        words = min(400, max(4, round(rng.lognormvariate(math.log(middle), sigma))))
         return {"role": role, "content": " ".join(f"w{rng.randrange(len(WORDS), vocabulary)}" for _ in range(words))}
 
     rows: list[dict[str, Any]] = []
@@ -287,7 +287,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SHAPES, default="tiny")
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[1024, 8192])
     parser.add_argument("--rows", type=int, default=64, help="conversations, and pairs of answers")
-    parser.add_argument("--epochs", type=float, help="passes over the rows; unless given, those of the config")
+    parser.add_argument("--epochs", type=float, help="epochs over the rows; unless given, those of the config")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--only", choices=CONTESTANTS, help="one contestant alone, figures as JSON")
     parser.add_argument("--folder", type=Path, help="with --only: where model and rows lie")

@@ -105,7 +105,7 @@ def plot(results: dict[str, Any], file: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, fontsize=8, title="exponent", title_fontsize=8)
     axes[0].set_ylabel("seconds", fontsize=9)
-    told = f"commit {results['commit'][:7]}, seed {results['seed']}, {results['machine']}, {results['threads']} thread(s)"
+    told = "commit {commit:.7}, seed {seed}, {machine}, {threads} thread(s)".format(**results)
     figure.supxlabel(told, fontsize=7, color="0.4")
     figure.set_layout_engine("constrained")
     figure.savefig(file, dpi=130)

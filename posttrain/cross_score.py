@@ -45,9 +45,10 @@ class Pairs(NamedTuple):
 
 
 def first_turn_pairs(episodes: Sequence[Sequence[ReasonedTurn]], count: int, *place: int | str) -> Pairs:
-    """Up to `count` first turns, drawn at this address; a group is one column, groups with one prompt share theirs.
+    """Up to `count` first turns; a group is one column, groups with one prompt share theirs.
 
-    Turns without a thought are left out; where the samples of a group have prompts of their own, each is a column.
+    `place` is what the seed is derived from. Turns without a thought are left out; where the samples of a group have
+    prompts of their own, each is a column.
     """
     first = [turns[0] for turns in episodes if turns and turns[0].reasoning]
     chosen = sorted(sorted(range(len(first)), key=lambda i: derive_seed(*place, "first turn", i))[:count])
@@ -55,7 +56,10 @@ def first_turn_pairs(episodes: Sequence[Sequence[ReasonedTurn]], count: int, *pl
 
 
 def trajectory_pairs(episodes: Sequence[Sequence[ReasonedTurn]], count: int, *place: int | str) -> Pairs:
-    """Up to `count` episodes drawn at this address, and one of the turns with a thought of each: a column a turn."""
+    """Up to `count` episodes, and one of the turns with a thought of each: a column a turn.
+
+    `place` is what the seed is derived from.
+    """
     spoken = [[turn for turn in turns if turn.reasoning] for turns in episodes]
     able = [i for i, turns in enumerate(spoken) if turns]
     chosen = sorted(sorted(able, key=lambda i: derive_seed(*place, "episode", i))[:count])

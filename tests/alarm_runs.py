@@ -229,8 +229,8 @@ COLLAPSING: Mapping[str, Callable[[np.random.Generator], Course]] = {
 def _draw(rng: np.random.Generator, c: Course, chance_TG: Array, samples: int) -> tuple[Array, Array]:
     """Success and share of invalid turns of every episode, (step, group, sample)."""
     chance_TG, shape = np.clip(chance_TG, 1e-6, 1 - 1e-6), (*chance_TG.shape, samples)
-    spread = c.concentration[:, None]
-    level_TG = rng.beta(np.maximum(spread * chance_TG, 1e-9), np.maximum(spread * (1 - chance_TG), 1e-9))
+    concentration = c.concentration[:, None]
+    level_TG = rng.beta(np.maximum(concentration * chance_TG, 1e-9), np.maximum(concentration * (1 - chance_TG), 1e-9))
     level_TG = np.where(np.isfinite(level_TG), level_TG, rng.random(chance_TG.shape) < chance_TG)
     wins_TGK = (rng.random(shape) < level_TG[..., None]).astype(float)
     invalid_TG = np.clip(c.invalid[:, None] * rng.gamma(4, 0.25, chance_TG.shape), 0, 1)  # some levels confuse more

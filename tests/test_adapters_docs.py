@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from test_adapters_trl import CALL, OVER, speaker
+from test_adapters_trl import CALL, OVER, scripted_model
 from test_adapters_trl import tool_tokenizer as tool_tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -95,7 +95,7 @@ def test_trl_trains_as_it_is_shown(
     settings = {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
     sizes = {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 4000, "max_steps": 1}
     trainer = namespace["train"](
-        speaker(tool_tokenizer, says), tool_tokenizer, output_dir=tmp_path, **settings, **sizes
+        scripted_model(tool_tokenizer, says), tool_tokenizer, output_dir=tmp_path, **settings, **sizes
     )
     assert trainer.state.global_step == 1 and all(game._episode.turns for game in trainer.environments)
 

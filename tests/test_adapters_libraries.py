@@ -142,7 +142,7 @@ def test_a_step_is_that_of_gymnasium() -> None:
     )
 
 
-def test_the_members_of_a_group_share_the_level_and_not_their_luck() -> None:
+def test_the_members_of_a_group_share_the_level_and_not_their_noise() -> None:
     def walk(noise: int) -> list[str]:
         env = Cab(rainy=True)
         first, _ = env.reset(seed=1, options={"noise_seed": noise})

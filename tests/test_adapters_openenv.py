@@ -65,15 +65,15 @@ def lake() -> Iterator[str]:
         yield url
 
 
-def over_the_wire(url: str, seed: int, split: str = "test", luck: int = 5) -> Episode:
+def over_the_wire(url: str, seed: int, split: str = "test", noise_seed: int = 5) -> Episode:
     env = envs.make("openenv", url=url)
-    return Episode(env, Protocol.of(env), seed, split, luck)
+    return Episode(env, Protocol.of(env), seed, split, noise_seed)
 
 
-def itself(like: Episode, name: str, luck: int = 5, **options: Any) -> Episode:
+def itself(like: Episode, name: str, noise_seed: int = 5, **options: Any) -> Episode:
     """The episode that should be the same, without a server."""
     env = envs.make(name, **options)
-    return Episode(env, Protocol.of(env), like.env.level.index, like.split, luck)
+    return Episode(env, Protocol.of(env), like.env.level.index, like.split, noise_seed)
 
 
 ANSWERS = ["Left", "down", "fly", "Right || Up", "", "Up", "\ud800", "Right", "Down", "a" * 60_000, "Left", "Up"]
@@ -95,8 +95,8 @@ def lived(episode: Episode, shift: int) -> Any:
 def test_an_episode_over_the_wire_is_the_episode_itself(lake: str) -> None:
     outcomes = set()
     for seed in range(16):
-        wire = over_the_wire(lake, seed, luck=seed)
-        direct = itself(wire, "frozen_lake", luck=seed, slippery=True)
+        wire = over_the_wire(lake, seed, noise_seed=seed)
+        direct = itself(wire, "frozen_lake", noise_seed=seed, slippery=True)
         seen = lived(wire, seed)
         assert seen == lived(direct, seed)
         assert wire.env.max_turns == direct.env.max_turns and wire.env.rules() == direct.env.rules()
@@ -129,7 +129,7 @@ def test_a_connection_serves_one_environment_after_the_other(lake: str) -> None:
 
 
 def test_a_copy_goes_its_own_way_from_the_same_state(lake: str) -> None:
-    wire = over_the_wire(lake, 3, luck=9)
+    wire = over_the_wire(lake, 3, noise_seed=9)
     lived_a_little = [wire.env.step(action)[:4] for action in ("Left", "Up")]
     twin = copy.deepcopy(wire.env)
     direct = itself(wire, "frozen_lake", 9, slippery=True).env

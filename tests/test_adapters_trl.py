@@ -54,7 +54,7 @@ def test_the_class_is_what_trl_asks_for() -> None:
         environment("sokoban", sise=3)
 
 
-def test_samples_of_a_group_share_the_level_and_not_their_luck() -> None:
+def test_samples_of_a_group_share_the_level_and_not_their_noise() -> None:
     kind = environment("frozen_lake", slippery=True, max_turns=30)
     games = [kind() for _ in range(8)]
     assert len({game.reset(seed=3) for game in games}) == 1
@@ -70,7 +70,7 @@ def test_rows_are_levels() -> None:
     assert found[0]["environment"] == "frozen_lake" and found[0]["prompt"][0]["role"] == "user"
 
 
-class Speaker(LlamaForCausalLM):
+class ScriptedModel(LlamaForCausalLM):
     """Random weights, but what it writes is chosen here: in each answer the call of a tool, or a last word."""
 
     tokenizer: Any
@@ -94,7 +94,7 @@ def tool_tokenizer(tiny_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokeniz
     return tokenizer
 
 
-def speaker(tokenizer: Any, says: Any) -> Speaker:
+def scripted_model(tokenizer: Any, says: Any) -> ScriptedModel:
     """A tiny one, which answers a context with `says(context)`."""
     torch.manual_seed(0)
     shape = LlamaConfig(
@@ -105,7 +105,7 @@ def speaker(tokenizer: Any, says: Any) -> Speaker:
         num_attention_heads=2,
         max_position_embeddings=8192,
     )
-    model = Speaker(shape)
+    model = ScriptedModel(shape)
     model.tokenizer, model.says = tokenizer, says
     return model
 
@@ -115,7 +115,7 @@ def trainer_of(tokenizer: Any, folder: Path, says: Any, monkeypatch: pytest.Monk
     monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
     from trl import GRPOConfig, GRPOTrainer
 
-    model = speaker(tokenizer, says)
+    model = scripted_model(tokenizer, says)
     args = GRPOConfig(
         output_dir=str(folder),
         max_steps=1,

@@ -94,8 +94,8 @@ def normalised(values: list[float], keys: list, std: bool) -> list[float]:
     for value, key in zip(values, keys, strict=True):
         samples = [v for v, k in zip(values, keys, strict=True) if k == key]
         mean = sum(samples) / len(samples)
-        spread = math.sqrt(sum((v - mean) ** 2 for v in samples) / max(1, len(samples) - 1))
-        out.append((value - mean) / (spread + 1e-4) if std else value - mean)
+        deviation = math.sqrt(sum((v - mean) ** 2 for v in samples) / max(1, len(samples) - 1))
+        out.append((value - mean) / (deviation + 1e-4) if std else value - mean)
     return out
 
 

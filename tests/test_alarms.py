@@ -61,7 +61,7 @@ HEALTHY: Row = {
 
 
 def echo_trap() -> list[Row]:
-    """As RAGEN draws it: the spread falls from step 20 on, reward from step 60 on, gradients burst after that."""
+    """As RAGEN draws it: the std falls from step 20 on, reward from step 60 on, gradients burst after that."""
     std = line(0.4, 0.4, 20) + line(0.4, 0.04, 20) + line(0.04, 0.02, 60)
     success = line(0.3, 0.55, 40) + line(0.55, 0.55, 20) + line(0.55, 0.05, 40)
     entropy = line(0.5, 0.4, 20) + line(0.4, 0.05, 30) + line(0.05, 0.05, 50)
@@ -289,7 +289,7 @@ def test_one_environment_is_lost_while_the_other_is_learned() -> None:
     assert [alarm.name for alarm in found] == ["success_drop/lake"] and "Success in lake fell to" in found[0].message
 
 
-def test_spread_is_of_one_environment() -> None:
+def test_std_is_of_one_environment() -> None:
     """Rewards of ten hide the std of rewards of one; the run is over when all environments are."""
 
     def row(lake: float, sokoban: float) -> Row:
@@ -404,8 +404,8 @@ def test_forgetting_is_announced_once_and_not_where_distillation_holds() -> None
     assert names(rows(0.04, 0.01, 0.04)) == ["forgetting"] * 2
 
 
-def test_a_solved_task_has_no_spread_and_no_alarm() -> None:
-    """The same fall of the spread, told apart by success alone."""
+def test_a_solved_task_has_no_std_and_no_alarm() -> None:
+    """The same fall of the std, told apart by success alone."""
     std = line(0.4, 0.4, 12) + line(0.4, 0.01, 30) + line(0.01, 0.0, 20)
     solved = line(0.4, 0.4, 12) + line(0.4, 0.99, 30) + line(0.99, 1.0, 20)
     lost = line(0.4, 0.4, 12) + line(0.4, 0.01, 30) + line(0.01, 0.0, 20)
@@ -419,7 +419,7 @@ def test_a_solved_task_has_no_spread_and_no_alarm() -> None:
     assert {"variance_collapse", "variance_gone"} <= set(names(rows([0.5] * 62)))
 
 
-def test_a_run_that_starts_without_spread_or_entropy_divides_by_nothing() -> None:
+def test_a_run_that_starts_without_std_or_entropy_divides_by_nothing() -> None:
     silent = ("rollout/in_group_std", "rollout/success", "policy/entropy", "policy/grad_norm")
     row = HEALTHY | dict.fromkeys(silent, 0.0)
     assert names(repeat(row, 40)) == []

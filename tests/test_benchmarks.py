@@ -528,9 +528,9 @@ def test_the_tables_of_the_results_are_those_of_their_figures(
 
 def test_what_came_first_in_a_collapse(capsys: pytest.CaptureFixture[str]) -> None:
     learning = loaded(FILE.parent / "long" / "learning.py")
-    spread = [0.4] * 10 + [0.1] * 20
+    std = [0.4] * 10 + [0.1] * 20
     reward = [0.5] * 20 + [0.1] * 10
-    row = {"env": "sokoban", "arm": "bonus", "seed": 3, "std": spread, "reward": reward}
+    row = {"env": "sokoban", "arm": "bonus", "seed": 3, "std": std, "reward": reward}
     row |= {"alarms": ["step 17: one", "step 14: another"]}
     steady = row | {"std": [0.4] * 30, "reward": [0.5] * 30}
     rising = row | {"reward": [n / 30 - 1 for n in range(30)], "alarms": []}

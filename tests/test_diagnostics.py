@@ -154,10 +154,10 @@ def test_the_four_regimes() -> None:
 # ------------------------------------------------------------------------------------------- gradients by reward std
 
 
-spreads = st.sampled_from([0.0, 0.1, 0.2, 0.35, 0.5]) | st.floats(0, 1)
+stds = st.sampled_from([0.0, 0.1, 0.2, 0.35, 0.5]) | st.floats(0, 1)
 
 
-@given(st.lists(spreads, min_size=1, max_size=30), st.integers(1, 8))
+@given(st.lists(stds, min_size=1, max_size=30), st.integers(1, 8))
 def test_buckets_are_quantiles_that_part_no_equals(scores: list[float], count: int) -> None:
     found = buckets(torch.tensor(scores, dtype=torch.float64), count).tolist()
     places = [sum(other < score for other in scores) for score in scores]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,10 +49,16 @@ def flat(parameters: Any) -> torch.Tensor:
 
 
 def recorded() -> list[list[Trajectory]]:
-    """Groups that a policy nearby has sampled; the rewards of the second one are all the same."""
+    """Groups that a policy nearby has sampled; the rewards of the second one are all the same.
+
+    A token of an episode that won has a ratio of 1.25: more than 1 + `epsilon`, less than 1 + `epsilon_high`.
+    """
     random, groups = torch.Generator().manual_seed(3), played(policy())
+    won = next(t for t in groups[0] if t.reward > 0).segments[0]
     for segment in (segment for group in groups for t in group for segment in t.segments):
         noise = (0.3 * torch.randn(len(segment.ids), generator=random)).tolist()
+        if segment is won:
+            noise[won.mask.index(True)] = -math.log(1.25)
         segment.logprobs = [
             p + n if on else 0.0 for p, n, on in zip(segment.logprobs, noise, segment.mask, strict=True)
         ]
@@ -77,6 +84,10 @@ def test_its_gradient_is_that_of_the_script(minimal: ModuleType, monkeypatch: py
         clipped = minimal.backward(model, episodes, advantage_B)
         assert (flat(model.parameters()) - wanted).norm() < 1e-5 * wanted.norm()
         assert clipped == pytest.approx(2 * row["policy/clip_fraction"])  # in one of two epochs of the script
+    monkeypatch.setattr(minimal, "EPSILON_HIGH", minimal.EPSILON)
+    model = policy()
+    minimal.backward(model, episodes, advantage_B)
+    assert (flat(model.parameters()) - wanted).norm() > 1e-3 * wanted.norm()
 
 
 def test_it_is_short() -> None:

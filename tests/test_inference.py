@@ -1,4 +1,4 @@
-"""Does the chat say what the model samples, show it safely, keep its history, obey, and play as the rollouts do?"""
+"""Does the chat say what the model samples, show it safely, keep its history, and play as the rollouts do?"""
 
 from __future__ import annotations
 
@@ -514,7 +514,7 @@ def test_play_takes_the_environments_options_the_protocol_and_a_preset_asked_for
     said = says("--play", "frozen_lake", game, "protocol.max_turns=2", "max_completion_length=9")
     assert "3 x 3 cells" in said.out and "Holes" in said.out and "At most 2 turns" in said.out
     assert said.out.count("level 1, turn") == 2
-    assert used == [SamplingParams(9)] * 2  # the law of the rollouts: no penalty, no filter
+    assert used == [SamplingParams(9)] * 2  # the distribution of the rollouts: no penalty, no filter
     used.clear()
     says("--play", "sokoban", "--preset", "improved", "protocol.max_turns=1")
     assert used == [SamplingParams(48, temperature=0.7, top_p=0.9, top_k=50, repetition_penalty=1.15)]

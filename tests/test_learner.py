@@ -165,7 +165,7 @@ def test_the_first_step_of_every_loss_is_the_policy_gradient(loss: dict[str, Any
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "gae"])
-def test_reading_beginnings_once_changes_nothing(advantage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_shared_prefixes_once_changes_nothing(advantage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
     honest = Prefixes.__init__
     monkeypatch.setattr(Prefixes, "__init__", lambda self, m, keys: (used.append(len(keys)), honest(self, m, keys))[1])

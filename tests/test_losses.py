@@ -56,9 +56,9 @@ class Tokens:
 def batches(draw: st.DrawFn) -> Tokens:
     lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=6))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    spread = draw(st.sampled_from([0.0, 0.2, 2.0]))
+    scale = draw(st.sampled_from([0.0, 0.2, 2.0]))
     old = -rng.exponential(1.5, sum(lengths))
-    new = np.minimum(0, old + spread * rng.normal(size=len(old)))
+    new = np.minimum(0, old + scale * rng.normal(size=len(old)))
     advantage_B = rng.normal(size=len(lengths)) * rng.integers(0, 2, len(lengths))
     return Tokens(
         lengths=lengths,

@@ -128,7 +128,7 @@ def test_pairing_sharpens_a_difference() -> None:
 
 
 def test_a_paired_difference_has_the_error_of_its_pairs() -> None:
-    """Against the spread of the same difference over many draws of levels; independent samples would be less sure."""
+    """Against the std of the same difference over many draws of levels; independent samples would be less sure."""
     rng = np.random.default_rng(0)
     found = []
     for _ in range(2000):

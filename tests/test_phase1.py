@@ -647,7 +647,7 @@ def test_missing_model_and_empty_data_and_all_masked_rows(tmp_path: Path, files:
     train(file, "trainer.max_steps=1")  # the folder is still free
 
 
-def test_what_cannot_be_set_up_is_a_mistake_to_mend(
+def test_what_cannot_be_set_up_is_a_mistake_to_fix(
     tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec

@@ -43,7 +43,7 @@ LAKE = {"name": "frozen_lake", "options": {"size": 3}}
 
 
 def taught(folder: Path, tokenizer: PreTrainedTokenizerFast, steps: int) -> Path:
-    """A tiny ConvGPT that has seen weak players on 3x3 lakes for `steps` batches: the format, hardly any skill."""
+    """A tiny ConvGPT that has read flawed policies on 3x3 lakes for `steps` batches: the format, hardly any skill."""
     torch.manual_seed(0)
     protocol = Protocol(max_turns=3, max_actions=3)
     mix = {"goal": 0.35, "safe": 0.35, "random": 0.3}
@@ -490,7 +490,7 @@ def test_an_environment_that_raises_is_told_and_the_run_goes_on(
     shown = capsys.readouterr()
     told = shown.err
     assert re.search(r"of \d+ episodes, [1-9]\d* of which raised", shown.out)
-    for episode in episodes:  # level seed, luck and actions are enough to play it again
+    for episode in episodes:  # level seed, noise seed and actions are enough to play it again
         again = envs.make(episode["env"], size=3)
         again.reset(seed=episode["level_seed"], options={"split": "train", "noise_seed": episode["noise_seed"]})
         assert again.level_key() == episode["level_key"]
@@ -549,7 +549,7 @@ def test_a_loss_that_is_called_success_is_none(player: Path, tmp_path: Path) -> 
 
 
 def test_groups_without_a_token_to_train_are_not_kept(player: Path, tmp_path: Path) -> None:
-    """Every episode of the group that spreads most was cut: masked, there is nothing in it to train."""
+    """Every episode of the group with the largest std was cut: masked, there is nothing in it to train."""
     file = settings(tmp_path / "run.yaml", player, algorithm={"mask_truncated_completions": True, "minibatches": 1})
     cfg = resolve(StarPORun, file, ["algorithm.filter={strategy: top_k_abs, value: 1}"])
     cut = [trajectory(1.0, truncated=True), trajectory(0.0, truncated=True)]

@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from envs.protocol import Episode, Protocol, answer
 from posttrain import metrics, report
 from posttrain.evaluation import store
 from posttrain.evaluation.goals import goals
+from posttrain.report import __main__ as report_command
 from posttrain.report import animation, charts, figures, page, samples, tables
 from posttrain.report.episodes import gif, replay
 from posttrain.types import UserError
@@ -37,7 +39,7 @@ PLAYS_WELL = {"base": -1.0, "phase1": 0.05, "phase2": 0.05, "phase3": 0.85}  # s
 
 
 def made_up(cfg: Any, name: str, task: Any, tick: Callable[[int], None], _: Any) -> list[dict[str, Any]]:
-    """Stands for `evaluation.scoring.run_task`: rows of the same form, from dice instead of a model."""
+    """Stands for `evaluation.scoring.run_task`: rows of the same form, from a random generator instead of a model."""
     rows: list[dict[str, Any]] = []
     where = {"checkpoint": name, "suite": task.suite, "source": task.source, "part": task.part}
     where |= {"setting": task.setting}
@@ -264,6 +266,19 @@ def test_animation_shows_the_same_levels_side_by_side(run: Path, results: dict[s
     with Image.open(out) as picture:
         assert picture.format == "GIF" and getattr(picture, "n_frames", 1) > 6
     assert 10_000 < out.stat().st_size < 2_000_000
+
+
+def test_animation_says_which_checkpoints_it_shows(
+    run: Path, results: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(run / "transcripts.jsonl", tmp_path)
+    few = results | {"checkpoints": {"phase1": results["checkpoints"]["phase1"]}}
+    (tmp_path / "results.json").write_text(json.dumps(few))
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path), "--gif", str(tmp_path / "played.gif")])
+    with pytest.raises(
+        UserError, match=r"checkpoints base, phase2, phase3, but .* has evaluated only phase1"
+    ):
+        report_command.main()
 
 
 def test_levels_are_counted_by_who_solved_them(run: Path, results: dict[str, Any], html: str) -> None:

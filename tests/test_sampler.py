@@ -304,7 +304,7 @@ def test_uniforms_are_splitmix64(seed: int, step: int) -> None:
     assert uniforms(torch.tensor([seed]), step).item() == (z >> 11) * 2.0**-53
 
 
-def test_draws_follow_the_law() -> None:
+def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, -torch.inf]]).expand(40_000, -1)
     seeds = torch.arange(40_000) * 7919
     tokens, logprobs = draw(logits, SamplingParams(max_new_tokens=1), uniforms(seeds, 3))

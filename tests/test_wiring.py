@@ -104,7 +104,7 @@ REWARDS = [[1.0, 0.2, 0.0, 0.6], [0.3, 0.3, 0.9, 0.1], [2.0, 0.0, 0.0, 1.5], [0.
 
 @lru_cache
 def played() -> list[list[Trajectory]]:
-    """Four groups of ragged episodes, the last group without spread; one of each has more contexts, one is cut short.
+    """Four groups of ragged episodes, the last with equal rewards; one of each has more contexts, one is cut short.
 
     Their log-probs are what the nudged policy says, give or take: it has moved since it sampled them.
     """
@@ -150,8 +150,8 @@ def compared(values: Sequence[float], peers: Sequence[Any], std: bool = True) ->
     out = []
     for value, peer in zip(values, peers, strict=True):
         own = [v for v, p in zip(values, peers, strict=True) if p == peer]
-        spread = float(np.std(own, ddof=1)) if len(own) > 1 else 0.0
-        out.append((value - float(np.mean(own))) / (spread + 1e-4 if std else 1.0) if len(own) > 1 else 0.0)
+        deviation = float(np.std(own, ddof=1)) if len(own) > 1 else 0.0
+        out.append((value - float(np.mean(own))) / (deviation + 1e-4 if std else 1.0) if len(own) > 1 else 0.0)
     return out
 
 
@@ -565,7 +565,7 @@ def test_a_key_reaches_the_filter(told: Callable[..., StarPORun], keys: str) -> 
         trained = ["".join(str(n) for n, on in enumerate(scored.trains[g]) if on) for g in scored.kept]
         return Kept(scored.kept, " ".join(trained), tuple(round(weight, 3) for weight in scored.weights))
 
-    assert seen(told()) == Kept([2, 0, 3]), "without a filter all groups are kept that have a spread"
+    assert seen(told()) == Kept([2, 0, 3]), "without a filter all groups are kept whose rewards differ"
     found, expected = seen(cfg), FILTERS[keys]
     assert found == expected, f"algorithm.filter: {keys} {'is ignored' if found == seen(told()) else 'is not followed'}"
 

@@ -38,25 +38,25 @@ def plain(value: Any) -> Any:
 
 
 class Level(NamedTuple):
-    """A seed, and what the level that it gives begins with: Level(seed=7, key="252", held_out=True)."""
+    """A seed, and the starting state that it gives: Level(seed=7, key="252", held_out=True)."""
 
     seed: int
     key: str
-    held_out: bool  # False where there are too few beginnings to keep some for evaluation
+    held_out: bool  # False where there are too few starting states to keep some for evaluation
 
 
 class SeededEnv(TextEnv):
-    """An environment whose levels are the seeds of another one; two with the same beginning are one puzzle."""
+    """An environment whose levels are the seeds of another one; two with the same starting state are one puzzle."""
 
     @classmethod
     @abstractmethod
-    def beginning(cls, config: Any, seed: int) -> Level:
+    def level_of(cls, config: Any, seed: int) -> Level:
         """The level of a seed."""
 
     @classmethod
     def draw(cls, config: Any, rng: np.random.Generator) -> Iterator[Level]:
         while True:
-            yield cls.beginning(config, int(rng.integers(SEEDS)))
+            yield cls.level_of(config, int(rng.integers(SEEDS)))
 
     @classmethod
     def key_of(cls, level: Level) -> str:

@@ -49,7 +49,7 @@ class GymnasiumText(SeededEnv):
         return reward > 0
 
     @classmethod
-    def beginning(cls, config: Any, seed: int) -> Level:
+    def level_of(cls, config: Any, seed: int) -> Level:
         with DRAWING:
             return Level(seed, repr(plain(drawing(cls, config).reset(seed=seed)[0])), cls.held_out)
 
@@ -58,7 +58,7 @@ class GymnasiumText(SeededEnv):
             self.inner = GAMES.lend(self, type(self), self.config)
         self.level = level
         self.state, _ = self.inner.reset(seed=level.seed)
-        self.inner.unwrapped.np_random = self.noise  # the members of a group share the level, not their luck
+        self.inner.unwrapped.np_random = self.noise  # the members of a group share the level, not the noise
         self.over = False
         self.last = (False, False, False)  # terminated, truncated, success
 

@@ -117,8 +117,8 @@ class OpenEnv(TextEnv):
         return level.home
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        luck = (options or {}).get("noise_seed", seed)
-        self.luck = None if luck is None else luck % PORTABLE
+        noise_seed = (options or {}).get("noise_seed", seed)
+        self.noise_seed = None if noise_seed is None else noise_seed % PORTABLE
         return super().reset(seed=seed, options=options)
 
     def begin(self, level: Task) -> None:
@@ -131,11 +131,11 @@ class OpenEnv(TextEnv):
         """What reset() is asked for. Beside a task, the seed is that of chance inside the episode."""
         if not self.level.split:
             return {"seed": self.level.index}
-        luck = {} if self.luck is None else {"seed": self.luck}
-        return {"split": self.level.split, "index": self.level.index, **luck}
+        noise = {} if self.noise_seed is None else {"seed": self.noise_seed}
+        return {"split": self.level.split, "index": self.level.index, **noise}
 
     def opened(self) -> Any:
-        """What the server shows at the beginning of this episode, over a connection that stays this environment's."""
+        """What the server shows at the start of this episode, over a connection that stays this environment's."""
         if self.session is None or self.session.lost:
             self.session = SESSIONS.lend(self, *self.where)
         assert self.session
@@ -273,6 +273,15 @@ def asked(url: str, path: str, timeout: float, data: dict[str, Any] | None = Non
 # -- play --------------------------------------------------------------------------------------------------------------
 
 
+def connection(client: Any) -> Any:
+    """What a client talks through; None where there is nothing.
+
+    A client that lost it connects again by itself, to a session that knows nothing of the episode, and tells nobody:
+    openenv 0.10 has no public name for it.
+    """
+    return getattr(client, "_ws", None)
+
+
 class Session:
     """A connection to a server, which holds one episode at a time there. After a failure it is lost."""
 
@@ -293,7 +302,7 @@ class Session:
         async def ask() -> Any:
             await self.client.connect()
             result = await self.client.reset(**task)
-            self.socket = getattr(self.client, "_ws", None)
+            self.socket = connection(self.client)
             return result
 
         self.steps = 0
@@ -306,8 +315,7 @@ class Session:
 
     def step(self, action: dict[str, Any]) -> Any:
         async def ask() -> Any:
-            # The client would connect again by itself, to a session that knows nothing of this episode.
-            socket = getattr(self.client, "_ws", None)
+            socket = connection(self.client)
             if self.lost or socket is not self.socket or (socket is not None and socket.state.name != "OPEN"):
                 raise ConnectionError("the connection was closed")
             return await self.client.step(action)

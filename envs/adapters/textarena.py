@@ -52,7 +52,7 @@ class TextArena(SeededEnv):
         self.max_turns = probe(game).state.max_turns or TURNS
 
     @classmethod
-    def beginning(cls, config: tuple[str, bool], seed: int) -> Level:
+    def level_of(cls, config: tuple[str, bool], seed: int) -> Level:
         with GLOBALS:
             game = probe(config[0])
             start(game, seed)

@@ -41,9 +41,9 @@ class Game:
 
     def reset(self, seed: int, split: str = "train", **row: Any) -> str:
         """Begins the level of a row: the rules and the first observation, which TRL adds to the prompt."""
-        self._resets += 1  # the samples of a group share the level and not the luck
-        luck = (self._number << 32) + self._resets
-        self._episode = Episode(make(self._name, **self._options), self._protocol, int(seed), split, luck)
+        self._resets += 1  # the samples of a group share the level and not the noise
+        noise_seed = (self._number << 32) + self._resets
+        self._episode = Episode(make(self._name, **self._options), self._protocol, int(seed), split, noise_seed)
         self._reward = 0.0
         limit = f"At most {self._protocol.max_turns} calls of act, one action each."
         return f"{self._episode.env.rules()} {limit}\n\n{self._episode.observation}"

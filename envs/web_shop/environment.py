@@ -192,7 +192,7 @@ class WebShop(TextEnv):
         return {"right": tuple(right), "missing": tuple(missing)}
 
     def thought(self) -> str:
-        """What each thing in sight lacks of what the instruction asks for."""
+        """What each product on the page lacks of what the instruction asks for."""
         view, level = self.view, self.level
         if view.page == "search":
             return f"Missing: a product, {', '.join((*level.attributes, *level.options))}."

@@ -9,6 +9,7 @@ from posttrain.config import run
 from posttrain.report import build
 from posttrain.report.animation import gif
 from posttrain.report.page import read
+from posttrain.types import UserError
 
 SHOWN = ("base", "phase2", "phase3")  # of the checkpoints, in the animation
 
@@ -24,7 +25,13 @@ def main() -> None:
         print(build(given.run))
         return
     results, rows = read(given.run)
-    given.gif.write_bytes(gif(results, rows, [name for name in SHOWN if name in results["checkpoints"]]))
+    shown = [name for name in SHOWN if name in results["checkpoints"]]
+    if not shown:
+        raise UserError(
+            f"The animation shows the checkpoints {', '.join(SHOWN)}, but {given.run} has evaluated only"
+            f" {', '.join(results['checkpoints'])}."
+        )
+    given.gif.write_bytes(gif(results, rows, shown))
     print(given.gif)
 
 

@@ -59,7 +59,8 @@ class VLLMSampler(Histories):
         engine = self._llm.llm_engine
         while turns or engine.has_unfinished_requests():
             for handle, seed in turns:
-                engine.add_request(str(handle), {"prompt_token_ids": self._ids[handle]}, self._law(params, seed))
+                prompt = {"prompt_token_ids": self._ids[handle]}
+                engine.add_request(str(handle), prompt, self._distribution(params, seed))
             written = [self._written(output) for output in engine.step() if output.finished]
             turns = then(written) if written else []
 
@@ -85,7 +86,7 @@ class VLLMSampler(Histories):
                 enforce_eager=kind == "cpu",  # compiling takes longer there than it saves
             )
 
-    def _law(self, params: SamplingParams, seed: int) -> Any:
+    def _distribution(self, params: SamplingParams, seed: int) -> Any:
         plain = params.top_k == 0 and params.top_p == 1 and params.repetition_penalty == 1
         assert plain, "its log-probs would be those after the cut"
         return self.vllm.SamplingParams(
