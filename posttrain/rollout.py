@@ -12,9 +12,10 @@ wrote is ever tokenised again. A turn is trained under exactly the context it wa
 from __future__ import annotations
 
 import math
+import threading
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel
 
 import envs
 from envs import TextEnv
-from envs.protocol import Episode, Protocol, thought_span
+from envs.protocol import Episode, Protocol, Turn, thought_span
 from posttrain.chat import Chat
 from posttrain.config import EnvSection, ProtocolSection
 from posttrain.engine import open_engine
@@ -31,6 +32,8 @@ from posttrain.types import Completion, SamplingParams, Segment, Trajectory, Use
 
 RAISED = (Exception, SystemExit)  # what an environment can do that ends its own episode alone
 SIDE_BY_SIDE = 16  # slow environments that are stepped at the same time
+EPISODE_SECONDS = 600.0  # that a slow environment may take of an episode, over all of its turns
+Answer = tuple[str, Turn]  # the state that a turn was answered in, and what came of it
 LARGEST_REWARD = 1e100  # of an episode; squares of more are no numbers
 
 
@@ -199,6 +202,7 @@ class Game:
         self.chat, self.episode = chat, episode
         self.context, self.prompt_tokens = context, context.prompt_tokens(answer_tokens)
         self.too_long = False
+        self.seconds_left = EPISODE_SECONDS
         self.said: list[Completion] = []
         self.coming: list[int] = []  # what stands between the last turn and the next one
         self.opening = chat.content_ids(episode.protocol.opening) if episode.protocol.opening else []
@@ -271,16 +275,35 @@ class Game:
 
     def take_turn(self, completion: Completion) -> bool:
         """Record what was sampled and let the environment answer; False when the episode is over."""
+        return self.hear(completion, self.answer(self.say(completion)))
+
+    def say(self, completion: Completion) -> str:
+        """Record what was sampled; the text of it."""
         trajectory = self.trajectory
         self.segment.write(trajectory.turns, completion, len(self.opening))
         self.said.append(completion)
         trajectory.unfinished_turns += not completion.finished
-        written = completion.ids[:-1] if completion.finished else completion.ids
+        return self.text(completion.ids[:-1] if completion.finished else completion.ids)
+
+    def answer(self, text: str) -> Answer | BaseException:
+        """What the environment makes of the text, or what it raised. Touches nothing else: it may run in a thread."""
+        began = time.monotonic()
+        try:
+            return self.episode.state_key(), self.episode.step(text)
+        except RAISED as error:
+            return error
+        finally:
+            self.seconds_left -= time.monotonic() - began
+
+    def hear(self, completion: Completion, said: Answer | BaseException) -> bool:
+        """Record what the environment answered; False when the episode is over."""
+        trajectory = self.trajectory
         key, reward, penalty, over = "", 0.0, 0.0, True
         try:
-            found = self.episode.state_key()
+            if isinstance(said, BaseException):
+                raise said
+            found, turn = said
             hash(found)
-            turn = self.episode.step(self.text(written))
             if not abs(sum(trajectory.turn_rewards) + turn.reward) < LARGEST_REWARD:
                 raise ValueError(f"the reward is {turn.reward}")
             if not turn.done:
@@ -307,10 +330,36 @@ class Game:
 
 
 def take_turns(games: Sequence[Game], said: Sequence[Completion]) -> list[bool]:
-    """`Game.take_turn` of each; environments that wait for a sandbox or a server wait side by side."""
-    with ThreadPoolExecutor(SIDE_BY_SIDE) as threads:  # it starts none that nobody needs
-        slow = {i: threads.submit(game.take_turn, said[i]) for i, game in enumerate(games) if game.episode.env.slow}
-        return [slow[i].result() if i in slow else game.take_turn(said[i]) for i, game in enumerate(games)]
+    """`Game.take_turn` of each; environments that wait for a sandbox or a server wait side by side.
+
+    An environment that takes more of an episode's time than there is has crashed: nobody waits for it any longer.
+    """
+    texts = [game.say(completion) for game, completion in zip(games, said, strict=True)]
+    waits = [i for i, game in enumerate(games) if game.episode.env.slow]
+    answers: dict[int, Answer | BaseException] = {}
+    begun: dict[int, float] = {}
+    left = {i: games[i].seconds_left for i in waits}
+    places = threading.Semaphore(SIDE_BY_SIDE)
+
+    def wait(i: int) -> None:
+        with places:
+            begun[i] = time.monotonic()
+            answers[i] = games[i].answer(texts[i])
+
+    threads = {i: threading.Thread(target=wait, args=(i,), daemon=True) for i in waits}
+    for thread in threads.values():
+        thread.start()
+    for i, game in enumerate(games):
+        if i not in threads:
+            answers[i] = game.answer(texts[i])
+    late: dict[int, BaseException] = {}
+    while waiting := [i for i in waits if i not in answers and i not in late]:
+        threads[waiting[0]].join(0.05)
+        for i in waiting:
+            if i in begun and i not in answers and time.monotonic() - begun[i] > left[i]:
+                late[i] = TimeoutError(f"{games[i].trajectory.env} took more than {EPISODE_SECONDS} s of an episode")
+                places.release()  # its thread may never do so
+    return [game.hear(said[i], late[i] if i in late else answers[i]) for i, game in enumerate(games)]
 
 
 class Thought(NamedTuple):

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import envs
 from envs.frozen_lake import FrozenLake
 from envs.protocol import Episode, Protocol, thought_span
+from posttrain import rollout
 from posttrain.chat import Chat
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.rollout import Context, complete, open_sampler, play, set_up, thoughts
@@ -420,6 +421,26 @@ def test_slow_environments_are_stepped_side_by_side(tiny_chat: Chat, monkeypatch
     slow = play(Scripted(tiny_chat, ups), tiny_chat, episodes(4), PARAMS, range(4))
     assert not any(t.crashed for t in slow)
     assert slow == fast
+
+
+def test_nobody_waits_for_a_slow_environment_beyond_its_time(tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, released = FrozenLake.step, threading.Event()
+    played = episodes(20)  # more than are stepped side by side
+
+    def hangs(env: FrozenLake, action: str) -> Any:
+        if env is not played[3].env:
+            released.wait()
+        return step(env, action)
+
+    monkeypatch.setattr(FrozenLake, "slow", True)
+    monkeypatch.setattr(FrozenLake, "step", hangs)
+    monkeypatch.setattr(rollout, "EPISODE_SECONDS", 0.2)
+    ups = [["<think>a</think><answer>Up</answer>"] * 3] * 20
+    found = play(Scripted(tiny_chat, ups), tiny_chat, played, PARAMS, range(20))
+    released.set()
+    late = "TimeoutError: frozen_lake took more than 0.2 s of an episode"
+    assert [t.crashed for t in found] == [late] * 3 + [""] + [late] * 16
+    assert all(t.turns == 1 and not t.success for t in found if t.crashed)
 
 
 def test_an_environment_may_misbehave_anywhere(tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
