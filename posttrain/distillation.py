@@ -73,7 +73,7 @@ def answered(cfg: StarPORun, sampler: Sampler, chat: Chat) -> list[Answered]:
                 file.write(json.dumps(row._asdict() | text) + "\n")
 
     parallel.barrier()  # every process has looked for the folder
-    if parallel.rank() == 0:
+    if runlog.is_main_process():
         checkpoint.save(folder, write, teacher=cfg.model.name_or_path)
     return rows
 

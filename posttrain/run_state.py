@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from posttrain import checkpoint, files, parallel
+from posttrain import checkpoint, files, parallel, runlog
 from posttrain.chat import Chat
 from posttrain.config import StarPORun, TrainingEnvSection
 from posttrain.learner import Learner
@@ -82,7 +82,7 @@ def save(folder: Path, learner: Learner, chat: Chat, state: RunState) -> None:
         learner.save(out)
         (out / FILE).write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
 
-    if parallel.rank() == 0:
+    if runlog.is_main_process():
         checkpoint.save(folder, write, chat_template_sha256=chat.hash, phase=3, step=state.step)
     parallel.barrier()
 
@@ -132,7 +132,7 @@ def resume_from(out: Path, say: Callable[[str], None]) -> Path | None:
 
 def drop_later(out: Path, step: int) -> None:
     """Checkpoints and bests behind the step that a run resumes from: damaged or unknown to it, and taken for newer."""
-    if parallel.rank() == 0:
+    if runlog.is_main_process():
         for number, folder in checkpoint.numbered(out) + checkpoint.numbered(out, "best"):
             if number > step:
                 remove(folder)
@@ -140,7 +140,7 @@ def drop_later(out: Path, step: int) -> None:
 
 def drop_old(out: Path, keep: int) -> None:
     """Only the newest `keep` checkpoints stay, and the bests that they know."""
-    if parallel.rank() == 0:
+    if runlog.is_main_process():
         folders = checkpoint.numbered(out)
         known = [best for best in checkpoint.numbered(out, "best") if best[0] <= folders[-keep:][0][0]]
         for _, folder in folders[:-keep] + known[:-1]:

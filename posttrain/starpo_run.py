@@ -180,7 +180,7 @@ def finish(begun: Begun, learner: Learner, chat: Chat, state: RunState, row: dic
 
     broken: why, or "". row: the figures of the closing evaluation.
     """
-    if parallel.rank() == 0:
+    if runlog.is_main_process():
         export(begun, learner, chat, state, row, broken)
     parallel.barrier()
     parallel.stop()

@@ -282,7 +282,7 @@ class Reporter(TrainerCallback):
         if broken := models.not_finite(model):
             raise NotFinite(state.global_step, f"a weight ({broken})", state.global_step)
         parallel.barrier()  # every process has written its random state by now
-        if state.is_world_process_zero:
+        if runlog.is_main_process():
             folder = self.output_dir / f"checkpoint-{state.global_step}"
             (folder / COUNTS).write_text(json.dumps({"num_tokens": self.tokens(), "processes": args.world_size}))
             checkpoint.seal(folder, step=state.global_step)

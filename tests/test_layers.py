@@ -206,3 +206,10 @@ def test_every_requirement_has_an_upper_bound_and_an_exact_version():
             package = re.split(r"[\[<>=]", requirement, maxsplit=1)[0].lower().replace("_", "-")
             assert not package or package in locked or name == "requirements-extras.txt", f"not in the lock: {line}"
     assert not re.search(r"\+|@|^nvidia", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+
+
+def test_one_question_finds_the_first_process() -> None:
+    """`runlog.is_main_process`, which also holds before the processes have met."""
+    other = re.compile(r'rank\(\) [=!]= 0|is_world_process_zero|"RANK"')
+    found = {str(path.relative_to(ROOT)): other.findall(path.read_text(encoding="utf-8")) for path in files()}
+    assert {name: uses for name, uses in found.items() if uses} == {"posttrain/runlog.py": ['"RANK"']}

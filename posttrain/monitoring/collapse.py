@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from posttrain import parallel
+from posttrain import parallel, runlog
 from posttrain.chat import Chat
 from posttrain.config import StarPORun
 from posttrain.cross_score import Pairs, ReasonedTurn, cross_scores, first_turn_pairs, trajectory_pairs
@@ -89,7 +89,7 @@ def gradients_by_std(
     """
     began, batch = time.perf_counter(), experience.batch
     row: dict[str, float] = {}
-    if parallel.rank() == 0:
+    if runlog.is_main_process():
         bucket_G = diagnostics.buckets(torch.tensor(std))
         for bucket in range(int(bucket_G.max()) + 1):
             counts_B = bucket_G[batch.group_B] == bucket

@@ -1,4 +1,4 @@
-"""What happened in these episodes?  One aggregation of them, for rollouts and for evaluations."""
+"""What happened in these episodes?  One aggregation of them, for the rollouts and evaluations of phase 3."""
 
 from __future__ import annotations
 

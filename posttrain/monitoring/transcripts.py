@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from posttrain import parallel
+from posttrain import runlog
 from posttrain.config import StarPORun
 from posttrain.report.episodes import frames_of, gif
 from posttrain.run_state import RunState
@@ -46,7 +46,7 @@ def record(
             " algorithm.mask_truncated_completions leaves them out. Said once: `rollout/truncated_groups` goes on"
             " counting."
         )
-    if parallel.rank() != 0:
+    if not runlog.is_main_process():
         return
     to_read = groups[0][:COUNT] if step % cfg.transcripts.every == 0 else []
     more = crashed[:COUNT] + [group[0] for group in unfinished[:1] if group[0] not in to_read]
