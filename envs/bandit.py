@@ -81,6 +81,7 @@ class Bandit(TextEnv):
     name = "bandit"
     actions = tuple(SPLIT_OF)  # `begin` sets those of the level
     deterministic = False
+    observable = False  # what the arms pay on average
 
     def __init__(
         self,

@@ -146,6 +146,7 @@ class TextEnv(gymnasium.Env[str, str], ABC):
     max_turns: int = 8  # turns of one action in which the expert wins every level: an episode's limit by default
     slow: bool = False  # `step` waits for a sandbox or a server: rollouts step such environments in threads
     deterministic: bool = True  # the next state follows from state and action alone: demonstrations may think ahead
+    observable: bool = True  # the observation shows the whole state: demonstrations may tell what comes next
 
     observation_space: gymnasium.spaces.Text
     action_space: gymnasium.spaces.Text

@@ -1,6 +1,6 @@
 """How do scripted policies play?  The expert and the players of an environment, for demonstrations and comparisons.
 
-python -m envs.demos frozen_lake=2 sokoban --n 3000 --thought plan        rows for phase 1, kind: messages
+python -m envs.demos rubiks_cube=2 sudoku --n 3000 --thought plan         rows for phase 1, kind: messages
 python -m envs.demos frozen_lake --player expert:0.8,random:0.2 --pairs   pairs for phase 2, kind: preferences
 """
 
@@ -57,16 +57,13 @@ def play(env: TextEnv, player: str, protocol: Protocol, seed: int, split: str) -
 
 
 def default_mix(env: TextEnv) -> dict[str, float]:
-    """Who demonstrates where nothing else is said: the scripted policies in equal shares, else the expert.
-
-    ValueError where the environment defines neither: random play alone demonstrates nothing.
-    """
+    """Who demonstrates where nothing else is said: the expert, else all scripted policies alike, else a ValueError."""
+    if env.has("expert"):
+        return {"expert": 1.0}
     if env.has("players"):
         env.reset(seed=0)
         players = env.players()
         return {player: 1 / len(players) for player in players}
-    if env.has("expert"):
-        return {"expert": 1.0}
     raise ValueError(
         f"Nobody can demonstrate the environment {env.name}: it defines neither players() nor expert(). Write one of"
         " them, or leave it out of the demonstrations."
@@ -101,12 +98,16 @@ class Style:
             raise ValueError("A plan has at least one move.")
 
     def require(self, env: TextEnv) -> None:
-        """ValueError where the thought would tell what only chance decides."""
-        if self.thought in ("plan", "next_state") and not env.deterministic:
-            raise ValueError(
-                f'The thought "{self.thought}" tells what comes next, which chance decides in {env.name} with these'
-                " options: whoever learns it would learn to guess. Choose cues or none."
-            )
+        """ValueError where the thought would tell what only chance decides, or what the model cannot see."""
+        if self.thought not in ("plan", "next_state") or (env.deterministic and env.observable):
+            return
+        why = "depends on what the observation does not show" if env.deterministic else "chance decides"
+        sight = env.deterministic and getattr(env, "observation", "") == "neighbours"
+        raise ValueError(
+            f'The thought "{self.thought}" tells what comes next, which {why} in {env.name} with these options: whoever'
+            f" learns it would learn to guess. {'Set observation=coordinates, or choose' if sight else 'Choose'} the"
+            " thought cues or none."
+        )
 
     def reply(self, episode: Episode, player: str, action: str) -> str:
         """The whole answer: the thought behind an action of a player, then the action."""

@@ -69,6 +69,7 @@ class FrozenLake(TextEnv):
         self.chance = float(success_rate) if slippery else 1.0
         self.max_turns = max(25 if distribution == "ragen" else 8, size**2 // 2)  # no shortest way is longer
         self.deterministic = self.chance == 1
+        self.observable = observation != "neighbours"
         super().__init__(render_mode)
         self.config = Lake(size, frozen, corners)
 

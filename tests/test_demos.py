@@ -24,7 +24,7 @@ from envs.protocol import Episode, Protocol, parse
 from posttrain import embedded, models
 from posttrain.config import ModelSection, Source
 from posttrain.data import reading
-from posttrain.types import UserError
+from posttrain.types import UserError, derive_seed
 
 
 def rows(tmp_path: Path, *command: str) -> list[dict[str, Any]]:
@@ -58,14 +58,16 @@ def turns(row: dict[str, Any]) -> list[tuple[str, str, str | None]]:
 
 @pytest.mark.parametrize("name", ["frozen_lake", "sokoban"])
 def test_the_next_state_is_the_one_that_comes(name: str, tmp_path: Path) -> None:
-    found = rows(tmp_path, name, "--n", "20", "--player", "expert:1,random:1", "--thought", "next_state")
+    shown = ["--options", f"{name}.observation=coordinates"]
+    found = rows(tmp_path, name, *shown, "--n", "20", "--player", "expert:1,random:1", "--thought", "next_state")
     told = [(thought, after) for row in found for thought, _, after in turns(row)]
     assert all(after is None or thought.removeprefix("Next state: ") in after for thought, after in told)
     assert sum(after is not None for _, after in told) > 20
 
 
 def test_a_plan_is_what_the_expert_then_does(tmp_path: Path) -> None:
-    for row in rows(tmp_path, "sokoban", "--n", "20", "--thought", "plan", "--plan", "3"):
+    shown = ["--options", "sokoban.observation=grid"]
+    for row in rows(tmp_path, "sokoban", *shown, "--n", "20", "--thought", "plan", "--plan", "3"):
         played = [action for _, action, _ in turns(row)]
         for n, (thought, _, _) in enumerate(turns(row)):
             assert thought == f"Plan: {' || '.join(played[n : n + 3])}"
@@ -142,7 +144,7 @@ def test_every_environment_is_demonstrated_by_whom_it_has(name: str, tmp_path: P
     who = "expert" if env.has("expert") else next(iter(demos.player_names(env)), None)
     if who is None or env.slow:
         pytest.skip("nobody plays it, or only in a sandbox or on a server")
-    thoughts = ["cues", "next_state", "plan"] if env.deterministic else ["cues"]
+    thoughts = ["cues", "next_state", "plan"] if env.deterministic and env.observable else ["cues"]
     for thought in thoughts:
         for row in rows(tmp_path, name, "--n", "2", "--player", who, "--thought", thought, "--turns", "6"):
             assert all(parse(m["content"], Protocol(), None).well_formed for m in row["messages"][2::2])
@@ -219,6 +221,10 @@ def test_left_out_pairs_are_counted(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["frozen_lake", "--options", "sokoban.size=5"], 'no environment of this command "sokoban"'),
         (["frozen_lake", "--options", "frozen_lake.size=big"], "valid integer"),
         (["frozen_lake", "--options", "frozen_lake.slippery=true", "--thought", "plan"], "chance decides"),
+        (["frozen_lake", "--thought", "plan"], "Set observation=coordinates"),
+        (["sokoban", "--thought", "next_state", "--pairs"], "Set observation=coordinates"),
+        (["web_shop", "--thought", "plan"], "what the observation does not show in web_shop"),
+        (["search_qa", "--thought", "next_state"], "what the observation does not show in search_qa"),
         (["frozen_lake", "--split", "tests"], "test"),
         (["frozen_lake", "--n", "0"], "at least 1"),
         (["frozen_lake", "--rejected", "random"], "about --pairs"),
@@ -247,7 +253,8 @@ def test_a_file_is_only_written_over_when_that_is_asked(tmp_path: Path, capsys: 
 def test_phase_1_trains_on_the_rows(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     file = tmp_path / "rows.jsonl"
     command = ["frozen_lake", "sokoban", "--n", "60", "--player", "expert:0.8,random:0.2", "--thought", "plan"]
-    assert demos.main([*command, "--out", str(file)]) == 0
+    shown = ["--options", "frozen_lake.observation=coordinates", "sokoban.observation=coordinates"]
+    assert demos.main([*command, *shown, "--out", str(file)]) == 0
     base = tiny_base(tmp_path / "base", tiny_tokenizer)
     config = settings(tmp_path / "sft.yaml", "messages", base, file, max_steps=2)
     train_phase1_sft.main(["--config", str(config), "data.max_length=2048"])
@@ -256,7 +263,8 @@ def test_phase_1_trains_on_the_rows(tmp_path: Path, tiny_tokenizer: PreTrainedTo
 
 def test_phase_2_trains_on_the_pairs(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     file = tmp_path / "pairs.jsonl"
-    assert demos.main(["frozen_lake", "--pairs", "--n", "40", "--thought", "next_state", "--out", str(file)]) == 0
+    command = ["rubiks_cube", "--pairs", "--n", "40", "--thought", "next_state"]
+    assert demos.main([*command, "--out", str(file)]) == 0
     section = ModelSection(name_or_path=str(tiny_base(tmp_path / "base", tiny_tokenizer)))
     net, chat = models.load(section, device="cpu", chat_template=None)
     before = models.save(tmp_path / "phase1" / "final", net, chat, {}, source=section, phase="phase1", step=1)
@@ -266,13 +274,13 @@ def test_phase_2_trains_on_the_pairs(tmp_path: Path, tiny_tokenizer: PreTrainedT
 
 
 def test_a_source_of_phase_1_may_name_the_player_and_the_thought() -> None:
-    said: dict[str, Any] = {"kind": "demonstrations", "path": "embedded", "rows": 6, "envs": ["sokoban"]}
+    said: dict[str, Any] = {"kind": "demonstrations", "path": "embedded", "rows": 6, "envs": ["rubiks_cube"]}
     source = Source(**said, player="expert:0.9,random:0.1", thought="plan")
     found = list(reading.read(source, "data.sources.0", 0))
     assert len(found) == 6
     assert all("<think>Plan: " in message["content"] for row in found for message in row["messages"][2::2])
     assert Source(**said).thought == "cues" and Source(**said).player is None
-    with pytest.raises(UserError, match=r"data\.sources\.0\.envs: There is no player of sokoban"):
+    with pytest.raises(UserError, match=r"data\.sources\.0\.envs: There is no player of rubiks_cube"):
         list(reading.read(Source(**said, player="gaol"), "data.sources.0", 0))
     with pytest.raises(ValueError, match="belongs to the kind demonstrations"):
         Source(kind="capybara", path="embedded", rows=6, player="expert")
@@ -282,6 +290,19 @@ def test_a_source_of_phase_1_may_name_the_player_and_the_thought() -> None:
         Source(**{**said, "thought": "deep"})
     with pytest.raises(ValueError, match='no thought "deep"'):
         Style("deep")
+
+
+@pytest.mark.parametrize("name", ["countdown", "metamath_qa", "rubiks_cube", "sudoku", "web_shop"])
+def test_without_a_player_the_expert_demonstrates_and_the_answers_are_right(name: str) -> None:
+    default = demos.parse_mix(demos.parser().get_default("player"))
+    assert demos.default_mix(envs.make(name)) == default == {"expert": 1.0}
+    for i, row in enumerate(embedded.demonstrations([name], 4, 0)):
+        env = envs.make(name)
+        episode = Episode(env, Protocol.of(env), derive_seed(0, "demonstrations", i) % 2**32)
+        for message in row["messages"][2::2]:
+            assert f"<answer>{env.expert()}</answer>" in message["content"]
+            episode.step(message["content"])
+        assert episode.success
 
 
 def test_rows_without_a_player_are_those_of_the_quickstart_as_they_were() -> None:

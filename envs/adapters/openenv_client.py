@@ -72,6 +72,7 @@ class OpenEnv(TextEnv):
     actions = None
     slow = True
     deterministic = False
+    observable = False  # nothing is known about it
 
     def __init__(
         self,

@@ -37,6 +37,7 @@ class TextArena(SeededEnv):
     name = "textarena"
     actions = None
     deterministic = False
+    observable = False  # many games keep a secret
     game: Any
 
     def __init__(

@@ -45,6 +45,7 @@ class DeepCoder(TextEnv):
     name = "deep_coder"
     actions = None
     slow = True
+    observable = False  # the hidden tests
 
     def __init__(
         self,

@@ -44,6 +44,7 @@ class SearchQA(TextEnv):
     name = "search_qa"
     actions = None
     max_turns = 5
+    observable = False  # the articles that no search has shown yet
 
     def __init__(
         self,

@@ -62,6 +62,7 @@ class Sokoban(TextEnv):
         self.reward = known("reward", reward, ("dense", "sparse"))
         self.deadlock_ends = deadlock_ends
         self.observation = known("observation", observation, OBSERVATIONS)
+        self.observable = observation != "neighbours"
         self.symbols = with_symbols(SYMBOLS, symbols)
         self.separator = separator
         super().__init__(render_mode)

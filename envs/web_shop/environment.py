@@ -29,6 +29,7 @@ class WebShop(TextEnv):
     name = "web_shop"
     actions = None
     max_turns = 10
+    observable = False  # the products and pages that were not looked at yet
 
     def __init__(
         self,

@@ -41,7 +41,8 @@ class Source(Section):
     )
     envs: list[str] | None = Field("demonstrations: names of the environments that are played", None)
     player: str | None = Field(
-        "demonstrations: who plays, `expert` or shares as in `expert:0.9,random:0.1`; null: weak scripted policies",
+        "demonstrations: who plays, `expert` or shares as in `expert:0.9,random:0.1`; null: the expert, in"
+        " frozen_lake and sokoban weak scripted policies",
         None,
     )
     thought: Literal["cues", "plan", "next_state", "none"] | None = Field(

@@ -10,8 +10,8 @@ Everything is drawn from `derive_seed(seed, ...)`, row by row, so row 17 is the 
   the fixed number of sentences means that it cannot repeat less by merely saying less.
 - `ultrafeedback`: pairs of answers. In the chosen one no sentence comes twice; the rejected one, equally long, repeats
   sentences, or its box holds a number of the question instead of the result, or it breaks the rules of an environment.
-- `demonstrations`: episodes of the environments played by weak scripted policies: the format and the rules, not the
-  skill.
+- `demonstrations`: episodes of the environments: of the lake and of Sokoban by weak scripted policies, which teach the
+  format and the rules, not the skill; of the others by the expert.
 
 Held-out sets are disjoint from training by construction: a hash of the question (or the operands, the dialogue, the
 topic) decides its side, whatever the seed. The facts of the held-out dialogues come from the same lists of names,

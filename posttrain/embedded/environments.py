@@ -1,5 +1,5 @@
-"""Episodes of the environments, played by weak scripted policies (the answer format and the rules, not the skill) or by
-whom a config names."""
+"""Episodes of the environments: in the lake and in Sokoban by weak scripted policies (the answer format and the rules,
+not the skill), elsewhere by the expert, or by whom a config names."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from posttrain.embedded.splits import Messages
 from posttrain.types import derive_seed
 
 # How often each scripted policy acts in a demonstration, turn by turn. None of them is good at its environment alone.
+# An environment that is not here is demonstrated by its expert: its thoughts say what the expert does, and why.
 MIXES: dict[str, dict[str, float]] = {
     "frozen_lake": {"goal": 0.37, "safe": 0.37, "random": 0.26},
     "sokoban": {"push": 0.1, "go": 0.1, "free": 0.1, "random": 0.7},
@@ -29,7 +30,7 @@ def demonstrations(
     """`n` episodes on training levels, the environments in turn: {"messages": [...], "env": "frozen_lake"}.
 
     `player` says who plays them ("expert:0.9,random:0.1"), or `MIXES`, or `envs.demos.default_mix`; ValueError where
-    an environment has no scripted policy.
+    an environment has neither an expert nor a scripted policy.
 
     A thought is copied from the state, which is soon learnt; the action that follows is noisy and a single token of
     many. So a share of the rows masks the thoughts (`mask_spans`), which lends the actions more weight.
