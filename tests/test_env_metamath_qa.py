@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import re
@@ -17,7 +18,7 @@ import pytest
 from envs import SPLITS, demos, make, metamath_qa
 from envs.base import split_by_hash
 from envs.metamath_qa import MetaMathQA, Problem, answer_in, is_right
-from envs.metamath_qa.problems import TEMPLATES, Parameters
+from envs.metamath_qa.problems import NAMES, TEMPLATES, THINGS, Parameters
 from envs.protocol import Protocol
 
 ONE = Problem("What is 1/2 of 7?", "Halve 7.", "7/2", "example", "7 / 2 = 7/2")
@@ -191,9 +192,21 @@ def test_there_are_thousands_of_problems_of_two_dozen_kinds():
     draw, levels = MetaMathQA.draw(("embedded", 0), np.random.default_rng(0)), []
     for _ in range(3000):
         levels.append(next(draw))
-    assert len({MetaMathQA.key_of(level) for level in levels}) > 2700
+    assert len({MetaMathQA.key_of(level) for level in levels}) > 2500
     assert set(Counter(level.kind for level in levels)) == set(TEMPLATES)
-    assert 0.4 < sum(level.query == level.original for level in levels) / 3000 < 0.6
+
+
+def test_no_test_problem_is_a_training_problem_with_other_names_and_things():
+    draw, words = MetaMathQA.draw(("embedded", 0), np.random.default_rng(0)), re.compile("|".join(NAMES + THINGS))
+    homes: dict[str, set[str]] = {}
+    ways: dict[str, set[str]] = {}
+    for level in itertools.islice(draw, 6000):
+        asked = words.sub("", level.query)
+        homes.setdefault(asked, set()).add(MetaMathQA.split_of(level))
+        ways.setdefault(MetaMathQA.key_of(level), set()).add(asked)
+    assert all(len(home) == 1 for home in homes.values()) and set().union(*homes.values()) == set(SPLITS)
+    asked_in_both = sum(len(way) == 2 for way in ways.values())
+    assert asked_in_both > 300 and max(map(len, ways.values())) == 2, "a key is one problem, asked in two ways"
 
 
 @pytest.mark.parametrize("split", SPLITS)

@@ -34,7 +34,10 @@ _LOCK = Lock()
 
 
 class Problem(NamedTuple):
-    """Problem("What is 2 plus 3?", "Add 2 and 3.", "5", "rephrased", "2 + 3 = 5"); the last is the working."""
+    """Problem("What is 2 plus 3?", "Add 2 and 3.", "5", "rephrased", "2 + 3 = 5"); the last is the working.
+
+    `original` is the original question; of an embedded problem its template and numbers, whoever has whatever.
+    """
 
     query: str
     original: str
@@ -76,11 +79,12 @@ class MetaMathQA(TextEnv):
             kind = kinds[int(rng.integers(len(kinds)))]
             drawn = TEMPLATES[kind](Parameters(rng))
             query = drawn.questions[int(rng.integers(len(drawn.questions)))]
-            yield Problem(query, drawn.questions[0], drawn.answer, kind, drawn.working)
+            original = " ".join([kind, *NUMBER.findall(drawn.questions[0])])
+            yield Problem(query, original, drawn.answer, kind, drawn.working)
 
     @classmethod
     def key_of(cls, level: Problem) -> str:
-        """The original question: all its rephrasings are in one split."""
+        """The original question, or template and numbers: all rephrasings are in one split, with all names."""
         return " ".join(level.original.split())
 
     def begin(self, level: Problem) -> None:

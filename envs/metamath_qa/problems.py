@@ -1,7 +1,7 @@
 """Which problems are there without a network?  Templates with parameters: embedded, not taken from a data set.
 
-Each template draws its numbers and gives two ways to ask for the same thing, the working and the answer. The first way
-is the original question, by which the split is decided; the other is its rephrasing.
+Each template draws its numbers and gives two ways to ask for the same thing, the working and the answer. Template and
+numbers decide the split: other words, names and things make no other problem.
 """
 
 from __future__ import annotations
