@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from envs import SPLITS, demos, make, promises
 from envs.base import split_by_hash
 from envs.promises import Subject
 from envs.protocol import Episode, Protocol, answer
-from envs.search_qa import LONGEST, Question, SearchQA, build, library, read_action, scoring
+from envs.search_qa import LONGEST, Question, SearchQA, build, library, read_action, scoring, states
 from envs.search_qa.retriever import Retriever, RetrieverError
 from envs.search_qa.synthetic import COUNTS, RELATIONS, Hop, draw_question, encyclopedia
 
@@ -176,6 +177,30 @@ def test_the_experts_thoughts_are_what_it_read():
         missing = f"Missing: {hops[number].title}." if number < len(hops) else "Enough."
         assert env.thought() == " ".join([*(hop.fact for hop in hops[:number]), missing])
     assert env.expert() == f"finish[{env.level.answer}]"
+
+
+@pytest.mark.parametrize(("top_k", "characters"), [(3, 1200), (10, 1200), (1, 100)])
+def test_thoughts_and_keys_hold_nothing_that_was_cut_off(top_k: int, characters: int) -> None:
+    env, complete = SearchQA(top_k=top_k, characters=characters), 0
+    for seed in range(40):
+        (read, _), said = env.reset(seed=seed), ""
+        while not env.given:
+            said = env.thought()
+            for sentence in re.findall(r"\S.*?\.(?= |$)", said):
+                missing = re.fullmatch(r"Missing: (.*)\.", sentence)
+                assert sentence == "Enough." or (missing[1] if missing else sentence) in read, said
+            assert all(f"{title}: {text}" in read for title, text in env.seen)
+            assert all(line in read for line in env.state_key().split("\n"))
+            read += "\n" + env.step(env.expert())[0]
+        complete += said == " ".join([*(hop.fact for hop in env.level.hops), "Enough."])
+    assert complete == 40 if top_k == 3 else complete < 40, "by default nothing is cut off"
+
+
+def test_a_fact_of_several_sentences_is_read_when_all_of_them_were_shown():
+    hop = Hop("Ada [b]", "Ada is a town. It has a mayor.")
+    assert states(("Ada [b]", "Ada is a town. It is old. It has a mayor."), hop)
+    assert not states(("Ada [b]", "Ada is a town. It is old. It has ..."), hop)
+    assert not states(("Bob", "Ada is a town. It has a mayor."), hop)
 
 
 def test_levels_are_the_same_in_another_process():

@@ -21,8 +21,9 @@ from envs.search_qa.synthetic import Hop, draw_question
 
 ACTION = re.compile(r"\s*(search|finish)\s*\[([^\[\]]*)\]\s*", re.IGNORECASE)
 LONGEST = 300  # characters of a query or an answer
-LONGEST_TITLE = 100  # characters of a title, as it is shown
+LONGEST_TITLE = 80  # characters of a title, as it is shown: it fits into every line
 WORD = re.compile(r"\w+")
+SENTENCES = re.compile(r"(?<=[.!?\"')])\s")  # between them; a fact may be several that do not follow each other
 
 
 class Question(NamedTuple):
@@ -92,7 +93,7 @@ class SearchQA(TextEnv):
 
     def begin(self, level: Question) -> None:
         self.level = level
-        self.results: tuple[Article, ...] | None = None  # of the last search
+        self.results: tuple[Article, ...] | None = None  # of the last search, as far as they were shown
         self.seen: frozenset[Article] = frozenset()
         self.asked: frozenset[str] = frozenset()  # for the expert, who does not repeat a search that did not help
         self.given: str | None = None
@@ -123,7 +124,7 @@ class SearchQA(TextEnv):
         else:
             library = synthetic_library() if self.path == EMBEDDED else library_of(self.path)
             found = library.search(query, self.top_k)
-        self.results = tuple((shown(title), clean(text[: self.characters])) for title, text in found)
+        self.results = self._cut([(shown(title), clean(text[: self.characters])) for title, text in found])
         self.seen |= set(self.results)
         self.asked |= {query}
 
@@ -135,17 +136,18 @@ class SearchQA(TextEnv):
         question = f"Question: {self.level.question}"
         if self.results is None:
             return question
-        return "\n".join([question, *self._shown()]) if self.results else f"{question}\nNothing found."
+        lines = [f"{number}. {title}: {text}" for number, (title, text) in enumerate(self.results, 1)]
+        return "\n".join([question, *lines]) if lines else f"{question}\nNothing found."
 
-    def _shown(self) -> list[str]:
-        """A line for each result, together at most `characters`; what a short one leaves over, the next may take."""
-        lines, left = [], self.characters
-        for number, (title, text) in enumerate(self.results or ()):
-            line = f"{number + 1}. {title}: {text}"
-            room = left // (len(self.results or ()) - number) - 1  # and a line feed
-            lines.append(line if len(line) <= room else f"{line[: room - 3]}...")
-            left -= len(lines[-1]) + 1
-        return lines
+    def _cut(self, articles: list[Article]) -> tuple[Article, ...]:
+        """What is shown: lines of at most `characters` together; what a short one leaves over, the next may take."""
+        cut, left = [], self.characters
+        for number, (title, text) in enumerate(articles):
+            head = len(f"{number + 1}. {title}: ") + 1  # and a line feed
+            room = left // (len(articles) - number) - head
+            cut.append((title, text if len(text) <= room else f"{text[: room - 4]} ..."))
+            left -= head + len(cut[-1][1])
+        return tuple(cut)
 
     def rules(self) -> str:
         of = "a synthetic encyclopedia" if self.path == EMBEDDED and self.retriever is None else "an encyclopedia"
@@ -155,7 +157,7 @@ class SearchQA(TextEnv):
         )
 
     def state_key(self) -> str:
-        """What was answered, or the articles that have been shown: they are what later searches may add to."""
+        """What was answered, or all that has been shown of articles: it is what later searches may add to."""
         if self.given is not None:
             return f"{self.level.question}\nanswered {self.given}"
         return "\n".join([self.level.question, *sorted(f"{title}: {text}" for title, text in self.seen)])
@@ -163,12 +165,11 @@ class SearchQA(TextEnv):
     # -- players ---------------------------------------------------------------------------------------------------
 
     def _found(self) -> list[Hop]:
-        """The hops whose articles have been shown."""
-        titles = {title for title, _ in self.seen}
-        return [hop for hop in self.level.hops if shown(hop.title) in titles]
+        """The hops whose facts stand in what has been shown: the rest of a long article was cut off."""
+        return [hop for hop in self.level.hops if any(states(article, hop) for article in self.seen)]
 
     def _next_hop(self) -> Hop | None:
-        """The first article on the way that was neither shown nor searched for."""
+        """The first article on the way whose fact was not shown and that was not searched for."""
         found = self._found()
         return next((h for h in self.level.hops if h not in found and query_of(h.title) not in self.asked), None)
 
@@ -187,10 +188,13 @@ class SearchQA(TextEnv):
         return {"random": random, "hasty": hasty, "astray": f"search[{self.choose(read)[:LONGEST]}]"}
 
     def thought(self) -> str:
-        """What the articles have said so far, and what is missing."""
-        facts = [clean(hop.fact) for hop in self._found() if hop.fact]
-        hop = self._next_hop()
-        return " ".join([*facts, "Enough." if hop is None else f"Missing: {query_of(hop.title)}."])
+        """What the articles have said so far, and what is missing, where that follows from what they said."""
+        found, hop = self._found(), self._next_hop()
+        said = [clean(each.fact) for each in found if each.fact]
+        before = self.level.hops if hop is None else self.level.hops[: self.level.hops.index(hop)]
+        if all(each in found for each in before):
+            said.append("Enough." if hop is None else f"Missing: {query_of(hop.title)}.")
+        return " ".join(said)
 
 
 def read_action(action: str) -> tuple[str, str] | None:
@@ -207,6 +211,12 @@ def read_action(action: str) -> tuple[str, str] | None:
 def query_of(text: str) -> str:
     """A title or an answer as it can stand between the brackets of an action."""
     return clean(text.replace("[", "").replace("]", ""))[:LONGEST].strip() or "?"
+
+
+def states(article: Article, hop: Hop) -> bool:
+    """Whether an article, as it was shown, says what a hop needs of it."""
+    title, text = article
+    return title == shown(hop.title) and all(part in text for part in SENTENCES.split(clean(hop.fact)))
 
 
 def shown(title: str) -> str:
