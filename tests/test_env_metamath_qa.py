@@ -202,7 +202,7 @@ def test_no_test_problem_is_a_training_problem_with_other_names_and_things():
     ways: dict[str, set[str]] = {}
     for level in itertools.islice(draw, 6000):
         asked = words.sub("", level.query)
-        homes.setdefault(asked, set()).add(MetaMathQA.split_of(level))
+        homes.setdefault(asked, set()).add(str(MetaMathQA.split_of(level)))
         ways.setdefault(MetaMathQA.key_of(level), set()).add(asked)
     assert all(len(home) == 1 for home in homes.values()) and set().union(*homes.values()) == set(SPLITS)
     asked_in_both = sum(len(way) == 2 for way in ways.values())
