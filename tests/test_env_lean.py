@@ -9,6 +9,7 @@ import json
 import random
 import threading
 import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -118,6 +119,9 @@ def test_options_without_sense_are_refused():
         ({"timeout": 0.0}, "timeout above 0"),
         ({"topics": ["library"], "backend": "fragment"}, "needs Lean itself"),
         ({"backend": "coq"}, 'no backend "coq"'),
+        ({"backend": "http://"}, 'no backend "http://"'),
+        ({"backend": "http://localhost:99999"}, 'no backend "http://localhost:99999"'),
+        ({"timeout": 1e9}, "at most 3600"),
     ):
         with pytest.raises(ValueError, match=says):
             make("lean", **options)
@@ -200,6 +204,19 @@ def test_hostile_texts_are_read_in_time_and_change_nothing():
         assert not info["success"] and (info["action_is_effective"] or env.state_key() == before)
         env.begin(env.level)
     assert time.monotonic() - start < 10
+
+
+def test_few_characters_that_ask_for_millions_of_goals_are_refused_in_time():
+    letters = "abcdefghijklmnoqrstuvw"
+    split = f"rcases k with ⟨{','.join(f'{letter}|{letter}' for letter in letters)}⟩"
+    start = terms.start(("p : Prop",), "p")
+    goals = checker.apply(start, f"by_cases k : {'∧'.join(['(p∨p)'] * len(letters))}")
+    began = time.monotonic()
+    with pytest.raises(Unreadable, match="too many goals"):
+        checker.apply(goals, split)
+    with pytest.raises(Unreadable, match="too many goals"):
+        checker.apply(goals, split.replace("rcases k with", "obtain") + " := k")
+    assert len(checker.apply(goals[:1], "rcases k with ⟨a|a,b|b,c|c,d⟩")) == 8 and time.monotonic() - began < 1
 
 
 # -- the fragment ------------------------------------------------------------------------------------------------------
@@ -402,8 +419,37 @@ RECORDED: dict[str, list[dict]] = {
 }
 
 
+def with_message(**message) -> bytes:
+    return json.dumps({"results": [{"response": {"messages": [message]}}]}).encode()
+
+
+RAW = {  # what is sent instead of an answer in HTTP
+    "no status": b"LOL NOPE\r\n\r\n",
+    "broken off": b'HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"results"',
+    "long header": b"HTTP/1.1 200 OK\r\nX: " + b"a" * 70_000 + b"\r\n\r\n{}",
+    "drips": b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n",
+}
+REPLIES = {
+    "nonsense": b"<html>",
+    "not utf-8": b"\xff\xfe{",
+    "empty": b'{"results": []}',
+    "a list": b"[1, 2]",
+    "deep": b"[" * 200_000,
+    "large": b" " * (5 << 20),
+    "large number": b'{"results": [' + b"9" * 6000 + b"]}",
+    "deep error": json.dumps({"results": [{"error": json.loads("[" * 900 + "]" * 900)}]}).encode(),
+    "no list": b'{"results": [{"response": {"messages": {"a": 1}}}]}',
+    "line in words": with_message(data="x", severity="error", pos={"line": "five"}),
+    "data in a list": with_message(data=["x"], severity="error", pos={"line": 1}),
+}
+
+
 class Recorded(BaseHTTPRequestHandler):
     """Answers as a Kimina server; `server.mode` says how it misbehaves."""
+
+    def do_GET(self):  # of who follows a redirect
+        self.server.asked.append((self.path, self.headers.get("Authorization")))
+        self.answer(200, b"{}")
 
     def do_POST(self):
         self.server.asked.append(self.path)
@@ -411,12 +457,26 @@ class Recorded(BaseHTTPRequestHandler):
         mode = self.server.mode
         if mode == "stalls":
             time.sleep(3)
+        if mode == "redirects":
+            self.send_response(302)
+            self.send_header("Location", f"{self.server.url}/elsewhere")
+            self.send_header("Content-Length", "0")
+            return self.end_headers()
         if mode == "old" and self.path != "/verify":
             return self.answer(404, b"{}")
         if mode == "once" and len(self.server.asked) == 1:
             return self.answer(503, b"")
-        if mode in ("nonsense", "empty"):
-            return self.answer(200, b"<html>" if mode == "nonsense" else b'{"results": []}')
+        if mode in RAW:
+            with suppress(OSError):  # it hangs up in the middle
+                self.connection.sendall(RAW[mode])
+                if mode == "drips":
+                    for _ in range(40):
+                        self.connection.sendall(b" ")
+                        time.sleep(0.1)
+            self.close_connection = True
+            return
+        if mode in REPLIES:
+            return self.answer(200, REPLIES[mode])
         code = body["snippets"][0]["code"] if self.path == "/api/check" else body["codes"][0]["proof"]
         played = "|".join(line.strip() for line in code.splitlines()[1:-1])
         result = {"id": "t", "error": None, "response": {"env": 0, "messages": RECORDED.get(played)}}
@@ -482,14 +542,30 @@ def test_a_tactic_that_takes_too_long_is_rejected(server):
     assert "Rejected: the tactic takes too long" in at(backend=server.url).step("intro h")[0]
 
 
-@pytest.mark.parametrize("mode", ["stalls", "nonsense", "empty", "broken"])
-def test_a_server_without_a_verdict_is_no_verdict(server, mode):
+@pytest.mark.parametrize("mode", ["stalls", "broken", *RAW, *REPLIES])
+def test_a_server_without_a_verdict_is_no_verdict(server, mode, monkeypatch):
+    monkeypatch.setattr(backends, "TRIES", 1)
     server.mode = mode
     env = at(backend=server.url, timeout=0.2)
     before, start = env.state_key(), time.monotonic()
-    with pytest.raises(Unavailable, match="Lean server"):
+    with pytest.raises(Unavailable, match=r"Lean('s answer| server)") as caught:
         env.step("intro h")
+    assert len(str(caught.value)) < 1_000 and "\n" not in str(caught.value)
     assert env.state_key() == before and time.monotonic() - start < 3
+
+
+def test_a_key_is_sent_to_the_server_alone(server, monkeypatch):
+    monkeypatch.setenv("LEAN_SERVER_API_KEY", "secret\n")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert at(backend=server.url).step("intro h")[4]["action_is_effective"]
+    server.mode = "redirects"
+    with pytest.raises(Unavailable, match="status 302"):
+        at(backend=server.url).step("intro h")
+    assert set(server.asked) == {"/api/check"}
+    monkeypatch.setenv("LEAN_SERVER_API_KEY", "sec\nret")
+    with pytest.raises(Unavailable, match="cannot be sent") as caught:
+        at(backend=server.url).step("intro h")
+    assert "ret" not in str(caught.value).split("is no key")[1]
 
 
 def test_a_server_that_died_is_named_with_what_to_do():

@@ -413,7 +413,7 @@ def test_a_server_that_is_not_there_and_an_address_that_is_none() -> None:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     with pytest.raises(RetrieverError, match="ConnectionRefusedError"):
         at(0, retriever=url).step("search[river]")
-    for wrong in ("localhost:8000", "ftp://a", "http://", "/tmp"):
+    for wrong in ("localhost:8000", "ftp://a", "http://", "/tmp", "http://h:99999/", "http://[::1"):
         with pytest.raises(ValueError, match="Write an address such as"):
             make("search_qa", retriever=wrong)
     with pytest.raises(ValueError, match="seconds above 0"):

@@ -15,6 +15,7 @@ from envs.lean.backends import Backend, Unavailable, chosen, refusal, replay
 from envs.lean.search import fresh, next_tactic
 from envs.lean.terms import FALSE, Goal, parts, unfold
 from envs.lean.theorems import MAKERS, TOPICS, Theorem
+from envs.web import LONGEST_WAIT
 
 __all__ = ["Lean", "Unavailable"]
 
@@ -41,10 +42,10 @@ class Lean(TextEnv):
         reward: str = "proof",
         render_mode: str | None = None,
     ):
-        if not topics or isinstance(topics, str) or timeout <= 0:
+        if not topics or isinstance(topics, str) or not 0 < timeout <= LONGEST_WAIT:
             raise ValueError(
-                f"lean needs topics, a list of {', '.join(TOPICS)}, and timeout above 0, not topics={topics!r},"
-                f" timeout={timeout}."
+                f"lean needs topics, a list of {', '.join(TOPICS)}, and timeout above 0 and at most {LONGEST_WAIT:g},"
+                f" not topics={topics!r}, timeout={timeout}."
             )
         self.topics = tuple(known("topic of lean", topic, TOPICS) for topic in topics)
         self.reward = known("reward", reward, ("proof", "ragen"))
@@ -53,7 +54,7 @@ class Lean(TextEnv):
         if "library" in self.topics and not self.slow:
             raise ValueError(
                 "lean's topic library needs Lean itself; the built-in checker knows its fragment alone. Leave it out of"
-                " topics, or choose the backend local or http://..."
+                " topics, or choose the backend local or a server."
             )
         super().__init__(render_mode)
         self.config = self.topics

@@ -6,15 +6,13 @@ of them sees it where it could do anything but prove: leave a gap, add an axiom,
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
+import reprlib
 import shutil
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from importlib.util import find_spec
@@ -23,10 +21,12 @@ from typing import Any, NamedTuple, Protocol
 from envs.lean import checker, terms
 from envs.lean.syntax import Unreadable
 from envs.lean.theorems import Theorem
+from envs.web import FAILURES, BadStatus, is_address, post_json
 
 LONGEST = 300  # characters of one tactic
 LONGEST_MESSAGE = 200  # characters of what Lean says that are passed on
 GOALS_SHOWN = 2_000  # characters
+LONGEST_READ = 20_000  # characters of what Lean says that are read
 TRIES = 3  # of a request to a server that refuses it
 SOUND_AXIOMS = frozenset(("propext", "Classical.choice", "Quot.sound"))
 HEADS = frozenset(
@@ -133,11 +133,14 @@ def script(theorem: Theorem, tactics: Sequence[str]) -> str:
 def verdict(messages: Any, last_line: int) -> Verdict:
     """Reads Lean's messages about a `script` whose last line has this number."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise Unavailable(f"Lean's answer has no list of messages but {str(messages)[:80]!r}.")
+        raise Unavailable(f"Lean's answer has no list of messages but {reprlib.repr(messages)}.")
     axioms, goals, errors = "", "", []  # a second "unsolved goals" is about a `by` inside of a tactic
     for message in messages:
-        text, position = str(message.get("data", "")), message.get("pos")
+        text, position = message.get("data", ""), message.get("pos")
         line = position.get("line", 0) if isinstance(position, dict) else 0
+        if not isinstance(text, str) or not isinstance(line, int):
+            raise Unavailable(f"Lean's answer has a message without text or line: {reprlib.repr(message)}.")
+        text = text[:LONGEST_READ]
         if line >= last_line:
             axioms = text
         elif message.get("severity") == "error" and text.startswith("unsolved goals") and not goals:
@@ -173,14 +176,15 @@ class Server:
         results = answer.get("results") if isinstance(answer, dict) else None
         result = results[0] if isinstance(results, list) and results else None
         if not isinstance(result, dict):
-            raise Unavailable(f"The Lean server at {self.url} answers without a result: {str(answer)[:80]!r}.")
+            raise Unavailable(f"The Lean server at {self.url} answers without a result: {reprlib.repr(answer)}.")
         if error := result.get("error"):
-            if "timed out" in str(error) or "timeout" in str(error).lower():
+            said = error[:200] if isinstance(error, str) else reprlib.repr(error)
+            if "timed out" in said or "timeout" in said.lower():
                 return TOO_SLOW
-            raise Unavailable(f"The Lean server at {self.url} reports {str(error)[:200]!r}.")
+            raise Unavailable(f"The Lean server at {self.url} reports {said!r}.")
         response = result.get("response")
         if not isinstance(response, dict) or "message" in response:
-            raise Unavailable(f"The Lean server at {self.url} has no verdict: {str(response)[:200]!r}.")
+            raise Unavailable(f"The Lean server at {self.url} has no verdict: {reprlib.repr(response)}.")
         return verdict(response.get("messages") or [], code.count("\n") + 1)
 
     def _ask(self, code: str) -> Any:
@@ -189,35 +193,35 @@ class Server:
         old = {"codes": [{"custom_id": "t", "proof": code}], "timeout": seconds}
         problem: Exception | None = None
         for attempt in range(TRIES):
+            time.sleep(0.1 * 4 ** (attempt - 1) if attempt else 0)
             path, body = ("/verify", old) if self.old else ("/api/check", new)
             try:
                 return self._post(path, body)
-            except urllib.error.HTTPError as error:
+            except BadStatus as error:
                 problem = error
-                if error.code in (404, 405) and not self.old:
+                if error.status in (404, 405) and not self.old:
                     self.old = True
                     continue
-                if error.code < 500:
+                if error.status < 500:
                     break
             except TimeoutError as error:
                 problem = error
                 break
-            except (OSError, ValueError) as error:  # no connection, or no JSON
+            except FAILURES as error:  # no connection, no HTTP, or no JSON
                 problem = error
-            time.sleep(0.1 * 4**attempt)
-        raise Unavailable(f"The Lean server at {self.url} does not answer as it should ({problem}). {INSTALL}")
+        why = repr(problem)[:200]
+        raise Unavailable(f"The Lean server at {self.url} does not answer as it should: {why}. {INSTALL}")
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("LEAN_SERVER_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=1.5 * self.timeout + 1) as answer:
-            return json.load(answer)
+        key = os.environ.get("LEAN_SERVER_API_KEY", "").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise Unavailable("LEAN_SERVER_API_KEY is no key: it has characters that cannot be sent.")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        return post_json(self.url + path, body, 1.5 * self.timeout + 1, headers)
 
 
 class Local:
-    """Lean on this machine, by lean-interact's REPL: one process for all environments of this one."""
+    """Lean on this machine, by lean-interact's REPL: one process for all environments, which take turns."""
 
     slow = True
 
@@ -272,13 +276,13 @@ def chosen(backend: str, timeout: float) -> Backend:
             backend = "fragment"
     if backend == "fragment":
         return Fragment()
-    if backend.startswith(("http://", "https://")):
+    if is_address(backend):
         return Server(backend, timeout)
     if backend == "local":
         if not toolchain():
             raise ValueError(f"lean cannot be made with backend=local: there is no Lean on the path. {INSTALL}")
         return Local(timeout)
-    raise ValueError(f'lean has no backend "{backend}". Known: auto, fragment, local, http://...')
+    raise ValueError(f'lean has no backend "{backend}". Known: auto, fragment, local, http://localhost:8000.')
 
 
 @cache

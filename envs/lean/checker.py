@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from itertools import islice
 
 from envs.lean.arithmetic import decided, linear_consequence
 from envs.lean.syntax import DEEPEST, Expr, Parser, Unreadable, mentions, show, substitute
@@ -202,7 +203,8 @@ def _rcases(term: Expr, pattern: Expr, goal: Goal) -> list[Goal]:
     if pattern[0] == "name":
         raise Unreadable("take it apart: h1 | h2 or ⟨h1, h2⟩")
     proved = infer(term, goal)
-    return list(_taken(proved, pattern, goal.having(without=term[1] if term[0] == "name" else "")))
+    taken = _taken(proved, pattern, goal.having(without=term[1] if term[0] == "name" else ""))
+    return list(islice(taken, MOST_GOALS + 1))  # n disjunctions make 2**n goals; `apply` refuses so many
 
 
 def _taken(proved: Expr, pattern: Expr, goal: Goal) -> Iterator[Goal]:
@@ -252,9 +254,9 @@ def apply(goals: Goals, tactic: str) -> Goals:
         raise Rejected("no goals")
     new = TACTICS[head](goals[0], parser)
     parser.end()
+    if len(new) + len(goals) > MOST_GOALS:
+        raise Unreadable("there are too many goals")
     for goal in new:
         if len(goal.context) > MOST_FACTS or len(goal.show()) > LONGEST:
             raise Unreadable("the goal becomes too large")
-    if len(new) + len(goals) > MOST_GOALS:
-        raise Unreadable("there are too many goals")
     return (*new, *goals[1:])

@@ -1,0 +1,77 @@
+"""How is a server asked that may answer anything?  One POST of JSON with a deadline and a bound on the reply.
+
+There are no proxies and no redirects: what is sent, a key included, goes to the address that was given or nowhere.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from threading import Timer
+from typing import Any
+from urllib.parse import urlsplit
+
+MOST_BYTES = 4 << 20  # of a reply
+LONGEST_WAIT = 3600.0  # seconds that may be asked for
+FAILURES = (OSError, http.client.HTTPException, ValueError, RecursionError)  # what post_json raises
+
+
+class BadStatus(ValueError):
+    """An answer with another status than 200."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+
+
+def is_address(url: str) -> bool:
+    """Whether a text is the address of a server: "http://localhost:8000/search" is one, "http://" is none."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none, half of a bracket
+        return False
+
+
+def post_json(url: str, content: Any, timeout: float, headers: Mapping[str, str] | None = None) -> Any:
+    """What the server answers, as JSON; one of FAILURES, TimeoutError among them, where there is no such answer."""
+    sent = {"Content-Type": "application/json", **(headers or {})}
+    return json.loads(_post(url, json.dumps(content).encode(), timeout, sent))
+
+
+def _post(url: str, body: bytes, timeout: float, headers: Mapping[str, str]) -> bytes:
+    """The reply, complete before the deadline: a socket's own limit starts anew with every byte it receives."""
+    parts = urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=timeout)
+    began = time.monotonic()
+    try:
+        connection.connect()
+        timer = Timer(max(0.0, timeout - (time.monotonic() - began)), _hang_up, [connection.sock])
+        timer.daemon = True
+        timer.start()
+        try:
+            target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+            connection.request("POST", target, body, headers)
+            response = connection.getresponse()
+            reply = response.read(MOST_BYTES + 1)
+        finally:
+            timer.cancel()
+            if time.monotonic() - began >= timeout:
+                raise TimeoutError("it did not answer in time")
+    finally:
+        connection.close()
+    if response.status != 200:
+        raise BadStatus(response.status)
+    if len(reply) > MOST_BYTES:
+        raise ValueError(f"its reply has more than {MOST_BYTES} bytes")
+    return reply
+
+
+def _hang_up(connection: Any) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
