@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from envs import SPLITS, make
+from envs.base import split_by_hash
 from envs.deep_coder import embedded, rows, sandbox, tasks, verdict
 from envs.deep_coder.rows import Bounds
 from envs.deep_coder.sandbox import Outcome
@@ -207,6 +208,21 @@ def test_there_are_hundreds_of_problems_and_both_forms_of_one_are_in_one_split()
     assert sum(len(form) == 2 for form in forms.values()) > 300
     assert all(len(problem.tests) == embedded.TESTS and problem.public == embedded.PUBLIC for problem in drawn)
     assert max(len(problem.statement) for problem in drawn) < 900
+
+
+def test_no_held_out_problem_behaves_like_a_training_problem():
+    rng, homes, keys = np.random.default_rng(5), {}, {}
+    inputs = [tasks.ints(rng, -20, 40, 0, 12) for _ in range(200)]
+    for problem, _ in zip(embedded.problems(np.random.default_rng(0)), range(3000), strict=False):
+        if problem.function == "solve":
+            scope: dict = {}
+            exec(dict(problem.programs)["expert"], scope)  # our own program, not a model's
+            outputs = str([scope["solve"](numbers) for numbers in inputs])
+            homes.setdefault(outputs, set()).add(split_by_hash(problem.key))
+            keys.setdefault(problem.key, set()).add(outputs)
+    assert len(homes) > 300 and all(len(home) == 1 for home in homes.values())
+    assert set().union(*homes.values()) == set(SPLITS)
+    assert all(len(each) == 1 for each in keys.values()), "a key is one behaviour"
 
 
 def test_flawed_programs_are_other_programs():

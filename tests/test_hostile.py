@@ -43,6 +43,7 @@ def test_hostile_answers_do_no_harm(name: str, elsewhere: Path) -> None:
 def test_twenty_thousand_hostile_answers_do_no_harm(name: str, elsewhere: Path) -> None:
     slow = open_or_skip(name).slow
     played, broken = hostile.meet_hostile_answers(subject(name), 20_000, seed=1, seconds=900 if slow else float("inf"))
+    print(f"{name}: {played:,} hostile answers")  # pytest -rA shows it; slow environments stop at the time limit
     assert not broken and (slow or played == 20_000)
     assert not list(elsewhere.iterdir()), "an answer wrote a file"
 

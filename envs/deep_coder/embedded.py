@@ -1,7 +1,8 @@
 """Where do the built-in problems come from?  From tasks with parameters, each as a program or as a function.
 
 Half of them are the tasks of tasks.py, half are put together: which numbers to take, what to make of each, and what to
-tell of them. A problem's tests belong to it: its key seeds their arguments.
+tell of them. A problem's tests belong to it: its key seeds their arguments. What is put together has what it answers
+for its key, so of two texts that ask for the same none is held out from the other.
 """
 
 from __future__ import annotations
@@ -56,6 +57,13 @@ TELL: tuple[tuple[str, str, Callable[[list[int]], Any]], ...] = (
     ("all of them, sorted ascending", "sorted(made)", sorted),
     ("all of them in reverse order", "made[::-1]", lambda made: made[::-1]),
 )
+
+
+_rng = np.random.default_rng(0)
+BATTERY = [  # what tells functions apart: single numbers, longer and longer lists for values that fall together, any
+    *([x] for x in range(-60, 61)), *(list(range(-20, end)) for end in range(-18, 41, 2)),
+    *(ints(_rng, -20, 40, 4) for _ in range(40)),
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -131,7 +139,7 @@ def put_together(choice: tuple[int, ...], k: int, m: int, called: bool) -> Probl
 
     return problem(
         Draft(
-            key=text,
+            key=f"solve {behaviour(answer)}",
             text=text,
             idea="Take the right numbers first. No number left is a case of its own.",
             name="solve",
@@ -166,6 +174,11 @@ def problem(draft: Draft, called: bool) -> Problem:
     end = "" if called else f"\nprint({'*' * listed}{name}({', '.join(kind[2] for kind in kinds_of)}))"
     programs = tuple((player, "\n".join(map(without_mark, each)) + end) for player, each in kinds.items())
     return Problem(text.rstrip("\n"), name if called else "", tests, PUBLIC, draft.key, programs, draft.idea)
+
+
+def behaviour(answer: Callable[[list[int]], Any]) -> str:
+    """Equal for two functions that answer alike, whatever their texts: else a test problem were a training problem."""
+    return hashlib.sha256(json.dumps([answer(numbers) for numbers in BATTERY]).encode()).hexdigest()
 
 
 def test_of(arguments: tuple[Any, ...], value: Any, called: bool) -> Test:
