@@ -75,7 +75,8 @@ class Bandit(TextEnv):
 
     With `pulls=1` one of two named arms pays `sure` every time, the other 1 with the chance `chance`, which is more on
     average; `reversed=True` lets the name that sounds risky pay the sure sum. With more pulls each of `arms` arms pays
-    1 with a chance of its own, and the best chance is at least `gap` above the others.
+    1 with a chance of its own, and the best chance is at least `gap` (.2 when None)
+    above the others.
     """
 
     name = "bandit"
@@ -90,7 +91,7 @@ class Bandit(TextEnv):
         reversed: bool = False,
         sure: float = 0.1,
         chance: float = 0.25,
-        gap: float = 0.2,
+        gap: float | None = None,
         render_mode: str | None = None,
     ):
         if not 2 <= arms <= len(LETTERS) or (pulls == 1 and arms != 2) or (pulls != 1 and pulls < arms):
@@ -100,6 +101,9 @@ class Bandit(TextEnv):
             )
         if pulls > 1 and reversed:
             raise ValueError("bandit has names to reverse with pulls=1 only: leave out reversed, or set pulls=1.")
+        if pulls == 1 and gap is not None:
+            raise ValueError("bandit has a gap between chances with more pulls only: leave out gap, or set pulls.")
+        gap = 0.2 if gap is None else gap
         if not 0 < sure < chance <= 1 or not 0.01 <= gap <= 0.5:
             raise ValueError(
                 "bandit needs 0 < sure < chance <= 1 (the risk has to be worth taking) and 0.01 <= gap <= 0.5, not"

@@ -19,6 +19,8 @@ from envs.base import OBSERVATIONS, TextEnv, canonical, known, with_symbols
 SYMBOLS = {"player": "P", "ice": "_", "hole": "O", "goal": "G", "dead": "X", "arrived": "*", "edge": "#"}
 MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}  # gymnasium's order: 0, 1, 2, 3
 FROZEN = {"uniform": 0.8, "ragen": 0.9}  # share of ice by `distribution`
+SUCCESS_RATE = 0.8  # on slippery ice
+LARGEST = 64  # cells a side: the expert's tables grow with the fourth power
 DISCOUNT = 0.99  # the expert without a deadline prefers the shorter of two equally safe ways
 
 
@@ -34,8 +36,8 @@ class FrozenLake(TextEnv):
     """Walk to the goal, keep out of the holes; reward 1 at the goal, 0 elsewhere.
 
     `corners=True` starts top left with the goal bottom right, otherwise both are anywhere. `slippery=True` moves as
-    intended with probability `success_rate`, else to either side of it. `distribution="ragen"` has the share of ice of
-    RAGEN's maps (`frozen` says another), and 25 turns.
+    intended with probability `success_rate` (.8 when None), else to either side of it. `distribution="ragen"` has the
+    share of ice of RAGEN's maps (`frozen` says another), and 25 turns.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 2}
@@ -49,7 +51,7 @@ class FrozenLake(TextEnv):
         distribution: str = "uniform",
         corners: bool = False,
         slippery: bool = False,
-        success_rate: float = 0.8,
+        success_rate: float | None = None,
         observation: str = "neighbours",
         symbols: Mapping[str, str] | None = None,
         separator: str = " ",
@@ -57,10 +59,13 @@ class FrozenLake(TextEnv):
     ):
         share = FROZEN[known("distribution", distribution, FROZEN)]
         frozen = share if frozen is None else frozen
-        if size < 2 or not 0 < frozen <= 1 or not 0 <= success_rate <= 1:
+        if success_rate is not None and not slippery:
+            raise ValueError("frozen_lake has a success_rate on slippery ice only: leave it out, or set slippery=true.")
+        success_rate = SUCCESS_RATE if success_rate is None else success_rate
+        if not 2 <= size <= LARGEST or not 0 < frozen <= 1 or not 0 <= success_rate <= 1:
             raise ValueError(
-                f"frozen_lake needs size >= 2, 0 < frozen <= 1 and 0 <= success_rate <= 1, not size={size}, "
-                f"frozen={frozen}, success_rate={success_rate}."
+                f"frozen_lake needs size from 2 to {LARGEST}, 0 < frozen <= 1 and 0 <= success_rate <= 1, not"
+                f" size={size}, frozen={frozen}, success_rate={success_rate}."
             )
         self.side = size
         self.observation = known("observation", observation, OBSERVATIONS)

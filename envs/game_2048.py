@@ -53,10 +53,11 @@ class Game2048(TextEnv):
         reward: str = "largest",
         render_mode: str | None = None,
     ):
-        if not 3 <= size <= 6 or target < 8 or target & (target - 1) or not 1 <= tiles < size**2:
+        largest = 1024 if size == 3 else 1 << 17  # no larger tile can be made on 3 x 3 and on 4 x 4 cells
+        if not 3 <= size <= 6 or not 8 <= target <= largest or target & (target - 1) or not 1 <= tiles < size**2:
             raise ValueError(
-                "game_2048 needs size from 3 to 6, a power of two from 8 as target, and 1 <= tiles < size * size, not"
-                f" size={size}, target={target}, tiles={tiles}."
+                "game_2048 needs size from 3 to 6, a power of two as target from 8 to 131072 (1024 with size 3), and"
+                f" 1 <= tiles < size * size, not size={size}, target={target}, tiles={tiles}."
             )
         self.target = target
         self.reward = known("reward", reward, ("largest", "merges"))

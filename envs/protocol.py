@@ -134,14 +134,11 @@ def answer(thought: str, actions: Sequence[str], protocol: Protocol) -> str:
 
 def system_text(env: TextEnv, protocol: Protocol) -> str:
     """Rules, limits and answer format: the same for every episode of an environment under a protocol."""
-    limits, example, per_turn = (
-        f"At most {protocol.max_turns} turns, one action each",
-        ["Action"],
-        _per_turn(env, protocol),
-    )
+    each = " each" if protocol.max_turns > 1 else ""
+    turns = f"At most {protocol.max_turns} turn{'s' if each else ''}"
+    limits, example, per_turn = f"{turns}, one action{each}", ["Action"], _per_turn(env, protocol)
     if per_turn > 1:
-        limits = f"At most {protocol.max_turns} turns, up to {per_turn} actions each"
-        example = ["Action", "Action"]
+        limits, example = f"{turns}, up to {per_turn} actions{each}", ["Action", "Action"]
     if protocol.max_actions < protocol.max_turns * per_turn:
         limits += f", {protocol.max_actions} actions in all"
     return f"{env.rules()} {limits}. Reply: {answer('reasoning', example, protocol)}"

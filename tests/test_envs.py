@@ -85,6 +85,28 @@ def test_misspelt_options_symbols_and_splits_are_refused():
         make("sokoban", min_length=5, max_length=4)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("frozen_lake", {"success_rate": 0.8}, "success_rate on slippery ice only"),
+        ("frozen_lake", {"size": 65}, "size from 2 to 64"),
+        ("sokoban", {"distribution": "ragen", "min_length": 2}, "min_length and max_length are for"),
+        ("sokoban", {"distribution": "ragen", "max_length": 4}, "min_length and max_length are for"),
+        ("sokoban", {"size": 65}, "at most 64"),
+        ("bandit", {"gap": 0.2}, "leave out gap"),
+        ("web_shop", {"rows": 1000}, "Leave them out, or set path"),
+        ("web_shop", {"human_goals": True}, "Leave them out, or set path"),
+        ("lean", {"backend": "http://"}, "names no host"),
+        ("lean", {"backend": "https:///verify"}, "names no host"),
+        ("game_2048", {"target": 1 << 18}, "131072"),
+        ("game_2048", {"size": 3, "target": 2048}, "1024 with size 3"),
+    ],
+)
+def test_an_option_that_would_do_nothing_or_harm_is_refused(name, options, says):
+    with pytest.raises(ValueError, match=says):
+        make(name, **options)
+
+
 def test_an_environment_without_levels_says_so():
     with pytest.raises(ValueError, match="no level for the split"):
         make("sokoban", size=5, boxes=8).reset(seed=0)
@@ -270,10 +292,12 @@ def expectimax(table, cells: str, state: int, horizon: int) -> float:
 
 @pytest.mark.parametrize("chance", [1.0, 0.7, 1 / 3])
 def test_value_iteration_agrees_with_recursion_over_gymnasiums_table(chance):
-    env = make("frozen_lake", size=3, slippery=chance < 1, success_rate=chance)
+    env = make("frozen_lake", size=3, slippery=chance < 1, success_rate=chance if chance < 1 else None)
     for seed in range(6):
         env.reset(seed=seed)
-        table = FrozenLakeEnv(desc=list(env.level), is_slippery=chance < 1, success_rate=chance).P
+        table = FrozenLakeEnv(
+            desc=list(env.level), is_slippery=chance < 1, success_rate=chance if chance < 1 else None
+        ).P
         for horizon in range(4):
             expected = expectimax(table, env.cells, env.position, horizon)
             assert env.optimal_success(horizon) == pytest.approx(expected, abs=1e-12)

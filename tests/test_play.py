@@ -56,7 +56,8 @@ def test_thoughts_tags_and_nonsense(monkeypatch, capsys) -> None:
 
 def test_the_turns_run_out(monkeypatch, capsys) -> None:
     shown = played("fly\n" * 9, "sokoban", "--turns", "1", monkeypatch=monkeypatch, capsys=capsys)
-    assert "At most 1 turns" in shown and shown.endswith("1 turn, 1 of them invalid, return -0.1. Out of turns.\n")
+    assert "At most 1 turn, one action. Reply" in shown
+    assert shown.endswith("1 turn, 1 of them invalid, return -0.1. Out of turns.\n")
 
 
 @pytest.mark.parametrize(

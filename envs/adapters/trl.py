@@ -45,7 +45,8 @@ class Game:
         noise_seed = (self._number << 32) + self._resets
         self._episode = Episode(make(self._name, **self._options), self._protocol, int(seed), split, noise_seed)
         self._reward = 0.0
-        limit = f"At most {self._protocol.max_turns} calls of act, one action each."
+        calls = self._protocol.max_turns
+        limit = f"At most {calls} calls of act, one action each." if calls > 1 else "At most 1 call of act, one action."
         return f"{self._episode.env.rules()} {limit}\n\n{self._episode.observation}"
 
     def act(self, action: str) -> str:

@@ -17,15 +17,16 @@ from envs.sokoban.rooms import MOVES, Room, Rooms, backwards, displaced, generat
 CELLS = ("wall", "floor", "target", "box", "box_on_target", "player", "player_on_target")
 LETTERS = dict(zip("# .$*@+", CELLS, strict=True))  # in levels
 SYMBOLS: dict[str, str] = dict(zip(CELLS, "#_OX*PS", strict=True))  # in observations
+LARGEST = 64  # cells a side
 PATIENCE = 100  # rooms that are looked at for a start of one length
 
 
 class Sokoban(TextEnv):
     """Push every box onto a target.
 
-    Levels have a best solution of `min_length` to `max_length` moves in a room of gym-sokoban's (`steps` of its random
-    walk; its own default when None). `distribution="ragen"` takes levels as RAGEN draws them instead, of any length,
-    with a backward search of `search_depth` moves (300 when None), and has 25 turns.
+    Levels have a best solution of `min_length` to `max_length` moves (2 to 4 when None) in a room of gym-sokoban's
+    (`steps` of its random walk; its own default when None). `distribution="ragen"` takes levels as RAGEN draws them
+    instead, of any length, with a backward search of `search_depth` moves (300 when None), and has 25 turns.
     `reward="dense"` pays -0.1 a step, +1 for a box that gets onto a target, -1 for one that leaves it, +10 for the
     solution; `reward="sparse"` pays 1 for the solution. `deadlock_ends=True` ends a game with a box lost in a corner.
     """
@@ -38,8 +39,8 @@ class Sokoban(TextEnv):
         self,
         size: int = 6,
         boxes: int = 1,
-        min_length: int = 2,
-        max_length: int = 4,
+        min_length: int | None = None,
+        max_length: int | None = None,
         steps: int | None = None,
         distribution: str = "length",
         search_depth: int | None = None,
@@ -50,12 +51,18 @@ class Sokoban(TextEnv):
         separator: str = " ",
         render_mode: str | None = None,
     ):
-        if size < 5 or boxes < 1 or not 1 <= min_length <= max_length:
-            raise ValueError(
-                f"sokoban needs size >= 5, boxes >= 1 and 1 <= min_length <= max_length, not size={size}, "
-                f"boxes={boxes}, min_length={min_length}, max_length={max_length}."
-            )
         ragen = known("distribution", distribution, ("length", "ragen")) == "ragen"
+        if ragen and (min_length, max_length) != (None, None):
+            raise ValueError(
+                'sokoban: min_length and max_length are for distribution="length"; RAGEN\'s have any length.'
+            )
+        min_length = 2 if min_length is None else min_length
+        max_length = 4 if max_length is None else max_length
+        if not 5 <= size <= LARGEST or boxes < 1 or not 1 <= min_length <= max_length:
+            raise ValueError(
+                f"sokoban needs size >= 5 and at most {LARGEST}, boxes >= 1 and 1 <= min_length <= max_length, not"
+                f" size={size}, boxes={boxes}, min_length={min_length}, max_length={max_length}."
+            )
         if search_depth is not None and not (ragen and 3 <= search_depth <= 10_000):
             raise ValueError('sokoban: search_depth is 3 to 10000, and for distribution="ragen" alone.')
         self.side = size

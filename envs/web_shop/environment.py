@@ -20,7 +20,8 @@ LONGEST = 400  # characters of an action that are read
 class WebShop(TextEnv):
     """Buy what an instruction asks for: the kind of product, its attributes, options and price.
 
-    `path` is "embedded" (a synthetic catalogue) or a folder with WebShop's files, of which `rows` products are read;
+    `path` is "embedded" (a synthetic catalogue) or a folder with WebShop's files, of which `rows` products (1000 when
+    None) are read;
     their instructions are those written by people or, with `human_goals=False`, generated ones.
     `reward="dense"` is the published score of the purchase, "sparse" 1 for a score of 1 and else 0.
     """
@@ -34,12 +35,15 @@ class WebShop(TextEnv):
     def __init__(
         self,
         path: str = "embedded",
-        rows: int = 1000,
-        human_goals: bool = True,
+        rows: int | None = None,
+        human_goals: bool | None = None,
         reward: str = "dense",
         results_per_page: int = 5,
         render_mode: str | None = None,
     ):
+        if path == "embedded" and (rows, human_goals) != (None, None):
+            raise ValueError("web_shop: rows and human_goals are about WebShop's files. Leave them out, or set path.")
+        rows = 1000 if rows is None else rows
         if rows < 1 or not 3 <= results_per_page <= 10:
             raise ValueError(
                 f"web_shop needs rows >= 1 and results_per_page from 3 to 10, not rows={rows}, "
@@ -50,7 +54,7 @@ class WebShop(TextEnv):
         super().__init__(render_mode)
         self.config = Source("embedded", 0, False)
         if path != "embedded":
-            self.config = Source(path, rows, human_goals)
+            self.config = Source(path, rows, human_goals is not False)
             files(self.config)
             self.max_turns = 15  # as RAGEN has it for the full catalogue
 
