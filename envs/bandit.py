@@ -75,8 +75,7 @@ class Bandit(TextEnv):
 
     With `pulls=1` one of two named arms pays `sure` every time, the other 1 with the chance `chance`, which is more on
     average; `reversed=True` lets the name that sounds risky pay the sure sum. With more pulls each of `arms` arms pays
-    1 with a chance of its own, and the best chance is at least `gap` (.2 when None)
-    above the others.
+    1 with a chance of its own, and the best chance is at least `gap` (.2 when None) above the others.
     """
 
     name = "bandit"

@@ -53,7 +53,7 @@ class Game2048(TextEnv):
         reward: str = "largest",
         render_mode: str | None = None,
     ):
-        largest = 1024 if size == 3 else 1 << 17  # no larger tile can be made on 3 x 3 and on 4 x 4 cells
+        largest = 1024 if size == 3 else 1 << 17  # on 3 x 3 and on 4 x 4 cells no larger tile can be made
         if not 3 <= size <= 6 or not 8 <= target <= largest or target & (target - 1) or not 1 <= tiles < size**2:
             raise ValueError(
                 "game_2048 needs size from 3 to 6, a power of two as target from 8 to 131072 (1024 with size 3), and"

@@ -128,7 +128,14 @@ def test_the_expert_knows_no_more_than_the_model():
 
 @pytest.mark.parametrize(
     "options",
-    [{"arms": 3}, {"arms": 4, "pulls": 3}, {"arms": 11, "pulls": 20}, {"sure": 0.3}, {"chance": 1.5}, {"gap": 0.0}],
+    [
+        {"arms": 3},
+        {"arms": 4, "pulls": 3},
+        {"arms": 11, "pulls": 20},
+        {"sure": 0.3},
+        {"chance": 1.5},
+        {"pulls": 2, "gap": 0.0},
+    ],
 )
 def test_options_that_make_no_sense_are_refused(options):
     with pytest.raises(ValueError, match="bandit needs"):

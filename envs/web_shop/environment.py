@@ -21,8 +21,7 @@ class WebShop(TextEnv):
     """Buy what an instruction asks for: the kind of product, its attributes, options and price.
 
     `path` is "embedded" (a synthetic catalogue) or a folder with WebShop's files, of which `rows` products (1000 when
-    None) are read;
-    their instructions are those written by people or, with `human_goals=False`, generated ones.
+    None) are read; their instructions are those written by people or, with `human_goals=False`, generated ones.
     `reward="dense"` is the published score of the purchase, "sparse" 1 for a score of 1 and else 0.
     """
 
