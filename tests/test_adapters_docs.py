@@ -28,6 +28,7 @@ SECTIONS: list[dict[str, Any]] = yaml.safe_load(re.findall(r"^```yaml\n(.*?)^```
 ]
 
 
+@pytest.mark.slow
 def test_the_file_of_the_gymnasium_section_is_an_environment(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "envs", tmp_path / "envs", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "envs" / "taxi.py").write_text(TAXI)
@@ -36,6 +37,7 @@ def test_the_file_of_the_gymnasium_section_is_an_environment(tmp_path: Path) -> 
     assert done.returncode == 0 and "kept" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_commands_are_right(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     checked = {command[3]: command[3:] for command in COMMANDS if command[2] == "envs.check"}
     served = [command[3:] for command in COMMANDS if command[2] == "envs.adapters.openenv"]

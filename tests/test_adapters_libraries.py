@@ -227,6 +227,19 @@ def test_a_move_is_that_of_textarena_and_the_global_generators_stay_as_they_are(
     assert random.getstate() == outside[0]
 
 
+def test_constructors_draw_nothing_outside_and_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("textarena", reason=ARENA)
+    random.seed(1)
+    outside = random.getstate()
+    env = envs.make("textarena", game="RushHour-v0", held_out=False)
+    env.reset(seed=1)
+    assert random.getstate() == outside
+    env = envs.make("textarena", game="LogicPuzzle-v0", held_out=False)
+    env.reset(seed=1)
+    env.step("[people locations Alice park X]")
+    assert capsys.readouterr().out == ""
+
+
 def test_invalid_moves_never_end_a_game_and_a_win_is_a_win() -> None:
     pytest.importorskip("textarena", reason=ARENA)
     env = envs.make("textarena", game="GuessTheNumber-v0", held_out=False)

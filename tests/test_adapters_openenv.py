@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import os
 import signal
 import socket
@@ -30,6 +31,7 @@ from openenv.core.env_server.types import Action, Observation, State
 from pydantic import Field
 from test_env_contract import Say
 from test_rollout import PARAMS, Scripted
+from websockets.asyncio.client import connect
 
 import envs
 from envs import base, promises
@@ -44,12 +46,12 @@ ROOT = Path(__file__).parents[1]
 
 
 @contextmanager
-def serving(app: Any) -> Iterator[str]:
+def serving(app: Any, log_level: str = "critical") -> Iterator[str]:
     """The address at which an application is served by a thread."""
     import uvicorn
 
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
+    server = uvicorn.Server(uvicorn.Config(app, log_level=log_level))
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
     try:
@@ -164,6 +166,28 @@ def test_levels_are_the_tasks_of_their_split(lake: str) -> None:
         wire = over_the_wire(lake, 11, split)
         assert wire.env.level.split == split and wire.env.level.index < 400
         assert wire.messages[1] == itself(wire, "frozen_lake", slippery=True).messages[1]
+
+
+def test_a_client_that_vanishes_is_no_error_of_the_server() -> None:
+    errors: list[logging.LogRecord] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            errors.append(record)
+
+    async def vanish(address: str) -> None:
+        left = await connect(address)
+        await left.send('{"type": "reset", "data": {"seed": 1}}')
+        left.transport.abort()
+
+    handler = Kept(logging.ERROR)
+    with serving(openenv_server.app_of("frozen_lake"), log_level="error") as url:
+        logging.getLogger("uvicorn.error").addHandler(handler)
+        asyncio.run(vanish(url.replace("http", "ws") + "/ws"))
+        time.sleep(0.5)
+        logging.getLogger("uvicorn.error").removeHandler(handler)
+    assert errors and all(map(openenv_server.vanished, errors))
+    assert not openenv_server.vanished(logging.LogRecord("x", logging.ERROR, "", 0, "", (), (OSError, OSError(), None)))
 
 
 def test_free_text_travels_as_it_is() -> None:
@@ -323,6 +347,7 @@ def command() -> Iterator[Callable[[], Any]]:
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_or_dies_costs_its_episodes_and_nothing_else(
     command: Callable[[], Any], tiny_chat: Chat
 ) -> None:
@@ -383,6 +408,7 @@ def test_a_server_that_came_back_does_not_go_on_with_an_episode_it_does_not_know
         (["frozen_lake", "sise=4"], 'no option of the environment frozen_lake "sise"'),
         (["frozen_lake", "size"], "write name=value"),
         (["frozen_lake", "--sessions", "0"], "--sessions must be at least 1"),
+        (["frozen_lake", "--port", "99999"], "--port must be between 0 and 65535"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_answered(
@@ -396,6 +422,13 @@ def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> No
         port = taken.getsockname()[1]
         assert openenv.main(["frozen_lake", "--port", str(port)]) == 2
     assert f"Nobody can listen at 127.0.0.1:{port}: " in capsys.readouterr().err
+
+
+def test_help_needs_no_package() -> None:
+    code = "import sys\nfrom envs.adapters import openenv\ntry: openenv.main(['--help'])\nexcept SystemExit: pass\n"
+    code += "print([name for name in ('openenv', 'uvicorn', 'fastapi', 'torch') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.endswith("\n[]\n") and "--sessions" in done.stdout, done.stderr
 
 
 def test_without_the_package_both_ends_say_what_to_install(

@@ -54,6 +54,26 @@ def test_the_class_is_what_trl_asks_for() -> None:
         environment("sokoban", sise=3)
 
 
+def test_a_reward_that_is_no_number_is_never_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    game = environment("frozen_lake")()
+    game.reset(seed=1)
+    game.act("fly")
+    before, kind = game.get_reward(), type(game._episode.env)
+    monkeypatch.setattr(kind, "step", lambda self, action: (self.observe(), float("nan"), False, False, {}))
+    with pytest.raises(ValueError, match="frozen_lake gave the reward nan"):
+        game.act("Left")
+    assert game.get_reward() == before and game.act("Left") == OVER
+
+
+def test_an_action_that_is_no_text_is_refused_in_words() -> None:
+    game = environment("frozen_lake")()
+    game.reset(seed=1)
+    for action in (None, 5, ["Left"]):
+        with pytest.raises(ValueError, match=f"The action must be one text, not {type(action).__name__}"):
+            game.act(action)  # pyright: ignore[reportArgumentType]
+    assert game._episode.turns == 0
+
+
 def test_samples_of_a_group_share_the_level_and_not_their_noise() -> None:
     kind = environment("frozen_lake", slippery=True, max_turns=30)
     games = [kind() for _ in range(8)]

@@ -14,6 +14,8 @@ import numpy as np
 from envs.base import TextEnv
 
 SEEDS = 1 << 31  # every generator takes so many
+TASKS = 1000  # levels of each split that clients of a server are told of
+SESSIONS = 1024  # that a server plays side by side
 
 
 def package(module: str, install: str) -> Any:

@@ -10,24 +10,16 @@ server listens to this machine alone unless `--host` says otherwise.
 from __future__ import annotations
 
 import argparse
+import logging
 import socket
 import sys
 from collections.abc import Sequence
 
 from envs import names, option
-from envs.adapters.base import package
+from envs.adapters.base import SESSIONS, TASKS, package
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        package("openenv.core", "openenv==0.10.0")
-    except ValueError as problem:
-        print(problem, file=sys.stderr)
-        return 2
-    import uvicorn
-
-    from envs.adapters.openenv_server import SESSIONS, TASKS, app_of
-
     parser = argparse.ArgumentParser(
         prog="python -m envs.adapters.openenv", description=(__doc__ or "").partition("\n")[0]
     )
@@ -40,9 +32,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, help="actions an episode (default: the environment's own max_turns)")
     given = parser.parse_intermixed_args(argv)
     try:
+        if not 0 <= given.port < 1 << 16:
+            raise ValueError("--port must be between 0 and 65535.")
         for flag in ("sessions", "tasks", "turns"):
             if (value := getattr(given, flag)) is not None and value < 1:
                 raise ValueError(f"--{flag} must be at least 1.")
+        package("openenv.core", "openenv==0.10.0")  # after the arguments: it takes seconds to import
+        import uvicorn
+
+        from envs.adapters.openenv_server import app_of, vanished
+
         app = app_of(given.name, dict(map(option, given.options)), given.turns, given.tasks, given.sessions)
         listening = socket.create_server((given.host, given.port))
     except (ValueError, OSError) as problem:
@@ -52,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(told, file=sys.stderr)
         return 2
     print(f"{given.name} is served at http://{given.host}:{listening.getsockname()[1]}", flush=True)
-    uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    logging.getLogger("uvicorn.error").addFilter(lambda record: not vanished(record))
+    server.run(sockets=[listening])
     return 0
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import http.client
 import json
 import re
 import threading
@@ -17,21 +18,22 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import numpy as np
 
+from envs.adapters import openenv_answers as answers
 from envs.adapters.base import SEEDS, Lender, package
+from envs.adapters.openenv_answers import MESSAGE, TEXT, ServerError, checked
 from envs.base import TextEnv, split_by_hash
+from envs.web import is_address
 
 PORTABLE = 1 << 32  # every generator takes a seed below it
 NUMBER = re.compile(r"-?[0-9]{1,18}")
-
-
-class ServerError(ConnectionError, ValueError):
-    """A server that cannot be reached, is gone, is too slow, or says that something went wrong."""
 
 
 class Refused(ServerError):
@@ -86,6 +88,8 @@ class OpenEnv(TextEnv):
     ) -> None:
         if not url:
             raise ValueError("openenv needs the option url, for example url=http://localhost:8000.")
+        if not is_address(url):
+            raise ValueError(f'The option url of openenv is "{url}", which is no address: write http://host:port.')
         self.where = (url.rstrip("/"), timeout)
         self.offer = offered(*self.where, action)
         self.actions = self.offer.actions
@@ -154,7 +158,7 @@ class OpenEnv(TextEnv):
             sent = {self.offer.action: value}
             with contextlib.suppress(Refused):
                 reward = self.take(self.session.step(sent))
-                valid = bool(self.beside.get("action_is_valid", True))
+                valid = self.valid
                 self.played.append(sent)
         info = {
             "success": self.success,
@@ -174,16 +178,33 @@ class OpenEnv(TextEnv):
 
     def take(self, result: Any) -> float:
         """Keeps what the server answered; the reward."""
-        said = dict(result.observation or {})
-        self.beside = {**(said.pop("metadata", None) or {}), **(result.metadata or {})}
+        try:
+            return self.understood(checked(answers.Result, vars(result), f"An answer of {self.where[0]}"))
+        except ServerError:
+            if self.session is not None:  # what such a server says next is not to be trusted
+                self.session.drop()
+            raise
+
+    def understood(self, result: answers.Result) -> float:
+        said, source = dict(result.observation or {}), f"An observation of {self.where[0]}"
+        self.beside = {**(checked(answers.Observed, said, source).metadata or {}), **(result.metadata or {})}
+        said.pop("metadata", None)
+        beside = checked(answers.Beside, self.beside, f"The metadata of an observation of {self.where[0]}")
         if self.offer.max_turns:  # a server of ours
-            self.told_rules = said.pop("rules", "") or self.told_rules
-            self.actions = tuple(said.pop("actions", None) or ()) or self.actions
-        self.text = shown(said, self.shown) or "(nothing)"
-        self.truncated = bool(result.done and self.beside.get("truncated"))
-        self.terminated = bool(result.done and not self.truncated)
+            opening = checked(answers.Opening, said, source)
+            self.told_rules = opening.rules or self.told_rules
+            self.actions = tuple(opening.actions or ()) or self.actions
+            said = {key: value for key, value in said.items() if key not in answers.Opening.model_fields}
+        text = shown(said, self.shown) or "(nothing)"
+        if len(text) > TEXT:
+            raise ServerError(f"{source} has {len(text):,} characters, more than {TEXT:,}.")
+        self.text = text
+        self.truncated = bool(result.done and beside.truncated)
+        self.terminated = bool(result.done and not beside.truncated)
+        self.valid = beside.action_is_valid is not False
         reward = float(result.reward or 0.0)
-        self.success = bool(self.beside.get("success", self.terminated and reward >= self.success_at))
+        won = self.terminated and reward >= self.success_at
+        self.success = won if beside.success is None else beside.success
         return reward
 
     def observe(self) -> str:
@@ -220,53 +241,80 @@ def shown(said: dict[str, Any], field: str) -> str:
 @lru_cache
 def offered(url: str, timeout: float, action: str = "") -> Offer:
     """What a server offers, asked once in a process."""
-    schema = asked(url, "/schema", timeout)
-    rules = str(asked(url, "/metadata", timeout).get("description", ""))
-    fields, needed = schema["action"].get("properties", {}), schema["action"].get("required", [])
+    schema = checked(answers.Schema, asked(url, "/schema", timeout), f"/schema of {url}")
+    rules = checked(answers.Metadata, asked(url, "/metadata", timeout), f"/metadata of {url}").description or ""
+    fields, needed = schema.action.properties, schema.action.required
     if action and action not in fields:
         raise ServerError(f'Actions at {url} have no field "{action}", only {", ".join(fields)}: name one of them.')
-    names = [action] if action else [each for each in needed if fields[each].get("type") in ("string", "integer")]
+    usable = [name for name in needed if fields.get(name, {}).get("type") in ("string", "integer")]
+    names = [action] if action else usable
     if len(names) != 1 or set(needed) - set(names):
         raise ServerError(
             f"Actions at {url} need {', '.join(needed) or 'no field'}: an environment of text can fill one field of"
             " text or of a whole number. Name it with the option `action`, where that is enough."
         )
-    state = asked(url, "/state", timeout) if "max_turns" in schema["state"].get("properties", {}) else {}
-    actions = tuple(state.get("actions") or ()) or None
+    told = asked(url, "/state", timeout) if "max_turns" in schema.state.properties else {}
+    state = checked(answers.State, told, f"/state of {url}")
     kind = str(fields[names[0]].get("type", "string"))
-    return Offer(names[0], kind, rules, int(state.get("max_turns") or 0), actions, tasks(url, timeout))
+    return Offer(names[0], kind, rules, state.max_turns or 0, tuple(state.actions or ()) or None, tasks(url, timeout))
 
 
 def tasks(url: str, timeout: float) -> tuple[tuple[str, str, int], ...]:
     """The server's splits that have tasks; none where it offers no tasks."""
     try:
-        (name,) = asked(url, "/list_environments", timeout)
-        splits = asked(url, f"/{name}/splits", timeout)
-        counts = [asked(url, f"/{name}/num_tasks", timeout, {"split": split["name"]}) for split in splits]
+        names = checked(list[str], asked(url, "/list_environments", timeout), f"/list_environments of {url}")
+        if len(names) != 1:
+            raise ServerError(f"{url} serves {len(names)} environments ({', '.join(names)}): here one is played.")
+        path = f"/{quote(names[0], safe='')}"
+        splits = checked(list[answers.Split], asked(url, f"{path}/splits", timeout), f"{path}/splits of {url}")
+        counts = [asked(url, f"{path}/num_tasks", timeout, {"split": split.name}) for split in splits]
     except NotOffered:
         return ()
-    found = [(split["name"], split["type"], count["num_tasks"]) for split, count in zip(splits, counts, strict=True)]
-    return tuple(split for split in found if split[2] > 0)
+    sizes = [min(checked(answers.Count, count, f"{path}/num_tasks of {url}").num_tasks, SEEDS) for count in counts]
+    return tuple((split.name, split.type, size) for split, size in zip(splits, sizes, strict=True) if size > 0)
 
 
-class NotOffered(Exception):
+class NotOffered(ServerError):
     """The server answers, but does not have this."""
 
 
 def asked(url: str, path: str, timeout: float, data: dict[str, Any] | None = None) -> Any:
-    """A question over HTTP."""
+    """A question over HTTP, answered within `timeout` in all: a server that drips makes nobody wait longer."""
+    answered: Future[Any] = Future()
+
+    def ask() -> None:
+        try:
+            answered.set_result(fetched(url, path, timeout, data))
+        except BaseException as error:
+            answered.set_exception(error)
+
+    threading.Thread(target=ask, name="openenv-question", daemon=True).start()
+    try:
+        return answered.result(timeout)
+    except FutureTimeout:
+        raise ServerError(f"The OpenEnv server at {url} did not answer {path} within {timeout:g} seconds.") from None
+
+
+def fetched(url: str, path: str, timeout: float, data: dict[str, Any] | None) -> Any:
     here = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
     opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if here else []))
     body = None if data is None else json.dumps(data).encode()
     request = urllib.request.Request(f"{url}{path}", body, {"Content-Type": "application/json"})
+    late, read = time.monotonic() + timeout, b""
     try:
         with opener.open(request, timeout=timeout) as answer:
-            return json.loads(answer.read())
+            while (some := answer.read1(1 << 16)) and len(read) <= MESSAGE and time.monotonic() < late:
+                read += some
+        if some:
+            raise ServerError(f"The OpenEnv server at {url} answers {path} with too much, or too slowly.")
+        return json.loads(read)
     except urllib.error.HTTPError as error:
         if error.code in (404, 405, 501):
-            raise NotOffered(path) from None
+            raise NotOffered(f"The OpenEnv server at {url} does not offer {path}.") from None
         raise ServerError(f"The OpenEnv server at {url} answers {path} with {error}.") from None
-    except (OSError, ValueError) as error:
+    except ServerError:
+        raise
+    except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise ServerError(f"No OpenEnv server answers at {url} ({reason}). Start it, or correct the address.") from None
 
@@ -291,7 +339,9 @@ class Session:
     def __init__(self, url: str, timeout: float) -> None:
         core = package("openenv.core", "openenv==0.10.0")
         self.url, self.timeout, self.lost = url, timeout, False
-        self.client = core.GenericEnvClient(base_url=url, connect_timeout_s=timeout, message_timeout_s=timeout)
+        self.client = core.GenericEnvClient(
+            base_url=url, connect_timeout_s=timeout, message_timeout_s=timeout, max_message_size_mb=MESSAGE / (1 << 20)
+        )
         self.socket: Any = None
         self.steps = 0  # of the present episode
 
@@ -302,6 +352,11 @@ class Session:
 
         async def ask() -> Any:
             await self.client.connect()
+            if self.socket is not None and await unread(
+                self.socket
+            ):  # the next answer would be that of an old question
+                await self.client.disconnect()
+                await self.client.connect()
             result = await self.client.reset(**task)
             self.socket = connection(self.client)
             return result
@@ -319,6 +374,8 @@ class Session:
             socket = connection(self.client)
             if self.lost or socket is not self.socket or (socket is not None and socket.state.name != "OPEN"):
                 raise ConnectionError("the connection was closed")
+            if socket is not None and await waiting(socket):
+                raise ConnectionError("it answered a message twice")
             return await self.client.step(action)
 
         result = self.run(ask(), "step()")
@@ -333,14 +390,37 @@ class Session:
         except Exception as error:
             if isinstance(error, RuntimeError) and "VALIDATION_ERROR" in str(error):
                 raise Refused(f"The OpenEnv server at {self.url} refused the message of {what}") from error
-            self.lost = True
-            asyncio.run_coroutine_threadsafe(self.close(), loop())
+            self.drop()
             late = isinstance(error, TimeoutError)
             problem = f"no answer within {self.timeout:g} seconds" if late else str(error) or type(error).__name__
             raise ServerError(f"The OpenEnv server at {self.url} failed in {what}: {problem}") from error
 
+    def drop(self) -> None:
+        """Never used again: what comes over it may belong to another question."""
+        self.lost = True
+        asyncio.run_coroutine_threadsafe(self.close(), loop())
+
     async def close(self) -> None:
         await self.client.close()
+
+
+async def unread(socket: Any) -> bool:
+    """Whether the server has sent what nobody asked for. Once a ping is answered, all sent before it has arrived."""
+    if socket.state.name != "OPEN":
+        return False  # it is opened anew
+    await (await socket.ping())
+    return await waiting(socket)
+
+
+async def waiting(socket: Any) -> bool:
+    """Whether a message is there that was not read."""
+    task = asyncio.ensure_future(socket.recv())
+    for _ in range(2):
+        await asyncio.sleep(0)
+    if not task.done():
+        task.cancel()
+    await asyncio.wait([task])
+    return not task.cancelled() and task.exception() is None
 
 
 @lru_cache

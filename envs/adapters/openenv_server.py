@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from functools import partial
 from typing import Any
 
+from fastapi import WebSocketDisconnect
 from openenv.core.env_server import create_app
 from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, EnvironmentMetadata, Observation, State
 from pydantic import Field
 
 from envs import SPLITS, make
-from envs.adapters.base import plain
+from envs.adapters.base import SESSIONS, TASKS, plain
 from envs.base import TextEnv
-
-TASKS = 1000  # of each split: as many levels as a client is told of
-SESSIONS = 1024  # played side by side
 
 
 class TextAction(Action):
@@ -138,6 +137,14 @@ class Served(Environment[TextAction, TextObservation, TextState]):
 def clean(text: str) -> str:
     """The text without lone surrogates, which no message can carry."""
     return text.encode("utf-8", "replace").decode()
+
+
+def vanished(record: logging.LogRecord) -> bool:
+    """Whether a log record only tells that a client left without a word, which is no failure of the server."""
+    error = record.exc_info[1] if record.exc_info else None
+    while error is not None and not isinstance(error, WebSocketDisconnect):
+        error = error.__context__
+    return error is not None
 
 
 def app_of(

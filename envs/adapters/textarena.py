@@ -108,7 +108,7 @@ def build(game: str) -> Any:
     arena = package("textarena", "textarena==0.7.4")
     raw = game if game.endswith("-raw") else f"{game}-raw"
     try:
-        with GLOBALS, contextlib.redirect_stdout(io.StringIO()):
+        with own_chance(seeded(0)):  # some constructors draw
             return arena.make(raw)
     except Exception as error:  # unknown ids, and games that load word lists from the network
         problem = next((line.strip() for line in str(error).splitlines() if line.strip(" *")), "")
@@ -128,7 +128,7 @@ def probe(game: str) -> Any:
 
 def start(game: Any, seed: int) -> None:
     """The game in the first state of a seed."""
-    with own_chance(seeded(seed)), contextlib.redirect_stdout(io.StringIO()):
+    with own_chance(seeded(seed)):
         game.reset(num_players=1, seed=seed)
     if type(game.state).__name__ != "SinglePlayerState":
         raise ValueError("it is for several")
@@ -158,9 +158,12 @@ def seeded(seed: int) -> Chance:
 
 @contextlib.contextmanager
 def own_chance(chance: Chance) -> Iterator[list[Chance]]:
-    """Python's and NumPy's global generators in this state; what they become is put into the list, then undone."""
+    """Python's and NumPy's global generators in this state; what they become is put into the list, then undone.
+
+    What a game prints meanwhile is not shown.
+    """
     after: list[Chance] = []
-    with GLOBALS:
+    with GLOBALS, contextlib.redirect_stdout(io.StringIO()):
         outside = random.getstate(), np.random.get_state()
         try:
             random.setstate(chance[0])

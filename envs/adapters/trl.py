@@ -15,6 +15,7 @@ after the end change nothing.
 from __future__ import annotations
 
 import itertools
+import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from envs import make
@@ -59,11 +60,17 @@ class Game:
         Returns:
             The reward of the action and the state after it.
         """
+        if not isinstance(action, str):
+            raise ValueError(f"The action must be one text, not {type(action).__name__}.")
         episode = self._episode
         if episode is None or episode.done:
             return OVER
         turn = episode.step(answer("", [action], self._protocol))
-        self._reward += turn.reward + turn.penalty
+        gain = turn.reward + turn.penalty
+        if not math.isfinite(gain):
+            self._episode = None  # one such reward would spoil the advantages of the whole group
+            raise ValueError(f"The environment {self._name} gave the reward {gain}: the episode is over.")
+        self._reward += gain
         return f"Reward {round(turn.reward, 6):g}\n{episode.env.observe()}\n{OVER}" if turn.user is None else turn.user
 
     def get_reward(self) -> float:

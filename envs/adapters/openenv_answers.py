@@ -1,0 +1,83 @@
+"""What may an OpenEnv server answer?  Anything else is a ServerError that says what is wrong."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, Field, FiniteFloat, TypeAdapter, ValidationError
+
+MESSAGE = 16 << 20  # bytes of the longest answer that is read
+TEXT = 100_000  # characters of the longest text that is shown
+
+
+class ServerError(ConnectionError, ValueError):
+    """A server that cannot be reached, is gone, is too slow, or says that something went wrong."""
+
+
+class Shape(BaseModel):
+    """A JSON schema of an action or a state."""
+
+    properties: dict[str, dict[str, Any]] = {}
+    required: list[str] = []
+
+
+class Schema(BaseModel):
+    action: Shape
+    state: Shape = Shape()
+
+
+class Metadata(BaseModel):
+    description: str | None = Field(None, max_length=TEXT)
+
+
+class State(BaseModel):
+    max_turns: int | None = Field(None, ge=0)
+    actions: list[str] | None = None
+
+
+class Split(BaseModel):
+    name: str
+    type: Literal["train", "validation", "test"]
+
+
+class Count(BaseModel):
+    num_tasks: int
+
+
+class Beside(BaseModel):
+    """What is understood of the metadata of an observation."""
+
+    success: bool | None = None
+    truncated: bool | None = None
+    action_is_valid: bool | None = None
+
+
+class Result(BaseModel):
+    observation: dict[str, Any] | None = None
+    reward: FiniteFloat | bool | None = None
+    done: bool | None = False
+    metadata: dict[str, Any] | None = None
+
+
+class Observed(BaseModel):
+    metadata: dict[str, Any] | None = None
+
+
+class Opening(BaseModel):
+    """What a server of ours adds to the first observation."""
+
+    rules: str = Field("", max_length=TEXT)
+    actions: list[str] | None = None
+
+
+T = TypeVar("T")
+
+
+def checked(kind: type[T], value: Any, source: str) -> T:
+    """The answer as this type, nothing converted."""
+    try:
+        return TypeAdapter(kind).validate_python(value, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the whole"
+        raise ServerError(f"{source} cannot be understood: {place}: {first['msg']}.") from None
