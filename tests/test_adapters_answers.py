@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -43,7 +43,7 @@ class Server:
             return StreamingResponse(self.drip())
         return Response(json.dumps(says[path]))
 
-    async def drip(self) -> Any:
+    async def drip(self) -> AsyncIterator[bytes]:
         for _ in range(100):
             yield b" "
             await asyncio.sleep(0.1)

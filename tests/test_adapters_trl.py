@@ -59,7 +59,8 @@ def test_a_reward_that_is_no_number_is_never_summed(monkeypatch: pytest.MonkeyPa
     game.reset(seed=1)
     game.act("fly")
     before, kind = game.get_reward(), type(game._episode.env)
-    monkeypatch.setattr(kind, "step", lambda self, action: (self.observe(), float("nan"), False, False, {}))
+    info = dict.fromkeys(("success", "action_is_valid", "action_is_effective"), True) | {"failure": ""}
+    monkeypatch.setattr(kind, "step", lambda self, action: (self.observe(), float("nan"), False, False, info))
     with pytest.raises(ValueError, match="frozen_lake gave the reward nan"):
         game.act("Left")
     assert game.get_reward() == before and game.act("Left") == OVER
