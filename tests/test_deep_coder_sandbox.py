@@ -110,6 +110,29 @@ ATTACKS = {
         "    except OSError as error: print(error.errno)\n    else: print('ESCAPED', pid)",
         r"ok\s+3\s+3\s+$",
     ),
+    "interrupting the harness": (
+        "import os, time\nos.kill(1, 2)\ntime.sleep(0.1)\nprint('alive')",
+        "ok .*alive",
+    ),
+    "interrupting itself": ("import os\nos.kill(os.getpid(), 2)\nprint('ESCAPED')", "crash .*signal 2"),
+    "limits of the harness": (
+        "import os, resource\nprint(resource.prlimit(0, resource.RLIMIT_NOFILE))\n"
+        "resource.prlimit(1, resource.RLIMIT_NOFILE, (1, 1))\nprint('ESCAPED')",
+        "error .*PermissionError",
+    ),
+    "what all of a user share": (
+        "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\nfile = os.open('/harness.py', os.O_RDONLY)\n"
+        "place = ctypes.byref(ctypes.c_long(0))\n"
+        "for found in (lambda: libc.inotify_init(), lambda: libc.inotify_init1(0),\n"
+        "              lambda: libc.syscall({io_setup}, 9, place), lambda: libc.syncfs(file),\n"
+        "              lambda: libc.flock(file, 6)):\n"
+        "    print('ESCAPED' if found() >= 0 else ctypes.get_errno())",
+        r"ok\s+(1\s+){{5}}$",
+    ),
+    "bomb of links": (
+        "import os\nfor n in range(10**6):\n    os.symlink('a' * 120, f'/tmp/{{n}}')\nprint('ESCAPED')",
+        "(files|error .*No space left)",
+    ),
     "memory of the harness": ("open('/proc/1/mem', 'rb')\nprint('ESCAPED')", "error .*PermissionError"),
     "files of the harness": (
         "import os\nfor n in range(64):\n    for mode in ('rb', 'wb'):\n"
@@ -197,6 +220,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, 
             "project": str(Path(__file__).parents[1]),
             "pid": os.getpid(),
             "fork": {"x86_64": 56, "aarch64": 220}.get(os.uname().machine, -1),
+            "io_setup": {"x86_64": 206, "aarch64": 0}.get(os.uname().machine, -1),
         }
         with pytest.raises(BlockingIOError):
             server.accept()
@@ -304,6 +328,8 @@ def test_the_filter_decides_as_it_should(machine):
     clone, read = harness.CLONE[column], (0, 63)[column]
     assert decide(lines, clone, here, 17) == decide(lines, clone, here, 0x10000000) == "EPERM"
     assert decide(lines, clone, here, 0x3D0F00) == decide(lines, read, here) == "allow", "threads, and the rest"
+    limits = harness.PRLIMIT[column]
+    assert decide(lines, limits, here, 0) == "allow" and decide(lines, limits, here, 1) == "EPERM"
     assert decide(lines, 435, here) == decide(lines, 425, here) == "ENOSYS", "clone3 and io_uring_setup"
     assert decide(lines, 0x40000000, here) == decide(lines, read, 0x40000003) == "kill", "x32 and i386"
 

@@ -390,7 +390,8 @@ def test_rows_of_another_schema_are_named(tmp_path):
 
 @needs_sandbox
 @pytest.mark.parametrize(
-    "option", [{"reward": "dens"}, {"turns": 0}, {"seconds": 9.0}, {"memory_mb": 1}, {"public": -1}]
+    "option",
+    [{"reward": "dens"}, {"turns": 0}, {"seconds": 9.0}, {"memory_mb": 1}, {"memory_mb": 10**14}, {"public": -1}],
 )
 def test_options_that_make_no_sense_are_refused(option):
     with pytest.raises(ValueError, match=r"dense|deep_coder needs"):

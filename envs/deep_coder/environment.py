@@ -68,8 +68,10 @@ class DeepCoder(TextEnv):
         for option, value in at_least.items():
             if value < 1:
                 raise ValueError(f"deep_coder needs {option} >= 1, not {value}.")
-        if public < 0 or not 0 < seconds <= total_seconds or memory_mb < 64:
-            raise ValueError("deep_coder needs public >= 0, 0 < seconds <= total_seconds and memory_mb >= 64.")
+        if public < 0 or not 0 < seconds <= total_seconds <= 3600 or not 64 <= memory_mb <= 1 << 20:
+            raise ValueError(
+                "deep_coder needs public >= 0, 0 < seconds <= total_seconds <= 3600 and 64 <= memory_mb <= 1048576."
+            )
         self.dense = known("reward", reward, ("dense", "sparse")) == "dense"
         self.max_turns = turns
         self.limits = Limits(seconds, total_seconds, memory_mb)
