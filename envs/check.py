@@ -20,7 +20,7 @@ from envs import CAPABILITIES, SPLITS, make, names, option
 from envs.base import NoLevel, known
 from envs.demos import play
 from envs.hostile import HOSTILE, HOSTILE_TEXTS, meet_hostile_text
-from envs.promises import LEVELS, Subject, broken_promises, digest, raised
+from envs.promises import LEVELS, Subject, already, broken_promises, digest, raised
 from envs.protocol import Episode, Protocol
 
 COLOURS = {"system": "yellow", "user": "cyan", "assistant": "green"}
@@ -77,7 +77,7 @@ def look(subject: Subject, seed: int) -> int:
         raise
     except (Exception, SystemExit) as error:  # an environment may raise anything
         broken = [raised(subject, error)]
-    broken += [sentence for sentence in broken_promises(subject) if sentence not in broken]
+    broken += [sentence for sentence in broken_promises(subject) if not any(already([sentence], one) for one in broken)]
     for sentence in broken:
         console.print(f"[red]broken[/red] {escape(sentence)}", soft_wrap=not console.is_terminal)
     if not broken:

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -90,19 +90,25 @@ def broken_promises(subject: Subject) -> list[str]:
         except NoLevel:
             raise
         except (Exception, SystemExit) as error:  # an environment may raise anything
-            sentences.append(raised(subject, error, promise))
+            if not already(broken, cause := raised(subject, error)):
+                checked = (inspect.getdoc(promise) or "").partition("\n")[0]
+                sentences.append(f"{cause[:-1]} while this was checked: {checked}")
         broken += sentences
     return broken
 
 
-def raised(subject: Subject, error: BaseException, promise: Callable[..., object] | None = None) -> str:
+def already(sentences: Iterable[str], cause: str) -> bool:
+    """Whether the same error at the same place was told before, whatever was checked then."""
+    return any(sentence.startswith(cause[:-1]) for sentence in sentences)
+
+
+def raised(subject: Subject, error: BaseException) -> str:
     """Where an environment raised, as a sentence: the innermost line of its own file, or of any."""
     frames = traceback.extract_tb(error.__traceback__)
     own = inspect.getsourcefile(type(subject.make()))
     frame = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1])
     place = f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
-    where = f" while this was checked: {(inspect.getdoc(promise) or '').partition(chr(10))[0]}" if promise else "."
-    return f"it raised {type(error).__name__}: {error} ({place}){where}"
+    return f"it raised {type(error).__name__}: {error} ({place})."
 
 
 # -- the promises ------------------------------------------------------------------------------------------------------

@@ -538,6 +538,7 @@ def test_check_says_where_an_environment_raises_and_when_there_are_no_levels(reg
     assert check.main(["walk", "--episodes", "2"]) == 1
     shown = " ".join(capsys.readouterr().out.split())
     assert "it raised ValueError: a mistake of its author (test_env_contract.py, line" in shown and "in wrong)" in shown
+    assert shown.count("a mistake of its author") == 1, "the same error at the same place is told once"
     register(variant(Walk, draw=classmethod(lambda cls, config, rng: iter([]))))
     assert check.main(["walk", "--episodes", "2"]) == 2
     assert "no level for the split" in capsys.readouterr().err

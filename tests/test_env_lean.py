@@ -219,6 +219,24 @@ def test_few_characters_that_ask_for_millions_of_goals_are_refused_in_time():
     assert len(checker.apply(goals[:1], "rcases k with ⟨a|a,b|b,c|c,d⟩")) == 8 and time.monotonic() - began < 1
 
 
+def test_omega_gives_up_where_numbers_or_cases_grow():
+    rng, began, asked = random.Random(0), time.monotonic(), 0
+    for _ in range(60):
+        names = "abcdefghij"[: rng.choice((4, 6, 8, 10))]
+
+        def term() -> str:
+            return "+".join(f"{rng.randint(1, 10**9 - 1)}*{name}" for name in rng.sample(names, 2))  # noqa: B023
+
+        facts = [f"{term()}{rng.choice('≠≤')}{term()}" for _ in range(9)] + [f"{term()}≤{term()}" for _ in range(5)]
+        asked += not arithmetic.linear_consequence(tuple(map(parse, facts)), parse("a≤b"))
+    assert asked > 50 and time.monotonic() - began < 10
+    x, y = (("x", 1),), (("x", -1),)
+    assert arithmetic.infeasible([(x, -3), (y, 2)], [100]) and not arithmetic.infeasible([(x, -3), (y, 2)], [0])
+    for large, found in ((7, True), (1 << (2 * arithmetic.BITS), False)):
+        rows = [((("x", sign * large), ("y", sign)), constant) for sign, constant in ((1, -3), (-1, 2))]
+        assert arithmetic.infeasible(rows, [100]) is found
+
+
 # -- the fragment ------------------------------------------------------------------------------------------------------
 
 

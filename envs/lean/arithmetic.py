@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from functools import lru_cache
 from math import gcd
 
@@ -14,6 +15,8 @@ COMPARE = {
 BRANCHES = 64  # cases that `refuted` distinguishes
 NESTED = 4  # equivalences in each other
 ROWS = 300  # inequalities it keeps at once
+EFFORT = 30_000  # coefficients that are looked at for one question
+BITS = 256  # of a coefficient: each elimination may double them
 
 # The inequality 0 <= constant + sum of coefficient * name, as ((name, coefficient), ...), constant; sorted by name.
 Row = tuple[tuple[tuple[str, int], ...], int]
@@ -140,24 +143,32 @@ def cases(formula: Expr, holds: bool) -> list[list[Row]]:
     return first + second
 
 
-def infeasible(rows: list[Row]) -> bool:
+def infeasible(rows: list[Row], effort: list[int]) -> bool:
     """Whether no integers satisfy the inequalities, found by eliminating name after name (Fourier and Motzkin).
 
-    Sound: each new row follows from two others. Not complete, and given up where rows become too many.
+    Sound: each new row follows from two others. Not complete, and given up where rows become too many or numbers too
+    large, or the effort is spent.
     """
     known = set(rows)
     while True:
         if any(not terms and constant < 0 for terms, constant in known):
             return True
-        names = sorted({name for terms, _ in known for name, _ in terms})
-        if not names or len(known) > ROWS:
+        effort[0] -= sum(len(terms) + 1 for terms, _ in known)
+        above, below = Counter[str](), Counter[str]()  # how often a name's coefficient is positive, and negative
+        for terms, _ in known:
+            above.update(name for name, times in terms if times > 0)
+            below.update(name for name, times in terms if times < 0)
+        names = sorted({*above, *below})
+        if not names or len(known) > ROWS or effort[0] < 0:
             return False
-        signs = {name: [dict(terms).get(name, 0) for terms, _ in known] for name in names}
-        gone = min(names, key=lambda n: sum(s > 0 for s in signs[n]) * sum(s < 0 for s in signs[n]))
+        if any(abs(times) >> BITS for terms, _ in known for _, times in terms):
+            return False
+        gone = min(names, key=lambda n: above[n] * below[n])
         lower = [row for row in known if dict(row[0]).get(gone, 0) > 0]
         upper = [row for row in known if dict(row[0]).get(gone, 0) < 0]
         if len(lower) * len(upper) > ROWS:
             return False
+        effort[0] -= len(names) * len(lower) * len(upper)
         known = {row for row in known if not dict(row[0]).get(gone, 0)}
         for one in lower:
             for other in upper:
@@ -176,8 +187,9 @@ def linear_consequence(facts: tuple[Expr, ...], goal: Expr) -> bool:
     for fact in facts:
         combined = [old + new for old in branches for new in cases(fact, True)]
         branches = combined if len(combined) <= BRANCHES else branches
+    effort = [EFFORT]
     for rows in branches:
         names = {name for terms, _ in rows for name, _ in terms}
-        if not infeasible(rows + [(((name, 1),), 0) for name in sorted(names)]):
+        if not infeasible(rows + [(((name, 1),), 0) for name in sorted(names)], effort):
             return False
     return True
