@@ -57,6 +57,7 @@ def test_the_commands_are_right(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "frozen_lake is served at http://127.0.0.1:" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_environments_of_the_config_are_found(tmp_path: Path) -> None:
     pytest.importorskip("openenv.core", reason="OpenEnv is not installed: see requirements-extras.txt")
     for package in ("textarena", "reasoning_gym"):

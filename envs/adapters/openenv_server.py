@@ -7,7 +7,6 @@ import logging
 from functools import partial
 from typing import Any
 
-from fastapi import WebSocketDisconnect
 from openenv.core.env_server import create_app
 from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, EnvironmentMetadata, Observation, State
@@ -142,7 +141,7 @@ def clean(text: str) -> str:
 def vanished(record: logging.LogRecord) -> bool:
     """Whether a log record only tells that a client left without a word, which is no failure of the server."""
     error = record.exc_info[1] if record.exc_info else None
-    while error is not None and not isinstance(error, WebSocketDisconnect):
+    while error is not None and type(error).__name__ != "WebSocketDisconnect":
         error = error.__context__
     return error is not None
 
