@@ -620,7 +620,10 @@ def test_an_environment_joins_once_the_one_before_it_is_won(
     easy = {**LAKE, "label": "easy"}
     hard = {"name": "frozen_lake", "label": "hard", "options": {"size": 4}, "after": "easy", "after_success": 0.01}
     never = {"name": "frozen_lake", "label": "never", "options": {"size": 5}, "after": "hard", "after_success": 1.0}
-    small = {"rollout": {"num_generations": 2, "groups": 3}, "evaluation": {"episodes": 16, "final_episodes": 2}}
+    small: dict[str, Any] = {
+        "rollout": {"num_generations": 2, "groups": 3},
+        "evaluation": {"episodes": 16, "final_episodes": 2},
+    }
     small["algorithm"] = {"num_iterations": 1, "minibatches": 1, "filter": {"strategy": "none", "keep_zero": True}}
     file = settings(tmp_path / "run.yaml", player, envs=[easy, hard, never], **small)
     train(file, f"output_dir={tmp_path / 'whole'}")
