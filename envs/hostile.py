@@ -305,7 +305,7 @@ def _answered(episode: Episode, response: str) -> str:
     if ignored and (turn.valid or episode.state_key() != before):
         return "it names no valid action, and changed the state or was called valid."
     if not read.actions and turn.reward:
-        return f"it names no action, and was paid {turn.reward}."
+        return f"it names no action, and earned {turn.reward}."
     return "it succeeded without a valid action." if ignored and episode.success and not was_won else ""
 
 

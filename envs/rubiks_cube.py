@@ -59,7 +59,7 @@ class RubiksCube(TextEnv):
     """Turn the faces until each has one colour; reward 1 then, 0 before.
 
     Levels are `min_length` to `max_length` quarter turns from solved, proven to need as many. With `rotate` the cube is
-    handed over in any of its 24 positions, otherwise with its corner down left back in place.
+    turned to any of its 24 positions, otherwise with its corner down left back in place.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 2}

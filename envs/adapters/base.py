@@ -1,4 +1,4 @@
-"""What do adapters share?  Levels that are seeds of somebody else's generator, and things that are dear to make."""
+"""What do adapters share?  Levels that are seeds of another generator, and things that are expensive to make."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class TextArena(SeededEnv):
         return self.prompt if hasattr(self, "prompt") else f"The game {self.config[0]} of TextArena."
 
     def state_key(self) -> str:
-        """What the game remembers and showed last. The dice of a game of chance are not in it."""
+        """What the game remembers and showed last. The random state of a game of chance is not in it."""
         return fingerprint(self.game, [("", self.text)])
 
 
