@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from open_envs import needs_sandbox
 
 from envs import make
 from envs.deep_coder import harness, sandbox
@@ -25,16 +26,6 @@ PATIENCE = 6  # seconds in which every attack ends
 SECRET = "a secret of the host"
 SHORT = Limits(seconds=0.265625, total_seconds=3.0)  # for those who end by the clock; also how leftovers are found
 
-
-def missing() -> str:
-    try:
-        sandbox.require()
-    except ValueError as problem:
-        return str(problem)
-    return ""
-
-
-needs_sandbox = pytest.mark.skipif(bool(missing()), reason=f"no sandbox here: {missing()[:200]}")
 
 # name -> (program, what its end must look like: status, error and output). A program prints ESCAPED where it succeeds,
 # and does no harm then: it opens, and does not write. {secret}, {marker}, {port}, {home} and {project} are the host's.

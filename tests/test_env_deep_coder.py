@@ -11,25 +11,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from open_envs import needs_sandbox
 
 from envs import SPLITS, make
 from envs.base import split_by_hash
-from envs.deep_coder import embedded, rows, sandbox, tasks, verdict
+from envs.deep_coder import embedded, rows, tasks, verdict
 from envs.deep_coder.rows import Bounds
 from envs.deep_coder.sandbox import Outcome
 from envs.deep_coder.verdict import Problem, program_of, same_text, same_value, short
 from envs.protocol import Episode, Protocol, answer
 
-
-def missing() -> str:
-    try:
-        sandbox.require()
-    except ValueError as problem:
-        return str(problem)
-    return ""
-
-
-needs_sandbox = pytest.mark.skipif(bool(missing()), reason=f"no sandbox here: {missing()[:200]}")
 TESTS = tuple(verdict.Test(f"{n}\n", f"{2 * n}\n") for n in (1, 2, 3, 4))
 DOUBLE = Problem("Print twice the number.", "", TESTS, public=1, key="double")
 
