@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from posttrain.embedded.arithmetic import openmathinstruct
 from posttrain.embedded.conversations import capybara
@@ -17,6 +18,19 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 # A role name keeps its line break and a word its leading space, also its trailing one before a number: so a number is
 # the same token in "has 12", "12+5" and "{12}", and sums need to be learnt once.
 PIECES = r"(?:system|user|assistant)\n| ?\p{L}+ (?=\d)| ?\p{L}+|\d{1,3}| ?[^\s\p{L}\d]+|\s"
+
+SHAPE: dict[str, Any] = dict(
+    hidden_size=256,  # a 16 x 16 square, pooled to a decoder of width 64
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=32,
+    intermediate_size=192,
+    max_position_embeddings=1024,
+    initializer_range=0.06,  # 0.02 is small at this width: learning then starts late
+    rope_theta=100.0,
+    tie_word_embeddings=False,  # tied embeddings need scale_up, which would be most of the parameters
+)
 
 
 def _texts(seed: int) -> Iterator[str]:
@@ -36,6 +50,24 @@ def _texts(seed: int) -> Iterator[str]:
 
 def build_base(folder: str | Path, seed: int = 0) -> Path:
     """Writes the model that the quickstart starts from: a tokenizer fitted to this text, and random weights."""
+    return new_base(folder, _texts(seed), seed)
+
+
+def new_base(
+    folder: str | Path,
+    texts: Iterable[str],
+    seed: int,
+    *,
+    vocabulary: int = VOCABULARY,
+    pieces: str = PIECES,
+    tags: Sequence[str] = TAGS,
+    **shape: Any,
+) -> Path:
+    """A ConvGPT of random weights with a tokenizer fitted to `texts`, at most `vocabulary` tokens.
+
+    pieces: what no token crosses the borders of. tags: texts that are one token each. shape: keys of ConvGPTConfig,
+    where they are not the quickstart's.
+    """
     import torch
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -47,19 +79,19 @@ def build_base(folder: str | Path, seed: int = 0) -> Path:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.Split(Regex(pieces), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(TAGS),
+        vocab_size=vocabulary - len(tags),
         special_tokens=list(CONTROL),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator(_texts(seed), trainer)
-    bpe.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
+    bpe.train_from_iterator(texts, trainer)
+    bpe.add_tokens([AddedToken(tag, normalized=False) for tag in tags])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     chat = Chat.load(tokenizer, None)
 
@@ -68,19 +100,10 @@ def build_base(folder: str | Path, seed: int = 0) -> Path:
         net = ConvGPTForCausalLM(
             ConvGPTConfig(
                 vocab_size=len(tokenizer),
-                hidden_size=256,  # a 16 x 16 square, pooled to a decoder of width 64
-                num_hidden_layers=3,
-                num_attention_heads=2,
-                num_key_value_heads=2,
-                head_dim=32,
-                intermediate_size=192,
-                max_position_embeddings=1024,
-                initializer_range=0.06,  # 0.02 is small at this width: learning then starts late
-                rope_theta=100.0,
-                tie_word_embeddings=False,  # tied embeddings need scale_up, which would be most of the parameters
                 pad_token_id=chat.pad_id,
                 bos_token_id=None,
                 eos_token_id=chat.stop_id,
+                **{**SHAPE, **shape},
             )
         )
 
