@@ -68,7 +68,7 @@ def test_a_row_is_what_is_seen_in_play_and_others_turns_are_left_out(levels: Mod
 def test_both_models_are_played_on_levels_that_chose_no_checkpoint(levels: ModuleType, tmp_path: Path) -> None:
     label = "frozen-lake"
     prepared(levels, label, tmp_path)
-    game = levels.GAMES[label]
+    game = levels.GAMES[label]._replace(reply=4)  # the model has learnt nothing and would write on
     config = tmp_path / "rl.yaml"
     config.write_text(
         yaml.safe_dump(levels.phase3(game, 0, tmp_path, tmp_path / "base") | {"output_dir": str(tmp_path / "rl")})
@@ -115,11 +115,13 @@ def test_a_row_that_is_there_is_not_made_again(levels: ModuleType, tmp_path: Pat
     }
     row |= {"random": 90, "expert": 243, "optimum": 0.9776, "of": 256, "commit": "abc", "machine": "x"}
     file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps(row) + "\n")
+    second = row | {"seed": 1, "sft": model | {"sampled": 192}, "minutes": {"sft": 14.4}}
+    file.write_text("".join(json.dumps(each) + "\n" for each in (second, row)))
     options = ["--envs", "slippery", "--seeds", "0", "--results", str(file), "--out", str(tmp_path / "runs")]
     monkeypatch.setattr(sys, "argv", ["ragen_levels.py", *options])
     levels.main()
     table = capsys.readouterr().out.splitlines()
     assert not (tmp_path / "runs").exists()
-    assert table[2].startswith("| slippery | 0.24 | 0.47 | 0.46 | 0.88 | sampled | 0 | 0.50 [0.44, 0.56] | 0.94 ")
-    assert table[3].endswith("| 0.978 | 1.23M | 30 |") and len(table) == 4
+    assert table[2].startswith("| slippery | 0.24 | 0.47 | 0.46 | 0.88 | sampled | 0.50 [0.44, 0.56], 0.75 [")
+    assert "| 0.625 | 0.94 [" in table[2] and "| 0.977 |" in table[3]
+    assert table[3].endswith("| 0.978 | 1.23M | 22 |") and len(table) == 4

@@ -91,7 +91,7 @@ GAMES = {
         SMALL,
         Published(0.15, 0.37, 0.58, 0.98),
         episodes=30_000,
-        sft_steps=4500,
+        sft_steps=6000,
     ),
     "sokoban-2": Game(
         "sokoban",
@@ -345,19 +345,26 @@ def share(won: int, of: int) -> str:
 
 
 def show(rows: Sequence[dict[str, Any]]) -> str:
-    """For each environment and sampling: what SCOUT's table has, and what each seed wins before and after phase 3."""
-    header = ["environment", "PPO", "SPA", "SCOUT: SFT", "SCOUT: SFT + RL", "decoding", "seed", "SFT", "SFT + RL"]
-    header += ["random", "expert", "optimum", "parameters", "CPU-minutes"]
+    """For each environment and sampling: what SCOUT's table has, and what our seeds win before and after phase 3."""
+    header = ["environment", "PPO", "SPA", "SCOUT: SFT", "SCOUT: SFT + RL", "decoding", "ours, SFT: seeds", "mean"]
+    header += ["ours, SFT + RL: seeds", "mean", "random", "expert", "optimum", "parameters", "CPU-minutes a run"]
     cells = []
-    for row in sorted(rows, key=lambda row: (list(GAMES).index(row["env"]), row["seed"])):
-        published = GAMES[row["env"]].published
-        theirs = [f"{figure:.2f}" for figure in published] if published else ["-"] * 4
-        optimum = "-" if row["optimum"] is None else f"{row['optimum']:.3f}"
-        others = [share(row[player], row["of"]) for player in ("random", "expert")]
-        size, minutes = f"{row['sft']['parameters'] / 1e6:.2f}M", f"{sum(row['minutes'].values()):.0f}"
+    for label, game in GAMES.items():
+        own = sorted((row for row in rows if row["env"] == label), key=lambda row: row["seed"])
+        if not own:
+            continue
+        one = own[0]
+        theirs = [f"{figure:.2f}" for figure in game.published] if game.published else ["-"] * 4
+        others = [share(one[player], one["of"]) for player in ("random", "expert")]
+        others += ["-" if one["optimum"] is None else f"{one['optimum']:.3f}"]
+        minutes = fmean(sum(row["minutes"].values()) for row in own)
+        others += [f"{one['sft']['parameters'] / 1e6:.2f}M", f"{minutes:.0f}"]
         for sampling in SAMPLINGS:
-            own = [share(row[stage][sampling], row["of"]) for stage in ("sft", "rl")]
-            cells.append([row["env"], *theirs, sampling, str(row["seed"]), *own, *others, optimum, size, minutes])
+            ours = []
+            for stage in ("sft", "rl"):
+                ours.append(", ".join(share(row[stage][sampling], row["of"]) for row in own))
+                ours.append(f"{fmean(row[stage][sampling] / row['of'] for row in own):.3f}")
+            cells.append([label, *theirs, sampling, *ours, *others])
     return _measure.table(header, cells)
 
 
@@ -378,10 +385,10 @@ def main() -> None:
         print(show(read_rows(given.table)))
         return
     signal.signal(signal.SIGTERM, pass_on)
-    signal.signal(signal.SIGINT, pass_on)
+    signal.signal(signal.SIGINT, lambda *_: STOPPED.set())  # which a terminal sends to the stages as well
     wanted = [(label, seed) for seed in given.seeds for label in given.envs if seed == 0 or label not in ONE_SEED]
     with ThreadPoolExecutor(given.jobs) as pool:
-        runs = [pool.submit(add_row, given.results, given.out, label, seed) for label, seed in wanted]
+        runs = [pool.submit(add_row, given.results, given.out.resolve(), label, seed) for label, seed in wanted]
     for each in runs:
         each.result()
     print(show(read_rows(given.results)))
