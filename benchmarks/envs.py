@@ -30,6 +30,7 @@ import _measure
 
 import envs
 from envs.base import draw_level
+from envs.protocol import Episode, answer
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart" / "phase3_starpo.yaml"
@@ -117,19 +118,24 @@ def sokoban_steps(game: Any, count: int) -> None:
         game.step(rng.randrange(1, 5), observation_mode="tiny_rgb_array")
 
 
-def share(player: Path, file: Path) -> dict[str, float]:
-    """Seconds of one iteration of a run of phase 3 in the environments and in all, on this player's model."""
+def share(player: Path, file: Path, env: str) -> dict[str, float]:
+    """Seconds of one iteration of phase 3 in one environment: in that environment, and in all.
+
+    The model of the player writes, and the environment is played by its random player whatever was written: answers
+    that no environment understands cost it nothing.
+    """
     import train_phase3_starpo as phase3
     from posttrain.config import StarPORun, resolve
     from posttrain.models import load
     from posttrain.rollout import open_sampler
     from posttrain.starpo_run import prepare
 
-    cfg = resolve(StarPORun, file, [f"model.name_or_path={player}", "output_dir=unused"])
+    changes = [f"model.name_or_path={player}", "output_dir=unused", f"envs=[{env}]", "rollout.max_context=2048"]
+    cfg = resolve(StarPORun, file, [*changes, "distillation=null", "evaluation.suites={}"])
     model, chat = load(cfg.model, device="cpu", chat_template=None)
     learner = prepare(cfg, model, chat)
     sampler = open_sampler(learner.policy, chat, cfg.rollout.engine)
-    spent, inside = 0.0, False
+    kind, play, spent, inside = type(envs.make(env)), Episode.step, 0.0, False
 
     def timed(method: Callable[..., Any]) -> Callable[..., Any]:
         def run(*given: Any, **named: Any) -> Any:
@@ -144,16 +150,19 @@ def share(player: Path, file: Path) -> dict[str, float]:
 
         return run
 
-    kinds = {type(envs.make(env.name)) for env in cfg.envs}
+    def at_random(episode: Episode, response: str) -> Any:
+        return play(episode, answer("", [episode.env.players()["random"]], episode.protocol))
+
     with contextlib.ExitStack() as patches:
-        for kind in kinds:
-            for name in ("reset", "step", "observe"):
-                patches.enter_context(mock.patch.object(kind, name, timed(getattr(kind, name))))
+        for name in ("reset", "step", "observe"):
+            patches.enter_context(mock.patch.object(kind, name, timed(getattr(kind, name))))
+        patches.enter_context(mock.patch.object(Episode, "step", at_random))
         start = time.perf_counter()
         groups = phase3.rollout(cfg, sampler, chat, 1)
         scored = phase3.score_and_filter(cfg, groups)
-        experience = phase3.collect(cfg, learner, groups, scored)
-        phase3.update(cfg, learner, experience, 1)
+        if not scored.kept:  # chance has won nowhere
+            scored = scored._replace(kept=list(range(0, len(groups), 2)))
+        phase3.update(cfg, learner, phase3.collect(cfg, learner, groups, scored), 1)
     return {"envs": spent, "iteration": time.perf_counter() - start}
 
 
@@ -161,8 +170,8 @@ def main() -> None:
     parser = _measure.parser(__doc__)
     parser.add_argument("--levels", type=int, default=200)
     parser.add_argument("--steps", type=int, default=5000)
-    parser.add_argument("--player", type=Path, help="a model that can play: also measure their share of a step")
-    parser.add_argument("--config", type=Path, default=QUICKSTART, help="of that step; the quickstart's by default")
+    parser.add_argument("--player", type=Path, help="a model: also measure the share of each in an iteration with it")
+    parser.add_argument("--config", type=Path, default=QUICKSTART, help="of the iteration; the quickstart's by default")
     given = parser.parse_args()
     _measure.threads()
 
@@ -197,10 +206,13 @@ def main() -> None:
         cells.append(row)
     markdown = f"{_measure.told(results)}\n\n{_measure.table(['env', '', 'ours', 'peer', 'ours vs peer'], cells)}"
     if given.player:
-        results["share"] = share(given.player, given.config)
-        markdown += f"\n\nOf an iteration of {given.config.stem}, {results['share']['envs']:.2f} of"
-        markdown += f" {results['share']['iteration']:.1f} s are spent in the environments:"
-        markdown += f" {results['share']['envs'] / results['share']['iteration']:.1%}."
+        fast = [name for name in _measure.environments() if not envs.make(name).slow]  # the others play in threads
+        results["shares"] = {name: share(given.player, given.config, name) for name in fast}
+        cells = [
+            [name, f"{found['envs']:.2f}", f"{found['iteration']:.1f}", f"{found['envs'] / found['iteration']:.1%}"]
+            for name, found in results["shares"].items()
+        ]
+        markdown += "\n\n" + _measure.table(["environment", "its seconds", "of an iteration's", "share"], cells)
     _measure.publish(results, markdown, given.json)
 
 

@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from tiny_runs import tiny_base
 
 import envs
 from envs.protocol import Protocol
@@ -471,6 +472,19 @@ def test_environments_are_timed_beside_the_games_they_are_made_of(rollout, tmp_p
     ]
     assert all("ours" in row["seconds"] and len(row["seconds"]) == 1 + (row["env"] != "bandit") for row in rows)
     assert capsys.readouterr().out.count("\n| ") == 2 + len(rows)
+
+
+def test_the_share_of_an_environment_is_part_of_an_iteration(tiny_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(FILE.parent), *sys.path])
+    environments, player = loaded(FILE.parent / "envs.py"), tiny_base(tmp_path / "player", tiny_tokenizer)
+    file = tmp_path / "small.yaml"
+    file.write_text(
+        "device: cpu\nrollout: {groups: 2, num_generations: 2, max_completion_length: 4}\nenvs: [frozen_lake]\n"
+        "trainer: {bf16: false}\nevaluation: {suites: {}}\ndistillation: null\n"
+    )
+    for env in ("frozen_lake", "bandit"):
+        found = environments.share(player, file, env)
+        assert 0 < found["envs"] < found["iteration"]
 
 
 def test_chance_and_the_expert_stand_side_by_side(monkeypatch, capsys, tmp_path):
