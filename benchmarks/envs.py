@@ -130,8 +130,9 @@ def share(player: Path, file: Path, env: str) -> dict[str, float]:
     from posttrain.rollout import open_sampler
     from posttrain.starpo_run import prepare
 
-    changes = [f"model.name_or_path={player}", "output_dir=unused", f"envs=[{env}]", "rollout.max_context=2048"]
-    cfg = resolve(StarPORun, file, [*changes, "distillation=null", "evaluation.suites={}"])
+    changes = [f"model.name_or_path={player}", "output_dir=unused", f"envs=[{env}]", "distillation=null"]
+    changes += ["evaluation.suites={}", "rollout.groups=8", "rollout.max_context=2048"]
+    cfg = resolve(StarPORun, file, changes)
     model, chat = load(cfg.model, device="cpu", chat_template=None)
     learner = prepare(cfg, model, chat)
     sampler = open_sampler(learner.policy, chat, cfg.rollout.engine)

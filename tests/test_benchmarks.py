@@ -479,7 +479,7 @@ def test_the_share_of_an_environment_is_part_of_an_iteration(tiny_tokenizer, tmp
     environments, player = loaded(FILE.parent / "envs.py"), tiny_base(tmp_path / "player", tiny_tokenizer)
     file = tmp_path / "small.yaml"
     file.write_text(
-        "device: cpu\nrollout: {groups: 2, num_generations: 2, max_completion_length: 4}\nenvs: [frozen_lake]\n"
+        "device: cpu\nrollout: {groups: 32, num_generations: 2, max_completion_length: 4}\nenvs: [frozen_lake]\n"
         "trainer: {bf16: false}\nevaluation: {suites: {}}\ndistillation: null\n"
     )
     for env in ("frozen_lake", "bandit"):
