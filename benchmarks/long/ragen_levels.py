@@ -104,7 +104,16 @@ GAMES = {
         rl_steps=50,
         rl_groups=32,
     ),
-    "sudoku": Game("sudoku", {"size": 4, "reward": "sparse"}, "cues", SMALL, Published(0.0, 0.18, 0.63, 0.80)),
+    "sudoku": Game(
+        "sudoku",
+        {"size": 4, "reward": "sparse"},
+        "cues",
+        SMALL,
+        Published(0.0, 0.18, 0.63, 0.80),
+        player="expert:0.95,random:0.05",  # the second wrong number ends an episode
+        episodes=30_000,
+        sft_steps=6000,
+    ),
     "2048": Game("game_2048", {"target": 32}, "none", SMALL, episodes=6000, rl_steps=50, rl_groups=32),
     "rubiks-cube": Game("rubiks_cube", {}, "plan", SMALL),
 }
