@@ -131,7 +131,7 @@ def share(player: Path, file: Path, env: str) -> dict[str, float]:
     from posttrain.starpo_run import prepare
 
     changes = [f"model.name_or_path={player}", "output_dir=unused", f"envs=[{env}]", "distillation=null"]
-    changes += ["evaluation.suites={}", "rollout.groups=8", "rollout.max_context=2048"]
+    changes += ["evaluation.suites={}", "rollout.groups=8", "rollout.max_context=2048", "protocol.max_turns=25"]
     cfg = resolve(StarPORun, file, changes)
     model, chat = load(cfg.model, device="cpu", chat_template=None)
     learner = prepare(cfg, model, chat)

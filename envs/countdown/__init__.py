@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from envs.base import TextEnv
-from envs.countdown.arithmetic import Task, any_term, read, solution
+from envs.countdown.arithmetic import Task, any_target, any_term, read, solution
 from envs.hub_sets import EMBEDDED, read_rows
 
 __all__ = ["Countdown"]
@@ -185,9 +185,9 @@ def _generated(config: Tasks, rng: np.random.Generator) -> Task | None:
     for _ in range(500):
         count = int(rng.integers(config.least, config.most + 1))
         numbers = tuple(int(number) for number in rng.integers(1, config.highest + 1, count))
-        target = any_term(numbers, rng, whole=True).value
+        target = any_target(numbers, rng)
         if LEAST_TARGET <= target <= config.target and target not in numbers:
-            return Task(numbers, int(target))
+            return Task(numbers, target)
     return None
 
 

@@ -154,15 +154,28 @@ def _join(a: Term, sign: str, b: Term) -> Term | None:
     return Term(value, f"{left} {sign} {right}", rank)
 
 
-def any_term(numbers: tuple[int, ...], rng: np.random.Generator, whole: bool = False) -> Term:
-    """A random expression of all the numbers; with `whole`, every value on the way is a whole number above 0."""
+def any_term(numbers: tuple[int, ...], rng: np.random.Generator) -> Term:
+    """A random expression of all the numbers."""
     terms = [Term(Fraction(number), str(number)) for number in numbers]
     while len(terms) > 1:
         i, j = (int(k) for k in rng.choice(len(terms), 2, replace=False))
         joined = _join(terms[i], SIGNS[int(rng.integers(4))], terms[j])
-        if joined is not None and (not whole or _is_whole(joined.value)):
+        if joined is not None:
             terms = [term for k, term in enumerate(terms) if k not in (i, j)] + [joined]
     return terms[0]
+
+
+def any_target(numbers: tuple[int, ...], rng: np.random.Generator) -> int:
+    """The value of a random expression of all the numbers; each value on the way is a whole number above 0."""
+    values = list(numbers)
+    while len(values) > 1:
+        i, j = rng.choice(len(values), 2, replace=False)
+        a, b, sign = values[i], values[j], SIGNS[int(rng.integers(4))]
+        if (sign == "-" and a <= b) or (sign == "/" and a % b):
+            continue
+        value = a + b if sign == "+" else a - b if sign == "-" else a * b if sign == "*" else a // b
+        values = [other for k, other in enumerate(values) if k not in (i, j)] + [value]
+    return values[0]
 
 
 def _is_whole(value: Fraction) -> bool:
