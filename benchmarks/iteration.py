@@ -1,8 +1,9 @@
 """How fast and how lean is a whole iteration, played, scored and learnt from, beside one of TRL's GRPOTrainer?
 
 The functions of phase 3, and `GRPOTrainer.train` with a `rollout_func`: the same levels of FrozenLake, protocol, tokens
-and random weights, the same number of turns and sampled tokens, one optimizer step each.
+and weights, the same number of turns and sampled tokens, one optimizer step each.
     python benchmarks/iteration.py [--size 40m] [--groups 8] [--num-generations 16] [--turns 5] [--json FILE]
+    python benchmarks/iteration.py --model runs/smollm2/base          # a pretrained model, bfloat16 on both sides
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ import _measure
 from _measure import PAD, SHAPES
 
 import train_phase3_starpo as phase3
-from posttrain import compat
+from posttrain import compat, models
 from posttrain.chat import Chat
-from posttrain.config import StarPORun, resolve
+from posttrain.config import ModelSection, StarPORun, resolve
 from posttrain.sampler import SlotSampler
 from posttrain.starpo_run import prepare
 from posttrain.types import derive_seed
@@ -43,12 +44,18 @@ class Iteration(NamedTuple):
 
 
 def config(
-    groups: int = 8, num_generations: int = 16, turns: int = 5, new_tokens: int = 24, micro_batch_tokens: int = 2048
+    groups: int = 8,
+    num_generations: int = 16,
+    turns: int = 5,
+    new_tokens: int = 24,
+    micro_batch_tokens: int = 2048,
+    bf16: bool = False,
 ) -> StarPORun:
     """A run in which no group is left out and every batch is used once."""
     changes = [f"rollout={{groups: {groups}, num_generations: {num_generations}}}", "model.name_or_path=unused"]
     changes += [f"rollout.max_completion_length={new_tokens}", "rollout.max_context=4096", "envs=[frozen_lake]"]
     changes += [f"protocol.max_turns={turns}", f"trainer.micro_batch_tokens={micro_batch_tokens}"]
+    changes += [f"trainer.bf16={str(bf16).lower()}", "distillation=null"]
     changes += ["algorithm.filter={strategy: none, keep_zero: true}", "trainer.learning_rate=1e-6"]
     return resolve(StarPORun, CONFIG, [*changes, "algorithm.num_iterations=1", "algorithm.minibatches=1"])
 
@@ -69,7 +76,8 @@ def ours(cfg: StarPORun, model: Any, chat: Chat) -> Callable[[int], Iteration]:
 
     def iteration(step: int) -> Iteration:
         start = time.perf_counter()
-        groups = phase3.rollout(cfg, sampler, chat, step)
+        with learner.autocast():
+            groups = phase3.rollout(cfg, sampler, chat, step)
         played = time.perf_counter()
         for group in groups:
             for sample, trajectory in enumerate(group):
@@ -126,6 +134,7 @@ def theirs(cfg: StarPORun, model: Any, chat: Chat, iterations: int, batch_size: 
         generation_kwargs={"eos_token_id": None},
         shuffle_dataset=False,
         learning_rate=cfg.learning_rate,
+        bf16=bool(cfg.trainer.bf16),
     )
     trainer.eos_token_ids = [-1]  # no token ends a turn
     trainer.train()
@@ -135,9 +144,13 @@ def theirs(cfg: StarPORun, model: Any, chat: Chat, iterations: int, batch_size: 
 def one(given: Any) -> None:
     """In a process of its own: time and memory of one contestant, as JSON."""
     _measure.threads()
-    shape = SHAPES[given.size][given.model]
-    model, chat = _measure.model_of(given.model, shape), _measure.words(shape["vocab_size"])
-    cfg = config(given.groups, given.num_generations, given.turns, given.new_tokens, given.micro_batch_tokens)
+    if given.model:
+        model, chat = models.load(ModelSection(name_or_path=given.model), device="cpu", chat_template=None)
+    else:
+        shape = SHAPES[given.size][given.kind]
+        model, chat = _measure.model_of(given.kind, shape), _measure.words(shape["vocab_size"])
+    sizes = (given.groups, given.num_generations, given.turns, given.new_tokens, given.micro_batch_tokens)
+    cfg = config(*sizes, bf16=given.model is not None)
     if given.only == "ours":
         iteration = ours(cfg, model, chat)
         found = [iteration(step) for step in range(1, given.iterations + 1)]
@@ -181,7 +194,8 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8, help="TRL: episodes in a micro-batch")
     parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="ours: padded tokens in a micro-batch")
     parser.add_argument("--only", choices=["ours", "trl"], help="one contestant alone, figures as JSON")
-    parser.add_argument("--model", help="with --only: which model of the size")
+    parser.add_argument("--kind", help="with --only: which model of the size")
+    parser.add_argument("--model", help="a model's folder instead, which has not learnt to play; in bfloat16")
     given = parser.parse_args()
     if given.groups * given.num_generations % given.batch_size:
         parser.error("--batch-size: must divide the number of episodes, groups x num-generations")
@@ -189,21 +203,23 @@ def main() -> None:
         one(given)
         return
     _measure.threads()
-    mine = ("json", "repeats", "only", "model")
-    shared = [f"--{key.replace('_', '-')}={value}" for key, value in vars(given).items() if key not in mine]
+    mine = ("json", "repeats", "only", "kind")
+    told = {key: value for key, value in vars(given).items() if key not in mine and value is not None}
+    shared = [f"--{key.replace('_', '-')}={value}" for key, value in told.items()]
 
     rows = []
-    for kind in SHAPES[given.size]:
+    for kind in [Path(given.model).name] if given.model else SHAPES[given.size]:
         found: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
         for repeat in range(given.repeats):
             for name in sorted(found, reverse=repeat % 2 == 1):
-                found[name].append(_measure.alone(__file__, [f"--only={name}", f"--model={kind}", *shared]))
+                found[name].append(_measure.alone(__file__, [f"--only={name}", f"--kind={kind}", *shared]))
         work = {name: amounts(processes) for name, processes in found.items()}
         if work["ours"] != work["trl"]:
             sys.exit(f"{kind}: turns, sampled tokens and tokens in all differ, it was not the same work: {work}.")
         rows.append({"model": kind} | found)
     results = _measure.surroundings() | {
-        **{key: value for key, value in vars(given).items() if key not in ("json", "only", "model")},
+        **{key: value for key, value in vars(given).items() if key not in ("json", "only", "kind", "model")},
+        "bf16": given.model is not None,
         "rows": rows,
     }
     _measure.publish(results, markdown(results), given.json)

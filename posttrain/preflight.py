@@ -21,7 +21,7 @@ def check_run(cfg: Any, *, resume: bool = False, kept: Path | None = None, data_
     """Look at everything a run needs before it starts; all that is wrong comes back in one UserError.
 
     kept: where the run keeps the rows that it made of its sources; a resumed run that has them reads no source.
-    data_sets: what it needs from the Hub besides the sources of `data` and `distillation`.
+    data_sets: what it needs from the Hub besides its sources.
     """
     problems: list[str] = []
 
@@ -36,6 +36,7 @@ def check_run(cfg: Any, *, resume: bool = False, kept: Path | None = None, data_
     several = getattr(cfg, "checkpoints", {}).values()
     sections = [cfg.model] if hasattr(cfg, "model") else [ModelSection(name_or_path=path) for path in several]
     data = [section for key in ("data", "distillation") if (section := getattr(cfg, key, None)) is not None]
+    data += [cfg] if hasattr(cfg, "sources") else []  # posttrain.pairs
     data_paths = [source.path for section in data for source in section.sources]
     if resume and kept is not None and (kept / checkpoint.MANIFEST).exists():
         data_paths = []

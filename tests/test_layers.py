@@ -44,6 +44,7 @@ LAYERS = [
     [f"posttrain.{name}" for name in ("training", "preflight", "rollout", "run_state")],
     ["posttrain.monitoring", "posttrain.plan", "posttrain.distillation", "posttrain.inference"],
     ["posttrain.evaluation", "posttrain.starpo_run"],
+    ["posttrain.pairs"],
     SCRIPTS,
 ]
 LAYER = {module: number for number, modules in enumerate(LAYERS) for module in modules}

@@ -1,4 +1,4 @@
-"""What does a run of phase 1 or 2 need to take seconds?  A tiny model, a few dozen rows and a config."""
+"""What does a run need to take seconds?  A tiny model, a few dozen rows and a config."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
 import yaml
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from posttrain.chat import Chat
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,6 +36,31 @@ def tiny_base(folder: Path, tokenizer: PreTrainedTokenizerFast, width: int = 32)
     LlamaForCausalLM(shape).save_pretrained(folder)
     copy.deepcopy(tokenizer).save_pretrained(folder)
     return folder
+
+
+def taught(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """The tiny model learns to answer: two words that are different or the same, and a sum that is right or wrong."""
+    net, chat, rng = AutoModelForCausalLM.from_pretrained(folder), Chat.load(copy.deepcopy(tokenizer), None), Random(0)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    for _ in range(150):
+        rows = []
+        for n in (rng.randrange(6) for _ in range(8)):
+            few = rng.choices("abcdefgh", k=12) if rng.random() < 0.5 else ["a", "b"] * 6
+            said = rng.choice(
+                [(f"Tell me about {n}.", " ".join(few)), (f"{n} + 1 = ?", rf"\boxed{{{n + rng.choice([1, 2])}}}")]
+            )
+            rows.append(
+                chat.encode(
+                    [{"role": role, "content": text} for role, text in zip(("user", "assistant"), said, strict=True)]
+                )
+            )
+        width = max(len(ids) for ids, _ in rows)
+        ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows])
+        labels = ids.masked_fill(~torch.tensor([mask + [False] * (width - len(mask)) for _, mask in rows]), -100)
+        net(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    net.save_pretrained(folder)
 
 
 def conversations(file: Path, count: int = 80) -> Path:

@@ -1,4 +1,4 @@
-"""What may a run be told, and what is it told?  Schemas of the five scripts; YAML files and overrides on top of them.
+"""What may a run be told, and what is it told?  Schemas of the scripts, one a file; YAML files and overrides on top.
 
     python train_phase1_sft.py --config configs/quickstart/phase1_sft.yaml trainer.learning_rate=1e-3 seed=1
 
@@ -12,6 +12,7 @@ from posttrain.config.data import DataSection, Source
 from posttrain.config.dpo import DPORun
 from posttrain.config.evaluation import EnvSuite, EvaluateRun, NamedSampling, SampledSuite, Settings, SuitesSection
 from posttrain.config.loading import dump, load, resolve, run
+from posttrain.config.pairs import PairsRun
 from posttrain.config.sft import SFTRun
 from posttrain.config.shared import (
     ChatSection,
@@ -57,6 +58,7 @@ __all__ = [
     "MathSuite",
     "ModelSection",
     "NamedSampling",
+    "PairsRun",
     "PreferenceSuite",
     "ProtocolSection",
     "RecallSuite",

@@ -8,11 +8,12 @@ from pydantic import AfterValidator, model_validator
 
 from posttrain.config.shared import Field, Section, wrong
 
-SFT_KINDS = ("openmathinstruct", "capybara", "messages", "demonstrations")
+SFT_KINDS = ("openmathinstruct", "gsm8k", "capybara", "messages", "demonstrations")
 DPO_KINDS = ("ultrafeedback", "preferences")
 PROMPT_KINDS = (*SFT_KINDS, *DPO_KINDS, "prompts")  # of which phase 3 takes the prompts alone
 _KIND_OPTIONS: dict[str, dict[str, Any]] = {
     "openmathinstruct": {"code": "drop", "max_per_question": 4},
+    "gsm8k": {},
     "capybara": {"min_turns": 1},
     "ultrafeedback": {"min_margin": 0.0},
     "messages": {},
@@ -26,7 +27,14 @@ class Source(Section):
     """One data set: Source(kind="capybara", path="trl-lib/Capybara", rows=12000)."""
 
     kind: Literal[
-        "openmathinstruct", "capybara", "ultrafeedback", "messages", "preferences", "demonstrations", "prompts"
+        "openmathinstruct",
+        "gsm8k",
+        "capybara",
+        "ultrafeedback",
+        "messages",
+        "preferences",
+        "demonstrations",
+        "prompts",
     ] = Field("the schema of its rows, which decides the loader and its filters")
     path: str = Field("Hub id, a local .jsonl or .parquet file, or `embedded` (generated here)", min_length=1)
     rows: int | None = Field("rows kept after filtering, sampled by seed; null keeps all", None, ge=1)

@@ -19,7 +19,10 @@ class Suite(Section):
 
 class MathSuite(Suite):
     sources: list[str] = Field(
-        "embedded, gsm8k, math500, or local files with question and answer", ["embedded"], min_length=1
+        "embedded, gsm8k, math500, gsm8k_held_out (524 questions of its training split; gsm8k_held_out=FILE reads the"
+        " split from a file), or local files with question and answer",
+        ["embedded"],
+        min_length=1,
     )
     instruction: str = Field("added to each question, e.g. how to mark the answer", "")
 

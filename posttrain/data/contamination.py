@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants
 
 from posttrain import embedded
+from posttrain.config import Source
 from posttrain.data import reading
-from posttrain.data.filters import Example
+from posttrain.data.filters import Example, is_text
+from posttrain.data.gsm8k import is_held_out
 from posttrain.types import one_line
 
 N = 13
@@ -62,9 +64,15 @@ class EvaluationQuestions:
         return False
 
 
-def evaluation_questions(paths: Iterable[str], seed: int) -> EvaluationQuestions:
-    """What the sources at these paths must be checked against: the embedded problems, the real sets, or both."""
-    paths, known = set(paths), EvaluationQuestions()
+def evaluation_questions(sources: Sequence[Source], seed: int, key: str = "data.sources") -> EvaluationQuestions:
+    """What these sources must be checked against: the embedded problems, the real sets, or both; and the held-out
+    questions of GSM8K's training split where one of them holds it. key: where the config names the sources."""
+    paths, known = {source.path for source in sources}, EvaluationQuestions()
+    for number, source in enumerate(sources):
+        if source.kind == "gsm8k":
+            rows = reading.read(source, f"{key}.{number}", seed)
+            asked = [row["question"] for row in rows if is_text(row["question"]) and is_held_out(row["question"])]
+            known.add(f"{source.path} that are held out", asked)
     if reading.EMBEDDED in paths:
         splits = ("unseen_questions", "unseen_operands")
         problems = [p["question"] for split in splits for p in embedded.math_problems(EMBEDDED_PROBLEMS, seed, split)]

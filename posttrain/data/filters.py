@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from posttrain.chat import Message
 from posttrain.config import Source
+from posttrain.data import gsm8k as gsm8k_rows
 from posttrain.judge import MathJudge, last_boxed
 
 BOX = re.compile(r"\\boxed\s*\{")
@@ -24,10 +25,12 @@ LARGEST_SCORE = 1e100  # what is larger, or no number, is no score
 
 
 class Example(NamedTuple):
-    """What is kept: one dialogue, or chosen and rejected, and the question, which decides the side of the split."""
+    """What is kept: one dialogue, or chosen and rejected; the question, which decides the side of the split; and what
+    the answer comes to, where the row says it."""
 
     question: str
     dialogues: list[list[Message]]
+    answer: str | None = None
 
 
 Check = Callable[[dict[str, Any], Source, MathJudge], Example | str]
@@ -60,7 +63,21 @@ def openmathinstruct(row: dict[str, Any], source: Source, judge: MathJudge) -> E
         return "text after the box"
     if not judge.correct(solution, str(row["expected_answer"])):
         return "box is not the expected answer"
-    return Example(question, [messages])
+    return Example(question, [messages], str(row["expected_answer"]))
+
+
+def gsm8k(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
+    """A question that is not held out, and its worked answer with the final number in a box."""
+    question, answer = row["question"], row["answer"]
+    if reason := fault([{"role": "user", "content": question}, {"role": "assistant", "content": answer}]):
+        return reason
+    number = gsm8k_rows.final(answer)
+    if number is None:
+        return "no number behind ####"
+    if gsm8k_rows.is_held_out(question):
+        return "held out for the evaluation"
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": gsm8k_rows.solution(answer)}]
+    return Example(question, [messages], number)
 
 
 def dialogue(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
@@ -102,11 +119,13 @@ def prompt(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | s
     messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else _plain(asked)
     if reason := fault([*messages, {"role": "assistant", "content": "its answer, to come"}]):
         return "does not end with the user" if reason == "roles do not alternate" else reason
-    return Example("\n".join(message["content"] for message in messages), [messages])
+    answer = row.get("answer")
+    return Example("\n".join(message["content"] for message in messages), [messages], answer and str(answer))
 
 
 CHECKS: dict[str, Check] = {
     "openmathinstruct": openmathinstruct,
+    "gsm8k": gsm8k,
     "capybara": dialogue,
     "messages": dialogue,
     "demonstrations": dialogue,

@@ -19,7 +19,7 @@ import numpy as np
 from datasets import Dataset, Features, List, Value
 
 from posttrain import parallel
-from posttrain.chat import Chat
+from posttrain.chat import Chat, Message
 from posttrain.config import DataSection, Source
 from posttrain.data import reading
 from posttrain.data.contamination import EvaluationQuestions, evaluation_questions
@@ -63,6 +63,14 @@ class PromptData(NamedTuple):
     table: FilterTable
 
 
+class Question(NamedTuple):
+    """A prompt with the messages behind its ids, and what its answer comes to, where that is known."""
+
+    messages: list[Message]
+    ids: list[int]
+    answer: str | None
+
+
 class Sample(NamedTuple):
     """A row as token ids, with what the table counts of it."""
 
@@ -99,6 +107,39 @@ def load_prompts(data: DataSection, chat: Chat) -> PromptData:
     return PromptData(*_load(data, chat, encode_prompts, PROMPT_COLUMNS, title, "answers to come", "distillation"))
 
 
+def load_questions(data: DataSection, chat: Chat) -> tuple[list[Question], FilterTable]:
+    """Prompts as messages, with the answer where a source tells it; prints the table, UserError where none is left."""
+    known = evaluation_questions(data.sources, data.seed, "sources") if data.decontaminate else EvaluationQuestions()
+    table = FilterTable(notes=known.notes, title="Prompts", trained="answers to come")
+    questions: list[Question] = []
+    with MathJudge() as judge:
+        for number, source in enumerate(data.sources):
+            report = SourceReport(source.path, source.kind, reading.licence(source))
+            rows, drawn = _draw(source, f"sources.{number}", data.seed, judge, report), len(questions)
+            for row in rows:
+                messages = _asked(row)
+                ids = chat.prompt(messages)
+                if source.rows is not None and len(questions) - drawn == source.rows:
+                    report.drop("not drawn")
+                elif known.seen_in(row):
+                    report.drop("in an evaluation set")
+                elif len(ids) > data.max_length:
+                    report.drop(f"longer than {data.max_length} tokens")
+                else:
+                    questions.append(Question(messages, ids, row.answer))
+                    report.tokens += len(ids)
+            report.train = report.per_epoch = report.trained_tokens = len(questions) - drawn
+            table.sources.append(report)
+    console().print(table)
+    for number, report in enumerate(table.sources):
+        if report.train == 0:
+            raise UserError(
+                f"Nothing is left of sources.{number}: {report.summary()}. Check that `kind` and `path` fit, or remove"
+                " this source."
+            )
+    return questions, table
+
+
 def _load(
     data: DataSection,
     chat: Chat,
@@ -108,8 +149,8 @@ def _load(
     trained: str = "of them trained",
     section: str = "data",
 ) -> tuple[Dataset, Dataset, FilterTable]:
-    paths = [source.path for source in data.sources]
-    known = evaluation_questions(paths, data.seed) if data.decontaminate else EvaluationQuestions()
+    key = f"{section}.sources"
+    known = evaluation_questions(data.sources, data.seed, key) if data.decontaminate else EvaluationQuestions()
     unchecked = ["NOT checked against any evaluation set: data.decontaminate is false."]
     table = FilterTable(notes=known.notes or unchecked, title=title, trained=trained)
     kept: list[list[tuple[str, Sample]]] = []
@@ -270,16 +311,21 @@ def encode_prompts(rows: list[Example], chat: Chat, max_length: int) -> list[Sam
     """Ids of the messages before an answer, up to its header; none is cut."""
     samples: list[Sample | str] = []
     for row in rows:
-        messages = row.dialogues[0]
-        answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-        if messages[-1]["role"] == "assistant":
-            messages = messages[: answers[derive_seed("answer", *(m["content"] for m in messages)) % len(answers)]]
-        ids = np.array(chat.prompt(messages), np.int32)
+        ids = np.array(chat.prompt(_asked(row)), np.int32)
         if len(ids) > max_length:
             samples.append(f"longer than {max_length} tokens")
         else:
             samples.append(Sample((ids,), len(ids), trained=1))
     return samples
+
+
+def _asked(row: Example) -> list[Message]:
+    """The messages before an answer of the row, or before the answer to come."""
+    messages = row.dialogues[0]
+    answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    if messages[-1]["role"] == "assistant":
+        messages = messages[: answers[derive_seed("answer", *(m["content"] for m in messages)) % len(answers)]]
+    return messages
 
 
 def _last_answer(ids: list[int], mask: list[bool]) -> tuple[np.ndarray, np.ndarray]:

@@ -24,6 +24,7 @@ from datasets.exceptions import DatasetsError
 from posttrain import embedded
 from posttrain.compat import HTTP_ERROR
 from posttrain.config import Source
+from posttrain.data import gsm8k
 from posttrain.data.filters import fault, is_text, whole_dialogue
 from posttrain.runlog import Progress
 from posttrain.types import UserError, one_line
@@ -57,6 +58,7 @@ TRAINING = {
         data_files={"train": "correct_solutions/*.jsonl"},
         streaming=True,
     ),
+    "gsm8k": HubSet("openai/gsm8k", "MIT", "train", 7_473, config="main"),
     "capybara": HubSet("trl-lib/Capybara", "Apache-2.0 (as LDJnr/Capybara)", "train", 15_806),
     "ultrafeedback": HubSet("HuggingFaceH4/ultrafeedback_binarized", "MIT", "train_prefs", 61_135),
 }
@@ -64,12 +66,14 @@ TRAINING = {
 # What is never trained on, by the name that a config calls it.
 HELD_OUT = {
     "gsm8k": HubSet("openai/gsm8k", "MIT", "test", 1_319, config="main"),
+    gsm8k.HELD_OUT: TRAINING["gsm8k"],  # of which the held-out questions are asked, and those alone
     "math500": HubSet("HuggingFaceH4/MATH-500", "MIT (as hendrycks/math)", "test", 500),
     "ultrafeedback": HubSet("HuggingFaceH4/ultrafeedback_binarized", "MIT", "test_prefs", 2_000),
 }
 
 COLUMNS = {
     "openmathinstruct": ("question", "generated_solution", "expected_answer", "error_message", "is_correct"),
+    "gsm8k": ("question", "answer"),
     "capybara": ("messages",),
     "ultrafeedback": ("chosen", "rejected", "score_chosen", "score_rejected"),
     "messages": ("messages",),
@@ -84,8 +88,13 @@ Placed = tuple[str, dict[str, Any]]  # where a row stands in its file, "line 3" 
 
 
 def read(source: Source, key: str, seed: int) -> Iterator[dict[str, Any]]:
-    """The rows of a source, each with the columns of its kind; `key` says where the config names it."""
+    """The rows of a source, each with the columns of its kind; `key` says where the config names it.
+
+    The messages of `prompts` may stand in a column of either name.
+    """
     for place, row in _open(source, key, seed):
+        if source.kind == "prompts" and "prompt" not in row and "messages" in row:
+            row["prompt"] = row["messages"]
         _check(row, source.kind, f"{key}: {place} of {source.path}")
         yield row
 
@@ -260,6 +269,7 @@ def _generated(source: Source, key: str, seed: int) -> Iterator[dict[str, Any]]:
         "openmathinstruct": embedded.openmathinstruct,
         "capybara": embedded.capybara,
         "ultrafeedback": embedded.ultrafeedback,
+        "prompts": embedded.training_prompts,
     }
     if source.kind not in generators:
         raise UserError(

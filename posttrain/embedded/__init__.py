@@ -10,6 +10,7 @@ Everything is drawn from `derive_seed(seed, ...)`, row by row, so row 17 is the 
   the fixed number of sentences means that it cannot repeat less by merely saying less.
 - `ultrafeedback`: pairs of answers. In the chosen one no sentence comes twice; the rejected one, equally long, repeats
   sentences, or its box holds a number of the question instead of the result, or it breaks the rules of an environment.
+- `prompts`: open questions without answers.
 - `demonstrations`: episodes of the environments: of the lake and of Sokoban by weak scripted policies, which teach the
   format and the rules, not the skill; of the others by the expert.
 
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 from posttrain.embedded.arithmetic import math_problems, openmathinstruct
 from posttrain.embedded.base_model import build_base
-from posttrain.embedded.conversations import capybara, open_prompts, recall_dialogues
+from posttrain.embedded.conversations import capybara, open_prompts, recall_dialogues, training_prompts
 from posttrain.embedded.environments import demonstrations
 from posttrain.embedded.preferences import preference_pairs, ultrafeedback
 
@@ -36,5 +37,6 @@ __all__ = [
     "openmathinstruct",
     "preference_pairs",
     "recall_dialogues",
+    "training_prompts",
     "ultrafeedback",
 ]

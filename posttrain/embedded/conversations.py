@@ -187,6 +187,14 @@ def recall_dialogues(n: int, seed: int) -> list[dict[str, Any]]:
     return [{"messages": d["messages"][:-1], "answer": d["answer"]} for d in dialogues]
 
 
+def training_prompts(n: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Distinct open questions about the other topics: {"prompt": "Tell me about the old lake."}; all if n is more."""
+    topics = [f"{a} {p}" for a in ADJECTIVES for p in PLACES if not topic_held_out(f"{a} {p}")]
+    prompts = [ask.format(p=topic) for topic in topics for ask in OPEN_ASKS]
+    for prompt in random.Random(derive_seed(seed, "training_prompts")).sample(prompts, min(n, len(prompts))):
+        yield {"prompt": prompt}
+
+
 def open_prompts(n: int, seed: int) -> list[str]:
     """Distinct open questions about topics that no training row has."""
     topics = [f"{a} {p}" for a in ADJECTIVES for p in PLACES if topic_held_out(f"{a} {p}")]

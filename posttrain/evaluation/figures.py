@@ -15,7 +15,7 @@ from posttrain.types import Record, derive_seed
 
 # What is compared between two checkpoints, item by item. `equal_length` cuts each pair of answers to the shorter one.
 COMPARED = {
-    "math": ("accuracy", "tokens"),
+    "math": ("accuracy", "last_number", "tokens"),
     "repetition": ("equal_length", "seq_rep_4", "seq_rep_4_first", "longest_repeat", "never_stops", "tokens"),
     "recall": ("accuracy",),
     "preferences": ("accuracy", "margin"),
@@ -76,7 +76,8 @@ def _answer_figures(rows: Sequence[Record]) -> Record:
 
 def _math_figures(parts: dict[str, list[Record]]) -> Record:
     together = [row for rows in parts.values() for row in rows]
-    total = _answer_figures(together) | {"boxed": fmean(float(row["boxed"]) for row in together)}
+    total = _answer_figures(together)
+    total |= {name: fmean(float(row[name]) for row in together) for name in ("boxed", "last_number")}
     return total | {"parts": {part: _answer_figures(rows) for part, rows in parts.items()}}
 
 

@@ -124,7 +124,7 @@ def score_answers(
 
     `equal_length` tokens of each answer count for `seq_rep_4_first`. ValueError where a log-prob is not finite.
     """
-    from posttrain.judge import last_boxed
+    from posttrain.judge import last_boxed, last_number
 
     rows = []
     for item, completion in zip(task.items, completions, strict=True):
@@ -134,6 +134,8 @@ def score_answers(
         if task.suite == "math":
             row["accuracy"] = judge.correct(row["text"], item["answer"])
             row["boxed"] = last_boxed(row["text"]) is not None
+            number = last_number(row["text"])
+            row["last_number"] = number is not None and judge.equal(number, item["answer"])
         elif task.suite == "recall":
             row["accuracy"] = recalls(row["text"], item["answer"])
         else:

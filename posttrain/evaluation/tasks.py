@@ -164,6 +164,7 @@ def env_section(cfg: EvaluateRun, title: str) -> EnvSection:
 def math_items(cfg: EvaluateRun) -> list[tuple[str, str, list[dict[str, Any]]]]:
     """(source, part, problems) of every part; embedded has two: new questions, and operands never seen together."""
     from posttrain import embedded
+    from posttrain.data.gsm8k import HELD_OUT
 
     suite = cfg.suites.math
     assert suite is not None
@@ -178,6 +179,8 @@ def math_items(cfg: EvaluateRun) -> list[tuple[str, str, list[dict[str, Any]]]]:
             golds = [row["answer"].split("####")[-1].strip().replace(",", "") for row in rows]
             asked = [{"question": row["question"], "answer": gold} for row, gold in zip(rows, golds, strict=True)]
             parts.append((source, source, asked))
+        elif source.partition("=")[0] == HELD_OUT:
+            parts.append((HELD_OUT, HELD_OUT, gsm8k_held_out(source, most(suite))))
         elif source == "math500":
             rows = hub_rows(source, "math.sources")
             asked = [{"question": row["problem"], "answer": row["answer"]} for row in rows]
@@ -193,12 +196,29 @@ def math_items(cfg: EvaluateRun) -> list[tuple[str, str, list[dict[str, Any]]]]:
     ]
 
 
+def gsm8k_held_out(source: str, most: int) -> list[dict[str, Any]]:
+    """The held-out questions of GSM8K's training split, from the Hub or from the local file that `source` names."""
+    from posttrain.data.gsm8k import final, is_held_out
+
+    name, given, file = source.partition("=")
+    rows = file_rows(file, "questions", "suites.math.sources", None) if given else hub_rows(name, "math.sources")
+    found = [
+        {"question": row["question"], "answer": final(row["answer"])} for row in rows if is_held_out(row["question"])
+    ]
+    if not found or any(row["answer"] is None for row in found):
+        raise UserError(
+            f"suites.math.sources: {file or name} holds no held-out row of GSM8K with a number behind ####. Name a file"
+            " of the whole training split of openai/gsm8k, with its columns question and answer."
+        )
+    return found[:most]
+
+
 def _as_prompt(row: dict[str, Any], instruction: str) -> dict[str, Any]:
     content = f"{row['question']} {instruction}".strip()
     return {"messages": [{"role": "user", "content": content}], "answer": str(row["answer"])}
 
 
-def file_rows(source: str, kind: Any, key: str, most: int) -> list[dict[str, Any]]:
+def file_rows(source: str, kind: Any, key: str, most: int | None) -> list[dict[str, Any]]:
     """The first rows of a local file; `key` is where the config names it."""
     from posttrain.data.reading import evaluation_rows
 

@@ -1,0 +1,287 @@
+"""Which of its own answers should a model prefer?  Sampled, judged, and written as preference pairs for phase 2.
+
+    python -m posttrain.pairs                                           configs/pairs.yaml
+    python -m posttrain.pairs model.name_or_path=MODEL "sources=[{kind: prompts, path: my.jsonl}]" output_dir=runs/my
+    python -m posttrain.pairs --resume                                  go on where it was stopped
+
+Rows of `prompts` have a column `prompt` or `messages`, and `answer` where it is known what is right. Then a right
+answer wins over a wrong one, by math-verify on the last \\boxed{}. Without it, the answer that repeats itself loses
+against one of similar length that does not, both cut to the shorter. Of all such pairs of a prompt those most alike in
+length (with a known answer) or furthest apart in repetition (without) are written. An answer that `max_new_tokens` cut
+off is written up to its last whole sentence, since phase 2 puts the stop token behind it; it is never taken for right.
+
+`output_dir` gets prompts.jsonl, answers.jsonl (a row as each answer comes) and, at the end, pairs.jsonl:
+{"prompt": [...], "chosen": [{"role": "assistant", ...}], "rejected": [...], "score_chosen": 1, "score_rejected": -.3}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from posttrain import config, files, runlog
+from posttrain.config import DataSection, PairsRun
+from posttrain.metrics import seq_rep_n
+from posttrain.types import Completion, SamplingParams, UserError, derive_seed
+
+if TYPE_CHECKING:
+    from posttrain.chat import Chat
+    from posttrain.data import Question
+    from posttrain.judge import MathJudge
+    from posttrain.sampler import Sampler
+
+PROMPTS, ANSWERS, PAIRS = "prompts.jsonl", "answers.jsonl", "pairs.jsonl"
+SENTENCE_END = re.compile(r"[.!?][\"')\]]*(?=\s)")
+REMEDY = "Start anew in another folder (output_dir=...)."
+ADVICE = {  # why a prompt gave no pair, and what to change when none did
+    "all answers right": "take harder prompts, or raise the temperatures",
+    "all answers wrong": "take easier prompts, more answers (num_generations), or a model after more of phase 1",
+    "all answers the same or empty": "raise the temperatures, or num_generations",
+    "no whole sentence": "raise max_new_tokens, or take a model after more of phase 1",
+    "no answer repeats itself more than another": "lower the temperatures (0 is greedy), or min_repetition",
+    "answers too unlike in length": "lower min_length_ratio, or raise num_generations",
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer: Answer(prompt=3, number=0, ids=[17, 4], text="It is 4.", finished=True, right=None).
+
+    ids: without the stop token. right: None where the prompt has no known answer.
+    """
+
+    prompt: int
+    number: int
+    ids: list[int]
+    text: str
+    finished: bool
+    right: bool | None
+
+    @property
+    def sentences(self) -> str:
+        """The text, of an unfinished answer up to the end of its last whole sentence."""
+        return (
+            self.text
+            if self.finished
+            else self.text[: max((m.end() for m in SENTENCE_END.finditer(self.text)), default=0)]
+        )
+
+    @property
+    def score(self) -> float:
+        """1 for a right answer, less the share of its 4-grams that are repeated."""
+        return float(self.right or False) - seq_rep_n(self.ids)
+
+
+def main(argv: list[str] | None = None) -> None:
+    cfg, flags = config.load(PairsRun, "configs/pairs.yaml", argv, add_flags)
+    out = Path(cfg.output_dir)
+    runlog.keep_private(out)
+
+    from posttrain import checkpoint, data, models, run_identity
+    from posttrain.judge import MathJudge
+    from posttrain.preflight import check_run
+
+    check_run(cfg, resume=flags.resume)
+    if flags.resume:
+        run_identity.same_run(out, cfg.model_dump(mode="json"))
+    checkpoint.claim(out, flags.resume)
+    model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template, training=False)
+    with checkpoint.full_disk_in_words(out), MathJudge() as judge:
+        if not (out / PROMPTS).exists():
+            room = cfg.max_length - cfg.max_new_tokens
+            section = DataSection(
+                sources=cfg.sources, max_length=max(8, room), seed=cfg.seed, decontaminate=cfg.decontaminate
+            )
+            write_rows(out / PROMPTS, (question._asdict() for question in data.load_questions(section, chat)[0]))
+            run_identity.remember_run(out, cfg.model_dump(mode="json"), flags.resume)
+        questions = [data.Question(**row) for row in files.read_json_lines(out / PROMPTS, REMEDY)]
+        answers = answered(cfg, model, chat, questions, judge)
+    pairs, reasons = chosen(cfg, answers)
+    told = report(len(questions), pairs, reasons)
+    if not pairs:
+        raise UserError(told)
+    write_rows(out / PAIRS, (row(questions[better.prompt], better, worse) for better, worse in pairs))
+    print(f"{told}\nRead them with data.sources: [{{kind: preferences, path: {out / PAIRS}}}]")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--resume", action="store_true", help="keep the answers that output_dir holds, and go on")
+
+
+def write_rows(file: Path, rows: Iterator[dict[str, Any]]) -> None:
+    """All of them or none."""
+    part = file.with_suffix(".partial")
+    with part.open("w", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(row) + "\n" for row in rows)
+    part.replace(file)
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+def answered(cfg: PairsRun, model: Any, chat: Chat, questions: Sequence[Question], judge: MathJudge) -> list[Answer]:
+    """`num_generations` answers to each question: those in the folder, then new ones, written there as they come."""
+    from posttrain import plan
+    from posttrain.evaluation.scoring import MOST_ROWS
+    from posttrain.rollout import open_sampler
+
+    file = Path(cfg.output_dir) / ANSWERS
+    answers = [Answer(**row) for row in files.read_json_lines(file, REMEDY)] if file.exists() else []
+    write_rows(file, map(asdict, answers))  # without what a kill left at its end
+    found = {(answer.prompt, answer.number) for answer in answers}
+    places = [(n, number) for n in range(len(questions)) for number in range(cfg.num_generations)]
+    left = sorted((place for place in places if place not in found), key=lambda place: _temperature(cfg, place[1]))
+    if not left:
+        return answers
+    longest = max(len(question.ids) for question in questions) + cfg.max_new_tokens
+    slots = plan.rows_at_once(model, cfg.model, longest, cfg.max_new_tokens, cfg.batch_size or MOST_ROWS)
+    sampler = open_sampler(model, chat, max_context=longest)
+    with (
+        file.open("a", encoding="utf-8") as lines,
+        runlog.Progress(len(places), "answers", start=len(answers), unit="answer") as progress,
+    ):
+
+        def came(place: tuple[int, int], completion: Completion) -> None:
+            ids = completion.ids[:-1] if completion.finished else completion.ids
+            text, wanted = chat.decode(completion.ids), questions[place[0]].answer
+            right = None if wanted is None else judge.correct(text, wanted)
+            answers.append(Answer(*place, ids, text, completion.finished, right))
+            lines.write(json.dumps(asdict(answers[-1])) + "\n")
+            lines.flush()
+            judged = [answer.right for answer in answers if answer.right is not None]
+            figures = {"right": fmean(judged)} if judged else {}
+            progress.update(len(answers), tokens=fmean(len(answer.ids) for answer in answers), **figures)
+
+        for temperature, several in groupby(left, key=lambda place: _temperature(cfg, place[1])):
+            params = SamplingParams(max_new_tokens=cfg.max_new_tokens, temperature=temperature)
+            ask(sampler, questions, list(several), params, cfg.seed, slots, came)
+    return answers
+
+
+def _temperature(cfg: PairsRun, number: int) -> float:
+    return cfg.temperatures[number % len(cfg.temperatures)]
+
+
+def ask(
+    sampler: Sampler,
+    questions: Sequence[Question],
+    places: list[tuple[int, int]],
+    params: SamplingParams,
+    seed: int,
+    slots: int,
+    came: Callable[[tuple[int, int], Completion], None],
+) -> None:
+    """One answer for each (question, number), at most `slots` at a time; who is done makes room for who waits."""
+    waiting = places[::-1]
+    writing: dict[int, tuple[int, int]] = {}
+
+    def enter(count: int) -> list[tuple[int, int]]:
+        several = [waiting.pop() for _ in range(min(count, len(waiting)))]
+        if not several:
+            return []
+        handles = sampler.open([questions[place[0]].ids for place in several])
+        writing.update(zip(handles, several, strict=True))
+        return [(handle, derive_seed(seed, "answer", *writing[handle])) for handle in handles]
+
+    def then(finished: list[tuple[int, Completion]]) -> list[tuple[int, int]]:
+        for handle, completion in finished:
+            came(writing.pop(handle), completion)
+        sampler.close([handle for handle, _ in finished])
+        return enter(slots - len(writing))
+
+    sampler.converse(enter(slots), params, then)
+
+
+# -- pairs -------------------------------------------------------------------------------------------------------------
+
+
+def chosen(cfg: PairsRun, answers: Sequence[Answer]) -> tuple[list[tuple[Answer, Answer]], Counter[str]]:
+    """The pairs, better answer first, in the order of the prompts; and why how many prompts gave none."""
+    pairs: list[tuple[Answer, Answer]] = []
+    reasons: Counter[str] = Counter()
+    for _, several in groupby(sorted(answers, key=lambda answer: (answer.prompt, answer.number)), lambda a: a.prompt):
+        different = list({text: answer for answer in several if (text := answer.text.strip())}.values())
+        of_prompt, reason = pairs_of(cfg, different)
+        pairs += of_prompt
+        if not of_prompt:
+            reasons[reason] += 1
+    return pairs, reasons
+
+
+def pairs_of(cfg: PairsRun, answers: list[Answer]) -> tuple[list[tuple[Answer, Answer]], str]:
+    """At most `pairs_per_prompt` pairs of different answers to one prompt, and why there are no more."""
+    found: list[tuple[Answer, Answer]] = []
+    while True:
+        pair = best(cfg, answers)
+        if isinstance(pair, str):
+            return found, pair
+        found.append(pair)
+        if len(found) == cfg.pairs_per_prompt:
+            return found, ""
+        answers = [answer for answer in answers if answer not in pair]
+
+
+def best(cfg: PairsRun, answers: Sequence[Answer]) -> tuple[Answer, Answer] | str:
+    """The clearest pair of these answers, or why there is none (a key of ADVICE)."""
+    if len(answers) < 2:
+        return "all answers the same or empty"
+    answers = [answer for answer in answers if answer.sentences]
+    if not answers:
+        return "no whole sentence"
+    if answers[0].right is None:
+        apart = [(one, other) for one in answers for other in answers if gap(one, other) >= cfg.min_repetition]
+        if not apart:
+            return "no answer repeats itself more than another"
+        alike = [pair for pair in apart if length_ratio(*pair) >= cfg.min_length_ratio]
+        return max(alike, key=lambda pair: gap(*pair)) if alike else "answers too unlike in length"
+    right, wrong = [a for a in answers if a.right and a.finished], [a for a in answers if not a.right]
+    if not right or not wrong:
+        return "all answers right" if right else "all answers wrong"
+    alike = [(a, b) for a in right for b in wrong if length_ratio(a, b) >= cfg.min_length_ratio]
+    return max(alike, key=lambda pair: length_ratio(*pair)) if alike else "answers too unlike in length"
+
+
+def gap(one: Answer, other: Answer) -> float:
+    """By how much the other repeats itself more, both cut to the shorter; -1 where the whole texts say otherwise."""
+    length = min(len(one.ids), len(other.ids))
+    more = seq_rep_n(other.ids[:length]) - seq_rep_n(one.ids[:length])
+    return more if one.score > other.score else -1.0
+
+
+def length_ratio(one: Answer, other: Answer) -> float:
+    shorter, longer = sorted((len(one.ids), len(other.ids)))
+    return shorter / longer if longer else 1.0
+
+
+def row(question: Question, better: Answer, worse: Answer) -> dict[str, Any]:
+    """A row as phase 2 reads it."""
+    sides = {"chosen": better, "rejected": worse}
+    return (
+        {"prompt": question.messages}
+        | {side: [{"role": "assistant", "content": answer.sentences}] for side, answer in sides.items()}
+        | {f"score_{side}": round(answer.score, 6) for side, answer in sides.items()}
+    )
+
+
+def report(prompts: int, pairs: Sequence[tuple[Answer, Answer]], reasons: Counter[str]) -> str:
+    """What became of the prompts, and what to change where too little did."""
+    by_answer = sum(better.right is not None for better, _ in pairs)
+    told = [f"{len(pairs):,} pairs of {prompts:,} prompts: {by_answer:,} right against wrong, "]
+    told[0] += f"{len(pairs) - by_answer:,} by repetition."
+    if pairs:
+        tokens = [fmean(len(pair[side].ids) for pair in pairs) for side in (0, 1)]
+        told.append(f"Chosen answers have {tokens[0]:.0f} tokens, rejected ones {tokens[1]:.0f}.")
+    told += [f"Without a pair: {reason} {count:,} ({ADVICE[reason]})." for reason, count in reasons.most_common()]
+    return " ".join(told)
+
+
+if __name__ == "__main__":
+    config.run(main)

@@ -1,0 +1,223 @@
+"""Do a model's own answers become pairs that phase 2 reads, in one go or in two? Is a prompt without one explained?"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tiny_runs import ROOT, python, taught, tiny_base
+
+from posttrain import config
+from posttrain.config import PairsRun
+from posttrain.data import Question
+from posttrain.metrics import seq_rep_n
+from posttrain.pairs import ADVICE, Answer, best, chosen, length_ratio, report, row
+
+
+def settings(file: Path, **changes: Any) -> Path:
+    given = {
+        "output_dir": str(file.parent / "pairs"),
+        "device": "cpu",
+        "sources": [{"kind": "prompts", "path": str(file.parent / "prompts.jsonl")}],
+        "decontaminate": False,
+        "num_generations": 4,
+        "temperatures": [0.0, 1.0, 1.0, 1.0],
+        "max_new_tokens": 48,
+        "max_length": 128,
+        "batch_size": 4,
+        "min_repetition": 0.05,
+        "min_length_ratio": 0.1,
+    }
+    file.write_text(yaml.safe_dump(given | changes))
+    return file
+
+
+def prompts(file: Path, count: int = 6) -> None:
+    """Rows of both columns, some with an answer."""
+    rows: list[dict[str, Any]] = [{"prompt": f"Tell me about {n}."} for n in range(count)]
+    rows += [{"messages": [{"role": "user", "content": f"{n} + 1 = ?"}], "answer": n + 1} for n in range(2)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
+    folder = tiny_base(tmp_path_factory.mktemp("pairs") / "base", tiny_tokenizer)
+    taught(folder, tiny_tokenizer)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path, model: Path) -> Path:
+    prompts(tmp_path / "prompts.jsonl")
+    return settings(tmp_path / "pairs.yaml", model={"name_or_path": str(model)})
+
+
+def answer(text: str, *, finished: bool = True, right: bool | None = None, number: int = 0, prompt: int = 0) -> Answer:
+    """A token a word."""
+    words = text.split()
+    return Answer(prompt, number, [hash(word) % 10**6 for word in words], text, finished, right)
+
+
+def cfg(**changes: Any) -> PairsRun:
+    given = {"output_dir": "x", "model": {"name_or_path": "y"}, "sources": [{"kind": "prompts", "path": "z.jsonl"}]}
+    return PairsRun.model_validate(given | changes)
+
+
+FRESH, LOOP = "one two three four five six seven eight", "one two three four one two three four"
+
+
+def test_a_right_answer_wins_over_the_wrong_one_of_most_similar_length():
+    answers = [
+        answer("a b c d", right=True),
+        answer("w x", right=False, number=1),
+        answer("p q r", right=False, number=2),
+    ]
+    assert best(cfg(), answers) == (answers[0], answers[2])
+    assert best(cfg(min_length_ratio=0.9), answers) == "answers too unlike in length"
+    assert best(cfg(), answers[1:]) == "all answers wrong"
+    assert best(cfg(), [answers[0], answer("e", right=True, number=1)]) == "all answers right"
+    cut = answer("a b c d", right=True, finished=False)
+    assert best(cfg(), [cut, *answers[1:]]) == "all answers wrong"  # a cut answer is never chosen
+
+
+def test_of_open_answers_the_repetitive_one_loses_at_equal_length():
+    answers = [answer(FRESH), answer(LOOP, number=1)]
+    assert seq_rep_n(answers[1].ids) > 0.1
+    assert best(cfg(), answers) == tuple(answers)
+    assert best(cfg(min_repetition=0.5), answers) == "no answer repeats itself more than another"
+    assert best(cfg(), [answers[0], answer(f"{LOOP} {LOOP} {LOOP}", number=1)]) == "answers too unlike in length"
+    # the longer one repeats itself only behind the end of the shorter
+    assert best(cfg(), [answer("one two three four"), answers[1]]) == "no answer repeats itself more than another"
+    assert best(cfg(), [answer(FRESH, finished=False), answer(LOOP, finished=False)]) == "no whole sentence"
+
+
+def test_an_answer_that_was_cut_off_is_written_up_to_its_last_whole_sentence():
+    fresh, loop = (
+        answer("One is (so) two. Two is. And thr", finished=False),
+        answer('Is it? "It is." it is', finished=False),
+    )
+    assert (fresh.sentences, loop.sentences) == ("One is (so) two. Two is.", 'Is it? "It is."')
+    assert answer("No end", finished=False).sentences == "" and answer("No end").sentences == "No end"
+    written = row(Question([{"role": "user", "content": "?"}], [1], None), fresh, loop)
+    assert written["chosen"] == [{"role": "assistant", "content": "One is (so) two. Two is."}]
+
+
+def test_prompts_without_a_pair_are_counted_and_told_what_to_change():
+    answers = [answer("a", prompt=0), answer(" a ", prompt=0, number=1)]
+    answers += [answer(FRESH, prompt=1), answer(LOOP, prompt=1, number=1)]
+    answers += [answer("c", prompt=2, right=False), answer("d", prompt=2, number=1, right=False)]
+    pairs, reasons = chosen(cfg(), answers)
+    assert [better.prompt for better, _ in pairs] == [1]
+    assert reasons == {"all answers the same or empty": 1, "all answers wrong": 1}
+    told = report(3, pairs, reasons)
+    assert told.startswith("1 pairs of 3 prompts: 0 right against wrong, 1 by repetition.")
+    assert all(f"{reason} 1 ({ADVICE[reason]})" in told for reason in reasons)
+
+
+def test_several_pairs_of_a_prompt_share_no_answer():
+    texts = [f"{FRESH} {n}" for n in range(3)] + [f"{LOOP} {n}" for n in range(2)]
+    answers = [answer(text, number=n) for n, text in enumerate(texts)]
+    pairs, _ = chosen(cfg(pairs_per_prompt=5), answers)
+    assert len(pairs) == 2 and len({id(one) for pair in pairs for one in pair}) == 4
+    assert all(length_ratio(*pair) == 1 for pair in pairs)
+
+
+def test_the_rows_are_what_phase_2_reads(run: Path, tiny_chat: Any):
+    done = python("-m", "posttrain.pairs", "--config", str(run))
+    assert done.returncode == 0, done.stderr[-2000:]
+    out = run.parent / "pairs"
+    asked, answers, pairs = (rows_of(out / name) for name in ("prompts.jsonl", "answers.jsonl", "pairs.jsonl"))
+    assert len(asked) == 8 and len(answers) == 32
+    assert sum(row["answer"] is not None for row in asked) == 2
+    assert {answer["right"] for answer in answers if asked[answer["prompt"]]["answer"]} <= {True, False}
+    assert f"{len(pairs)} pairs of 8 prompts" in done.stdout
+    assert {pair["score_chosen"] > 0.9 for pair in pairs} == {True, False}  # a right sum, and words
+    assert all(pair["score_chosen"] > pair["score_rejected"] for pair in pairs)
+
+    from posttrain.config import DataSection
+    from posttrain.data import load_preferences
+
+    source = {"kind": "preferences", "path": str(out / "pairs.jsonl")}
+    section = DataSection.model_validate({"sources": [source], "max_length": 256, "decontaminate": False})
+    loaded = load_preferences(section, tiny_chat)
+    assert len(loaded.train) + len(loaded.eval) == len(pairs) > 0
+
+
+def test_a_run_that_was_killed_goes_on_and_gives_the_same(run: Path):
+    whole = python("-m", "posttrain.pairs", "--config", str(run))
+    assert whole.returncode == 0, whole.stderr[-2000:]
+    out, killed = run.parent / "pairs", run.parent / "killed"
+    command = [sys.executable, "-m", "posttrain.pairs", "--config", str(run), f"output_dir={killed}"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 120
+    while not (killed / "answers.jsonl").exists() or len(rows_of_whole(killed / "answers.jsonl")) < 3:
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    before = rows_of_whole(killed / "answers.jsonl")
+    with (killed / "answers.jsonl").open("a") as file:
+        file.write('{"prompt": 0, "num')
+    (killed / "pairs.jsonl").unlink(missing_ok=True)  # where the kill came too late
+
+    refused = python("-m", "posttrain.pairs", "--config", str(run), f"output_dir={killed}")
+    assert refused.returncode == 2 and "already holds a run" in refused.stderr
+    changed = python("-m", "posttrain.pairs", "--config", str(run), f"output_dir={killed}", "seed=1", "--resume")
+    assert changed.returncode == 2 and "seed was 0, now 1" in changed.stderr
+    again = python("-m", "posttrain.pairs", "--config", str(run), f"output_dir={killed}", "--resume")
+    assert again.returncode == 0, again.stderr[-2000:]
+    assert rows_of(killed / "answers.jsonl")[: len(before)] == before
+    by_place = [
+        sorted(rows_of(folder / "answers.jsonl"), key=lambda row: (row["prompt"], row["number"]))
+        for folder in (out, killed)
+    ]
+    assert by_place[0] == by_place[1]
+    assert rows_of(out / "pairs.jsonl") == rows_of(killed / "pairs.jsonl")
+
+
+def rows_of_whole(file: Path) -> list[dict[str, Any]]:
+    lines = file.read_text().split("\n")[:-1]
+    return [json.loads(line) for line in lines]
+
+
+def test_where_no_pair_is_left_the_end_says_what_to_change(run: Path):
+    told = python("-m", "posttrain.pairs", "--config", str(run), "num_generations=2", "temperatures=[0]")
+    assert told.returncode == 2 and "Traceback" not in told.stderr
+    assert "0 pairs of 8 prompts" in told.stderr and "all answers the same or empty" in told.stderr
+    assert ADVICE["all answers the same or empty"] in told.stderr
+    assert not (run.parent / "pairs" / "pairs.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["model.name_or_path=nowhere/at/all"], "nowhere/at/all"),
+        (["sources=[{kind: prompts, path: absent.jsonl}]"], "The data file absent.jsonl"),
+        (["temperature=1"], "unknown key; did you mean `temperatures`?"),
+        (["num_generations=1"], "num_generations"),
+        (["max_length=20"], "longer than"),
+    ],
+)
+def test_bad_input_ends_in_words(run: Path, changes: list[str], words: str):
+    told = python("-m", "posttrain.pairs", "--config", str(run), *changes)
+    assert told.returncode == 2 and "Traceback" not in told.stderr and words in told.stderr, told.stderr[-1500:]
+
+
+def test_a_row_that_is_no_prompt_is_named(run: Path):
+    (run.parent / "prompts.jsonl").write_text('{"prompt": 3}\n')
+    told = python("-m", "posttrain.pairs", "--config", str(run))
+    assert told.returncode == 2 and "line 1 of" in told.stderr and "column prompt should be text" in told.stderr
+
+
+def test_the_default_config_is_valid():
+    assert config.resolve(PairsRun, ROOT / "configs" / "pairs.yaml").num_generations == 8
