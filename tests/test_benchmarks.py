@@ -500,7 +500,7 @@ def test_chance_and_the_expert_stand_side_by_side(monkeypatch, capsys, tmp_path)
 def test_every_arm_of_the_learning_benchmark_is_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     learning = loaded(FILE.parent / "long" / "learning.py")
     for arm, changes in learning.ARMS.items():
-        for env in learning.ENVS.values():
+        for env in [*learning.ENVS.values(), *learning.EASY_FIRST.values()]:
             cfg = resolve(StarPORun, learning.CONFIG, [*learning.SMALL, *changes, env])
             assert cfg.algorithm.critical == (arm in ("starpo-s", "ppo", "bilevel-gae"))
     row = {"env": "sokoban", "arm": "ppo", "before": 0.2, "after": 0.4, "low": 0.3, "high": 0.5, "minutes": 2.0}
@@ -510,6 +510,22 @@ def test_every_arm_of_the_learning_benchmark_is_a_run(capsys: pytest.CaptureFixt
     table = capsys.readouterr().out.splitlines()
     assert table[-2] == "| sokoban | grpo | 0.40 [0.30, 0.50] | 0.400 | 1.0 | 20.0 | 0.78 |"
     assert table[-1] == "| sokoban | ppo | 0.60 [0.30, 0.50], 0.40 [0.30, 0.50] | 0.500 | 2.0 | 15.0 | 0.28 |"
+
+
+def test_every_method_of_the_forgetting_benchmark_is_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    forgetting = loaded(FILE.parent / "long" / "forgetting.py")
+    for arm, changes in forgetting.ARMS.items():
+        cfg = resolve(StarPORun, forgetting.CONFIG, [*changes, forgetting.SUITES])
+        assert cfg.distillation is not None and (cfg.distillation.coef > 0) == (
+            arm in ("distillation", "replay", "reverse KL")
+        )
+    before = {"math": 0.5, "recall": 0.8, "pairs": 0.9, "repetition": 0.03, "kl": 0.0}
+    after = {"math": 0.25, "recall": 0.8, "pairs": 0.9, "repetition": 0.05, "kl": 0.01}
+    row = {"arm": "none", "seed": 1, "before": before, "after": after, "minutes": 6.0}
+    row["play"] = {"frozen_lake": 0.8, "sokoban": 0.5}
+    forgetting.show([row, row | {"seed": 0, "after": before}])
+    told = "| none | 2 | 75, 100, 100 | 92 [100, 83] | 3.0 to 4.0 % | 0.0050 | 80 [80, 80] | 50 [50, 50] | 6.0 |"
+    assert capsys.readouterr().out.splitlines()[-1] == told
 
 
 def test_the_tables_of_the_learning_benchmark_are_those_of_its_rows(

@@ -43,11 +43,25 @@ ARMS: dict[str, list[str]] = {  # what they have in common is SMALL and the quic
     "bonus": ["algorithm.advantage=grpo", ALL, *BONUS],
     "bonus-top-k": ["algorithm.advantage=grpo", HALF, *BONUS],
     "bonus-ragen2": ["algorithm.advantage=grpo", TOP_P, *BONUS],
+    # beside gigpo-top-k, the quickstart's
+    "echo": ["algorithm.advantage=gigpo", HALF, "algorithm.observation_coef=0.1"],
+    "wins": ["algorithm.advantage=gigpo", HALF, "algorithm.wins_coef=0.2"],
+    "hgpo": ["algorithm.advantage=hgpo", HALF],
+    "curriculum": ["algorithm.advantage=gigpo", HALF],  # with EASY_FIRST for the environments
 }
 ENVS: dict[str, str] = {
     "frozen-lake": "envs=[frozen_lake]",
     "slippery": "envs=[{name: frozen_lake, options: {slippery: true, success_rate: 0.8}}]",
     "sokoban": "envs=[{name: sokoban, options: {reward: sparse, deadlock_ends: true}}]",
+}
+
+
+EASY_FIRST: dict[str, str] = {  # the second joins once half of the first one's validation levels are won
+    "frozen-lake": "envs=[{name: frozen_lake, label: easy, options: {frozen: 0.95}}, {name: frozen_lake, after: easy}]",
+    "slippery": "envs=[{name: frozen_lake, label: easy},"
+    " {name: frozen_lake, after: easy, options: {slippery: true, success_rate: 0.8}}]",
+    "sokoban": "envs=[{name: sokoban, label: easy, options: {reward: sparse, deadlock_ends: true, max_length: 2}},"
+    " {name: sokoban, after: easy, options: {reward: sparse, deadlock_ends: true}}]",
 }
 
 
@@ -58,7 +72,12 @@ def run(out: Path, player: Path, arm: str, env: str, seed: int, steps: int) -> d
     if done.exists():
         return json.loads(done.read_text())
     command = [sys.executable, str(ROOT / "train_phase3_starpo.py"), "--config", str(CONFIG), *SMALL, *ARMS[arm]]
-    command += [ENVS[env], f"seed={seed}", f"trainer.max_steps={steps}", f"model.name_or_path={player}"]
+    command += [
+        (EASY_FIRST if arm == "curriculum" else ENVS)[env],
+        f"seed={seed}",
+        f"trainer.max_steps={steps}",
+        f"model.name_or_path={player}",
+    ]
     command += [f"output_dir={folder}", "report_to=none", "diagnostics.early_stop=false"]
     shutil.rmtree(folder, ignore_errors=True)
     log = out / f"{folder.name}.log"
@@ -68,7 +87,7 @@ def run(out: Path, player: Path, arm: str, env: str, seed: int, steps: int) -> d
     if status:
         raise SystemExit(f"{folder.name} failed, see {log}.")
     table = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    name = "sokoban" if env == "sokoban" else "frozen_lake"
+    name = "sokoban" if env.startswith("sokoban") else "frozen_lake"
     final = next(row for row in table if "final/success" in row)
     played = [row for row in table if "seconds/rollout" in row]
     row = {
@@ -151,7 +170,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/learning"))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--envs", nargs="+", choices=ENVS, default=list(ENVS))
+    parser.add_argument("--envs", nargs="+", choices=ENVS, default=list(EASY_FIRST))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side, one core each")
