@@ -288,6 +288,12 @@ class TextEnv(gymnasium.Env[str, str], ABC):
         return choices[int(self.policy_rng.integers(len(choices)))]
 
 
+def steps_told(way: tuple[int, int], moves: Mapping[str, tuple[int, int]]) -> str:
+    """A way of so many cells (down, right), by steps in each direction: `Left 1 Up 2`; `here` where there is none."""
+    ahead = {name: down * way[0] + right * way[1] for name, (down, right) in moves.items()}
+    return " ".join(f"{name} {steps}" for name, steps in ahead.items() if steps > 0) or "here"
+
+
 def with_symbols(defaults: Mapping[str, str], custom: Mapping[str, str] | None) -> dict[str, str]:
     """The default symbols with the user's in their place; each must be a single word that no other cell uses."""
     symbols = dict(defaults)

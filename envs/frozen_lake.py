@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from gymnasium.envs.toy_text import frozen_lake
 
-from envs.base import OBSERVATIONS, TextEnv, canonical, known, with_symbols
+from envs.base import OBSERVATIONS, TextEnv, canonical, known, steps_told, with_symbols
 
 SYMBOLS = {"player": "P", "ice": "_", "hole": "O", "goal": "G", "dead": "X", "arrived": "*", "edge": "#"}
 MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}  # gymnasium's order: 0, 1, 2, 3
@@ -124,14 +124,18 @@ class FrozenLake(TextEnv):
         row, column = row + MOVES[direction][0], column + MOVES[direction][1]
         return row * self.side + column if 0 <= row < self.side and 0 <= column < self.side else None
 
+    def _way(self) -> tuple[int, int]:
+        here, there = divmod(self.position, self.side), divmod(self.goal, self.side)
+        return there[0] - here[0], there[1] - here[1]
+
     def _at(self, cell: int) -> str:
         return f"{cell // self.side} {cell % self.side}"
 
     def observe(self) -> str:
-        positions = f"You {self._at(self.position)} Goal {self._at(self.goal)}"
         if self.observation == "neighbours":
             beside = [f"{direction} {self._symbol(self._neighbour(direction))}" for direction in MOVES]
-            return " ".join([positions, *beside])
+            return " ".join([f"Goal {steps_told(self._way(), MOVES)}", *beside])
+        positions = f"You {self._at(self.position)} Goal {self._at(self.goal)}"
         holes = " ; ".join(self._at(i) for i, cell in enumerate(self.cells) if cell == "H")
         coordinates = f"{positions} Holes {holes or 'none'}"
         if self.observation == "coordinates":
@@ -147,7 +151,9 @@ class FrozenLake(TextEnv):
     def rules(self) -> str:
         s = self.symbols
         parts = ["Walk over the frozen lake to the goal. A hole ends the game."]
-        if self.observation != "grid":
+        if self.observation == "neighbours":
+            parts.append(f"Goal: steps from you on {self.side} x {self.side} cells.")
+        elif self.observation != "grid":
             parts.append(f"Positions are row column, 0 0 the top left of {self.side} x {self.side} cells.")
         if self.observation == "neighbours":
             parts.append(f"Cells beside you: {s['ice']} ice, {s['hole']} hole, {s['goal']} goal, {s['edge']} edge.")
@@ -168,8 +174,7 @@ class FrozenLake(TextEnv):
 
     def cues(self) -> dict[str, tuple[str, ...]]:
         """`goal`: moves that come nearer, holes or not. `safe`: moves onto a cell that is no hole."""
-        here, there = divmod(self.position, self.side), divmod(self.goal, self.side)
-        way = (there[0] - here[0], there[1] - here[1])
+        way = self._way()
         goal = [d for d, (down, right) in MOVES.items() if down * way[0] + right * way[1] > 0]
         cells = {d: self._neighbour(d) for d in MOVES}
         safe = [d for d, cell in cells.items() if cell is not None and self.cells[cell] != "H"]

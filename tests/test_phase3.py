@@ -664,7 +664,7 @@ def test_the_learning_rate_follows_its_schedule(player: Path, tmp_path: Path) ->
 def test_groups_that_score_alike_stop_the_run(player: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = settings(
         tmp_path / "run.yaml", player, algorithm={"max_empty_steps": 2}, protocol={"format_penalty": 0.0},
-        envs=[{"name": "frozen_lake", "options": {"size": 12}}],
+        envs=[{"name": "frozen_lake", "options": {"size": 12, "corners": True}}],
     )  # fmt: skip
     train(file, "diagnostics.early_stop=false", "trainer.max_steps=9")
     table = rows(tmp_path / "run")

@@ -109,9 +109,9 @@ def test_user_turns_are_short_and_tell_reward_state_and_what_is_left():
     episode = lake()
     assert [message["role"] for message in episode.messages] == ["system", "user"]
     assert episode.messages[1]["content"].endswith("\nTurns left 8")
-    assert episode.step(say("Down")).user == "Reward 0\nYou 1 0 Goal 3 3 Left # Down _ Right _ Up _\nTurns left 7"
+    assert episode.step(say("Down")).user == "Reward 0\nGoal Down 2 Right 3 Left # Down _ Right _ Up _\nTurns left 7"
     user = episode.step("what?").user
-    assert user == "Reward 0\nInvalid answer\nYou 1 0 Goal 3 3 Left # Down _ Right _ Up _\nTurns left 6"
+    assert user == "Reward 0\nInvalid answer\nGoal Down 2 Right 3 Left # Down _ Right _ Up _\nTurns left 6"
     tight = lake(Protocol(max_actions_per_turn=2, max_actions=5))
     assert tight.step(say("Down", "Up")).user.endswith("\nTurns left 7 Actions left 3")
 
@@ -126,7 +126,7 @@ def test_a_forced_opening_is_the_first_tag_of_the_format():
 def test_a_summary_tells_the_last_turns_and_the_state():
     episode = lake(Protocol(max_turns=4, max_actions_per_turn=2, max_actions=8))
     episode.observation = episode.env.observe()
-    start = "You 0 0 Goal 3 3 Left # Down _ Right _ Up #"
+    start = "Goal Down 3 Right 3 Left # Down _ Right _ Up #"
     assert episode.summary(0) == f"{start}\nTurns left 4"
     episode.step(say("Down", "Up"))
     episode.step("what?")
@@ -134,7 +134,7 @@ def test_a_summary_tells_the_last_turns_and_the_state():
     assert episode.summary(1) == (
         f"Turn 2\n{start}\nInvalid answer\nReward 0\n"
         f"Turn 3\n{start}\nAction Right\nInvalid answer\nReward 0\n"
-        "Turn 4\nYou 0 1 Goal 3 3 Left _ Down _ Right _ Up #\nTurns left 1"
+        "Turn 4\nGoal Down 3 Right 2 Left _ Down _ Right _ Up #\nTurns left 1"
     )
     assert episode.summary(0).startswith(f"Turn 1\n{start}\nAction Down || Up\nReward 0\nTurn 2\n")
     assert episode.summary(3) == episode.summary(3).rpartition("Turn 4\n")[2]

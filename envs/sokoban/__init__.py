@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from envs.base import OBSERVATIONS, TextEnv, canonical, known, with_symbols
+from envs.base import OBSERVATIONS, TextEnv, canonical, known, steps_told, with_symbols
 from envs.sokoban.rooms import MOVES, Room, Rooms, backwards, displaced, generate, package_folder, solve, walked
 
 CELLS = ("wall", "floor", "target", "box", "box_on_target", "player", "player_on_target")
@@ -136,9 +136,8 @@ class Sokoban(TextEnv):
     def observe(self) -> str:
         room, letters = self.room, "".join(self.room.letters())
         if self.observation == "neighbours":
-            boxes = [f"Box {self._at(box)} {self._beside(box, letters)}" for box in sorted(room.boxes)]
-            targets = [f"Target {self._at(target)}" for target in sorted(room.targets)]
-            return " ".join([f"You {self._at(room.player)} {self._beside(room.player, letters)}", *boxes, *targets])
+            boxes = [f"{self._box(box)} {self._beside(box, letters)}{self._target(box)}" for box in sorted(room.boxes)]
+            return " ".join([f"You {self._beside(room.player, letters)}", *boxes])
         inner = [i for i in sorted(room.walls) if {i // self.side, i % self.side}.isdisjoint({0, self.side - 1})]
         lists = {"You": [room.player], "Boxes": room.boxes, "Targets": room.targets, "Walls": inner}
         coordinates = " ".join(
@@ -153,9 +152,23 @@ class Sokoban(TextEnv):
         rows = [separator.join(self.symbols[LETTERS[letter]] for letter in row) for row in self.room.letters()]
         return "\n".join(rows)
 
+    def _box(self, box: int) -> str:
+        """Where it is, from the player."""
+        return f"Box {steps_told(self._way(self.room.player, box), MOVES)}"
+
+    def _target(self, box: int) -> str:
+        """Where the nearest target is that has no box, from this box; nothing of a box that is on one."""
+        free = sorted(self.room.targets - self.room.boxes)
+        if box in self.room.targets or not free:
+            return ""
+        ways = [self._way(box, target) for target in free]
+        return f" Target {steps_told(min(ways, key=lambda way: abs(way[0]) + abs(way[1])), MOVES)}"
+
     def rules(self) -> str:
         parts = ["Push every box onto a target; you cannot pull."]
-        if self.observation != "grid":
+        if self.observation == "neighbours":
+            parts.append("Box: steps from you. Target: steps from that box to the nearest free target.")
+        elif self.observation != "grid":
             parts.append(f"Positions are row column, 0 0 the top left of {self.side} x {self.side} cells.")
         if self.observation in ("coordinates", "both"):
             parts.append("The outermost cells are walls.")
@@ -176,7 +189,7 @@ class Sokoban(TextEnv):
 
     def cues(self) -> dict[str, tuple[str, ...]]:
         """`push`: pushes at hand that bring the box nearer to its target. Where there are none, `go`: where the
-        place to push it from lies, walls and boxes or not, and `free`: moves onto an empty cell.
+        place to push it from lies, walls and boxes or not, and `free`: moves onto an empty cell. `to`: which push.
 
         With several boxes it is about the unplaced box nearest to a free target.
         """
@@ -193,11 +206,12 @@ class Sokoban(TextEnv):
                     places[direction] = box - step
         push = tuple(direction for direction, place in places.items() if place == room.player)
         if push:
-            return {"push": push}
-        ways = [self._way(room.player, place) for place in places.values()]
-        go = _towards(min(ways, key=lambda way: abs(way[0]) + abs(way[1]))) if ways else ()
+            return {"to": push, "push": push}
+        ways = {direction: self._way(room.player, place) for direction, place in places.items()}
+        to = sorted(ways, key=lambda direction: abs(ways[direction][0]) + abs(ways[direction][1]))[:1]
+        go = _towards(ways[to[0]]) if to else ()
         free = [d for d in MOVES if room.player + room.offset(d) not in room.walls | room.boxes]
-        return {"go": go, "free": tuple(free)}
+        return {"to": tuple(to), "go": go, "free": tuple(free)}
 
     def _way(self, here: int, there: int) -> tuple[int, int]:
         return there // self.side - here // self.side, there % self.side - here % self.side
