@@ -99,6 +99,74 @@ def test_what_is_right(given: str, answer: str, verdict: bool) -> None:
     assert is_right(given, answer) is verdict
 
 
+@pytest.mark.parametrize(
+    ("answer", "undone"),
+    {
+        "12": [
+            r"5\ +7", r"5\,+\,7", r"5\quad+7", r"5{+}7", r"60\over5", r"{84 \over 7}", r"\cfrac{60}{5}",
+            r"\frac{60}{5}", "60/5", "60:5", "12/1", r"\max(3,12)", r"\gcd(24,36)", r"\log_2 4096", r"\log_{2}{4096}",
+            r"\binom{12}{1}",
+            r"{12 \choose 1}", r"\lfloor 12.5\rfloor", "|-12|", "-(-12)", "3 4", "3(4)", "{3}{4}", "12^{1}", "12!",
+            r"12 \approx 13", r"12 = 12 \approx 13", r"x\in\{12\}", "12.000000001", "11.9999999999", "13 - 1", "5７",
+            "twelve", "12 squared", "12 mod 20", "12 thousand", "12x", r"12\pi", "12 or 13", "12, 13", "1,2", "٣",
+        ],
+        "5": [r"237 \mod 8", r"237 \bmod 8", "237 mod 8", "237 % 8"],
+        "72": [r"\operatorname{lcm}(24,18)", r"\mathrm{lcm}(24,18)", "lcm(24,18)"],
+        "25": [r"2^3\ +4^2", "2^3 + 17", r"\sqrt{625}", "5^2", "5**2", r"50\% \text{ of } 50"],
+        "1/2": ["3/6", r"\frac{3}{6}", r"\binom{3}{1}/6", "1-1/2", "1:2", "0.5000001", "0.4999999999999", "1/2 or 1/3"],
+        "1200": ["12 * 100", r"12 \times 10^2", "10^3 + 200", "12e2"],
+        r"\frac{5}{6}": [r"\frac12+\frac13", r"\frac{1}{2}\ + \frac{1}{3}"],
+        r"2\sqrt{3}": [r"2\sqrt{1+2}", r"\sqrt{3}+\sqrt{3}", r"\gcd(2,4)\sqrt{3}", r"\frac{8}{4}\sqrt{3}"],
+        r"12\pi": [r"3 \cdot 4\pi", r"(3)(4)\pi", r"5\pi+7\pi", r"{3}{4}\pi"],
+    }.items(),
+)  # fmt: skip
+def test_a_number_is_written_out_and_not_left_to_the_reader(answer: str, undone: list[str]) -> None:
+    assert [given for given in undone if is_right(given, answer)] == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "forms"),
+    {
+        "12": [
+            "12", " 12.0 ", "12.", "+12", "012", "(12)", "$12$", r"\(12\)", "{12}", r"\text{12}", r"\mathbf{12}",
+            "1.2e1", "$12", r"\$12.00", "€12", "12€", "12 apples", r"12\text{ cm}^2", "12 km/h", "12 miles per hour",
+            "12cm", "12 m",
+            r"12~\text{apples}", r"12^\circ", "12 degrees", "x = 12", r"x \to 12", "84/7 = 12", "1200%",
+        ],
+        "1200": ["1,200", "1{,}200", r"1\,200", "1 200", r"1.2 \times 10^3", r"1.2 \cdot 10^{3}", r"\$1,200"],
+        "7/2": ["3.5", "3.5e0", r"\frac72", r"\dfrac{7}{2}", "{7}/{2}", "7 / 2", "3 1/2", r"3\frac{1}{2}", "3.5 hours"],
+        "-4": ["-4", "−4", "- 4", "-$4", "$-4", r"\text{-4}", "-4.0"],
+        "1/2": ["0.5", ".5", "50%", r"50\%", "50 percent", r"\tfrac12"],
+        "-1/2": ["-0.5", r"-\frac{1}{2}", r"\frac{-1}{2}", "-1/2"],
+        "1/3": ["0.333333", "0.3333333333"],
+        "6/8": ["6/8", r"\frac{6}{8}", "3/4", "0.75"],
+        r"\$12": ["12", "$12", "12 dollars"],
+        r"90^\circ": ["90", "90 degrees", "90°"],
+        r"10\%": ["10", "10%", "0.1", "1/10"],
+        r"2\sqrt{3}": [r"\sqrt{12}", r"2 \cdot \sqrt 3", "2*sqrt(3)", r"\frac{6}{\sqrt{3}}", "3.464101615"],
+        r"4\pi": [r"4\pi\text{ cm}^2", "4π", r"4 \cdot \pi", r"\pi 4"],
+        r"1+\sqrt{2}": [r"\sqrt{2}+1", r"\sqrt2 + 1"],
+        "2^{10}": ["1024", "2^10"],
+        "1, 2": ["2, 1", r"\{1, 2\}"],
+    }.items(),
+)  # fmt: skip
+def test_a_number_may_be_written_in_many_ways(answer: str, forms: list[str]) -> None:
+    assert [given for given in forms if not is_right(given, answer)] == []
+
+
+def test_restating_a_problem_does_not_solve_it() -> None:
+    env, kinds = make("metamath_qa"), set()
+    for seed in range(150):
+        env.reset(seed=seed, options={"split": "test"})
+        undone, equals, _ = env.level.working.split(", ")[-1].rpartition(" = ")
+        if equals and not is_right(undone, env.level.answer):  # a chance, already in lowest terms, is worked out
+            kinds.add(env.level.kind)
+            for old, new in ((" + ", r"\ +"), (" - ", r"\ -"), (" * ", r"\ \cdot "), (" / ", r" \over ")):
+                undone = undone.replace(old, new)
+            assert not env.step(undone)[4]["success"], undone
+    assert len(kinds) > 15
+
+
 def test_an_answer_is_found_in_what_models_write_around_it():
     assert [answer_in(text) for text in (r"so \boxed{7}", "The answer is: 7.", "answer is 7", "\n 7 \n")] == ["7"] * 4
     assert [answer_in(text) for text in ("", " \n", "\\boxed{}", "...", "The answer is:", "7" * 1001)] == [None] * 6

@@ -18,17 +18,14 @@ import numpy as np
 
 from envs.base import TextEnv
 from envs.hub_sets import EMBEDDED, read_rows
-from envs.math_judge import LONGEST_ANSWER, MathJudge, equation, last_boxed
+from envs.math_judge import LONGEST_ANSWER, MathJudge, last_boxed
+from envs.metamath_qa.final_form import final_form
 from envs.metamath_qa.problems import TEMPLATES, Parameters
 
 COLUMNS = ("query", "response", "original_question", "type")
 MARK = "The answer is:"  # what stands before the answer at the end of a response of MetaMathQA
 SAID = re.compile(r"answer is\s*:?", re.IGNORECASE)
 NUMBER = re.compile(r"\d+(?:/\d+)?")
-WHOLE, PLAIN = re.compile(r"-?\d{1,18}"), re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d{1,18})?")
-# arithmetic that is left to the reader: an operation behind a number or a bracket
-UNDONE = re.compile(r"[\d)}\]]\s*(?:[-+*^!×·÷−–]|\\(?:times|cdot|div|pm|mp)(?![a-z]))|\\?sqrt|/.*/", re.DOTALL)
-FRACTION = re.compile(r"[/:]|\\[td]?frac")
 LONGEST_WORKING = 600  # characters of a response that a demonstration shows as its thought
 _LOCK = Lock()
 
@@ -166,12 +163,13 @@ def is_right(given: str, answer: str) -> bool:
 
     Where the answer is a number, arithmetic left undone is wrong: else repeating "What is 2^3 + 4^2?" solves it.
     """
-    if PLAIN.fullmatch(answer):
-        last = equation(given)[-1]
-        if UNDONE.search(last) or (WHOLE.fullmatch(answer) and FRACTION.search(last)):
-            return False
+    if "".join(given.split()) == "".join(answer.split()):
+        return True
+    compared = final_form(given, answer)
+    if compared is None:
+        return False
     with _LOCK:
-        return _judge(os.getpid()).equal(given, answer)
+        return _judge(os.getpid()).equal(*compared)
 
 
 @lru_cache
