@@ -12,6 +12,7 @@ import inspect
 import json
 import pkgutil
 from functools import lru_cache
+from threading import Lock
 from typing import Any, get_type_hints
 
 import gymnasium
@@ -28,6 +29,7 @@ _ADAPTERS = {  # names that `make` knows as well, with options that say whose en
     "textarena": "textarena.TextArena",
 }
 _ENVS: dict[str, type[TextEnv]] = {}
+_LOCK = Lock()
 _BROKEN: dict[str, str] = {}  # file -> why it cannot be imported; told to whoever asks for an unknown name
 
 
@@ -90,7 +92,9 @@ def option(text: str) -> tuple[str, Any]:
 def _adapter(name: str) -> type[TextEnv]:
     """The class that plays another library's environments, imported when it is first asked for."""
     file, _, kind = _ADAPTERS[name].partition(".")
-    register(getattr(importlib.import_module(f"envs.adapters.{file}"), kind))
+    with _LOCK:  # gymnasium warns of whoever is registered twice
+        if name not in _ENVS:
+            register(getattr(importlib.import_module(f"envs.adapters.{file}"), kind))
     return _ENVS[name]
 
 

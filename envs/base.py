@@ -72,10 +72,12 @@ def draw_level(env: type[TextEnv], config: Hashable, seed: int, split: str) -> A
 
     Pure (no draw depends on an earlier one), hence cached: the samples of a group share the cost of their level.
     """
+    drawn = 0
     for level in islice(env.draw(config, np.random.default_rng([seed, 0])), DRAWS):
         if level is not None and env.split_of(level) in (split, None):
             return level
-    raise NoLevel(f'{env.name}: no level for the split "{split}" in {DRAWS:,} draws with the options {config}.')
+        drawn += 1
+    raise NoLevel(f'{env.name}: no level for the split "{split}" in {drawn:,} draws with the options {config}.')
 
 
 class AnyText(gymnasium.spaces.Text):
@@ -200,7 +202,7 @@ class TextEnv(gymnasium.Env[str, str], ABC):
     @classmethod
     @abstractmethod
     def draw(cls, config: Any, rng: np.random.Generator) -> Iterator[Any]:
-        """Candidate levels (hashable, never changed) without end; None for a try that gave none.
+        """Candidate levels (hashable, never changed), without end unless there are none; None for a try without one.
 
         A split takes the first that is its own. So that no split has harder levels than another, candidates must not
         come in clusters (all starts of one room, say): the smallest split would choose among them, the largest not.
@@ -281,6 +283,13 @@ class TextEnv(gymnasium.Env[str, str], ABC):
     def thought(self) -> str:
         """The cues as a demonstrator would think them: `goal Down safe Left Down`."""
         return " ".join(f"{cue} {' '.join(actions) or 'none'}" for cue, actions in self.cues().items())
+
+    def thought_of(self, action: str) -> str:
+        """The thought behind this action. Overridden where a thought leads to one action alone: another needs its own.
+
+        An answer that is worse than the expert's, in a pair, would else contradict its thought.
+        """
+        return self.thought()
 
     def choose(self, actions: Sequence[str] = ()) -> str:
         """One of these actions by `policy_rng`; of all actions where there are none."""

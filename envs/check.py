@@ -22,6 +22,7 @@ from envs.demos import play
 from envs.hostile import HOSTILE, HOSTILE_TEXTS, meet_hostile_text
 from envs.promises import LEVELS, Subject, already, broken_promises, digest, raised
 from envs.protocol import Episode, Protocol
+from envs.web import NoAnswer
 
 COLOURS = {"system": "yellow", "user": "cyan", "assistant": "green"}
 
@@ -39,16 +40,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         subject = requested(arguments)
-    except ValueError as problem:
+    except (ValueError, NoAnswer) as problem:
         print(problem, file=sys.stderr)
         return 2
-    if arguments.hostile:
-        for event in (*meet_hostile_text(subject, arguments.hostile), {"done": True}):
-            print(json.dumps(event), flush=True)
-        return 0
     try:
+        if arguments.hostile:
+            for event in (*meet_hostile_text(subject, arguments.hostile), {"done": True}):
+                print(json.dumps(event), flush=True)
+            return 0
         return show_digest(subject) if arguments.digest else look(subject, arguments.seed)
-    except NoLevel as problem:
+    except (NoLevel, NoAnswer) as problem:
         print(problem, file=sys.stderr)
         return 2
 
@@ -73,7 +74,7 @@ def look(subject: Subject, seed: int) -> int:
     console, broken = Console(), []
     try:
         show(subject, seed, console)
-    except NoLevel:
+    except (NoLevel, NoAnswer):
         raise
     except (Exception, SystemExit) as error:  # an environment may raise anything
         broken = [raised(subject, error)]

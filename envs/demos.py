@@ -24,6 +24,7 @@ import numpy as np
 from envs import SPLITS, make, names, option
 from envs.base import TextEnv, known
 from envs.protocol import ACTION_SEP, Episode, Message, Protocol, answer, parse
+from envs.web import NoAnswer
 
 THOUGHTS = {
     "cues": "what matters in the state, as the environment tells it",
@@ -117,7 +118,7 @@ class Style:
         if self.thought == "none":
             return ""
         if self.thought == "cues":
-            return episode.env.thought()
+            return episode.env.thought_of(action)
         ahead, moves = _ahead(episode), [action]
         ahead.step(answer("", [action], ahead.protocol))
         if self.thought == "next_state":
@@ -345,17 +346,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if file.exists() and not arguments.overwrite:
             raise ValueError(f"{file} is there already: name another file with --out, or write --overwrite.")
         told = write(recipe, arguments.n, file)
-    except (ValueError, OSError) as problem:
+    except (ValueError, OSError, NoAnswer) as problem:
         print(problem, file=sys.stderr)
         return 2
     print(f"{told}\nRead it with data.sources: [{{kind: {kind}, path: {file}}}]")
     return 0
 
 
-PLAYER_HELP = (
-    "who plays, in shares: expert:0.9,random:0.1 (default expert). Beside an expert, the turns of others lead to new"
-    " states and are not trained"
-)
+PLAYER_HELP = "who plays, in shares: expert:0.9,random:0.1 (default expert; beside it the others are not trained)"
 
 
 def parser() -> argparse.ArgumentParser:

@@ -15,6 +15,7 @@ from envs.base import TextEnv
 from envs.demos import next_action, player_names
 from envs.promises import Subject, raised
 from envs.protocol import ACTION_SEP, MAX_PENALISED_TURNS, Episode, answer, parse
+from envs.web import NoAnswer
 
 HOSTILE = (  # whole responses
     "",
@@ -177,6 +178,8 @@ def meet_hostile_text(subject: Subject, marker: str) -> Iterator[dict[str, Any]]
         yield {"text": shown}
         try:
             broken = _met(Episode(subject.make(), protocol, seed=1), text, free)
+        except NoAnswer:
+            raise
         except (Exception, SystemExit) as error:  # an environment may raise anything
             broken = raised(subject, error)
         if broken:

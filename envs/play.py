@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from envs import SPLITS, make, names, option
 from envs.base import known
 from envs.protocol import Episode, Protocol, Turn, answer
+from envs.web import NoAnswer
 
 THOUGHT = "#"  # begins a line with the thought of the next action
 
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         env = make(arguments.name, **dict(map(option, arguments.options)))
         split = known("split", arguments.split, SPLITS)
         episode = Episode(env, Protocol.of(env, max_turns=arguments.turns), arguments.seed, split)
-    except ValueError as problem:
+    except (ValueError, NoAnswer) as problem:
         print(problem, file=sys.stderr)
         return 2
     for stream in (sys.stdin, sys.stdout):
@@ -43,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         converse(episode, rewards)
     except (EOFError, KeyboardInterrupt):
         print()
+    except NoAnswer as problem:
+        print(problem, file=sys.stderr)
+        return 2
     print(summary(episode, sum(rewards)))
     return 0
 

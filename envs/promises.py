@@ -30,6 +30,7 @@ from envs import SPLITS, TextEnv, gymnasium_id, make
 from envs.base import NoLevel
 from envs.demos import demonstrate, next_action, play, player_names
 from envs.protocol import ACTION_SEP, Episode, Protocol, answer, parse
+from envs.web import NoAnswer
 
 LEVELS = 64  # drawn from each split to count the different ones
 FEW = 0.25  # below this share of different levels, held-out episodes repeat each other
@@ -77,7 +78,8 @@ class Subject:
 
 
 def broken_promises(subject: Subject) -> list[str]:
-    """What does not hold, one sentence each; empty for a good environment. NoLevel where a split has no levels."""
+    """What does not hold, one sentence each; empty for a good environment. NoLevel where a split has no
+    levels, NoAnswer where a server gives none."""
     broken: list[str] = []
     for promise in PROMISES:
         sentences: list[str] = []
@@ -87,7 +89,7 @@ def broken_promises(subject: Subject) -> list[str]:
                     sentences.append(sentence)
                 if len(sentences) == MOST:
                     break
-        except NoLevel:
+        except (NoLevel, NoAnswer):
             raise
         except (Exception, SystemExit) as error:  # an environment may raise anything
             if not already(broken, cause := raised(subject, error)):

@@ -20,6 +20,10 @@ LONGEST_WAIT = 3600.0  # seconds that may be asked for
 FAILURES = (OSError, http.client.HTTPException, ValueError, RecursionError)  # what post_json raises
 
 
+class NoAnswer(RuntimeError):
+    """A server did not answer, or not as it should; one paragraph says which and what to do."""
+
+
 class BadStatus(ValueError):
     """An answer with another status than 200."""
 

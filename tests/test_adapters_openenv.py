@@ -120,6 +120,20 @@ def test_sixty_four_sessions_at_once_keep_apart(lake: str) -> None:
     assert len(loops) == 1
 
 
+def test_the_adapter_is_registered_once_by_whoever_is_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(kind: type[base.TextEnv]) -> None:
+        registered.append(kind.name)
+        time.sleep(0.1)
+        envs._ENVS[kind.name] = kind
+
+    registered: list[str] = []
+    monkeypatch.setattr(envs, "_ENVS", {})
+    monkeypatch.setattr(envs, "register", slowly)
+    with ThreadPoolExecutor(16) as pool:
+        assert len(set(pool.map(lambda _: envs._adapter("openenv"), range(16)))) == 1
+    assert registered == ["openenv"]
+
+
 def test_a_connection_serves_one_environment_after_the_other(lake: str) -> None:
     sessions = openenv_client.SESSIONS.idle[(lake, 30.0)]
     sessions.clear()

@@ -19,6 +19,7 @@ import envs
 import train_phase1_sft
 import train_phase2_dpo
 from envs import demos
+from envs.countdown.arithmetic import read
 from envs.demos import Style
 from envs.protocol import Episode, Protocol, parse
 from posttrain import embedded, models
@@ -176,6 +177,22 @@ def test_the_chosen_answer_is_the_experts_and_leads_to_more(tmp_path: Path) -> N
     assert len(lengths) > 2, "turns from all over the episodes"
 
 
+@pytest.mark.parametrize("name", ["countdown", "metamath_qa"])
+def test_the_worse_answer_follows_from_its_own_thought(name: str, tmp_path: Path) -> None:
+    for pair in rows(tmp_path, name, "--n", "20", "--pairs"):
+        for side in ("chosen", "rejected"):
+            thought, _, reply = pair[side][0]["content"].removeprefix("<think>").partition("</think>")
+            action = reply.removeprefix("<answer>").removesuffix("</answer>")
+            reached = countdown_value(action) if name == "countdown" else action
+            assert thought.endswith(f" {reached}"), pair[side]
+
+
+def countdown_value(expression: str) -> str:
+    reading = read(expression)
+    assert reading is not None
+    return str(reading.value)
+
+
 def test_two_equally_good_moves_are_no_pair() -> None:
     env = envs.make("frozen_lake", size=3)
     episode = Episode(env, Protocol.of(env), 0)
@@ -229,6 +246,7 @@ def test_left_out_pairs_are_counted(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["frozen_lake", "--n", "0"], "at least 1"),
         (["frozen_lake", "--rejected", "random"], "about --pairs"),
         (["frozen_lake", "--pairs", "--success-only"], "whole episodes"),
+        (["search_qa", "--options", "search_qa.retriever=http://127.0.0.1:9"], "retriever http://127.0.0.1:9 gave no"),
     ],
 )
 def test_bad_input_is_told_in_one_paragraph(

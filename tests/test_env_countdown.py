@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from envs import SPLITS, make
+from envs.base import NoLevel
 from envs.countdown.arithmetic import DEEPEST, LONGEST, Task, any_term, read, solution
 from envs.demos import play
 from envs.protocol import Protocol
@@ -267,8 +268,22 @@ def test_a_data_set_that_cannot_be_used_is_one_paragraph(tmp_path):
         ("none", "cannot be read"),
     ):
         with pytest.raises(ValueError, match=says) as problem:
-            make("countdown", path=str(tmp_path / f"{file}.jsonl")).reset(seed=0)
+            make("countdown", path=str(tmp_path / f"{file}.jsonl"))
         assert "\n" not in str(problem.value)
+
+
+@pytest.mark.parametrize("options", [{"max_number": 2, "max_numbers": 2}, {"max_number": 4, "max_numbers": 2}])
+def test_options_without_a_task_are_found_out_soon(options):
+    env, before = make("countdown", min_numbers=2, max_target=10, **options), time.process_time()
+    with pytest.raises(NoLevel, match="in 120 draws"):
+        env.reset(seed=0)
+    assert time.process_time() - before < 10
+
+
+def test_a_thought_is_the_steps_of_its_own_expression():
+    env = at(Task((2, 75, 7), 70))
+    assert env.thought_of("2 * 75 - 7") == "2 * 75 = 150 ; 150 - 7 = 143" and env.thought_of("what?") == ""
+    assert env.thought_of(env.expert()) == env.thought()
 
 
 def test_options_that_make_no_sense_are_refused():

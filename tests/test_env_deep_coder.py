@@ -368,7 +368,7 @@ def test_what_cannot_be_read_is_one_paragraph(path, monkeypatch):
     with pytest.raises(
         ValueError, match=r"could not read path=.* takes `embedded`, a name on the Hugging Face"
     ) as told:
-        make("deep_coder", path=path).reset(seed=0)
+        make("deep_coder", path=path)
     assert "\n" not in str(told.value)
 
 
@@ -376,7 +376,7 @@ def test_what_cannot_be_read_is_one_paragraph(path, monkeypatch):
 def test_rows_of_another_schema_are_named(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"question": "x"}\n')
     with pytest.raises(ValueError, match=r"no problem in path=.*\(1 rows\): a row needs `problem` and `tests`"):
-        make("deep_coder", path=str(tmp_path / "rows.jsonl")).reset(seed=0)
+        make("deep_coder", path=str(tmp_path / "rows.jsonl"))
 
 
 @needs_sandbox

@@ -297,6 +297,13 @@ def test_what_cannot_be_built_or_opened_is_one_clear_paragraph(tmp_path: Path, b
     )
     assert build.main(["--path", str(other), "--out", str(built)]) == 2
     assert "exists already" in capsys.readouterr().err
+    for options, says in (
+        (["--out", "/proc/library"], "/proc/library cannot be made"),
+        (["--rows", "-1"], "at least 1"),
+    ):
+        assert build.main(["--path", str(other), "--out", str(tmp_path / "a"), *options]) == 2
+        told = capsys.readouterr().err
+        assert says in told and told.count("\n") == 1 and not list(tmp_path.glob("a*"))
 
 
 def test_nothing_in_an_article_ends_the_episode_or_acts(built: Path) -> None:
@@ -418,6 +425,8 @@ def test_a_server_that_is_not_there_and_an_address_that_is_none() -> None:
             make("search_qa", retriever=wrong)
     with pytest.raises(ValueError, match="seconds above 0"):
         Retriever("http://localhost", 0)
+    with pytest.raises(ValueError, match="timeout above 0"):
+        make("search_qa", timeout=-1.0)
 
 
 def test_hop_is_what_a_level_is_made_of():

@@ -261,6 +261,14 @@ def test_the_expert_repairs_wrong_numbers_and_its_thought_names_its_move():
         assert over
 
 
+def test_no_small_grid_takes_a_guess():
+    with pytest.raises(ValueError, match="size=6 or size=9"):
+        make("sudoku", effort="search")
+    rng, shape = np.random.default_rng(0), shape_of(4)
+    made = [puzzle for _ in range(300) if (puzzle := make_puzzle(shape, 4, rng))]
+    assert len(made) > 10 and all(by_singles(shape, puzzle.clues) for puzzle in made)
+
+
 def test_options_that_make_no_sense_are_refused():
     for options in ({"min_clues": 2}, {"min_clues": 9, "max_clues": 8}, {"max_clues": 16}, {"candidates": -1}):
         with pytest.raises(ValueError, match="sudoku needs 3 <= min_clues"):
@@ -270,7 +278,7 @@ def test_options_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match='Did you mean "singles"'):
         make("sudoku", effort="single")
     with pytest.raises(ValueError, match="no level for the split"):
-        make("sudoku", min_clues=9, effort="search").reset(seed=0)
+        make("sudoku", size=6, min_clues=30, effort="search").reset(seed=0)
 
 
 def test_pictures_show_the_grid():

@@ -333,6 +333,17 @@ def test_the_expert_wins_and_the_others_do_not(options):
     assert wins_of["random"] <= 4 and wins_of["hasty"] == 0 and 4 <= wins_of["first"] <= 30
 
 
+def test_a_thought_about_results_claims_nothing_about_options():
+    env, fitting = make("web_shop"), 0
+    for seed in range(40):
+        env.reset(seed=seed)
+        env.step(env.expert())
+        said = env.thought()
+        assert "right" not in said and not any(option in said for option in env.level.options), said
+        fitting += said.endswith(" fits so far.")
+    assert fitting > 20
+
+
 def test_the_expert_finds_back_from_everywhere():
     env = make("web_shop")
     for seed in range(8):

@@ -15,7 +15,7 @@ import pytest
 from tiny_runs import ROOT
 
 import envs
-from envs import play
+from envs import check, play
 from envs.protocol import Episode, Protocol
 
 
@@ -75,6 +75,23 @@ def test_bad_input_is_told_in_one_paragraph(command, says, capsys) -> None:
     assert play.main(command) == 2
     told = capsys.readouterr()
     assert says in told.err and not told.out and "\n\n" not in told.err
+
+
+@pytest.mark.parametrize(
+    ("command", "typed", "says"),
+    [
+        (["search_qa", "retriever=http://127.0.0.1:9"], "search[x]\n", "retriever http://127.0.0.1:9 gave no results"),
+        (["lean", "backend=http://127.0.0.1:9"], "intro h\n", "Lean server at http://127.0.0.1:9 does not answer"),
+    ],
+)
+def test_a_server_that_is_dead_is_told_in_one_paragraph(command, typed, says, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    assert play.main(command) == 2
+    told = capsys.readouterr().err
+    assert says in told and told.count("\n") == 1
+    assert check.main([*command, "--episodes", "1"]) == 2
+    told = capsys.readouterr()
+    assert says in told.err and told.err.count("\n") == 1 and "broken" not in told.out
 
 
 def test_a_pipe_of_bytes_and_a_terminal_that_is_interrupted() -> None:

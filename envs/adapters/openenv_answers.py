@@ -6,11 +6,13 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, FiniteFloat, TypeAdapter, ValidationError
 
+from envs.web import NoAnswer
+
 MESSAGE = 16 << 20  # bytes of the longest answer that is read
 TEXT = 100_000  # characters of the longest text that is shown
 
 
-class ServerError(ConnectionError, ValueError):
+class ServerError(NoAnswer, ConnectionError, ValueError):
     """A server that cannot be reached, is gone, is too slow, or says that something went wrong."""
 
 

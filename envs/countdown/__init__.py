@@ -20,6 +20,7 @@ __all__ = ["Countdown"]
 
 RIGHT_NUMBERS = 0.1  # RAGEN's score of an answer with the right numbers and another value
 LEAST_TARGET = 10
+TRIES, ROUNDS = 500, 120  # options that give no task in 60,000 tries, about two seconds, have none
 
 
 class Tasks(NamedTuple):
@@ -70,16 +71,19 @@ class Countdown(TextEnv):
         self.max_turns = self.tries = tries
         super().__init__(render_mode)
         self.config = Tasks(path, rows, min_numbers, max_numbers, max_number, max_target, use_all)
+        if path != EMBEDDED:
+            read_tasks(path, rows)  # what cannot be read is said at once
 
     @classmethod
     def draw(cls, config: Tasks, rng: np.random.Generator) -> Iterator[Task | None]:
         tasks = () if config.path == EMBEDDED else read_tasks(config.path, config.rows)
-        while True:
-            if tasks:
-                task = tasks[int(rng.integers(len(tasks)))]
-                yield task if solution(task, config.use_all) else None
-            else:
-                yield _generated(config, rng)
+        while tasks:
+            task = tasks[int(rng.integers(len(tasks)))]
+            yield task if solution(task, config.use_all) else None
+        empty = 0  # rounds in a row
+        while empty < ROUNDS:
+            yield (task := _generated(config, rng))
+            empty = 0 if task else empty + 1
 
     @classmethod
     def key_of(cls, level: Task) -> str:
@@ -144,7 +148,11 @@ class Countdown(TextEnv):
 
     def thought(self) -> str:
         """The steps of a solution: `8 - 2 = 6 ; 6 * 5 = 30`."""
-        reading = read(self.expert())
+        return self.thought_of(self.expert())
+
+    def thought_of(self, action: str) -> str:
+        """The steps of the expression, right or wrong."""
+        reading = read(action)
         return " ; ".join(reading.steps) if reading else ""
 
     def expert(self) -> str:
@@ -182,7 +190,7 @@ def _invented(task: Task) -> str:
 
 def _generated(config: Tasks, rng: np.random.Generator) -> Task | None:
     """Numbers, and as target the value of a random expression of them; None where no good target was found."""
-    for _ in range(500):
+    for _ in range(TRIES):
         count = int(rng.integers(config.least, config.most + 1))
         numbers = tuple(int(number) for number in rng.integers(1, config.highest + 1, count))
         target = any_target(numbers, rng)

@@ -76,6 +76,8 @@ class DeepCoder(TextEnv):
         self.max_turns = turns
         self.limits = Limits(seconds, total_seconds, memory_mb)
         self.config = Data(path, tuple(subsets or ()), rows, Bounds(public, max_tests, max_test_bytes))
+        if path != EMBEDDED:
+            load(path, self.config.subsets, rows, self.config.bounds)  # what cannot be read is said at once
 
     @classmethod
     def draw(cls, config: Data, rng: np.random.Generator) -> Iterator[Problem]:

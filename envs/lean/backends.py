@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 from envs.lean import checker, terms
 from envs.lean.syntax import Unreadable
 from envs.lean.theorems import Theorem
-from envs.web import FAILURES, BadStatus, is_address, post_json
+from envs.web import FAILURES, BadStatus, NoAnswer, is_address, post_json
 
 LONGEST = 300  # characters of one tactic
 LONGEST_MESSAGE = 200  # characters of what Lean says that are passed on
@@ -69,7 +69,7 @@ class Backend(Protocol):
         ...
 
 
-class Unavailable(RuntimeError):
+class Unavailable(NoAnswer):
     """Nobody answered: no verdict about the proof."""
 
 

@@ -18,6 +18,7 @@ from envs.search_qa.library import Article, clean, library_of, questions_of, syn
 from envs.search_qa.retriever import Retriever
 from envs.search_qa.scoring import exact_match, f1, reward
 from envs.search_qa.synthetic import Hop, draw_question
+from envs.web import LONGEST_WAIT
 
 ACTION = re.compile(r"\s*(search|finish)\s*\[([^\[\]]*)\]\s*", re.IGNORECASE)
 LONGEST = 300  # characters of a query or an answer
@@ -61,6 +62,8 @@ class SearchQA(TextEnv):
                 f"search_qa needs 1 <= top_k <= 50 and characters >= 100 * top_k, not top_k={top_k}, "
                 f"characters={characters}."
             )
+        if not 0 < timeout <= LONGEST_WAIT:
+            raise ValueError(f"search_qa needs timeout above 0 and at most {LONGEST_WAIT:g}, not timeout={timeout:g}.")
         super().__init__(render_mode)
         self.path, self.top_k, self.characters = path, top_k, characters
         self.retriever = Retriever(retriever, timeout) if retriever else None

@@ -35,9 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, help="rows of each split (default all)")
     arguments = parser.parse_args(argv)
     try:
+        if arguments.rows is not None and arguments.rows < 1:
+            raise ValueError(f"search_qa: --rows={arguments.rows} leaves nothing: write at least 1, or leave it out.")
         articles, questions = build(arguments.path, arguments.config, Path(arguments.out), arguments.rows)
     except ValueError as problem:
         print(problem, file=sys.stderr)
+        return 2
+    except OSError as problem:
+        print(f"search_qa: {arguments.out} cannot be made ({problem}). Name another folder as --out.", file=sys.stderr)
         return 2
     print(f"{articles:,} articles and {questions:,} questions in {arguments.out}")
     return 0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from envs.search_qa.library import Article
-from envs.web import FAILURES, LONGEST_WAIT, is_address, post_json
+from envs.web import FAILURES, LONGEST_WAIT, NoAnswer, is_address, post_json
 
 
-class RetrieverError(RuntimeError):
+class RetrieverError(NoAnswer):
     """The server did not answer, or not as it should."""
 
 

@@ -77,6 +77,11 @@ class Sudoku(TextEnv):
                 f" and mistakes >= 0, not min_clues={least}, max_clues={most}, candidates={candidates},"
                 f" mistakes={mistakes}."
             )
+        if size == 4 and effort == "search":
+            raise ValueError(
+                "sudoku has no 4 x 4 puzzle that needs a guess: one single after the other solves them all. Choose"
+                " size=6 or size=9 with effort=search."
+            )
         self.shown, self.mistakes = candidates, mistakes
         self.dense = known("reward", reward, ("dense", "sparse")) == "dense"
         self.max_turns = size * size - least + mistakes

@@ -196,7 +196,7 @@ class WebShop(TextEnv):
         return {"right": tuple(right), "missing": tuple(missing)}
 
     def thought(self) -> str:
-        """What each product on the page lacks of what the instruction asks for."""
+        """What each product on the page lacks of what the instruction asks for, as far as the page shows it."""
         view, level = self.view, self.level
         if view.page == "search":
             return f"Missing: a product, {', '.join((*level.attributes, *level.options))}."
@@ -204,9 +204,9 @@ class WebShop(TextEnv):
             return f"Missing: {_lacks(self._score(view)) or 'nothing'}."
         told = []
         for item, scored in self._offers():
-            told.append(
-                f"{self.shop.products[item].asin} {f'lacks {_lacks(scored)}' if not wins(scored) else 'is right'}"
-            )
+            lacking = _lacks(scored._replace(options=()))  # a page of results shows no options
+            if wins(scored) or lacking:
+                told.append(f"{self.shop.products[item].asin} {f'lacks {lacking}' if lacking else 'fits so far'}")
             if wins(scored):
                 break
         return f"{'; '.join(told) or 'Missing: a product'}."
