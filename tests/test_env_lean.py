@@ -152,6 +152,14 @@ def test_without_lean_the_fragment_takes_its_place_and_says_so(monkeypatch, capl
         "intro h\nexact h", "intro h\u2028exact h", "exact h -- sorry", "exact h /- ", 'exact "a"', "open Lean in rfl",
         "set_option maxHeartbeats 0 in simp", "unsafe exact h", "exact (unsafeCast h)", "exact IO.mkRef", "", "  ",
         "exact «h»", "exact decl_name%", "x" * 400, "elab", "123", "\ud800",
+        "exact h simproc_decl f (_) := fun e => e", "exact h dsimproc f (_) := e",
+        "exact h builtin_dsimproc_decl f (_) := e", "exact h coinductive C : Prop",
+        "exact h alias a := b", "exact h init_quot", "exact h end C", "exact h unseal a", "exact h omit x",
+        "exact h include x", "exact h register_option a : Nat := 1",
+        "exact h grind_pattern a => x",
+        "exact h declare_simp_like_tactic a", "exact h compile_inductive Nat", "exact h register_simp_attr a",
+        "exact h meta def x := 1", "exact h public section", "exact h add_decl_doc x", "exact h suppress_compilation",
+        "exact h) unheard_of_command (h", "exact h)", "exact (h", "exact f '(' ) unheard_of (a ')'", "exact 1'('",
     ],
 )  # fmt: skip
 def test_what_leaves_gaps_or_runs_code_is_refused(tactic):
@@ -170,8 +178,21 @@ def test_what_proves_is_not_refused():
         "constructor <;> assumption",
         "refine ⟨?_, by omega⟩",
         "exact f % 2",
+        "exact (h' (f.2 a!'))",
+        "exact Nat.decidable_end_of_run",
+        "rw [Nat.add_comm, ← Nat.add_assoc] at h₁' ⊢",
+        "induction n with | zero => rfl | succ n ih => simp [ih]",
+        "rcases h with ⟨a, b⟩ | c",
+        "exact absurd (h1 h2) (fun h => h3 h)",
     ):
         assert not backends.refusal(tactic)
+
+
+def test_a_tactic_stands_in_brackets_that_it_cannot_close():
+    code = backends.script(Theorem(("p : Prop",), "p → p", "", ()), ("intro h", "exact h unheard_of_command (x)"))
+    assert code.splitlines()[1:3] == ["  skip; (intro h)", "  skip; (exact h unheard_of_command (x))"]
+    for tactic in ("exact h) unheard_of_command (h", "exact f '(' ) unheard_of_command (a ')'", "exact '(' ) a"):
+        assert "refused" in backends.refusal(tactic) or "do not match" in backends.refusal(tactic)
 
 
 def test_hostile_texts_are_read_in_time_and_change_nothing():
@@ -496,7 +517,7 @@ class Recorded(BaseHTTPRequestHandler):
         if mode in REPLIES:
             return self.answer(200, REPLIES[mode])
         code = body["snippets"][0]["code"] if self.path == "/api/check" else body["codes"][0]["proof"]
-        played = "|".join(line.strip() for line in code.splitlines()[1:-1])
+        played = "|".join(line.strip().removeprefix("skip; (").removesuffix(")") for line in code.splitlines()[1:-1])
         result = {"id": "t", "error": None, "response": {"env": 0, "messages": RECORDED.get(played)}}
         if mode == "slow":
             result = {"id": "t", "error": "Lean REPL command timed out in 1 seconds"}

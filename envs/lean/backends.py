@@ -2,6 +2,8 @@
 
 A backend answers one question: what do these tactics leave of this theorem? The text of a tactic is refused before any
 of them sees it where it could do anything but prove: leave a gap, add an axiom, run code, or begin another command.
+Commands need no new line in Lean, and libraries bring their own. So a tactic stands in brackets that it cannot close:
+what follows a finished tactic is a syntax error, whatever it is called.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import time
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from importlib.util import find_spec
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 from envs.lean import checker, terms
@@ -38,12 +41,20 @@ HEADS = frozenset(
 )
 FORBIDDEN = frozenset(
     """sorry admit stop native_decide bv_decide axiom theorem lemma def example instance abbrev opaque inductive
-    structure class macro macro_rules syntax notation infix infixl infixr prefix postfix elab elab_rules
-    declare_syntax_cat run_tac run_cmd run_elab run_meta by_elab unsafe partial implemented_by extern csimp set_option
-    open import namespace section variable universe attribute initialize builtin_initialize export deriving mutual local
-    scoped private protected noncomputable do where termination_by decreasing_by eval IO System EIO ST Lean Elab Meta
-    MetaM TacticM Macro Syntax unsafeCast unsafeIO dbg_trace dbgTrace trace panic dbgSleep ofReduceBool ofReduceNat
-    trustCompiler""".split()
+    coinductive structure class macro macro_rules syntax notation notation3 infix infixl infixr prefix postfix elab
+    elab_rules by_elab unsafe partial nonrec implemented_by extern csimp set_option open import namespace section end
+    variable universe include omit attribute export deriving mutual local scoped private protected public meta module
+    prelude noncomputable init_quot alias recall seal unseal unif_hint binder_predicate grind_pattern proof_wanted
+    library_note extend_docs tactic_extension docs_to_verso show_panel_widgets irreducible_def suppress_compilation
+    unsuppress_compilation count_heartbeats add_aesop_rules erase_aesop_rules do where termination_by decreasing_by eval
+    IO System EIO ST Lean Elab Meta MetaM TacticM Macro Syntax unsafeCast unsafeIO dbg_trace dbgTrace trace panic
+    dbgSleep ofReduceBool ofReduceNat trustCompiler""".split()
+)
+# families of commands: declare_syntax_cat, register_option, builtin_initialize, run_cmd, simproc_decl, add_decl_doc ...
+COMMANDS = re.compile(
+    r"(?:declare|register|builtin|run|compile|assert|add_decl|set_library|set_premise|gen_injective)_.*|initialize.*"
+    r"|.*(?:simproc|sorry|admit|native).*|.*_decl",
+    re.IGNORECASE,
 )
 WORD = re.compile(r"[^\W\d][\w'!]*\??")
 INSTALL = (
@@ -91,10 +102,12 @@ def refusal(tactic: str) -> str:
     if not found or found[0] not in HEADS or not tactic.startswith(found[0]):
         return f"{found[0] if found else tactic[:12]} is no tactic that is allowed"
     for word in found:
-        gap = "sorry" in word.lower() or "admit" in word.lower() or "native" in word.lower()
-        if gap or word in FORBIDDEN or word.endswith("?"):
+        if word in FORBIDDEN or COMMANDS.fullmatch(word) or word.endswith("?"):
             return f"{word} is refused"
-    return ""
+    if "'" in WORD.sub("", tactic):  # a character such as ')' would be no bracket to Lean
+        return "' is refused but in names"
+    depths = list(accumulate((c == "(") - (c == ")") for c in tactic))
+    return "" if min(depths) >= 0 and depths[-1] == 0 else "its brackets ( ) do not match"
 
 
 # -- the fragment ------------------------------------------------------------------------------------------------------
@@ -126,8 +139,12 @@ def replay(theorem: Theorem, tactics: tuple[str, ...]) -> terms.Goals:
 
 
 def script(theorem: Theorem, tactics: Sequence[str]) -> str:
-    """The whole proof as a file, with the question on which axioms it rests in the last line."""
-    return "\n".join([f"{theorem.header} := by", *(f"  {t}" for t in tactics or ("skip",)), "#print axioms t"])
+    """The whole proof as a file, with the question on which axioms it rests in the last line.
+
+    The `skip;` keeps the brackets from being read as an argument of the line before.
+    """
+    lines = [f"  skip; ({tactic})" for tactic in tactics] or ["  skip"]
+    return "\n".join([f"{theorem.header} := by", *lines, "#print axioms t"])
 
 
 def verdict(messages: Any, last_line: int) -> Verdict:
