@@ -72,6 +72,22 @@ ATTACKS = {
         "import socket\nsocket.create_connection(('127.0.0.1', {port}), 1)\nprint('ESCAPED')",
         "error .*PermissionError",
     ),
+    "pairs of sockets": (  # asyncio needs one; it must not lead out
+        "import socket\nfor family in (socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK, socket.AF_PACKET):\n"
+        "    try: socket.socketpair(family, socket.SOCK_DGRAM)\n    except OSError: pass\n"
+        "    else: print('ESCAPED', family)\none, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+        "one.connect({listener!r})\nprint('ESCAPED')",
+        "error .*ConnectionRefusedError",
+    ),
+    "priorities": (  # of the harness, which is process 1
+        "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\nroom = ctypes.create_string_buffer(64)\n"
+        "for found in (lambda: libc.setpriority(0, 1, 19), lambda: libc.sched_setscheduler(1, 5, room),\n"
+        "              lambda: libc.sched_setparam(1, room), lambda: libc.sched_setaffinity(1, 8, b'\\1' + bytes(7)),\n"
+        "              lambda: libc.syscall({sched_setattr}, 1, room, 0),\n"
+        "              lambda: libc.syscall({ioprio_set}, 1, 1, 0)):\n"
+        "    print('ESCAPED' if found() >= 0 else ctypes.get_errno())",
+        r"ok\s+(1\s+){{6}}$",
+    ),
     "name server": ("import urllib.request\nurllib.request.urlopen('http://example.com', timeout=1)", "error .*rror"),
     "reading home": (
         "import os\nfor path in ('{home}', '/home', '/root', '{project}', '/etc/passwd', '/work'):\n"
@@ -204,7 +220,9 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, 
     """What an attack may go for."""
     (tmp_path / "secret").write_text(SECRET)
     monkeypatch.setenv("DEEP_CODER_SECRET", SECRET)
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    listener = f"\0deep_coder_{os.getpid()}"
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as local:
+        local.bind(listener)
         server.settimeout(0)
         yield {
             "secret": str(tmp_path / "secret"),
@@ -215,6 +233,9 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, 
             "pid": os.getpid(),
             "fork": {"x86_64": 56, "aarch64": 220}.get(os.uname().machine, -1),
             "io_setup": {"x86_64": 206, "aarch64": 0}.get(os.uname().machine, -1),
+            "ioprio_set": {"x86_64": 251, "aarch64": 30}.get(os.uname().machine, -1),
+            "sched_setattr": {"x86_64": 314, "aarch64": 274}.get(os.uname().machine, -1),
+            "listener": listener,
         }
         with pytest.raises(BlockingIOError):
             server.accept()
@@ -437,6 +458,15 @@ def test_errors_name_the_programs_line():
     assert execute("x = 1\nif", "", ["", ""], Limits()) == [
         Outcome("syntax", "", "line 2: SyntaxError: invalid syntax")
     ]
+
+
+@needs_sandbox
+def test_no_program_that_runs_passes_for_one_that_does_not_compile():
+    assert execute("import os\nos._exit(3)", "", ["", ""], Limits()) == [Outcome("error", "", "exit code 3")] * 2
+    forged = (
+        "import os\nfor file in range(3, 64):\n    try: os.write(file, b'!')\n    except OSError: pass\nos._exit(1)"
+    )
+    assert execute(forged, "", [""], Limits())[0].status == "error"
 
 
 # -- who may not, and who may ------------------------------------------------------------------------------------------

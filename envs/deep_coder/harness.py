@@ -3,8 +3,9 @@
 Started by sandbox.py as process 1 of its own namespaces, with the limits as arguments. It reads the program, the name
 of the function to call (empty: the program reads stdin) and then one input after the other, and answers each with what
 came of it. Expected outputs never come here, nor an input before its turn: a program that forges its results forges
-nothing but its own output, and there is nothing to find. A child can neither start a process nor open a socket
-(seccomp), and its output goes to memory of bounded size. Imports are few: they take time at every start.
+nothing but its own output, and there is nothing to find. A child can neither start a process nor open a socket but a
+pair that is connected to itself, which asyncio needs (seccomp), and its output goes to memory of bounded size. Imports
+are few: they take time at every start.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ FILES = 64  # open at once
 INODES = 2000  # in /tmp, about: mount options bound its bytes alone, and a name in it takes a KB that they do not see
 ANNOTATIONS = ("Any", "Dict", "List", "Optional", "Set", "Tuple")  # that functions in data sets use without import
 TAIL = 600  # characters of an error
-NOT_PYTHON = 3  # exit code of a program that does not compile
 PR_SET_DUMPABLE, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 4, 22, 2
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # AUDIT_ARCH_*, column of FORBIDDEN
 NEWEST = 424  # Linux 5.1: from here on numbers are the same everywhere, and libc does without these calls
@@ -73,6 +73,12 @@ FORBIDDEN = {  # numbers on x86_64 and aarch64; None where the call is not there
     "sync": (162, 81),  # what other processes wait for, as the next two
     "syncfs": (306, 267),
     "flock": (73, 32),
+    "setpriority": (141, 140),  # with which it could slow down the harness, as the next five
+    "ioprio_set": (251, 30),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
 }
 
 
@@ -184,7 +190,10 @@ def told(error: BaseException) -> bytes:
 
 
 def play(source: bytes, function: str, data: bytes) -> None:
-    """Runs the program in this process: the function's value, or the error, is left in file 3."""
+    """Runs the program in this process: the function's value, or the error, is left in file 3.
+
+    What file 4 is told means that it does not compile; the program finds it closed.
+    """
     sys.stdin = open(0, encoding="utf-8", errors="replace")  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8")  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
@@ -200,7 +209,9 @@ def play(source: bytes, function: str, data: bytes) -> None:
         code = compile(source.decode("utf-8", "surrogatepass"), "program", "exec", dont_inherit=True)
     except BaseException as error:
         os.write(3, told(error))
-        os._exit(NOT_PYTHON)
+        os.write(4, b"!")
+        os._exit(1)
+    os.close(4)
     try:
         exec(code, main.__dict__)
         if not function:
@@ -235,17 +246,23 @@ def main() -> None:
     while True:
         data = request()
         files = [memory(b"" if function else data), memory(), memory(), memory()]
+        compiled, not_compiled = os.pipe()
         pid = os.fork()
         if pid == 0:
             break
+        os.close(not_compiled)
         ended, number = watch(pid, seconds)
+        if os.read(compiled, 1):
+            ended = "syntax"
         texts = [os.pread(file, output_bytes, 0) for file in files[1:]]
         reply(ended.encode(), str(number).encode(), texts[0], texts[1][-TAIL:], texts[2])
-        for file in files:
+        for file in (*files, compiled):
             os.close(file)
-    for place, file in enumerate(files):  # ascending and each above its place, so that none is overwritten before
+    for place, file in enumerate(
+        (*files, not_compiled)
+    ):  # ascending and each above its place, so that none is overwritten before
         os.dup2(file, place)
-    os.closerange(4, 256)
+    os.closerange(5, 256)
     limit(seconds, memory_bytes, output_bytes)
     if prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0):
         os._exit(125)

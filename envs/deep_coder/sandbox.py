@@ -19,7 +19,6 @@ from pathlib import Path
 
 TMP_BYTES = 16 << 20  # of the private /tmp
 HARNESS = Path(__file__).parent / "harness.py"
-NOT_PYTHON = 3  # as in harness.py
 INSTALL = (
     "deep_coder runs programs that a model wrote, and does so in a sandbox or not at all: it needs Linux on x86_64 or"
     " aarch64 with bubblewrap 0.8 or later (`apt install bubblewrap` or `dnf install bubblewrap`; the package"
@@ -173,6 +172,8 @@ def _outcome(parts: list[bytes], called: bool) -> Outcome:
     ended, number = parts[0].decode(), int(parts[1])
     output, stderr, report = (part.decode("utf-8", "replace") for part in parts[2:])
     last = (stderr.strip().splitlines() or [""])[-1]
+    if ended == "syntax":
+        return Outcome("syntax", output, report)
     if ended == "exit" and number == 0:
         return Outcome("ok", report if called else output, last)
     if ended == "time":
@@ -181,7 +182,7 @@ def _outcome(parts: list[bytes], called: bool) -> Outcome:
         return Outcome(ended, output, f"too many {ended}")
     if ended == "signal":
         return Outcome("crash", output, f"killed by signal {number}")
-    return Outcome("syntax" if number == NOT_PYTHON else "error", output, report or last or f"exit code {number}")
+    return Outcome("error", output, report or last or f"exit code {number}")
 
 
 def _write(process: subprocess.Popen[bytes], text: str) -> None:
