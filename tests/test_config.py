@@ -62,7 +62,10 @@ RUN_FILES = [file for file in FILES if file.parent.name not in ("presets", "acce
 
 
 def schema_of(file: Path) -> Any:
-    return FOLDERS.get(file.parent.name) or {**RUNS, "variants": EvaluateRun, "pairs": PairsRun}[file.stem]
+    return (
+        FOLDERS.get(file.parent.name)
+        or {**RUNS, "variants": EvaluateRun, "pairs": PairsRun, "mixture": StarPORun}[file.stem]
+    )
 
 
 def named(file: Path) -> str:
@@ -475,7 +478,7 @@ def test_all_mistakes_come_at_once_with_their_paths(tmp_path):
         ("trainer.push_to_hub=true", "`hf upload NAME/MODEL OUTPUT_DIR/final`"),
         ("trainer.bf16_full_eval=true", "it would round the trained weights for good"),
         ("model.trust_remote_code=true", "write the 40-digit commit"),
-        ("data.sources.0.kind=ultrafeedback", "this phase reads openmathinstruct, capybara, messages, demonstrations"),
+        ("data.sources.0.kind=ultrafeedback", "this phase reads openmathinstruct, gsm8k, capybara, messages"),
         ("data.sources.0.code=mask", "`code` belongs to the kind openmathinstruct, not to capybara"),
         ("data.sources.0.kind=demonstrations", "name the environments that are demonstrated"),
         ("trainer.output_dir=x", "it is the key `output_dir` at the top level"),

@@ -67,7 +67,14 @@ def _said(name: str, task: Any, item: dict[str, Any], rng: random.Random) -> dic
     given = item["answer"] if right else "7"
     text = rf"7+5=12. The answer is \boxed{{{given}}}." if task.suite == "math" else f"Your city is {given}."
     text = text if name != "base" else "qu qu<script>alert(1)</script> the the"
-    return {"text": text, "accuracy": right, "boxed": "box" in text, "never_stops": name == "base", "tokens": 20}
+    return {
+        "text": text,
+        "accuracy": right,
+        "boxed": "box" in text,
+        "last_number": right,
+        "never_stops": name == "base",
+        "tokens": 20,
+    }
 
 
 def _episode(cfg: Any, name: str, task: Any, item: dict[str, Any], rng: random.Random) -> dict[str, Any]:
@@ -275,9 +282,7 @@ def test_animation_says_which_checkpoints_it_shows(
     few = results | {"checkpoints": {"phase1": results["checkpoints"]["phase1"]}}
     (tmp_path / "results.json").write_text(json.dumps(few))
     monkeypatch.setattr(sys, "argv", ["report", str(tmp_path), "--gif", str(tmp_path / "played.gif")])
-    with pytest.raises(
-        UserError, match=r"checkpoints base, phase2, phase3, but .* has evaluated only phase1"
-    ):
+    with pytest.raises(UserError, match=r"checkpoints base, phase2, phase3, but .* has evaluated only phase1"):
         report_command.main()
 
 
