@@ -285,10 +285,7 @@ class TextEnv(gymnasium.Env[str, str], ABC):
         return " ".join(f"{cue} {' '.join(actions) or 'none'}" for cue, actions in self.cues().items())
 
     def thought_of(self, action: str) -> str:
-        """The thought behind this action. Overridden where a thought leads to one action alone: another needs its own.
-
-        An answer that is worse than the expert's, in a pair, would else contradict its thought.
-        """
+        """The thought before this action: another than `thought()` where an action shows how it came about."""
         return self.thought()
 
     def choose(self, actions: Sequence[str] = ()) -> str:

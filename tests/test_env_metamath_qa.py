@@ -289,17 +289,6 @@ def test_the_expert_solves_every_problem_at_the_first_attempt_and_others_do_not(
     assert wins.pop("expert") == 100 and wins["near"] == 0 and max(wins.values()) < 15
 
 
-def test_another_answer_has_another_thought() -> None:
-    env = at(ONE._replace(working="7 / 2 = 7/2, I say 17/2, 7/2."))
-    assert env.thought_of("7/2") == env.thought() == "7 / 2 = 7/2, I say 17/2, 7/2."
-    assert env.thought_of("3") == "7 / 2 = 7/2, I say 17/2, 3."
-    assert at(ONE._replace(working="Half of seven.")).thought_of("3") == ""
-    env = make("metamath_qa")
-    for seed in range(60):
-        env.reset(seed=seed)
-        assert env.thought_of("x") == f"{env.thought().removesuffix(env.expert())}x"
-
-
 def test_copies_play_on_alike_and_share_no_state():
     env = at(ONE)
     env.step("1")

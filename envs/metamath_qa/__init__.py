@@ -143,14 +143,6 @@ class MetaMathQA(TextEnv):
     def thought(self) -> str:
         return self.level.working
 
-    def thought_of(self, action: str) -> str:
-        """The working; where another answer is given, with that in place of the right one at its end, or none."""
-        working, answer = self.level.working, self.level.answer
-        if action == answer:
-            return working
-        *_, place = (None, *re.finditer(rf"(?<![\w./]){re.escape(answer)}(?![\w/])", working))
-        return f"{working[: place.start()]}{action}{working[place.end() :]}" if place else ""
-
 
 def answer_in(action: str) -> str | None:
     r"""The answer that an action gives: what \boxed{} holds, else what follows "The answer is"; None without one.
