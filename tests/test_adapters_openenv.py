@@ -332,12 +332,13 @@ def test_splits_that_a_server_lacks_are_made_of_its_training_tasks() -> None:
         assert all(key.startswith("test ") == ("test" in str(offered)) for key in found["test"])
 
 
-def test_a_full_server_says_so(hall: str) -> None:
-    begun = [envs.make("openenv", url=hall) for _ in range(8)]
-    for env in begun:
-        env.reset(seed=0)
-    with pytest.raises(ServerError, match="capacity"):
-        envs.make("openenv", url=hall).reset(seed=0)
+def test_a_full_server_says_so() -> None:
+    with serving(create_app(Hall, Move, Seen, env_name="hall", max_concurrent_envs=2)) as url:
+        begun = [envs.make("openenv", url=url) for _ in range(2)]
+        for env in begun:
+            env.reset(seed=0)
+        with pytest.raises(ServerError, match="capacity"):
+            envs.make("openenv", url=url).reset(seed=0)
 
 
 # -- the command, and a server that dies -------------------------------------------------------------------------------

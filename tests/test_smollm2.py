@@ -45,7 +45,9 @@ SMALL = {  # what makes each command take seconds
 
 def make(folder: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = ["make", "-f", str(ROOT / "Makefile"), REPORT, *options]
-    return subprocess.run(command, cwd=folder, env={**os.environ, **env}, capture_output=True, text=True, timeout=900)
+    outer = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}  # of `make test`: a make inside another also prints its folder
+    env = {name: value for name, value in os.environ.items() if name not in outer} | env
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=900)
 
 
 def commands(folder: Path, *options: str) -> list[list[str]]:
