@@ -158,7 +158,7 @@ def demonstrate(
 ) -> list[Message]:
     """An episode in which every turn is played by one of the players, drawn by its share in `mix`.
 
-    Players are the scripted policies and `expert`; shares sum to 1: {"goal": 0.3, "safe": 0.3, "random": 0.4}.
+    Players are the scripted policies and `expert`; shares sum to 1: {"nearer": 0.3, "safe": 0.3, "random": 0.4}.
     Each turn is one action after a thought. The same seed gives the same text.
     """
     return demonstration(Episode(env, protocol, seed, split), mix, style)[0]

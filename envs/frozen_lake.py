@@ -172,18 +172,20 @@ class FrozenLake(TextEnv):
 
     # -- players ---------------------------------------------------------------------------------------------------
 
-    def cues(self) -> dict[str, tuple[str, ...]]:
-        """`goal`: moves that come nearer, holes or not. `safe`: moves onto a cell that is no hole."""
+    def _nearer(self) -> tuple[str, ...]:
         way = self._way()
-        goal = [d for d, (down, right) in MOVES.items() if down * way[0] + right * way[1] > 0]
+        return tuple(d for d, (down, right) in MOVES.items() if down * way[0] + right * way[1] > 0)
+
+    def cues(self) -> dict[str, tuple[str, ...]]:
+        """`safe`: moves onto a cell that is no hole. `goal`: those of them that come nearer."""
         cells = {d: self._neighbour(d) for d in MOVES}
-        safe = [d for d, cell in cells.items() if cell is not None and self.cells[cell] != "H"]
-        return {"goal": tuple(goal), "safe": tuple(safe)}
+        safe = tuple(d for d, cell in cells.items() if cell is not None and self.cells[cell] != "H")
+        return {"goal": tuple(d for d in self._nearer() if d in safe), "safe": safe}
 
     def players(self) -> dict[str, str]:
-        """`goal` walks to the goal blind to holes; `safe` avoids holes blind to the goal."""
-        cues = self.cues()
-        return {"random": self.choose(), "goal": self.choose(cues["goal"]), "safe": self.choose(cues["safe"])}
+        """`nearer` walks to the goal blind to holes; `safe` avoids holes blind to the goal."""
+        safe = self.cues()["safe"]
+        return {"random": self.choose(), "nearer": self.choose(self._nearer()), "safe": self.choose(safe)}
 
     def expert(self, horizon: int | None = None) -> str:
         """The action with the best chance to arrive within `horizon` moves; without a deadline, soon."""

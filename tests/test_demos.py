@@ -225,9 +225,9 @@ def test_left_out_pairs_are_counted(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["frozen_lak"], 'Did you mean "frozen_lake"'),
         (["frozen_lake=0"], "no positive number"),
         (["frozen_lake=much"], "no positive number"),
-        (["frozen_lake", "--player", "gaol"], 'Did you mean "goal"'),
-        (["frozen_lake", "--player", "goal:x"], "names no players"),
-        (["frozen_lake", "--player", "goal:-1"], "names no players"),
+        (["frozen_lake", "--player", "save"], 'Did you mean "safe"'),
+        (["frozen_lake", "--player", "safe:x"], "names no players"),
+        (["frozen_lake", "--player", "safe:-1"], "names no players"),
         (["frozen_lake", "--thought", "plans"], 'Did you mean "plan"'),
         (["frozen_lake", "--plan", "0"], "at least one move"),
         (["frozen_lake", "--options", "size=5"], "names no environment"),
@@ -321,4 +321,4 @@ def test_without_a_player_the_expert_demonstrates_and_the_answers_are_right(name
 
 def test_rows_without_a_player_are_those_of_the_quickstart_as_they_were() -> None:
     found = json.dumps(list(embedded.demonstrations(["frozen_lake", "sokoban"], 300, 0)))
-    assert hashlib.sha256(found.encode()).hexdigest().startswith("d5fd7489a8d3cc1a")
+    assert hashlib.sha256(found.encode()).hexdigest().startswith("edade152fbae9d1a")

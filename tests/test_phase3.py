@@ -46,7 +46,7 @@ def taught(folder: Path, tokenizer: PreTrainedTokenizerFast, steps: int) -> Path
     """A tiny ConvGPT that has read flawed policies on 3x3 lakes for `steps` batches: the format, hardly any skill."""
     torch.manual_seed(0)
     protocol = Protocol(max_turns=3, max_actions=3)
-    mix = {"goal": 0.35, "safe": 0.35, "random": 0.3}
+    mix = {"nearer": 0.35, "safe": 0.35, "random": 0.3}
     seen = [demonstrate(envs.make("frozen_lake", size=3), protocol, i, "train", mix) for i in range(512)]
     words = tokenizer.train_new_from_iterator([m["content"] for messages in seen for m in messages], 600)
     chat = Chat.load(words, None)

@@ -258,7 +258,7 @@ def test_impossible_protocols_are_refused(fields, says):
 
 
 @pytest.mark.parametrize(
-    "name, mix", [("frozen_lake", {"goal": 0.5, "safe": 0.5}), ("sokoban", {"push": 0.5, "go": 0.5})]
+    "name, mix", [("frozen_lake", {"nearer": 0.5, "safe": 0.5}), ("sokoban", {"push": 0.5, "go": 0.5})]
 )
 def test_demonstrations_are_addressed_well_formed_and_true(name, mix):
     protocol = Protocol()
@@ -290,8 +290,8 @@ def test_shares_are_kept_and_the_expert_may_play():
 
 
 def test_a_mixture_must_make_sense():
-    with pytest.raises(ValueError, match='Did you mean "goal"'):
-        demonstrate(make("frozen_lake"), Protocol(), 0, "train", {"gaol": 1.0})
-    for mix in ({"goal": 0.5}, {}, {"goal": 1.5, "safe": -0.5}):
+    with pytest.raises(ValueError, match='Did you mean "safe"'):
+        demonstrate(make("frozen_lake"), Protocol(), 0, "train", {"save": 1.0})
+    for mix in ({"safe": 0.5}, {}, {"nearer": 1.5, "safe": -0.5}):
         with pytest.raises(ValueError, match="sum to 1"):
             demonstrate(make("frozen_lake"), Protocol(), 0, "train", mix)

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "quickstart" / "phase3_starpo.yaml"
 MATH, RECALL = "{kind: openmathinstruct, path: embedded, rows: 1800}", "{kind: capybara, path: embedded, rows: 1200}"
 PAIRS = "{kind: ultrafeedback, path: embedded, rows: 800}"
-ROWS = "eval_rows: 128, max_new_tokens: 80, batch_size: 32"
+ROWS = "eval_rows: 128, max_new_tokens: 80, batch_size: 16"
 NONE = f"distillation={{sources: [{MATH}, {RECALL}], {ROWS}, coef: 0}}"  # measured, not trained
 ARMS: dict[str, list[str]] = {  # what they have in common is the quickstart's phase 3
     "none": [NONE],
@@ -32,7 +32,7 @@ ARMS: dict[str, list[str]] = {  # what they have in common is the quickstart's p
     "replay": [f"distillation={{sources: [{MATH}, {RECALL}, {PAIRS}], {ROWS}, coef: 1, method: replay}}"],
     "reverse KL": [f"distillation={{sources: [{MATH}, {RECALL}], {ROWS}, coef: 1, method: on_policy}}"],
     "KL in play": [NONE, "algorithm.beta=0.05"],
-    "rate / 3": [NONE, "trainer.learning_rate=1.8e-4"],
+    "rate / 3": [NONE, "trainer.learning_rate=2e-4"],
     "LoRA": [NONE, "model.tuning=lora", "model.lora.r=16", "model.lora.alpha=32", "trainer.learning_rate=2e-3"],
 }
 SUITES = (

@@ -13,7 +13,7 @@ from posttrain.types import derive_seed
 # How often each scripted policy acts in a demonstration, turn by turn. None of them is good at its environment alone.
 # An environment that is not here is demonstrated by its expert: its thoughts say what the expert does, and why.
 MIXES: dict[str, dict[str, float]] = {
-    "frozen_lake": {"goal": 0.2, "safe": 0.4, "random": 0.4},
+    "frozen_lake": {"nearer": 0.2, "safe": 0.4, "random": 0.4},
     "sokoban": {"push": 0.2, "go": 0.2, "free": 0.2, "random": 0.4},
 }
 ANSWERS_ONLY = 0.3  # share of demonstrations whose thoughts are not trained, only what follows from them
