@@ -30,6 +30,9 @@ import _measure
 
 import envs
 from envs.base import draw_level
+from envs.deep_coder import verdict
+from envs.lean.backends import replay
+from envs.metamath_qa import is_right
 from envs.protocol import Episode, answer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,7 +49,10 @@ def our_levels(name: str, count: int) -> None:
 
 
 def our_steps(name: str, moves: list[tuple[int, list[str]]]) -> None:
-    """Plays these actions on these levels, with what is seen after each."""
+    """Plays these actions on these levels, with what is seen after each. Every answer is judged, none looked up."""
+    verdict._cache.clear()
+    replay.cache_clear()
+    is_right.cache_clear()
     env = envs.make(name)
     for seed, actions in moves:
         env.reset(seed=seed)
@@ -167,6 +173,23 @@ def share(player: Path, file: Path, env: str) -> dict[str, float]:
     return {"envs": spent, "iteration": time.perf_counter() - start}
 
 
+def markdown(results: dict[str, Any]) -> str:
+    cells = []
+    for row in results["rows"]:
+        speeds = {name: f"{row['count'] / median(taken):,.0f}" for name, taken in row["seconds"].items()}
+        cells.append([row["env"], f"{row['what']}/s", speeds["ours"], "-", "-"])
+        for peer in speeds.keys() - {"ours"}:
+            cells[-1][3:] = [f"{peer} {speeds[peer]}", _measure.ratio(row["seconds"][peer], row["seconds"]["ours"])]
+    text = f"{_measure.told(results)}\n\n{_measure.table(['environment', '', 'ours', 'peer', 'ours vs peer'], cells)}"
+    if "shares" in results:
+        shares = [
+            [name, f"{found['envs']:.2f}", f"{found['iteration']:.1f}", f"{found['envs'] / found['iteration']:.1%}"]
+            for name, found in results["shares"].items()
+        ]
+        text += "\n\n" + _measure.table(["environment", "its seconds", "of an iteration's", "share"], shares)
+    return text
+
+
 def main() -> None:
     parser = _measure.parser(__doc__)
     parser.add_argument("--levels", type=int, default=200)
@@ -195,26 +218,13 @@ def main() -> None:
         contests.setdefault((name, "levels"), {})["ours"] = partial(our_levels, name, levels)
         contests.setdefault((name, "steps"), {})["ours"] = partial(our_steps, name, moves_of(name, steps))
     results = _measure.surroundings() | {"repeats": given.repeats, "rows": []}
-    cells = []
     for (env, what), contestants in sorted(contests.items()):
-        count = counts[env, what]
         seconds = _measure.alternating(contestants, given.repeats)
-        results["rows"].append({"env": env, "what": what, "count": count, "seconds": seconds})
-        speeds = {name: f"{count / median(taken):,.0f}" for name, taken in seconds.items()}
-        row = [env, f"{what}/s", speeds["ours"], "-", "-"]
-        for peer in seconds.keys() - {"ours"}:
-            row[3:] = [f"{peer} {speeds[peer]}", _measure.ratio(seconds[peer], seconds["ours"])]
-        cells.append(row)
-    markdown = f"{_measure.told(results)}\n\n{_measure.table(['env', '', 'ours', 'peer', 'ours vs peer'], cells)}"
+        results["rows"].append({"env": env, "what": what, "count": counts[env, what], "seconds": seconds})
     if given.player:
         fast = [name for name in _measure.environments() if not envs.make(name).slow]  # the others play in threads
         results["shares"] = {name: share(given.player, given.config, name) for name in fast}
-        cells = [
-            [name, f"{found['envs']:.2f}", f"{found['iteration']:.1f}", f"{found['envs'] / found['iteration']:.1%}"]
-            for name, found in results["shares"].items()
-        ]
-        markdown += "\n\n" + _measure.table(["environment", "its seconds", "of an iteration's", "share"], cells)
-    _measure.publish(results, markdown, given.json)
+    _measure.publish(results, markdown(results), given.json)
 
 
 if __name__ == "__main__":

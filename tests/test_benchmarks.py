@@ -544,7 +544,7 @@ def test_the_tables_of_the_learning_benchmark_are_those_of_its_rows(
     ("script", "file"),
     [("rollout", f"rollout{size}") for size in ("", "-vllm", "-trl", "-ragged", "-40m", "-40m-20", "-164m")]
     + [(script, f"{script}{size}") for script, size in (("iteration", ""), ("iteration", "-40m"), ("update", ""))]
-    + [("phases", "phases"), ("phases", "phases-65k"), ("scaling", "scaling"), ("device", "device")]
+    + [("phases", "phases"), ("phases", "phases-65k"), ("scaling", "scaling"), ("device", "device"), ("envs", "envs")]
     + [("launches", "launches-before"), ("launches", "launches")],
 )
 def test_the_tables_of_the_results_are_those_of_their_figures(
