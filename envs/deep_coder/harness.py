@@ -4,7 +4,8 @@ Started by sandbox.py as process 1 of its own namespaces, with the limits as arg
 of the function to call (empty: the program reads stdin) and then one input after the other, and answers each with what
 came of it. Expected outputs never come here, nor an input before its turn: a program that forges its results forges
 nothing but its own output, and there is nothing to find. A child can neither start a process nor open a socket but a
-pair that is connected to itself, which asyncio needs (seccomp), and its output goes to memory of bounded size. Imports
+pair that is connected to itself, which asyncio needs (seccomp), and its output goes to memory of bounded size. What it
+makes the kernel keep counts for no limit on its address space, so calls that make it keep much are forbidden. Imports
 are few: they take time at every start.
 """
 
@@ -20,6 +21,8 @@ import time
 
 THREADS = 64  # of one program
 FILES = 64  # open at once
+SIGNALS = 64  # queued at once: the kernel keeps each, and counts them for the user, not for the program
+TABLES = 16 << 20  # bytes of page tables beyond those of dense memory: a page alone in its GiB takes two more of them
 INODES = 2000  # in /tmp, about: mount options bound its bytes alone, and a name in it takes a KB that they do not see
 ANNOTATIONS = ("Any", "Dict", "List", "Optional", "Set", "Tuple")  # that functions in data sets use without import
 TAIL = 600  # characters of an error
@@ -27,7 +30,7 @@ PR_SET_DUMPABLE, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 4, 22, 2
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # AUDIT_ARCH_*, column of FORBIDDEN
 NEWEST = 424  # Linux 5.1: from here on numbers are the same everywhere, and libc does without these calls
 CLONE, PRLIMIT = (56, 220), (302, 261)
-CLONE_THREAD = 0x10000
+CLONE_SHARED = 0x10000 | 0x400  # a thread, with the files of the others: else each had `FILES` of its own
 FORBIDDEN = {  # numbers on x86_64 and aarch64; None where the call is not there
     "socket": (41, 198),
     "fork": (57, None),
@@ -62,11 +65,24 @@ FORBIDDEN = {  # numbers on x86_64 and aarch64; None where the call is not there
     "request_key": (249, 218),
     "keyctl": (250, 219),
     "modify_ldt": (154, None),
-    "memfd_create": (319, 279),  # memory that RLIMIT_AS does not see, as the next four
+    "memfd_create": (319, 279),  # memory that RLIMIT_AS does not see, as all up to `prctl`
     "shmget": (29, 194),
     "semget": (64, 190),
     "msgget": (68, 186),
     "mq_open": (240, 180),
+    "setxattr": (188, 5),  # of the files for output no file system counts attributes, as the next two
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "vmsplice": (278, 75),  # a byte in a pipe keeps a whole huge page, as the next three do with a file's
+    "splice": (275, 76),
+    "tee": (276, 77),
+    "sendfile": (40, 71),
+    "sendmsg": (46, 211),  # files on their way are not open ones, as the next
+    "sendmmsg": (307, 269),
+    "setsockopt": (54, 208),  # larger buffers
+    "timer_create": (222, 107),
+    "seccomp": (317, 277),  # filters, of each thread its own; as the next
+    "prctl": (157, 167),
     "inotify_init": (253, None),  # what all processes of a user share the count of, as the next two
     "inotify_init1": (294, 26),
     "io_setup": (206, 0),
@@ -86,7 +102,7 @@ def system_call_filter(machine: str) -> bytes:
     """The seccomp program: forbidden calls fail with EPERM, new ones with ENOSYS, foreign call tables kill."""
     architecture, column = MACHINES[machine]
     numbers = [each[column] for each in FORBIDDEN.values() if each[column] is not None]
-    load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
+    load, equal, at_least, only, give = 0x20, 0x15, 0x35, 0x54, 0x06
     allow, kill, eperm, enosys = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
 
     def line(code: int, k: int, yes: int = 0, no: int = 0) -> bytes:
@@ -98,12 +114,12 @@ def system_call_filter(machine: str) -> bytes:
     lines += [line(at_least, NEWEST, 0, 1), line(give, enosys)]
     for number in numbers:
         lines += [line(equal, number, 0, 1), line(give, eperm)]
-    for number, test, value in (  # allowed for a thread, and for the process itself
-        (CLONE[column], any_bit, CLONE_THREAD),
-        (PRLIMIT[column], equal, 0),
+    for number, bits, value in (  # allowed for a thread, and for the process itself
+        (CLONE[column], CLONE_SHARED, CLONE_SHARED),
+        (PRLIMIT[column], 0xFFFFFFFF, 0),
     ):
-        lines += [line(equal, number, 0, 4), line(load, 16), line(test, value, 0, 1), line(give, allow)]
-        lines += [line(give, eperm)]
+        lines += [line(equal, number, 0, 5), line(load, 16), line(only, bits), line(equal, value, 0, 1)]
+        lines += [line(give, allow), line(give, eperm)]
     return b"".join([*lines, line(give, allow)])
 
 
@@ -142,16 +158,32 @@ def memory(content: bytes = b"") -> int:
     return file
 
 
-def watch(pid: int, seconds: float) -> tuple[str, int]:
-    """How a child ended: ("exit", code), ("signal", number), ("time", 0), ("threads", 0) or ("files", 0)."""
+def told_of(pid: int) -> tuple[int, int]:
+    """How many threads a process has, and bytes of page tables."""
+    with open(f"/proc/{pid}/status", "rb") as file:
+        status = file.read()
+    threads = int(status.partition(b"\nThreads:")[2].split(None, 1)[0])
+    others = [] if b"\nVmPTE:" in status else os.listdir(f"/proc/{pid}/task")  # the first ended, and tells of no memory
+    while others and b"\nVmPTE:" not in status:
+        try:
+            with open(f"/proc/{pid}/task/{others.pop()}/status", "rb") as file:
+                status = file.read()
+        except (FileNotFoundError, ProcessLookupError):  # ended meanwhile
+            continue
+    return threads, int((status.partition(b"\nVmPTE:")[2].split(None, 1) or [b"0"])[0]) << 10
+
+
+def watch(pid: int, seconds: float, memory_bytes: int) -> tuple[str, int]:
+    """How a child ended: ("exit", code), ("signal", number), or stopped: "time", "threads", "memory" or "files"."""
     deadline, handle = time.monotonic() + seconds, os.pidfd_open(pid)
     poll, stopped = select.poll(), ""
     poll.register(handle, select.POLLIN)
     while not poll.poll(20):
-        with open(f"/proc/{pid}/status", "rb") as file:
-            threads = int(file.read().partition(b"\nThreads:")[2].split(None, 1)[0])
+        threads, tables = told_of(pid)
         disk = os.statvfs("/tmp")
         stopped = "time" if time.monotonic() > deadline else "threads" if threads > THREADS else ""
+        if tables > TABLES + memory_bytes // 256:
+            stopped = "memory"
         if disk.f_files - disk.f_ffree > INODES:
             stopped = "files"
         if stopped:
@@ -172,6 +204,7 @@ def limit(seconds: float, memory_bytes: int, output_bytes: int) -> None:
         (resource.RLIMIT_FSIZE, output_bytes),
         (resource.RLIMIT_NOFILE, FILES),
         (resource.RLIMIT_NPROC, THREADS),
+        (resource.RLIMIT_SIGPENDING, SIGNALS),
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(what, (most, most))
@@ -251,7 +284,7 @@ def main() -> None:
         if pid == 0:
             break
         os.close(not_compiled)
-        ended, number = watch(pid, seconds)
+        ended, number = watch(pid, seconds, memory_bytes)
         if os.read(compiled, 1):
             ended = "syntax"
         texts = [os.pread(file, output_bytes, 0) for file in files[1:]]

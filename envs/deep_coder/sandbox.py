@@ -50,8 +50,8 @@ class Limits:
 class Outcome:
     """What came of one test: Outcome("ok", "3\\n", "").
 
-    `status` is ok, error, syntax (it does not compile), time, threads, files or crash. `output` is what it printed, or
-    the value that the function returned as JSON; `error` its last words.
+    `status` is ok, error, syntax (it does not compile), time, threads, memory, files or crash. `output` is what it
+    printed, or the value that the function returned as JSON; `error` its last words.
     """
 
     status: str
@@ -178,8 +178,8 @@ def _outcome(parts: list[bytes], called: bool) -> Outcome:
         return Outcome("ok", report if called else output, last)
     if ended == "time":
         return Outcome("time", output, "time is up")
-    if ended in ("threads", "files"):
-        return Outcome(ended, output, f"too many {ended}")
+    if ended in ("threads", "files", "memory"):
+        return Outcome(ended, output, f"too {'much' if ended == 'memory' else 'many'} {ended}")
     if ended == "signal":
         return Outcome("crash", output, f"killed by signal {number}")
     return Outcome("error", output, report or last or f"exit code {number}")
