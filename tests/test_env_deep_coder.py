@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,8 +15,9 @@ import pytest
 from open_envs import needs_sandbox
 
 from envs import SPLITS, make
-from envs.base import split_by_hash
+from envs.base import draw_level, split_by_hash
 from envs.deep_coder import embedded, rows, tasks, verdict
+from envs.deep_coder.environment import Data, DeepCoder
 from envs.deep_coder.rows import Bounds
 from envs.deep_coder.sandbox import Outcome
 from envs.deep_coder.verdict import Problem, program_of, same_text, same_value, short
@@ -199,6 +201,21 @@ def test_there_are_hundreds_of_problems_and_both_forms_of_one_are_in_one_split()
     assert sum(len(form) == 2 for form in forms.values()) > 300
     assert all(len(problem.tests) == embedded.TESTS and problem.public == embedded.PUBLIC for problem in drawn)
     assert max(len(problem.statement) for problem in drawn) < 900
+
+
+def test_a_program_that_always_prints_the_same_passes_half_of_the_tests_at_most():
+    for split in SPLITS:
+        for seed in range(200):
+            drawn = draw_level(DeepCoder, Data("embedded", (), 1000, Bounds()), seed, split)
+            assert max(Counter(test.output for test in drawn.tests).values()) <= 4, drawn.statement
+    for problem, _ in zip(embedded.problems(np.random.default_rng(2)), range(1500), strict=False):
+        assert max(Counter(test.output for test in problem.tests).values()) <= 4, problem.statement
+
+
+def test_tests_and_those_that_may_be_shown_have_different_outputs():
+    drawn = [problem for problem, _ in zip(embedded.problems(np.random.default_rng(3)), range(1000), strict=False)]
+    assert all(problem.tests[0].output != problem.tests[1].output for problem in drawn)
+    assert np.mean([len({test.output for test in problem.tests}) for problem in drawn]) > 7
 
 
 def test_no_held_out_problem_behaves_like_a_training_problem():

@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,6 +23,8 @@ from envs.deep_coder.tasks import TASKS, ints
 from envs.deep_coder.verdict import Problem, Test
 
 TESTS, PUBLIC = 8, 2
+ALIKE = 4  # tests with one output, at most: a program that prints it whatever it reads passes no more
+TRIES = 30  # draws of arguments whose output is not there yet
 TASKS_SHARE = 0.5
 READ = {  # an argument's name -> in a line of stdin, as an argument, and how a program reads it
     "numbers": ("integers, maybe none", "a list of integers, maybe empty", "list(map(int, input().split()))"),
@@ -87,14 +90,16 @@ def problems(rng: np.random.Generator) -> Iterator[Problem]:
         called = bool(rng.random() < 0.5)
         if rng.random() < TASKS_SHARE:
             number = int(rng.integers(len(TASKS)))
-            yield from_task(number, tuple(TASKS[number].parameters(rng).items()), called)
+            found = from_task(number, tuple(TASKS[number].parameters(rng).items()), called)
         else:
             choice = tuple(int(rng.integers(len(some))) for some in (TAKE, MAKE, TELL))
-            yield put_together(choice, int(rng.integers(3, 10)), int(rng.integers(2, 10)), called)
+            found = put_together(choice, int(rng.integers(3, 10)), int(rng.integers(2, 10)), called)
+        if found is not None:
+            yield found
 
 
 @lru_cache(maxsize=1 << 14)
-def from_task(number: int, parameters: tuple[tuple[str, int], ...], called: bool) -> Problem:
+def from_task(number: int, parameters: tuple[tuple[str, int], ...], called: bool) -> Problem | None:
     """The problem of one task and its parameters, `called` as a function."""
     task, values = TASKS[number], dict(parameters)
     name = task.function.__name__
@@ -119,7 +124,7 @@ def from_task(number: int, parameters: tuple[tuple[str, int], ...], called: bool
 
 
 @lru_cache(maxsize=1 << 14)
-def put_together(choice: tuple[int, ...], k: int, m: int, called: bool) -> Problem:
+def put_together(choice: tuple[int, ...], k: int, m: int, called: bool) -> Problem | None:
     """Take some of the numbers, make something of each, tell something of them."""
     (which, keep, good), (change, make, made) = TAKE[choice[0]], MAKE[choice[1]]
     what, tell, told = TELL[choice[2]]
@@ -153,13 +158,12 @@ def put_together(choice: tuple[int, ...], k: int, m: int, called: bool) -> Probl
     )
 
 
-def problem(draft: Draft, called: bool) -> Problem:
-    """A draft as a problem; its tests are two samples, the edges, and samples again."""
+def problem(draft: Draft, called: bool) -> Problem | None:
+    """A draft as a problem; None where one output is that of too many tests."""
     name, arguments, lines, text = draft.name, draft.arguments, draft.lines, draft.text
-    rng = np.random.default_rng(int.from_bytes(hashlib.sha256(draft.key.encode()).digest()[:8], "big"))
-    inputs = [draft.sample(rng) for _ in range(PUBLIC)] + list(draft.edges)
-    inputs += [draft.sample(rng) for _ in range(TESTS - len(inputs))]
-    tests = tuple(test_of(each, draft.answer(*each), called) for each in inputs)
+    tests = tuple(test_of(each, value, called) for each, value in examples(draft))
+    if Counter(test.output for test in tests).most_common(1)[0][1] > ALIKE:
+        return None
     kinds_of = [READ.get(each, WHOLE) for each in arguments]
     if called:
         told = ", ".join(f"{each} is {kind[1]}" for each, kind in zip(arguments, kinds_of, strict=True))
@@ -174,6 +178,24 @@ def problem(draft: Draft, called: bool) -> Problem:
     end = "" if called else f"\nprint({'*' * listed}{name}({', '.join(kind[2] for kind in kinds_of)}))"
     programs = tuple((player, "\n".join(map(without_mark, each)) + end) for player, each in kinds.items())
     return Problem(text.rstrip("\n"), name if called else "", tests, PUBLIC, draft.key, programs, draft.idea)
+
+
+def examples(draft: Draft) -> list[tuple[tuple[Any, ...], Any]]:
+    """Arguments with their values: two samples, the edges, and samples again, of other values where it can be."""
+    rng = np.random.default_rng(int.from_bytes(hashlib.sha256(draft.key.encode()).digest()[:8], "big"))
+    edges = [(each, draft.answer(*each)) for each in draft.edges]
+    found: list[tuple[tuple[Any, ...], Any]] = []
+    while len(found) < TESTS:
+        if len(found) == PUBLIC:
+            found += edges
+        there = [value for _, value in found or edges]
+        for _ in range(TRIES):
+            arguments = draft.sample(rng)
+            value = draft.answer(*arguments)
+            if value not in there:
+                break
+        found.append((arguments, value))
+    return found
 
 
 def behaviour(answer: Callable[[list[int]], Any]) -> str:
