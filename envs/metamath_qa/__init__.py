@@ -19,7 +19,7 @@ import numpy as np
 from envs.base import TextEnv
 from envs.hub_sets import EMBEDDED, read_rows
 from envs.math_judge import LONGEST_ANSWER, MathJudge, last_boxed
-from envs.metamath_qa.final_form import final_form
+from envs.metamath_qa.final_form import has_variables, is_written_out
 from envs.metamath_qa.problems import TEMPLATES, Parameters
 
 COLUMNS = ("query", "response", "original_question", "type")
@@ -159,17 +159,16 @@ def answer_in(action: str) -> str | None:
 
 @lru_cache(maxsize=1 << 14)
 def is_right(given: str, answer: str) -> bool:
-    """math-verify's judgement; equal texts and equal whole numbers are not asked about.
+    """The reference in another notation and order, with nothing left to work out; math-verify's word on variables.
 
-    Where the answer is a number, arithmetic left undone is wrong: else repeating "What is 2^3 + 4^2?" solves it.
+    math-verify works out everything: asked about numbers, it lets who repeats "What is 2^3 + 4^2?" solve it.
     """
     if "".join(given.split()) == "".join(answer.split()):
         return True
-    compared = final_form(given, answer)
-    if compared is None:
-        return False
+    if not has_variables(answer):
+        return is_written_out(given, answer)
     with _LOCK:
-        return _judge(os.getpid()).equal(*compared)
+        return _judge(os.getpid()).equal(given, answer)
 
 
 @lru_cache
