@@ -28,6 +28,7 @@ SPELLINGS = [  # LaTeX's way to write what plain text has as well
         ("[−–]", "-"),
         (r"\\(?:cdot|times)(?![a-zA-Z])|[·×]", "*"),
         (r"π|(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi "),
+        (r"∪|(?<=[)\]]) ?U ?(?=[(\[])", r"\\cup "),
         ("∞", r"\\infty "),
         (r"(?<![a-zA-Z\\])sqrt", "√"),
         ("±", r"\\pm "),
@@ -41,6 +42,7 @@ DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+|[0-9]+)"
 TOKEN = re.compile(
     rf" *({DIGITS}(?:\.[0-9]+)?|\.[0-9]+|(?:\\frac|\\sqrt|\\pi|\\infty|[ei])(?![a-zA-Z])|\*\*|[-+*/^(){{}}\[\]√])"
 )
+LONGEST = 300  # characters
 DEEPEST = 30  # brackets within brackets
 LARGEST_POWER = 4096  # bits
 
@@ -56,13 +58,15 @@ def plain(text: str) -> str:
     """The text without what LaTeX and Markdown put around it: plain(r"\\(\\dfrac{1}{2}\\)") -> r"\\frac{1}{2}"."""
     for pattern, spelling in SPELLINGS:
         text = pattern.sub(spelling, text)
-    return text.strip("$ ").removesuffix(".")
+    return text.strip("$` ").removesuffix(".")
 
 
 @lru_cache(maxsize=1 << 12)
 def read(text: str) -> Node | None:
     """The expression that a plain text is; None where it is none."""
     tokens, at = [], 0
+    if len(text) > LONGEST:
+        return None
     while at < len(text.rstrip()):
         match = TOKEN.match(text, at)
         if match is None:
@@ -188,24 +192,35 @@ def _negated(node: Node) -> Node:
 
 
 def _product(one: Node, other: Node) -> Node:
-    return one[0] * other[0], _in_order(one[1] + other[1]), _in_order(one[2] + other[2])
+    return _term(one[0] * other[0], one[1] + other[1], one[2] + other[2])
 
 
 def _quotient(top: Node, bottom: Node) -> Node:
     above = () if top[1] == (1,) else top[1]
     if bottom[2]:  # a fraction below a bar stays there: turning it over is work
-        return top[0], above, _in_order((*top[2], ("fraction", bottom)))
-    return top[0] * bottom[0], above, _in_order(top[2] + bottom[1])
+        return _term(top[0], above, (*top[2], ("fraction", bottom)))
+    return _term(top[0] * bottom[0], above, top[2] + bottom[1])
+
+
+def _term(sign: int, above: tuple[Any, ...], below: tuple[Any, ...]) -> Node:
+    """In order; a sum over whole numbers is a sum of fractions."""
+    if below and all(isinstance(factor, int) for factor in below) and (terms := _terms_of(above)):
+        return _sum([_term(sign * s, () if a == (1,) else a, b + below) for s, a, b in terms])
+    return sign, _in_order(above), _in_order(below)
+
+
+def _terms_of(factors: tuple[Any, ...]) -> tuple[Node, ...]:
+    """The terms where a sum is the one factor; none otherwise."""
+    is_sum = len(factors) == 1 and isinstance(factors[0], tuple) and factors[0][0] == "sum"
+    return factors[0][1] if is_sum else ()
 
 
 def _sum(terms: list[Node]) -> Node:
     """In order, the first with a plus; brackets around a sum that is a term are left out."""
     flat: list[Node] = []
     for sign, above, below in terms:
-        if not below and len(above) == 1 and isinstance(above[0], tuple) and above[0][0] == "sum":
-            flat += [(sign * s, a, b) for s, a, b in above[0][1]]
-        else:
-            flat.append((sign, above, below))
+        inner = () if below else _terms_of(above)
+        flat += [(sign * s, a, b) for s, a, b in inner] or [(sign, above, below)]
     if len(flat) == 1:
         return flat[0]
     flat.sort(key=lambda term: repr(term[1:]))

@@ -36,9 +36,10 @@ NO_UNITS = frozenset(  # words that make another number of the one before them
     factorial mod plus minus over by and or to choose percent point zero one two three four five six seven eight nine
     ten twenty thirty forty fifty sixty seventy eighty ninety""".split()
 )
-IN_WORDS = re.compile(r"\\(?:text|mathrm|textrm|textbf|mathbf|mbox|fbox)\s*\{[^{}]*\}")
-NO_VARIABLES = re.compile(  # commands, constants, units and names of more than three letters
-    r"\\[a-zA-Z]+|(?<![a-zA-Z])(?:e|i|and|or)(?![a-zA-Z])|(?<![^\s(/-])(?:[a-z]{4,}|[A-Z][a-z]{2,})(?![a-zA-Z])"
+IN_WORDS = re.compile(r"\\(?:text|mathrm|textrm|textbf|mbox)\s*\{[^{}]*\}")
+NO_VARIABLES = re.compile(  # commands, constants, units, names and longer words
+    r"\\[a-zA-Z]+|(?<![a-zA-Z])(?:e|i|and|or|[mck]m|kg|lb|oz|ft|in|mph|min|sec)(?![a-zA-Z])"
+    r"|(?<![^\s(/-])(?:[a-z]{4,}|[A-Z][a-z]{2,})(?![a-zA-Z])"
 )
 NAMED = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([^()=]*\))?")  # x, \theta, f(2) in x = 5
 BASES = "two three four five six seven eight nine ten eleven twelve".split()
@@ -190,10 +191,9 @@ def _is_worth(side: str, wanted: Number) -> bool:
 
 def _parts(text: str) -> tuple[str, str, list[str]] | None:
     r"""Brackets, separators and parts of what is made of several: "(3, 4]" -> ("(]", ",", ["3", "4"])."""
-    text = re.sub(r"^\\\{(.*)\\\}$", r"\1", text).strip()
-    brackets = ""
-    if text and text[0] in "([" and text[-1] in ")]" and _closes(text) == len(text) - 1:
-        brackets, text = text[0] + text[-1], text[1:-1]
+    text, brackets = text.replace(r"\{", "{").replace(r"\}", "}").strip(), ""
+    if text and text[0] in "([{" and _closes(text) == len(text) - 1:
+        brackets, text = (text[0] + text[-1]).strip("{}"), text[1:-1]
     separators, parts, start, depth = "", [], 0, 0
     for match in BETWEEN.finditer(text):
         if match["open"] or match["close"]:
@@ -209,7 +209,7 @@ def _closes(text: str) -> int:
     """Where the bracket that opens a text is closed."""
     depth = 0
     for at, character in enumerate(text):
-        depth += (character in "([") - (character in ")]")
+        depth += (character in "([{") - (character in ")]}")
         if depth == 0:
             return at
     return -1
