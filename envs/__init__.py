@@ -11,6 +11,7 @@ import importlib
 import inspect
 import json
 import pkgutil
+import re
 from functools import lru_cache
 from threading import Lock
 from typing import Any, get_type_hints
@@ -74,7 +75,8 @@ def make(name: str, **options: Any) -> TextEnv:
             accepted[known(f"option of the environment {name}", option, accepted)].validate_python(value, strict=True)
         except ValidationError as error:
             problem = error.errors()[0]["msg"].removeprefix("Input ")
-            raise ValueError(f"{name} cannot be made with {option}={value!r}: it {problem}.") from None
+            hint = _as_list(option, value) if "valid list" in problem and isinstance(value, str) else ""
+            raise ValueError(f"{name} cannot be made with {option}={value!r}: it {problem}.{hint}") from None
     return env(**options)
 
 
@@ -87,6 +89,12 @@ def option(text: str) -> tuple[str, Any]:
         return key, json.loads(value)
     except json.JSONDecodeError:
         return key, value
+
+
+def _as_list(option: str, text: str) -> str:
+    """How a list is written, said to whoever wrote a text: topics=logic or topics=[logic]."""
+    words = json.dumps(re.findall(r"[^\s,\[\]'\"]+", text))
+    return f" Write a list as in JSON, here {option}={words}, in a shell with single quotes around it."
 
 
 def _adapter(name: str) -> type[TextEnv]:

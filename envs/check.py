@@ -1,7 +1,8 @@
 """Does an environment keep its promises?  `python -m envs.check frozen_lake observation=grid` plays it and says so.
 
 Prints an episode, what scripted policies reach, the optional parts and the different levels of each split, then what is
-broken, a sentence each. Exit code 1 when a promise is broken, 2 when the request makes no sense.
+broken, a sentence each. Exit code 1 when a promise is broken, 2 when the request makes no sense, as when options leave
+too few different levels.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from envs import CAPABILITIES, SPLITS, make, names, option
 from envs.base import NoLevel, known
 from envs.demos import play
 from envs.hostile import HOSTILE, HOSTILE_TEXTS, meet_hostile_text
-from envs.promises import LEVELS, Subject, already, broken_promises, digest, raised
-from envs.protocol import Episode, Protocol
+from envs.promises import LEVELS, SAME, TURNS, Subject, already, broken_promises, digest, protocol_for, raised
+from envs.protocol import Episode
 from envs.web import NoAnswer
 
 COLOURS = {"system": "yellow", "user": "cyan", "assistant": "green"}
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("name", help=f"one of: {', '.join(names())}")
     parser.add_argument("options", nargs="*", default=[], help="the environment's options, name=value (as in JSON)")
     parser.add_argument("--episodes", type=int, default=200, help="levels per player (default 200)")
-    parser.add_argument("--turns", type=int, help="turns an episode (default: the environment's own max_turns)")
+    parser.add_argument("--turns", type=int, help=f"turns an episode (default: the environment's own, up to {TURNS})")
     parser.add_argument("--split", default="test", help=f"one of: {', '.join(SPLITS)} (default test)")
     parser.add_argument("--seed", type=int, default=0, help="the episode that is shown")
     parser.add_argument("--digest", action="store_true", help="print a fingerprint of the levels and stop")
@@ -60,7 +61,7 @@ def requested(arguments: argparse.Namespace) -> Subject:
     known("split", arguments.split, SPLITS)
     if arguments.episodes < 1 or arguments.seed < 0:
         raise ValueError("--episodes must be at least 1 and --seed at least 0.")
-    protocol = Protocol.of(make(arguments.name, **options), max_turns=arguments.turns)
+    protocol = protocol_for(make(arguments.name, **options), arguments.turns)
     return Subject(arguments.name, options, protocol, arguments.episodes, arguments.split)
 
 
@@ -79,6 +80,11 @@ def look(subject: Subject, seed: int) -> int:
     except (Exception, SystemExit) as error:  # an environment may raise anything
         broken = [raised(subject, error)]
     broken += [sentence for sentence in broken_promises(subject) if not any(already([sentence], one) for one in broken)]
+    if subject.options and broken and all(SAME in sentence for sentence in broken):
+        told = " ".join(f"{name}={value}" for name, value in subject.options.items())
+        print(f"{subject.name} with {told}: {broken[0].partition(SAME)[0]}{SAME}. Choose options with more levels.",
+              file=sys.stderr)  # fmt: skip
+        return 2
     for sentence in broken:
         console.print(f"[red]broken[/red] {escape(sentence)}", soft_wrap=not console.is_terminal)
     if not broken:

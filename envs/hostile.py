@@ -13,7 +13,7 @@ from typing import Any
 
 from envs.base import TextEnv
 from envs.demos import next_action, player_names
-from envs.promises import Subject, raised
+from envs.promises import LONG, Subject, raised
 from envs.protocol import ACTION_SEP, MAX_PENALISED_TURNS, Episode, answer, parse
 from envs.web import NoAnswer
 
@@ -189,7 +189,7 @@ def meet_hostile_text(subject: Subject, marker: str) -> Iterator[dict[str, Any]]
 def _met(episode: Episode, text: str, free: bool) -> str:
     """What is wrong with how an episode met a text in every turn; empty if nothing is."""
     protocol, before, turns = episode.protocol, episode.state_key(), []
-    while not episode.done:
+    while not episode.done and len(turns) < LONG:
         turns.append(episode.step(text))
     if not all(math.isfinite(turn.reward) for turn in turns):
         return "it was given a reward that is no finite number."

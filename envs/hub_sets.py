@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+MOST_ENTRIES = 10_000  # of a folder; `datasets` looks at every one before it says that there are no data
 EMBEDDED = "embedded"  # as `path`: what the environment brings itself
 
 
@@ -59,6 +61,7 @@ def split_names(env: str, path: str, config: str | None = None) -> list[str]:
     try:
         import datasets
 
+        not_too_large(path)
         return list(datasets.get_dataset_split_names(path, None if Path(path).exists() else config))
     except Exception as error:  # as above
         raise _unreadable(env, path, error) from error
@@ -66,10 +69,24 @@ def split_names(env: str, path: str, config: str | None = None) -> list[str]:
 
 def _unreadable(env: str, what: str, error: Exception) -> ValueError:
     return ValueError(
-        f"{env}: the data set path={what} cannot be read ({type(error).__name__}: "
-        f"{' '.join(str(error).split())[:300]}). Name a data set on the Hugging Face Hub (which needs a network), a "
-        f"folder or a .jsonl or .parquet file with its columns; path={EMBEDDED} needs none of them."
+        f"{env}: the data set path={what} cannot be read ({reason(error)}). Name a data set on the Hugging Face Hub"
+        " (which needs a network), a folder or a .jsonl or .parquet file with its columns;"
+        f" path={EMBEDDED} needs none of them."
     )
+
+
+def reason(error: Exception) -> str:
+    """Why a data set cannot be read, in a few words."""
+    if isinstance(error, StopIteration):  # how `datasets` says that a file is empty
+        return "it has no rows"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def not_too_large(path: str) -> None:
+    """ValueError for a folder with so many files that it can only have been meant for another one: a home, say."""
+    entries = (name for _, folders, files in os.walk(path) for name in (*folders, *files))
+    if next(islice(entries, MOST_ENTRIES, None), None) is not None:
+        raise ValueError(f"a folder with more than {MOST_ENTRIES:,} files and folders in it is taken for no data set")
 
 
 def _is_file(path: str) -> bool:
@@ -80,6 +97,7 @@ def _open(path: str, config: str | None, split: str) -> Any:
     import datasets
 
     if not _is_file(path):
+        not_too_large(path)
         config = None if Path(path).exists() else config
         return datasets.load_dataset(path, config, split=split, streaming=True)
     if split != "train":

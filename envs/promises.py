@@ -34,7 +34,9 @@ from envs.web import NoAnswer
 
 LEVELS = 64  # drawn from each split to count the different ones
 FEW = 0.25  # below this share of different levels, held-out episodes repeat each other
+SAME = "success there is counted on the same few levels again and again"
 LONG = 100  # turns in which an expert that knows no deadline does as well as one that does
+TURNS = 1400  # of an episode, at most: players that cannot win use any number that an option allows; 2048 needs 1358
 SAMPLE = 12  # levels that are played for each promise about steps
 MOST = 3  # sentences about one promise
 PATIENCE = 60  # seconds for all hostile texts
@@ -75,6 +77,11 @@ class Subject:
         """How many of them are different ones."""
         env = self.make()
         return {split: len({env.key_of(level) for level in levels}) for split, levels in self.levels.items()}
+
+
+def protocol_for(env: TextEnv, turns: int | None = None) -> Protocol:
+    """The protocol in which an environment is checked: its own number of turns up to `TURNS`, unless given."""
+    return Protocol.of(env, max_turns=min(env.max_turns, TURNS) if turns is None else turns)
 
 
 def broken_promises(subject: Subject) -> list[str]:
@@ -138,9 +145,9 @@ def distinct_levels(subject: Subject) -> Iterator[str]:
         held_out = any(env.split_of(level) is not None for level in subject.levels[split])
         if held_out and count < FEW * LEVELS:
             yield (
-                f"the split {split} has only {count} different levels in {LEVELS} draws: success there is counted on"
-                " the same few levels again and again. Let draw() make more of them, or choose options with more"
-                " levels; where there are no more, let split_of() return None."
+                f"the split {split} has only {count} different levels in {LEVELS} draws: {SAME}. Let draw() make"
+                " more of them, or choose options with more levels; where there are no more, let split_of() return"
+                " None."
             )
 
 
@@ -320,12 +327,12 @@ def winning_expert(subject: Subject) -> Iterator[str]:
     env = subject.make()
     if not env.has("expert") or env.has("optimal_success") or not env.deterministic:
         return
-    protocol = Protocol.of(env)
+    protocol = protocol_for(env)
     for seed in range(subject.episodes):
         if not play(subject.make(), "expert", protocol, seed, subject.split).success:
             yield (
-                f"the expert does not win the {subject.split} level of seed {seed} within max_turns={env.max_turns}:"
-                " raise max_turns, or define optimal_success where a level cannot be won."
+                f"the expert does not win the {subject.split} level of seed {seed} within max_turns="
+                f"{protocol.max_turns}: raise max_turns, or define optimal_success where a level cannot be won."
             )
 
 
@@ -393,8 +400,9 @@ def _elsewhere(subject: Subject, *flags: str, timeout: float | None = None) -> s
     """`python -m envs.check` with one of its hidden flags, in another process."""
     root = str(Path(__file__).parents[1])
     options = [f"{key}={json.dumps(value)}" for key, value in subject.options.items()]
+    turns = str(subject.protocol.max_turns)
     return subprocess.run(
-        [sys.executable, "-m", "envs.check", subject.name, *options, *flags],
+        [sys.executable, "-m", "envs.check", subject.name, *options, "--turns", turns, *flags],
         env={**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": os.pathsep.join([root, *sys.path])},
         capture_output=True,
         text=True,

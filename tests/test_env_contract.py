@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -513,12 +514,35 @@ def test_check_shows_an_episode_the_players_and_the_levels(name, capsys):
         (["sokoban", "--split", "tset"], 'Did you mean "test"'),
         (["sokoban", "--turns", "0"], "at least 1"),
         (["sokoban", "--episodes", "0"], "at least 1"),
+        (["countdown", "max_number=99999999999999999999"], "max_number from 2 to 999999"),
+        (["countdown", "max_number=3000000000", "max_target=3000000000"], "max_target from 10 to 999999"),
+        (["lean", "topics=logic"], 'it should be a valid list. Write a list as in JSON, here topics=["logic"]'),
+        (["lean", "topics=[logic, lists]"], 'here topics=["logic", "lists"]'),
+        (["lean", "topics=7"], "topics=7: it should be a valid list.\n"),
+        (["frozen_lake", "frozen=1", "--episodes", "3"], "frozen_lake with frozen=1: the split validation has only"),
+        (["frozen_lake", "frozen=1", "size=3", "--episodes", "3"], "the same few levels again and again. Choose"),
     ],
 )
 def test_check_refuses_nonsense_in_one_paragraph(arguments, says, capsys):
     assert check.main(arguments) == 2
     problem = capsys.readouterr().err
     assert says in problem and problem.count("\n") == 1
+
+
+@pytest.mark.parametrize(("name", "option"), [("metamath_qa", "attempts"), ("countdown", "tries")])
+def test_check_ends_whatever_number_of_turns_an_option_allows(name, option, monkeypatch):
+    monkeypatch.setattr(promises, "TURNS", 120)
+    assert promises.protocol_for(envs.make(name, **{option: 10**12})).max_turns == 120
+    assert promises.protocol_for(envs.make(name, **{option: 7})).max_turns == 7
+    assert promises.protocol_for(envs.make(name), 10**4).max_turns == 10**4, "what was asked for"
+    begun = time.process_time()
+    assert check.main([name, f"{option}={10**12}", "--episodes", "5"]) == 0
+    assert time.process_time() - begun < 30
+
+
+def test_the_turns_that_are_asked_for_are_those_of_the_other_process():
+    asked = Subject("countdown", {"tries": 4}, Protocol(max_turns=3, max_actions=3))
+    assert not list(promises.same_in_every_process(asked)), "demonstrations tell how many turns are left"
 
 
 def test_check_notices_an_environment_that_differs_between_processes(monkeypatch):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from envs import SPLITS, make
+from envs import SPLITS, hub_sets, make
 from envs.base import NoLevel
 from envs.countdown.arithmetic import DEEPEST, LONGEST, Task, any_term, read, solution
 from envs.demos import play
@@ -261,15 +261,29 @@ def test_a_local_copy_of_the_data_set_is_played(tmp_path, form):
 
 def test_a_data_set_that_cannot_be_used_is_one_paragraph(tmp_path):
     (tmp_path / "other.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n')
+    (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "odd.jsonl").write_text('{"nums": [1, -2], "target": 3}\n')
     for file, says in (
         ("other", "no values in nums, target"),
         ("odd", r"row 1 .*nums=\[1, -2\]"),
         ("none", "cannot be read"),
+        ("empty", r"cannot be read \(it has no rows\)"),
     ):
         with pytest.raises(ValueError, match=says) as problem:
             make("countdown", path=str(tmp_path / f"{file}.jsonl"))
         assert "\n" not in str(problem.value)
+
+
+def test_a_folder_of_all_kinds_of_files_is_refused_before_it_is_searched(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub_sets, "MOST_ENTRIES", 100)
+    rows = "".join(f'{{"nums": [1, 2], "target": {n}}}\n' for n in range(10, 40))
+    (tmp_path / "train.jsonl").write_text(rows)
+    assert hub_sets.read_rows("countdown", str(tmp_path), ("nums", "target"))
+    for n in range(120):
+        (tmp_path / f"{n}.txt").touch()
+    with pytest.raises(ValueError, match="more than 100 files and folders") as problem:
+        make("countdown", path=str(tmp_path))
+    assert "\n" not in str(problem.value) and "a folder or a .jsonl or .parquet file" in str(problem.value)
 
 
 @pytest.mark.parametrize("options", [{"max_number": 2, "max_numbers": 2}, {"max_number": 4, "max_numbers": 2}])
@@ -286,7 +300,18 @@ def test_a_thought_is_the_steps_of_its_own_expression():
     assert env.thought_of(env.expert()) == env.thought()
 
 
+def test_the_largest_numbers_are_read_and_won():
+    wins: Counter[str] = Counter()
+    options = {"max_numbers": 6, "max_number": 999_999, "max_target": 999_999}
+    for player, seed in itertools.product(("expert", "invented"), range(30)):
+        episode = play(make("countdown", **options), player, Protocol(max_turns=1), seed, "test")
+        wins[player] += episode.success
+        assert episode.invalid_turns == 0
+    assert wins == {"expert": 30, "invented": 0}
+
+
 def test_options_that_make_no_sense_are_refused():
-    for options in ({"min_numbers": 1}, {"min_numbers": 5}, {"max_numbers": 7}, {"tries": 0}, {"max_target": 9}):
+    for options in ({"min_numbers": 1}, {"min_numbers": 5}, {"max_numbers": 7}, {"tries": 0}, {"max_target": 9},
+                    {"max_number": 10**6}, {"max_target": 10**6}, {"max_number": 10**20}):  # fmt: skip
         with pytest.raises(ValueError, match="countdown needs 2 <= min_numbers"):
             make("countdown", **options)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from envs import SPLITS, demos, make
+from envs import SPLITS, check, demos, make
 from envs.promises import Subject, digest
 from envs.protocol import Protocol
 from envs.web_shop import published
@@ -473,6 +473,20 @@ def test_rows_bound_what_is_read_and_a_cut_file_is_named(folder, monkeypatch):
     (folder / "items_human_ins.json").write_text("{}")
     with pytest.raises(ValueError, match=r"no goal for the 3 products.*human_goals=false"):
         published.load(Source(str(folder), 1000, True))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("{", "must be a JSON list of products"), ("[]", "no product with an asin"), ("", "must be a JSON list"),
+     ("[{", "is cut off or no JSON")],
+)  # fmt: skip
+def test_files_that_cannot_be_used_are_one_paragraph_at_once(folder, capsys, text, says):
+    (folder / "items_shuffle_1000.json").write_text(text)
+    with pytest.raises(ValueError, match=says):
+        make("web_shop", path=str(folder))
+    assert check.main(["web_shop", f"path={folder}"]) == 2
+    told = capsys.readouterr()
+    assert says in told.err and told.err.count("\n") == 1 and not told.out
 
 
 def test_files_that_are_missing_are_named_at_once(folder, tmp_path):

@@ -20,6 +20,7 @@ __all__ = ["Countdown"]
 
 RIGHT_NUMBERS = 0.1  # RAGEN's score of an answer with the right numbers and another value
 LEAST_TARGET = 10
+LARGEST = 999_999  # of numbers and targets: answers may hold numbers of nine digits, and flawed ones hold larger ones
 TRIES, ROUNDS = 500, 120  # options that give no task in 60,000 tries, about two seconds, have none
 
 
@@ -59,13 +60,14 @@ class Countdown(TextEnv):
     ):
         if (
             not 2 <= min_numbers <= max_numbers <= 6
-            or max_number < 2
-            or max_target < LEAST_TARGET
+            or not 2 <= max_number <= LARGEST
+            or not LEAST_TARGET <= max_target <= LARGEST
             or min(tries, rows) < 1
         ):
             raise ValueError(
-                "countdown needs 2 <= min_numbers <= max_numbers <= 6, max_number >= 2, max_target >= 10, tries >= 1"
-                f" and rows >= 1, not min_numbers={min_numbers}, max_numbers={max_numbers}, max_number={max_number},"
+                f"countdown needs 2 <= min_numbers <= max_numbers <= 6, max_number from 2 to {LARGEST}, max_target from"
+                f" {LEAST_TARGET} to {LARGEST}, tries >= 1 and rows >= 1, not min_numbers={min_numbers},"
+                f" max_numbers={max_numbers}, max_number={max_number},"
                 f" max_target={max_target}, tries={tries}, rows={rows}."
             )
         self.max_turns = self.tries = tries
@@ -209,7 +211,7 @@ def read_tasks(path: str, rows: int) -> tuple[Task, ...]:
         if (
             not whole
             or not 2 <= len(numbers) <= 6
-            or not 0 < min([*numbers, target]) <= max([*numbers, target]) < 10**6
+            or not 0 < min([*numbers, target]) <= max([*numbers, target]) <= LARGEST
         ):
             raise ValueError(
                 f"countdown: row {number} of {path} has nums={numbers!r:.80} and target={target!r:.80}. A task has 2 to"

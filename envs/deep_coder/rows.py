@@ -19,6 +19,7 @@ from typing import Any
 
 from envs.base import split_by_hash
 from envs.deep_coder.verdict import Problem, Test, program_of
+from envs.hub_sets import not_too_large, reason
 
 SUBSETS = ("primeintellect", "codeforces")  # train and test of the Hub set that belong together
 LONGEST_STATEMENT = 10_000  # characters
@@ -74,6 +75,7 @@ def _rows(path: str, subsets: tuple[str, ...], most: int) -> Iterator[tuple[str,
         raise ValueError(f"deep_coder could not read path={path}: there is no such file or folder. {TAKES}")
     names: tuple[str | None, ...] = subsets or ((None,) if local.exists() else SUBSETS)
     try:
+        not_too_large(path)
         for name in names:
             if local.is_file():
                 kind = READERS.get(local.suffix, "json")
@@ -85,8 +87,7 @@ def _rows(path: str, subsets: tuple[str, ...], most: int) -> Iterator[tuple[str,
                 for row in islice(rows, most):
                     yield ours, row
     except Exception as error:  # `datasets`, its file systems and its HTTP client raise errors of many libraries
-        told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise ValueError(f"deep_coder could not read path={path} ({told}). {TAKES}") from error
+        raise ValueError(f"deep_coder could not read path={path} ({reason(error)}). {TAKES}") from error
 
 
 def problem_of(row: Mapping[str, Any], bounds: Bounds) -> Problem | None:

@@ -5,7 +5,7 @@ A level is a theorem. The state is what the accepted tactics leave to prove; bac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ class Lean(TextEnv):
 
     def __init__(
         self,
-        topics: Sequence[str] = ("logic", "arithmetic", "lists"),
+        topics: list[str] | tuple[str, ...] = ("logic", "arithmetic", "lists"),
         backend: str = "auto",
         timeout: float = 30.0,
         reward: str = "proof",

@@ -11,7 +11,6 @@ from envs.base import TextEnv, known
 from envs.web_shop.catalogue import Catalogue, Goal, Source, catalogue, fold, key_of, words_of
 from envs.web_shop.generated import search_text
 from envs.web_shop.pages import BEFORE, BUY, NEXT, SEARCH, View, choose, links, shown, text_of
-from envs.web_shop.published import files
 from envs.web_shop.reward import Score, offered, score, wins
 
 LONGEST = 400  # characters of an action that are read
@@ -54,7 +53,7 @@ class WebShop(TextEnv):
         self.config = Source("embedded", 0, False)
         if path != "embedded":
             self.config = Source(path, rows, human_goals is not False)
-            files(self.config)
+            catalogue(self.config)  # what cannot be read is said at once
             self.max_turns = 15  # as RAGEN has it for the full catalogue
 
     @classmethod
