@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from posttrain.experience import Batch, Experience, Measured, Scored
     from posttrain.learner import Learner
     from posttrain.monitoring import Monitor
-    from posttrain.observations import Wins
     from posttrain.run_state import RunState
     from posttrain.sampler import Sampler
 
@@ -60,13 +59,13 @@ def main(argv: list[str] | None = None) -> None:
     cfg, args = load(StarPORun, "configs/phase3_starpo.yaml", argv, _arguments)
     runlog.keep_private(Path(cfg.output_dir))
 
-    from posttrain import model_files, models, parallel, rehearsal, run_state, starpo_run
+    from posttrain import model_files, models, parallel, run_state, starpo_run
+    from posttrain.distillation import Distillation
     from posttrain.evaluation.forgetting import FormerTasks
     from posttrain.evaluation.tasks import hub_sets
     from posttrain.learner import objective_settings
     from posttrain.monitoring import Monitor, costs, describe, due, gradients_by_std, thoughts_and_prompts
     from posttrain.monitoring.alarms import not_finite
-    from posttrain.observations import Wins
     from posttrain.rollout import open_sampler
 
     begun = starpo_run.begin(cfg, resume=args.resume, data_sets=hub_sets(cfg.evaluation.suites))
@@ -79,8 +78,7 @@ def main(argv: list[str] | None = None) -> None:
         learner.policy, chat, rollouts.engine, rollouts.max_context, rollouts.vllm_gpu_memory_utilization
     )
     with learner.autocast(), model_files.no_bars():  # while the policy is the model that it starts from
-        distillation = rehearsal.start(learner, sampler, chat) if cfg.distillation else None
-    wins = Wins(learner) if cfg.algorithm.wins_coef else None
+        distillation = Distillation.start(learner, sampler, chat) if cfg.distillation else None
     former_tasks = FormerTasks(cfg, chat)
     state = starpo_run.first_state(begun, learner, chat)
     monitor = Monitor(cfg, begun.settings, state, learner.exact)
@@ -102,16 +100,11 @@ def main(argv: list[str] | None = None) -> None:
             scored_at = time.perf_counter()
             state.empty_steps = 0 if scored.kept else state.empty_steps + 1
             if scored.kept:
-                if distillation is not None:
-                    with learner.autocast():
-                        distillation.refresh(step)
                 experience = collect(cfg, learner, groups, scored)
                 if cfg.diagnostics.gradients_every and step % cfg.diagnostics.gradients_every == 0:
                     unfiltered = collect(cfg, learner, groups, scored.unfiltered())
                     row |= gradients_by_std(learner, unfiltered, scored.std, objective_settings(cfg))
-                row |= update(cfg, learner, experience, step, distillation, wins)
-            if wins is not None:
-                wins.remember(groups)
+                row |= update(cfg, learner, experience, step, distillation)
             state.step, state.tokens = step, state.tokens + int(row["rollout/tokens"])
             row |= costs(row, state.tokens, played - began, time.perf_counter() - scored_at, begun.device)
             monitor.report(state, step, row)
@@ -263,12 +256,6 @@ def advantages(
                 rewards_B, group_B, rewards_N, episode_N, buckets_N,
                 weight=algorithm.step_weight, gamma=algorithm.gamma_high, std=std,
             )[turn_S]  # fmt: skip
-        case "hgpo":
-            states = [state for t in batch.episodes for state in t.state_keys]
-            value_S = estimators.hgpo(
-                rewards_B, group_B, rewards_N, episode_N, states,
-                weight=algorithm.step_weight, gamma=algorithm.gamma_high, std=std,
-            )[turn_S]  # fmt: skip
         case "reinforce_pp" | "reinforce_pp_baseline" as name:
             value_S = estimators.reinforce_pp(
                 rewards_B, group_B, episode_S,
@@ -295,7 +282,6 @@ def update(
     experience: Experience,
     step: int,
     distillation: Distillation | None = None,
-    wins: Wins | None = None,
 ) -> dict[str, float]:
     """Move the policy (and its critic) by one optimizer step for each minibatch of each epoch; figures of it.
 
@@ -303,7 +289,7 @@ def update(
     """
     import torch
 
-    from posttrain import observations, parallel
+    from posttrain import parallel
     from posttrain.learner import CRITIC, POLICY, objective_settings, schedule
     from posttrain.monitoring import UpdateFigures, advantage_figures
     from posttrain.rollout import most_turns
@@ -320,9 +306,6 @@ def update(
     longest = cfg.rollout.max_completion_length * most_turns(cfg.envs, cfg.protocol)  # sampled tokens of an episode
     lengths_B = torch.bincount(batch.episode_S, minlength=len(batch.episodes)) * experience.trains_B
     figures = UpdateFigures()
-    echo = algorithm.observation_coef
-    masks = observations.observed(batch.rows) if echo else []
-    observed = {row.tokens.start: mask for row, mask in zip(batch.rows, masks, strict=bool(echo))}
     learner.model.train()
     for epoch in range(algorithm.num_iterations):
         for number, chosen_B in enumerate(experience.minibatches(algorithm.minibatches, cfg.seed, step, epoch)):
@@ -330,12 +313,9 @@ def update(
             if counted_B.sum() == 0:
                 continue
             weights_S = losses.token_weights(batch.episode_S, algorithm.aggregation, counted_B, longest)
-            counted = [row for row in batch.rows if counted_B[row.episode] > 0]
-            prefixes, micro_batches = learner.prefill(counted)
-            told = max(1, sum(sum(observed[row.tokens.start]) for row in counted)) if echo else 1
+            prefixes, micro_batches = learner.prefill([row for row in batch.rows if counted_B[row.episode] > 0])
             for rows in micro_batches:
-                words = [observed[row.tokens.start] for row in rows] if echo else None
-                forward = learner.forward(rows, prefixes, words)
+                forward = learner.forward(rows, prefixes)
                 new_S, on_policy = forward.logprobs_S, figures.steps == 0  # no step yet: the ratio is 1, to the bit
                 tokens = losses.Tokens(
                     logprobs_S=new_S,
@@ -349,7 +329,7 @@ def update(
                 )
                 policy = losses.objective(tokens, settings)
                 figures.policy(tokens, policy, forward.take(batch.sampler_S))
-                loss = None if warming_up else policy.loss - echo / told * forward.observed
+                loss = None if warming_up else policy.loss
                 if critic is not None and critic.kind == "shared":  # one trunk: one backward pass for both
                     value = learner.value_loss(forward, experience, tokens.weights_S)
                     figures.critic(value)
@@ -365,8 +345,6 @@ def update(
             if distillation is not None and distillation.coef and not warming_up:
                 figures.distillation(*distillation.backward(step, epoch * algorithm.minibatches + number))
 
-            if wins is not None and not warming_up:
-                wins.backward(step, epoch * algorithm.minibatches + number)
             parallel.sum_gradients(learner.trainable[POLICY] + learner.trainable[CRITIC])
             for parameter in learner.trainable[POLICY] if warming_up else ():
                 parameter.grad = None  # not even the optimizer's moments learn from the critic's loss

@@ -125,7 +125,6 @@ class Distillation:
         self.rows = [row for row in rows if not row.held_out]
         self.held_out = [row for row in rows if row.held_out]
         self.order = cache(self._order)
-        self.reverse = False
 
     @classmethod
     def start(cls, learner: Learner, sampler: Sampler, chat: Chat) -> Distillation:
@@ -135,9 +134,6 @@ class Distillation:
     @property
     def coef(self) -> float:
         return _section(self.learner.cfg).coef
-
-    def refresh(self, step: int) -> None:
-        """Called before the update of each step: rows of the teacher stay as they are."""
 
     def chosen(self, step: int, number: int) -> list[Answered]:
         """The rows of one optimizer step, the `number`-th of this step: each row once before any comes again."""
@@ -177,6 +173,5 @@ class Distillation:
                 teacher_SD, _ = trained_states(teacher, ids, masks)
             with learner.autocast():
                 hidden_SD, _ = trained_states(learner.policy, ids, masks)
-                reverse = self.reverse and weight is not None
-                total += kl_backward(learner.policy, hidden_SD, teacher, teacher_SD, weight, reverse)
+                total += kl_backward(learner.policy, hidden_SD, teacher, teacher_SD, weight)
         return total

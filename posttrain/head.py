@@ -45,11 +45,8 @@ def kl_backward(
     teacher: PreTrainedModel,
     teacher_SD: torch.Tensor,
     weight: float | None,
-    reverse: bool = False,
 ) -> float:
     """The sum over tokens of KL(teacher || model), over the whole vocabulary; `weight` times its gradient is added.
-
-    reverse: of KL(model || teacher).
 
     hidden_SD and teacher_SD are the states of the same tokens. A few tokens at a time, forward and backward, so that
     logits of both exist for these alone; then the states' own graph, which is spent. weight=None: no gradient.
@@ -63,8 +60,7 @@ def kl_backward(
             log_q_CV = _logits(teacher, state_of_teacher_CD).log_softmax(-1)
         with torch.set_grad_enabled(weight is not None):
             log_p_CV = _logits(model, state_CD).log_softmax(-1)
-            far = (log_q_CV, log_p_CV) if reverse else (log_p_CV, log_q_CV)
-            kl = torch.nn.functional.kl_div(*far, reduction="sum", log_target=True)
+            kl = torch.nn.functional.kl_div(log_p_CV, log_q_CV, reduction="sum", log_target=True)
         total += kl.item()
         if weight is not None:
             with torch.autocast(hidden_SD.device.type, enabled=False):  # which is for forward passes

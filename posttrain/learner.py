@@ -33,7 +33,6 @@ class Forward(NamedTuple):
     """A micro-batch after its forward pass: log-probs and entropies of its S sampled tokens, with gradient.
 
     index_S: where these tokens stand in the batch. states_SD: what the output layer multiplied, for a shared critic.
-    observed: the sum of the log-probs of what the environment said.
     """
 
     rows: list[BatchRow]
@@ -41,7 +40,6 @@ class Forward(NamedTuple):
     logprobs_S: torch.Tensor
     entropy_S: torch.Tensor
     states_SD: torch.Tensor
-    observed: torch.Tensor | float = 0.0
 
     def take(self, values_S: torch.Tensor) -> torch.Tensor:
         """What a tensor over the batch has for these tokens, on their device."""
@@ -167,39 +165,24 @@ class Learner:
             begins = prefix_of(row.ids, row.mask) if known else ()
             return len(row.ids) - (len(begins) if begins in known else 0)
 
-        chosen = list(microbatches([length(row) for row in rows], self.budget))
+        chosen = list(microbatches([length(row) for row in rows], self._budget))
         return [[rows[i] for i in batch] for batch in chosen[parallel.rank() :: parallel.size()]]
 
     def prefill(self, rows: list[BatchRow]) -> tuple[Prefixes, list[list[BatchRow]]]:
         """This process's micro-batches of these rows, and the prefixes that rows have in common, read once."""
-        shared = worth_sharing([(row.ids, row.mask) for row in rows], self.budget) if self.shares else []
+        shared = worth_sharing([(row.ids, row.mask) for row in rows], self._budget) if self.shares else []
         micro_batches = self.micro_batches(rows, shared)
         needed = {prefix_of(row.ids, row.mask) for micro in micro_batches for row in micro}
         with self.autocast():
             return Prefixes(self.policy, [key for key in shared if key in needed]), micro_batches
 
-    def forward(
-        self, rows: list[BatchRow], prefixes: Prefixes, observed: Sequence[Sequence[bool]] | None = None
-    ) -> Forward:
-        """One micro-batch through the policy, behind prefixes that were read before.
-
-        observed: the tokens of each row that the environment said and that are predicted as well.
-        """
+    def forward(self, rows: list[BatchRow], prefixes: Prefixes) -> Forward:
+        """One micro-batch through the policy, behind prefixes that were read before."""
         index_S = torch.cat([torch.arange(row.tokens.start, row.tokens.stop) for row in rows])
-        masks = [row.mask for row in rows]
-        if observed is not None:
-            masks = [[*map(any, zip(row.mask, own, strict=True))] for row, own in zip(rows, observed, strict=True)]
         with self.autocast():
-            states_SD, tokens_S = prefixes.states([row.ids for row in rows], masks)
+            states_SD, tokens_S = prefixes.states([row.ids for row in rows], [row.mask for row in rows])
             logprobs_S, entropy_S = head_logprobs(self.policy, states_SD, tokens_S, self.cfg.rollout.temperature)
-        if observed is None:
-            return Forward(rows, index_S, logprobs_S.float(), entropy_S.float(), states_SD)
-        sampled_S = torch.tensor(
-            [own for row, mask in zip(rows, masks, strict=True) for own, on in zip(row.mask, mask, strict=True) if on]
-        )
-        told = logprobs_S[~sampled_S].float().sum()
-        own_S, spread_S = logprobs_S[sampled_S].float(), entropy_S[sampled_S].float()
-        return Forward(rows, index_S, own_S, spread_S, states_SD[sampled_S], told)
+        return Forward(rows, index_S, logprobs_S.float(), entropy_S.float(), states_SD)
 
     def value_loss(self, forward: Forward, experience: Experience, weights_S: torch.Tensor) -> ValueLoss:
         """VALUE_COEF * sum over S of weight_S * `losses.value_loss`, with gradient."""
@@ -219,7 +202,7 @@ class Learner:
             group["lr"] = rate
 
     @property
-    def budget(self) -> float:
+    def _budget(self) -> float:
         return self.cfg.trainer.micro_batch_tokens or math.inf
 
     # ----------------------------------------------------------------------------------------------------- state

@@ -517,7 +517,7 @@ def test_a_mistake_names_its_remedy(tmp_path, change, remedy):
             "algorithm.preset=starpos",
             "there is no preset `starpos`, only gigpo, ragen2, starpo, starpo-s; did you mean",
         ),
-        ("algorithm.gamma_high=0.9", "`gamma_high` belongs to gigpo and hgpo and bilevel_gae, and this run has"),
+        ("algorithm.gamma_high=0.9", "`gamma_high` belongs to gigpo and bilevel_gae, and this run has"),
         ("algorithm.critic.clip=0.2", "`critic` belongs to gae and bilevel_gae, and this run has `advantage: grpo`"),
         ("algorithm.gamma=0.5", "`gamma` belongs to turn_return and gae and bilevel_gae, and this run has"),
         (
@@ -526,7 +526,7 @@ def test_a_mistake_names_its_remedy(tmp_path, change, remedy):
         ),
         ("algorithm={loss_type: cispo, epsilon: 0.1, epsilon_high: 5}", "`epsilon` belongs to ppo_clip and gspo, and"),
         ("algorithm={loss_type: cispo, epsilon_high: 5, delta: 7}", "`delta` belongs to ppo_clip, and this run has"),
-        ("algorithm.step_weight=0.5", "`step_weight` belongs to gigpo and hgpo"),
+        ("algorithm.step_weight=0.5", "`step_weight` belongs to gigpo"),
         ("algorithm.dual_clip=3", "unknown key; did you mean `delta`?"),
         ("algorithm.importance=truncate", "unknown key; did you mean `importance_sampling_clip_max`?"),
         ("algorithm.mask_truncated=true", "unknown key; did you mean `mask_truncated_completions`?"),

@@ -42,8 +42,8 @@ LAYERS = [
     ["posttrain.trl_arguments", "posttrain.selftest"],
     [f"posttrain.{name}" for name in ("models", "cross_score", "engine", "learner", "gguf")],
     [f"posttrain.{name}" for name in ("training", "preflight", "rollout", "run_state")],
-    [f"posttrain.{name}" for name in ("monitoring", "plan", "distillation", "inference", "observations")],
-    ["posttrain.evaluation", "posttrain.starpo_run", "posttrain.rehearsal"],
+    ["posttrain.monitoring", "posttrain.plan", "posttrain.distillation", "posttrain.inference"],
+    ["posttrain.evaluation", "posttrain.starpo_run"],
     ["posttrain.pairs"],
     SCRIPTS,
 ]

@@ -43,10 +43,6 @@ ARMS: dict[str, list[str]] = {  # what they have in common is SMALL and the quic
     "bonus": ["algorithm.advantage=grpo", ALL, *BONUS],
     "bonus-top-k": ["algorithm.advantage=grpo", HALF, *BONUS],
     "bonus-ragen2": ["algorithm.advantage=grpo", TOP_P, *BONUS],
-    # beside gigpo-top-k, the quickstart's
-    "echo": ["algorithm.advantage=gigpo", HALF, "algorithm.observation_coef=0.1"],
-    "wins": ["algorithm.advantage=gigpo", HALF, "algorithm.wins_coef=0.2"],
-    "hgpo": ["algorithm.advantage=hgpo", HALF],
     "curriculum": ["algorithm.advantage=gigpo", HALF],  # with EASY_FIRST for the environments
 }
 ENVS: dict[str, str] = {
@@ -117,8 +113,11 @@ def show(rows: list[dict[str, Any]]) -> None:
     print("| env | algorithm | seeds: test success [95 %] | mean | CPU-minutes | points a minute | reward by then |")
     print("|---|---|---|---|---|---|---|")
     for env in ENVS:
-        arms = {arm: [r for r in rows if (r["env"], r["arm"]) == (env, arm)] for arm in ARMS}
-        costs = {arm: statistics.fmean(r["minutes"] for r in own) for arm, own in arms.items() if own}
+        arms: dict[str, list[dict[str, Any]]] = {}  # also those that are gone since the rows were made
+        for row in rows:
+            if row["env"] == env:
+                arms.setdefault(row["arm"], []).append(row)
+        costs = {arm: statistics.fmean(r["minutes"] for r in own) for arm, own in arms.items()}
         for arm, minutes in costs.items():
             own = sorted(arms[arm], key=lambda r: r["seed"])
             seeds = ", ".join(f"{r['after']:.2f} [{r['low']:.2f}, {r['high']:.2f}]" for r in own)

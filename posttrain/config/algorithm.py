@@ -79,9 +79,9 @@ class CriticSection(Section):
 _READ_BY = (
     ("critic lam turn_rewards", "advantage", "gae bilevel_gae"),
     ("gamma", "advantage", "turn_return gae bilevel_gae"),
-    ("gamma_high", "advantage", "gigpo hgpo bilevel_gae"),
-    ("step_weight", "advantage", "gigpo hgpo"),
-    ("advantage_std", "advantage", "grpo brpo turn_return gigpo hgpo"),
+    ("gamma_high", "advantage", "gigpo bilevel_gae"),
+    ("step_weight", "advantage", "gigpo"),
+    ("advantage_std", "advantage", "grpo brpo turn_return gigpo"),
     ("epsilon", "loss_type", "ppo_clip gspo"),
     ("delta", "loss_type", "ppo_clip"),
     ("filter.value filter.largest", "filter.strategy", "top_k top_k_abs top_p top_p_softmax min_p"),
@@ -101,7 +101,6 @@ class AlgorithmSection(Section):
         "reinforce_pp_baseline",
         "turn_return",
         "gigpo",
-        "hgpo",
         "gae",
         "bilevel_gae",
     ] = Field(
@@ -151,16 +150,6 @@ class AlgorithmSection(Section):
         "weight of the KL to the model that the run began with, by Schulman's estimator k3, in the loss", 0.0, ge=0
     )
     entropy_coef: float = Field("weight of the entropy bonus", 0.0, ge=0)
-    observation_coef: float = Field(
-        "weight of the cross-entropy on what the environment says, without its constant text (ECHO, arXiv 2605.24517)",
-        0.0,
-        ge=0,
-    )
-    wins_coef: float = Field(
-        "weight of the cross-entropy on own wins of earlier steps, falling to 0 over the run (SPEAR, arXiv 2509.22601)",
-        0.0,
-        ge=0,
-    )
     importance_sampling_clip_max: float | None = Field(
         "where sampler and trainer differ, tokens are weighted by the ratio of their probabilities, at most by this (as"
         " TRL's vllm_importance_sampling_clip_max with token_truncate, for every engine); null does not weight them",
@@ -224,12 +213,12 @@ class AlgorithmSection(Section):
     @property
     def compares_groups(self) -> bool:
         """Whether an episode is compared with the others of its group, so that a group of one teaches nothing."""
-        return self.advantage in ("grpo", "rloo", "reinforce_pp_baseline", "turn_return", "gigpo", "hgpo")
+        return self.advantage in ("grpo", "rloo", "reinforce_pp_baseline", "turn_return", "gigpo")
 
     @property
     def keeps_scale(self) -> bool:
         """Whether advantages are as large as rewards are, so that environments with larger rewards weigh more."""
-        if self.advantage in ("grpo", "brpo", "turn_return", "gigpo", "hgpo"):
+        if self.advantage in ("grpo", "brpo", "turn_return", "gigpo"):
             return not self.advantage_std
         return self.advantage in ("arpo", "rloo")
 

@@ -88,11 +88,6 @@ class DistillationSection(Section):
         min_length=1,
     )
     decontaminate: bool = Field("as `data.decontaminate` of phases 1 and 2, for the prompts", True)
-    method: Literal["teacher", "on_policy", "replay"] = Field(
-        "whose answers: the teacher's; the policy's own, with the reverse KL; those of the sources, with the losses of"
-        " phases 1 and 2",
-        "teacher",
-    )
     coef: float = Field("weight of the KL in the loss; 0 only measures it", 1.0, ge=0)
     batch_size: int = Field("rows that are read in an optimizer step, over all processes", 32, ge=1)
     max_new_tokens: int = Field("longest answer", 256, ge=1)

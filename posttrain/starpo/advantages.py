@@ -126,41 +126,6 @@ def gigpo(
     return grpo(rewards_B, group_B, std=std)[episode_N] + weight * step_N
 
 
-HISTORY = 2  # states before a step by which hgpo tells steps apart
-
-
-def hgpo(
-    rewards_B: torch.Tensor,
-    group_B: torch.Tensor,
-    rewards_N: torch.Tensor,
-    episode_N: torch.Tensor,
-    states_N: Sequence[Hashable],
-    *,
-    weight: float = 1.0,
-    gamma: float = 0.95,
-    std: bool = True,
-) -> torch.Tensor:
-    """`gigpo` whose steps are also compared with those that have the same history, shape (N,).
-
-    HGPO, arXiv 2602.22817: level k compares steps taken from the same last k + 1 states of the same group, k up to
-    `HISTORY`; a step's advantages are averaged with weights k + 1 over the levels at which it has company.
-
-    >>> one, group = torch.tensor([1.0, 0.0]), torch.tensor([0, 0])
-    >>> hgpo(one, group, torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0, 0, 1]), ["a", "b", "b"], std=False, gamma=1.0)
-    tensor([ 0.5000,  1.0000, -1.0000])
-    """
-    returns_N, (_, place_N) = returns_to_go(rewards_N, episode_N, gamma), _places(episode_N)
-    places = place_N.tolist()
-    sum_N, weights_N = torch.zeros_like(returns_N), torch.zeros_like(returns_N)
-    for k in range(HISTORY + 1):
-        histories = [tuple(states_N[n - min(k, place) : n + 1]) for n, place in enumerate(places)]
-        bucket_N = state_buckets(histories, group_B[episode_N])
-        company_N = (torch.bincount(bucket_N)[bucket_N] > 1).to(returns_N.dtype)
-        sum_N += (k + 1) * company_N * grpo(returns_N, bucket_N, std=std)
-        weights_N += (k + 1) * company_N
-    return grpo(rewards_B, group_B, std=std)[episode_N] + weight * sum_N / weights_N.clamp(min=1e-9)
-
-
 def state_buckets(states_N: Sequence[Hashable], group_N: torch.Tensor) -> torch.Tensor:
     """Number of the bucket of each turn, shape (N,): same group, same state. GiGPO, eq. 6.
 
