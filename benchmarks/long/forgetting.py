@@ -80,8 +80,10 @@ def show(rows: list[dict[str, Any]]) -> None:
     named = "method | seeds | kept: math, recall, pairs | mean of the three [each seed] | repeated 4-grams | KL"
     print(f"| {named} | FrozenLake [each seed] | Sokoban [each seed] | CPU-minutes |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for arm in dict.fromkeys(row["arm"] for row in rows):
+    for arm in dict.fromkeys([*ARMS, *(row["arm"] for row in rows)]):  # some are gone since their rows were made
         own = sorted((row for row in rows if row["arm"] == arm), key=lambda row: row["seed"])
+        if not own:
+            continue
         each = [100 * statistics.fmean(r["after"][name] / r["before"][name] for r in own) for name in OLD]
         cells = [arm, str(len(own)), ", ".join(f"{value:.0f}" for value in each), spread([kept(r) for r in own])]
         before, after = (100 * statistics.fmean(r[when]["repetition"] for r in own) for when in ("before", "after"))

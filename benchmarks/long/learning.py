@@ -112,12 +112,10 @@ def show(rows: list[dict[str, Any]]) -> None:
     """
     print("| env | algorithm | seeds: test success [95 %] | mean | CPU-minutes | points a minute | reward by then |")
     print("|---|---|---|---|---|---|---|")
+    names = dict.fromkeys([*ARMS, *(row["arm"] for row in rows)])  # some are gone since their rows were made
     for env in ENVS:
-        arms: dict[str, list[dict[str, Any]]] = {}  # also those that are gone since the rows were made
-        for row in rows:
-            if row["env"] == env:
-                arms.setdefault(row["arm"], []).append(row)
-        costs = {arm: statistics.fmean(r["minutes"] for r in own) for arm, own in arms.items()}
+        arms = {arm: [r for r in rows if (r["env"], r["arm"]) == (env, arm)] for arm in names}
+        costs = {arm: statistics.fmean(r["minutes"] for r in own) for arm, own in arms.items() if own}
         for arm, minutes in costs.items():
             own = sorted(arms[arm], key=lambda r: r["seed"])
             seeds = ", ".join(f"{r['after']:.2f} [{r['low']:.2f}, {r['high']:.2f}]" for r in own)
