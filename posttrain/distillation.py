@@ -18,16 +18,17 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from posttrain import checkpoint, parallel, runlog
 from posttrain.chat import Chat
 from posttrain.config import DataSection, DistillationSection, StarPORun
-from posttrain.data import load_prompts
+from posttrain.data import PromptData, load_prompts
 from posttrain.head import kl_backward
 from posttrain.policy import microbatches, trained_states
+from posttrain.prepared_rows import SOURCES, TOLD
 from posttrain.rollout import complete
 from posttrain.sampler import Sampler
 from posttrain.types import SamplingParams, derive_seed
@@ -64,9 +65,11 @@ def answered(cfg: StarPORun, sampler: Sampler, chat: Chat) -> list[Answered]:
         checkpoint.verify(folder)
         lines = (folder / FILE).read_text(encoding="utf-8").splitlines()
         return [Answered(**{key: row[key] for key in Answered._fields}) for row in map(json.loads, lines)]
-    rows = _sample(cfg, _section(cfg), sampler, chat)
+    prompts, rows = _sample(cfg, _section(cfg), sampler, chat)
 
     def write(out: Path) -> None:
+        told = [{key: getattr(source, key) for key in TOLD} for source in prompts.table.sources]
+        (out / SOURCES).write_text(json.dumps(told), encoding="utf-8")
         with (out / FILE).open("w", encoding="utf-8") as file:
             for row in rows:
                 text = {"prompt": chat.decode(row.prompt_ids), "completion": chat.decode(row.completion_ids)}
@@ -78,13 +81,24 @@ def answered(cfg: StarPORun, sampler: Sampler, chat: Chat) -> list[Answered]:
     return rows
 
 
+def sources(cfg: StarPORun) -> list[dict[str, Any]]:
+    """What the model card says of the prompts: their data sets, with licences and rows; none without distillation."""
+    file = Path(cfg.output_dir) / FOLDER / SOURCES
+    if not file.exists():  # a run without distillation, or begun before the file was written
+        return []
+    told: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+    return [source | {"kind": f"{source['kind']}, prompts alone"} for source in told]
+
+
 def _section(cfg: StarPORun) -> DistillationSection:
     assert cfg.distillation is not None
     return cfg.distillation
 
 
-def _sample(cfg: StarPORun, wanted: DistillationSection, sampler: Sampler, chat: Chat) -> list[Answered]:
-    """Prompts from the sources, answered by all processes together."""
+def _sample(
+    cfg: StarPORun, wanted: DistillationSection, sampler: Sampler, chat: Chat
+) -> tuple[PromptData, list[Answered]]:
+    """Prompts from the sources, and those with their answers, which all processes sample together."""
     prompts = load_prompts(
         DataSection(
             sources=wanted.sources,
@@ -107,7 +121,7 @@ def _sample(cfg: StarPORun, wanted: DistillationSection, sampler: Sampler, chat:
             done=lambda count: progress.update(progress.done + count),
         )
     said = parallel.gather([completion.ids for completion in completions])
-    return [
+    return prompts, [
         Answered(prompt, completion, n >= len(prompts.train))
         for n, (prompt, completion) in enumerate(zip(ids, said, strict=True))
     ]

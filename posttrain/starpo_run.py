@@ -203,7 +203,7 @@ def export(begun: Begun, learner: Learner, chat: Chat, state: RunState, row: dic
         model_card.Result(f"{name}, test levels: success", success, levels, low, high)
         for name, (success, low, high) in shares.items()
     ]
-    told = model_card.record("phase3", begun.settings, state.best_step, results=results)
+    told = model_card.record("phase3", begun.settings, state.best_step, data=distillation.sources(cfg), results=results)
     final = models.save(
         begun.out / "final", learner.model, chat, begun.settings,
         source=cfg.model, history=[*model_card.history(cfg.model.name_or_path), told],

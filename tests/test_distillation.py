@@ -271,6 +271,9 @@ def test_resuming_reads_the_same_rows(whole: Path, player: Path, tmp_path: Path)
     for name, tensor in weights(whole / "run" / "checkpoint-3").items():
         assert torch.equal(tensor, weights(run / "checkpoint-3")[name]), name
     assert rows(run) == rows(whole / "run")
+    card = (run / "final" / "README.md").read_text()
+    told = [line.strip(" |").split(" | ") for line in card.splitlines() if "prompts alone" in line]
+    assert told and all(cells[0] == "phase3" and int(cells[-1]) + int(cells[-2]) > 0 for cells in told)
 
     damaged = run / "distillation" / "rows.jsonl"
     damaged.write_text(damaged.read_text().replace("Say 1.", "Say 2."))
