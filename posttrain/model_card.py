@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,19 @@ def history(name_or_path: str) -> list[dict[str, Any]]:
         return list(checkpoint.read_manifest(folder)["meta"].get("history", []))
     except UserError:
         return []
+
+
+def former_results(row: Mapping[str, float]) -> list[Result]:
+    """The figures of `evaluation.suites` in a row of phase 3's metrics: what phases 1 and 2 taught, as it is now."""
+    found = []
+    for key, items in row.items():
+        if key.startswith("evaluation/") and key.endswith("/n"):
+            figures = key.removesuffix("n")
+            metric, name = ("seq_rep_4", "repeated 4-grams") if "repetition" in key else ("accuracy", "right")
+            value, low, high = (row[figures + part] for part in (metric, "low", "high"))
+            suite = figures.removeprefix("evaluation/").removesuffix("/")
+            found.append(Result(f"{suite}, held-out prompts: {name}", value, int(items), low, high))
+    return found
 
 
 def render(records: Sequence[dict[str, Any]], model_type: str, *, adapter: bool = False) -> str:

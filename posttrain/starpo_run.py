@@ -203,6 +203,9 @@ def export(begun: Begun, learner: Learner, chat: Chat, state: RunState, row: dic
         model_card.Result(f"{name}, test levels: success", success, levels, low, high)
         for name, (success, low, high) in shares.items()
     ]
+    for line in runlog.read_metrics(begun.out / "metrics.jsonl"):
+        if line["step"] == state.best_step:
+            results += model_card.former_results(line)
     told = model_card.record("phase3", begun.settings, state.best_step, data=distillation.sources(cfg), results=results)
     final = models.save(
         begun.out / "final", learner.model, chat, begun.settings,

@@ -235,7 +235,7 @@ def test_the_suites_of_former_phases_are_scored_as_the_evaluator_scores_them(
     wanted = {
         f"evaluation/{suite}/{key}": summary[suite][key]
         for suite in summary
-        for key in ("seq_rep_4" if suite == "repetition" else "accuracy", "low", "high")
+        for key in ("seq_rep_4" if suite == "repetition" else "accuracy", "n", "low", "high")
     }
     assert found[0] == pytest.approx(wanted, abs=1e-6)
     assert found[0]["evaluation/recall/high"] > 0 and found[3] != found[0]
@@ -272,6 +272,7 @@ def test_resuming_reads_the_same_rows(whole: Path, player: Path, tmp_path: Path)
         assert torch.equal(tensor, weights(run / "checkpoint-3")[name]), name
     assert rows(run) == rows(whole / "run")
     card = (run / "final" / "README.md").read_text()
+    assert "| phase3 | recall, held-out prompts: right | " in card
     told = [line.strip(" |").split(" | ") for line in card.splitlines() if "prompts alone" in line]
     assert told and all(cells[0] == "phase3" and int(cells[-1]) + int(cells[-2]) > 0 for cells in told)
 

@@ -45,7 +45,7 @@ class FormerTasks:
         """Figures with their 95 % intervals, of all processes together; one without a finite log-prob is left out.
 
         {"evaluation/recall/accuracy": 0.73, "evaluation/recall/low": 0.65, "evaluation/recall/high": 0.80,
-        "evaluation/math/gsm8k/accuracy": ..., "evaluation/repetition/seq_rep_4": ..., ...}
+        "evaluation/recall/n": 64, "evaluation/math/gsm8k/accuracy": ..., "evaluation/repetition/seq_rep_4": ..., ...}
         first: is given which items were right at the first evaluation, and compared with at the later ones: `change` of
         the accuracy, item by item, and its standard error.
         """
@@ -65,7 +65,7 @@ class FormerTasks:
         found = {
             f"evaluation/{suite}/{key}": shares[key]
             for suite, shares in figures.items()
-            for key in ("seq_rep_4" if suite == "repetition" else "accuracy", "low", "high")
+            for key in ("seq_rep_4" if suite == "repetition" else "accuracy", "n", "low", "high")
         }
         for suite in figures:
             if suite == "repetition":
