@@ -10,11 +10,13 @@ rounded stays rounded: use this where the original weights cannot be downloaded.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from gguf import GGUFReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from posttrain import checkpoint, model_files
@@ -22,6 +24,7 @@ from posttrain.config import run
 from posttrain.types import UserError, one_line
 
 MAGIC = b"GGUF"
+LONGEST = 2**24  # tokens of context; more than any model has
 PROBES = ("12 + 345 = 6789, isn't it?", "The end.\n\n\tif x:  # straße 東京", "<|im_start|>user\nGo left.<|im_end|>\n")
 
 
@@ -35,9 +38,14 @@ def convert(file: str | Path, folder: str | Path) -> Path:
     _check(file, folder)
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
+        wrong = wrong_number(GGUFReader(file))
+        if wrong:
+            raise UserError(f"{file} is damaged: {wrong}. Get it again, or take the model's safetensors.")
         tokenizer = AutoTokenizer.from_pretrained(**source)
         kind: Any = AutoModelForCausalLM
         net, found = kind.from_pretrained(**source, dtype=torch.float32, output_loading_info=True)
+    except UserError:
+        raise
     except Exception as error:  # a damaged file makes the reader raise nearly anything
         raise UserError(
             f"transformers cannot read {file}: {one_line(error)}. The file may be damaged (compare its size and"
@@ -65,6 +73,29 @@ def convert(file: str | Path, folder: str | Path) -> Path:
         _same_tokens(tokenizer, out)
 
     return checkpoint.save(folder, write, phase="base", source=file.name)
+
+
+def wrong_number(reader: GGUFReader) -> str | None:
+    """What is impossible in the numbers of a file: its shape must be that of its tensors, before a model is built.
+
+    Building one of 200,000 blocks takes minutes, and only then are its weights found to be lacking.
+    """
+    fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
+    kind = fields.get("general.architecture")
+    blocks = {int(found[1]) for each in reader.tensors if (found := re.search(r"(?:^|\.)blk\.(\d+)\.", each.name))}
+    widths = [int(each.shape[0]) for each in reader.tensors if each.name == "token_embd.weight"]
+    for name, there in (("block_count", [max(blocks, default=-1) + 1]), ("embedding_length", widths)):
+        said = fields.get(f"{kind}.{name}")
+        if said is not None and there and (type(said) is not int or said != there[0]):
+            return f"its {name} is {said!r:.50}, that of its tensors {there[0]}"
+    length = fields.get(f"{kind}.context_length")
+    if length is not None and not (type(length) is int and 0 < length <= LONGEST):
+        return f"its context_length is {length!r:.50}, not a whole number from 1 to {LONGEST:,}"
+    for name, value in fields.items():
+        positive = isinstance(value, float) and math.isfinite(value) and value > 0
+        if name.startswith(f"{kind}.") and name.endswith(("_epsilon", ".freq_base")) and not positive:
+            return f"its {name.partition('.')[2]} is {value!r:.50}, not a finite number above 0"
+    return None
 
 
 def _same_tokens(tokenizer: Any, folder: Path) -> None:

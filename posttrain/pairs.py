@@ -25,7 +25,9 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from posttrain import config, files, runlog
 from posttrain.config import DataSection, PairsRun
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 
 PROMPTS, ANSWERS, PAIRS = "prompts.jsonl", "answers.jsonl", "pairs.jsonl"
 SENTENCE_END = re.compile(r"[.!?][\"')\]]*(?=\s)")
-REMEDY = "Start anew in another folder (output_dir=...)."
+MESSAGE = ("role", "content")
 ADVICE = {  # why a prompt gave no pair, and what to change when none did
     "all answers right": "take harder prompts, or raise the temperatures",
     "all answers wrong": "take easier prompts, more answers (num_generations), or a model after more of phase 1",
@@ -49,6 +51,9 @@ ADVICE = {  # why a prompt gave no pair, and what to change when none did
     "no answer repeats itself more than another": "lower the temperatures (0 is greedy), or min_repetition",
     "answers too unlike in length": "lower min_length_ratio, or raise num_generations",
 }
+
+
+Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True)
@@ -95,14 +100,15 @@ def main(argv: list[str] | None = None) -> None:
     checkpoint.claim(out, flags.resume)
     model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template, training=False)
     with checkpoint.full_disk_in_words(out), MathJudge() as judge:
-        if not (out / PROMPTS).exists():
-            room = cfg.max_length - cfg.max_new_tokens
-            section = DataSection(
-                sources=cfg.sources, max_length=max(8, room), seed=cfg.seed, decontaminate=cfg.decontaminate
-            )
-            write_rows(out / PROMPTS, (question._asdict() for question in data.load_questions(section, chat)[0]))
-            run_identity.remember_run(out, cfg.model_dump(mode="json"), flags.resume)
-        questions = [data.Question(**row) for row in files.read_json_lines(out / PROMPTS, REMEDY)]
+        room = max(8, cfg.max_length - cfg.max_new_tokens)
+        kept, drawn = out / PROMPTS, []
+        if not kept.exists():
+            section = DataSection(sources=cfg.sources, max_length=room, seed=cfg.seed, decontaminate=cfg.decontaminate)
+            drawn = data.load_questions(section, chat)[0]
+        run_identity.remember_run(out, cfg.model_dump(mode="json"), flags.resume)  # before the first row of this run
+        if drawn:
+            write_rows(kept, (question._asdict() for question in drawn))
+        questions = kept_questions(kept, vocabulary=max(chat.tokenizer.get_vocab().values()) + 1, room=room)
         answers = answered(cfg, model, chat, questions, judge)
     pairs, reasons = chosen(cfg, answers)
     told = report(len(questions), pairs, reasons)
@@ -124,6 +130,59 @@ def write_rows(file: Path, rows: Iterator[dict[str, Any]]) -> None:
     part.replace(file)
 
 
+# -- what a run keeps -------------------------------------------------------------------------------------------------
+
+
+def kept_questions(file: Path, *, vocabulary: int, room: int) -> list[Question]:
+    """The prompts of the folder, each with ids that the model has, at most `room` of them."""
+    from posttrain.data import Question
+
+    def wrong(question: Question) -> str | None:
+        if not question.messages or any(not isinstance(m.get(k), str) for m in question.messages for k in MESSAGE):
+            return "messages should be a list of objects with the texts role and content"
+        if not 0 < len(question.ids) <= room or not all(0 <= number < vocabulary for number in question.ids):
+            return f"ids should be 1 to {room:,} numbers below {vocabulary:,}"
+        return None
+
+    remedy = "Delete this file, and --resume draws the same prompts again from the same sources and settings."
+    questions = _kept(file, Question, wrong, remedy)
+    # It was written at once, so an end without a row is damage here, and not a row that was being written.
+    if not questions or file.read_bytes().split(b"\n")[len(questions) :] != [b""]:
+        raise UserError(f"{file} is damaged: its last rows are cut off. {remedy}")
+    return questions
+
+
+def kept_answers(file: Path, questions: Sequence[Question], per_prompt: int) -> list[Answer]:
+    """The answers of the folder, each to one of these prompts."""
+
+    def wrong(answer: Answer) -> str | None:
+        if not 0 <= answer.prompt < len(questions):
+            return f"prompt is {answer.prompt!r:.50}, and {PROMPTS} has 0 to {len(questions) - 1}"
+        if not 0 <= answer.number < per_prompt:
+            return f"number is {answer.number!r:.50}, and should be from 0 to {per_prompt - 1}"
+        if (answer.right is None) != (questions[answer.prompt].answer is None):
+            return f"right should be true or false where its prompt in {PROMPTS} has an answer, and null elsewhere"
+        return None
+
+    return _kept(file, Answer, wrong, "Delete this line, and --resume samples its answer again.")
+
+
+def _kept(file: Path, kind: type[Kept], wrong: Callable[[Kept], str | None], remedy: str) -> list[Kept]:
+    """Each row as a `kind`; UserError with the line of one that is none, or of which `wrong` says what is wrong."""
+    reader, rows = TypeAdapter(kind), []
+    remedy = f"{remedy} Or start anew in another folder (output_dir=...)."
+    for line, found in enumerate(files.read_json_lines(file, remedy), 1):
+        try:
+            rows.append(reader.validate_json(json.dumps(found), strict=True))
+            problem = wrong(rows[-1])
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            problem = f"{'.'.join(map(str, first['loc'])) or 'row'}: {first['msg']}"
+        if problem:
+            raise UserError(f"Line {line} of {file} is damaged: {' '.join(problem.split())[:300]}. {remedy}")
+    return rows
+
+
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 
@@ -134,7 +193,7 @@ def answered(cfg: PairsRun, model: Any, chat: Chat, questions: Sequence[Question
     from posttrain.rollout import open_sampler
 
     file = Path(cfg.output_dir) / ANSWERS
-    answers = [Answer(**row) for row in files.read_json_lines(file, REMEDY)] if file.exists() else []
+    answers = kept_answers(file, questions, cfg.num_generations) if file.exists() else []
     write_rows(file, map(asdict, answers))  # without what a kill left at its end
     found = {(answer.prompt, answer.number) for answer in answers}
     places = [(n, number) for n in range(len(questions)) for number in range(cfg.num_generations)]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
+import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +176,31 @@ def test_a_damaged_file_ends_in_words(file: Path, tmp_path: Path) -> None:
         except UserError:
             refused += 1
     assert refused >= 10
+
+
+def test_impossible_numbers_end_in_words_before_a_model_is_built(file: Path, tmp_path: Path) -> None:
+    impossible: dict[str, tuple[str, list[int | float]]] = {
+        "block_count": ("<I", [200_000, 0, 1, 3]),
+        "embedding_length": ("<I", [2**31, 0, 64]),
+        "context_length": ("<I", [0, 2**24 + 1, 2**32 - 1]),
+        "attention.layer_norm_rms_epsilon": ("<f", [float("nan"), float("inf"), 0.0, -1e-6]),
+        "rope.freq_base": ("<f", [float("nan"), float("-inf"), 0.0, -10000.0]),
+    }
+    for name, (form, values) in impossible.items():
+        for value in values:
+            damaged, before = tmp_path / "damaged.gguf", time.process_time()
+            damaged.write_bytes(with_number(file.read_bytes(), f"llama.{name}", form, value))
+            with pytest.raises(UserError, match=rf"damaged\.gguf is damaged: its {re.escape(name)} is "):
+                convert(damaged, tmp_path / "model")
+            assert time.process_time() - before < 5
+    assert not (tmp_path / "model").exists()
+
+
+def with_number(whole: bytes, name: str, form: str, value: float) -> bytes:
+    """The same file with another number; its place is behind its name and four bytes of its type."""
+    place = whole.index(name.encode()) + len(name) + 4
+    number = struct.pack(form, value)
+    return whole[:place] + number + whole[place + len(number) :]
 
 
 def test_one_part_of_several_is_refused(file: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 import time
@@ -11,13 +12,15 @@ from typing import Any
 
 import pytest
 import yaml
+from test_fuzz import damaged, no_hang
 from tiny_runs import ROOT, python, taught, tiny_base
 
 from posttrain import config
 from posttrain.config import PairsRun
 from posttrain.data import Question
 from posttrain.metrics import seq_rep_n
-from posttrain.pairs import ADVICE, Answer, best, chosen, length_ratio, report, row
+from posttrain.pairs import ADVICE, Answer, best, chosen, kept_answers, kept_questions, length_ratio, report, row
+from posttrain.types import UserError
 
 
 def settings(file: Path, **changes: Any) -> Path:
@@ -183,6 +186,103 @@ def test_a_run_that_was_killed_goes_on_and_gives_the_same(run: Path):
     ]
     assert by_place[0] == by_place[1]
     assert rows_of(out / "pairs.jsonl") == rows_of(killed / "pairs.jsonl")
+
+
+ASKED = {"messages": [{"role": "user", "content": "1 + 1 = ?"}], "ids": [5, 9], "answer": "2"}
+KEPT = {"prompt": 0, "number": 0, "ids": [7, 8], "text": "It is 2.", "finished": True, "right": True}
+
+
+def kept(folder: Path) -> None:
+    """What a run leaves: a prompt with a known answer and one without, four answers to each."""
+    asked = [ASKED, ASKED | {"answer": None}]
+    kept = [KEPT | {"prompt": n, "number": k, "right": [k > 1, None][n]} for n in range(2) for k in range(4)]
+    for name, rows in (("prompts.jsonl", asked), ("answers.jsonl", kept)):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_and_used(folder: Path) -> None:
+    questions = kept_questions(folder / "prompts.jsonl", vocabulary=512, room=80)
+    pairs, reasons = chosen(cfg(), kept_answers(folder / "answers.jsonl", questions, 4))
+    report(len(questions), pairs, reasons)
+    json.dumps([row(questions[better.prompt], better, worse) for better, worse in pairs])
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl", "answers.jsonl"])
+def test_damaged_rows_end_in_words(name: str, tmp_path: Path):
+    kept(tmp_path)
+    read_and_used(tmp_path)
+    file, draw, refused = tmp_path / name, random.Random(name), 0
+    lines = file.read_bytes().splitlines()
+    for number in range(100):
+        place = draw.randrange(len(lines))
+        harm = b"\n".join([*lines[:place], damaged(lines[place], draw), *lines[place + 1 :], b""])
+        file.write_bytes(harm)
+        try:
+            with no_hang():
+                read_and_used(tmp_path)
+        except UserError as problem:
+            refused += 1
+            assert name in str(problem) and "Delete this" in str(problem), problem
+        except Exception as error:
+            raise AssertionError(f"variant {number}, {harm[:300]!r}: {error!r}") from error
+        assert file.read_bytes() == harm
+    assert refused > 30
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("answers.jsonl", {"ids": None}, "ids"),
+        ("answers.jsonl", {"ids": [True]}, r"ids\.0"),
+        ("answers.jsonl", {"prompt": 2}, r"prompt is 2, and prompts\.jsonl has 0 to 1"),
+        ("answers.jsonl", {"prompt": -1}, "prompt is -1"),
+        ("answers.jsonl", {"number": 4}, "number is 4, and should be from 0 to 3"),
+        ("answers.jsonl", {"right": None}, "right should be true or false"),
+        ("prompts.jsonl", {"messages": []}, "messages should be"),
+        ("prompts.jsonl", {"messages": [{"role": "user"}]}, "messages should be"),
+        ("prompts.jsonl", {"ids": [512]}, "numbers below 512"),
+        ("prompts.jsonl", {"ids": [1] * 81}, "1 to 80 numbers"),
+        ("prompts.jsonl", {"answer": 2}, "answer"),
+        ("prompts.jsonl", {"more": 2}, "more"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_line(name: str, changes: dict[str, Any], words: str, tmp_path: Path):
+    kept(tmp_path)
+    whole = ASKED if name == "prompts.jsonl" else KEPT
+    with (tmp_path / name).open("a") as file:
+        file.write(json.dumps(whole | changes) + "\n")
+    with pytest.raises(UserError, match=rf"Line \d of \S*{name} is damaged: .*{words}"):
+        read_and_used(tmp_path)
+
+
+def test_prompts_that_are_cut_off_are_not_fewer_prompts(tmp_path: Path):
+    kept(tmp_path)
+    whole = (tmp_path / "prompts.jsonl").read_bytes()
+    for harm in (b"", whole[:-1], whole[:-20], whole + b"\x00" * 9, whole + b"{\n"):
+        (tmp_path / "prompts.jsonl").write_bytes(harm)
+        with pytest.raises(UserError, match=r"prompts\.jsonl is damaged: its last rows are cut off\. Delete this file"):
+            read_and_used(tmp_path)
+
+
+def test_a_damaged_row_or_absent_settings_when_a_run_goes_on(run: Path):
+    assert python("-m", "posttrain.pairs", "--config", str(run)).returncode == 0
+    out = run.parent / "pairs"
+    before = (out / "answers.jsonl").read_bytes()
+    harm = before + b'{"prompt": 0, "number": 9}\n'
+    (out / "answers.jsonl").write_bytes(harm)
+    told = python("-m", "posttrain.pairs", "--config", str(run), "--resume")
+    assert told.returncode == 2 and "Traceback" not in told.stderr
+    assert "Line 33 of" in told.stderr and "Delete this line" in told.stderr
+    assert (out / "answers.jsonl").read_bytes() == harm
+    (out / "answers.jsonl").write_bytes(before)
+
+    (out / "run_config.yaml").unlink()  # then those of now are taken, and written
+    again = python("-m", "posttrain.pairs", "--config", str(run), "--resume", "seed=7")
+    assert again.returncode == 0, again.stderr[-2000:]
+    assert yaml.safe_load((out / "run_config.yaml").read_text())["seed"] == 7
+    changed = python("-m", "posttrain.pairs", "--config", str(run), "--resume")
+    assert changed.returncode == 2 and "seed was 7, now 0" in changed.stderr
+    assert (out / "answers.jsonl").read_bytes() == before
 
 
 def rows_of_whole(file: Path) -> list[dict[str, Any]]:
