@@ -350,12 +350,8 @@ def test_every_metric_of_phase_3_is_explained():
     (aggregate,) = functions("posttrain/monitoring/episodes.py", "aggregate")
     written |= {f"rollout/{key}" for key in written_keys(aggregate)}
     (measure,) = functions("posttrain/evaluation/forgetting.py", "measure")
-    figures = {node.value for node in ast.walk(measure) if isinstance(node, ast.Constant)} & {
-        "accuracy",
-        "n",
-        "low",
-        "high",
-    }
+    texts = {node.value for node in ast.walk(measure) if isinstance(node, ast.Constant)}
+    figures = texts & {"accuracy", "n", "low", "high"}
     written |= {f"evaluation/SUITE/{figure}" for figure in figures} | {"evaluation/repetition/seq_rep_4"}
     written |= {key.replace("{suite}", "SUITE") for key in written_keys(measure) if "change" in key}
     keys = {key.replace("{env}", "ENV").replace("{failure}", "FAILURE") for key in written}
