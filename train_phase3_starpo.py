@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from posttrain.sampler import Sampler
 
 
-class Run(NamedTuple):
-    """Who takes part in a run: what it plays with, learns with and reports to."""
+class Parts(NamedTuple):
+    """What a run plays with, learns with and reports to."""
 
     cfg: StarPORun
     chat: Chat
@@ -68,11 +68,11 @@ def main(argv: list[str] | None = None) -> None:
     from posttrain.monitoring.alarms import not_finite
     from posttrain.rollout import open_sampler
 
-    begun = starpo_run.begin(cfg, resume=args.resume, data_sets=hub_sets(cfg.evaluation.suites))
-    cfg = begun.cfg  # with the memory plan's numbers; frozen, as every config is
+    setup = starpo_run.set_up(cfg, resume=args.resume, data_sets=hub_sets(cfg.evaluation.suites))
+    cfg = setup.cfg  # with the memory plan's numbers; frozen, as every config is
 
     model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template)
-    learner = starpo_run.prepare(cfg, model, chat)
+    learner = starpo_run.make_learner(cfg, model, chat)
     rollouts = cfg.rollout
     sampler = open_sampler(
         learner.policy, chat, rollouts.engine, rollouts.max_context, rollouts.vllm_gpu_memory_utilization
@@ -80,44 +80,45 @@ def main(argv: list[str] | None = None) -> None:
     with learner.autocast(), model_files.no_bars():  # while the policy is the model that it starts from
         distillation = Distillation.start(learner, sampler, chat) if cfg.distillation else None
     former_tasks = FormerTasks(cfg, chat)
-    state = starpo_run.first_state(begun, learner, chat)
-    monitor = Monitor(cfg, begun.settings, state, learner.exact)
-    whole = Run(cfg, chat, sampler, learner, distillation, former_tasks, monitor)
+    state = starpo_run.first_state(setup, learner, chat)
+    monitor = Monitor(cfg, setup.settings, state, learner.exact)
+    parts = Parts(cfg, chat, sampler, learner, distillation, former_tasks, monitor)
 
     with runlog.StopSignals() as stop, model_files.no_bars():
         if state.step == 0:
-            validate(whole, state, 0)
+            validate(parts, state, 0)
         for step in range(state.step + 1, cfg.trainer.max_steps + 1) if not state.stopped_early else ():
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             monitor.raised.clear()
             with learner.autocast():
                 groups = rollout(cfg, sampler, chat, step, state.joined)
-            played = time.perf_counter()
+            played_at = time.perf_counter()
             scored = score_and_filter(cfg, groups, learner)
-            row = describe(groups, scored.std, scored.kept)
+            metrics = describe(groups, scored.std, scored.kept)
             if due(cfg.diagnostics.every, step) and cfg.protocol.think:
-                row |= thoughts_and_prompts(cfg, learner, chat, groups, step, state.collapse, monitor.say)
+                metrics |= thoughts_and_prompts(cfg, learner, chat, groups, step, state.collapse, monitor.say)
             scored_at = time.perf_counter()
             state.empty_steps = 0 if scored.kept else state.empty_steps + 1
             if scored.kept:
                 experience = collect(cfg, learner, groups, scored)
                 if cfg.diagnostics.gradients_every and step % cfg.diagnostics.gradients_every == 0:
                     unfiltered = collect(cfg, learner, groups, scored.unfiltered())
-                    row |= gradients_by_std(learner, unfiltered, scored.std, objective_settings(cfg))
-                row |= update(cfg, learner, experience, step, distillation)
-            state.step, state.tokens = step, state.tokens + int(row["rollout/tokens"])
-            row |= costs(row, state.tokens, played - began, time.perf_counter() - scored_at, begun.device)
-            monitor.report(state, step, row)
+                    metrics |= gradients_by_std(learner, unfiltered, scored.std, objective_settings(cfg))
+                metrics |= update(cfg, learner, experience, step, distillation)
+            state.step, state.tokens = step, state.tokens + int(metrics["rollout/tokens"])
+            learning = time.perf_counter() - scored_at
+            metrics |= costs(metrics, state.tokens, played_at - started_at, learning, setup.device)
+            monitor.report(state, step, metrics)
             monitor.record(groups, state, step)
 
             if step == cfg.trainer.max_steps or step % cfg.evaluation.every == 0:
-                validate(whole, state, step)
-            monitor.stop_early(state, row["rollout/success"])
+                validate(parts, state, step)
+            monitor.stop_early(state, metrics["rollout/success"])
             last = step == cfg.trainer.max_steps or state.stopped_early
-            stopping = parallel.total(stop.requested, begun.device) > 0
+            stopping = parallel.total(stop.requested, setup.device) > 0
             if last or stopping or step % cfg.checkpoint.every == 0:
-                run_state.save(begun.out / f"checkpoint-{step}", learner, chat, state)
-                run_state.drop_old(begun.out, cfg.checkpoint.keep)
+                run_state.save(setup.out / f"checkpoint-{step}", learner, chat, state)
+                run_state.drop_old(setup.out, cfg.checkpoint.keep)
             if stopping:
                 stop.leave()
             if last:
@@ -125,12 +126,12 @@ def main(argv: list[str] | None = None) -> None:
 
         # what is saved is the policy that did best on the validation levels; the test levels see only that one
         broken = not_finite(state.alarms)  # the same in all processes, which see the same rows
-        run_state.load(begun.best(state), learner)
+        run_state.load(setup.best(state), learner)
         with learner.autocast(), stop.at_once("the closing evaluation"):
-            row = evaluate(cfg, sampler, chat, "test", cfg.evaluation.final_episodes, name="final")
-        monitor.report(state, cfg.trainer.max_steps, row)
+            final = evaluate(cfg, sampler, chat, "test", cfg.evaluation.final_episodes, name="final")
+        monitor.report(state, cfg.trainer.max_steps, final)
     monitor.close()
-    starpo_run.finish(begun, learner, chat, state, row, broken)
+    starpo_run.finish(setup, learner, chat, state, final, broken)
 
 
 # ----------------------------------------------------------------------------------------------------------- 1. rollout
@@ -145,17 +146,17 @@ def rollout(
     from posttrain.rollout import new_episode
     from posttrain.starpo_run import environments_of_groups, play_all
 
-    played = environments_of_groups(cfg.envs, cfg.rollout.groups, step, joined)
+    envs_G = environments_of_groups(cfg.envs, cfg.rollout.groups, step, joined)
     size = cfg.rollout.num_generations
-    members = [(group, sample) for group in parallel.mine(len(played)) for sample in range(size)]
+    samples = [(group, sample) for group in parallel.mine(len(envs_G)) for sample in range(size)]
     episodes, seeds = [], []
-    for group, sample in members:
+    for group, sample in samples:
         level_seed = derive_seed(cfg.seed, "level", step, group)
         noise_seed = derive_seed(cfg.seed, "noise", step, group, sample)
-        episodes.append(new_episode(played[group], cfg.protocol, level_seed, "train", noise_seed))
+        episodes.append(new_episode(envs_G[group], cfg.protocol, level_seed, "train", noise_seed))
         seeds.append(derive_seed(cfg.seed, "sample", step, group, sample))
     trajectories = play_all(cfg, sampler, chat, episodes, cfg.rollout.temperature, seeds)
-    for (group, _), trajectory in zip(members, trajectories, strict=True):
+    for (group, _), trajectory in zip(samples, trajectories, strict=True):
         trajectory.group = group
     return parallel.gather([trajectories[start : start + size] for start in range(0, len(trajectories), size)])
 
@@ -173,14 +174,14 @@ def score_and_filter(cfg: StarPORun, groups: list[list[Trajectory]], learner: Le
 
     algorithm, chosen = cfg.algorithm, cfg.algorithm.filter
     alive = [(number, sample) for number, group in enumerate(groups) for sample, t in enumerate(group) if not t.crashed]
-    played = [groups[number][sample] for number, sample in alive]
+    trajectories = [groups[number][sample] for number, sample in alive]
     group_B = torch.tensor([number for number, _ in alive], dtype=torch.long)
-    rewards_B = torch.tensor([t.reward for t in played], dtype=torch.float64)
-    lengths_B = torch.tensor([t.tokens for t in played], dtype=torch.float64)
-    values_B = {"reward": rewards_B, "length": lengths_B}
+    rewards_B = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
+    lengths_B = torch.tensor([t.tokens for t in trajectories], dtype=torch.float64)
+    measured_B = {"reward": rewards_B, "length": lengths_B}
     if chosen.metric.startswith("entropy"):
         assert learner is not None
-        values_B["entropy"] = learner.mean_entropies(played)
+        measured_B["entropy"] = learner.mean_entropies(trajectories)
     members = [[not t.crashed and t.tokens > 0 for t in group] for group in groups]
     trains = [
         [on and not (algorithm.mask_truncated_completions and t.truncated) for on, t in zip(*both, strict=True)]
@@ -188,11 +189,11 @@ def score_and_filter(cfg: StarPORun, groups: list[list[Trajectory]], learner: Le
     ]
     idle_G = torch.tensor([not any(group) for group in trains])
 
-    std_G = filters.group_scores("reward_std", values_B, group_B, len(groups))
+    std_G = filters.group_scores("reward_std", measured_B, group_B, len(groups))
     names = sorted({group[0].env for group in groups})
     env_G = [names.index(group[0].env) for group in groups]  # rewards of two environments need not have one scale
     kept_G = filters.keep_groups(
-        filters.group_scores(chosen.metric, values_B, group_B, len(groups)).masked_fill(idle_G, math.nan),
+        filters.group_scores(chosen.metric, measured_B, group_B, len(groups)).masked_fill(idle_G, math.nan),
         "none" if chosen.strategy == "soft" else chosen.strategy,
         chosen.value,
         smallest=not chosen.largest,
@@ -240,24 +241,26 @@ def advantages(
     trained_S, env_S = trains_B[episode_S], env_B[episode_S]
     match algorithm.advantage:
         case "grpo":
-            value_S = estimators.grpo(rewards_B, group_B, std=std)[episode_S]
+            advantages_S = estimators.grpo(rewards_B, group_B, std=std)[episode_S]
         case "rloo":
-            value_S = estimators.rloo(rewards_B, group_B)[episode_S]
+            advantages_S = estimators.rloo(rewards_B, group_B)[episode_S]
         case "brpo":
-            value_S = estimators.brpo(rewards_B, env_B, std=std)[episode_S]
+            advantages_S = estimators.brpo(rewards_B, env_B, std=std)[episode_S]
         case "arpo":
-            value_S = estimators.arpo(rewards_B)[episode_S]
+            advantages_S = estimators.arpo(rewards_B)[episode_S]
         case "turn_return":
-            value_S = estimators.turn_advantages(rewards_N, episode_N, group_B, gamma=algorithm.gamma, std=std)[turn_S]
+            advantages_S = estimators.turn_advantages(
+                rewards_N, episode_N, group_B, gamma=algorithm.gamma, std=std
+            )[turn_S]  # fmt: skip
         case "gigpo":
             states = [state for t in batch.episodes for state in t.state_keys]
             buckets_N = estimators.state_buckets(states, group_B[episode_N])
-            value_S = estimators.gigpo(
+            advantages_S = estimators.gigpo(
                 rewards_B, group_B, rewards_N, episode_N, buckets_N,
                 weight=algorithm.step_weight, gamma=algorithm.gamma_high, std=std,
             )[turn_S]  # fmt: skip
         case "reinforce_pp" | "reinforce_pp_baseline" as name:
-            value_S = estimators.reinforce_pp(
+            advantages_S = estimators.reinforce_pp(
                 rewards_B, group_B, episode_S,
                 baseline=name == "reinforce_pp_baseline", trained_S=trained_S, env_S=env_S,
             )  # fmt: skip
@@ -265,14 +268,14 @@ def advantages(
             assert measured.values_S is not None
             rewards_S, values_S = estimators.token_rewards(rewards_N, turn_S), measured.values_S.double()
             if name == "gae":
-                value_S, returns_S = estimators.gae(rewards_S, values_S, episode_S, algorithm.gamma, algorithm.lam)
+                advantages_S, returns_S = estimators.gae(rewards_S, values_S, episode_S, algorithm.gamma, algorithm.lam)
             else:
-                value_S, returns_S = estimators.bilevel_gae(
+                advantages_S, returns_S = estimators.bilevel_gae(
                     rewards_S, values_S, turn_S, episode_N,
                     gamma=algorithm.gamma, gamma_high=algorithm.gamma_high, lam=algorithm.lam,
                 )  # fmt: skip
-            return estimators.whiten(value_S, trained_S, env_S), returns_S
-    return value_S * torch.tensor(weights, dtype=torch.float64)[group_B][episode_S], None
+            return estimators.whiten(advantages_S, trained_S, env_S), returns_S
+    return advantages_S * torch.tensor(weights, dtype=torch.float64)[group_B][episode_S], None
 
 
 # ------------------------------------------------------------------------------------------------------------ 4. update
@@ -327,9 +330,9 @@ def update(
                     reference_S=None if measured.reference_S is None else forward.take(measured.reference_S),
                     contexts_S=forward.take(batch.context_S),
                 )
-                policy = losses.objective(tokens, settings)
-                figures.policy(tokens, policy, forward.take(batch.sampler_S))
-                loss = None if warming_up else policy.loss
+                objective = losses.objective(tokens, settings)
+                figures.policy(tokens, objective, forward.take(batch.sampler_S))
+                loss = None if warming_up else objective.loss
                 if critic is not None and critic.kind == "shared":  # one trunk: one backward pass for both
                     value = learner.value_loss(forward, experience, tokens.weights_S)
                     figures.critic(value)
@@ -380,37 +383,37 @@ def evaluate(
     for env in cfg.envs:
         seeds = [derive_seed("evaluation", env.name, split, i) for i in parallel.mine(episodes)]
         levels = [new_episode(env, cfg.protocol, seed, split) for seed in seeds]
-        played = play_all(cfg, sampler, chat, levels, cfg.evaluation.temperature, seeds)
-        summaries[env.title] = parallel.gather([Summary.of(t) for t in played])
+        trajectories = play_all(cfg, sampler, chat, levels, cfg.evaluation.temperature, seeds)
+        summaries[env.title] = parallel.gather([Summary.of(t) for t in trajectories])
     if won is not None:
         won |= {name: [e.success for e in found] for name, found in summaries.items()}
     return describe_evaluation(name, summaries)
 
 
-def validate(whole: Run, state: RunState, step: int) -> None:
+def validate(parts: Parts, state: RunState, step: int) -> None:
     """Evaluate on validation levels and old tasks; keep the policy as the best one where it wins more than the best."""
     from posttrain import run_state
     from posttrain.monitoring.alarms import not_finite
 
-    cfg, learner, monitor, began = whole.cfg, whole.learner, whole.monitor, time.perf_counter()
+    cfg, learner, monitor, started_at = parts.cfg, parts.learner, parts.monitor, time.perf_counter()
     won: dict[str, list[bool]] = {}
     with learner.autocast():
-        row = evaluate(cfg, whole.sampler, whole.chat, "validation", cfg.evaluation.episodes, won=won)
-    better, figures = monitor.compare_with_best(state, step, won)
+        metrics = evaluate(cfg, parts.sampler, parts.chat, "validation", cfg.evaluation.episodes, won=won)
+    better, compared = monitor.compare_with_best(state, step, won)
     for title in state.join(cfg.envs, won):
         monitor.say(f"{title} joins: from the next step on it is trained in.")
-    row |= figures
-    if whole.distillation is not None:
-        row["evaluation/distillation_kl"] = whole.distillation.measure()
+    metrics |= compared
+    if parts.distillation is not None:
+        metrics["evaluation/distillation_kl"] = parts.distillation.measure()
     with learner.autocast():
-        row |= whole.former_tasks.measure(whole.sampler, learner, state.first_answers)
-    monitor.report(state, step, row | {"seconds/evaluation": time.perf_counter() - began})
+        metrics |= parts.former_tasks.measure(parts.sampler, learner, state.first_answers)
+    monitor.report(state, step, metrics | {"seconds/evaluation": time.perf_counter() - started_at})
     broken = not_finite(state.alarms)
     if broken and step == 0:
         raise UserError(f"{cfg.model.name_or_path} cannot be trained: {broken}.")
     if better and not broken:
-        state.best_step, state.best_success, state.best_won = step, row["evaluation/success"], won
-        run_state.save(Path(cfg.output_dir) / f"best-{step}", learner, whole.chat, state)
+        state.best_step, state.best_success, state.best_won = step, metrics["evaluation/success"], won
+        run_state.save(Path(cfg.output_dir) / f"best-{step}", learner, parts.chat, state)
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:

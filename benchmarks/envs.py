@@ -134,13 +134,13 @@ def share(player: Path, file: Path, env: str) -> dict[str, float]:
     from posttrain.config import StarPORun, resolve
     from posttrain.models import load
     from posttrain.rollout import open_sampler
-    from posttrain.starpo_run import prepare
+    from posttrain.starpo_run import make_learner
 
     changes = [f"model.name_or_path={player}", "output_dir=unused", f"envs=[{env}]", "distillation=null"]
     changes += ["evaluation.suites={}", "rollout.groups=8", "rollout.max_context=2048", "protocol.max_turns=25"]
     cfg = resolve(StarPORun, file, changes)
     model, chat = load(cfg.model, device="cpu", chat_template=None)
-    learner = prepare(cfg, model, chat)
+    learner = make_learner(cfg, model, chat)
     sampler = open_sampler(learner.policy, chat, cfg.rollout.engine)
     kind, play, spent, inside = type(envs.make(env)), Episode.step, 0.0, False
 

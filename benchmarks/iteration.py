@@ -27,7 +27,7 @@ from posttrain import compat, models
 from posttrain.chat import Chat
 from posttrain.config import ModelSection, StarPORun, resolve
 from posttrain.sampler import SlotSampler
-from posttrain.starpo_run import prepare
+from posttrain.starpo_run import make_learner
 from posttrain.types import derive_seed
 
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart" / "phase3_starpo.yaml"
@@ -71,7 +71,7 @@ def won(sample: int) -> float:
 def ours(cfg: StarPORun, model: Any, chat: Chat) -> Callable[[int], Iteration]:
     """Iteration 1, 2, ... of phase 3, its model being the policy."""
     compat.keep_freed_memory()  # as a script does that loads a model
-    learner = prepare(cfg, model, chat)
+    learner = make_learner(cfg, model, chat)
     sampler = SlotSampler(learner.policy, [model.config.vocab_size], PAD)  # no token ends a turn
 
     def iteration(step: int) -> Iteration:

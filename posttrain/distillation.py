@@ -28,7 +28,7 @@ from posttrain.config import DataSection, DistillationSection, StarPORun
 from posttrain.data import PromptData, load_prompts
 from posttrain.head import kl_backward
 from posttrain.policy import microbatches, trained_states
-from posttrain.prepared_rows import SOURCES, TOLD
+from posttrain.prepared_rows import SOURCES
 from posttrain.rollout import complete
 from posttrain.sampler import Sampler
 from posttrain.types import SamplingParams, derive_seed
@@ -68,8 +68,7 @@ def answered(cfg: StarPORun, sampler: Sampler, chat: Chat) -> list[Answered]:
     prompts, rows = _sample(cfg, _section(cfg), sampler, chat)
 
     def write(out: Path) -> None:
-        told = [{key: getattr(source, key) for key in TOLD} for source in prompts.table.sources]
-        (out / SOURCES).write_text(json.dumps(told), encoding="utf-8")
+        (out / SOURCES).write_text(json.dumps(prompts.table.for_card()), encoding="utf-8")
         with (out / FILE).open("w", encoding="utf-8") as file:
             for row in rows:
                 text = {"prompt": chat.decode(row.prompt_ids), "completion": chat.decode(row.completion_ids)}

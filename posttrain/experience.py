@@ -14,12 +14,12 @@ from posttrain.types import Trajectory, derive_seed
 
 
 class Scored(NamedTuple):
-    """Which groups are kept, and which of their episodes are trained on: G groups of P samples."""
+    """Which groups are kept, and which of their episodes are trained on."""
 
-    members: list[list[bool]]  # [G][P] whether it is in its group's statistics: no crash, and something was sampled
-    trains: list[list[bool]]  # [G][P] whether its tokens may count in the loss
-    std: list[float]  # [G] sample standard deviation of the group's rewards
-    weights: list[float]  # [G] what the group's advantages are multiplied by
+    members: list[list[bool]]  # [group][sample] whether it counts in its group's statistics: no crash, tokens sampled
+    trains: list[list[bool]]  # [group][sample] whether its tokens may count in the loss
+    std: list[float]  # of each group: sample standard deviation of the group's rewards
+    weights: list[float]  # of each group: what the group's advantages are multiplied by
     kept: list[int]  # numbers of the groups to train on
 
     def unfiltered(self) -> Scored:

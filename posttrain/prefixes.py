@@ -58,7 +58,9 @@ class _Layer(CacheLayer):
         if self.given is None:
             self.read = (key_states, value_states)
             return self.read
-        keys, values = (each[self.pick_B] for each in self.given)
+        # Gradients of the rows of a group are added up in one order: indexing does on a GPU, index_select on a CPU.
+        on_cpu = self.pick_B.device.type == "cpu"
+        keys, values = (each.index_select(0, self.pick_B) if on_cpu else each[self.pick_B] for each in self.given)
         return torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -19,7 +19,6 @@ from posttrain.run_identity import FREE_TO_CHANGE
 from posttrain.types import UserError, derive_seed
 
 SOURCES = "sources.json"  # beside the prepared rows: what the model card says of each data set
-TOLD = ("path", "kind", "licence", "train", "held_out")
 
 
 def in_length_pools(rows: Dataset, batch_size: int, seed: int, pool: int = 8) -> Dataset:
@@ -73,7 +72,7 @@ def prepare(
             pool = 8 if args.device.type == "cpu" else 32  # on a CPU `read_in_slices` cuts what padding is left
             train = in_length_pools(loaded.train, batch_size, cfg.seed, pool) if grouped else loaded.train
             rows = {"train": train, "eval": loaded.eval}
-            sources = [{key: getattr(one, key) for key in TOLD} for one in loaded.table.sources]
+            sources = loaded.table.for_card()
             checkpoint.save(folder, lambda out: _write_rows(rows, sources, out), made_with=made_with)
         parallel.barrier()
     parts = {part.name: Dataset.load_from_disk(str(part)) for part in sorted(folder.iterdir()) if part.is_dir()}

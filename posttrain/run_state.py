@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypedDict
 
 from safetensors.torch import load_file
 
@@ -21,6 +21,21 @@ from posttrain.types import UserError
 
 FILE = "state.json"
 REMEDY = "Remove this checkpoint: --resume then takes an older one."
+
+
+class AlarmState(TypedDict, total=False):
+    """What `monitoring.alarms` remembers; it begins empty."""
+
+    on: list[str]  # the alarms that have been raised and whose signals have not recovered
+    memory: dict[str, dict[str, Any]]  # of each rule, by its name: a rule alone knows what it keeps
+
+
+class ScopeState(TypedDict):
+    """What `monitoring.collapse` remembers of the thoughts of one scope: first turns, or whole episodes."""
+
+    first: list[float]  # conditional entropy and mutual information when they were first measured
+    scale: float  # a running mean of the std of the thoughts' log-probs under all prompts
+    regime: str | None
 
 
 @dataclass
@@ -39,9 +54,9 @@ class RunState:
     best_won: dict[str, list[bool]] = field(default_factory=dict)  # by environment, for each validation level
     joined: list[str] = field(default_factory=list)  # environments of the curriculum that are played by now
     first_answers: dict[str, list[float]] = field(default_factory=dict)  # of the suites of former phases, by suite
-    plan: dict[str, Any] = field(default_factory=dict)  # what the memory plan chose, by dotted paths of the config
-    alarms: dict[str, Any] = field(default_factory=dict)  # what `monitoring.alarms` remembers
-    collapse: dict[str, Any] = field(default_factory=dict)  # what `monitoring.collapse` remembers
+    plan: dict[str, int] = field(default_factory=dict)  # what the memory plan chose, by dotted paths of the config
+    alarms: AlarmState = field(default_factory=lambda: AlarmState())
+    collapse: dict[str, ScopeState] = field(default_factory=dict)  # by scope
     stopped_early: bool = False
     unfinished_reported: bool = False  # that in some groups no episode ended by itself
 

@@ -36,7 +36,7 @@ from posttrain.selftest import without_noise
 from posttrain.types import SamplingParams, Trajectory, UserError
 
 
-class Begun(NamedTuple):
+class Setup(NamedTuple):
     """A run whose config will not change any more."""
 
     cfg: StarPORun
@@ -54,37 +54,35 @@ class Begun(NamedTuple):
         return self.out / f"best-{state.best_step}"
 
 
-def begin(cfg: StarPORun, *, resume: bool, data_sets: list[str]) -> Begun:
+def set_up(cfg: StarPORun, *, resume: bool, data_sets: list[str]) -> Setup:
     """Check everything that can be known to go wrong, claim the folder, plan the memory; the config is then final.
 
     data_sets: those that the run will ask the Hub for.
     """
-    cfg = hardware.settle(cfg)
-    settings, out = cfg.model_dump(mode="json"), Path(cfg.output_dir)
+    given = hardware.settle(cfg)
+    settings, out = given.model_dump(mode="json"), Path(given.output_dir)
     if runlog.is_main_process():
-        check_environments(cfg)
-        runlog.say(reward_table(cfg, environments_of_groups(cfg.envs, cfg.rollout.groups, 1)))
-        check_run(cfg, resume=resume, kept=out / distillation.FOLDER, data_sets=data_sets)
+        check_environments(given)
+        runlog.say(reward_table(given, environments_of_groups(given.envs, given.rollout.groups, 1)))
+        check_run(given, resume=resume, kept=out / distillation.FOLDER, data_sets=data_sets)
         if resume:
             run_identity.same_run(out, settings)
         checkpoint.claim(out, resume)
         run_identity.remember_run(out, settings, resume)
-    device = hardware.resolve_device(cfg.device)
+    device = hardware.resolve_device(given.device)
     parallel.start(device)
-    set_seed(cfg.seed)  # for new adapters; whatever is drawn later has a seed of its own
+    set_seed(given.seed)  # for new adapters; whatever is drawn later has a seed of its own
 
     found = run_state.resume_from(out, runlog.say) if resume else None
-    before = run_state.read(found) if found else None
-    if before:  # what was chosen then rounds as it did then
-        cfg = changed(cfg, before.plan)
-    planned = plan.make(cfg, device)
-    cfg = changed(cfg, planned.changes)
+    # What a checkpoint's plan chose is chosen again, so that a resumed run rounds as before.
+    chosen = changed(given, run_state.read(found).plan) if found else given
+    planned = plan.make(chosen, device)
     for words in (planned.table(), *planned.warnings):
         runlog.say(words)
-    return Begun(cfg, settings, device, planned, resume, found)
+    return Setup(changed(chosen, planned.changes), settings, device, planned, resume, found)
 
 
-def prepare(cfg: StarPORun, model: Any, chat: Chat) -> Learner:
+def make_learner(cfg: StarPORun, model: Any, chat: Chat) -> Learner:
     """The adapter where one is asked for, memory savings, the reference, and the learner of it all."""
     without_noise(model)  # the ratio must start at 1, and a resumed run has no random state to restore
     if cfg.model.tuning != "full" and cfg.model.lora.dropout > 0:
@@ -158,69 +156,70 @@ def play_all(
     )
 
 
-def first_state(begun: Begun, learner: Learner, chat: Chat) -> RunState:
+def first_state(setup: Setup, learner: Learner, chat: Chat) -> RunState:
     """A new run's state, or that of its checkpoint, whose weights are then in place."""
-    runlog.say(f"phase 3: {models.describe(begun.cfg, learner.model, begun.device)}")
-    state = RunState(plan=begun.plan.changes)
-    if begun.found:
-        state = run_state.load(begun.found, learner)
-        runlog.say(f"Resuming from {begun.found}.")
-        best = begun.best(state)
-        if parallel.total(not checkpoint.is_whole(best), begun.device) > 0:
-            runlog.say(f"{best.name} is damaged: {begun.found.name} stands in for it until the next evaluation.")
+    runlog.say(f"phase 3: {models.describe(setup.cfg, learner.model, setup.device)}")
+    state = RunState(plan=setup.plan.changes)
+    if setup.found:
+        state = run_state.load(setup.found, learner)
+        runlog.say(f"Resuming from {setup.found}.")
+        best = setup.best(state)
+        if parallel.total(not checkpoint.is_whole(best), setup.device) > 0:
+            runlog.say(f"{best.name} is damaged: {setup.found.name} stands in for it until the next evaluation.")
             state.forget_best()
-            run_state.save(begun.best(state), learner, chat, state)
-    if begun.resumes:
-        run_state.drop_later(begun.out, state.step)
+            run_state.save(setup.best(state), learner, chat, state)
+    if setup.resumes:
+        run_state.drop_later(setup.out, state.step)
     return state
 
 
-def finish(begun: Begun, learner: Learner, chat: Chat, state: RunState, row: dict[str, float], broken: str) -> None:
+def finish(setup: Setup, learner: Learner, chat: Chat, state: RunState, metrics: dict[str, float], broken: str) -> None:
     """Export the model and leave the other processes; a UserError where the last policy was not healthy.
 
-    broken: why, or "". row: the figures of the closing evaluation.
+    broken: why, or "". metrics: of the closing evaluation.
     """
     if runlog.is_main_process():
-        export(begun, learner, chat, state, row, broken)
+        export(setup, learner, chat, state, metrics, broken)
     parallel.barrier()
     parallel.stop()
     if broken:
         raise UserError(
-            f"The run failed: {broken}. {begun.out / 'final'} was made from {begun.best(state).name}, the best healthy"
+            f"The run failed: {broken}. {setup.out / 'final'} was made from {setup.best(state).name}, the best healthy"
             f" policy on the validation levels. Start again with a lower trainer.learning_rate or"
             " trainer.bf16=false, and another output_dir."
         )
 
 
-def export(begun: Begun, learner: Learner, chat: Chat, state: RunState, row: dict[str, float], broken: str) -> None:
-    """Save the final model with its card. row: the figures of its evaluation on test levels, which are printed.
+def export(setup: Setup, learner: Learner, chat: Chat, state: RunState, metrics: dict[str, float], broken: str) -> None:
+    """Save the final model with its card. metrics: of its evaluation on test levels, which are printed.
 
     broken: why the last policy is not healthy, "" where it is.
     """
-    cfg, levels = begun.cfg, begun.cfg.evaluation.final_episodes
-    shares = {env.title: [row[f"final/{env.title}/{key}"] for key in ("success", "low", "high")] for env in cfg.envs}
+    cfg, levels = setup.cfg, setup.cfg.evaluation.final_episodes
+    keys = ("success", "low", "high")
+    shares = {env.title: [metrics[f"final/{env.title}/{key}"] for key in keys] for env in cfg.envs}
     results = [
         model_card.Result(f"{name}, test levels: success", success, levels, low, high)
         for name, (success, low, high) in shares.items()
     ]
-    for line in runlog.read_metrics(begun.out / "metrics.jsonl"):
+    for line in runlog.read_metrics(setup.out / "metrics.jsonl"):
         if line["step"] == state.best_step:
             results += model_card.former_results(line)
-    told = model_card.record("phase3", begun.settings, state.best_step, data=distillation.sources(cfg), results=results)
+    told = model_card.record("phase3", setup.settings, state.best_step, data=distillation.sources(cfg), results=results)
     final = models.save(
-        begun.out / "final", learner.model, chat, begun.settings,
+        setup.out / "final", learner.model, chat, setup.settings,
         source=cfg.model, history=[*model_card.history(cfg.model.name_or_path), told],
         phase="phase3", step=state.best_step,
     )  # fmt: skip
     print(f"Best on validation levels: step {state.best_step}. On test levels:")
     for name, (success, low, high) in shares.items():
-        crashed = row[f"final/{name}/crashed"]
+        crashed = metrics[f"final/{name}/crashed"]
         print(
             f"  {name}: {success:.1%} [{low:.1%}, {high:.1%}] of {levels} episodes"
             + (f", {crashed} of which raised and count as lost" if crashed else "")
         )
-    print(f"Memory: at most {memory(begun.device):.2f} GiB; planned {plan.gib(begun.plan.peak)} GiB.")
-    print(f"Saved: {final}  (curves: {begun.out / 'metrics.jsonl'})")
+    print(f"Memory: at most {memory(setup.device):.2f} GiB; planned {plan.gib(setup.plan.peak)} GiB.")
+    print(f"Saved: {final}  (curves: {setup.out / 'metrics.jsonl'})")
     if not broken:
         chat_with_it = f"inference_with_improved_settings.py model.name_or_path={final}"
         print(f"Next: python {chat_with_it} --play {cfg.envs[0].name}")

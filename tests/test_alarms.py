@@ -20,6 +20,7 @@ from posttrain.monitoring import alarm_rules, alarm_series, alarms
 from posttrain.monitoring.alarm_limits import ADVICE, HALF_PRECISION_GAP
 from posttrain.monitoring.alarm_rules import RULES, Finding, Setting, Sizes
 from posttrain.monitoring.alarms import Alarm, watch
+from posttrain.run_state import AlarmState
 
 Row = dict[str, float]
 
@@ -28,7 +29,7 @@ SIZES = Sizes(groups=32, samples=8)
 
 
 def raised(rows: Iterable[Row], sizes: Sizes = SIZES, **limits: float) -> list[Alarm]:
-    state: dict[str, Any] = {}
+    state: AlarmState = {}
     return [alarm for step, row in enumerate(rows, 1) for alarm in alarms.advance(state, step, row, sizes, limits)]
 
 
@@ -181,7 +182,7 @@ def test_a_run_has_failed_while_its_last_rows_are_not_finite() -> None:
     broken, played, evaluated = {"policy/loss": math.nan}, {"rollout/success": 0.5}, {"evaluation/success": 0.5}
 
     def failed(*table: dict[str, float]) -> str:
-        state: dict[str, Any] = {}
+        state: AlarmState = {}
         for step, row in enumerate(table, 1):
             _, state = alarms.watch(state, step, row)
             state = json.loads(json.dumps(state))
@@ -196,7 +197,7 @@ def test_a_run_has_failed_while_its_last_rows_are_not_finite() -> None:
 
 
 def watched(run: Run, groups: int, samples: int) -> list[Alarm]:
-    state: dict[str, Any] = {}
+    state: AlarmState = {}
     sizes = Sizes(groups=groups, samples=samples, evaluation_episodes=EPISODES, steps=STEPS)
     return [alarm for step, row in run.rows for alarm in alarms.advance(state, step, row, sizes)]
 
@@ -455,7 +456,7 @@ blocks = st.tuples(st.dictionaries(st.sampled_from(keys), values, min_size=1), s
 def test_a_resume_anywhere_raises_the_same_alarms(parts: list[tuple[Row, int]], data: st.DataObject) -> None:
     rows = repeat(HEALTHY, 12) + [HEALTHY | change for change, count in parts for _ in range(count)]
     cut = data.draw(st.integers(0, len(rows)))
-    state: dict[str, Any] = {}
+    state: AlarmState = {}
     found: list[Alarm] = []
     for step, row in enumerate(rows, 1):
         if step == cut:

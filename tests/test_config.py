@@ -888,7 +888,7 @@ def test_help_shows_sections_and_fields(capsys):
         config.load(StarPORun, ROOT / "configs" / "phase3_starpo.yaml", ["--help"])
     said = capsys.readouterr().out
     assert left.value.code == 0
-    assert "  rollout:  how episodes are sampled\n    groups: whole number  P: levels played in one step [32]\n" in said
+    assert "  rollout:  how episodes are sampled\n    groups: whole number  levels played in one step [32]\n" in said
     assert "configs/phase3_starpo.yaml" in said and "  envs: (list)  " in said
 
 

@@ -26,7 +26,7 @@ from posttrain.evaluation.forgetting import as_evaluation
 from posttrain.evaluation.scoring import Loaded, run_task
 from posttrain.evaluation.tasks import build_tasks
 from posttrain.learner import Learner
-from posttrain.starpo_run import prepare
+from posttrain.starpo_run import make_learner
 from posttrain.types import UserError
 
 SOURCES = [{"kind": "prompts", "path": "unused"}]
@@ -51,7 +51,7 @@ def answers(count: int = 10) -> list[Answered]:
 
 def moved_away(cfg: StarPORun) -> Learner:
     """A policy that is no longer its teacher."""
-    learner = prepare(cfg, policy(), None)  # type: ignore[arg-type]
+    learner = make_learner(cfg, policy(), None)  # type: ignore[arg-type]
     random = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in learner.trainable[0]:
@@ -144,7 +144,7 @@ def test_held_out_rows_are_measured_and_not_trained() -> None:
     held_out = [row for row in answers() if row.held_out]
     assert distillation.measure() == pytest.approx(reference(learner, held_out)[0], rel=1e-4)
     assert all(p.grad is None for p in learner.model.parameters())
-    assert Distillation(prepare(distilling(), policy(), None), answers()).measure() == 0  # type: ignore[arg-type]
+    assert Distillation(make_learner(distilling(), policy(), None), answers()).measure() == 0  # type: ignore[arg-type]
 
 
 # ----------------------------------------------------------------------------------------------------------- whole runs

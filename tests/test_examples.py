@@ -18,7 +18,7 @@ from updates import learn
 from envs.protocol import Protocol
 from posttrain.config import ModelSection
 from posttrain.models import load
-from posttrain.starpo_run import prepare
+from posttrain.starpo_run import make_learner
 from posttrain.types import Trajectory
 
 FILE = Path(__file__).parent.parent / "examples" / "minimal_starpo.py"
@@ -70,7 +70,7 @@ def recorded() -> list[list[Trajectory]]:
 def test_its_gradient_is_that_of_the_script(minimal: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Away from the policy that sampled, where the clip leaves tokens out; in one micro-batch and in several."""
     groups, cfg = recorded(), config(num_iterations=2)
-    learner = prepare(cfg, policy(), None)  # type: ignore[arg-type]
+    learner = make_learner(cfg, policy(), None)  # type: ignore[arg-type]
     learner.optimizer = optimizer = Recorder(learner.trainable[0])
     row = learn(cfg, learner, groups)
     assert 0 < row["policy/clip_fraction"] < 0.5

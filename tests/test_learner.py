@@ -18,7 +18,7 @@ from posttrain.learner import Learner
 from posttrain.models import peft_config
 from posttrain.policy import token_logprobs
 from posttrain.prefixes import Prefixes
-from posttrain.starpo_run import prepare
+from posttrain.starpo_run import make_learner
 from posttrain.types import Completion, Segment, Trajectory, UserError
 
 CRITICAL = {"gae", "bilevel_gae"}
@@ -92,7 +92,7 @@ def played(model: LlamaForCausalLM, groups: int = 3, members: int = 4) -> list[l
 def learn(
     cfg: StarPORun, model: Any, groups: list[list[Trajectory]], learner: Learner | None = None, step: int = 1
 ) -> tuple[Learner, dict[str, float]]:
-    learner = learner or prepare(cfg, model, None)  # type: ignore[arg-type]
+    learner = learner or make_learner(cfg, model, None)  # type: ignore[arg-type]
     return learner, updates.learn(cfg, learner, groups, step)
 
 
@@ -106,7 +106,7 @@ def moved(
     cfg = cfg.model_copy(update={"trainer": cfg.trainer.model_copy(update={"learning_rate": 1e3})})
     model = policy()
     before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-    learner = prepare(cfg, model, None)  # type: ignore[arg-type]
+    learner = make_learner(cfg, model, None)  # type: ignore[arg-type]
     learner.optimizer = torch.optim.SGD([{"params": group} for group in learner.trainable if group], lr=1e3)
     learner.exact = exact
     learn(cfg, model, rearrange(played(policy())), learner)
@@ -270,7 +270,7 @@ def test_entropies_are_those_of_the_distribution_sampled_from() -> None:
             values = iter(token_logprobs(model, [segment.ids], [segment.mask])[0].tolist())
             segment.logprobs = [next(values) if on else 0.0 for on in segment.mask]
     cfg = config(filter={"strategy": "top_k", "value": 0.4, "metric": "entropy_variance"})
-    learner = prepare(cfg, model, None)  # type: ignore[arg-type]
+    learner = make_learner(cfg, model, None)  # type: ignore[arg-type]
     batch = Batch.of([t for group in groups for t in group])
     found_S = learner.entropies(batch)
     with torch.no_grad():
@@ -290,7 +290,7 @@ def test_soft_weights_scale_each_groups_advantages() -> None:
         t.turn_rewards[-1] *= 4
     hard, soft = config(), config(filter={"strategy": "soft"})
     batch = Batch.of([t for group in groups for t in group])
-    measured = prepare(hard, policy(), None).measure(batch)  # type: ignore[arg-type]
+    measured = make_learner(hard, policy(), None).measure(batch)  # type: ignore[arg-type]
     trains_B = torch.ones(len(batch.episodes), dtype=torch.bool)
     plain_S, _ = phase3.advantages(hard, batch, measured, [1.0] * 3, trains_B)
     weights = phase3.score_and_filter(soft, groups).weights
@@ -332,7 +332,7 @@ def test_statistics_of_a_batch_are_of_each_environment_alone(algorithm: dict[str
 def test_a_token_that_the_reference_finds_far_likelier_does_not_cost_the_update() -> None:
     """exp(95) is more than float32 holds: the gradient was not finite, and the update of all tokens was left out."""
     cfg = config(beta=0.1)
-    learner = prepare(cfg, model := policy(), None)  # type: ignore[arg-type]
+    learner = make_learner(cfg, model := policy(), None)  # type: ignore[arg-type]
     honest = learner.measure
 
     def measure(batch: Batch) -> Measured:
@@ -358,7 +358,7 @@ class NoChat:
 def critic_run(kind: str, **more: Any) -> tuple[StarPORun, Any, Learner]:
     cfg = config(advantage="gae", critic={"kind": kind, "learning_rate": 3e-2, "clip": None, **more})
     model = policy()
-    return cfg, model, prepare(cfg, model, NoChat())  # type: ignore[arg-type]
+    return cfg, model, make_learner(cfg, model, NoChat())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["shared", "separate"])
@@ -384,7 +384,7 @@ def test_a_critic_beside_trained_rows_of_the_embedding() -> None:
     for kind in ("shared", "separate"):
         cfg = config(advantage="gae", tuning="lora", critic={"kind": kind})
         model = policy()
-        learner = prepare(cfg, model, Chat())  # type: ignore[arg-type]
+        learner = make_learner(cfg, model, Chat())  # type: ignore[arg-type]
         assert learn(cfg, model, played(policy()), learner)[1]["critic/loss"] > 0
 
 
@@ -393,7 +393,7 @@ def test_an_adapter_on_the_output_layer_is_refused() -> None:
     lora = cfg.model.lora.model_copy(update={"target_modules": ["lm_head", "q_proj"]})
     cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"lora": lora})})
     with pytest.raises(UserError, match="lm_head"):
-        prepare(cfg, policy(), NoChat())  # type: ignore[arg-type]
+        make_learner(cfg, policy(), NoChat())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [40, 4096])
@@ -430,7 +430,7 @@ def test_a_critic_is_saved_to_the_last_bit(kind: str, tmp_path: Path) -> None:
 def test_the_adapter_is_switched_off_for_the_reference() -> None:
     cfg = config(tuning="lora", beta=0.1)
     model = policy()
-    learner = prepare(cfg, model, NoChat())  # type: ignore[arg-type]
+    learner = make_learner(cfg, model, NoChat())  # type: ignore[arg-type]
     assert learner.reference is None and peft_config is not None
     groups = played(policy())
     batch = Batch.of([t for group in groups for t in group])

@@ -16,7 +16,7 @@ from posttrain.monitoring.collapse import gradients_by_std, thoughts_and_prompts
 from posttrain.monitoring.episodes import answers_of, describe, reward_table
 from posttrain.rollout import Thought
 from posttrain.run_state import RunState
-from posttrain.starpo_run import prepare
+from posttrain.starpo_run import make_learner
 from posttrain.types import Trajectory
 
 
@@ -26,7 +26,7 @@ def test_gradients_by_std_leave_no_trace() -> None:
     for factor, group in zip((0.0, 1.0, 4.0), groups, strict=True):
         for t in group:
             t.turn_rewards = [factor * reward for reward in t.turn_rewards]
-    learner = prepare(cfg, policy(), None)  # type: ignore[arg-type]
+    learner = make_learner(cfg, policy(), None)  # type: ignore[arg-type]
     scored = phase3.score_and_filter(cfg, groups)
     experience = phase3.collect(cfg, learner, groups, scored.unfiltered())
     assert len(experience.batch.episodes) == 12 and experience.trains_B.all()
@@ -145,7 +145,7 @@ def test_only_first_turns_are_first_turns(tiny_chat: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(collapse, "thoughts", thoughts)
     monkeypatch.setattr(collapse, "cross_scores", scores)
     cfg = config()
-    learner = prepare(cfg, policy(), None)  # type: ignore[arg-type]
+    learner = make_learner(cfg, policy(), None)  # type: ignore[arg-type]
     row = thoughts_and_prompts(cfg, learner, tiny_chat, groups, 1, {}, print)
     prefixes = [group[0].segments[0].ids[:5] for group in groups]
     assert sorted(seen["first"]) == sorted(prefixes)

@@ -35,7 +35,7 @@ from posttrain.head import head_logprobs
 from posttrain.plan import Shape
 from posttrain.policy import trained_states
 from posttrain.sampler import SlotSampler
-from posttrain.starpo_run import prepare
+from posttrain.starpo_run import make_learner
 from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError
 
 CONTEXT = 128
@@ -161,7 +161,7 @@ def test_weights_gradients_and_moments_to_the_byte(kind: str, tuning: str, algor
     cfg = config(model={"tuning": tuning, "lora": {"r": 4}}, algorithm=algorithm)
     model = network(kind)
     shape = shape_of(model, cfg)
-    learner = prepare(cfg, model, None)  # type: ignore[arg-type]
+    learner = make_learner(cfg, model, None)  # type: ignore[arg-type]
     for parameter in [*learner.trainable[0], *learner.trainable[1]]:
         parameter.grad = torch.zeros_like(parameter)
     gradients = total(p.grad for group in learner.trainable for p in group if p.grad is not None)
@@ -200,7 +200,7 @@ def test_the_cache_to_the_byte_and_never_longer_than_a_context(kind: str, bf16: 
 def test_activations(kind: str, bf16: bool, checkpointing: bool) -> None:
     """Never less than autograd keeps of a micro-batch, weights apart, and at most 1.3 times as much."""
     cfg, model = config(trainer={"bf16": bf16, "gradient_checkpointing": checkpointing}), network(kind)
-    learner = prepare(cfg, model, None)  # type: ignore[arg-type]
+    learner = make_learner(cfg, model, None)  # type: ignore[arg-type]
     rows, row = 4, episodes(1)[0].segments[0]
     of_tokens = (rows, rows * CONTEXT, rows * row.tokens)  # others are weights, or autocast's copies of them
     kept: dict[int, torch.UntypedStorage] = {}
@@ -243,7 +243,7 @@ def test_the_peaks_of_playing_and_learning(kind: str, bf16: bool, bonus: float) 
         cfg = config(trainer={"bf16": bf16, "gradient_checkpointing": checkpointing}, algorithm={"entropy_coef": bonus})
         model = network(kind)
         shape = shape_of(model, cfg)
-        learner = prepare(cfg, model, None)  # type: ignore[arg-type]
+        learner = make_learner(cfg, model, None)  # type: ignore[arg-type]
         update(learner, rows)
         with Alive([*model.parameters(), *moments(learner)]) as alive:
             update(learner, rows)
@@ -274,7 +274,7 @@ def test_four_and_eight_bits(tmp_path: Path, tiny_tokenizer: Any) -> None:
     states = [parameter.quant_state for parameter in packed]
     scales = [scale for state in states for scale in (state.absmax, state.state2.absmax)]
     assert held["weights"] - 4 * shape.adapter == pytest.approx(total([*model.parameters(), *scales]), rel=0.01)
-    learner = prepare(cfg, model, chat)
+    learner = make_learner(cfg, model, chat)
     update(learner, 2)
     assert held["optimizer"] == pytest.approx(total(moments(learner)), rel=0.02)
 

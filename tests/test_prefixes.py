@@ -1,4 +1,4 @@
-"""Is an update the same whether shared prefixes are read once or in every row?"""
+"""Is an update the same whether shared prefixes are computed one time or in every row?"""
 
 from __future__ import annotations
 
@@ -64,6 +64,28 @@ def loss_of(logprobs_S: torch.Tensor, entropy_S: torch.Tensor, place: int) -> to
 
 def gradient(model: PreTrainedModel) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def test_gradients_are_the_same_in_every_run() -> None:
+    """Bit by bit, with more than one thread: the gradients of many rows are added up in the same order."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=32, **SIZES))
+    prompt = torch.randint(1, 71, (64,)).tolist()
+    rows = [[*prompt, *tail] for tail in torch.randint(1, 71, (64, 4)).tolist()]
+    masks = [[False] * 64 + [True] * 4] * len(rows)
+    threads, found = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        for _ in range(8):
+            model.zero_grad()
+            prefixes = Prefixes(model, [tuple(prompt[:63])])
+            hidden_SD, _ = prefixes.states(rows, masks)
+            hidden_SD.sin().sum().backward()
+            prefixes.backward()
+            found.append(gradient(model))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(each, found[0]) for each in found)
 
 
 def test_gradients_are_those_of_whole_rows(model: PreTrainedModel) -> None:

@@ -32,7 +32,7 @@ from posttrain.monitoring.collapse import thoughts_and_prompts
 from posttrain.rollout import most_turns, thoughts
 from posttrain.sampler import ReplaySampler
 from posttrain.starpo.diagnostics import information
-from posttrain.starpo_run import prepare
+from posttrain.starpo_run import make_learner
 from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError
 
 BASE: dict[str, Any] = {
@@ -354,7 +354,7 @@ def weights_of(model: Any, head: torch.nn.Linear | None) -> np.ndarray:
 
 def learned(cfg: StarPORun, double: bool = False) -> np.ndarray:
     """The same weights after the functions of the script, by plain gradient descent in place of AdamW."""
-    learner = prepare(cfg, policy(double=double), None)  # type: ignore[arg-type]
+    learner = make_learner(cfg, policy(double=double), None)  # type: ignore[arg-type]
     move(learner.policy, 1)
     head = learner.critic.head if learner.critic else None
     if head is not None:
@@ -698,7 +698,7 @@ def test_diagnostics_ask_the_first_thought_under_every_first_prompt(
             num_attention_heads=2, num_key_value_heads=2, initializer_range=0.5,
         )
     )  # fmt: skip
-    learner = prepare(cfg, model, tiny_chat)
+    learner = make_learner(cfg, model, tiny_chat)
 
     def figures(turn: int) -> dict[str, float]:
         chosen = [[thoughts(tiny_chat, t)[turn] for t in group] for group in groups]

@@ -33,7 +33,7 @@ from posttrain.chat import Chat
 from posttrain.config import StarPORun, resolve
 from posttrain.learner import schedule
 from posttrain.rollout import open_sampler
-from posttrain.starpo_run import prepare
+from posttrain.starpo_run import make_learner
 from posttrain.types import derive_seed
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart" / "phase3_starpo.yaml"
@@ -70,7 +70,7 @@ class Race:
 
 def ours(cfg: StarPORun, model: Any, chat: Chat, race: Race) -> None:
     """The loop of phase 3 without its files and alarms."""
-    learner = prepare(cfg, model, chat)
+    learner = make_learner(cfg, model, chat)
     sampler = open_sampler(learner.policy, chat, cfg.rollout.engine)
     step = 0
     while not race.over(step, learner.policy) and step < cfg.trainer.max_steps:

@@ -291,9 +291,8 @@ def main() -> None:
         reply(ended.encode(), str(number).encode(), texts[0], texts[1][-TAIL:], texts[2])
         for file in (*files, compiled):
             os.close(file)
-    for place, file in enumerate(
-        (*files, not_compiled)
-    ):  # ascending and each above its place, so that none is overwritten before
+    # Ascending and each above its place, so that none is overwritten before it is moved.
+    for place, file in enumerate((*files, not_compiled)):
         os.dup2(file, place)
     os.closerange(5, 256)
     limit(seconds, memory_bytes, output_bytes)

@@ -43,8 +43,8 @@ TrainingEnv = Annotated[TrainingEnvSection, BeforeValidator(env_by_name)]
 
 
 class RolloutSection(Section):
-    groups: int = Field("P: levels played in one step", 32, ge=1, le=65536)
-    num_generations: int = Field("G: episodes of each level, which form a group", 8, ge=1, le=65536)
+    groups: int = Field("levels played in one step", 32, ge=1, le=65536)
+    num_generations: int = Field("episodes of each level, which form a group", 8, ge=1, le=65536)
     temperature: float = Field("of the rollouts; 1 is the policy itself", 1.0, gt=0)
     max_completion_length: int = Field("new tokens in one turn", 64, ge=1)
     max_context: int = Field(MAX_CONTEXT, 1024, ge=8)

@@ -54,6 +54,11 @@ class FilterTable:
     def trained_tokens(self) -> int:
         return sum(source.trained_tokens for source in self.sources)
 
+    def for_card(self) -> list[dict[str, str | int]]:
+        """What the model card says of each source."""
+        keys = ("path", "kind", "licence", "train", "held_out")
+        return [{key: getattr(source, key) for key in keys} for source in self.sources]
+
     def __rich__(self) -> Group:
         table = Table(title=self.title, title_justify="left")
         table.add_column("rows", no_wrap=True)

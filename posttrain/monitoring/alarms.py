@@ -17,13 +17,16 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from posttrain.monitoring.alarm_limits import ADVICE, LIMITS
 from posttrain.monitoring.alarm_rules import RULES, Figures, Finding, Setting, Sizes
 from posttrain.monitoring.alarm_series import Memory
+
+if TYPE_CHECKING:
+    from posttrain.run_state import AlarmState
 
 USUAL = Sizes()
 
@@ -46,23 +49,23 @@ class Alarm:
 
 
 def watch(
-    state: Mapping[str, Any],
+    state: AlarmState,
     step: int,
     row: Figures,
     sizes: Sizes = USUAL,
     limits: Mapping[str, float] | None = None,
-) -> tuple[list[Alarm], dict[str, Any]]:
+) -> tuple[list[Alarm], AlarmState]:
     """The alarms that this row sets off, and the state for the next one; begin with {}.
 
     Rows of training and of evaluation come in the order in which they were written; a key that a row does not have is
     not looked at. `limits` replaces entries of LIMITS.
     """
-    after = copy.deepcopy(dict(state))
+    after = copy.deepcopy(state)
     return advance(after, step, row, sizes, limits), after
 
 
 def advance(
-    state: MutableMapping[str, Any],
+    state: AlarmState,
     step: int,
     row: Figures,
     sizes: Sizes = USUAL,
@@ -105,7 +108,7 @@ def _numbers(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding
     yield Finding("not_finite_for_long", memory["rows"] >= setting.limits["not_finite"], memory["rows"] == 0, words)
 
 
-def not_finite(state: Mapping[str, Any]) -> str:
+def not_finite(state: AlarmState) -> str:
     """Since which step a run's rows have not been finite, in words; "" where its last rows are.
 
     The last row of training counts, and the last of an evaluation: one overflow in between is no failure.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
@@ -18,6 +17,7 @@ from posttrain.learner import POLICY, Learner
 from posttrain.policy import microbatches
 from posttrain.prefixes import Prefixes
 from posttrain.rollout import thoughts
+from posttrain.run_state import ScopeState
 from posttrain.starpo import diagnostics, losses
 from posttrain.types import Trajectory
 
@@ -30,7 +30,7 @@ def thoughts_and_prompts(
     chat: Chat,
     groups: list[list[Trajectory]],
     step: int,
-    state: dict[str, Any],
+    state: dict[str, ScopeState],
     say: Callable[[str], None],
 ) -> dict[str, float]:
     """Does a thought still depend on its prompt?  Cross scores over first turns and over turns of whole episodes.
@@ -59,22 +59,23 @@ def thoughts_and_prompts(
             scores = cross_scores(
                 learner.policy, pairs.prompts, [pairs.reasonings[i] for i in own], temperature=cfg.rollout.temperature
             )
+        before = state.get(scope)
         scores_RN = torch.tensor(parallel.gather(scores.tolist()))
         figures, scale = diagnostics.information(
             scores_RN,
             torch.tensor(pairs.own),
             torch.tensor([len(ids) for ids in pairs.reasonings]),
             torch.tensor(pairs.weights),
-            state.get(scope, {}).get("scale"),
+            before["scale"] if before else None,
         )
         now = [figures["conditional_entropy_token"], figures["mi_tempered"]]
-        before = state.get(scope, {"first": now, "regime": None})
-        regime = diagnostics.regime(*now, *before["first"])
-        if regime != before["regime"]:
+        first = before["first"] if before else now
+        regime = diagnostics.regime(*now, *first)
+        if before is None or regime != before["regime"]:
             size, words = f"{len(pairs.reasonings)} x {len(pairs.prompts)}", scope.replace("_", " ")
             seconds = time.perf_counter() - began
             say(f"step {step}: thoughts are {regime} ({words}; {size} thoughts and prompts, {seconds:.1f} s so far)")
-        state[scope] = {"first": before["first"], "scale": scale, "regime": regime}
+        state[scope] = {"first": first, "scale": scale, "regime": regime}
         row |= {f"collapse/{scope}/{key}": value for key, value in figures.items()}
     return row | {"seconds/collapse": time.perf_counter() - began}
 
