@@ -57,7 +57,7 @@ class Work(NamedTuple):
     """One iteration: Work(conversations=128, samples=16, turns=5, prompt=250, new=64, reply=60, kept=0.25)."""
 
     conversations: int
-    samples: int  # conversations that share a prompt, which is read once
+    samples: int  # conversations that share a prompt, which is prefilled once
     turns: int
     prompt: int
     new: int  # tokens sampled in a turn

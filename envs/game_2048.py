@@ -35,8 +35,8 @@ class Boards(NamedTuple):
 class Game2048(TextEnv):
     """Slide the tiles until one shows `target`; a game in which nothing can move any more is lost.
 
-    `reward="largest"` pays for the growth of the largest tile as a share of the target: at most 1 in a game, half of
-    it for the last doubling. `reward="merges"` pays 0.1 log2(1 + sum of the tiles that a move makes).
+    `reward="largest"` gives the growth of the largest tile as a share of the target: at most 1 in a game, half of
+    it for the last doubling. `reward="merges"` gives 0.1 log2(1 + sum of the tiles that a move makes).
     `tiles` lie on the first board. The standard game has 2 of them and the target 2048.
     """
 

@@ -2,7 +2,8 @@
 
 Copy this file into envs/; that registers it.   cp examples/minimal_env.py envs/line.py
 Does it keep its promises?                       python -m envs.check line
-Train in it.                                     python train_phase3_starpo.py 'envs=[line]' output_dir=runs/line
+Train in it, after `make quickstart`:            python train_phase3_starpo.py \
+    --config configs/quickstart/phase3_starpo.yaml 'envs=[line]' output_dir=runs/line
 """
 
 from __future__ import annotations

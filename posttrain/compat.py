@@ -1,10 +1,11 @@
-"""Which private parts of other libraries are used or replaced?  All of them, each in one place, with its reason.
+"""Which private parts of other libraries are used or replaced?  Each in one place, with its reason.
 
 CHECKED says with which versions. For everything here tests/test_compat.py fails as soon as it no longer fits (a name is
 gone, an argument is another one) and as soon as the library does the same by itself. Each docstring ends with what has
-to happen until it can go. Not here: reading TRL's dataclasses without importing them (posttrain/config/trl_fields.py),
-which must load without torch, importing transformers' chat templates alone (posttrain/template_limits.py), for the same
-reason, and vLLM's engine (posttrain/sampler/vllm.py).
+to happen until it can go. Not here: reading TRL's dataclasses without importing them (posttrain/config/trl_fields.py)
+and importing transformers' chat templates alone (posttrain/template_limits.py), which must load without torch; vLLM's
+engine (posttrain/sampler/vllm.py); what only envs/ needs, which imports no posttrain: gym-sokoban's room generator
+(envs/sokoban/rooms.py) and OpenEnv's socket (envs/adapters/openenv_client.py).
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class Learner:
         return [[rows[i] for i in batch] for batch in chosen[parallel.rank() :: parallel.size()]]
 
     def prefill(self, rows: list[BatchRow]) -> tuple[Prefixes, list[list[BatchRow]]]:
-        """This process's micro-batches of these rows, and the prefixes that rows have in common, read once."""
+        """This process's micro-batches of these rows, and the prefixes that rows share, prefilled."""
         shared = worth_sharing([(row.ids, row.mask) for row in rows], self._budget) if self.shares else []
         micro_batches = self.micro_batches(rows, shared)
         needed = {prefix_of(row.ids, row.mask) for micro in micro_batches for row in micro}

@@ -149,7 +149,7 @@ def echo_trap(rng: np.random.Generator) -> Course:
 
 
 def weak_start_then_gone(rng: np.random.Generator) -> Course:
-    """Spread of .03 from penalties, then .35, then none: levels are always or never won, and ever fewer of them."""
+    """An std of .03 from penalties, then .35, then none: levels are always or never won, and ever fewer of them."""
     learns, begin = rng.uniform(15, 30), rng.uniform(80, 110)
     top, alike = rng.uniform(0.3, 0.6), ramp(begin, rng.uniform(10, 30))
     return course(

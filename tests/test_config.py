@@ -161,7 +161,7 @@ def test_two_cpu_processes_really_are_two(tmp_path):
     assert said == {"0.txt": "2 on cpu", "1.txt": "2 on cpu"}
 
 
-def test_the_phases_hand_over_to_each_other():
+def test_each_phase_reads_the_folder_of_the_one_before():
     for folder in (ROOT / "configs", ROOT / "configs" / "quickstart", ROOT / "configs" / "smollm2"):
         one, two, three, table, chat = (config.resolve(RUNS[name], folder / f"{name}.yaml") for name in RUNS)
         assert two.model.name_or_path == f"{one.output_dir}/final"

@@ -135,7 +135,7 @@ def test_every_row_is_read_once_before_any_comes_again() -> None:
     assert sorted(taken[:16]) == sorted(trained) and len({row.ids.__repr__() for row in taken[16:]}) == 8
     assert taken[:16] != trained
     again = Distillation(moved_away(distilling(batch_size=3)), answers(20))
-    assert again.chosen(2, 3) == taken[21:24], "addressed, not consumed"
+    assert again.chosen(2, 3) == taken[21:24], "chosen by step and minibatch, not consumed"
 
 
 def test_held_out_rows_are_measured_and_not_trained() -> None:

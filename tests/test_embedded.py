@@ -75,7 +75,7 @@ def test_a_row_depends_on_seed_and_place_only(generate):
     assert list(generate(20, 6)) != rows[:20]
 
 
-def test_demonstrations_are_addressed_and_in_turn():
+def test_demonstrations_follow_from_their_number_and_alternate():
     environments = ["frozen_lake", "sokoban"]
     rows = list(embedded.demonstrations(environments, 8, 0))
     assert [row["env"] for row in rows] == environments * 4
@@ -197,9 +197,9 @@ def test_held_out_questions_and_operands_are_in_no_training_row():
         return (*said, *(word for word in words if word.isdigit()))
 
     seen = {numbers(question) for question in trained}
-    fresh = [numbers(problem["question"]) not in seen for problem in problems["unseen_operands"]]
+    unseen = [numbers(problem["question"]) not in seen for problem in problems["unseen_operands"]]
     known = [numbers(problem["question"]) not in seen for problem in problems["unseen_questions"]]
-    assert all(fresh)
+    assert all(unseen)
     assert sum(known) < len(known) / 2
 
 

@@ -386,7 +386,7 @@ def noisy_begin(self: Any, level: tuple[int, int]) -> None:
     self.place, self.left = level[0] + int(self.noise.integers(1000)), level[1]
 
 
-def lucky_step(self: Any, action: str) -> Any:
+def random_step(self: Any, action: str) -> Any:
     self.place += int(np.random.default_rng().integers(10**6))
     return Walk.step(self, action)
 
@@ -403,7 +403,7 @@ BROKEN = [
     ({"split_of": classmethod(lambda cls, level: envs.SPLITS[next(COUNT) % 3])}, "gave levels of"),
     ({"begin": sloppy_begin, "step": remembering_step}, "after an episode begins elsewhere"),
     ({"begin": noisy_begin}, "begin() must not use self.noise"),
-    ({"step": lucky_step}, "chance must come from self.noise"),
+    ({"step": random_step}, "chance must come from self.noise"),
     ({"step": lambda self, action: ("x", 0.0, False, {})}, "not observation, reward, terminated"),
     ({"step": spoil(at0="elsewhere")}, "another text than observe()"),
     ({"step": spoil(at1=float("nan"))}, "no finite number"),

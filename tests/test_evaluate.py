@@ -713,7 +713,7 @@ def test_two_files_of_one_name_stay_apart(tmp_path: Path, checkpoints: dict[str,
         resolved(tmp_path, checkpoints, suites=suites)
 
 
-def test_seeds_are_addressed(tmp_path: Path, checkpoints: dict[str, str]) -> None:
+def test_seeds_are_derived_from_the_place(tmp_path: Path, checkpoints: dict[str, str]) -> None:
     asked_for = tasks.build_tasks(resolved(tmp_path, checkpoints))
     sampled = [task for task in asked_for if task.setting]
     seeds = [seed for task in sampled for seed in task.seeds]

@@ -235,7 +235,7 @@ RANKED = [
 
 @pytest.mark.parametrize("chosen", RANKED, ids=lambda chosen: chosen["strategy"])
 def test_environments_of_unequal_scale_both_keep_groups(chosen: dict[str, Any]) -> None:
-    """FrozenLake pays 0 or 1 and Sokoban up to 10.9: by one raw deviation, only Sokoban's groups would be kept."""
+    """FrozenLake gives 0 or 1 and Sokoban up to 10.9: by one raw deviation, only Sokoban's groups would be kept."""
     random_ = random.Random(1)
     groups = [
         [

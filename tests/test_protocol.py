@@ -260,7 +260,7 @@ def test_impossible_protocols_are_refused(fields, says):
 @pytest.mark.parametrize(
     "name, mix", [("frozen_lake", {"nearer": 0.5, "safe": 0.5}), ("sokoban", {"push": 0.5, "go": 0.5})]
 )
-def test_demonstrations_are_addressed_well_formed_and_true(name, mix):
+def test_demonstrations_follow_from_their_number_and_are_well_formed_and_true(name, mix):
     protocol = Protocol()
     texts = [demonstrate(make(name), protocol, seed, "train", mix) for seed in range(20)]
     assert texts == [demonstrate(make(name), protocol, seed, "train", mix) for seed in range(20)]

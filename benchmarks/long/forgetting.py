@@ -85,14 +85,14 @@ def show(rows: list[dict[str, Any]]) -> None:
         if not own:
             continue
         each = [100 * statistics.fmean(r["after"][name] / r["before"][name] for r in own) for name in OLD]
-        cells = [arm, str(len(own)), ", ".join(f"{value:.0f}" for value in each), spread([kept(r) for r in own])]
+        cells = [arm, str(len(own)), ", ".join(f"{value:.0f}" for value in each), mean_and_each([kept(r) for r in own])]
         before, after = (100 * statistics.fmean(r[when]["repetition"] for r in own) for when in ("before", "after"))
         cells += [f"{before:.1f} to {after:.1f} %", f"{statistics.fmean(r['after']['kl'] for r in own):.4f}"]
-        cells += [spread([100 * r["play"][env] for r in own]) for env in ("frozen_lake", "sokoban")]
+        cells += [mean_and_each([100 * r["play"][env] for r in own]) for env in ("frozen_lake", "sokoban")]
         print("|", " | ".join([*cells, f"{statistics.fmean(r['minutes'] for r in own):.1f}"]), "|")
 
 
-def spread(values: list[float]) -> str:
+def mean_and_each(values: list[float]) -> str:
     return f"{statistics.fmean(values):.0f} [{', '.join(f'{value:.0f}' for value in values)}]"
 
 

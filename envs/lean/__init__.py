@@ -25,9 +25,9 @@ KINDS = {"→": "an implication", "∧": "a conjunction", "∨": "a disjunction"
 class Lean(TextEnv):
     """Prove a theorem by tactics; the state is its open goals.
 
-    `reward="proof"` pays 1 for the proof and -0.1 for a rejected tactic; `reward="ragen"` pays -0.1 a tactic, +1 for an
-    accepted and -1 for a rejected one, and +10 for the proof. `backend` is auto, fragment, local or the address of a
-    server; `timeout` is what Lean may take for one tactic, in seconds.
+    `reward="proof"` gives 1 for the proof and -0.1 for a rejected tactic; `reward="ragen"` gives -0.1 a tactic, +1
+    for an accepted and -1 for a rejected one, and +10 for the proof. `backend` is auto, fragment, local or the
+    address of a server; `timeout` is what Lean may take for one tactic, in seconds.
     """
 
     name = "lean"

@@ -27,8 +27,8 @@ class Sokoban(TextEnv):
     Levels have a best solution of `min_length` to `max_length` moves (2 to 4 when None) in a room of gym-sokoban's
     (`steps` of its random walk; its own default when None). `distribution="ragen"` takes levels as RAGEN draws them
     instead, of any length, with a backward search of `search_depth` moves (300 when None), and has 25 turns.
-    `reward="dense"` pays -0.1 a step, +1 for a box that gets onto a target, -1 for one that leaves it, +10 for the
-    solution; `reward="sparse"` pays 1 for the solution. `deadlock_ends=True` ends a game with a box lost in a corner.
+    `reward="dense"` gives -0.1 a step, +1 for a box that gets onto a target, -1 for one that leaves it, +10 for the
+    solution; `reward="sparse"` gives 1 for the solution. `deadlock_ends=True` ends a game with a box lost in a corner.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 2}

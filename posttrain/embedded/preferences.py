@@ -39,9 +39,9 @@ def _pair(rng: random.Random, held_out: bool) -> dict[str, Any]:
     else:
         topic = first_wanted(random_topic, lambda t: topic_held_out(t) == held_out, rng)
         prompt = [user(rng.choice(OPEN_ASKS).format(p=topic))]
-        fresh = fresh_answer(topic, rng)
+        clean = fresh_answer(topic, rng)
         places = rng.sample(range(FIRST_COPY, SENTENCES), rng.randint(2, 4))
-        chosen, rejected = " ".join(fresh), " ".join(with_repeats(fresh, places, rng))
+        chosen, rejected = " ".join(clean), " ".join(with_repeats(clean, places, rng))
     asked, better = prompt[-1]["content"], rng.choice([7.0, 7.5, 8.0, 8.5, 9.0])
     return {
         "prompt": asked,

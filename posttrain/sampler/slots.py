@@ -296,7 +296,7 @@ class SlotSampler(Sampler):
     # ------------------------------------------------------------------ reading
 
     def _prefill(self, handles: Sequence[int]) -> None:
-        """Bring all but the last token of each conversation into the cache; equal prefixes are read once."""
+        """Bring all but the last token of each conversation into the cache; equal prefixes are prefilled once."""
         followers: list[tuple[int, int]] = []
         unread: list[int] = []
         for handle in handles:
