@@ -462,6 +462,14 @@ def test_all_mistakes_come_at_once_with_their_paths(tmp_path):
     assert said.count("\n") == 19 and "\n\n" not in said
 
 
+def test_an_environment_by_its_name_alone_has_no_keys_yet():
+    quickstart = ROOT / "configs" / "quickstart" / "phase3_starpo.yaml"
+    said = complaint(StarPORun, quickstart, "envs.0.weight=2")
+    assert "has no keys. Write `envs.0={name: frozen_lake, weight: ...}`." in said
+    written = config.resolve(StarPORun, quickstart, ["envs.0={name: frozen_lake, weight: 2}"])
+    assert [env.weight for env in written.envs] == [2, 1]
+
+
 @pytest.mark.parametrize(
     "change, remedy",
     [

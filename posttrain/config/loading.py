@@ -156,7 +156,12 @@ def _override(given: dict[str, Any], text: str) -> tuple[str, ...]:
         if isinstance(at, list) and not (re.fullmatch("[0-9]{1,9}", name) and int(name) < len(at)):
             raise UserError(f"`{text}`: {above} is a list of {len(at)}, so `{name}` must be a number below {len(at)}.")
         if not isinstance(at, dict | list):
-            raise UserError(f"`{text}`: {above} is {_short(at)} and has no keys.")
+            instead = ""
+            if (
+                isinstance(at, str) and above.rpartition(".")[2].isdigit()
+            ):  # an environment by its name alone
+                instead = f" Write `{above}={{name: {at}, {name}: ...}}`."
+            raise UserError(f"`{text}`: {above} is {_short(at)} and has no keys.{instead}")
         key_here: Any = int(name) if isinstance(at, list) else name
         if depth == len(path) - 1:
             at[key_here] = new
