@@ -8,6 +8,9 @@ A token's embedding is read as a square, convolved along its columns and average
 decoder (grouped-query attention, q/k norm, rotary positions, gated MLP).  With tied embeddings the decoder's output is
 scaled back up to the embedding width.  No token sees another outside the attention, so padding and caches work as in
 any decoder.
+
+It imports nothing of this project: a copy of it lies beside the weights of every ConvGPT that is saved, so that plain
+transformers loads them (`posttrain.models.save`).
 """
 
 from __future__ import annotations
@@ -34,11 +37,9 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
-from posttrain.compat import attention_of
-
 # Written into config files by the published code but without effect there.  Here they would have one: `is_causal` turns
-# the causal mask off, `output_router_logits` makes trainers ask for an expert loss, and `auto_map` would name modelling
-# files that do not lie beside what we save.
+# the causal mask off, `output_router_logits` makes trainers ask for an expert loss, and `auto_map` names the published
+# modelling files; what is saved names the copy of this one.
 _INERT_FIELDS = ("is_causal", "output_router_logits", "auto_map")
 # Follow from the other fields, whatever a file says: the published code computed some from its class defaults.
 _DERIVED_FIELDS = ("emb_dim_factor", "emb_factor", "transformer_dim", "layer_types")
@@ -259,7 +260,7 @@ class ConvGPTAttention(nn.Module):
         value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(attention_of(self.config), eager_attention)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation or "eager", eager_attention)
         output, weights = attend(
             self,
             query,
@@ -354,7 +355,7 @@ class ConvGPTModel(ConvGPTPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         tokens = embeds.shape[1]
-        if position_ids is None and attention_of(self.config) == "sdpa":  # given positions may mean packed rows
+        if position_ids is None and self.config._attn_implementation == "sdpa":  # given positions may mean packed rows
             attention_mask = None if pads_on_the_right(attention_mask, tokens) else attention_mask
         if position_ids is None and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens:]

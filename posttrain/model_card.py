@@ -10,6 +10,7 @@ import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -228,15 +229,24 @@ def _limits(records: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _use(model_type: str, adapter: bool) -> str:
+    own = model_type == "convgpt"  # which transformers does not know
     lines = ["from transformers import pipeline", "", 'chat = pipeline("text-generation", "FOLDER_OR_HUB_NAME")']
     if adapter:
         lines = ["from peft import AutoPeftModelForCausalLM", "", "model = AutoPeftModelForCausalLM.from_pretrained("]
         lines[-1] += '"FOLDER_OR_HUB_NAME")'
+        if own:
+            lines.insert(0, "import posttrain.convgpt  # from the training code: transformers does not know ConvGPT")
     else:
+        if own:
+            lines[-1] = lines[-1].replace('")', '", trust_remote_code=True)')
         lines.append('print(chat([{"role": "user", "content": "Hello!"}])[0]["generated_text"][-1])')
-    if model_type == "convgpt":
-        lines.insert(0, "import posttrain.convgpt  # from the training code: transformers does not know ConvGPT")
-    return "\n".join(["```python", *lines, "```", ""])
+    text = "\n".join(["```python", *lines, "```", ""])
+    if own and not adapter:
+        text += (
+            f"\n`trust_remote_code` runs `modeling_convgpt.py`, which lies beside the weights: read it first. It was "
+            f"written for transformers {version('transformers')}.\n"
+        )
+    return text
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +13,7 @@ import torch
 import yaml
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from posttrain import checkpoint, compat, hardware, model_card, selftest
+from posttrain import checkpoint, compat, convgpt, hardware, model_card, selftest
 from posttrain.chat import Chat
 from posttrain.config import ModelSection, TrainingRun
 from posttrain.model_files import check_source, errors_in_words, load_config, load_weights, no_bars
@@ -19,6 +21,8 @@ from posttrain.types import UserError
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+CODE = "modeling_convgpt.py"  # the copy of posttrain/convgpt.py beside the weights
 
 
 def load(
@@ -174,6 +178,7 @@ def save(
     def write(out: Path) -> None:
         with no_bars():
             net.save_pretrained(out)
+        add_code(out, net)
         chat.save(out)
         (out / "run_config.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
         if history:
@@ -181,6 +186,26 @@ def save(
 
     meta |= {"history": list(history)} if history else {}
     return checkpoint.save(folder, write, chat_template_sha256=chat.hash, **meta)
+
+
+def add_code(folder: Path, net: Any) -> None:
+    """Beside the weights of a ConvGPT, the file that computes it, named in config.json under `auto_map`.
+
+    Elsewhere `trust_remote_code=True` loads the model with it; here nothing of it is run. The folder's manifest holds
+    its checksum.
+    """
+    if not isinstance(net, convgpt.ConvGPTForCausalLM):
+        return
+    shutil.copyfile(convgpt.__file__, folder / CODE)
+    place = folder / "config.json"
+    config = json.loads(place.read_text(encoding="utf-8"))
+    classes = {
+        "AutoConfig": convgpt.ConvGPTConfig,
+        "AutoModel": convgpt.ConvGPTModel,
+        "AutoModelForCausalLM": convgpt.ConvGPTForCausalLM,
+    }
+    config["auto_map"] = {auto: f"{Path(CODE).stem}.{own.__name__}" for auto, own in classes.items()}
+    place.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _require_finite(folder: Path, net: Any) -> None:

@@ -7,6 +7,8 @@ import importlib.util
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +28,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalL
 from posttrain import checkpoint, config, hardware, models, preflight
 from posttrain.chat import TEMPLATE_PATH, Chat
 from posttrain.config import ModelSection, SFTRun, StarPORun
+from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.types import UserError
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -122,10 +127,7 @@ def test_dtype_auto_is_float32_and_others_are_taken(base: Path) -> None:
     assert load(base, dtype="bfloat16")[0].dtype == torch.bfloat16
 
 
-def test_auto_map_of_remote_code_is_not_handed_on(base: Path, tmp_path: Path, tiny_chat: Chat) -> None:
-    """A config that points to code files on the Hub loads natively, and the result no longer points there."""
-    from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-
+def tiny_convgpt(tied: bool) -> ConvGPTForCausalLM:
     shape = ConvGPTConfig(
         vocab_size=512,
         hidden_size=256,
@@ -134,9 +136,15 @@ def test_auto_map_of_remote_code_is_not_handed_on(base: Path, tmp_path: Path, ti
         num_key_value_heads=1,
         head_dim=16,
         intermediate_size=64,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
     )
-    ConvGPTForCausalLM(shape).save_pretrained(tmp_path / "hub")
+    torch.manual_seed(3)
+    return ConvGPTForCausalLM(shape).eval()
+
+
+def test_auto_map_names_our_own_code_alone(tmp_path: Path, tiny_chat: Chat) -> None:
+    """A config that points to code files on the Hub loads natively, and the result points to the copy of ours."""
+    tiny_convgpt(tied=True).save_pretrained(tmp_path / "hub")
     copy.deepcopy(tiny_chat.tokenizer).save_pretrained(tmp_path / "hub")
     file = tmp_path / "hub" / "config.json"
     marked = json.loads(file.read_text())
@@ -145,8 +153,73 @@ def test_auto_map_of_remote_code_is_not_handed_on(base: Path, tmp_path: Path, ti
     net, chat = load(tmp_path / "hub")
     assert type(net) is ConvGPTForCausalLM
     models.save(tmp_path / "final", net, chat, {}, source=ModelSection(name_or_path="x"))
-    assert "auto_map" not in json.loads((tmp_path / "final" / "config.json").read_text())
+    named = json.loads((tmp_path / "final" / "config.json").read_text())["auto_map"]
+    assert set(named) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
+    assert {place.split(".")[0] for place in named.values()} == {"modeling_convgpt"}
+    code = tmp_path / "final" / "modeling_convgpt.py"
+    assert code.read_bytes() == (ROOT / "posttrain" / "convgpt.py").read_bytes()
     assert torch.equal(logits(net), logits(load(tmp_path / "final")[0]))
+    code.write_text(code.read_text() + "import os\n")
+    with pytest.raises(UserError, match=r"modeling_convgpt.py has .* bytes instead"):
+        load(tmp_path / "final")
+
+
+ELSEWHERE = """
+import json, sys
+try:
+    import posttrain
+except ImportError:
+    pass
+else:
+    raise SystemExit("posttrain can be imported here")
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+folder, out = sys.argv[1:]
+try:
+    AutoConfig.from_pretrained(folder, trust_remote_code=False)
+except ValueError as error:
+    refused = str(error)
+net = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+tokenizer = AutoTokenizer.from_pretrained(folder)
+ids = tokenizer.apply_chat_template(
+    [{"role": "user", "content": "Which way?"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+)["input_ids"]
+with torch.no_grad():
+    logits = net(ids).logits
+    hidden = AutoModel.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)(ids).last_hidden_state
+told = net.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1]:].tolist()
+torch.save({"ids": ids, "logits": logits, "hidden": hidden, "told": told}, out)
+print(json.dumps([type(net).__module__, refused]))
+"""
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_saved_convgpt_is_loaded_without_this_project(tmp_path: Path, tiny_chat: Chat, tied: bool) -> None:
+    """By plain transformers, in a process that cannot import posttrain: the same logits and the same greedy tokens."""
+    net = tiny_convgpt(tied)
+    final = models.save(tmp_path / "final", net, tiny_chat, {}, source=ModelSection(name_or_path="x"))
+    (tmp_path / "load.py").write_text(ELSEWHERE)
+    done = subprocess.run(
+        [sys.executable, "-I", str(tmp_path / "load.py"), str(final), str(tmp_path / "out.pt")],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    module, refused = json.loads(done.stdout.splitlines()[-1])
+    assert module.startswith("transformers_modules.") and "trust_remote_code" in refused
+    there = torch.load(tmp_path / "out.pt", weights_only=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        assert torch.equal(there["logits"], net(there["ids"]).logits)
+        assert torch.equal(there["hidden"], net.model(there["ids"]).last_hidden_state)
+    torch.set_num_threads(threads)
+    assert there["ids"][0].tolist() == tiny_chat.prompt([{"role": "user", "content": "Which way?"}])
+    assert len(there["told"]) > 0
+    checkpoint.verify(final)
 
 
 @pytest.mark.parametrize("tuning", ["lora", "qlora"])
