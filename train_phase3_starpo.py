@@ -99,8 +99,9 @@ def main(argv: list[str] | None = None) -> None:
                 metrics |= thoughts_and_prompts(cfg, learner, chat, groups, step, state.collapse, monitor.say)
             scored_at = time.perf_counter()
             state.empty_steps = 0 if scored.kept else state.empty_steps + 1
-            if scored.kept:
-                experience = collect(cfg, learner, groups, scored)
+            experience = collect(cfg, learner, groups, scored) if scored.kept else None
+            tokens = monitor.tokens(learner, chat, groups, step, experience)
+            if experience is not None:
                 if cfg.diagnostics.gradients_every and step % cfg.diagnostics.gradients_every == 0:
                     unfiltered = collect(cfg, learner, groups, scored.unfiltered())
                     metrics |= gradients_by_std(learner, unfiltered, scored.std, objective_settings(cfg))
@@ -109,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
             learning = time.perf_counter() - scored_at
             metrics |= costs(metrics, state.tokens, played_at - started_at, learning, setup.device)
             monitor.report(state, step, metrics)
-            monitor.record(groups, state, step)
+            monitor.record(groups, state, step, tokens)
 
             if step == cfg.trainer.max_steps or step % cfg.evaluation.every == 0:
                 validate(parts, state, step)

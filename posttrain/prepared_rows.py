@@ -7,6 +7,7 @@ import json
 import os
 import random
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from posttrain.chat import Chat
 from posttrain.run_identity import FREE_TO_CHANGE
 from posttrain.types import UserError, derive_seed
 
+TABLE = "table.json"  # beside the prepared rows: what became of the rows of each data set, for the report
 SOURCES = "sources.json"  # beside the prepared rows: what the model card says of each data set
 
 
@@ -72,8 +74,8 @@ def prepare(
             pool = 8 if args.device.type == "cpu" else 32  # on a CPU `read_in_slices` cuts what padding is left
             train = in_length_pools(loaded.train, batch_size, cfg.seed, pool) if grouped else loaded.train
             rows = {"train": train, "eval": loaded.eval}
-            sources = loaded.table.for_card()
-            checkpoint.save(folder, lambda out: _write_rows(rows, sources, out), made_with=made_with)
+            told = {SOURCES: loaded.table.for_card(), TABLE: [asdict(each) for each in loaded.table.sources]}
+            checkpoint.save(folder, lambda out: _write_rows(rows, told, out), made_with=made_with)
         parallel.barrier()
     parts = {part.name: Dataset.load_from_disk(str(part)) for part in sorted(folder.iterdir()) if part.is_dir()}
     if "eval" not in parts:  # of less than ten rows none is held out
@@ -89,8 +91,9 @@ def seal(folder: Path, cfg: Any, chat: Chat) -> None:
             checkpoint.seal(folder, made_with=_made_with(cfg, chat))
 
 
-def _write_rows(rows: dict[str, Dataset], sources: list[dict[str, Any]], folder: Path) -> None:
-    (folder / SOURCES).write_text(json.dumps(sources), encoding="utf-8")
+def _write_rows(rows: dict[str, Dataset], told: dict[str, list[dict[str, Any]]], folder: Path) -> None:
+    for name, sources in told.items():
+        (folder / name).write_text(json.dumps(sources), encoding="utf-8")
     shown = not datasets.are_progress_bars_disabled()
     if shown:
         datasets.disable_progress_bars()

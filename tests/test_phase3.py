@@ -147,8 +147,22 @@ def test_a_run_saves_a_model_and_its_numbers(whole: Path, tiny_chat: Chat) -> No
     steps = [episode["step"] for episode in episodes]
     assert steps == sorted(steps) and {step: steps.count(step) in (4, 5) for step in (2, 4)} == {2: True, 4: True}
     assert {message["role"] for message in episodes[0]["messages"]} == {"system", "user", "assistant"}
+    counted = []
+    for turns, texts, rewards in ((e["tokens"], said(e), e["turn_rewards"]) for e in episodes):
+        assert len(turns) == len(texts) == len(rewards)
+        for turn, text in zip(turns, texts, strict=True):
+            assert text and "".join(turn["text"]).startswith(text), "the stop token may follow"
+            assert len({len(column) for column in turn.values()}) == 1
+            assert all(-50 < value <= 0 for value in turn["logprob"]) and min(turn["entropy"]) > 0
+            counted += zip(turn["advantage"], turn["loss"], strict=True)
+    assert all((advantage is not None) == bool(loss) for advantage, loss in counted)
+    assert (whole / "alarms.jsonl").is_file()
     pictures = sorted(file.name for file in (whole / "episodes").iterdir())
     assert pictures == [f"step-{step}-{number}.gif" for step in (2, 4) for number in range(4)]
+
+
+def said(episode: dict[str, Any]) -> list[str]:
+    return [message["content"] for message in episode["messages"] if message["role"] == "assistant"]
 
 
 def test_samples_share_the_level_and_other_groups_do_not(player: Path, tmp_path: Path) -> None:
@@ -169,6 +183,40 @@ def test_samples_share_the_level_and_other_groups_do_not(player: Path, tmp_path:
     assert len(set(firsts)) > 1 and firsts != [samples[0].state_keys[0] for samples in later]
 
 
+def test_figures_of_tokens_are_those_of_the_update(player: Path, tmp_path: Path) -> None:
+    """Of two groups one is filtered out; of the other, one episode was cut and is masked."""
+    from posttrain.config import ModelSection
+    from posttrain.models import load
+    from posttrain.monitoring.token_figures import token_figures
+    from posttrain.rollout import open_sampler
+    from posttrain.starpo_run import make_learner
+
+    file = settings(tmp_path / "run.yaml", player, rollout={"groups": 2}, algorithm={"minibatches": 1})
+    cfg = resolve(StarPORun, file, ["algorithm.filter={strategy: top_k_abs, value: 1}"])
+    model, chat = load(ModelSection(name_or_path=str(player)), device="cpu", chat_template=None)
+    learner = make_learner(cfg, model, chat)
+    groups = phase3.rollout(cfg, open_sampler(model, chat), chat, 1)
+    groups[1][0].turn_rewards[-1] += 1.0  # a difference to learn from, in this group alone
+    groups[1][1].truncated = True
+    scored = phase3.score_and_filter(cfg, groups)
+    assert scored.kept == [1]
+    scored.trains[1][1] = False
+    experience = phase3.collect(cfg, learner, groups, scored)
+    episodes = [t for group in groups for t in group]
+    found = token_figures(learner, chat, episodes, experience)
+    for number, (t, turns) in enumerate(zip(episodes, found, strict=True)):
+        flat = {key: [value for turn in turns for value in turn[key]] for key in turns[0]}
+        assert flat["logprob"] == pytest.approx(t.sampled_logprobs, abs=1e-4)
+        mean = learner.mean_entropies([t]).item()
+        assert sum(flat["entropy"]) / t.tokens == pytest.approx(mean, abs=1e-3)
+        assert set(flat["loss"]) == {int(number in (4, 6, 7))}
+    advantages = [value for turns in found[4:] for turn in turns for value in turn["advantage"]]
+    assert advantages == pytest.approx(experience.advantages_S.tolist(), abs=1e-4)
+    assert {value for turns in found[:4] for turn in turns for value in turn["advantage"]} == {None}
+    without = token_figures(learner, chat, episodes[:1], None)
+    assert {value for turn in without[0] for value in turn["advantage"]} == {None}
+
+
 def test_resuming_changes_nothing(whole: Path, player: Path, tmp_path: Path) -> None:
     """Cut off at a checkpoint, the rest of the run is the same to the last bit: weights, optimizer, numbers."""
     file = settings(tmp_path / "run.yaml", player)
@@ -185,6 +233,8 @@ def test_resuming_changes_nothing(whole: Path, player: Path, tmp_path: Path) -> 
         for index, state in moments[0].items():
             assert all(torch.equal(value, moments[1][index][key]) for key, value in state.items())
         assert rows(run) == rows(whole)
+        for log in ("transcripts.jsonl", "alarms.jsonl"):
+            assert (run / log).read_bytes() == (whole / log).read_bytes()
         subprocess.run(["rm", "-r", *map(str, run.glob("*"))], check=True)
 
 
@@ -459,6 +509,13 @@ def test_resuming_changes_nothing_in_contexts_of_several_segments(
     subprocess.run(["rm", "-r", str(broken / "checkpoint-4"), str(broken / "final")], check=True)
     train(file, "--resume")
     assert rows(broken) == rows(straight)
+    assert (broken / "transcripts.jsonl").read_bytes() == (straight / "transcripts.jsonl").read_bytes()
+    for episode in map(json.loads, (straight / "transcripts.jsonl").open()):
+        for turn, text in zip(episode["tokens"], said(episode), strict=True):
+            assert "".join(turn["text"]).startswith(text), "the tag is part of what was said"
+            forced = [value is None for value in turn["logprob"]]
+            assert forced[0] and forced == sorted(forced, reverse=True) and not forced[-1]
+            assert all(not loss for loss, tag in zip(turn["loss"], forced, strict=True) if tag)
     for name, tensor in weights(straight / "checkpoint-4").items():
         assert torch.equal(tensor, weights(broken / "checkpoint-4")[name]), name
     table = [row for row in rows(straight) if "rollout/reward" in row]

@@ -8,6 +8,7 @@ alarms.py        does the run diverge or collapse?  alarm_rules.py: the rules; a
 watch.py         the alarms of a run, and what it may do about them
 monitor.py       where all of it goes: metrics.jsonl, tracker, progress bar
 transcripts.py   whole episodes to read, and pictures of them
+token_figures.py   log-prob, entropy, advantage and loss mask of each of their tokens
 docs/metrics.md says what each figure means and what to do about it.
 """
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from posttrain import runlog
+from posttrain.chat import Chat
 from posttrain.config import StarPORun
+from posttrain.experience import Experience
+from posttrain.learner import Learner
 from posttrain.metrics import paired_difference
 from posttrain.monitoring import transcripts, watch
 from posttrain.monitoring.alarms import Alarm
+from posttrain.monitoring.token_figures import Turn, token_figures
 from posttrain.run_state import RunState
 from posttrain.types import Trajectory
 
@@ -22,6 +27,7 @@ class Monitor:
         after = state.step or None  # steps that will be played again are dropped
         self.metrics = runlog.MetricsFile(out / "metrics.jsonl", after_step=after, but_not="final/")
         runlog.MetricsFile(out / "transcripts.jsonl", after_step=after)
+        self.alarms = runlog.MetricsFile(out / "alarms.jsonl", after_step=after)
         name = cfg.run_name or out.name
         self.tracker = runlog.start_tracker(cfg.report_to, project="posttrain", run_name=name, config=settings)
         self.progress = runlog.Progress(cfg.trainer.max_steps, "phase 3", start=state.step)
@@ -31,13 +37,24 @@ class Monitor:
     def report(self, state: RunState, step: int, row: dict[str, float]) -> None:
         self.metrics.write(row, step)
         self.tracker.log(row, step)
-        self.raised.extend(self.watch.see(state, step, row))
+        raised = self.watch.see(state, step, row)
+        for alarm in raised:
+            self.alarms.write(asdict(alarm), step)
+        self.raised.extend(raised)
         shown = {key.split("/", 1)[1]: value for key, value in row.items() if key.endswith("/success")}
         self.progress.update(step, **shown)
 
-    def record(self, groups: list[list[Trajectory]], state: RunState, step: int) -> None:
+    def tokens(
+        self, learner: Learner, chat: Chat, groups: list[list[Trajectory]], step: int, experience: Experience | None
+    ) -> list[list[Turn]]:
+        """Figures of the tokens of the episodes that `record` will write, before the update; of all processes."""
+        return token_figures(learner, chat, transcripts.chosen(self.cfg, groups, step), experience)
+
+    def record(
+        self, groups: list[list[Trajectory]], state: RunState, step: int, tokens: list[list[Turn]] | None = None
+    ) -> None:
         """Transcripts and pictures, where due."""
-        transcripts.record(self.cfg, groups, step, state, self.tracker, self.say)
+        transcripts.record(self.cfg, groups, step, state, self.tracker, self.say, tokens)
 
     def compare_with_best(
         self, state: RunState, step: int, won: dict[str, list[bool]]

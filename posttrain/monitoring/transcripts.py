@@ -9,12 +9,16 @@ from typing import Any
 
 from posttrain import runlog
 from posttrain.config import StarPORun
+from posttrain.monitoring.token_figures import Turn
 from posttrain.report.episodes import frames_of, gif
 from posttrain.run_state import RunState
 from posttrain.runlog import Tracker
 from posttrain.types import Trajectory, one_line
 
-KEPT = "env level_key level_seed noise_seed success failure crashed actions turn_rewards messages".split()
+KEPT = (
+    "env group level_key level_seed noise_seed success failure crashed truncated invalid_turns actions turn_rewards"
+    " turn_penalties messages"
+).split()
 COUNT = 4  # whole episodes that are written each time; at any step as many whose environment raised
 
 
@@ -25,8 +29,12 @@ def record(
     state: RunState,
     tracker: Tracker,
     say: Callable[[str], None],
+    tokens: list[list[Turn]] | None = None,
 ) -> None:
-    """Transcripts and pictures of the first group and a group that nobody finished, where due; crashes, always."""
+    """Transcripts and pictures of the first group and a group that nobody finished, where due; crashes, always.
+
+    tokens: figures of the episodes that are `chosen`.
+    """
     out = Path(cfg.output_dir)
     crashed = [trajectory for group in groups for trajectory in group if trajectory.crashed]
     if crashed:
@@ -35,8 +43,7 @@ def record(
             f"step {step}: {len(crashed)} of {of} episodes crashed and are left out, see transcripts; the first:"
             f" {t.env} raised {t.crashed} (level seed {t.level_seed})"
         )
-    unfinished = [group for group in groups if all(t.truncated and not t.crashed for t in group)]
-    unfinished = unfinished if due(cfg.transcripts.every, step) else []
+    unfinished = _unfinished(cfg, groups, step)
     if unfinished and not state.unfinished_reported:
         state.unfinished_reported = True
         t = unfinished[0][0]
@@ -48,9 +55,8 @@ def record(
         )
     if not runlog.is_main_process():
         return
-    to_read = groups[0][:COUNT] if step % cfg.transcripts.every == 0 else []
-    more = crashed[:COUNT] + [group[0] for group in unfinished[:1] if group[0] not in to_read]
-    written = write_transcripts(out / "transcripts.jsonl", step, to_read + more)
+    to_read, more = _chosen(cfg, groups, step)
+    written = write_transcripts(out / "transcripts.jsonl", step, to_read + more, tokens)
     shown, pictures = [], []
     for number, (episode, t) in enumerate(zip(written, to_read, strict=False)):
         picture = None if t.crashed else save_picture(cfg, out / "episodes" / f"step-{step}-{number}.gif", t, say)
@@ -61,16 +67,43 @@ def record(
         tracker.show(shown, pictures, step)
 
 
+def chosen(cfg: StarPORun, groups: list[list[Trajectory]], step: int) -> list[Trajectory]:
+    """The episodes of a step that are written, in their order; every process chooses the same."""
+    to_read, more = _chosen(cfg, groups, step)
+    return to_read + more
+
+
+def _chosen(
+    cfg: StarPORun, groups: list[list[Trajectory]], step: int
+) -> tuple[list[Trajectory], list[Trajectory]]:
+    """Those that are shown with pictures, and those that something is wrong with."""
+    crashed = [trajectory for group in groups for trajectory in group if trajectory.crashed]
+    to_read = groups[0][:COUNT] if step % cfg.transcripts.every == 0 else []
+    unfinished = [group[0] for group in _unfinished(cfg, groups, step)[:1] if group[0] not in to_read]
+    return to_read, crashed[:COUNT] + unfinished
+
+
+def _unfinished(cfg: StarPORun, groups: list[list[Trajectory]], step: int) -> list[list[Trajectory]]:
+    """The groups in which nobody came to an end, where due."""
+    if not due(cfg.transcripts.every, step):
+        return []
+    return [group for group in groups if all(t.truncated and not t.crashed for t in group)]
+
+
 def due(every: int, step: int) -> bool:
     """The first step and every so many; never with 0."""
     return every > 0 and (step == 1 or step % every == 0)
 
 
-def write_transcripts(path: Path, step: int, trajectories: list[Trajectory]) -> list[dict[str, Any]]:
+def write_transcripts(
+    path: Path, step: int, trajectories: list[Trajectory], tokens: list[list[Turn]] | None = None
+) -> list[dict[str, Any]]:
     """Whole episodes as JSON lines, to be read by people; seeds and actions are enough to play one again."""
     rows = [{"step": step} | {key: getattr(t, key) for key in KEPT} for t in trajectories]
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
+        for number, row in enumerate(rows):
+            with_tokens = row if tokens is None else row | {"tokens": tokens[number]}
+            file.write(json.dumps(with_tokens, default=str) + "\n")
     return rows
 
 
