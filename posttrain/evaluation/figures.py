@@ -107,20 +107,22 @@ def _preference_figures(cfg: EvaluateRun, rows: Sequence[Record], everybody: dic
 
 
 def env_figures(rows: Sequence[Record]) -> Record:
+    from posttrain.monitoring.episodes import Summary, aggregate  # loads torch, which --help does without
+
     figures = _share(rows, "success")
     figures["episodes"] = figures.pop("n")
-    turns = sum(row["turns"] for row in rows)
+    found = aggregate([Summary.of_record(row) for row in rows])
     figures |= {
-        "return": fmean(row["return"] for row in rows),
+        "return": found["reward"],
         "failures": dict(sorted(Counter(row["failure"] for row in rows if row["failure"]).items())),
-        "turns": turns / len(rows),
+        "turns": found["turns"],
     }
     if "level" in rows[0]:  # played by a model
         figures |= {
             "penalties": fmean(row["penalties"] for row in rows),
-            "invalid_turns": sum(row["invalid_turns"] for row in rows) / turns,
-            "unfinished_turns": sum(row["unfinished_turns"] for row in rows) / turns,
-            "crashed": sum(bool(row["crashed"]) for row in rows),
+            "invalid_turns": found["invalid_turns"],
+            "unfinished_turns": found["unfinished_turns"],
+            "crashed": found["crashed"],
             "levels": len({row["level"] for row in rows}),
         }
     return figures

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -229,7 +230,7 @@ def play_baselines(cfg: EvaluateRun, task: Task) -> dict[str, Record]:
 
     `optimum` is the mean chance of the best possible player. Each of them only where the environment has it.
     """
-    from envs.demos import next_action, player_names
+    from envs.demos import play, player_names
     from envs.protocol import Protocol
     from posttrain.rollout import open_env
 
@@ -238,6 +239,7 @@ def play_baselines(cfg: EvaluateRun, task: Task) -> dict[str, Record]:
     env = open_env(env_section(cfg, task.part))
     protocol = Protocol.of(env, **suite.protocol.model_dump())
     horizon = min(protocol.max_actions, protocol.max_turns * protocol.max_actions_per_turn)
+    one_action = dataclasses.replace(protocol, max_turns=horizon)  # scripted policies play one in a turn
     optima: list[float] = []
     played: dict[str, list[Record]] = {}
     try:
@@ -246,14 +248,11 @@ def play_baselines(cfg: EvaluateRun, task: Task) -> dict[str, Record]:
             if env.has("optimal_success"):
                 optima.append(env.optimal_success(horizon))
             for player in player_names(env):
-                _, info = env.reset(seed=item["seed"], options={"split": suite.split})
-                total, actions, over = 0.0, 0, False
-                while not over and actions < horizon:
-                    _, reward, terminated, truncated, info = env.step(next_action(env, player))
-                    total, actions, over = total + float(reward), actions + 1, terminated or truncated
+                episode = play(env, player, one_action, item["seed"], suite.split)
+                total = sum(turn.reward for turn in episode.past)
                 if not math.isfinite(total):
                     raise ValueError(f"the sum of its rewards is {total}")
-                row = {"success": info["success"], "failure": info["failure"], "return": total, "turns": actions}
+                row = {"success": episode.success, "failure": episode.failure, "return": total, "turns": episode.turns}
                 played.setdefault(player, []).append(row)
     except (Exception, SystemExit) as problem:  # an environment may raise anything
         raise raised(task.part, problem) from problem

@@ -1,4 +1,4 @@
-"""What happened in these episodes?  One aggregation of them, for the rollouts and evaluations of phase 3."""
+"""What happened in these episodes?  One aggregation of them, for phase 3 and for the evaluator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from envs.protocol import Protocol
 from posttrain.config import EnvSection, ProtocolSection, StarPORun
 from posttrain.metrics import pass_at, seq_rep_n, wilson
 from posttrain.rollout import open_env
-from posttrain.types import Trajectory
+from posttrain.types import Record, Trajectory
 
 
 class Summary(NamedTuple):
@@ -45,6 +45,13 @@ class Summary(NamedTuple):
         same = {name: getattr(t, name) for name in cls._fields if name not in ("actions", "logprob")}
         same |= {name: bool(same[name]) for name in ("success", "terminated", "truncated", "crashed")}
         return cls(**same, actions=len(t.actions), logprob=sum(t.sampled_logprobs))
+
+    @classmethod
+    def of_record(cls, record: Record) -> Summary:
+        """Of an episode as the evaluator keeps it, or of a scripted policy's; 0 or False for what is not kept there."""
+        kept = {name: record.get(name, 0) for name in cls._fields}
+        kept |= {"success": bool(record["success"]), "crashed": bool(kept["crashed"])}
+        return cls(**kept | {"reward": record["return"], "actions": 0})
 
 
 def aggregate(episodes: Sequence[Summary]) -> dict[str, float]:
