@@ -264,9 +264,8 @@ def output_tiles(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool) -> int:
     """Bytes of the logits that exist at any one time (posttrain/head.py), in all the forms that they take."""
     size, columns = computed(cfg), VOCABULARY_CHUNK["cuda" if cuda else "cpu"]
     logits = FLOAT * min(columns, shape.vocabulary)
-    if not cuda and size == FLOAT:
-        return min(tokens, TOKEN_CHUNK_SIZE) * logits * 3  # gradients of the entropy and a cap's slope have their own
-    return min(tokens, TOKEN_CHUNK_SIZE) * (size * columns + (0 if cuda else 8 * logits))
+    forms = 0 if cuda else 10 if size == FLOAT else 8  # a GPU has a kernel for what comes after the product
+    return min(tokens, TOKEN_CHUNK_SIZE) * (size * columns + forms * logits)
 
 
 def stepping(shape: Shape, cfg: StarPORun, cuda: bool) -> dict[str, int]:

@@ -73,9 +73,7 @@ def chosen(cfg: StarPORun, groups: list[list[Trajectory]], step: int) -> list[Tr
     return to_read + more
 
 
-def _chosen(
-    cfg: StarPORun, groups: list[list[Trajectory]], step: int
-) -> tuple[list[Trajectory], list[Trajectory]]:
+def _chosen(cfg: StarPORun, groups: list[list[Trajectory]], step: int) -> tuple[list[Trajectory], list[Trajectory]]:
     """Those that are shown with pictures, and those that something is wrong with."""
     crashed = [trajectory for group in groups for trajectory in group if trajectory.crashed]
     to_read = groups[0][:COUNT] if step % cfg.transcripts.every == 0 else []
