@@ -42,7 +42,7 @@ LAYERS = [
     ["posttrain.trl_arguments", "posttrain.selftest"],
     [f"posttrain.{name}" for name in ("models", "cross_score", "engine", "learner", "gguf")],
     [f"posttrain.{name}" for name in ("training", "preflight", "rollout", "run_state")],
-    ["posttrain.monitoring", "posttrain.plan", "posttrain.distillation", "posttrain.inference"],
+    [f"posttrain.{name}" for name in ("monitoring", "plan", "distillation", "inference", "serve")],
     ["posttrain.evaluation", "posttrain.starpo_run"],
     ["posttrain.pairs"],
     SCRIPTS,
