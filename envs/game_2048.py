@@ -21,8 +21,8 @@ MANY = 1000  # ways to place the first tiles; below it the boards are too few to
 CELL = 76  # pixels
 COLOURS = ("cdc1b4", "eee4da", "ede0c8", "f2b179", "f59563", "f67c5f", "f65e3b", "edcf72", "edcc61", "edc850", "edc53f")
 
-Row = tuple[int, ...]
-Board = tuple[Row, ...]  # from the top; 0 is an empty cell
+Line = tuple[int, ...]
+Board = tuple[Line, ...]  # from the top; 0 is an empty cell
 
 
 class Boards(NamedTuple):
@@ -173,7 +173,7 @@ class Game2048(TextEnv):
 
 
 @lru_cache(maxsize=1 << 17)
-def slide_row(row: Row) -> tuple[Row, int]:
+def slide_row(row: Line) -> tuple[Line, int]:
     """A row slid to its beginning and the sum of the tiles that were made: (2, 0, 2, 4) gives ((4, 4, 0, 0), 4)."""
     made, gained, mergeable = [], 0, False
     for tile in filter(None, row):
@@ -218,7 +218,7 @@ def cornered(board: Board) -> bool:
 
 
 @lru_cache(maxsize=1 << 17)
-def line_value(line: Row) -> float:
+def line_value(line: Line) -> float:
     """What a row or column is worth: empty cells, equal neighbours, and tiles that rise or fall along it.
 
     Differences count by the exponent, more among large tiles: a large tile between small ones can hardly be merged.

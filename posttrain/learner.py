@@ -66,9 +66,9 @@ class Learner:
     def __init__(self, cfg: StarPORun, model: Any, reference: Any = None) -> None:
         self.cfg, self.model, self.reference = cfg, model, reference
         self.critic = Critic(cfg.algorithm.critic.kind, model) if cfg.algorithm.critical else None
-        own = self.critic.own_parameters() if self.critic else []
-        known = {id(parameter) for parameter in own}
-        self.trainable = [[p for p in model.parameters() if p.requires_grad and id(p) not in known], own]
+        of_critic = self.critic.own_parameters() if self.critic else []
+        known = {id(parameter) for parameter in of_critic}
+        self.trainable = [[p for p in model.parameters() if p.requires_grad and id(p) not in known], of_critic]
         self.optimizer = self._optimizer()
         self.adapted = hasattr(model, "get_base_model")
         self.policy: Any = model.get_base_model() if self.adapted else model  # an adapter's layers sit inside it
@@ -89,8 +89,8 @@ class Learner:
             )
         self.shares = can_share(cfg) and can_share_prefixes(self.policy)
         # sampler and trainer round alike in float32 alone
-        own = cfg.rollout.engine != "vllm"
-        self.exact = own and self.policy.dtype == torch.float32 and not cfg.trainer.bf16
+        our_engine = cfg.rollout.engine != "vllm"
+        self.exact = our_engine and self.policy.dtype == torch.float32 and not cfg.trainer.bf16
 
     # ----------------------------------------------------------------------------------------- before the update
 

@@ -100,15 +100,17 @@ def main(argv: list[str] | None = None) -> None:
     checkpoint.claim(out, flags.resume)
     model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template, training=False)
     with checkpoint.full_disk_in_words(out), MathJudge() as judge:
-        room = max(8, cfg.max_length - cfg.max_new_tokens)
+        longest = max(8, cfg.max_length - cfg.max_new_tokens)
         kept, drawn = out / PROMPTS, []
         if not kept.exists():
-            section = DataSection(sources=cfg.sources, max_length=room, seed=cfg.seed, decontaminate=cfg.decontaminate)
+            section = DataSection(
+                sources=cfg.sources, max_length=longest, seed=cfg.seed, decontaminate=cfg.decontaminate
+            )
             drawn = data.load_questions(section, chat)[0]
         run_identity.remember_run(out, cfg.model_dump(mode="json"), flags.resume)  # before the first row of this run
         if drawn:
             write_rows(kept, (question._asdict() for question in drawn))
-        questions = kept_questions(kept, vocabulary=max(chat.tokenizer.get_vocab().values()) + 1, room=room)
+        questions = kept_questions(kept, vocabulary=max(chat.tokenizer.get_vocab().values()) + 1, longest=longest)
         answers = answered(cfg, model, chat, questions, judge)
     pairs, reasons = chosen(cfg, answers)
     told = report(len(questions), pairs, reasons)
@@ -133,15 +135,15 @@ def write_rows(file: Path, rows: Iterator[dict[str, Any]]) -> None:
 # -- what a run keeps -------------------------------------------------------------------------------------------------
 
 
-def kept_questions(file: Path, *, vocabulary: int, room: int) -> list[Question]:
-    """The prompts of the folder, each with ids that the model has, at most `room` of them."""
+def kept_questions(file: Path, *, vocabulary: int, longest: int) -> list[Question]:
+    """The prompts of the folder, each with ids that the model has, at most `longest` of them."""
     from posttrain.data import Question
 
     def wrong(question: Question) -> str | None:
         if not question.messages or any(not isinstance(m.get(k), str) for m in question.messages for k in MESSAGE):
             return "messages should be a list of objects with the texts role and content"
-        if not 0 < len(question.ids) <= room or not all(0 <= number < vocabulary for number in question.ids):
-            return f"ids should be 1 to {room:,} numbers below {vocabulary:,}"
+        if not 0 < len(question.ids) <= longest or not all(0 <= number < vocabulary for number in question.ids):
+            return f"ids should be 1 to {longest:,} numbers below {vocabulary:,}"
         return None
 
     remedy = "Delete this file, and --resume draws the same prompts again from the same sources and settings."

@@ -198,7 +198,7 @@ def conversations(shape: Shape, size: int, slots: int, longest: int, prompt: int
     twice = slots * length * 2 * shape.key_value * size
     masks = 1 + shape.query // max(1, shape.key_value) * (1 + size)  # bytes for each pair of tokens
     attention = twice + tokens * (size * (4 * shape.query + 3 * shape.key_value) + masks * prompt)
-    sampling = slots * shape.vocabulary * 32  # logits in the several precisions of draw.py
+    sampling = slots * shape.vocabulary * 32  # logits in the several precisions of sampling.py
     return {
         "fused weights": shape.fused * size,
         "KV cache": slots * length * shape.cache * size,
@@ -282,7 +282,7 @@ class Plan(NamedTuple):
     micro_batch_tokens: int
     gradient_checkpointing: bool
     parts: dict[str, dict[str, int]]  # {"always": {"weights": ..., ...}, "playing": {...}, ...}, in bytes
-    room: int  # bytes that this process holds or can have
+    available: int  # bytes that this process holds or can have
     warnings: list[str]
 
     @property
@@ -311,7 +311,7 @@ class Plan(NamedTuple):
         lines = [f"  {name:<{width}}  {gib(size):>8}" for name, size in rows]
         what = f"{self.slots} conversations at a time, micro-batches of {self.micro_batch_tokens} tokens"
         what += ", activations recomputed" if self.gradient_checkpointing else ""
-        return "\n".join([f"memory as planned, GiB ({what})", *lines]) + f" of {gib(self.room)}"
+        return "\n".join([f"memory as planned, GiB ({what})", *lines]) + f" of {gib(self.available)}"
 
 
 def most(parts: Mapping[str, Mapping[str, int]]) -> int:
@@ -338,17 +338,17 @@ def choose(
     held: what this process has already. vllm: what vLLM will take.
     UserError where a number is to be chosen and the smallest does not fit.
     """
-    rollout, row = cfg.rollout, cfg.rollout.max_context
+    rollout, context = cfg.rollout, cfg.rollout.max_context
     samples, groups = rollout.num_generations, -(-rollout.groups // processes)
     episodes = cfg.algorithm.filter.most(rollout.groups, len(cfg.envs)) * samples
     contexts = 1 if rollout.context == "full" else most_turns(cfg.envs, cfg.protocol)
-    share = episodes * contexts * row // (cfg.algorithm.minibatches * processes)
-    cap = max(row, min(share, MOST_TOKENS["cuda" if cuda else "cpu"]))
+    share = episodes * contexts * context // (cfg.algorithm.minibatches * processes)
+    cap = max(context, min(share, MOST_TOKENS["cuda" if cuda else "cpu"]))
 
     base = held + vllm + sum(always(shape, cfg).values())
     budget = held + free * (1 - MARGIN)
     if cfg.trainer.gradient_checkpointing is None:
-        wanted = cfg.trainer.micro_batch_tokens or min(4 * row, cap)
+        wanted = cfg.trainer.micro_batch_tokens or min(4 * context, cap)
         cfg = checkpointed(cfg, False)
         cfg = checkpointed(cfg, base + sum(learning(shape, cfg, wanted, cuda).values()) > budget)
     step = sum(stepping(shape, cfg, cuda).values())
@@ -357,18 +357,18 @@ def choose(
         whole_groups, budget - base, lambda count: sum(playing(shape, cfg, count).values())
     )
     tokens = cfg.trainer.micro_batch_tokens or largest(
-        [*range(row, cap, 256), cap],
+        [*range(context, cap, 256), cap],
         budget - base,
         lambda count: max(step, sum(learning(shape, cfg, count, cuda).values())),
     )
     parts = {
         "always": {"held already": held, "vLLM": vllm} | always(shape, cfg),
         "playing": playing(shape, cfg, slots or 1),
-        "learning": learning(shape, cfg, max(row, min(tokens or row, share)), cuda),
+        "learning": learning(shape, cfg, max(context, min(tokens or context, share)), cuda),
         "stepping": stepping(shape, cfg, cuda),
     }
     if slots is None or tokens is None:
-        raise UserError(too_much(cfg, slots or 1, tokens or row, parts, budget))
+        raise UserError(too_much(cfg, slots or 1, tokens or context, parts, budget))
     warnings = []
     if most(parts) > held + free:
         warnings.append(

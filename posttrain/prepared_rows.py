@@ -30,15 +30,15 @@ def in_length_pools(rows: Dataset, batch_size: int, seed: int, pool: int = 8) ->
     long rows differ by ten times in mixed data, so random batches are half padding. transformers' own grouping sorts
     50 batches at a time, and batches that are all of one kind of row taught a small model less.
     """
-    draw = random.Random(derive_seed(seed, "length pools"))
+    rng = random.Random(derive_seed(seed, "length pools"))
     lengths = _lengths(rows)
-    order = draw.sample(range(len(rows)), len(rows))
+    order = rng.sample(range(len(rows)), len(rows))
     batches = []
     for start in range(0, len(order), batch_size * pool):
         similar = sorted(order[start : start + batch_size * pool], key=lambda row: lengths[row])
         batches += [similar[at : at + batch_size] for at in range(0, len(similar), batch_size)]
     full = [batch for batch in batches if len(batch) == batch_size]
-    draw.shuffle(full)
+    rng.shuffle(full)
     rest = [row for batch in batches if len(batch) < batch_size for row in batch]
     return rows.select([row for batch in full for row in batch] + rest)
 

@@ -95,7 +95,7 @@ def test_the_whole_reward_of_a_won_game_is_at_most_one():
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_the_expert_wins_within_the_budget_and_the_weak_players_less(split):
+def test_the_expert_wins_within_the_budget_and_the_scripted_policies_less(split):
     env = make("game_2048")
     wins = {
         player: sum(demos.play(env, player, Protocol.of(env), seed, split).success for seed in range(6))

@@ -93,7 +93,7 @@ def test_the_expert_wins_and_comes_back_from_detours(split):
     assert back >= 20  # `left` and `exfalso` may lose what cannot be won back
 
 
-def test_weak_players_are_weak_and_splits_are_disjoint():
+def test_scripted_policies_win_less_and_splits_are_disjoint():
     env, keys = make("lean", backend="fragment"), {}
     for player in ("random", "shape", "close"):
         assert sum(demos.play(env, player, Protocol.of(env), seed, "train").success for seed in range(30)) < 18

@@ -120,7 +120,7 @@ def test_where_the_cubes_are_few_none_is_held_out():
     assert env.split_of(env.level) == "test"
 
 
-def test_weak_players_are_weak():
+def test_scripted_policies_win_less():
     env = make("rubiks_cube", min_length=3, max_length=6)
     for player, most in (("random", 3), ("pairs", 30)):
         wins = [demos.play(env, player, Protocol.of(env), seed, "train").success for seed in range(40)]

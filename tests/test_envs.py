@@ -234,7 +234,7 @@ def test_observations_read_as_documented():
 
 
 @pytest.mark.parametrize("name", ENVS)
-def test_weak_players_follow_their_cue_and_watching_them_changes_nothing(name):
+def test_scripted_policies_follow_their_cue_and_watching_them_changes_nothing(name):
     watched, alone = make(name), make(name)
     for seed in range(40):
         watched.reset(seed=seed)

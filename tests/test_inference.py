@@ -88,7 +88,9 @@ def says(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
 
 def always(folder: Path) -> list[str]:
-    return ["--config", str(ROOT / "configs" / "quickstart" / "chat.yaml"), f"model.name_or_path={folder}"]
+    """The quickstart's chat, but with the preset that samples, so that seeds matter."""
+    file = ROOT / "configs" / "quickstart" / "chat.yaml"
+    return ["--config", str(file), f"model.name_or_path={folder}", "preset=improved"]
 
 
 @pytest.fixture

@@ -201,7 +201,7 @@ def kept(folder: Path) -> None:
 
 
 def read_and_used(folder: Path) -> None:
-    questions = kept_questions(folder / "prompts.jsonl", vocabulary=512, room=80)
+    questions = kept_questions(folder / "prompts.jsonl", vocabulary=512, longest=80)
     pairs, reasons = chosen(cfg(), kept_answers(folder / "answers.jsonl", questions, 4))
     report(len(questions), pairs, reasons)
     json.dumps([row(questions[better.prompt], better, worse) for better, worse in pairs])

@@ -26,7 +26,7 @@ from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.engine import open_engine
 from posttrain.fused import fused
 from posttrain.sampler import ReplaySampler, SlotSampler, slots
-from posttrain.sampler.draw import draw, uniforms
+from posttrain.sampler.sampling import sample_tokens, uniforms
 from posttrain.selftest import agrees_with_full_forward
 from posttrain.types import SamplingParams, UserError
 
@@ -307,12 +307,12 @@ def test_uniforms_are_splitmix64(seed: int, step: int) -> None:
 def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, -torch.inf]]).expand(40_000, -1)
     seeds = torch.arange(40_000) * 7919
-    tokens, logprobs = draw(logits, SamplingParams(max_new_tokens=1), uniforms(seeds, 3))
+    tokens, logprobs = sample_tokens(logits, SamplingParams(max_new_tokens=1), uniforms(seeds, 3))
     expected = logits[0].softmax(-1)
     observed = torch.bincount(tokens, minlength=5) / len(tokens)
     assert torch.allclose(observed, expected, atol=0.01)
     assert torch.allclose(logprobs.exp(), expected[tokens])
-    nucleus = draw(logits, SamplingParams(max_new_tokens=1, top_k=3, top_p=0.7), uniforms(seeds, 0))[0]
+    nucleus = sample_tokens(logits, SamplingParams(max_new_tokens=1, top_k=3, top_p=0.7), uniforms(seeds, 0))[0]
     assert set(nucleus.tolist()) == {0, 3}
 
 
@@ -323,7 +323,7 @@ def test_blocks_of_a_large_vocabulary_give_what_one_sum_gives(seed: int, size: i
     logits = 5 * torch.randn(1, size, generator=generator)
     logits[torch.rand(1, size, generator=generator) < 0.3] = -torch.inf
     logits[0, seed % size] = 1.0
-    token = draw(logits, SamplingParams(1), torch.tensor([uniform], dtype=torch.float64))[0].item()
+    token = sample_tokens(logits, SamplingParams(1), torch.tensor([uniform], dtype=torch.float64))[0].item()
     probs = logits[0].double().softmax(-1)
     upper = probs.cumsum(-1)[token].item()
     assert probs[token] > 0
@@ -335,11 +335,11 @@ def test_the_ends_of_the_interval_choose_tokens_that_can_be(size: int) -> None:
     logits = torch.full((2, size), -torch.inf)
     logits[:, size // 2 : size // 2 + 2] = 0.0
     ends = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
-    assert draw(logits, SamplingParams(1), ends)[0].tolist() == [size // 2, size // 2 + 1]
+    assert sample_tokens(logits, SamplingParams(1), ends)[0].tolist() == [size // 2, size // 2 + 1]
 
 
 def test_logits_that_are_no_numbers_raise_nothing_and_are_told_by_their_log_probs() -> None:
-    token, logprob = draw(torch.full((1, 600), torch.nan), SamplingParams(1), torch.tensor([0.5]))
+    token, logprob = sample_tokens(torch.full((1, 600), torch.nan), SamplingParams(1), torch.tensor([0.5]))
     assert 0 <= token.item() < 600 and logprob.isnan()
 
 
@@ -348,7 +348,7 @@ def test_logits_that_are_no_numbers_raise_nothing_and_are_told_by_their_log_prob
 def test_filters_never_choose_outside(values: list[float], uniform: float, top_k: int) -> None:
     logits = torch.tensor([values])
     params = SamplingParams(max_new_tokens=1, top_k=top_k, top_p=0.5)
-    token = draw(logits, params, torch.tensor([uniform], dtype=torch.float64))[0].item()
+    token = sample_tokens(logits, params, torch.tensor([uniform], dtype=torch.float64))[0].item()
     order = logits[0].sort(descending=True)
     kept = order.values[: top_k or None].double().softmax(-1)
     allowed = order.values[: int((kept.cumsum(-1) - kept < 0.5).sum())]

@@ -19,7 +19,7 @@ EFFORT = 30_000  # coefficients that are looked at for one question
 BITS = 256  # of a coefficient: each elimination may double them
 
 # The inequality 0 <= constant + sum of coefficient * name, as ((name, coefficient), ...), constant; sorted by name.
-Row = tuple[tuple[tuple[str, int], ...], int]
+LinearForm = tuple[tuple[tuple[str, int], ...], int]
 
 
 def compute(expr: Expr) -> int | tuple[int, ...] | None:
@@ -92,14 +92,14 @@ def linear(expr: Expr) -> tuple[dict[str, int], int] | None:
     return terms, left[1] + right[1]
 
 
-def _row(terms: dict[str, int], constant: int) -> Row:
+def _row(terms: dict[str, int], constant: int) -> LinearForm:
     """Divided by what the coefficients share; the constant is rounded down, since all are integers."""
     kept = {name: times for name, times in sorted(terms.items()) if times}
     share = gcd(*kept.values()) if kept else 1
     return tuple((name, times // share) for name, times in kept.items()), constant // share
 
 
-def _at_most(left: Expr, right: Expr, less: int) -> Row | None:
+def _at_most(left: Expr, right: Expr, less: int) -> LinearForm | None:
     """left + less <= right."""
     a, b = linear(left), linear(right)
     if a is None or b is None:
@@ -110,7 +110,7 @@ def _at_most(left: Expr, right: Expr, less: int) -> Row | None:
     return _row(terms, b[1] - a[1] - less)
 
 
-def cases(formula: Expr, holds: bool) -> list[list[Row]]:
+def cases(formula: Expr, holds: bool) -> list[list[LinearForm]]:
     """Inequalities of which some set must hold where the formula does (or does not); one empty set: it says nothing."""
     kind = formula[0]
     if formula == ("name", "False" if holds else "True"):
@@ -143,7 +143,7 @@ def cases(formula: Expr, holds: bool) -> list[list[Row]]:
     return first + second
 
 
-def infeasible(rows: list[Row], effort: list[int]) -> bool:
+def infeasible(rows: list[LinearForm], effort: list[int]) -> bool:
     """Whether no integers satisfy the inequalities, found by eliminating name after name (Fourier and Motzkin).
 
     Sound: each new row follows from two others. Not complete, and given up where rows become too many or numbers too

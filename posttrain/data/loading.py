@@ -1,4 +1,4 @@
-"""How do sources become a training set?  Read, filter, draw by seed, tokenise, hold out by question, mix by weight.
+"""How do sources become a training set?  Read, filter, choose by seed, tokenise, hold out by question, mix by weight.
 
 Which rows are drawn depends on their content and the seed, not on their order, nor on PYTHONHASHSEED:
 
@@ -115,7 +115,7 @@ def load_questions(data: DataSection, chat: Chat) -> tuple[list[Question], Filte
     with MathJudge() as judge:
         for number, source in enumerate(data.sources):
             report = SourceReport(source.path, source.kind, reading.licence(source))
-            rows, drawn = _draw(source, f"sources.{number}", data.seed, judge, report), len(questions)
+            rows, drawn = _chosen(source, f"sources.{number}", data.seed, judge, report), len(questions)
             for row in rows:
                 messages = _asked(row)
                 ids = chat.prompt(messages)
@@ -189,7 +189,7 @@ def _read_all(
             for number in range(parallel.rank(), len(data.sources), parallel.size()):
                 source = data.sources[number]
                 report = SourceReport(source.path, source.kind, reading.licence(source))
-                rows = _draw(source, f"{section}.sources.{number}", data.seed, judge, report)
+                rows = _chosen(source, f"{section}.sources.{number}", data.seed, judge, report)
                 found.append((number, report, _tokenise(rows, source, chat, data.max_length, encode, known, report)))
     except Exception as error:  # the others wait for an answer
         problem = error
@@ -202,7 +202,7 @@ def _read_all(
 # From a source to the rows that may be used, in the order in which they are drawn
 
 
-def _draw(source: Source, key: str, seed: int, judge: MathJudge, report: SourceReport) -> list[Example]:
+def _chosen(source: Source, key: str, seed: int, judge: MathJudge, report: SourceReport) -> list[Example]:
     """Good rows, none twice, at most k of a question, in an order that the seed chooses.
 
     Only the k rows of each question that come first in that order are ever held, so a stream of millions fits.

@@ -17,9 +17,9 @@ def held_out(*key: object) -> bool:
     return int.from_bytes(digest[:4], "big") % 10 == 0
 
 
-def first_wanted(draw: Callable[[random.Random], Any], wanted: Callable[[Any], bool], rng: random.Random) -> Any:
-    """The first draw on the wanted side of a split (a tenth at least lies on either side, so this ends soon)."""
-    return next(value for value in (draw(rng) for _ in itertools.count()) if wanted(value))
+def first_wanted(make: Callable[[random.Random], Any], wanted: Callable[[Any], bool], rng: random.Random) -> Any:
+    """The first value on the wanted side of a split (a tenth at least lies on either side, so this ends soon)."""
+    return next(value for value in (make(rng) for _ in itertools.count()) if wanted(value))
 
 
 def user(text: str) -> dict[str, Any]:

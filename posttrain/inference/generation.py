@@ -39,7 +39,7 @@ class Generator:
         """The tokens that follow `ids`, one by one, up to the stop token: those `rollout.complete` gives at once."""
         import torch
 
-        from posttrain.sampler.draw import draw, uniforms
+        from posttrain.sampler.sampling import sample_tokens, uniforms
 
         unread, cache, seen_1V = ids, None, None
         seed_1 = torch.tensor([seed], device=self.model.device)
@@ -50,7 +50,7 @@ class Generator:
             logits_1V = output.logits[:, -1]
             seen_1V = torch.zeros_like(logits_1V, dtype=torch.bool) if seen_1V is None else seen_1V
             seen_1V[0, unread_1Q[0]] = True
-            token_1, logprob_1 = draw(logits_1V, params, uniforms(seed_1, step), seen_1V)
+            token_1, logprob_1 = sample_tokens(logits_1V, params, uniforms(seed_1, step), seen_1V)
             if math.isnan(logprob_1.item()):
                 raise DamagedModel(
                     "The model gives probabilities that are no numbers (NaN), so its weights are damaged: a training"

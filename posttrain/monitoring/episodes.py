@@ -150,7 +150,7 @@ def reward_table(cfg: StarPORun, played: Sequence[EnvSection], episodes: int = 1
     """The least and the most that an episode of each environment earned, as text for the start of a run.
 
     played: the environment of each group of a step. An environment does not state its rewards, so its expert and its
-    scripted players each play `episodes` training levels under the run's limits, one action a turn. A
+    scripted policies each play `episodes` training levels under the run's limits, one action a turn. A
     policy may earn less or more, and format penalties come on top.
     """
     rows, widths = [], []
@@ -160,7 +160,7 @@ def reward_table(cfg: StarPORun, played: Sequence[EnvSection], episodes: int = 1
         rows.append((env.title, f"{sum(group.title == env.title for group in played)} groups", seen))
         widths += [max(earned) - min(earned)] if earned else []
     lines = [f"  {name:<20} {groups:>12}   {seen}" for name, groups, seen in rows]
-    lines.insert(0, "groups of the first step, and what an episode earns when scripted players play it")
+    lines.insert(0, "groups of the first step, and what an episode earns when scripted policies play it")
     if cfg.algorithm.keeps_scale and len(widths) > 1 and max(widths) > 2 * min(widths):
         lines.append(
             f"WARNING: with `algorithm.advantage: {cfg.algorithm.advantage}` as this run sets it, advantages are as"

@@ -108,11 +108,11 @@ def picture_of(
     height = SIDE + (LINES + 2) * LINE + MARGIN
     size = (MARGIN + len(checkpoints) * (WIDTH + MARGIN), 2 * LINE + MARGIN + len(names) * height + 2 * LINE)
     picture = Image.new("RGB", size, PAPER)
-    draw = ImageDraw.Draw(picture)
+    canvas = ImageDraw.Draw(picture)
     title, small = font("DejaVuSans-Bold.ttf", 12), font("DejaVuSansMono.ttf", 10)
     for column, name in enumerate(checkpoints):
         x = MARGIN + column * (WIDTH + MARGIN)
-        draw.text((x, MARGIN), HEADINGS.get(name, name), INK, title)
+        canvas.text((x, MARGIN), HEADINGS.get(name, name), INK, title)
         for line, env in enumerate(names):
             y = 2 * LINE + MARGIN + line * height
             if (panel := now.get((env, name))) is None:
@@ -120,15 +120,15 @@ def picture_of(
             frame = Image.fromarray(panel.frame).resize((SIDE, SIDE), Image.Resampling.LANCZOS)
             picture.paste(frame, (x, y))
             for number, part in enumerate(wrapped(panel.text, small)):
-                draw.text((x, y + SIDE + 4 + number * LINE), part, QUIET, small)
+                canvas.text((x, y + SIDE + 4 + number * LINE), part, QUIET, small)
             share = figures(results, name)[env]["success"]
-            draw.text((x, y + SIDE + 6 + LINES * LINE), f"{share:.0%} of {env} levels", INK, small)
+            canvas.text((x, y + SIDE + 6 + LINES * LINE), f"{share:.0%} of {env} levels", INK, small)
             colour = WON if panel.end == "solved" else LOST
             for number, part in enumerate(panel.end.split()):
-                draw.text((x + SIDE + 6, y + 2 + number * LINE), part, colour, title)
+                canvas.text((x + SIDE + 6, y + 2 + number * LINE), part, colour, title)
     setting = ", ".join(sorted({entry["setting"] for name in checkpoints for entry in figures(results, name).values()}))
     told = f"the first test levels, {setting}, seed {results['config']['seed']}, commit {results['commit'][:7]}"
-    draw.text((MARGIN, size[1] - 2 * LINE), told, QUIET, small)
+    canvas.text((MARGIN, size[1] - 2 * LINE), told, QUIET, small)
     return picture
 
 

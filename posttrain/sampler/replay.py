@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from posttrain.sampler.base import Histories, Then, TurnRequest
-from posttrain.sampler.draw import draw, uniforms
+from posttrain.sampler.sampling import sample_tokens, uniforms
 from posttrain.types import Completion, SamplingParams
 
 
@@ -31,7 +31,7 @@ class _OurDraw(LogitsProcessor):
             for row, padding in enumerate(self.padding):
                 seen_BV[row, input_ids[row, padding:]] = True
         uniform_B = uniforms(self.seeds_B, len(self.tokens))
-        tokens_B, logprobs_B = draw(scores, self.params, uniform_B, seen_BV)
+        tokens_B, logprobs_B = sample_tokens(scores, self.params, uniform_B, seen_BV)
         self.tokens.append(tokens_B)
         self.logprobs.append(logprobs_B)
         forced = torch.full_like(scores, -torch.inf)

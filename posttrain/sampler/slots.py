@@ -23,7 +23,7 @@ from posttrain.compat import CacheLayer
 from posttrain.fused import fused
 from posttrain.policy import attention_mask, read
 from posttrain.sampler.base import Sampler, Then, TurnRequest
-from posttrain.sampler.draw import draw, uniforms
+from posttrain.sampler.sampling import sample_tokens, uniforms
 from posttrain.types import Completion, SamplingParams
 
 REFILL_BELOW = 0.8  # finished rows make room once fewer than this share of the batch is still writing
@@ -155,7 +155,9 @@ class _Writing:
         """One more token in each row that is not done yet; which rows are done now."""
         rows = _Rows._make(each[: len(done_B)] for each in self.rows)
         place_B1 = rows.length_B[:, None]
-        next_B, logprob_B = draw(logits_BV, self.params, rows.uniform_BN.gather(1, place_B1).squeeze(1), rows.seen_BV)
+        next_B, logprob_B = sample_tokens(
+            logits_BV, self.params, rows.uniform_BN.gather(1, place_B1).squeeze(1), rows.seen_BV
+        )
         rows.tokens_BN.scatter_(1, place_B1, next_B[:, None])
         rows.logprobs_BN.scatter_(1, place_B1, logprob_B[:, None])
         if self.seen_size:

@@ -1,4 +1,4 @@
-"""Which token comes next?  One draw per row, from logits and a seed of its own; no global generator anywhere."""
+"""Which token comes next?  One token per row, from logits and a seed of its own; no global generator anywhere."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def uniforms(seeds_B: torch.Tensor, step: int | torch.Tensor) -> torch.Tensor:
     return shifted(z, 11).double() * 2.0**-53
 
 
-def draw(
+def sample_tokens(
     logits_BV: torch.Tensor,
     params: SamplingParams,
     uniform_B: torch.Tensor,
