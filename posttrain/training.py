@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -244,11 +245,12 @@ class Reporter(TrainerCallback):
     ) -> None:
         self.title, self.output_dir, self.tracker, self.stop = title, output_dir, tracker, stop
         self.tokens, self.check_first = tokens, check_first
-        self.stopped = False
+        self.stopped, self.logged_at = False, 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.metrics = runlog.MetricsFile(self.output_dir / "metrics.jsonl", after_step=state.global_step or None)
         self.progress = runlog.Progress(state.max_steps, self.title, start=state.global_step)
+        self.logged_at = time.perf_counter()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         # float16 scales its loss until gradients fit, and leaves out the steps in which they do not
@@ -270,6 +272,8 @@ class Reporter(TrainerCallback):
             self.check_first(row)
         shown = {name: row[name] for name in ("loss", "eval_loss", "rewards/accuracies") if name in row}
         self._show(state.global_step, **shown)
+        now = time.perf_counter()
+        row["seconds"], self.logged_at = now - self.logged_at, now
         self.metrics.write(row, state.global_step)
         self.tracker.log(row, state.global_step)
         if not math.isfinite(row.get("loss", 0.0)):  # a mean over all steps since the last one that was logged

@@ -365,7 +365,7 @@ def test_every_metric_of_phase_3_is_explained():
 
 def test_every_metric_of_phases_1_and_2_is_explained():
     read = Shell.source
-    keys = {"step"} | set(re.findall(r'logs\["(\w+)"\]', read("transformers", "trainer.py")))
+    keys = {"step", "seconds"} | set(re.findall(r'logs\["(\w+)"\]', read("transformers", "trainer.py")))
     keys.discard("num_input_tokens_seen")  # only with a setting that no config here has
     for trainer in ("sft_trainer.py", "dpo_trainer.py"):
         keys |= set(re.findall(r'_metrics\[mode\]\["([^"]+)"\]', read("trl", f"trainer/{trainer}")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import itertools
 import json
 import random
@@ -25,7 +26,7 @@ from posttrain import metrics, report
 from posttrain.evaluation import store
 from posttrain.evaluation.goals import goals
 from posttrain.report import __main__ as report_command
-from posttrain.report import animation, charts, figures, page, samples, tables
+from posttrain.report import animation, charts, figures, levels, samples, tables, training_log, transcripts_page
 from posttrain.report.episodes import gif, replay
 from posttrain.types import UserError
 
@@ -135,8 +136,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_run(folder, episodes=40)
 
 
-def build_run(folder: Path, episodes: int) -> Path:
+def build_run(folder: Path, episodes: int, with_report: bool = True) -> Path:
     config = {
+        "report": with_report,
         "output_dir": str(folder),
         "checkpoints": {name: str(folder / name / "final") for name in NAMES},
         "dtype": "float32",  # the same on any CPU
@@ -178,18 +180,26 @@ def html(run: Path) -> str:
 
 
 def test_page_needs_nothing_from_outside(html: str) -> None:
-    assert not re.search(r"https?://|//\w+\.\w+/", re.sub(r"base64,[^\"]+", "", html))
-    assert not re.search(r"<link|<iframe|@import|url\(|fetch|import |XMLHttp|innerHTML|eval\(", html)
-    assert re.findall(r"<script[^>]*>", html) == ["<script>"]
-    assert {source.split(",")[0] for source in re.findall(r'src="([^"]+)"', html)} == {"data:image/png;base64"}
-    assert all(target.startswith("#") for target in re.findall(r'href="([^"]+)"', html))
+    without_data = re.sub(r'<script type="text/plain".*?</script>', "", html.replace("http://www.w3.org/2000/svg", ""))
+    assert not re.search(r"https?://|//\w+\.\w+/", without_data)
+    assert not re.search(r"<iframe|@import|url\(|fetch|import |XMLHttp|innerHTML|eval\(", without_data)
+    assert re.findall(r"<script[^>]*>", without_data) == ["<script>"]
+    assert 'http-equiv="Content-Security-Policy" content="default-src \'none\'' in html
+    assert not re.search(r"\ssrc=", without_data.split("<script>")[0])
+    assert all(target.startswith(("#", "data:,")) for target in re.findall(r'href="([^"]+)"', html))
+
+
+def data_of(html: str) -> dict[str, Any]:
+    """What the page hands to its scripts."""
+    (code,) = re.findall(r'<script type="text/plain" id="data">([^<]+)</script>', html)
+    return json.loads(gzip.decompress(base64.b64decode(code)))
 
 
 def test_page_is_well_formed(html: str) -> None:
     opened: list[str] = []
-    without_script = re.sub(r"<script>.*</script>", "", html, flags=re.DOTALL)
+    without_script = re.sub(r"<script.*</script>", "", html, flags=re.DOTALL)
     for closing, name, empty in re.findall(r"<(/?)([a-z][a-z0-9]*)[^>]*?(/?)>", without_script):
-        if name in ("meta", "br", "img") or empty:
+        if name in ("meta", "br", "img", "link") or empty:
             continue
         if closing:
             assert opened.pop() == name
@@ -219,7 +229,7 @@ def test_page_shows_the_measured_figures(results: dict[str, Any], html: str) -> 
 
 def test_missing_curves_are_said_to_be_missing(run: Path, html: str) -> None:
     assert f"No metrics.jsonl beside {run}/base/final." in html
-    assert html.count("<figure>") == 2 + 3 + 5
+    assert html.count('<figure class="chart"') == 2 + 3 + 5
     assert "Success, held-out levels" in html
 
 
@@ -236,14 +246,21 @@ def test_episodes_are_shown_as_they_were_played(run: Path, results: dict[str, An
     assert info["success"]
     assert (frames[-1] == env.render()).all()
 
-    films = re.findall(r'<div class="film">(.*?)</div><ol>(.*?)</ol>', html)
-    assert 4 <= len(films) <= 2 * 3 * samples.LEVELS * 2  # two environments, three kinds of level, before and after
-    for film, turns in films:
-        pictures = re.findall(r'data-turn="(-?\d+)" src="data:image/png;base64,([^"]+)"', film)
-        assert pictures[0][0] == "-1" and int(pictures[-1][0]) < turns.count("<li>")
-        for _, code in pictures:
-            with Image.open(BytesIO(base64.b64decode(code))) as image:
+    data = data_of(html)
+    films = [episode for pair in data["pairs"] for episode in pair]
+    assert 4 <= len(films) <= 2 * 3 * levels.LEVELS * 2  # two environments, three kinds of level, before and after
+    for film in films:
+        turns = sum(message["role"] == "assistant" for message in film["messages"])
+        assert film["moments"][0] == [-1, 0] and film["moments"][-1] == [turns - 1, len(film["frames"]) - 1]
+        assert len(film["actions"]) == turns and sum(map(len, film["actions"])) == len(film["frames"]) - 1
+        for frame in film["frames"]:
+            with Image.open(BytesIO(base64.b64decode(data["pictures"][frame]))) as image:
                 assert image.format == "PNG" and image.size == (208, 208)
+    top = data["top"]
+    assert top["columns"] == ["base model", "SFT + DPO", "SFT + DPO + RL"]
+    for row in top["rows"]:
+        assert [len(cells) for cells in row["cells"]] == [levels.LEVELS] * 3
+        assert [cell["at"] for cell in row["cells"][2]] == [f"phase3 level {n}" for n in range(levels.LEVELS)]
 
 
 def test_animation_shows_the_same_levels_side_by_side(run: Path, results: dict[str, Any], tmp_path: Path) -> None:
@@ -308,7 +325,7 @@ def test_levels_are_counted_by_who_solved_them(run: Path, results: dict[str, Any
 
 def test_headings_say_what_is_a_setting(html: str) -> None:
     assert "sampled: sampled" not in html and "sampled: " not in html
-    assert "greedy</small>" in html and "episodes on" in html
+    assert "greedy</small>" in html and "episodes on" in html and "60 items" in html
 
 
 def test_long_answers_are_folded() -> None:
@@ -366,10 +383,10 @@ def test_differences_have_the_names_of_the_table() -> None:
 def test_every_figure_has_a_label_where_a_phone_shows_no_head(html: str) -> None:
     """page.css hides the first row of these tables on a narrow screen, and shows data-label instead."""
     for kind in ("headline", "parts"):
-        (found,) = re.findall(rf'<table class="{kind}">(.*?)</table>', html)
+        (found,) = re.findall(rf'<table class="{kind} cards">(.*?)</table>', html)
         head, *rows = found.split("</tr>")
-        titles = [re.sub(r"<small>.*", "", cell) for cell in re.findall(r"<th>(.*?)</th>", head)[1:]]
-        assert len(titles) >= 3 and len(rows) == len(NAMES) + 1
+        titles = [re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<th>(.*?)</th>", head)[1:]]
+        assert len(titles) >= 3 and len(rows) == 1 + (6 if kind == "headline" else len(NAMES))
         assert all(re.findall(r'data-label="([^"]+)"', row) == titles for row in rows[:-1])
 
 
@@ -522,17 +539,66 @@ def test_goals_about_absent_checkpoints_are_left_out(results: dict[str, Any]) ->
     assert phases == {"phase1"}
 
 
-def test_arrows_stand_only_where_the_interval_leaves_zero_out(results: dict[str, Any]) -> None:
+def test_a_change_is_called_one_only_where_its_interval_leaves_zero_out(results: dict[str, Any]) -> None:
     (math,) = [column for column in tables.columns(results) if column.suite == "math"]
-    assert "▲" in figures.change(results, "phase1", math)
+    assert re.search(r'class="change good">\+\d+\.\d \(\+.*<br>better</i>', figures.change(results, "phase1", math))
     changed = json.loads(json.dumps(results))
     for difference in changed["differences"]:
         difference |= {"low": -0.1, "high": 0.1}
-    assert figures.change(changed, "phase1", math) == ""
-    assert figures.change(results, "base", math) == ""
+    assert "(-10.0 to +10.0)<br>cannot tell</i>" in figures.change(changed, "phase1", math)
+    assert figures.change(changed, "base", math) == ""
     less = {"metric": "seq_rep_4", "value": -0.2, "low": -0.3, "high": -0.1}
     assert figures.verdict(less) == "good"
     assert figures.verdict(less | {"metric": "accuracy"}) == "bad"
+
+
+def test_each_phase_is_told_in_a_sentence(results: dict[str, Any]) -> None:
+    found = [re.sub(r"<[^>]+>", "", item) for item in re.findall(r"<li>(.*?)</li>", figures.phases(results))]
+    assert [words.split(":")[0] for words in found] == [
+        f"{new} against {old}" for old, new in itertools.pairwise(NAMES)
+    ]
+    assert "better in" in found[0] and re.search(r"Math \(toy sums\) \(0 % → \d+ %\)", found[0])
+    for words in found:  # every figure of the table stands in it once
+        assert all(words.count(column.title) == 1 for column in tables.columns(results))
+
+
+def test_cost_and_data_are_told_as_far_as_they_are_known(run: Path, results: dict[str, Any], tmp_path: Path) -> None:
+    folders = training_log.phase_folders(results, run)
+    assert folders["base"] is None and folders["phase1"] == run / "phase1"
+    assert "not recorded" in training_log.cost(results, folders) and training_log.data(results, folders) == ""
+    for name in ("phase1", "phase3"):
+        (tmp_path / name).mkdir()
+    rows = [{"step": 1, "seconds": 60.0, "num_tokens": 500}, {"step": 9, "seconds": 30.0, "num_tokens": 4000}]
+    (tmp_path / "phase1" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    row = {"step": 7, "seconds/rollout": 3000.0, "seconds/update": 1000.0, "tokens": 12_345, "memory": 1.25}
+    (tmp_path / "phase3" / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    told = training_log.cost(results, {name: tmp_path / name for name in ("phase1", "phase3")})
+    for words in (
+        "1:30 min",
+        "4,000 read",
+        "1:06 h<small>rollout 50:00 min, update 16:40 min",
+        "12,345 sampled",
+        "1.2 GiB",
+    ):
+        assert words in told
+    assert "Together 1:08 h of training on two CPU cores" in told
+    (tmp_path / "phase1" / "rows").mkdir()
+    card = [{"path": "a<b.jsonl", "kind": "messages", "licence": None, "train": 1100, "held_out": 97}]
+    (tmp_path / "phase1" / "rows" / "sources.json").write_text(json.dumps(card))
+    told = training_log.data(results, {"phase1": tmp_path / "phase1"})
+    assert "a&lt;b.jsonl" in told and "1,100" in told and "not stated" in told and "not recorded" in told
+
+
+def test_a_line_that_is_no_episode_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "transcripts.jsonl"
+    lines = {'{"messages": [7]}\n': "Line 1 of .* is not an episode", "": "is empty", "{\n{}\n": "damaged"}
+    for line, told in lines.items():
+        file.write_text(line)
+        with pytest.raises(UserError, match=told):
+            transcripts_page.build(file)
+    file.write_text('{"whatever": 1}\n')
+    (row,) = data_of(transcripts_page.build(file).read_text())["rows"]
+    assert (row["env"], row["won"], row["reward"], row["turns"]) == ("episode", None, None, 0)
 
 
 @pytest.mark.parametrize("low, high", [(0, 1), (0.213, 0.219), (-3.2, 11), (5, 5), (0, 0), (1e-6, 3e-6), (-0.7, 1234)])
@@ -562,4 +628,6 @@ def test_curves_take_environment_names_from_their_keys() -> None:
         {"step": 1, "evaluation/frozen_lake/success": 0.5, "evaluation/success": 0.4, "loss": None},
         {"step": 2, "x": "y"},
     ]
-    assert page.series(rows, [("evaluation/*/success", "*"), ("loss", "training")]) == {"frozen lake": [(1, 0.5)]}
+    assert training_log.series(rows, [("evaluation/*/success", "*"), ("loss", "training")]) == {
+        "frozen lake": [(1, 0.5)]
+    }

@@ -1,4 +1,7 @@
-"""How are numbers drawn without a library?  Interval bars and line charts, as SVG in the colours of page.css."""
+"""How are numbers drawn without a library?  Interval bars and line charts, as SVG in the colours of page.css.
+
+charts.js adds what moves: values under the pointer and zoom.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 from posttrain.report.tables import Figure
+from posttrain.types import Record
 
 Line = list[tuple[float, float]]  # (step, value), ...
 
@@ -37,45 +41,58 @@ def forest(figure: Figure, reach: float, kind: str) -> str:
     )
 
 
-def lines(title: str, series: dict[str, Line]) -> str:
-    """A small line chart with its legend; a line of fewer than two points is left out, so is a chart without lines."""
+def lines(title: str, series: dict[str, Line], alarms: Sequence[Record] = ()) -> str:
+    """A line chart with its legend; a line of fewer than two points is left out, so is a chart without lines.
+
+    What is drawn lies in an inner picture whose viewBox counts steps to the right and thousandths of the axis
+    downwards, so that charts.js reads values from it and zooms by moving the viewBox. alarms: marked at their steps.
+    """
     series = {label: line for label, line in series.items() if len(line) > 1}
     if not series:
         return ""
     xs = [x for line in series.values() for x, _ in line]
     ys = [y for line in series.values() for _, y in line]
-    steps = ticks(min(ys), max(ys))
+    first, span, steps = min(xs), (max(xs) - min(xs)) or 1, ticks(min(ys), max(ys))
+    low, high = steps[0], steps[-1]
 
-    def at(x: float, y: float) -> str:
-        across = (x - min(xs)) / ((max(xs) - min(xs)) or 1)
-        up = (y - steps[0]) / (steps[-1] - steps[0])
-        return f"{LEFT + (WIDTH - LEFT - RIGHT) * across:.1f},{TOP + (HEIGHT - TOP - BOTTOM) * (1 - up):.1f}"
+    def at(point: tuple[float, float]) -> str:
+        return f"{point[0]:g},{1000 * (high - point[1]) / (high - low):.1f}"
 
-    drawn = _frame(min(xs), max(xs), [(step, float(at(min(xs), step).split(",")[1])) for step in steps])
-    legend = ""
+    drawn, legend = "", ""
+    for alarm in alarms:
+        words = f"step {alarm['step']}: {alarm['name'].replace('_', ' ')}"
+        drawn += f'<line class="alarm" x1="{alarm["step"]}" x2="{alarm["step"]}" y1="0" y2="1000"'
+        drawn += f' data-alarm="{html.escape(words)}"><title>{html.escape(words)}</title></line>'
     for number, (label, line) in enumerate(series.items()):
         look, line = f"l{number % 4}", thinned(line, 300)
+        points = " ".join(map(at, line))
         if len(line) > MANY:
-            drawn += f'<polyline points="{" ".join(at(*point) for point in line)}" class="line {look}" opacity=".28"/>'
-            line = smooth(line)
-        x, y = at(*line[-1]).split(",")
-        drawn += f'<polyline points="{" ".join(at(*point) for point in line)}" class="line {look}"/>'
-        drawn += f'<circle cx="{x}" cy="{y}" r="2.6" class="dot {look}"/>'
+            drawn += f'<polyline points="{" ".join(map(at, smooth(line)))}" class="line {look}"/>'
+        faint = " faint" if len(line) > MANY else ""
+        drawn += f'<polyline points="{points}" class="line {look}{faint}" data-line="{number}"/>'
         legend += f'<span class="key {look}">{html.escape(label)} <b>{line[-1][1]:.3g}</b></span>'
+    name = html.escape(title)
+    plot = (
+        f'<svg class="plot" x="{LEFT}" y="{TOP}" width="{WIDTH - LEFT - RIGHT}" height="{HEIGHT - TOP - BOTTOM}"'
+        f' viewBox="{first:g} 0 {span:g} 1000" preserveAspectRatio="none">{drawn}</svg>'
+    )
+    scale = f'data-low="{low:g}" data-high="{high:g}"'
     return (
-        f'<figure><figcaption>{html.escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{html.escape(title)}">{drawn}</svg><div class="legend">{legend}</div></figure>'
+        f'<figure class="chart" {scale}><figcaption>{name}<output></output></figcaption>'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" aria-label="{name}">'
+        f'{_frame(first, first + span, steps)}{plot}</svg><div class="legend">{legend}</div></figure>'
     )
 
 
-def _frame(first: float, last: float, steps: Sequence[tuple[float, float]]) -> str:
-    """Grid lines with their values at (value, height), and the first and last step below."""
-    drawn = ""
-    for value, y in steps:
-        drawn += f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}" class="grid"/>'
+def _frame(first: float, last: float, steps: Sequence[float]) -> str:
+    """Grid lines with their values, and the first and last step below."""
+    drawn, height = "", HEIGHT - TOP - BOTTOM
+    for value in steps:
+        y = TOP + height * (steps[-1] - value) / (steps[-1] - steps[0])
+        drawn += f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>'
         drawn += f'<text x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{value:g}</text>'
-    drawn += f'<text x="{LEFT}" y="{HEIGHT - 7}">step {first:g}</text>'
-    return drawn + f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 7}" text-anchor="end">{last:g}</text>'
+    drawn += f'<text class="first" x="{LEFT}" y="{HEIGHT - 7}">step {first:g}</text>'
+    return drawn + f'<text class="last" x="{WIDTH - RIGHT}" y="{HEIGHT - 7}" text-anchor="end">{last:g}</text>'
 
 
 def ticks(low: float, high: float) -> list[float]:

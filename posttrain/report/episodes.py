@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,7 +32,40 @@ def frames_of(
     return frames
 
 
+class Stage(NamedTuple):
+    """Where an episode was played: Stage("frozen_lake", {"size": 4}, {"max_turns": 8}, 12, {"split": "test"})."""
+
+    name: str
+    options: Mapping[str, Any]
+    protocol: Mapping[str, Any]
+    seed: int
+    reset_options: dict[str, Any]
+
+
+def evaluation_stage(results: Results, row: Record) -> Stage:
+    """Of an episode of the evaluator."""
+    suite = results["config"]["suites"]["envs"]
+    name, options = _section(suite["envs"], row["part"])
+    return Stage(name, options, suite["protocol"], row["seed"], {"split": suite["split"]})
+
+
+def training_stage(config: Record, row: Record) -> Stage:
+    """Of an episode of phase 3; config: its run_config.yaml."""
+    name, options = _section(config["envs"], row["env"])
+    reset_options = {"split": "train", "noise_seed": row["noise_seed"]}
+    return Stage(name, options, config["protocol"], row["level_seed"], reset_options)
+
+
+def _section(envs: Sequence[Record], title: str) -> tuple[str, Mapping[str, Any]]:
+    return next((env["name"], env["options"]) for env in envs if title in (env.get("label"), env["name"]))
+
+
 def replay(results: Results, row: Record) -> tuple[list[np.ndarray], list[tuple[str, list[str]]]]:
+    """As `acted_out`, of an episode of the evaluator."""
+    return acted_out(evaluation_stage(results, row), row)
+
+
+def acted_out(stage: Stage, row: Record) -> tuple[list[np.ndarray], list[tuple[str, list[str]]]]:
     """Pictures as of `frames_of`, and turns (what the model wrote, the actions that came of it).
 
     Environments are pure: the level's seed and the actions give the episode that was played.
@@ -40,13 +73,9 @@ def replay(results: Results, row: Record) -> tuple[list[np.ndarray], list[tuple[
     from envs import make
     from envs.protocol import Protocol, parse
 
-    suite = results["config"]["suites"]["envs"]
-    name, options = next(
-        (env["name"], env["options"]) for env in suite["envs"] if row["part"] in (env.get("label"), env["name"])
-    )
-    env = make(name, **options)
-    protocol = Protocol.of(env, **suite["protocol"])
-    env.reset(seed=row["seed"], options={"split": suite["split"]})  # its list of actions may be of the level
+    env = make(stage.name, **stage.options)
+    protocol = Protocol.of(env, **stage.protocol)
+    env.reset(seed=stage.seed, options=stage.reset_options)  # its list of actions may be of the level
     turns, left = [], list(row["actions"])
     for message in row["messages"]:
         if message["role"] == "assistant":
@@ -56,7 +85,7 @@ def replay(results: Results, row: Record) -> tuple[list[np.ndarray], list[tuple[
             del left[: len(taken)]
             turns.append((message["content"], taken))
     played = [action for _, taken in turns for action in taken]
-    return frames_of(name, options, row["seed"], {"split": suite["split"]}, played), turns
+    return frames_of(stage.name, stage.options, stage.seed, stage.reset_options, played), turns
 
 
 def png(frame: np.ndarray) -> bytes:

@@ -25,27 +25,64 @@ from posttrain.types import Record
 
 
 def headline(results: Results) -> str:
-    """The table: checkpoints down, figures across, each with its interval; then math by part."""
-    shown = columns(results)
-    head = "<th></th>"
-    for column in shown:
-        sampled = f"<br>{text(setting_of(column.setting))}" if column.setting else ""
-        head += f"<th>{text(column.title)}<small>{text(column.note)}{sampled}</small></th>"
+    """The table: figures down, checkpoints across; each with its interval and what changed since the one before."""
+    names = list(results["checkpoints"])
+    head = "<th></th>" + "".join(f"<th>{chip(results, name)}</th>" for name in names)
     body = ""
-    for name, entry in results["checkpoints"].items():
-        body += f"<tr><th>{chip(results, name)}</th>"
-        for column in shown:
-            figure = column.get(entry)
-            moved = change(results, name, column)
-            drawn = charts.bar(figure, colour(results, name))
-            label = f' data-label="{text(column.title)}"'
-            body += f"<td{label}><b>{percent(figure.value)}</b>{moved}<small>{span(figure)}</small>{drawn}</td>"
+    for column in columns(results):
+        body += f'<tr><th scope="row">{text(column.title)}<small>{about(results, column)}</small></th>'
+        for name in names:
+            figure = column.get(results["checkpoints"][name])
+            body += f'<td data-label="{text(name)}"><b>{percent(figure.value)}</b><small>{span(figure)}</small>'
+            body += charts.bar(figure, colour(results, name)) + change(results, name, column) + "</td>"
         body += "</tr>"
-    for name, reason in results.get("failed", {}).items():
-        words = f"{badge('no', 'not measured')} <small>{text(reason)}</small>"
-        body += f'<tr><th>{chip(results, name)}</th><td colspan="{len(shown)}">{words}</td></tr>'
-    note = "▲ and ▼: points up or down from the checkpoint before, where the paired interval leaves zero out."
-    return table(head, body, "headline") + f'<p class="quiet">{note}</p>' + math_parts(results)
+    failed = "".join(
+        f"<p>{chip(results, name)} {badge('no', 'not measured')} <small>{text(reason)}</small></p>"
+        for name, reason in results.get("failed", {}).items()
+    )
+    note = (
+        "Large: the share. Beside it, and as the band: where it lies at 95 %, for one checkpoint by itself. Below: the "
+        "change since the checkpoint before in points, item by item on the same prompts and levels, with the 95 % "
+        "interval of the change. It is that interval which decides: <i>cannot tell</i> where it holds zero."
+    )
+    return f'{table(head, body, "headline cards")}{failed}<p class="quiet">{note}</p>' + math_parts(results)
+
+
+def about(results: Results, column: Column) -> str:
+    """What a figure is, which way is better, how many items it is of, and how they were sampled."""
+    found = column.found(next(iter(results["checkpoints"].values())))
+    note = "levels solved" if column.suite == "envs" else column.note.removesuffix(", lower is better")
+    better = "lower is better" if less_is_better(column.metric) else "higher is better"
+    items = f"{found.get('n', found.get('episodes'))} items"
+    sampled = setting_of(column.setting) if column.setting else ""
+    return "<br>".join(map(text, filter(None, (note, better, items, sampled))))
+
+
+def phases(results: Results) -> str:
+    """One sentence for each phase: what it made better, what worse, and what nobody can tell."""
+    items = ""
+    for old, new in itertools.pairwise(results["checkpoints"]):
+        found: dict[str, list[str]] = {"good": [], "bad": [], "flat": []}
+        for column in columns(results):
+            difference = moved(results, old, new, column)
+            if difference is not None:
+                kind, title = verdict(difference), text(column.title)
+                before, after = percent(difference["before"]), percent(difference["after"])
+                found[kind].append(title if kind == "flat" else f"{title} ({before} → {after})")
+        parts = []
+        for kind, words in (("good", "better"), ("bad", "worse")):
+            if found[kind]:
+                parts.append(f'<b class="{kind}">{words}</b> in {listed(found[kind])}')
+        if found["flat"]:
+            parts.append(f'<b class="flat">cannot tell</b> in {listed(found["flat"])}')
+        if parts:
+            items += f"<li>{chip(results, new)} against {chip(results, old)}: {'; '.join(parts)}.</li>"
+    return items and f'<ul class="phases">{items}</ul>'
+
+
+def listed(words: list[str]) -> str:
+    """a, b and c"""
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def setting_of(name: str) -> str:
@@ -53,16 +90,22 @@ def setting_of(name: str) -> str:
     return "greedy" if name == "greedy" else f"sampling setting “{name}”"
 
 
+def moved(results: Results, old: str, new: str, column: Column) -> Record | None:
+    """The paired difference of a figure between two checkpoints."""
+    wanted = {"from": old, "to": new, "suite": column.suite, "part": column.part, "metric": column.metric}
+    wanted["setting"] = column.setting
+    return next((found for found in results["differences"] if wanted.items() <= found.items()), None)
+
+
 def change(results: Results, name: str, column: Column) -> str:
-    """How far a figure moved from the checkpoint before; nothing where that may be chance."""
+    """How a figure changed since the checkpoint before, in words that need no arrow."""
     for old, new in itertools.pairwise(results["checkpoints"]):
-        wanted = {"from": old, "to": new, "suite": column.suite, "part": column.part, "metric": column.metric}
-        wanted["setting"] = column.setting
-        for difference in results["differences"]:
-            if new == name and wanted.items() <= difference.items():
-                kind = verdict(difference)
-                arrow = "▲" if difference["value"] > 0 else "▼"
-                return f' <i class="{kind}">{arrow}{abs(100 * difference["value"]):.0f}</i>' if kind != "flat" else ""
+        difference = moved(results, old, new, column) if new == name else None
+        if difference is not None:
+            kind = verdict(difference)
+            words = {"good": "better", "bad": "worse", "flat": "cannot tell"}[kind]
+            figures = f"{points(difference['value'])} ({points(difference['low'])} to {points(difference['high'])})"
+            return f'<i class="change {kind}">{figures}<br>{words}</i>'
     return ""
 
 
@@ -70,8 +113,11 @@ def verdict(difference: Record) -> str:
     """good, bad, or flat where the interval holds zero."""
     if difference["low"] <= 0 <= difference["high"]:
         return "flat"
-    less_is_better = difference["metric"] in ("equal_length", "seq_rep_4", "failed")
-    return "good" if (difference["value"] > 0) != less_is_better else "bad"
+    return "good" if (difference["value"] > 0) != less_is_better(difference["metric"]) else "bad"
+
+
+def less_is_better(metric: str) -> bool:
+    return metric in ("equal_length", "seq_rep_4", "seq_rep_4_first", "failed", "never_stops")
 
 
 def math_parts(results: Results) -> str:
@@ -90,7 +136,7 @@ def math_parts(results: Results) -> str:
                 body += f"<small>{span(figure)}, n {found['n']}</small></td>"
             body += "</tr>"
         blocks += f"<h3>{text(math_title(source))}, by kind of problem</h3>"
-        blocks += table(head + "<th>together</th>", body, "parts")
+        blocks += table(head + "<th>together</th>", body, "parts cards")
     return blocks
 
 
@@ -184,10 +230,10 @@ def failures(found: Record) -> str:
 
 def settings(results: Results) -> str:
     rows = "".join(
-        f"<tr><td>{chip(results, name)}</td><td>{text(figure)}</td><td>{text(setting or 'none')}</td>"
+        f"<tr><th>{chip(results, name)} {text(figure)}</th><td>{text(setting or 'none')}</td>"
         f'<td class="num"><b>{percent(value.value)}</b></td><td class="num">{span(value)}</td>'
-        f'<td class="num" data-label="n">{n}</td></tr>'
+        f'<td class="num">n {n}</td></tr>'
         for name, figure, setting, value, n in every_setting(results)
     )
-    head = "<th></th><th></th><th>setting</th><th>figure</th><th>95 %</th><th>n</th>"
-    return f"<details><summary>All figures under every setting</summary>{table(head, rows, 'every')}</details>"
+    head = "<th></th><th>setting</th><th>figure</th><th>95 %</th><th>n</th>"
+    return f"<details><summary>All figures under every setting</summary>{table(head, rows, 'every cards')}</details>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from pathlib import Path
 
 from posttrain.report.tables import Results, colour
 
@@ -23,3 +24,21 @@ def badge(kind: str, words: str) -> str:
 def table(head: str, body: str, kind: str = "") -> str:
     """A table; on a phone page.css lays out the kinds `headline`, `parts` and `every` as lines below each other."""
     return f'<div class="wide"><table class="{kind}"><tr>{head}</tr>{body}</table></div>'
+
+
+def document(title: str, body: str, data: str, *scripts: str) -> str:
+    """A page that holds all it needs: what a browser is allowed to load from elsewhere is nothing at all.
+
+    data: as `rows.packed` writes it. scripts: files of this folder, in the order in which they need each other.
+    """
+    here = Path(__file__).parent
+    style = "".join((here / name).read_text(encoding="utf-8") for name in ("page.css", "player.css"))
+    code = "".join((here / name).read_text(encoding="utf-8") for name in scripts)
+    allowed = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{allowed}"><link rel="icon" href="data:,">'
+        f"<title>{text(title)}</title><style>{style}</style></head><body><main>{body}</main>{data}"
+        f"<script>{code}</script></body></html>\n"
+    )

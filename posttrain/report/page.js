@@ -1,53 +1,55 @@
-// Makes a player of every row of pictures: step back, play or pause, step on, or drag. Without it all pictures show.
-const pace = 800;
-for (const film of document.querySelectorAll(".film")) {
-  const frames = [...film.querySelectorAll("img")];
-  if (frames.length < 2) continue;
-  const turns = [...film.parentElement.querySelectorAll("ol > li")];
-  const bar = document.createElement("div");
-  const button = (label, title, act) => {
-    const made = Object.assign(document.createElement("button"), { type: "button", textContent: label, title });
-    made.setAttribute("aria-label", title);
-    made.addEventListener("click", act);
-    bar.append(made);
-    return made;
-  };
-  const slider = Object.assign(document.createElement("input"), { type: "range", min: 0, max: frames.length - 1, value: 0 });
-  slider.setAttribute("aria-label", "picture");
-  const count = document.createElement("output");
-  let at = 0;
-  let timer = null;
-  const show = (number) => {
-    at = Math.max(0, Math.min(frames.length - 1, number));
-    frames.forEach((frame, place) => (frame.hidden = place !== at));
-    turns.forEach((turn, place) => turn.classList.toggle("now", place === Number(frames[at].dataset.turn)));
-    slider.value = at;
-    count.textContent = `${at} / ${frames.length - 1}`;
-  };
-  const pause = () => {
-    clearInterval(timer);
-    timer = null;
-    play.textContent = "▶";
-  };
-  const step = (by) => () => {
-    pause();
-    show(at + by);
-  };
-  button("‹", "one action back", step(-1));
-  const play = button("▶", "play or pause", () => {
-    if (timer) return pause();
-    if (at === frames.length - 1) show(0);
-    play.textContent = "❚❚";
-    timer = setInterval(() => (at === frames.length - 1 ? pause() : show(at + 1)), pace);
+// What is put into report.html when it opens: the pictures on top, the episodes, the charts' hover and zoom.
+
+// The same level in several places at once, one player for all of them.
+function stage({ columns, rows }, pictures) {
+  const cells = [];
+  const blocks = rows.map(({ title, shares, cells: byColumn }) => {
+    const grid = make("div", { className: "stage" });
+    grid.style.gridTemplateColumns = `repeat(${columns.length}, minmax(0, 1fr))`;
+    grid.append(...columns.map((words) => make("h4", { textContent: words })));
+    byColumn.forEach((levels, column) => {
+      const picture = make("img", { className: "picture" });
+      const [end, words] = [make("span"), make("span", { className: "words1" })];
+      const share = make("figcaption", {}, make("b", { textContent: shares[column] }), " of levels ", end);
+      grid.append(make("figure", {}, picture, words, share));
+      cells.push({ levels, picture, words, end, title: `${title}, ${columns[column]}` });
+    });
+    return make("div", {}, make("h3", { textContent: title }), grid);
   });
-  button("›", "one action on", step(1));
-  slider.addEventListener("input", () => {
-    pause();
-    show(Number(slider.value));
-  });
-  bar.className = "controls";
-  bar.append(slider, count);
-  film.classList.add("player");
-  film.append(bar);
-  show(0);
+  const bar = make("div", { className: "stagebar" });
+  const choose = make("select", { ariaLabel: "test level" });
+  choose.append(...rows[0].cells[0].map((_, level) => new Option(`test level ${level + 1}`, level)));
+  const open = (level) => {
+    const now = cells.map((cell) => ({ ...cell, row: cell.levels[Math.min(level, cell.levels.length - 1)] }));
+    const controls = player(Math.max(...now.map(({ row }) => row.moments.length)), (at) => {
+      for (const { row, picture, words, end, title } of now) {
+        const last = row.moments.length - 1;
+        const [turn, frame] = row.moments[Math.min(at, last)];
+        const spoken = row.messages.filter((message) => message.role === "assistant");
+        if (row.frames) picture.src = `data:image/png;base64,${pictures[row.frames[frame]]}`;
+        picture.alt = `${title}, after ${turn + 1} of ${last} turns`;
+        words.textContent = turn < 0 ? "\u00a0" : spoken[turn].content.replace(/\s+/g, " ");
+        words.title = turn < 0 ? "" : spoken[turn].content;
+        end.replaceChildren(at >= last ? badge(row) : "");
+      }
+    });
+    bar.replaceChildren(choose, controls.bar);
+    return controls;
+  };
+  choose.addEventListener("change", () => open(Number(choose.value)));
+  const controls = open(0);
+  if (!matchMedia("(prefers-reduced-motion: reduce)").matches) controls.bar.querySelector("button:nth-child(2)").click();
+  return [make("div", { className: "halves" }, ...blocks), bar];
 }
+
+async function start() {
+  document.querySelectorAll(".chart").forEach(livelyChart);
+  const data = await unpack("data");
+  if (data.top) document.getElementById("top").append(...stage(data.top, data.pictures));
+  for (const place of document.querySelectorAll("[data-pair]")) {
+    place.append(...data.pairs[place.dataset.pair].map((row) => episode(row, data.pictures)));
+  }
+  document.getElementById("recorded")?.append(viewer(data.recorded, data.pictures));
+  document.body.dataset.ready = "yes";
+}
+start();

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Sequence
 from pathlib import Path
 
-from posttrain import files, runlog
-from posttrain.report import charts, figures, samples
-from posttrain.report.markup import chip, text
+from posttrain import files
+from posttrain.report import figures, levels, samples, training_log
+from posttrain.report.markup import document, text
+from posttrain.report.rows import Pictures, packed
 from posttrain.report.tables import Results
 from posttrain.types import Record, UserError, one_line
 
-# Curves by title: (key in metrics.jsonl, label); `*` stands for the name of an environment.
-CURVES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
-    ("Loss", (("loss", "training"), ("eval_loss", "held out"))),
-    ("Next token right", (("mean_token_accuracy", "training"), ("eval_mean_token_accuracy", "held out"))),
-    (
-        "Reward accuracy, against the reference",
-        (("rewards/accuracies", "training"), ("eval_rewards/accuracies", "held out")),
-    ),
-    ("Reward margin, against the reference", (("rewards/margins", "training"), ("eval_rewards/margins", "held out"))),
-    ("Success, held-out levels", (("evaluation/*/success", "*"),)),
-    ("Success while training", (("rollout/*/success", "*"),)),
-    ("Std of the reward in a group", (("rollout/in_group_std", "mean over groups"),)),
-    ("Groups whose rewards are all equal", (("rollout/zero_variance_groups", "share"),)),
-    ("Entropy", (("policy/entropy", "of trained tokens"), ("entropy", "of trained tokens"))),
-    ("Invalid turns", (("rollout/invalid_turns", "share"),)),
-    ("Tokens per turn", (("rollout/response_tokens", "training"),)),
+TOP = "The first test levels of the evaluation, which nobody chose, played by the model before and after."
+RECORDED = (
+    "Samples of one group each, so the same level several times, and episodes in which something went wrong. Arrow "
+    "keys walk through the list; in the turns of an episode they step its pictures. Tokens can be shaded by log-prob, "
+    "entropy, advantage and loss mask."
 )
+RECORDED = f'<p class="quiet">{RECORDED}</p><div id="recorded"></div>'
 
 
 def build(folder: Path) -> Path:
@@ -37,42 +25,57 @@ def build(folder: Path) -> Path:
     folder = Path(folder)
     results, transcripts = read(folder)
     try:
-        sections = _sections(results, transcripts, folder)
+        pictures = Pictures()
+        top = levels.top(results, transcripts, pictures)
+        sections, shown = _sections(results, transcripts, folder, pictures)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError) as error:
         raise UserError(f"{_damaged(folder)} (found {one_line(error)})") from error
-    shown = [(f"s{number}", title, body) for number, (title, body) in enumerate(sections) if body]
-    links = "".join(f'<a href="#{place}">{text(title)}</a>' for place, title, _ in shown)
-    cards = "".join(f'<section id="{place}"><h2>{text(title)}</h2>{body}</section>' for place, title, body in shown)
-    style, script = (Path(__file__).with_name(f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
-    name = folder.resolve().name
-    page = (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{text(name)}: what each phase changed</title><style>{style}</style></head><body><main>"
-        f'<header><p class="kicker">{text(name)}</p><h1>What each phase changed</h1>'
-        f'<p class="lead">{text(" → ".join(results["checkpoints"]))}, on held-out questions and levels, the same for '
-        f"every checkpoint. Intervals are at 95 %.</p><nav>{links}</nav></header>{cards}</main>"
-        f"<script>{script}</script></body></html>\n"
-    )
+    data = packed("data", {"top": top, **shown, "pictures": pictures.encoded()})
     path = folder / "report.html"
-    path.write_text(page, encoding="utf-8")
+    path.write_text(_document(folder, results, top is not None, sections, data), encoding="utf-8")
     return path
 
 
-def _sections(results: Results, transcripts: list[Record], folder: Path) -> list[tuple[str, str]]:
-    """Title and body of each section; an empty body has nothing to show."""
-    return [
+def _document(folder: Path, results: Results, pictured: bool, sections: list[tuple[str, str]], data: str) -> str:
+    filled = [(f"s{number}", title, body) for number, (title, body) in enumerate(sections) if body]
+    links = "".join(f'<a href="#{place}">{text(title)}</a>' for place, title, _ in filled)
+    cards = "".join(f'<section id="{place}"><h2>{text(title)}</h2>{body}</section>' for place, title, body in filled)
+    name = folder.resolve().name
+    body = (
+        f'<header><p class="kicker">{text(name)}</p><h1>What each phase changed</h1>'
+        f'<p class="lead">{text(" → ".join(results["checkpoints"]))}, on held-out questions and levels, the same for '
+        f"every checkpoint. Intervals are at 95 %.</p><nav>{links}</nav></header>"
+        + (f'<section id="top"><h2>Before and after</h2><p class="quiet">{TOP}</p></section>' if pictured else "")
+        + "<noscript><p>The pictures, episodes and values on this page need JavaScript.</p></noscript>"
+        + cards
+    )
+    return document(f"{name}: what each phase changed", body, data, "player.js", "viewer.js", "charts.js", "page.js")
+
+
+def _sections(
+    results: Results, transcripts: list[Record], folder: Path, pictures: Pictures
+) -> tuple[list[tuple[str, str]], Record]:
+    """Title and body of each section (an empty body has nothing to show), and the episodes that page.js puts there."""
+    folders = training_log.phase_folders(results, folder)
+    same_level, pairs = levels.pairs(results, transcripts, pictures)
+    recorded = training_log.episodes(folders, pictures)
+    sections = [
+        ("In one sentence each", figures.phases(results)),
         ("Results", figures.headline(results)),
         ("Goals", figures.goals(results)),
-        ("What changed from phase to phase", figures.differences(results)),
         ("The environments, beside other players", figures.environments(results)),
-        ("Before and after, on the same level", samples.episodes(results, transcripts)),
-        ("Learning curves", curves(results, folder)),
+        ("The same level, before and after", same_level),
+        ("Episodes recorded while training", RECORDED if recorded else ""),
+        ("Learning curves", training_log.curves(results, folders)),
         ("Samples", samples.answers(results, transcripts)),
+        ("The data of phases 1 and 2", training_log.data(results, folders)),
+        ("What it cost", training_log.cost(results, folders)),
+        ("Every paired difference", figures.differences(results)),
         ("Every sampling setting", figures.settings(results)),
         ("What to type next", commands(results, folder)),
         ("How this was measured", provenance(results)),
     ]
+    return sections, {"pairs": pairs, "recorded": recorded}
 
 
 def read(folder: Path) -> tuple[Results, list[Record]]:
@@ -98,38 +101,6 @@ def _damaged(folder: Path) -> str:
     )
 
 
-def curves(results: Results, folder: Path) -> str:
-    """The curves of each phase from the metrics.jsonl beside its checkpoint."""
-    blocks = ""
-    for name, path in results["config"]["checkpoints"].items():
-        places = [Path(path).parent / "metrics.jsonl", folder / name / "metrics.jsonl"]
-        file = next((place for place in places if place.is_file()), None)
-        if file is None:
-            blocks += f'<h3>{chip(results, name)}</h3><p class="quiet">No metrics.jsonl beside {text(path)}.</p>'
-            continue
-        rows = runlog.read_metrics(file)
-        drawn = "".join(charts.lines(title, series(rows, keys)) for title, keys in CURVES)
-        drawn = drawn or f'<p class="quiet">{text(file)} holds no curve yet.</p>'
-        blocks += f'<h3>{chip(results, name)}</h3><div class="charts">{drawn}</div>'
-    return blocks
-
-
-def series(rows: Sequence[Record], keys: Sequence[tuple[str, str]]) -> dict[str, charts.Line]:
-    """label -> [(step, value), ...] of those of the keys that these rows have."""
-    found: dict[str, charts.Line] = {}
-    for row, (wanted, label) in itertools.product(rows, keys):
-        for key, value in row.items():
-            if matches(wanted, key) and isinstance(value, int | float) and math.isfinite(value):
-                found.setdefault(key.split("/")[1] if label == "*" else label, []).append((row["step"], value))
-    return {label.replace("_", " "): line for label, line in found.items()}
-
-
-def matches(wanted: str, key: str) -> bool:
-    """Whether a key is the wanted one, where `*` is one part of it: evaluation/*/success."""
-    parts, given = wanted.split("/"), key.split("/")
-    return len(parts) == len(given) and all(part in ("*", other) for part, other in zip(parts, given, strict=True))
-
-
 def commands(results: Results, folder: Path) -> str:
     """What a reader would type next, ready to copy."""
     last = results["config"]["checkpoints"][list(results["checkpoints"])[-1]]
@@ -137,6 +108,8 @@ def commands(results: Results, folder: Path) -> str:
     lines = [("Talk to the result", chat)]
     lines += [("The same question under both presets", f'{chat} --compare --prompt "Tell me about the old garden."')]
     lines += [(f"Watch it play {name.replace('_', ' ')}", f"{chat} --play {name}") for name in results["baselines"]]
+    lines += [("All answers and episodes, with filters", f"python -m posttrain.report {folder / 'transcripts.jsonl'}")]
+    lines += [("Beside another run, with a verdict", f"python -m posttrain.report {folder} ANOTHER_RUN")]
     lines += [("Make this page again", f"python -m posttrain.report {folder}")]
     lines += [("The reference run, on a GPU with a real model", "python train_phase1_sft.py")]
     items = "".join(f"<li><span>{text(why)}</span><code>{text(command)}</code></li>" for why, command in lines)

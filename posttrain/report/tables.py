@@ -40,8 +40,11 @@ class Column:
 
     def get(self, entry: Record) -> Figure:
         """The figure, from a checkpoint's part of results.json."""
-        found = entry[self.suite]
-        return figure_of(found[self.part] if self.part else found, self.metric)
+        return figure_of(self.found(entry), self.metric)
+
+    def found(self, entry: Record) -> Record:
+        """All figures of its suite and part."""
+        return entry[self.suite][self.part] if self.part else entry[self.suite]
 
 
 def columns(results: Results) -> list[Column]:

@@ -1,0 +1,138 @@
+"""What of an episode does the browser get?  Rows of any transcripts.jsonl in one form, and pictures of some.
+
+    {"from": "phase3", "at": "level 4", "env": "frozen_lake", "won": true, "end": "solved", "reward": 1.0, "turns": 3,
+     "length": 36, "invalid": 0, "facts": "...", "messages": [...], "actions": [["Up"], ...], "rewards": [0.0, ...],
+     "penalties": [...], "moments": [[-1, 0], [0, 1], ...], "frames": [17, 18, ...], "tokens": [{...}, ...]}
+`moments` are pairs of a turn and a picture, `frames` places among the page's pictures, `tokens` the figures that
+monitoring/token_figures.py recorded.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from posttrain.report.episodes import Stage, acted_out, png
+from posttrain.types import Record
+
+OUTCOMES = ("success", "accuracy")  # the keys that say whether an episode was won or an answer is right
+FACTS = (  # what else is told of a row, and in which words
+    ("answer", "expected: {}"),
+    ("setting", "setting “{}”"),
+    ("group", "group {}"),
+    ("seq_rep_4", "repeated 4-grams: {:.1%}"),
+    ("margin", "chosen answer likelier by {:.1f} nats"),
+)
+TOKEN_COLUMNS = ("text", "logprob", "entropy", "advantage", "loss")
+
+
+class Pictures:
+    """The pictures of a page, each kept once."""
+
+    def __init__(self) -> None:
+        self.found: dict[bytes, int] = {}
+
+    def add(self, frames: Iterable[np.ndarray]) -> list[int]:
+        return [self.found.setdefault(png(frame), len(self.found)) for frame in frames]
+
+    def encoded(self) -> list[str]:
+        return [base64.b64encode(picture).decode() for picture in self.found]
+
+
+def entry(row: Record) -> Record:
+    """A row of a transcripts.jsonl, of phase 3 or of the evaluator; what it does not have is null."""
+    messages = _messages(row)
+    turns = sum(message["role"] == "assistant" for message in messages)
+    rewards, penalties = row.get("turn_rewards"), row.get("turn_penalties")
+    tokens = _tokens(row, turns)
+    reward = row.get("return")
+    if reward is not None:
+        reward += row.get("penalties", 0.0)
+    elif isinstance(rewards, list):
+        reward = sum(rewards) + sum(penalties or ())
+    length = row.get("tokens")
+    if tokens is not None:
+        length = sum(value is not None for turn in tokens for value in turn["logprob"])
+    won = next((bool(row[key]) for key in OUTCOMES if key in row), None)
+    found = {
+        "from": str(row.get("checkpoint", f"step {row['step']}" if "step" in row else "")) or None,
+        "at": f"level {row['index']}" if "level" in row else f"item {row['index']}" if "index" in row else "",
+        "env": str(row.get("env") or ", ".join(filter(None, (row.get("suite"), row.get("part")))) or "episode"),
+        "won": won,
+        "end": _end(row, won),
+        "reward": reward,
+        "turns": turns,
+        "length": length if isinstance(length, int) else None,
+        "invalid": row.get("invalid_turns"),
+        "facts": " · ".join(words.format(row[key]) for key, words in FACTS if row.get(key) not in (None, "")),
+        "messages": messages,
+        "rewards": rewards,
+        "penalties": penalties,
+        "tokens": tokens,
+        "moments": [[turn, 0] for turn in range(turns)] if turns > 1 else [],
+    }
+    found["at"] = " ".join(filter(None, (found["from"], found["at"]))) or found["env"]
+    return found
+
+
+def with_pictures(row: Record, stage: Stage, pictures: Pictures) -> Record:
+    """The entry of an episode that is played again, if its environment can be drawn."""
+    found = entry(row)
+    if row.get("crashed"):
+        return found
+    frames, turns = acted_out(stage, row)
+    found["actions"] = [taken for _, taken in turns]
+    if frames:
+        found["frames"], found["moments"] = pictures.add(frames), moments(turns)
+    return found
+
+
+def moments(turns: Sequence[tuple[str, list[str]]]) -> list[tuple[int, int]]:
+    """(turn, picture) of each step of the film: the start, then one for each action, and one for a turn without any."""
+    found, picture = [(-1, 0)], 0
+    for number, (_, actions) in enumerate(turns):
+        for _ in range(max(1, len(actions))):
+            picture += bool(actions)
+            found.append((number, picture))
+    return found
+
+
+def _messages(row: Record) -> list[Record]:
+    """The conversation, with the answer of a row that keeps it apart, and both answers of a preference pair."""
+    if "chosen" in row and "rejected" in row:
+        pair = [[{"role": "assistant", "content": each}] if isinstance(each, str) else each for each in
+                (row["chosen"], row["rejected"])]  # fmt: skip
+        return [*pair[0], *(message for message in pair[1] if message["role"] == "assistant")]
+    messages = [{"role": str(each["role"]), "content": str(each["content"])} for each in row.get("messages", [])]
+    if isinstance(row.get("text"), str):
+        messages.append({"role": "assistant", "content": row["text"]})
+    return messages
+
+
+def _tokens(row: Record, turns: int) -> list[dict[str, list[Any]]] | None:
+    found = row.get("tokens")
+    if not isinstance(found, list) or len(found) != turns:
+        return None
+    return [{name: list(turn[name]) for name in TOKEN_COLUMNS} for turn in found]
+
+
+def _end(row: Record, won: bool | None) -> str:
+    if row.get("crashed"):
+        return "crashed"
+    if won is None:
+        return ""
+    if "success" in row:
+        return "solved" if won else (row.get("failure") or "not solved").replace("_", " ")
+    return "right" if won else "wrong"
+
+
+def packed(name: str, data: Any) -> str:
+    """Data for `unpack` of player.js, gzipped: thousands of episodes are a small page, and no text ends the script."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+    code = base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), mtime=0)).decode()
+    return f'<script type="text/plain" id="{name}">{code}</script>'

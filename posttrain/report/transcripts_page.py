@@ -1,0 +1,39 @@
+"""Which episodes are worth reading?  transcripts.html: any transcripts.jsonl as a list with filters, in one file.
+
+python -m posttrain.report runs/quickstart/phase3/transcripts.jsonl
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from posttrain.report.markup import document, text
+from posttrain.report.rows import Pictures, packed
+from posttrain.report.training_log import recorded
+from posttrain.types import Record, UserError, one_line
+
+
+def build(file: Path) -> Path:
+    """Write the page beside the transcripts, with their name, and return its path."""
+    found: list[Record] = []
+    pictures = Pictures()
+    try:
+        found.extend(recorded(file, pictures))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"Line {len(found) + 1} of {file} is not an episode or an answer as phase 3 and evaluate_model.py write"
+            f" them ({one_line(error)})."
+        ) from error
+    if not found:
+        raise UserError(f"{file} is empty: there is no episode to show.")
+    body = (
+        f'<header><p class="kicker">{text(file.resolve().parent.name)}</p><h1>Transcripts</h1>'
+        f'<p class="lead">{len(found):,} rows of {text(file.name)}. Arrow keys walk through the list; in the turns of '
+        "an episode they step it.</p></header>"
+        '<section id="transcripts"></section>'
+    )
+    data = packed("data", {"rows": found, "pictures": pictures.encoded()})
+    path = file.with_suffix(".html")
+    title = f"{file.resolve().parent.name}: transcripts"
+    path.write_text(document(title, body, data, "player.js", "viewer.js", "transcripts.js"), encoding="utf-8")
+    return path

@@ -1,0 +1,445 @@
+"""Do the pages work where people open them?  In headless Chromium: clicked, by keyboard, on a phone, in the dark.
+
+Skipped where there is no Chromium. Every test fails on an error in the console and on any request to the network.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from test_report import build_run
+
+from envs import make
+from envs.protocol import Episode, Protocol, answer
+from posttrain import report
+from posttrain.report import transcripts_page
+
+playwright = pytest.importorskip("playwright.sync_api")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium is installed (on Debian: apt-get install chromium)"
+)
+
+HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'></script><b>bold</b>"
+LAKE = {"name": "frozen_lake", "options": {}, "label": None}
+
+# Of every visible text: the contrast of its colour with what lies under it (WCAG 2.2, 1.4.3), where it is below 4.5.
+CONTRAST = """() => {
+  const parse = (words) => {
+    const numbers = words.match(/-?[\\d.]+(e-?\\d+)?/g).map(Number);
+    if (words.startsWith("color(srgb")) return [...numbers.slice(0, 3).map((part) => part * 255), numbers[3] ?? 1];
+    return [...numbers.slice(0, 3), numbers[3] ?? 1];
+  };
+  const over = (top, under) => top.slice(0, 3).map((part, at) => part * top[3] + under[at] * (1 - top[3]));
+  const background = (element) => {
+    const layers = [];
+    for (let at = element; at; at = at.parentElement) {
+      const layer = parse(getComputedStyle(at).backgroundColor);
+      layers.push(layer);
+      if (layer[3] === 1) break;
+    }
+    return layers.reverse().reduce((under, layer) => over(layer, under), [255, 255, 255]);
+  };
+  const light = (colour) => {
+    const linear = (part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+    const [r, g, b] = colour.map((part) => linear(part / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const poor = new Set();
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  let seen = 0;
+  while (texts.nextNode()) {
+    const element = texts.currentNode.parentElement;
+    if (!texts.currentNode.data.trim() || ["SCRIPT", "NOSCRIPT", "OPTION"].includes(element.tagName)) continue;
+    if (!element.checkVisibility({ visibilityProperty: true })) continue;
+    seen += 1;
+    const under = background(element);
+    const style = getComputedStyle(element);
+    const ink = over(parse(element.tagName === "text" ? style.fill : style.color), under);
+    const [high, low] = [light(ink), light(under)].sort((a, b) => b - a);
+    const found = (high + 0.05) / (low + 0.05);
+    const words = texts.currentNode.data.trim().slice(0, 40);
+    if (found < 4.5) poor.add(`${found.toFixed(2)} ${element.tagName}.${element.className} ${words}`);
+  }
+  return { seen, poor: [...poor] };
+}"""
+
+
+def trained_episode(step: int, sample: int) -> dict[str, Any]:
+    """A row of phase 3's transcripts.jsonl, with made-up figures of its tokens."""
+    rng = random.Random(f"{step} {sample}")
+    protocol = Protocol.of(make("frozen_lake"), think=True)
+    episode = Episode(make("frozen_lake"), protocol, step, "train", noise_seed=sample)
+    rewards, tokens = [], []
+    while not episode.done:
+        right = sample != 3 and rng.random() < 0.8
+        action = episode.env.expert() if right else episode.env.players()["random"]
+        said = HOSTILE if sample == 3 else answer(episode.env.thought(), [action], protocol)
+        rewards.append(episode.step(said).reward)
+        text = [said[at : at + 4] for at in range(0, len(said), 4)]
+        column = lambda low, high: [round(rng.uniform(low, high), 4) for _ in text]  # noqa: E731, B023
+        turn = {"text": text, "logprob": column(-3, 0), "entropy": column(0, 2), "advantage": column(-1, 1)}
+        tokens.append(turn | {"loss": [0] + [1] * (len(text) - 1)})
+    return {
+        "step": step, "env": "frozen_lake", "group": 0, "level_key": episode.level_key, "level_seed": step,
+        "noise_seed": sample, "success": episode.success, "failure": episode.failure, "crashed": "",
+        "truncated": False, "invalid_turns": episode.invalid_turns, "actions": episode.actions,
+        "turn_rewards": rewards, "turn_penalties": [0.0] * len(rewards), "messages": episode.messages,
+        "tokens": tokens,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An evaluated run with what phase 3 leaves: recorded episodes, alarms, its config."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "plots", lambda *_: None)
+        folder = build_run(tmp_path_factory.mktemp("browser") / "made_up", episodes=10, with_report=False)
+    rows = [trained_episode(step, sample) for step in (10, 20) for sample in range(4)]
+    (folder / "phase3" / "transcripts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {"envs": [LAKE], "protocol": {"think": True}}
+    (folder / "phase3" / "run_config.yaml").write_text(yaml.safe_dump(config))
+    alarm = {"step": 30, "name": "entropy_collapse", "severity": "warn", "message": "It fell <b>.", "remedy": "Look."}
+    (folder / "phase3" / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
+    source = {"path": "a.jsonl", "kind": "messages", "licence": "", "read": 1200, "dropped": {"empty <content>": 3}}
+    (folder / "phase1" / "rows").mkdir()
+    table = [source | {"train": 1100, "held_out": 97}]
+    (folder / "phase1" / "rows" / "table.json").write_text(json.dumps(table))
+    report.build(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def visit(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Opens a file, waits until it is complete; when the test ends, nothing may have been said or asked for."""
+    trouble, contexts = [], []
+
+    def on_request(request: Any) -> None:
+        if not request.url.startswith(("file:", "data:", "blob:")):
+            trouble.append(f"asked for {request.url}")
+
+    def open_page(path: Path, width: int = 1200, scheme: str = "light", motion: str = "reduce") -> Any:
+        context = browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion=motion, has_touch=width < 500
+        )
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(10_000)
+        page.on("console", lambda message: trouble.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: trouble.append(f"error: {error}"))
+        page.on("request", on_request)
+        page.goto(path.resolve().as_uri())
+        page.wait_for_selector("body[data-ready]")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert trouble == []
+
+
+def slider(place: Any) -> str:
+    return place.locator(".controls output").first.inner_text()
+
+
+# ----------------------------------------------------------------------------------------------------------- report
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (1200, "dark"), (390, "light"), (390, "dark")])
+def test_the_report_is_readable_on_any_screen(visit: Callable[..., Any], run: Path, width: int, scheme: str) -> None:
+    page = visit(run / "report.html", width, scheme)
+    page.locator("#recorded select[aria-label='shade tokens by']").select_option("advantage")
+    page.evaluate("document.querySelectorAll('details').forEach((each) => (each.open = true))")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width, "it scrolls sideways"
+    found = page.evaluate(CONTRAST)
+    assert found["seen"] > 500 and found["poor"] == []
+
+
+def test_the_first_thing_seen_is_the_model_before_and_after(visit: Callable[..., Any], run: Path) -> None:
+    page = visit(run / "report.html")
+    top = page.locator("section").first
+    assert top.locator("h2").inner_text() == "Before and after"
+    pictures = top.locator("img")
+    assert pictures.count() == 6 and top.locator("figcaption b").all_inner_texts()[0] == "0 %"
+    first = pictures.nth(2).get_attribute("src")
+    assert slider(top).startswith("0 / ")
+    top.get_by_label("one step on").click()
+    assert slider(top).startswith("1 / ") and pictures.nth(2).get_attribute("src") != first
+    top.get_by_label("one step back").click()
+    assert pictures.nth(2).get_attribute("src") == first
+    count = int(slider(top).split("/")[1])
+    top.locator("input[type=range]").fill(str(count))
+    assert top.locator(".badge").count() == 6, "each says how it ended"
+    top.get_by_label("test level").select_option("1")
+    assert slider(top).startswith("0 / ")
+
+
+def test_a_film_plays_pauses_and_rests_at_its_end(visit: Callable[..., Any], run: Path) -> None:
+    page = visit(run / "report.html")
+    page.clock.install()
+    top = page.locator("section").first
+    top.get_by_label("play", exact=True).click()
+    page.clock.run_for(1700)
+    assert slider(top).startswith("2 / ")
+    top.get_by_label("pause", exact=True).click()
+    page.clock.run_for(5000)
+    assert slider(top).startswith("2 / ")
+    top.get_by_label("play", exact=True).click()
+    page.clock.run_for(60_000)
+    count = slider(top).split(" / ")[1]
+    assert slider(top) == f"{count} / {count}" and top.get_by_label("play", exact=True).count() == 1
+
+
+def test_the_top_plays_by_itself_unless_motion_is_unwanted(visit: Callable[..., Any], run: Path) -> None:
+    assert visit(run / "report.html", motion="no-preference").get_by_label("pause", exact=True).count() == 1
+    assert visit(run / "report.html", motion="reduce").get_by_label("pause", exact=True).count() == 0
+
+
+def test_turns_and_pictures_of_an_episode_are_linked(visit: Callable[..., Any], run: Path) -> None:
+    page = visit(run / "report.html")
+    page.get_by_role("option").filter(has_text="turns").first.click()
+    shown = page.locator("#recorded .shown")
+    turns, picture = shown.locator(".turns > li"), shown.locator("img")
+    assert turns.count() >= 2
+    for number in (1, 0):
+        shown.get_by_role("button", name=f"turn {number + 1}", exact=True).click()
+        assert [turn.get_attribute("aria-current") == "step" for turn in turns.all()].index(True) == number
+        assert picture.get_attribute("alt").startswith(f"frozen_lake, picture {number + 1} of")
+    shown.locator(".turns").focus()
+    page.keyboard.press("ArrowRight")
+    assert turns.nth(1).get_attribute("aria-current") == "step"
+    page.keyboard.press("ArrowLeft")
+    assert turns.nth(0).get_attribute("aria-current") == "step"
+    words = turns.nth(0).locator(".meta").inner_text()
+    assert "reward" in words and turns.nth(0).locator(".thought, .words").first.inner_text()
+
+
+def test_tokens_are_shaded_by_each_of_their_figures(visit: Callable[..., Any], run: Path) -> None:
+    rows = [json.loads(line) for line in (run / "phase3" / "transcripts.jsonl").read_text().splitlines()]
+    page = visit(run / "report.html")
+    choose = page.locator("#recorded").get_by_label("shade tokens by")
+    said = next(message["content"] for message in rows[0]["messages"] if message["role"] == "assistant")
+    first = rows[0]["tokens"][0]
+    words = page.locator("#recorded .words").first
+    seen = set()
+    for kind in ("logprob", "entropy", "advantage", "loss"):
+        choose.select_option(kind)
+        tokens = words.locator(".token")
+        assert tokens.all_text_contents() == first["text"] and "".join(first["text"]) == said
+        colours = tokens.evaluate_all("all => all.map((one) => one.style.background)")
+        assert all(colours)
+        seen.add(tuple(colours))
+        assert (
+            "loss mask" in page.locator(".shading output").inner_text()
+            or "from" in page.locator(".shading output").inner_text()
+        )
+    assert len(seen) == 4
+    assert "not in the loss" in words.locator(".token").first.get_attribute("title")
+    words.locator(".token").nth(1).click()
+    told = page.locator("#recorded .shading output").inner_text()
+    assert f"advantage {first['advantage'][1]:.3f}" in told and "counts in the loss" in told
+    choose.select_option("")
+    assert words.locator(".token").count() == 0 and words.text_content() == said
+
+
+def test_curves_have_values_zoom_and_alarms(visit: Callable[..., Any], run: Path) -> None:
+    page = visit(run / "report.html")
+    chart = page.locator(".chart").filter(has=page.locator("figcaption", has_text="Entropy")).last
+    chart.scroll_into_view_if_needed()
+    assert chart.locator(".alarm").count() == 1
+    assert page.locator(".alarms li").inner_text() == "Step 30: entropy collapse. It fell <b>. Look."
+    told, frame = chart.locator("figcaption output"), chart.locator("svg").first
+    last = chart.locator(".legend b").inner_text()
+    box = chart.locator("svg .plot").bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 20)
+    assert told.inner_text() == "step 30, ⚠ step 30: entropy collapse"
+    assert float(chart.locator(".legend b").inner_text()) == pytest.approx(0.6 / (1 + 30 / 20), rel=0.01)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + 30, steps=3)
+    page.mouse.up()
+    assert chart.locator(".first").text_content() == "step 30" and chart.locator(".last").text_content() == "45"
+    page.mouse.move(2, 2)
+    assert told.inner_text() == "" and chart.locator(".legend b").inner_text() == last
+    chart.get_by_role("button", name="whole run").click()
+    assert chart.locator(".first").text_content() == "step 0"
+    frame.focus()
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    assert told.inner_text() == "step 59"
+    page.keyboard.press("+")
+    assert chart.locator(".first").text_content() == "step 44"
+    page.keyboard.press("Escape")
+    assert chart.locator(".first").text_content() == "step 0" and chart.get_by_role("button").count() == 0
+
+
+def test_the_table_says_which_way_is_better_and_who_is(visit: Callable[..., Any], run: Path) -> None:
+    page = visit(run / "report.html")
+    rows = page.locator("table.headline tr").all()[1:]
+    for row in rows:
+        assert "is better" in row.locator("th").inner_text() and "items" in row.locator("th").inner_text()
+        changes = row.locator(".change").all_inner_texts()
+        assert len(changes) == 3 and all(
+            words.split("\n")[1] in ("better", "worse", "cannot tell") for words in changes
+        )
+    data = page.locator("table.data").inner_text()
+    assert "1,200" in data and "3 empty <content>" in data
+    assert "phase3" in page.locator("section").filter(has_text="What it cost").inner_text()
+
+
+def test_every_control_is_reached_and_named(visit: Callable[..., Any], run: Path) -> None:
+    page = visit(run / "report.html")
+    nameless = page.locator("button, select, input, a").evaluate_all(
+        """all => all.filter((one) => !(one.textContent.trim() || one.ariaLabel || one.labels?.length))
+          .map((one) => one.outerHTML)"""
+    )
+    assert nameless == []
+    assert page.locator("img:not([alt])").count() == 0
+    reached = set()
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement.tagName"))
+    assert {"A", "SELECT", "BUTTON", "INPUT", "OL"} <= reached
+
+
+# ------------------------------------------------------------------------------------------------- transcripts.html
+
+
+def many(count: int) -> Iterator[dict[str, Any]]:
+    """Rows of both kinds, as phase 3 and the evaluator write them; one of them is worth finding."""
+    for number in range(count):
+        rng = random.Random(number)
+        turns, won = rng.randrange(1, 9), rng.random() < 0.4
+        said = "needle <script>" if number == 7777 else "<think>goal Up</think><answer>Up</answer>"
+        messages = [{"role": "system", "content": "Walk over the frozen lake. " * 12}]
+        for _ in range(turns):
+            messages += [{"role": "user", "content": "Reward 0\nGoal Up 2"}, {"role": "assistant", "content": said}]
+        yield {
+            "step": number // 40, "env": rng.choice(["frozen_lake", "sokoban", "bandit"]), "success": won,
+            "failure": "" if won else rng.choice(["hole", ""]), "crashed": "", "invalid_turns": number % 3,
+            "turn_rewards": [0.0] * (turns - 1) + [float(won)],
+            "turn_penalties": [-0.1 * (number % 3)] + [0.0] * (turns - 1),
+            "messages": messages,
+        }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("large") / "transcripts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in many(10_000)))
+    return transcripts_page.build(file)
+
+
+def test_ten_thousand_episodes_stay_fluid(visit: Callable[..., Any], large: Path) -> None:
+    assert large.stat().st_size < 3_000_000
+    began = time.perf_counter()
+    page = visit(large)
+    opened = time.perf_counter() - began
+    rows = page.locator(".row")
+    assert rows.count() < 40 and page.locator(".count").inner_text() == "10,000 of 10,000"
+    slowest = page.evaluate("""async () => {
+      const list = document.querySelector(".rows"), times = [];
+      for (let at = 0; at < 60; at++) {
+        const began = performance.now();
+        list.scrollTop = at * 8000;
+        list.dispatchEvent(new Event("scroll"));
+        list.getBoundingClientRect();
+        times.push(performance.now() - began);
+        await new Promise(requestAnimationFrame);
+      }
+      return times.sort((a, b) => a - b)[Math.floor(times.length * 0.95)];
+    }""")
+    assert rows.count() < 40
+    filtering = page.evaluate("""() => {
+      const search = document.querySelector("input[type=search]"), began = performance.now();
+      search.value = "needle";
+      search.dispatchEvent(new Event("input", { bubbles: true }));
+      document.body.getBoundingClientRect();
+      return performance.now() - began;
+    }""")
+    print(f"opened in {opened:.2f} s; a scrolled frame {slowest:.1f} ms; the first text filter {filtering:.0f} ms")
+    assert page.locator(".count").inner_text() == "1 of 10,000"
+    assert page.locator(".words").first.text_content() == "needle <script>"
+    assert opened < 8 and slowest < 50 and filtering < 2000, "far above what was measured: the machine may be busy"
+
+
+def test_each_filter_of_the_viewer(visit: Callable[..., Any], large: Path) -> None:
+    rows = list(many(10_000))
+    page = visit(large)
+
+    def count() -> int:
+        return int(page.locator(".count").inner_text().split(" of ")[0].replace(",", ""))
+
+    def reset() -> None:
+        page.get_by_role("button", name="show all").click()
+        page.wait_for_function("document.querySelector('.count').textContent.startsWith('10,000')")
+
+    page.get_by_label("environment").select_option("sokoban")
+    assert count() == sum(row["env"] == "sokoban" for row in rows)
+    page.get_by_label("outcome").select_option("solved")
+    assert count() == sum(row["env"] == "sokoban" and row["success"] for row in rows)
+    reset()
+    page.get_by_label("outcome").select_option("hole")
+    assert count() == sum(row["failure"] == "hole" for row in rows)
+    reset()
+    page.get_by_label("invalid turns, least").fill("2")
+    assert count() == sum(row["invalid_turns"] >= 2 for row in rows)
+    page.get_by_label("turns, most", exact=True).fill("1")
+    assert count() == sum(row["invalid_turns"] >= 2 and len(row["messages"]) == 3 for row in rows)
+    reset()
+    page.get_by_label("reward, least").fill("0.9")
+    assert count() == sum(sum(row["turn_rewards"]) + sum(row["turn_penalties"]) >= 0.9 for row in rows)
+    page.get_by_label("text").fill("no such word")
+    assert count() == 0 and "No episode passes" in page.locator(".shown").inner_text()
+
+
+def test_the_viewer_by_keyboard(visit: Callable[..., Any], large: Path) -> None:
+    page = visit(large)
+    page.locator(".rows").focus()
+    heading = page.locator(".shown h3")
+    for key, step in (("ArrowDown", 0), ("End", 249), ("ArrowUp", 249), ("Home", 0)):
+        page.keyboard.press(key)
+        assert heading.inner_text().startswith(f"step {step} ")
+        chosen = page.locator('.row[aria-selected="true"]')
+        assert chosen.count() == 1 and chosen.is_visible()
+        assert chosen.get_attribute("id") == page.locator(".rows").get_attribute("aria-activedescendant")
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1200, "dark"), (390, "light")])
+def test_the_viewer_is_readable_on_any_screen(visit: Callable[..., Any], large: Path, width: int, scheme: str) -> None:
+    page = visit(large, width, scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    found = page.evaluate(CONTRAST)
+    assert found["seen"] > 30 and found["poor"] == []
+
+
+def test_what_a_model_wrote_is_never_html(visit: Callable[..., Any], run: Path) -> None:
+    """In the evaluator's transcripts, in those of phase 3, and on the report: the words are shown, nothing runs."""
+    for file in (run / "transcripts.jsonl", run / "phase3" / "transcripts.jsonl"):
+        page = visit(transcripts_page.build(file))
+        page.get_by_label("text").fill("<script>")
+        assert not page.locator(".count").inner_text().startswith("0 ")
+        assert "<script>" in page.locator(".words").first.text_content()
+    page = visit(run / "report.html")
+    page.get_by_label("text").fill("onerror")
+    words = page.locator("#recorded .words").first
+    assert words.text_content() == HOSTILE
+    page.get_by_label("shade tokens by").select_option("entropy")
+    assert words.text_content() == HOSTILE and words.locator("img, script, b").count() == 0
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("main script[src], main iframe").count() == 0
