@@ -249,10 +249,6 @@ def advantages(
             advantages_S = estimators.brpo(rewards_B, env_B, std=std)[episode_S]
         case "arpo":
             advantages_S = estimators.arpo(rewards_B)[episode_S]
-        case "turn_return":
-            advantages_S = estimators.turn_advantages(
-                rewards_N, episode_N, group_B, gamma=algorithm.gamma, std=std
-            )[turn_S]  # fmt: skip
         case "gigpo":
             states = [state for t in batch.episodes for state in t.state_keys]
             buckets_N = estimators.state_buckets(states, group_B[episode_N])

@@ -28,7 +28,6 @@ from posttrain.starpo.advantages import (
     rloo,
     state_buckets,
     token_rewards,
-    turn_advantages,
     whiten,
 )
 
@@ -194,16 +193,6 @@ def test_turns_of_one_episode_stand_together() -> None:
 
 
 @few
-@given(batches(), st.booleans())
-def test_turn_advantages_are_the_loop(batch: Batch, std: bool) -> None:
-    t = batch.tensors()
-    returns = flat([discounted(rewards, 0.9) for rewards in batch.rewards])
-    keys = [(batch.group[b], n) for b, row in enumerate(batch.rewards) for n in range(len(row))]
-    found = turn_advantages(t["rewards_N"], t["episode_N"], t["group_B"], gamma=0.9, std=std)
-    assert same(found, normalised(returns, keys, std))
-
-
-@few
 @given(batches(), st.booleans(), st.sampled_from([0.0, 0.5, 1.0]))
 def test_gigpo_is_the_loop(batch: Batch, std: bool, weight: float) -> None:
     t = batch.tensors()
@@ -334,14 +323,12 @@ def test_the_order_of_trajectories_does_not_matter(batch: Batch, random) -> None
     def everything(b: Batch) -> list[list[np.ndarray]]:
         """By episode: what each estimator gives it."""
         t = b.tensors()
-        maps = t["rewards_N"], t["episode_N"], t["group_B"]
         rewards_S = token_rewards(t["rewards_N"], t["turn_S"])
         bucket = state_buckets([s for row in b.states for s in row], t["group_B"][t["episode_N"]])
         per_episode = [
             grpo(t["rewards_B"], t["group_B"]), rloo(t["rewards_B"], t["group_B"]), brpo(t["rewards_B"]),
         ]  # fmt: skip
-        per_turn = [turn_advantages(*maps),
-                    gigpo(t["rewards_B"], t["group_B"], t["rewards_N"], t["episode_N"], bucket)]  # fmt: skip
+        per_turn = [gigpo(t["rewards_B"], t["group_B"], t["rewards_N"], t["episode_N"], bucket)]
         high = bilevel_gae(rewards_S, t["values_S"], t["turn_S"], t["episode_N"], gamma=0.9, gamma_high=0.8, lam=0.7)
         plus = reinforce_pp(t["rewards_B"], t["group_B"], t["episode_S"])
         per_token = [whiten(gae(rewards_S, t["values_S"], t["episode_S"], 0.9, 0.8)[0]), *high, plus]
@@ -375,6 +362,6 @@ def test_a_large_batch_is_cheap() -> None:
     rewards_S = token_rewards(rewards_N, turn_S)
     gae(rewards_S, values_S, episode_N[turn_S], 1.0, 0.95)
     bilevel_gae(rewards_S, values_S, turn_S, episode_N, gamma=1.0, gamma_high=0.95, lam=0.95)
-    turn_advantages(rewards_N, episode_N, group_B)
+    gigpo(rewards_N[:1024], group_B, rewards_N, episode_N, turn_S[:5000])
     grpo(rewards_N[:1024], group_B)
     assert time.process_time() - start < 2

@@ -127,7 +127,7 @@ def test_the_sampler_gap_is_a_mean_over_tokens(tokens: int) -> None:
     assert row["policy/sampler_gap"] == pytest.approx(0.5 / count, rel=1e-2)
 
 
-@pytest.mark.parametrize("advantage", [*EPISODE, "turn_return", "gigpo", *sorted(CRITICAL)])
+@pytest.mark.parametrize("advantage", [*EPISODE, "gigpo", *sorted(CRITICAL)])
 def test_every_estimator_starts_at_ratio_one_and_learns(advantage: str) -> None:
     cfg = config(advantage=advantage, beta=0.01)
     model = policy()

@@ -200,16 +200,12 @@ def worth(
 
     total = [t.reward for t in episodes]
     places = [(b, n) for b, t in enumerate(episodes) for n in range(t.turns)]
-    if a.advantage in ("turn_return", "gigpo"):
-        discount = a.gamma if a.advantage == "turn_return" else a.gamma_high
-        ahead = [r for t in episodes for r in later(t.turn_scores, discount)]
-        if a.advantage == "turn_return":
-            of_turn = compared(ahead, [(group[b], n) for b, n in places], a.advantage_std)
-        else:
-            peers = [(group[b], episodes[b].state_keys[n]) for b, n in places]
-            whole = compared(total, group, a.advantage_std)
-            step = compared(ahead, peers, a.advantage_std)
-            of_turn = [whole[b] + a.step_weight * s for (b, _), s in zip(places, step, strict=True)]
+    if a.advantage == "gigpo":
+        ahead = [r for t in episodes for r in later(t.turn_scores, a.gamma_high)]
+        peers = [(group[b], episodes[b].state_keys[n]) for b, n in places]
+        whole = compared(total, group, a.advantage_std)
+        step = compared(ahead, peers, a.advantage_std)
+        of_turn = [whole[b] + a.step_weight * s for (b, _), s in zip(places, step, strict=True)]
         starts = np.cumsum([0, *(t.turns for t in episodes)])
         out = [np.array(of_turn)[starts[b] + turns] for b, turns in enumerate(turn_of)]
     elif a.advantage.startswith("reinforce_pp"):
@@ -462,13 +458,10 @@ EPISODE = "rloo brpo arpo reinforce_pp reinforce_pp_baseline".split()
 @pytest.mark.parametrize(
     ("key", "beside"),
     [
-        *(case(f"algorithm.advantage={name}") for name in [*EPISODE, "turn_return", "gigpo", "gae"]),
+        *(case(f"algorithm.advantage={name}") for name in [*EPISODE, "gigpo", "gae"]),
         case("algorithm.advantage=bilevel_gae", GAE),
-        *(
-            case("algorithm.advantage_std=false", f"algorithm.advantage={name}")
-            for name in "grpo brpo turn_return gigpo".split()
-        ),
-        case("algorithm.gamma=0.7", "algorithm.advantage=turn_return"),
+        *(case("algorithm.advantage_std=false", f"algorithm.advantage={name}") for name in "grpo brpo gigpo".split()),
+        case("algorithm.gamma=0.7", "algorithm.advantage=gae"),
         case("algorithm.step_weight=0.3", "algorithm.advantage=gigpo"),
         case("algorithm.gamma_high=0.5", "algorithm.advantage=gigpo"),
         *(

@@ -78,10 +78,10 @@ class CriticSection(Section):
 # Keys that not every run reads: the keys, the key that decides, and which of its values read them.
 _READ_BY = (
     ("critic lam turn_rewards", "advantage", "gae bilevel_gae"),
-    ("gamma", "advantage", "turn_return gae bilevel_gae"),
+    ("gamma", "advantage", "gae bilevel_gae"),
     ("gamma_high", "advantage", "gigpo bilevel_gae"),
     ("step_weight", "advantage", "gigpo"),
-    ("advantage_std", "advantage", "grpo brpo turn_return gigpo"),
+    ("advantage_std", "advantage", "grpo brpo gigpo"),
     ("epsilon", "loss_type", "ppo_clip gspo"),
     ("delta", "loss_type", "ppo_clip"),
     ("filter.value filter.largest", "filter.strategy", "top_k top_k_abs top_p top_p_softmax min_p"),
@@ -92,29 +92,29 @@ class AlgorithmSection(Section):
     preset: str | None = Field(
         "configs/presets/NAME.yaml is laid under the keys of this file; on the command line, over them", None
     )
-    advantage: Literal[  # a new one: `advantages` of phase 3 computes it, and the three properties below say what it is
+    advantage: Literal[  # a new one: see docs/presets.md
         "grpo",
         "rloo",
         "brpo",
         "arpo",
         "reinforce_pp",
         "reinforce_pp_baseline",
-        "turn_return",
         "gigpo",
         "gae",
         "bilevel_gae",
     ] = Field(
-        "how rewards become advantages: of an episode among its group (grpo, rloo), in the whole batch (brpo,"
-        " reinforce_pp) or as it is (arpo); of a turn (turn_return, gigpo); of a token (gae, bilevel_gae: a critic; an"
-        " episode that a limit ended is worth nothing afterwards, as the turns left are shown to model and critic)",
+        "how rewards become advantages, all but gigpo RAGEN's: of an episode among its group (grpo, rloo), in the"
+        " whole batch (brpo, reinforce_pp) or as it is (arpo); of a turn and its episode (verl-agent's gigpo); of a"
+        " token (gae, bilevel_gae: a critic; an episode that a limit ended is worth nothing afterwards, as the turns"
+        " left are shown to model and critic)",
         "grpo",
     )
     advantage_std: bool = Field(
-        "grpo, brpo, turn_return, gigpo: divide by the standard deviation; false is Dr. GRPO's choice (RAGEN's"
+        "grpo, brpo, gigpo: divide by the standard deviation; false is Dr. GRPO's choice (RAGEN's"
         " norm_adv_by_std_in_grpo, TRL's scale_rewards)",
         True,
     )
-    gamma: float = Field("turn_return: discount of a turn; gae, bilevel_gae: of a token (RAGEN's)", 1.0, gt=0, le=1)
+    gamma: float = Field("gae, bilevel_gae: discount of a token (RAGEN's)", 1.0, gt=0, le=1)
     lam: float = Field("gae, bilevel_gae: lambda (RAGEN's)", 1.0, ge=0, le=1)
     gamma_high: float = Field(
         "gigpo, bilevel_gae: discount of a turn (verl-agent's gamma, RAGEN's high_level_gamma)", 0.95, gt=0, le=1
@@ -213,12 +213,12 @@ class AlgorithmSection(Section):
     @property
     def compares_groups(self) -> bool:
         """Whether an episode is compared with the others of its group, so that a group of one teaches nothing."""
-        return self.advantage in ("grpo", "rloo", "reinforce_pp_baseline", "turn_return", "gigpo")
+        return self.advantage in ("grpo", "rloo", "reinforce_pp_baseline", "gigpo")
 
     @property
     def keeps_scale(self) -> bool:
         """Whether advantages are as large as rewards are, so that environments with larger rewards weigh more."""
-        if self.advantage in ("grpo", "brpo", "turn_return", "gigpo"):
+        if self.advantage in ("grpo", "brpo", "gigpo"):
             return not self.advantage_std
         return self.advantage in ("arpo", "rloo")
 

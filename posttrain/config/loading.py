@@ -24,7 +24,9 @@ from posttrain.files import failed_write
 from posttrain.types import UserError
 
 Config = TypeVar("Config", bound=Section)
-RENAMED = {  # keys of former versions that are spelled little like today's
+RENAMED = {  # keys of former versions, and of RAGEN, that are spelled little like today's
+    "env_groups": "groups",
+    "group_size": "num_generations",
     "worlds": "envs",
     "dual_clip": "delta",
     "groups": "weight",

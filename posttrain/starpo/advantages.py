@@ -94,18 +94,6 @@ def returns_to_go(rewards_N: torch.Tensor, episode_N: torch.Tensor, gamma: float
     return grid_TB[place_N, row_N]
 
 
-def turn_advantages(
-    rewards_N: torch.Tensor, episode_N: torch.Tensor, group_B: torch.Tensor, *, gamma: float = 1.0, std: bool = True
-) -> torch.Tensor:
-    """Return-to-go of each turn, normalised over the k-th turns of its group, shape (N,).
-
-    A turn that only one episode of its group reached gets 0: nothing to compare with.
-    """
-    returns_N = returns_to_go(rewards_N, episode_N, gamma)
-    _, place_N = _places(episode_N)
-    return grpo(returns_N, group_B[episode_N] * (len(place_N) + 1) + place_N, std=std)
-
-
 def gigpo(
     rewards_B: torch.Tensor,
     group_B: torch.Tensor,
