@@ -79,7 +79,15 @@ ATTACKS = {
         "    try: socket.socketpair(family, socket.SOCK_DGRAM)\n    except OSError: pass\n"
         "    else: print('ESCAPED', family)\none, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
         "one.connect({listener!r})\nprint('ESCAPED')",
-        "error .*ConnectionRefusedError",
+        "error .*PermissionError",
+    ),
+    "pairs of sockets that part": (  # a named one could be filled by many who are gone
+        "import ctypes, socket\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\nname = bytes(16)\n"
+        "for found in (lambda: libc.connect(one.fileno(), name, 16),\n"
+        "              lambda: libc.bind(one.fileno(), b'\\1\\0\\0x', 4)):\n"
+        "    print('ESCAPED' if found() >= 0 else ctypes.get_errno())",
+        r"ok\s+(1\s+){{2}}$",
     ),
     "priorities": (  # of the harness, which is process 1
         "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\nroom = ctypes.create_string_buffer(64)\n"
@@ -140,6 +148,24 @@ ATTACKS = {
         "              lambda: libc.flock(file, 6)):\n"
         "    print('ESCAPED' if found() >= 0 else ctypes.get_errno())",
         r"ok\s+(1\s+){{5}}$",
+    ),
+    "locks": (  # of a file of the host: shared, private to the descriptor, a lease, and a watch on a folder
+        "import fcntl, os, struct\nfile, folder = os.open(os.__file__, os.O_RDONLY), os.open('/usr/lib', os.O_RDONLY)\n"
+        "lock, open_lock = struct.pack('hhqqi', 0, 0, 0, 1, 0), struct.pack('hhqqi', 0, 0, 0, 1, 0)\n"
+        "for what, command, value in ((file, fcntl.F_SETLK, lock), (file, fcntl.F_SETLKW, lock), (file, 37, open_lock),\n"
+        "                             (file, 38, open_lock), (file, fcntl.F_SETLEASE, 0), (folder, 1026, 1)):\n"
+        "    try: fcntl.fcntl(what, command, value)\n    except OSError as error: print(error.errno)\n"
+        "    else: print('ESCAPED', command)",
+        r"ok\s+(1\s+){{6}}$",
+    ),
+    "what the kernel tells root": (
+        "for name in 'kcore kmsg kpagecount kpageflags pagetypeinfo slabinfo timer_list vmallocinfo'.split():\n"
+        "    try: open('/proc/' + name, 'rb')\n    except OSError: pass\n    else: print('ESCAPED', name)",
+        "ok",
+    ),
+    "where the project is": (
+        "for line in open('/proc/self/mountinfo'):\n    if 'deep_coder' in line: print('ESCAPED', line)",
+        "ok",
     ),
     "bomb of links": (
         "import os\nfor n in range(10**6):\n    os.symlink('a' * 120, f'/tmp/{{n}}')\nprint('ESCAPED')",
@@ -366,9 +392,10 @@ def wait_for(condition: Callable[[], object], patience: float = 3.0) -> bool:
     return False
 
 
-def decide(lines: bytes, number: int, architecture: int, argument: int = 0) -> str:
+def decide(lines: bytes, number: int, architecture: int, *arguments: int) -> str:
     """What a seccomp filter says, by reading it line by line as the kernel does."""
-    data, value, at = {0: number, 4: architecture, 16: argument}, 0, 0
+    first, second = (*arguments, 0, 0)[:2]
+    data, value, at = {0: number, 4: architecture, 16: first, 24: second}, 0, 0
     while True:
         line = lines[8 * at : 8 * at + 8]
         code, yes, no, k = int.from_bytes(line[:2], "little"), line[2], line[3], int.from_bytes(line[4:], "little")
@@ -395,6 +422,9 @@ def test_the_filter_decides_as_it_should(machine):
     assert decide(lines, clone, here, 0x3D0F00) == decide(lines, read, here) == "allow", "threads, and the rest"
     limits = harness.PRLIMIT[column]
     assert decide(lines, limits, here, 0) == "allow" and decide(lines, limits, here, 1) == "EPERM"
+    commands = harness.FCNTL[column]
+    assert {decide(lines, commands, here, 5, command) for command in harness.LOCKS} == {"EPERM"}
+    assert {decide(lines, commands, here, 6, command) for command in (0, 1, 2, 3, 4, 1030, 1031)} == {"allow"}
     assert decide(lines, 435, here) == decide(lines, 425, here) == "ENOSYS", "clone3 and io_uring_setup"
     assert decide(lines, 0x40000000, here) == decide(lines, read, 0x40000003) == "kill", "x32 and i386"
 
@@ -402,7 +432,7 @@ def test_the_filter_decides_as_it_should(machine):
 KEPT_BY_THE_KERNEL = (  # and counted for nobody whom a limit here is about
     "setxattr lsetxattr fsetxattr vmsplice splice tee sendfile sendmsg sendmmsg setsockopt timer_create seccomp prctl"
     " memfd_create shmget semget msgget mq_open inotify_init inotify_init1 add_key keyctl io_setup userfaultfd bpf"
-    " perf_event_open"
+    " perf_event_open bind connect"
 )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,7 @@ from envs.base import draw_level, split_by_hash
 from envs.deep_coder import embedded, rows, tasks, verdict
 from envs.deep_coder.environment import Data, DeepCoder
 from envs.deep_coder.rows import Bounds
-from envs.deep_coder.sandbox import Outcome
+from envs.deep_coder.sandbox import Limits, Outcome
 from envs.deep_coder.verdict import Problem, program_of, same_text, same_value, short
 from envs.protocol import Episode, Protocol, answer
 
@@ -90,7 +91,12 @@ def test_a_fence_is_taken_off():
 @needs_sandbox
 def test_a_program_is_run_once(monkeypatch):
     env, runs = started(), []
-    monkeypatch.setattr(verdict, "execute", lambda *given: runs.append(given) or [Outcome("ok", "0", "")] * 4)
+
+    def run(*given):
+        runs.append(given)
+        yield from [Outcome("ok", "0", "")] * 4
+
+    monkeypatch.setattr(verdict, "run", run)
     for _ in range(3):
         env.step("print('run once')")
     env.begin(DOUBLE)
@@ -119,10 +125,31 @@ def test_a_program_is_run_once(monkeypatch):
         ("1.0.0", "1.0", False),
         ("YES", "yes", False),
         ("1.5", "1." + "5" * 10_000, False),
+        ("1 2\n3", "1\n2 3", False),
+        ("1\n2", "\n \n 1 \x0c\n\n2 \n ", True),
+        ("1\n2", "1\n2\n3", False),
     ],
 )
 def test_outputs_are_compared_by_lines_and_tokens(expected, found, same):
     assert same_text(expected, found) is same
+
+
+@needs_sandbox
+@pytest.mark.parametrize("line", [r"b'a\n'", r"b'\xff\n'", r"b'\n'"])
+def test_a_megabyte_of_short_lines_costs_little(line):
+    problem, begun = Problem("", "", TESTS * 5, 1, f"lines {line}"), (time.monotonic(), time.process_time())
+    program = f"import os\nos.write(1, ({line} * 2**20)[:2**20 - 4])"
+    assert verdict.judge(problem, program, Limits()).passed == 0
+    assert time.monotonic() - begun[0] < 6 and time.process_time() - begun[1] < 1
+
+
+@needs_sandbox
+def test_the_clock_runs_while_outputs_are_compared(monkeypatch):
+    """However many tests there are, and however long their outputs take."""
+    monkeypatch.setattr(verdict, "same_text", lambda *texts: time.sleep(0.05) or True)
+    problem, begun = Problem("", "", TESTS * 100, 1, "slow to compare"), time.monotonic()
+    told = verdict.judge(problem, "print(1)", Limits(total_seconds=1.0))
+    assert time.monotonic() - begun < 2 and 0 < told.passed < 20
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,12 @@ MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # AUDIT_ARCH
 NEWEST = 424  # Linux 5.1: from here on numbers are the same everywhere, and libc does without these calls
 CLONE, PRLIMIT = (56, 220), (302, 261)
 CLONE_SHARED = 0x10000 | 0x400  # a thread, with the files of the others: else each had `FILES` of its own
+FCNTL = (72, 25)
+LOCKS = (6, 7, 37, 38, 1024, 1026)  # commands of fcntl: locks, leases and watches on files, which may be the host's
 FORBIDDEN = {  # numbers on x86_64 and aarch64; None where the call is not there
     "socket": (41, 198),
+    "bind": (49, 200),  # a socket of a pair that has a name can be filled by many, which then end; as the next
+    "connect": (42, 203),
     "fork": (57, None),
     "vfork": (58, None),
     "execve": (59, 221),
@@ -120,6 +124,9 @@ def system_call_filter(machine: str) -> bytes:
     ):
         lines += [line(equal, number, 0, 5), line(load, 16), line(only, bits), line(equal, value, 0, 1)]
         lines += [line(give, allow), line(give, eperm)]
+    lines += [line(equal, FCNTL[column], 0, 1 + 2 * len(LOCKS)), line(load, 24)]
+    for command in LOCKS:
+        lines += [line(equal, command, 0, 1), line(give, eperm)]
     return b"".join([*lines, line(give, allow)])
 
 

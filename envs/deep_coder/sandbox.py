@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -82,11 +82,11 @@ def slots() -> threading.BoundedSemaphore:
 
 @lru_cache(maxsize=1)
 def command() -> tuple[str, ...]:
-    """The sandbox up to the program that runs in it. Python is bound from where it is, even from a home, to /python."""
+    """The sandbox after the file of the harness. Python is bound from where it is, even from a home, to /python."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     system = sys.base_prefix == "/usr"
     home = "/usr" if system else "/python"
-    words = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--unshare-user", "--disable-userns"]
+    words = ["/harness.py", "--unshare-all", "--unshare-user", "--disable-userns"]
     words += ["--uid", "65534", "--gid", "65534", "--cap-drop", "ALL", "--hostname", "sandbox"]
     words += ["--die-with-parent", "--new-session", "--as-pid-1", "--clearenv", "--setenv", "LD_LIBRARY_PATH"]
     words += [f"{home}/lib", "--setenv", "HOME", "/tmp", "--ro-bind", "/usr/lib", "/usr/lib"]
@@ -100,7 +100,10 @@ def command() -> tuple[str, ...]:
         packages = f"{home}/lib/{version}/site-packages"
         words += ["--tmpfs", packages, "--remount-ro", packages]
     words += ["--ro-bind", f"{sys.base_prefix}/bin/{version}", f"{home}/bin/{version}"]
-    words += ["--ro-bind", str(HARNESS), "/harness.py", "--proc", "/proc", "--dev", "/dev"]
+    words += ["--proc", "/proc", "--dev", "/dev"]
+    for each in os.scandir("/proc"):  # whose owner is root, who may have started us
+        if each.is_file(follow_symlinks=False) and not each.stat().st_mode & 0o004:
+            words += ["--ro-bind", "/dev/null", each.path]
     words += ["--size", str(TMP_BYTES), "--tmpfs", "/tmp", "--remount-ro", "/dev"]
     words += ["--remount-ro", "/proc", "--remount-ro", "/"]  # else root's own settings in /proc/sys could be written
     words += ["--chdir", "/tmp", f"{home}/bin/{version}", "-I", "-S", "-B", "-X", "utf8", "/harness.py"]
@@ -108,19 +111,27 @@ def command() -> tuple[str, ...]:
 
 
 def execute(source: str, function: str, inputs: Sequence[str], limits: Limits) -> list[Outcome]:
+    """All outcomes of `run`."""
+    return list(run(source, function, inputs, limits))
+
+
+def run(source: str, function: str, inputs: Sequence[str], limits: Limits) -> Iterator[Outcome]:
     """Runs a program on inputs, in order, in one sandbox; fewer outcomes than inputs where it was stopped before.
 
     `function` names the function to call, each input then being its arguments as JSON; without one an input is stdin.
-    It is stopped when it does not compile, takes too long or crashes: further tests would go no better.
+    It is stopped when it does not compile, takes too long or crashes: further tests would go no better. An input is
+    given when its outcome is asked for, and the clock runs on in between.
     """
     arguments = (str(limits.seconds), str(limits.memory_mb << 20), str(limits.output_bytes))
     with (
         slots(),
+        HARNESS.open("rb") as harness,  # copied from here: of a file that is bound, /proc would tell the path
         subprocess.Popen(
-            [*command(), *arguments],
+            [shutil.which("bwrap") or "bwrap", "--file", str(harness.fileno()), *command(), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            pass_fds=(harness.fileno(),),
             env={},  # process 1 inside could be asked for it
             bufsize=0,
         ) as process,
@@ -128,7 +139,7 @@ def execute(source: str, function: str, inputs: Sequence[str], limits: Limits) -
         clock = threading.Timer(limits.total_seconds, process.kill)
         clock.start()
         try:
-            return _converse(process, source, function, inputs)
+            yield from _converse(process, source, function, inputs)
         finally:
             clock.cancel()
             _end(process)
@@ -144,8 +155,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.kill()
 
 
-def _converse(process: subprocess.Popen[bytes], source: str, function: str, inputs: Sequence[str]) -> list[Outcome]:
-    outcomes: list[Outcome] = []
+def _converse(
+    process: subprocess.Popen[bytes], source: str, function: str, inputs: Sequence[str]
+) -> Iterator[Outcome]:
     try:
         if _read(process, 5) != b"ready":
             raise EOFError
@@ -159,12 +171,11 @@ def _converse(process: subprocess.Popen[bytes], source: str, function: str, inpu
         _write(process, function)
         for each in inputs:
             _write(process, each)
-            outcomes.append(_outcome([_read(process, 1 << 24) for _ in range(5)], bool(function)))
-            if outcomes[-1].status not in ("ok", "error"):
-                break
+            yield (outcome := _outcome([_read(process, 1 << 24) for _ in range(5)], bool(function)))
+            if outcome.status not in ("ok", "error"):
+                return
     except (EOFError, BrokenPipeError):  # the clock struck
-        outcomes.append(Outcome("time", "", "time is up"))
-    return outcomes
+        yield Outcome("time", "", "time is up")
 
 
 def _outcome(parts: list[bytes], called: bool) -> Outcome:

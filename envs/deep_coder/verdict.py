@@ -13,10 +13,12 @@ import re
 import textwrap
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from envs.deep_coder.sandbox import Limits, Outcome, execute
+from envs.deep_coder.sandbox import Limits, Outcome, run
 
 TOLERANCE = 1e-6
 SHOWN = 300  # characters of an input or output in the feedback
@@ -78,8 +80,8 @@ def judge(problem: Problem, source: str, limits: Limits) -> Verdict:
         if key in _cache:
             _cache.move_to_end(key)
             return _cache[key]
-    outcomes = execute(source, problem.function, [test.input for test in problem.tests], limits)
-    verdict = weigh(problem, outcomes)
+    with closing(run(source, problem.function, [test.input for test in problem.tests], limits)) as outcomes:
+        verdict = weigh(problem, outcomes)
     with _lock:
         _cache[key] = verdict
         while len(_cache) > CACHED:
@@ -87,24 +89,30 @@ def judge(problem: Problem, source: str, limits: Limits) -> Verdict:
     return verdict
 
 
-def weigh(problem: Problem, outcomes: list[Outcome]) -> Verdict:
-    """What outcomes come to. Tests that were not run any more are not passed."""
-    passes = [passed(problem, test, outcome) for test, outcome in zip(problem.tests, outcomes, strict=False)]
-    told = [f"Passed {sum(passes)} of {len(problem.tests)} tests."]
-    shown = next((number for number, good in enumerate(passes) if not good and number < problem.public), None)
-    failed = next((outcome for outcome, good in zip(outcomes, passes, strict=True) if not good), None)
-    if failed is not None and failed.status == "syntax":
-        told.append(short(failed.error))
-    elif shown is not None:
-        test, outcome = problem.tests[shown], outcomes[shown]
-        told += [f"Test {shown + 1}", f"Input {short(test.input)}", f"Expected {short(test.output)}"]
-        told.append(f"Got {short(outcome.output)}" if outcome.status == "ok" else f"Failed: {short(outcome.error)}")
+def weigh(problem: Problem, outcomes: Iterable[Outcome]) -> Verdict:
+    """What outcomes come to, each compared as it comes. Tests that were not run any more are not passed."""
+    good, failed = 0, None  # the first test that failed, with its number and outcome
+    for number, (test, outcome) in enumerate(zip(problem.tests, outcomes, strict=False), 1):
+        if passed(problem, test, outcome):
+            good += 1
+        elif failed is None:
+            failed = number, test, outcome
+    told = [f"Passed {good} of {len(problem.tests)} tests."]
+    return Verdict(good, "\n".join(told if failed is None else [*told, *_told_of(problem, *failed)]))
+
+
+def _told_of(problem: Problem, number: int, test: Test, outcome: Outcome) -> Iterator[str]:
+    """What is said about a test that failed: of a hidden one only the kind of its failure."""
+    if outcome.status == "syntax":
+        yield short(outcome.error)
+    elif number > problem.public:
+        kind = {"ok": "wrong output", "error": "an error", "time": "time is up"}.get(outcome.status, outcome.status)
+        yield f"A hidden test failed: {kind}."
+    else:
+        yield from (f"Test {number}", f"Input {short(test.input)}", f"Expected {short(test.output)}")
+        yield f"Got {short(outcome.output)}" if outcome.status == "ok" else f"Failed: {short(outcome.error)}"
         if outcome.status == "ok" and outcome.error and not outcome.output:  # a thread of it died
-            told.append(f"Failed: {short(outcome.error)}")
-    elif failed is not None:  # of a hidden test only the kind of its failure is told
-        kind = {"ok": "wrong output", "error": "an error", "time": "time is up"}.get(failed.status, failed.status)
-        told.append(f"A hidden test failed: {kind}.")
-    return Verdict(sum(passes), "\n".join(told))
+            yield f"Failed: {short(outcome.error)}"
 
 
 def passed(problem: Problem, test: Test, outcome: Outcome) -> bool:
@@ -121,10 +129,14 @@ def passed(problem: Problem, test: Test, outcome: Outcome) -> bool:
 
 
 def same_text(expected: str, found: str) -> bool:
-    lines = [[line.split() for line in text.splitlines() if line.strip()] for text in (expected, found)]
-    return len(lines[0]) == len(lines[1]) and all(
-        len(ours) == len(theirs) and all(map(same_token, ours, theirs)) for ours, theirs in zip(*lines, strict=True)
-    )
+    ours = expected.split()
+    theirs = found.split(maxsplit=len(ours))  # of a long output that is wrong, little is split
+    return len(ours) == len(theirs) and all(map(same_token, ours, theirs)) and lengths(expected) == lengths(found)
+
+
+def lengths(text: str) -> list[int]:
+    """How many tokens each line has that has any."""
+    return [len(line.split()) for line in text.splitlines() if line.strip()]
 
 
 def same_token(expected: str, found: str) -> bool:
