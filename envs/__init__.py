@@ -77,7 +77,9 @@ def make(name: str, **options: Any) -> TextEnv:
             problem = error.errors()[0]["msg"].removeprefix("Input ")
             hint = _as_list(option, value) if "valid list" in problem and isinstance(value, str) else ""
             raise ValueError(f"{name} cannot be made with {option}={value!r}: it {problem}.{hint}") from None
-    return env(**options)
+    made = env(**options)
+    made.made_with = options
+    return made
 
 
 def option(text: str) -> tuple[str, Any]:

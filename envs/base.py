@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import string
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -77,7 +78,7 @@ def draw_level(env: type[TextEnv], config: Hashable, seed: int, split: str) -> A
         if level is not None and env.split_of(level) in (split, None):
             return level
         drawn += 1
-    raise NoLevel(f'{env.name}: no level for the split "{split}" in {drawn:,} draws with the options {config}.')
+    raise NoLevel(f'{env.name}: no level for the split "{split}" in {drawn:,} draws')
 
 
 class AnyText(gymnasium.spaces.Text):
@@ -153,6 +154,7 @@ class TextEnv(gymnasium.Env[str, str], ABC):
     observation_space: gymnasium.spaces.Text
     action_space: gymnasium.spaces.Text
     render_mode: str | None
+    made_with: Mapping[str, Any] = MappingProxyType({})  # the options that `make` was given, for messages
     config: Any  # hashable; all that decides which levels there are, given to `draw`
     level: Any  # the current one
     symbols: Mapping[str, str] = MappingProxyType({})  # what stands for each kind of cell, where there is a grid
@@ -191,7 +193,12 @@ class TextEnv(gymnasium.Env[str, str], ABC):
         self.noise = np.random.default_rng([noise_seed, 1])
         self.policy_rng = np.random.default_rng([noise_seed, 2])
         split = known("split", options.get("split", "train"), SPLITS)
-        self.level = draw_level(type(self), self.config, seed, split)
+        try:
+            self.level = draw_level(type(self), self.config, seed, split)
+        except NoLevel as problem:
+            told = ", ".join(f"{option}: {json.dumps(value, default=str)}" for option, value in self.made_with.items())
+            with_options = f" with {told}" if told else ""
+            raise NoLevel(f"{problem}{with_options}. Choose options that allow more levels.") from None
         self.begin(self.level)
         if self.actions is not None and OneOf(self.actions) != self.action_space:  # `begin` set those of the level
             self.action_space = OneOf(self.actions)

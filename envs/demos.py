@@ -347,7 +347,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"{file} is there already: name another file with --out, or write --overwrite.")
         told = write(recipe, arguments.n, file)
     except (ValueError, OSError, NoAnswer) as problem:
-        print(problem, file=sys.stderr)
+        lost = f"{arguments.out or 'runs/demos'} cannot be written: choose another file with --out"
+        print(f"{lost} ({problem.strerror})." if isinstance(problem, OSError) else problem, file=sys.stderr)
         return 2
     print(f"{told}\nRead it with data.sources: [{{kind: {kind}, path: {file}}}]")
     return 0

@@ -258,7 +258,9 @@ def test_a_file_is_only_written_over_when_that_is_asked(tmp_path: Path, capsys: 
     command = ["frozen_lake", "--n", "1", "--out", str(file)]
     assert "is there already" in refused(capsys, *command) and file.read_text() == "precious"
     assert demos.main([*command, "--overwrite"]) == 0 and file.read_text().startswith("{")
-    assert "mine.jsonl" in refused(capsys, "frozen_lake", "--n", "1", "--out", str(file / "below.jsonl"))
+    for out in (str(file / "below.jsonl"), "/proc/rows.jsonl"):
+        said = refused(capsys, "frozen_lake", "--n", "1", "--out", out)
+        assert f"{out} cannot be written" in said and "--out" in said and ".part" not in said and "Errno" not in said
 
 
 # -- phases 1 and 2 ----------------------------------------------------------------------------------------------------

@@ -277,8 +277,17 @@ def test_options_that_make_no_sense_are_refused():
         make("sudoku", size=5)
     with pytest.raises(ValueError, match='Did you mean "singles"'):
         make("sudoku", effort="single")
-    with pytest.raises(ValueError, match="no level for the split"):
-        make("sudoku", size=6, min_clues=30, effort="search").reset(seed=0)
+    for options in ({"max_clues": 18}, {"min_clues": 30}, {"max_clues": 14}):
+        with pytest.raises(ValueError, match="hardly a 6 x 6 puzzle with more than 13 clues .* max_clues=13 or less"):
+            make("sudoku", size=6, effort="search", **options)
+
+
+@pytest.mark.parametrize("size", [6, 9])
+def test_puzzles_that_need_a_guess_are_found_without_other_options(size):
+    env = make("sudoku", size=size, effort="search")
+    for seed in (3, 7, 9):
+        env.reset(seed=seed, options={"split": "test"})
+        assert not by_singles(env.shape, env.level.clues)
 
 
 def test_pictures_show_the_grid():

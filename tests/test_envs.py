@@ -106,8 +106,12 @@ def test_an_option_that_would_do_nothing_or_harm_is_refused(name, options, says)
 
 
 def test_an_environment_without_levels_says_so():
-    with pytest.raises(ValueError, match="no level for the split"):
-        make("sokoban", size=5, boxes=8).reset(seed=0)
+    with pytest.raises(ValueError) as told:
+        make("sokoban", size=5, boxes=8, observation="grid").reset(seed=0)
+    assert str(told.value) == (
+        'sokoban: no level for the split "train" in 2,000 draws with size: 5, boxes: 8, observation: "grid". Choose'
+        " options that allow more levels."
+    )
 
 
 @pytest.mark.parametrize("name", ENVS)

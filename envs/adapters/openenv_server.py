@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from functools import partial
 from typing import Any
@@ -63,6 +64,9 @@ class Served(Environment[TextAction, TextObservation, TextState]):
         **_: Any,
     ) -> TextObservation:
         """The level of a task, or of a seed. Beside an index, `seed` is that of chance inside the episode."""
+        for what, value in (("seed", seed), ("index", index)):
+            if value is not None and (type(value) is not int or value < 0):
+                raise ValueError(f"reset takes {what} as a whole number of 0 or more, not {json.dumps(value)}.")
         options: dict[str, Any] = {"split": split}
         if index is not None:
             self.get_task(split, index)

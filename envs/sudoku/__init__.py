@@ -27,6 +27,9 @@ from envs.sudoku.puzzles import (
 __all__ = ["Sudoku"]
 
 CLUES = {4: (5, 8), 6: (12, 18), 9: (30, 40)}  # by size, where nothing else is asked for
+CLUES_OF_SEARCH = {6: (8, 11), 9: (30, 40)}  # the same for puzzles that need a guess
+MOST_CLUES_OF_SEARCH = {6: 13, 9: 40}  # with more, fewer than 1 in 300 needs one
+TRIES = 10  # puzzles for one that needs a guess: 1 in 70 does with 6 x 6 cells, 1 in 25 with 9 x 9
 SHOWN = 10  # empty cells up to which the values that fit are listed
 RIGHT, CONFLICT, SOLVED = 1.0, -0.1, 10.0
 LONGEST = 80  # characters of an action
@@ -69,18 +72,25 @@ class Sudoku(TextEnv):
     ):
         if size not in BOXES:
             raise ValueError(f"sudoku has the sizes {', '.join(map(str, BOXES))}, not size={size}.")
-        least = CLUES[size][0] if min_clues is None else min_clues
-        most = max(least, CLUES[size][1]) if max_clues is None else max_clues
+        if size == 4 and effort == "search":
+            raise ValueError(
+                "sudoku has no 4 x 4 puzzle that needs a guess: one single after the other solves them all. Choose"
+                " size=6 or size=9 with effort=search."
+            )
+        usual = CLUES_OF_SEARCH[size] if effort == "search" else CLUES[size]
+        least = usual[0] if min_clues is None else min_clues
+        most = max(least, usual[1]) if max_clues is None else max_clues
         if not size - 1 <= least <= most < size * size or min(candidates, mistakes) < 0:
             raise ValueError(
                 f"sudoku needs {size - 1} <= min_clues <= max_clues < {size * size} with size={size}, candidates >= 0"
                 f" and mistakes >= 0, not min_clues={least}, max_clues={most}, candidates={candidates},"
                 f" mistakes={mistakes}."
             )
-        if size == 4 and effort == "search":
+        if effort == "search" and most > MOST_CLUES_OF_SEARCH[size]:
             raise ValueError(
-                "sudoku has no 4 x 4 puzzle that needs a guess: one single after the other solves them all. Choose"
-                " size=6 or size=9 with effort=search."
+                f"sudoku finds hardly a {size} x {size} puzzle with more than {MOST_CLUES_OF_SEARCH[size]} clues that"
+                f" needs a guess: with effort=search, write max_clues={MOST_CLUES_OF_SEARCH[size]} or less, not"
+                f" min_clues={least}, max_clues={most}."
             )
         self.shown, self.mistakes = candidates, mistakes
         self.dense = known("reward", reward, ("dense", "sparse")) == "dense"
@@ -92,9 +102,13 @@ class Sudoku(TextEnv):
     def draw(cls, config: Grids, rng: np.random.Generator) -> Iterator[Puzzle | None]:
         shape = shape_of(config.size)
         while True:
-            puzzle = make_puzzle(shape, int(rng.integers(config.clues[0], config.clues[1] + 1)), rng)
-            if puzzle and config.effort != "any" and by_singles(shape, puzzle.clues) != (config.effort == "singles"):
-                puzzle = None
+            puzzle = None
+            for _ in range(TRIES if config.effort == "search" else 1):
+                puzzle = make_puzzle(shape, int(rng.integers(config.clues[0], config.clues[1] + 1)), rng)
+                if puzzle and config.effort not in ("any", "singles" if by_singles(shape, puzzle.clues) else "search"):
+                    puzzle = None
+                if puzzle:
+                    break
             yield puzzle
 
     @classmethod
