@@ -229,7 +229,7 @@ def test_the_server_says_what_a_client_did_wrong(lake: str) -> None:
         with pytest.raises(RuntimeError, match="no task 400"):
             client.reset(split="test", index=400)
         for wrong in ({"index": "x"}, {"index": 1.5}, {"seed": "x"}, {"seed": -1}, {"index": 3, "seed": "x"}):
-            with pytest.raises(RuntimeError, match=r"reset takes .* as a whole number of 0 or more, not (\"x\"|1.5|-1)"):
+            with pytest.raises(RuntimeError, match=r"reset takes .* as a whole number .* not (\"x\"|1.5|-1)"):
                 client.reset(split="test", **wrong)
         first = client.reset(split="test", index=3)
         assert first.observation["actions"] == ["Left", "Down", "Right", "Up"] and not first.done

@@ -151,9 +151,9 @@ ATTACKS = {
     ),
     "locks": (  # of a file of the host: shared, private to the descriptor, a lease, and a watch on a folder
         "import fcntl, os, struct\nfile, folder = os.open(os.__file__, os.O_RDONLY), os.open('/usr/lib', os.O_RDONLY)\n"
-        "lock, open_lock = struct.pack('hhqqi', 0, 0, 0, 1, 0), struct.pack('hhqqi', 0, 0, 0, 1, 0)\n"
-        "for what, command, value in ((file, fcntl.F_SETLK, lock), (file, fcntl.F_SETLKW, lock), (file, 37, open_lock),\n"
-        "                             (file, 38, open_lock), (file, fcntl.F_SETLEASE, 0), (folder, 1026, 1)):\n"
+        "lock = struct.pack('hhqqi', 0, 0, 0, 1, 0)\n"
+        "for what, command, value in ((file, 6, lock), (file, 7, lock), (file, 37, lock), (file, 38, lock),\n"
+        "                             (file, fcntl.F_SETLEASE, 0), (folder, fcntl.F_NOTIFY, 1)):\n"
         "    try: fcntl.fcntl(what, command, value)\n    except OSError as error: print(error.errno)\n"
         "    else: print('ESCAPED', command)",
         r"ok\s+(1\s+){{6}}$",
@@ -476,20 +476,21 @@ def test_the_attacks_would_succeed_without_a_sandbox(name, host):
 
 FORGERIES = {
     "frames on every file": (
-        "import os\nframe = b''.join(len(p).to_bytes(4, 'big') + p for p in (b'exit', b'0', b'42', b'', b'42'))\n"
+        "import os\nframe = b''.join(len(p).to_bytes(4, 'big') + p for p in (b'exit', b'0', b'8642', b'', b'8642'))\n"
         "for file in range(64):\n    try: os.write(file, frame)\n    except OSError: pass"
     ),
     "patched exits": "import os, sys\nsys.exit = os._exit = exit = lambda *code: None\nraise SystemExit(0)",
     "early exit": "import os\nos._exit(0)",
-    "wrong exit": "print(42, flush=True)\nimport os\nos._exit(1)",
+    "wrong exit": "print(8642, flush=True)\nimport os\nos._exit(1)",
     "frames of the harness": (
         "import sys\nframe = sys._getframe()\nwhile frame:\n    for value in (*frame.f_locals.values(),"
-        " *frame.f_globals.values()):\n        if str(21 * 2) in str(value): print(42)\n    frame = frame.f_back"
+        " *frame.f_globals.values()):\n        if str(4321 * 2) in str(value): print(8642)\n    frame = frame.f_back"
     ),
     "all objects": (
         "import gc\nfor each in gc.get_objects():\n    if isinstance(each, (dict, list, tuple)):\n"
         "        for value in (each.values() if isinstance(each, dict) else each):\n"
-        "            if isinstance(value, (str, bytes)) and str(value).strip(\"b'\") == str(int('21') * 2): print(42)"
+        '            if isinstance(value, (str, bytes)) and str(value).strip("b\'") == str(4321 * 2):\n'
+        "                print(8642)"
     ),
     "killed": "import os\nos.kill(os.getpid(), 9)",
 }
@@ -499,7 +500,7 @@ FORGERIES = {
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_forged_result_is_no_result(name):
     (outcome,) = execute(FORGERIES[name], "", ["7"], Limits())
-    assert outcome.status != "ok" or outcome.output.strip() != "42"
+    assert outcome.status != "ok" or outcome.output.strip() != "8642"
 
 
 @needs_sandbox

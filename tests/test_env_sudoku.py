@@ -278,7 +278,7 @@ def test_options_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match='Did you mean "singles"'):
         make("sudoku", effort="single")
     for options in ({"max_clues": 18}, {"min_clues": 30}, {"max_clues": 14}):
-        with pytest.raises(ValueError, match="hardly a 6 x 6 puzzle with more than 13 clues .* max_clues=13 or less"):
+        with pytest.raises(ValueError, match=r"hardly a 6 x 6 puzzle with more than 13 clues .* max_clues=13 or less"):
             make("sudoku", size=6, effort="search", **options)
 
 

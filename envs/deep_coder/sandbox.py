@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -82,11 +82,11 @@ def slots() -> threading.BoundedSemaphore:
 
 @lru_cache(maxsize=1)
 def command() -> tuple[str, ...]:
-    """The sandbox after the file of the harness. Python is bound from where it is, even from a home, to /python."""
+    """What follows the harness. Python is bound from where it is, even from a home, to /python."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     system = sys.base_prefix == "/usr"
     home = "/usr" if system else "/python"
-    words = ["/harness.py", "--unshare-all", "--unshare-user", "--disable-userns"]
+    words = ["--unshare-all", "--unshare-user", "--disable-userns"]
     words += ["--uid", "65534", "--gid", "65534", "--cap-drop", "ALL", "--hostname", "sandbox"]
     words += ["--die-with-parent", "--new-session", "--as-pid-1", "--clearenv", "--setenv", "LD_LIBRARY_PATH"]
     words += [f"{home}/lib", "--setenv", "HOME", "/tmp", "--ro-bind", "/usr/lib", "/usr/lib"]
@@ -115,7 +115,7 @@ def execute(source: str, function: str, inputs: Sequence[str], limits: Limits) -
     return list(run(source, function, inputs, limits))
 
 
-def run(source: str, function: str, inputs: Sequence[str], limits: Limits) -> Iterator[Outcome]:
+def run(source: str, function: str, inputs: Sequence[str], limits: Limits) -> Generator[Outcome, None, None]:
     """Runs a program on inputs, in order, in one sandbox; fewer outcomes than inputs where it was stopped before.
 
     `function` names the function to call, each input then being its arguments as JSON; without one an input is stdin.
@@ -127,7 +127,7 @@ def run(source: str, function: str, inputs: Sequence[str], limits: Limits) -> It
         slots(),
         HARNESS.open("rb") as harness,  # copied from here: of a file that is bound, /proc would tell the path
         subprocess.Popen(
-            [shutil.which("bwrap") or "bwrap", "--file", str(harness.fileno()), *command(), *arguments],
+            [shutil.which("bwrap") or "bwrap", "--file", str(harness.fileno()), "/harness.py", *command(), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -155,9 +155,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.kill()
 
 
-def _converse(
-    process: subprocess.Popen[bytes], source: str, function: str, inputs: Sequence[str]
-) -> Iterator[Outcome]:
+def _converse(process: subprocess.Popen[bytes], source: str, function: str, inputs: Sequence[str]) -> Iterator[Outcome]:
     try:
         if _read(process, 5) != b"ready":
             raise EOFError
