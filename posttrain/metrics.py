@@ -115,19 +115,24 @@ def pass_at(k: int, size: int, won: int) -> float:
     return 1 - math.comb(size - won, k) / math.comb(size, k)
 
 
-def bootstrap_mean(values: Sequence[float], seed: int, rounds: int = 4000) -> Interval:
-    """The mean and its percentile bootstrap interval at 95 %: `rounds` resamples, the same for the same seed."""
+def bootstrap_mean(values: Sequence[float], seed: int, rounds: int = 4000, tail: float = 0.025) -> Interval:
+    """The mean and its percentile bootstrap interval at 95 %: `rounds` resamples, the same for the same seed.
+
+    tail: what is left out at each end; a fraction of it where several intervals have to hold together.
+    """
     sample, rng = np.asarray(values, dtype=float), np.random.default_rng(seed)
     assert sample.ndim == 1 and len(sample) > 0
     means = [sample[rng.integers(len(sample), size=(100, len(sample)))].mean(1) for _ in range(max(1, rounds // 100))]
-    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
+    low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
     return Interval(float(sample.mean()), float(low), float(high))
 
 
-def paired_bootstrap(before: Sequence[float], after: Sequence[float], seed: int, rounds: int = 4000) -> Interval:
+def paired_bootstrap(
+    before: Sequence[float], after: Sequence[float], seed: int, rounds: int = 4000, tail: float = 0.025
+) -> Interval:
     """mean(after) - mean(before), and its interval when the same item i was given to both (items are resampled)."""
     assert len(before) == len(after)
-    return bootstrap_mean(np.subtract(after, before, dtype=float).tolist(), seed, rounds)
+    return bootstrap_mean(np.subtract(after, before, dtype=float).tolist(), seed, rounds, tail)
 
 
 def paired_difference(

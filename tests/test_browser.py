@@ -20,7 +20,7 @@ from test_report import build_run
 from envs import make
 from envs.protocol import Episode, Protocol, answer
 from posttrain import report
-from posttrain.report import transcripts_page
+from posttrain.report import comparison, transcripts_page
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -317,6 +317,28 @@ def test_every_control_is_reached_and_named(visit: Callable[..., Any], run: Path
     assert {"A", "SELECT", "BUTTON", "INPUT", "OL"} <= reached
 
 
+# -------------------------------------------------------------------------------------------------- comparison.html
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (390, "dark")])
+def test_a_comparison_is_read_and_stepped_on_any_screen(
+    visit: Callable[..., Any], run: Path, width: int, scheme: str
+) -> None:
+    page = visit(comparison.build([f"{run}:base", str(run), f"{run}:phase1"]), width, scheme)
+    assert page.locator(".verdict b").all_inner_texts() == ["Better", "Better"]
+    assert page.locator("table.headline .change").count() == 2 * 6
+    page.locator("summary", has_text="Sokoban: made_up:base and made_up:phase3").click()
+    shown = page.locator("details[open]", has_text="Sokoban").locator(".episode").nth(1)
+    before = shown.locator("img").get_attribute("src")
+    shown.get_by_label("one step on").click()
+    assert shown.locator("img").get_attribute("src") != before
+    assert shown.locator("[aria-current=step]").count() == 1 and shown.locator(".badge").inner_text() == "solved"
+    page.evaluate("document.querySelectorAll('details').forEach((each) => (each.open = true))")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    found = page.evaluate(CONTRAST)
+    assert found["seen"] > 200 and found["poor"] == []
+
+
 # ------------------------------------------------------------------------------------------------- transcripts.html
 
 
@@ -387,7 +409,7 @@ def test_each_filter_of_the_viewer(visit: Callable[..., Any], large: Path) -> No
 
     def reset() -> None:
         page.get_by_role("button", name="show all").click()
-        page.wait_for_function("document.querySelector('.count').textContent.startsWith('10,000')")
+        playwright.expect(page.locator(".count")).to_have_text("10,000 of 10,000")
 
     page.get_by_label("environment").select_option("sokoban")
     assert count() == sum(row["env"] == "sokoban" for row in rows)

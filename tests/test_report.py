@@ -26,7 +26,18 @@ from posttrain import metrics, report
 from posttrain.evaluation import store
 from posttrain.evaluation.goals import goals
 from posttrain.report import __main__ as report_command
-from posttrain.report import animation, charts, figures, levels, samples, tables, training_log, transcripts_page
+from posttrain.report import (
+    animation,
+    charts,
+    comparison,
+    figures,
+    levels,
+    samples,
+    tables,
+    training_log,
+    transcripts_page,
+    verdict,
+)
 from posttrain.report.episodes import gif, replay
 from posttrain.types import UserError
 
@@ -631,3 +642,111 @@ def test_curves_take_environment_names_from_their_keys() -> None:
     assert training_log.series(rows, [("evaluation/*/success", "*"), ("loss", "training")]) == {
         "frozen lake": [(1, 0.5)]
     }
+
+
+# -------------------------------------------------------------------------------------------------- comparing runs
+
+
+@pytest.fixture(scope="module")
+def other(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same evaluation of another run, whose last checkpoint plays better and has forgotten what it was told."""
+    folder = tmp_path_factory.mktemp("others") / "other"
+    folder.mkdir()
+    rows = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
+    for row in rows:
+        if row["checkpoint"] == "phase3" and row["suite"] == "recall":
+            row["accuracy"] = row["accuracy"] and row["index"] % 2 == 0
+    solved = {
+        (row["part"], row["setting"], row["index"]): row
+        for row in rows
+        if row["suite"] == "envs" and row["checkpoint"] == "phase3" and row["success"]
+    }
+    for row in rows:
+        if row["suite"] == "envs" and row["checkpoint"] == "phase2":
+            row |= solved.get((row["part"], row["setting"], row["index"]), {}) | {"checkpoint": "phase2"}
+    (folder / "transcripts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shutil.copy(run / "results.json", folder)
+    return folder
+
+
+def test_verdicts_are_better_worse_and_cannot_tell(run: Path, other: Path) -> None:
+    before, after = (comparison.open_model(f"{folder}") for folder in (run, other))
+    found = {each.column.title: each for each in verdict.compare(before, after)}
+    assert len(found) == 6
+    assert found["Recall"].verdict == "worse" and found["Recall"].change.high < 0 and found["Recall"].n == 60
+    assert {each.verdict for title, each in found.items() if title != "Recall"} == {"cannot tell"}
+    assert all(comparison.needed(each) == ": the same on every item" for t, each in found.items() if t != "Recall")
+    assert all(rows[0]["accuracy"] and not rows[1]["accuracy"] for rows in found["Recall"].examples)
+    word, sentence = verdict.overall(list(found.values()))
+    assert word == "worse" and sentence.startswith("worse in Recall; cannot tell in Math (toy sums), ")
+
+    two = comparison.open_model(f"{run}:phase2")
+    assert two.checkpoint == "phase2" and two.title == "made_up:phase2"
+    found = {each.column.title: each for each in verdict.compare(two, comparison.open_model(f"{other}:phase2"))}
+    assert found["Sokoban"].verdict == "better" and found["Frozen lake"].verdict == "better"
+    back = {each.column.title: each for each in verdict.compare(comparison.open_model(f"{other}:phase2"), two)}
+    assert back["Sokoban"].verdict == "worse" and back["Sokoban"].change.value == -found["Sokoban"].change.value
+    assert verdict.overall([found["Sokoban"], back["Sokoban"]])[0] == "mixed"
+
+
+def test_less_repetition_is_better(run: Path) -> None:
+    one, two = (comparison.open_model(f"{run}:{name}") for name in ("phase1", "phase2"))
+    (repetition,) = [each for each in verdict.compare(one, two) if each.column.suite == "repetition"]
+    assert repetition.change.value < 0 and repetition.verdict in ("better", "cannot tell")
+    (again,) = [each for each in verdict.compare(two, one) if each.column.suite == "repetition"]
+    assert again.verdict == {"better": "worse", "cannot tell": "cannot tell"}[repetition.verdict]
+
+
+def test_the_items_that_are_needed_do_tell() -> None:
+    """With a difference of six points between coins of 50 and 56 %, in 300 items, and in as many as it asked for."""
+    column = tables.Column("Coin", "", "recall", "", "accuracy", "")
+
+    def played(n: int, seed: int) -> verdict.Comparison:
+        rng = random.Random(seed)
+        pairs = [({"accuracy": rng.random() < 0.5}, {"accuracy": rng.random() < 0.56}) for _ in range(n)]
+        return verdict._compared(column, pairs, 0.025, 4)
+
+    exact = 2 * (1.96 + 0.8416) ** 2 * 0.25 / 0.06**2  # of two independent coins, the variance of a difference is .5
+    small = [played(300, seed) for seed in range(40)]
+    assert sum(each.verdict == "cannot tell" for each in small) > 20
+    told = [played(round(exact), seed).verdict for seed in range(40)]
+    assert 26 <= told.count("better") <= 38, "80 % of them"
+    close = next(each for each in small if abs(each.change.value - 0.06) < 0.005)
+    assert close.needed == pytest.approx(exact, rel=0.25)
+    assert close.told == pytest.approx(0.06 * (exact / 300) ** 0.5, rel=0.1)
+
+
+def test_several_intervals_hold_together(run: Path, other: Path) -> None:
+    """Six figures at once: each interval is wider than one alone would be."""
+    before, after = (comparison.open_model(f"{folder}") for folder in (run, other))
+    found = next(each for each in verdict.compare(before, after) if each.column.title == "Recall")
+    pairs = verdict._pairs(before, after, found.column)
+    alone = verdict._compared(found.column, pairs, 0.025, 0)
+    assert found.change.low < alone.change.low < alone.change.high < found.change.high
+    assert found.change.value == alone.change.value
+
+
+def test_what_was_not_asked_alike_is_not_compared(run: Path, other: Path, tmp_path: Path) -> None:
+    before = comparison.open_model(str(run))
+    changed = json.loads((other / "results.json").read_text())
+    changed["config"]["settings"][0]["temperature"] = 0.3  # what the headlines were sampled with
+    mine = comparison.open_model(str(other))._replace(results=changed)
+    assert [each.column.suite for each in verdict.compare(before, mine)] == ["preferences"]
+    rows = [row | {"index": row["index"] + 1000} for row in mine.rows]
+    with pytest.raises(UserError, match=r"have no figure in common .* same suites, settings and seed"):
+        verdict.compare(before, mine._replace(rows=rows))
+    with pytest.raises(UserError, match=r"has no checkpoint last: write .*:NAME with one of base, phase1"):
+        comparison.open_model(f"{run}:last")
+
+
+def test_runs_side_by_side(run: Path, other: Path) -> None:
+    command = [sys.executable, "-m", "posttrain.report", f"{run}:phase2", str(other), f"{other}:phase2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent.parent)
+    assert done.returncode == 0 and done.stdout.strip() == str(other / "comparison.html"), done.stderr
+    html = (other / "comparison.html").read_text()
+    assert html.count('<p class="verdict">') == 2 and "other:phase3 against made_up:phase2: better in " in html
+    assert html.count('data-label="other:phase2"') == 6
+    data = data_of(html)
+    assert data["pairs"] and all(len(pair) == 2 for pair in data["pairs"])
+    assert any("frames" in episode for pair in data["pairs"] for episode in pair)
+    assert "not about how they were made" in html

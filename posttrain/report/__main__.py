@@ -1,7 +1,9 @@
-"""How is a report made again?  `python -m posttrain.report runs/quickstart`; with --gif, the README's animation.
+"""How is a report made again?  And how are runs compared, and transcripts read?  One command.
 
 python -m posttrain.report runs/quickstart                              report.html
+python -m posttrain.report runs/quickstart runs/seed1                   comparison.html: side by side, a verdict
 python -m posttrain.report runs/quickstart/phase3/transcripts.jsonl     transcripts.html: the episodes, with filters
+python -m posttrain.report runs/quickstart --gif docs/quickstart.gif    the README's animation
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import argparse
 from pathlib import Path
 
 from posttrain.config import run
-from posttrain.report import build, transcripts_page
+from posttrain.report import build, comparison, transcripts_page
 from posttrain.report.animation import gif
 from posttrain.report.page import read
 from posttrain.types import UserError
@@ -20,22 +22,26 @@ SHOWN = ("base", "phase2", "phase3")  # of the checkpoints, in the animation
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m posttrain.report", description="Writes report.html into a run's folder."
+        prog="python -m posttrain.report", description="Writes a page into a run's folder."
     )
-    parser.add_argument("run", type=Path, help="folder with results.json, e.g. runs/quickstart, or a transcripts.jsonl")
+    what = "folder with results.json, e.g. runs/quickstart; several to compare (RUN:CHECKPOINT); or a transcripts.jsonl"
+    parser.add_argument("run", nargs="+", help=what)
     parser.add_argument("--gif", type=Path, help="write this animation of base, phase2 and phase3 instead")
     given = parser.parse_args()
-    if given.run.suffix == ".jsonl":
-        print(transcripts_page.build(given.run))
-        return
+    folder = Path(given.run[0])
     if given.gif is None:
-        print(build(given.run))
+        if len(given.run) > 1:
+            print(comparison.build(given.run))
+        elif folder.suffix == ".jsonl":
+            print(transcripts_page.build(folder))
+        else:
+            print(build(folder))
         return
-    results, rows = read(given.run)
+    results, rows = read(folder)
     shown = [name for name in SHOWN if name in results["checkpoints"]]
     if not shown:
         raise UserError(
-            f"The animation shows the checkpoints {', '.join(SHOWN)}, but {given.run} has evaluated only"
+            f"The animation shows the checkpoints {', '.join(SHOWN)}, but {folder} has evaluated only"
             f" {', '.join(results['checkpoints'])}."
         )
     given.gif.write_bytes(gif(results, rows, shown))

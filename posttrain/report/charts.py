@@ -64,7 +64,7 @@ def lines(title: str, series: dict[str, Line], alarms: Sequence[Record] = ()) ->
         drawn += f'<line class="alarm" x1="{alarm["step"]}" x2="{alarm["step"]}" y1="0" y2="1000"'
         drawn += f' data-alarm="{html.escape(words)}"><title>{html.escape(words)}</title></line>'
     for number, (label, line) in enumerate(series.items()):
-        look, line = f"l{number % 4}", thinned(line, 300)
+        look, line = f"l{number % 6}", thinned(line, 300)
         points = " ".join(map(at, line))
         if len(line) > MANY:
             drawn += f'<polyline points="{" ".join(map(at, smooth(line)))}" class="line {look}"/>'

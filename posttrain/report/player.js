@@ -115,7 +115,7 @@ function turnsOf(row, jump) {
     }
     const number = items.length;
     const words = make("div", { className: "words" }, ...said(message.content));
-    const label = row.messages.length > 2 ? `turn ${number + 1}` : "answer";
+    const label = `turn ${number + 1}`;
     const link = make("button", { type: "button", className: "turn", textContent: label, onclick: () => jump(number) });
     const actions = row.actions?.[number];
     const earned = row.rewards?.[number];
@@ -128,7 +128,7 @@ function turnsOf(row, jump) {
       make(
         "p",
         { className: "meta" },
-        link,
+        row.moments.length > 1 ? link : null,
         actions ? make("b", { textContent: actions.join(", ") || "no valid action" }) : null,
         earned === undefined ? null : make("span", { textContent: `reward ${signed(earned)}` }),
         penalty ? make("span", { className: "bad", textContent: `penalty ${signed(penalty)}` }) : null,
@@ -151,7 +151,7 @@ function episode(row, pictures, heading = "h4") {
   const picture = row.frames ? make("img", { className: "picture" }) : null;
   const list = make("ol", { className: "turns", tabIndex: 0 });
   list.setAttribute("aria-label", "turns");
-  const moments = row.moments ?? [];
+  const moments = row.moments;
   const items = turnsOf(row, (turn) => bar.go(Math.max(0, moments.findIndex((moment) => moment[0] === turn))));
   list.append(...items.map(({ item }) => item));
   const bar = player(moments.length, (at) => {

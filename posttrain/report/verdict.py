@@ -1,0 +1,143 @@
+"""Is one model better than another?  Better, worse or cannot tell, item by item on what both were given.
+
+Every figure of the headline table that two models have is compared on the items that both were given. The intervals
+are paired bootstrap intervals that hold together at 95 % (Bonferroni), so that looking at six figures is no six chances
+to be wrong. Where an interval holds zero, the number of items is told that a difference as large as the one seen would
+need: a normal approximation, 80 % power.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import NormalDist, fmean, stdev
+from typing import NamedTuple
+
+from posttrain import metrics
+from posttrain.report.figures import less_is_better
+from posttrain.report.tables import Column, Figure, Results, columns
+from posttrain.types import Record, UserError, derive_seed
+
+POWER = 0.8
+ROUNDS = 10_000  # of the bootstrap: the tails of several intervals at once are thin
+
+
+class Model(NamedTuple):
+    """A checkpoint of an evaluated run: Model("runs/a", "seed1:phase3", "phase3", results, rows)."""
+
+    folder: Path
+    title: str
+    checkpoint: str
+    results: Results
+    rows: Sequence[Record]
+
+
+class Comparison(NamedTuple):
+    """One figure of two models: how `after` differs from `before` on n common items.
+
+    needed: items that would tell a difference as large as this one; 0 where none was seen. told: the difference that n
+    items would have told. examples: pairs of rows that differ most, in the order of the evaluation.
+    """
+
+    column: Column
+    values: tuple[Figure, Figure]
+    change: Figure
+    n: int
+    needed: float
+    told: float
+    examples: list[tuple[Record, Record]]
+
+    @property
+    def verdict(self) -> str:
+        if self.change.low <= 0 <= self.change.high:
+            return "cannot tell"
+        return "better" if (self.change.value > 0) != less_is_better(self.column.metric) else "worse"
+
+
+def compare(before: Model, after: Model, most_examples: int = 4) -> list[Comparison]:
+    """Every figure that both have, of the same items and sampled alike; UserError where there is none."""
+    wanted = {(c.suite, c.part): c for c in columns(after.results)}
+    shared = [(c, wanted[c.suite, c.part]) for c in columns(before.results) if (c.suite, c.part) in wanted]
+    common = [(c, pairs) for c, other in shared if c.setting == other.setting and _alike(before, after, c.setting)
+              if (pairs := _pairs(before, after, c))]  # fmt: skip
+    if not common:
+        raise UserError(
+            f"{before.title} and {after.title} have no figure in common that was measured on the same prompts and"
+            " levels and sampled alike. Evaluate both with evaluate_model.py and the same suites, settings and seed."
+        )
+    tail = 0.025 / len(common)
+    return [_compared(column, pairs, tail, most_examples) for column, pairs in common]
+
+
+def overall(found: Sequence[Comparison]) -> tuple[str, str]:
+    """(better, worse, mixed or cannot tell; the sentence that says so)"""
+    names = {kind: [c.column.title for c in found if c.verdict == kind] for kind in ("better", "worse", "cannot tell")}
+    if names["better"] and names["worse"]:
+        word = "mixed"
+    else:
+        word = next((kind for kind in ("better", "worse") if names[kind]), "cannot tell")
+    return word, "; ".join(f"{kind} in {', '.join(titles)}" for kind, titles in names.items() if titles)
+
+
+def _alike(before: Model, after: Model, setting: str) -> bool:
+    """Whether a sampling setting means the same in both runs."""
+    found = [[each for each in m.results["config"]["settings"] if each["name"] == setting] for m in (before, after)]
+    return found[0] == found[1]
+
+
+def _pairs(before: Model, after: Model, column: Column) -> list[tuple[Record, Record]]:
+    """The rows of both models on the same items, those that crashed left out."""
+    old, new = (_items(model, column) for model in (before, after))
+    return [(old[item], new[item]) for item in old if item in new]
+
+
+def _items(model: Model, column: Column) -> dict[str, Record]:
+    """What was asked -> the row, for a figure under its setting."""
+    found = {}
+    for row in model.rows:
+        part = row["source"] if column.suite == "math" else row["part"]
+        where = (row["checkpoint"], row["suite"], part, row["setting"])
+        if where == (model.checkpoint, column.suite, column.part, column.setting) and not row.get("crashed"):
+            asked = row.get("messages", [])[:2] if column.suite == "envs" else row.get("messages")
+            facts = [row["index"], row["part"], row.get("seed"), row.get("level"), asked, row.get("chosen")]
+            found[json.dumps(facts)] = row
+    return found
+
+
+def _compared(column: Column, pairs: list[tuple[Record, Record]], tail: float, most: int) -> Comparison:
+    old, new = ([float(pair[side][column.metric]) for pair in pairs] for side in (0, 1))
+    seed, n = derive_seed("comparison", column.suite, column.part), len(pairs)
+    change = Figure(*metrics.paired_bootstrap(old, new, seed, ROUNDS, tail))
+    differences = [b - a for a, b in zip(old, new, strict=True)]
+    deviation = stdev(differences) if n > 1 else 0.0
+    reach = (NormalDist().inv_cdf(1 - tail) + NormalDist().inv_cdf(POWER)) * deviation
+    needed = max(n + 1, math.ceil((reach / change.value) ** 2)) if change.value and deviation else 0
+    return Comparison(
+        column=column,
+        values=(_figure(column, old), _figure(column, new)),
+        change=change,
+        n=n,
+        needed=needed,
+        told=reach / math.sqrt(n),
+        examples=_examples(pairs, differences, most),
+    )
+
+
+def _figure(column: Column, values: Sequence[float]) -> Figure:
+    """A model's own figure on the common items, with its interval as in the headline table."""
+    if column.metric == "seq_rep_4":
+        return Figure(*metrics.bootstrap_mean(values, derive_seed("comparison", column.suite)))
+    return Figure(fmean(values), *metrics.wilson(round(sum(values)), len(values)))
+
+
+def _examples(
+    pairs: Sequence[tuple[Record, Record]], differences: Sequence[float], most: int
+) -> list[tuple[Record, Record]]:
+    """The pairs that differ most, as many of each sign as there are; of equal ones the first of the evaluation."""
+    order = sorted(range(len(pairs)), key=lambda number: (-abs(differences[number]), number))
+    up = [number for number in order if differences[number] > 0]
+    down = [number for number in order if differences[number] < 0]
+    chosen = up[: max(most // 2, most - len(down))] + down[: max(most // 2, most - len(up))]
+    return [pairs[number] for number in chosen]
