@@ -16,6 +16,11 @@ JUDGE_MEMORY = 4 << 30  # bytes of address space
 LONGEST_ANSWER = 1000  # characters; nothing longer is an answer
 WHOLE_NUMBER = re.compile(r"-?[0-9]{1,18}")
 BOX_OR_BRACE = re.compile(r"(?P<box>\\boxed\s*\{)|[{}]")
+MULTIPLES = frozenset(  # words that make another number of the one before them, so they are no units
+    """hundred hundreds thousand thousands million millions billion billions trillion trillions dozen dozens gross kilo
+    half halves halved third thirds fourth fourths fifth fifths quarter quarters tenth tenths hundredth hundredths
+    squared cubed doubled times twice factorial""".split()
+)
 PERCENT = re.compile(r"%|per\s?cent", re.IGNORECASE)
 PERCENT_AT_END = re.compile(r"\s*(?:\\?%|\\text\s*\{\s*per\s?cent\s*\}|per\s?cent)\s*$", re.IGNORECASE)
 # what a chain of equations is cut at, and the brackets inside which it is not
@@ -23,6 +28,17 @@ EQUALS = re.compile(
     r"(?P<open>[({\[])|(?P<close>[)}\]])|(?<![<>!\\])[:=]?="
     r"|\\(?:to|(?:[Ll]ong)?[Rr]ightarrow|implies|iff|equiv)(?![a-z])"
 )
+INDEX = re.compile(r"_ ?(?:\w|\{[^{}]*\})|(?<=[A-Za-z'}]) ?\([^()]*\)")  # of x_1, and the argument of f(2)
+POWER = re.compile(r"\^ ?(?:\w|\{[^{}]*\})")
+NAME = re.compile(r"[A-Za-z\\|][A-Za-z\\ '|(){}]*")
+NO_NAME = re.compile(r"\\(?:pi|frac|sqrt|infty)(?![a-z])|(?<![A-Za-z])(?:and|or)(?![A-Za-z])")
+LONE_NAME = re.compile(r"(?:\\?[A-Za-z]|\\[A-Za-z]+|[A-Za-z]{4,})'?")
+COMMAND = re.compile(r"\\[a-zA-Z]+")
+BLANK = re.compile(r"(?:\\[,;:! ]|~|\\q?quad(?![a-zA-Z])|\s)+")
+OF_DIGITS = re.compile(r"(\\(?:[dt]?frac|binom)) ?([0-9]) ?([0-9])(?![0-9])")  # \frac 1 2 is \frac{1}{2}
+THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])")
+LAST_LETTERS = re.compile(r"(?<![\\A-Za-z])(?:[A-Za-z]|[cdot]s|ab|bc|mp|rs|st|th)$")
+MIXED = re.compile(r"(?<![0-9.,/])([0-9]+) ([0-9]+) ?/ ?([0-9]+)(?![0-9.,])")
 
 
 class NoJudge(RuntimeError):
@@ -81,10 +97,12 @@ class MathJudge:
 
     def equal(self, given: str, answer: str) -> bool:
         """Whether an expression equals the answer."""
-        if "".join(given.split()) == "".join(answer.split()):
+        if same_text(given, answer):
             return True  # also where math-verify could read neither, such as a name
         if WHOLE_NUMBER.fullmatch(given) and WHOLE_NUMBER.fullmatch(answer):
             return int(given) == int(answer)  # most answers are: no need to ask
+        if not _same_unit(given, answer):
+            return False
         return self._ask(given, answer)
 
     def correct_many(self, pairs: Iterable[tuple[str, str]]) -> list[bool]:
@@ -141,7 +159,7 @@ def _serve() -> None:
     from math_verify import parse, verify
 
     def same(answer: str, given: str) -> bool:
-        gold, found = (parse(rf"\boxed{{{text}}}", parsing_timeout=0) for text in (answer, given))
+        gold, found = (parse(rf"\boxed{{{variable_last(text)}}}", parsing_timeout=0) for text in (answer, given))
         return verify(gold, found, timeout_seconds=None)
 
     print("ready", flush=True)
@@ -150,20 +168,74 @@ def _serve() -> None:
         print("true" if equals(answer, given, same) else "false", flush=True)
 
 
-def equals(answer: str, given: str, same: Callable[[str, str], bool]) -> bool:
-    r"""`same` (math-verify) where it alone is too generous: it takes 6=7 for 7, and 7\% for 7 as well as for .07.
+def same_text(one: str, other: str) -> bool:
+    """Whether two texts are the same but for blanks; between digits a blank counts: 1 1/2 is not 11/2."""
+    one, other = (re.sub(r"(?<![0-9.,]) | (?![0-9.,])", "", " ".join(text.split())) for text in (one, other))
+    return one == other
 
-    Every side of an equation that is a number must be the answer: x=7 and 3+4=7 are 7, 6=7 is not. A percentage is so
-    many hundredths, unless the answer is a percentage as well.
+
+def _same_unit(given: str, answer: str) -> bool:
+    """Whether a text has no other unit than the answer, and no other word for a multiple: math-verify drops both."""
+    from envs.math_spelling import plain  # not above: the worker has no path to this project
+    from envs.math_units import agree, unit_in
+
+    given, answer = plain(given), plain(answer)
+    multiples, theirs = (MULTIPLES.intersection(re.findall("[a-z]+", text.casefold())) for text in (given, answer))
+    return multiples == theirs and agree(unit_in(given), unit_in(answer))
+
+
+def equals(answer: str, given: str, same: Callable[[str, str], bool]) -> bool:
+    r"""`same` (math-verify) where it alone is too generous: it takes 6=7 for 7, 1 2 for 3, and 7\% for 7 and for .07.
+
+    Every side of an equation that is no name must be the answer: x=7 and 3+4=7 are 7, 6=7 and 2x=7 are not. A
+    percentage is so many hundredths, unless the answer is a percentage as well.
     """
+    answer, given = _without_blanks(answer), _without_blanks(given)
+    if re.search("[0-9] [0-9]", given):
+        return False
     if len(equation(answer)) == 1:
         sides = [given] if "," in given or ";" in given else equation(given)
-        if len(sides) > 1 and not all(same(answer, side) for side in sides if is_number(side)):
+        if len(sides) > 1 and not (
+            all(names(side, answer) or same(answer, side) for side in sides[:-1]) and same(answer, sides[-1])
+        ):
             return False
         if PERCENT.search(sides[-1]) and not PERCENT.search(answer):
             number = PERCENT_AT_END.sub("", sides[-1])
             return not PERCENT.search(number) and same(answer, rf"\frac{{{number}}}{{100}}")
     return same(answer, given)
+
+
+def _without_blanks(text: str) -> str:
+    r"""One blank for each kind of blank, none in 1\,200, and 3 1/2 as 3\frac{1}{2}."""
+    text = OF_DIGITS.sub(r"\1{\2}{\3}", BLANK.sub(" ", text).strip())
+    return MIXED.sub(r"\1\\frac{\2}{\3}", THOUSANDS.sub(lambda match: match[0].replace(" ", ""), text))
+
+
+def variable_last(text: str) -> str:
+    r"""2t as 2{t}: math-verify takes letters at the end for a unit and leaves them out. It may, of a 5 m alone."""
+    match = LAST_LETTERS.search(text)
+    if match is None:
+        return text
+    before, letters = text[: match.start()], match[0]
+    apart = before.endswith(" ") and not any(map(str.isalpha, before))
+    return text if letters in ("m", "g", "h", "l", "s") and apart else f"{before}{{{letters}}}"
+
+
+def names(side: str, answer: str = "") -> bool:
+    r"""Whether a side of an equation names what is asked for: x, f(2), a+b; not 2x, -x, x^2, 13 or x.
+
+    Of an answer with letters it is one name that the answer does not have.
+    """
+    side = re.sub(r"\\(?:text|mathrm) ?\{([^{}]*)\}", r"\1", side).strip("$ ")
+    rest = INDEX.sub("", side).strip()
+    if any(map(str.isalpha, COMMAND.sub(" ", answer))):
+        others = COMMAND.findall(answer) if rest.startswith("\\") else COMMAND.sub(" ", answer)
+        return LONE_NAME.fullmatch(rest) is not None and rest not in others
+    terms = re.split("[-+]", rest)
+    return all(
+        NAME.fullmatch(term) is not None and not NO_NAME.search(term)
+        for term in (terms if len(terms) == 1 else [POWER.sub("", term).strip() for term in terms])
+    )
 
 
 def equation(text: str) -> list[str]:
@@ -178,18 +250,13 @@ def equation(text: str) -> list[str]:
             depth = max(0, depth + (1 if match["open"] else -1))
         else:
             cuts.append((depth, *match.span()))
-    outermost = [(start, end) for level, start, end in cuts if level == min(cuts)[0]]
+    least = min(cuts)[0] if cuts else 0
+    outermost = [(start, end) for level, start, end in cuts if level == least]
     ends, starts = [start for start, _ in outermost] + [len(text)], [0] + [end for _, end in outermost]
     sides = [text[start:end].strip() for start, end in zip(starts, ends, strict=True)]
-    if cuts and min(cuts)[0] > 0:
+    if least > 0:
         sides = [re.sub(r"\\(?:left|right)(?![a-z])|[(){}\[\]$]", "", side).strip(" \\") for side in sides]
     return sides
-
-
-def is_number(text: str) -> bool:
-    r"""True for digits and operations, without a letter but those of commands: 3+4, \frac{1}{2}; not f(2)."""
-    plain = re.sub(r"\\[a-zA-Z]+", " ", text)
-    return any(map(str.isdigit, plain)) and not any(map(str.isalpha, plain))
 
 
 if __name__ == "__main__":

@@ -130,9 +130,9 @@ def test_a_number_is_written_out_and_not_left_to_the_reader(answer: str, undone:
     {
         "12": [
             "12", " 12.0 ", "12.", "+12", "012", "(12)", "$12$", r"\(12\)", "{12}", r"\text{12}", r"\mathbf{12}",
-            "1.2e1", "$12", r"\$12.00", "€12", "12€", "12 apples", r"12\text{ cm}^2", "12 km/h", "12 miles per hour",
+            "1.2e1", "$12", r"\$12.00", "€12", "12€", "12 people", r"12\text{ cm}^2", "12 km/h", "12 miles per hour",
             "12cm", "12 m",
-            r"12~\text{apples}", r"12^\circ", "12 degrees", "x = 12", r"x \to 12", "84/7 = 12", "1200%",
+            r"12~\text{hours}", r"12^\circ", "12 degrees", "x = 12", r"x \to 12", "84/7 = 12", "1200%",
         ],
         "1200": ["1,200", "1{,}200", r"1\,200", "1 200", r"1.2 \times 10^3", r"1.2 \cdot 10^{3}", r"\$1,200"],
         "7/2": ["3.5", "3.5e0", r"\frac72", r"\dfrac{7}{2}", "{7}/{2}", "7 / 2", "3 1/2", r"3\frac{1}{2}", "3.5 hours"],
@@ -169,7 +169,8 @@ def test_restating_a_problem_does_not_solve_it() -> None:
 
 
 def test_an_answer_is_found_in_what_models_write_around_it():
-    assert [answer_in(text) for text in (r"so \boxed{7}", "The answer is: 7.", "answer is 7", "\n 7 \n")] == ["7"] * 4
+    texts = (r"so \boxed{7}", "The answer is: 7.", "answer is 7", "\n 7 \n", "Answer: 7")
+    assert [answer_in(text) for text in texts] == ["7"] * 5
     assert [answer_in(text) for text in ("", " \n", "\\boxed{}", "...", "The answer is:", "7" * 1001)] == [None] * 6
 
 

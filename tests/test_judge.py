@@ -113,6 +113,63 @@ def test_a_percentage_is_a_number_of_hundredths() -> None:
                 assert judge.correct(rf"\boxed{{{given_answer}}}", answer) is verdict, given_answer
 
 
+def test_blanks_between_digits_count() -> None:
+    right = [("1 200", "1200"), (r"1\,200", "1200"), ("2 1/3", "7/3"), (r"2\ 1/3", r"\frac73"), ("1 / 2", "0.5")]
+    right += [(r"2 \frac{1}{3}", "7/3"), (r"\frac 1 2", "1/2"), ("1 2", "1 2"), ("x + 1", "x+1"), ("(1, 2)", "(1,2)")]
+    right += [("(1, 200)", "(1,200)"), ("two words", "twowords"), ("1 200", r"1\,200")]
+    wrong = [("1 1/2", "11/2"), ("2 1/3", "21/3"), ("1 2", "12"), ("1 2", "3"), (r"1\ 2", "3"), ("1~2", "12")]
+    wrong += [("1 1/2", "1"), ("1 200", "201"), (r"1\quad 2", "3"), ("1, 200", "1200"), ("12 00", "1200")]
+    wrong += [("1200", "(1,200)"), ("1 .5", "1.5"), ("1,200", "1, 200")]
+    with MathJudge() as judge:
+        for cases, verdict in ((right, True), (wrong, False)):
+            for given_answer, answer in cases:
+                assert judge.correct(rf"\boxed{{{given_answer}}}", answer) is verdict, (given_answer, answer)
+
+
+def test_before_an_equals_sign_is_a_name_or_the_answer() -> None:
+    right = [("x=12", "12"), ("a+b=12", "12"), ("f(2)=12", "12"), (r"\angle ABC = 12", "12"), ("AB=12", "12")]
+    right += [("y=x+1", "x+1"), ("f(x)=x+1", "x+1"), ("y=1+x=x+1", "x+1"), (r"\text{Area}=12", "12"), ("x_1=12", "12")]
+    wrong = [("2x=12", "12"), ("-x = 12", "12"), ("x^2=12", "12"), (r"\sqrt{x}=12", "12"), (r"\frac{x}{2}=12", "12")]
+    wrong += [("x = 13 or x = 12", "12"), ("x=13, y = 12", "12"), ("6, because 2+3=5", "5"), ("13=x=12", "12")]
+    wrong += [("x+1=x+2", "x+2"), ("y=x+2=x+1", "x+1"), ("x+2=y", "x+2"), ("x=x+2", "x+2"), ("ab=x+2", "x+2")]
+    with MathJudge() as judge:
+        for cases, verdict in ((right, True), (wrong, False)):
+            for given_answer, answer in cases:
+                assert judge.correct(rf"\boxed{{{given_answer}}}", answer) is verdict, (given_answer, answer)
+
+
+def test_units_are_the_same_and_multiples_are_no_units() -> None:
+    right = [
+        ("12 km", "12"),
+        (r"12\text{ km}", "12 km"),
+        ("12", "12 cm"),
+        ("12 apples", "12 apples"),
+        ("$5", r"\$5"),
+    ]
+    right += [(r"\$5", "5"), (r"2\text{ million}", r"2\text{ million}"), ("2ab", "2ab"), ("2a b", "2ab")]
+    right += [
+        ("t*2", "2t"),
+        ("2 + t", "t+2"),
+        (r"\pi h", r"h\pi"),
+        (r"\frac{1}{2}t", "t/2"),
+        ("x t", "tx"),
+        (r"2\cdot t", "2t"),
+        (r"\log_2 t", r"\log_{2}(t)"),
+    ]
+    wrong = [("12 km", "12 cm"), (r"12\text{ km}", r"12\text{ cm}"), (r"\$5", r"5\text{ cents}"), ("€5", r"\$5")]
+    wrong += [
+        (r"12\text{ thousand}", "12"),
+        ("12 dozen", "12"),
+        (r"3\text{ quarters}", "3"),
+        ("2", "2ab"),
+        ("2ab", "2"),
+    ]
+    with MathJudge() as judge:
+        for cases, verdict in ((right, True), (wrong, False)):
+            for given_answer, answer in cases:
+                assert judge.correct(rf"\boxed{{{given_answer}}}", answer) is verdict, (given_answer, answer)
+
+
 def test_sides_of_an_equation() -> None:
     assert math_judge.equation("x=3+4=7") == ["x", "3+4", "7"]
     assert math_judge.equation("(6=7)") == ["6", "7"]

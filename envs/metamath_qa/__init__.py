@@ -18,13 +18,15 @@ import numpy as np
 
 from envs.base import TextEnv
 from envs.hub_sets import EMBEDDED, read_rows
-from envs.math_judge import LONGEST_ANSWER, MathJudge, last_boxed
+from envs.math_judge import LONGEST_ANSWER, MathJudge, last_boxed, same_text
+from envs.math_spelling import for_math_verify, plain
+from envs.math_units import agree, split_unit
 from envs.metamath_qa.final_form import has_variables, is_written_out
 from envs.metamath_qa.problems import TEMPLATES, Parameters
 
 COLUMNS = ("query", "response", "original_question", "type")
 MARK = "The answer is:"  # what stands before the answer at the end of a response of MetaMathQA
-SAID = re.compile(r"answer is\s*:?", re.IGNORECASE)
+SAID = re.compile(r"answer(?: is\s?:?|\s?:)", re.IGNORECASE)
 NUMBER = re.compile(r"\d+(?:/\d+)?")
 LONGEST_WORKING = 600  # characters of a response that a demonstration shows as its thought
 _LOCK = Lock()
@@ -163,10 +165,17 @@ def is_right(given: str, answer: str) -> bool:
 
     math-verify works out everything: asked about numbers, it lets who repeats "What is 2^3 + 4^2?" solve it.
     """
-    if "".join(given.split()) == "".join(answer.split()):
+    if len(given) > LONGEST_ANSWER:
+        return False
+    if same_text(given, answer):
         return True
     if not has_variables(answer):
         return is_written_out(given, answer)
+    if "matrix" not in answer:
+        (given, ours), (answer, theirs) = (split_unit(plain(text), shortest=2) for text in (given, answer))
+        if not agree(ours, theirs):
+            return False
+        given, answer = for_math_verify(given), for_math_verify(answer)
     with _LOCK:
         return _judge(os.getpid()).equal(given, answer)
 

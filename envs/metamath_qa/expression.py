@@ -13,31 +13,6 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-SPELLINGS = [  # LaTeX's way to write what plain text has as well
-    (re.compile(pattern), plain)
-    for pattern, plain in (
-        (r"\\\\", ";"),  # ends a row
-        (r"\\(?:left|right)(?![a-zA-Z])|\\!|\\[()\[\]]", ""),
-        (r"^\s*\*\*([^*]+)\*\*\s*$", r"\1"),
-        (r"\\(?:text|mathrm|textrm|textbf|mathbf|mbox|fbox)\s*\{([^{}]*)\}", r" \1 "),
-        (r"\\[,;:> ]|\\q?quad(?![a-zA-Z])|~|\s", " "),
-        (r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z])", "°"),
-        (r"\{([,:])\}", r"\1"),
-        (r"\\([$%])", r"\1"),
-        (r"\\[dt]frac(?![a-zA-Z])", r"\\frac"),
-        ("[−–]", "-"),
-        (r"\\(?:cdot|times)(?![a-zA-Z])|[·×]", "*"),
-        (r"π|(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi "),
-        (r"∪|(?<=[)\]]) ?U ?(?=[(\[])", r"\\cup "),
-        ("∞", r"\\infty "),
-        (r"(?<![a-zA-Z\\])sqrt", "√"),
-        ("±", r"\\pm "),
-        ("²", "^2"),
-        ("³", "^3"),
-        (r"\\begin *\{pmatrix\}", "("),
-        (r"\\end *\{pmatrix\}", ")"),
-    )
-]
 DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+|[0-9]+)"
 TOKEN = re.compile(
     rf" *({DIGITS}(?:\.[0-9]+)?|\.[0-9]+|(?:\\frac|\\sqrt|\\pi|\\infty|[ei])(?![a-zA-Z])|\*\*|[-+*/^(){{}}\[\]√])"
@@ -54,20 +29,13 @@ Node = tuple[int, tuple[Any, ...], tuple[Any, ...]]
 
 
 @lru_cache(maxsize=1 << 12)
-def plain(text: str) -> str:
-    """The text without what LaTeX and Markdown put around it: plain(r"\\(\\dfrac{1}{2}\\)") -> r"\\frac{1}{2}"."""
-    for pattern, spelling in SPELLINGS:
-        text = pattern.sub(spelling, text)
-    return text.strip("$` ").removesuffix(".")
-
-
-@lru_cache(maxsize=1 << 12)
 def read(text: str) -> Node | None:
     """The expression that a plain text is; None where it is none."""
     tokens, at = [], 0
-    if len(text) > LONGEST:
+    if len(text) > LONGEST or ("," in text and "(" in text):  # (1,200) is a point
         return None
-    while at < len(text.rstrip()):
+    text = text.rstrip()
+    while at < len(text):
         match = TOKEN.match(text, at)
         if match is None:
             return None
@@ -144,6 +112,8 @@ class _Reader:
         if not self.next_is("^", "**"):
             return base
         exponent = _negated(self.atom()) if self.next_is("-") else self.atom()
+        if exponent[:2] == (1, ()) and len(exponent[2]) == 1 and isinstance(exponent[2][0], int):  # 5^(1/2)
+            return 1, (("root", str(exponent[2][0]), base),), ()
         return 1, (("power", base, exponent),), ()
 
     def argument(self) -> Node:
