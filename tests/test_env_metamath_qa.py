@@ -179,7 +179,7 @@ def test_a_parser_that_hangs_costs_its_time_limit_once(monkeypatch: pytest.Monke
 
     class Slow:
         def equal(self, given: str, answer: str) -> bool:
-            asked[given] += 1
+            asked["questions"] += 1
             return False
 
     monkeypatch.setattr(metamath_qa, "_judge", lambda process: Slow())
@@ -187,7 +187,7 @@ def test_a_parser_that_hangs_costs_its_time_limit_once(monkeypatch: pytest.Monke
         env = at(problem)
         for _ in range(4):
             env.step("(9)^x")
-        assert asked["(9)^x"] == times
+        assert asked["questions"] == times
 
 
 # -- the embedded problems ---------------------------------------------------------------------------------------------
