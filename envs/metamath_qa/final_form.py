@@ -148,7 +148,7 @@ def _same_parts(given: str, answer: str) -> bool:
 def number(text: str) -> Number | None:
     """The number that is all of a plain text, but for a unit of the list."""
     text = LATEX_FRACTION.sub(lambda m: f" {m[1] or m[2]}/{m[3] or m[4]} ", text)
-    text = _without_brackets(re.sub(r"\\overline *\{([0-9]+)\}", r"\\overline \1", text))
+    text = _without_brackets(re.sub(r"\\overline *\{([0-9]+)\}", r"\\overline \1 ", text))
     match = None if len(text) > LONGEST else NUMBER.match(text)
     if match is None:
         return None
