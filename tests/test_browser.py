@@ -268,7 +268,7 @@ def test_curves_have_values_zoom_and_alarms(visit: Callable[..., Any], run: Path
     last = chart.locator(".legend b").inner_text()
     box = chart.locator("svg .plot").bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 20)
-    assert told.inner_text() == "step 30, ⚠ step 30: entropy collapse"
+    assert told.inner_text() == "step 30, ⚠ entropy collapse"
     assert float(chart.locator(".legend b").inner_text()) == pytest.approx(0.6 / (1 + 30 / 20), rel=0.01)
     page.mouse.down()
     page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + 30, steps=3)

@@ -71,6 +71,9 @@ def test_a_run_learns_and_saves(whole: Path, files: SimpleNamespace, tiny_chat: 
     assert list(losses) == list(range(1, 13))
     assert losses[12] < losses[1] - 0.1
     assert rows_of(whole, "eval_loss").keys() == {12}
+    assert all(json.loads(line)["seconds"] > 0 for line in (whole / "metrics.jsonl").read_text().splitlines())
+    (source,) = json.loads((whole / "rows" / "table.json").read_text())
+    assert source["read"] == source["train"] + source["held_out"] + sum(source["dropped"].values()) > 0
     manifest = checkpoint.verify(whole / "final")
     (record,) = manifest["meta"].pop("history")
     assert (record["phase"], record["base"], record["step"]) == ("phase1", str(files.base), 12)

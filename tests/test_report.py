@@ -600,6 +600,21 @@ def test_cost_and_data_are_told_as_far_as_they_are_known(run: Path, results: dic
     assert "a&lt;b.jsonl" in told and "1,100" in told and "not stated" in told and "not recorded" in told
 
 
+def test_an_episode_whose_environment_has_changed_is_shown_without_pictures(tmp_path: Path) -> None:
+    row = {
+        "step": 1, "env": "frozen_lake", "level_seed": 3, "noise_seed": 4, "success": False, "failure": "hole",
+        "crashed": "", "invalid_turns": 0, "actions": ["Up"], "turn_rewards": [0.5], "turn_penalties": [-0.1],
+        "messages": [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "<answer>Sideways</answer>"}],
+    }  # fmt: skip
+    file = tmp_path / "transcripts.jsonl"
+    file.write_text(json.dumps(row) + "\n" + json.dumps(row | {"env": "gone"}) + "\n")
+    config = {"envs": [{"name": "frozen_lake", "options": {}, "label": None}], "protocol": {"think": False}}
+    (tmp_path / "run_config.yaml").write_text(json.dumps(config))
+    first, second = data_of(transcripts_page.build(file).read_text())["rows"]
+    assert first["facts"].startswith("cannot be played again: ") and second["facts"].startswith("cannot be played")
+    assert "frames" not in first and (first["reward"], first["end"], first["won"]) == (0.4, "hole", False)
+
+
 def test_a_line_that_is_no_episode_is_named(tmp_path: Path) -> None:
     file = tmp_path / "transcripts.jsonl"
     lines = {'{"messages": [7]}\n': "Line 1 of .* is not an episode", "": "is empty", "{\n{}\n": "damaged"}

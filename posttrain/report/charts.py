@@ -60,9 +60,9 @@ def lines(title: str, series: dict[str, Line], alarms: Sequence[Record] = ()) ->
 
     drawn, legend = "", ""
     for alarm in alarms:
-        words = f"step {alarm['step']}: {alarm['name'].replace('_', ' ')}"
+        words = html.escape(alarm["name"].replace("_", " "))
         drawn += f'<line class="alarm" x1="{alarm["step"]}" x2="{alarm["step"]}" y1="0" y2="1000"'
-        drawn += f' data-alarm="{html.escape(words)}"><title>{html.escape(words)}</title></line>'
+        drawn += f' data-alarm="{words}"><title>step {alarm["step"]}: {words}</title></line>'
     for number, (label, line) in enumerate(series.items()):
         look, line = f"l{number % 6}", thinned(line, 300)
         points = " ".join(map(at, line))

@@ -84,6 +84,8 @@ def acted_out(stage: Stage, row: Record) -> tuple[list[np.ndarray], list[tuple[s
                 raise ValueError("the actions of a transcript do not follow from its text")
             del left[: len(taken)]
             turns.append((message["content"], taken))
+    if left:
+        raise ValueError(f"{len(left)} actions of a transcript are in none of its turns")
     played = [action for _, taken in turns for action in taken]
     return frames_of(stage.name, stage.options, stage.seed, stage.reset_options, played), turns
 

@@ -66,7 +66,7 @@ const SHADES = {
   logprob: ["log-prob: the darker, the less likely the token was", (value, reach) => ["bad", value / reach]],
   entropy: ["entropy: the darker, the less sure the model was", (value, reach) => ["a", value / reach]],
   advantage: ["advantage: green is reinforced, red is discouraged", (value, reach) => [value < 0 ? "bad" : "good", value / reach]],
-  loss: ["loss mask: blue counts in the loss", (value) => ["a", value]],
+  loss: ["loss mask: blue counts in the loss; what the model read never does", (value) => ["a", value]],
 };
 const DARKEST = 46; // per cent of the colour: the text on it still has enough contrast
 

@@ -14,7 +14,7 @@ from posttrain.report.episodes import training_stage
 from posttrain.report.markup import chip, table, text
 from posttrain.report.rows import Pictures, entry, with_pictures
 from posttrain.report.tables import Results
-from posttrain.types import Record
+from posttrain.types import Record, one_line
 
 # Curves by title: (key in metrics.jsonl, label); `*` stands for the name of an environment.
 CURVES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
@@ -106,11 +106,15 @@ def recorded(file: Path, pictures: Pictures) -> Iterator[Record]:
     rows = files.read_json_lines(file, REMEDY)
     config = file.with_name("run_config.yaml")
     settings = parse_yaml(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    known = {"envs", "protocol"} <= set(settings)
     for row in rows:
-        if {"envs", "protocol"} <= set(settings) and "noise_seed" in row and len(pictures.found) < MOST_PICTURES:
-            yield with_pictures(row, training_stage(settings, row), pictures)
-        else:
-            yield entry(row)
+        found = entry(row)
+        if known and "noise_seed" in row and len(pictures.found) < MOST_PICTURES:
+            try:
+                found = with_pictures(row, training_stage(settings, row), pictures)
+            except Exception as error:  # an environment may raise anything, and may have changed since
+                found["facts"] = f"cannot be played again: {one_line(error)}"
+        yield found
 
 
 def episodes(folders: dict[str, Path | None], pictures: Pictures) -> list[Record]:
