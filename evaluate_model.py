@@ -3,6 +3,7 @@
     python evaluate_model.py                                              the phases of the reference run
     python evaluate_model.py --config configs/quickstart/evaluate.yaml    those of `make quickstart`
     python evaluate_model.py checkpoints.mine=runs/mine/final output_dir=runs/comparison
+    python evaluate_model.py "checkpoints.gpt={endpoint: https://HOST/v1, model: NAME, api_key_env: KEY}"
 
 Prompts, levels and the seed of every answer are fixed before any model is loaded, and are the same for all checkpoints.
 Written to `output_dir`: results.json, results.md, transcripts.jsonl (every generation), plots/ and report.html.
@@ -22,6 +23,7 @@ from pathlib import Path
 
 from posttrain import runlog
 from posttrain.config import EvaluateRun, load, run
+from posttrain.evaluation.endpoints import costs, in_words
 from posttrain.evaluation.figures import compare, summarise
 from posttrain.evaluation.scoring import play_baselines, run_task, section
 from posttrain.evaluation.store import ROWS, Store
@@ -77,6 +79,8 @@ def main() -> None:
                 "bootstrap": "derive_seed(run, bootstrap)",
             },
         }
+        if cfg.endpoints:
+            results["endpoints"] = costs(cfg, tasks)
         if cfg.goals:
             results["goals"] = goals(results)
         with checkpoint.full_disk_in_words(out):
@@ -85,6 +89,8 @@ def main() -> None:
             report.plots(results, out / "plots")
             write(out / RESULTS, [json.dumps(results, indent=1, allow_nan=False)])
         report.show(results)
+        for name, paid in results.get("endpoints", {}).items():
+            print(f"{name}: {in_words(paid)}")
         print(f"Written: {out / RESULTS}, results.md, transcripts.jsonl, plots/")
         if cfg.report:
             print(f"Report: {report.build(out)}")
@@ -112,6 +118,7 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
     from safetensors import SafetensorError, safe_open
 
     from posttrain import checkpoint, hardware, model_files, models
+    from posttrain.endpoint import api_key
     from posttrain.preflight import check_hub, try_output_layer
     from posttrain.rollout import open_env
 
@@ -141,11 +148,16 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
         problems.append(str(problem))
     hub_is_there = True
     try:
-        check_hub([section(cfg, name) for name in cfg.checkpoints], hub_sets(cfg.suites))
+        check_hub([section(cfg, name) for name in cfg.local], hub_sets(cfg.suites))
     except UserError as problem:
         hub_is_there = False
         problems.append(str(problem))
-    for name, path in cfg.checkpoints.items():
+    for name, served in cfg.endpoints.items():
+        try:
+            api_key(served)
+        except UserError as problem:
+            problems.append(f"checkpoints.{name}: {problem}")
+    for name, path in cfg.local.items():
         if not hub_is_there and not Path(path).exists() and model_files.HUB_NAME.fullmatch(path):
             continue  # said already
         try:

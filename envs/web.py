@@ -25,11 +25,11 @@ class NoAnswer(RuntimeError):
 
 
 class BadStatus(ValueError):
-    """An answer with another status than 200."""
+    """An answer with another status than 200, what its header Retry-After says, and how it begins."""
 
-    def __init__(self, status: int) -> None:
+    def __init__(self, status: int, retry_after: str = "", reply: str = "") -> None:
         super().__init__(f"status {status}")
-        self.status = status
+        self.status, self.retry_after, self.reply = status, retry_after, reply
 
 
 def is_address(url: str) -> bool:
@@ -70,7 +70,7 @@ def _post(url: str, body: bytes, timeout: float, headers: Mapping[str, str]) -> 
     finally:
         connection.close()
     if response.status != 200:
-        raise BadStatus(response.status)
+        raise BadStatus(response.status, response.getheader("Retry-After", ""), reply[:1000].decode(errors="replace"))
     if len(reply) > MOST_BYTES:
         raise ValueError(f"its reply has more than {MOST_BYTES} bytes")
     return reply

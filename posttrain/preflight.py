@@ -33,7 +33,7 @@ def check_run(cfg: Any, *, resume: bool = False, kept: Path | None = None, data_
             return False
         return True
 
-    several = getattr(cfg, "checkpoints", {}).values()
+    several = getattr(cfg, "local", {}).values()
     sections = [cfg.model] if hasattr(cfg, "model") else [ModelSection(name_or_path=path) for path in several]
     data = [section for key in ("data", "distillation") if (section := getattr(cfg, key, None)) is not None]
     data += [cfg] if hasattr(cfg, "sources") else []  # posttrain.pairs

@@ -37,7 +37,10 @@ LAYERS = [
             "hardware",
         )
     ],
-    [f"posttrain.{name}" for name in ("embedded", "policy", "fused", "model_card", "model_files", "run_identity")],
+    [
+        f"posttrain.{name}"
+        for name in ("embedded", "policy", "fused", "model_card", "model_files", "run_identity", "endpoint")
+    ],
     [f"posttrain.{name}" for name in ("data", "report", "critic", "prefixes", "sampler", "prepared_rows")],
     ["posttrain.trl_arguments", "posttrain.selftest"],
     [f"posttrain.{name}" for name in ("models", "cross_score", "engine", "learner", "gguf")],

@@ -10,7 +10,15 @@ from posttrain.config.algorithm import AlgorithmSection, FilterSection
 from posttrain.config.chat import ChatRun
 from posttrain.config.data import DataSection, Source
 from posttrain.config.dpo import DPORun
-from posttrain.config.evaluation import EnvSuite, EvaluateRun, NamedSampling, SampledSuite, Settings, SuitesSection
+from posttrain.config.evaluation import (
+    Endpoint,
+    EnvSuite,
+    EvaluateRun,
+    NamedSampling,
+    SampledSuite,
+    Settings,
+    SuitesSection,
+)
 from posttrain.config.loading import dump, load, resolve, run
 from posttrain.config.pairs import PairsRun
 from posttrain.config.sft import SFTRun
@@ -48,6 +56,7 @@ __all__ = [
     "DPORun",
     "DataSection",
     "DistillationSection",
+    "Endpoint",
     "EnvSection",
     "EnvSuite",
     "EvaluateRun",

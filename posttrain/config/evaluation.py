@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import model_validator
+from pydantic import Discriminator, Tag, field_validator, model_validator
 
 from posttrain.config.shared import (
     CONTEXT,
@@ -90,11 +92,53 @@ class SuitesSection(Section):
     envs: EnvSuite | None = Field("success in the environments; null leaves it out", None)
 
 
+class Endpoint(Section):
+    """A model behind a server with the interface of OpenAI, e.g. {endpoint: http://127.0.0.1:8000/v1, model: mine}."""
+
+    endpoint: str = Field("address of the server up to /v1, e.g. http://127.0.0.1:8000/v1")
+    model: str = Field("the model's name there", min_length=1)
+    api_key_env: str | None = Field("the environment variable that holds the key; null sends none", None)
+    concurrency: int = Field("requests that are under way at the same time", 8, ge=1, le=256)
+    timeout: float = Field("seconds until an answer must be complete", 120, gt=0, le=3600)
+    attempts: int = Field("how often a request is made that fails, with growing pauses; then the run stops", 8, ge=1)
+    tokens_field: Literal["max_tokens", "max_completion_tokens"] = Field(
+        "the name by which this server knows the longest answer", "max_tokens"
+    )
+    price_input: float | None = Field("price of a million tokens of prompt, in any currency", None, ge=0)
+    price_output: float | None = Field("price of a million tokens of answer, in the same", None, ge=0)
+
+    @field_validator("endpoint")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        from envs.web import is_address
+
+        if not is_address(value):
+            raise wrong("this is no address of a server: write e.g. http://127.0.0.1:8000/v1")
+        parts = urlsplit(value)
+        if parts.username or parts.password or parts.query or parts.fragment:
+            raise wrong("an address ends with its path, e.g. /v1; a key is read from the variable in api_key_env alone")
+        return value.rstrip("/")
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _variable(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
+            raise wrong("this is no name of an environment variable; the key itself is never written here")
+        return value
+
+
+# A folder or Hub name as text, an endpoint as a section.
+Checkpoint = Annotated[
+    Annotated[str, Tag(":text")] | Annotated[Endpoint, Tag(":section")],
+    Discriminator(lambda given: ":section" if isinstance(given, dict | Endpoint) else ":text"),
+]
+
+
 class EvaluateRun(Run):
     """The evaluator; the first checkpoint is the one that the others are compared with."""
 
-    checkpoints: dict[str, str] = Field(
-        "name: folder or Hub id, in the order of the table; the first is the base", min_length=1
+    checkpoints: dict[str, Checkpoint] = Field(
+        "name: folder, Hub id or an endpoint's section, in the order of the table; the first is the base", min_length=1
     )
     chat: ChatSection = Field("template for a checkpoint that has none", ChatSection())
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("precision the weights are loaded in", "auto")
@@ -129,6 +173,16 @@ class EvaluateRun(Run):
                 if suite.headline and suite.settings and suite.headline not in suite.settings:
                     raise wrong(f"suites.{key}.headline is `{suite.headline}`, which its own settings leave out")
         reference = self.suites.preferences.reference if self.suites.preferences else None
-        if reference is not None and reference not in self.checkpoints:
-            raise wrong(f"suites.preferences.reference is `{reference}`, not in {', '.join(self.checkpoints)}")
+        if reference is not None and reference not in self.local:
+            raise wrong(f"suites.preferences.reference is `{reference}`, not in {', '.join(self.local)}")
         return self
+
+    @property
+    def local(self) -> dict[str, str]:
+        """The checkpoints that are loaded here."""
+        return {name: place for name, place in self.checkpoints.items() if isinstance(place, str)}
+
+    @property
+    def endpoints(self) -> dict[str, Endpoint]:
+        """Those that a server answers for."""
+        return {name: place for name, place in self.checkpoints.items() if isinstance(place, Endpoint)}

@@ -210,6 +210,8 @@ def _path(schema: type[BaseModel], place: tuple[int | str, ...]) -> tuple[str, .
     here: Any = schema
     path: list[str] = []
     for name in place:
+        if str(name).startswith(":"):  # the tag of a type, no key
+            continue
         path.append(str(name))
         if isinstance(here, TRLFields):
             break

@@ -145,6 +145,8 @@ def compare(cfg: EvaluateRun, rows: dict[str, list[Record]]) -> list[Record]:
     seed, differences = derive_seed(cfg.seed, "bootstrap"), []
     for old, new in pairs:
         for (suite, part, setting), before in by_task[old].items():
+            if (suite, part, setting) not in by_task[new]:  # an endpoint is not asked everything
+                continue
             after = by_task[new][suite, part, setting]
             for metric in COMPARED[suite]:
                 left, right = _values(metric, before, after)

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from posttrain.chat import Chat
+    from posttrain.evaluation.text_episodes import TextChat
     from posttrain.judge import MathJudge
+    from posttrain.sampler import Sampler
 
 PAIR_TOKENS = 8192  # padded tokens in one batch of preference pairs
 MOST_ROWS = 256  # sampled at the same time where batch_size is null and the memory allows it
@@ -62,16 +64,18 @@ class Loaded:
 
 
 def section(cfg: EvaluateRun, name: str) -> ModelSection:
-    return ModelSection(
-        name_or_path=cfg.checkpoints[name], dtype=cfg.dtype, attn_implementation=cfg.attn_implementation
-    )
+    return ModelSection(name_or_path=cfg.local[name], dtype=cfg.dtype, attn_implementation=cfg.attn_implementation)
 
 
 def run_task(cfg: EvaluateRun, name: str, task: Task, tick: Tick, loaded: Loaded) -> list[Record]:
     """One checkpoint's rows of one task; ValueError where a log-prob is NaN or infinite."""
     import torch
 
+    from posttrain.rollout import open_sampler
+
     torch.set_num_threads(1)  # sums come out the same wherever this runs; more cores are used by more `workers`
+    if name in cfg.endpoints:
+        return task.described(name, ask_task(cfg, name, task, tick, loaded.judge))
     model_section = section(cfg, name)
     if task.suite == "preferences":  # bfloat16 would move a sequence's log-prob as much as DPO does
         model_section = model_section.model_copy(update={"dtype": "float32"})
@@ -79,10 +83,39 @@ def run_task(cfg: EvaluateRun, name: str, task: Task, tick: Tick, loaded: Loaded
     if task.suite == "preferences":
         found = score_pairs(model, chat, task, tick)
     elif task.suite == "envs":
-        found = play_levels(cfg, model_section, loaded, task, tick)
+        suite = cfg.suites.envs
+        assert suite is not None
+        sampler = open_sampler(model, chat, max_context=suite.max_context)
+        slots = rows_at_once(cfg, model_section, loaded, suite.max_context, suite.max_completion_length)
+        found = play_levels(cfg, task, tick, sampler, chat, slots)
     else:
         found = answer(cfg, model_section, loaded, task, tick)
     return task.described(name, found)
+
+
+def ask_task(cfg: EvaluateRun, name: str, task: Task, tick: Tick, judge: MathJudge) -> list[Record]:
+    """The rows of a task from an endpoint, with the same prompts, levels and contexts."""
+    from posttrain.endpoint import Client
+    from posttrain.evaluation.endpoints import counting_chat, replies_file
+    from posttrain.evaluation.text_episodes import TextChat, TextSampler
+
+    chat, params = counting_chat(cfg), task.params
+    assert params is not None
+    with Client(cfg.endpoints[name], replies_file(cfg, name, task)) as client:
+        if task.suite == "envs":
+            said = TextChat(chat)
+            return play_levels(cfg, task, tick, TextSampler(client, said), said, cfg.endpoints[name].concurrency)
+        coming = [
+            client.begin(item["messages"], params, seed) for item, seed in zip(task.items, task.seeds, strict=True)
+        ]
+        rows, equal_length = [], cfg.suites.repetition.equal_length if cfg.suites.repetition else 0
+        for item, reply in zip(task.items, (future.result() for future in coming), strict=True):
+            tick(1)
+            ids = chat.content_ids(reply.text) if chat and task.suite == "repetition" else []
+            tokens = len(ids) or reply.completion_tokens - (reply.finished and reply.completion_tokens > 0)
+            row = item | {"text": reply.text, "never_stops": not reply.finished, "tokens": tokens}
+            rows.append(row | score(task.suite, row, ids, judge, equal_length))
+        return rows
 
 
 def rows_at_once(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, longest: int, new: int) -> int:
@@ -125,29 +158,34 @@ def score_answers(
 
     `equal_length` tokens of each answer count for `seq_rep_4_first`. ValueError where a log-prob is not finite.
     """
-    from posttrain.judge import last_boxed, last_number
-
     rows = []
     for item, completion in zip(task.items, completions, strict=True):
         finite(completion.logprobs)
         ids = completion.ids[:-1] if completion.finished else completion.ids
         row = item | {"text": chat.decode(completion.ids), "never_stops": not completion.finished, "tokens": len(ids)}
-        if task.suite == "math":
-            row["accuracy"] = judge.correct(row["text"], item["answer"])
-            row["boxed"] = last_boxed(row["text"]) is not None
-            number = last_number(row["text"])
-            row["last_number"] = number is not None and judge.equal(number, item["answer"])
-        elif task.suite == "recall":
-            row["accuracy"] = recalls(row["text"], item["answer"])
-        else:
-            row |= {
-                "ids": ids,
-                "seq_rep_4": metrics.seq_rep_n(ids),
-                "seq_rep_4_first": metrics.seq_rep_n(ids[:equal_length]),
-                "longest_repeat": metrics.longest_repeat(ids),
-            }
-        rows.append(row)
+        rows.append(row | score(task.suite, row, ids, judge, equal_length))
     return rows
+
+
+def score(suite: str, row: Record, ids: list[int], judge: MathJudge, equal_length: int) -> Record:
+    """What a suite says of a row's text, and repetition of the tokens of it."""
+    from posttrain.judge import last_boxed, last_number
+
+    if suite == "math":
+        number = last_number(row["text"])
+        return {
+            "accuracy": judge.correct(row["text"], row["answer"]),
+            "boxed": last_boxed(row["text"]) is not None,
+            "last_number": number is not None and judge.equal(number, row["answer"]),
+        }
+    if suite == "recall":
+        return {"accuracy": recalls(row["text"], row["answer"])}
+    return {
+        "ids": ids,
+        "seq_rep_4": metrics.seq_rep_n(ids),
+        "seq_rep_4_first": metrics.seq_rep_n(ids[:equal_length]),
+        "longest_repeat": metrics.longest_repeat(ids),
+    }
 
 
 def recalls(text: str, wanted: str) -> bool:
@@ -185,21 +223,23 @@ def score_pairs(model: PreTrainedModel, chat: Chat, task: Task, tick: Tick) -> l
     return rows
 
 
-def play_levels(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, task: Task, tick: Tick) -> list[Record]:
-    """One episode on each level."""
-    from posttrain.rollout import Context, new_episode, open_sampler, play
+def play_levels(
+    cfg: EvaluateRun, task: Task, tick: Tick, sampler: Sampler, chat: Chat | TextChat, slots: int
+) -> list[Record]:
+    """One episode on each level, `slots` at a time."""
+    from posttrain.rollout import Context, new_episode, play
 
-    suite, model, chat = cfg.suites.envs, loaded.model, loaded.chat
-    assert suite is not None and task.params is not None and model is not None and chat is not None
+    suite = cfg.suites.envs
+    assert suite is not None and task.params is not None
     env = env_section(cfg, task.part)
     episodes = [new_episode(env, suite.protocol, item["seed"], suite.split) for item in task.items]
     played = play(
-        open_sampler(model, chat, max_context=suite.max_context),
-        chat,
+        sampler,
+        chat,  # type: ignore[arg-type]
         episodes,
         task.params,
         task.seeds,
-        slots=rows_at_once(cfg, section, loaded, suite.max_context, suite.max_completion_length),
+        slots=slots,
         context=Context(suite.context, suite.context_turns, suite.max_context),
         done=tick,
     )

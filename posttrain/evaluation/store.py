@@ -39,8 +39,9 @@ class Found:
     failed: dict[str, str] = field(default_factory=dict)  # checkpoint -> reason
 
     def of(self, checkpoint: str, tasks: Sequence[Task]) -> list[Record]:
-        """A checkpoint's rows in the order of the tasks."""
-        return [row for number in range(len(tasks)) for row in self.rows[Unit(checkpoint, number)]]
+        """A checkpoint's rows in the order of the tasks; an endpoint is not asked all of them."""
+        units = (Unit(checkpoint, number) for number in range(len(tasks)))
+        return [row for unit in units if unit in self.rows for row in self.rows[unit]]
 
 
 class Store:
@@ -56,7 +57,8 @@ class Store:
         if unit.checkpoint not in self._fingerprints:
             self._fingerprints[unit.checkpoint] = fingerprint(self.cfg, unit.checkpoint)
         task = self.tasks[unit.number]
-        facts = [unit.checkpoint, self._fingerprints[unit.checkpoint], asdict(task), conditions(self.cfg, task)]
+        facts = [unit.checkpoint, self._fingerprints[unit.checkpoint], asdict(task)]
+        facts.append(conditions(self.cfg, task, local=unit.checkpoint in self.cfg.local))
         return self.folder / f"{_sha256(json.dumps(facts, sort_keys=True).encode())[:32]}.jsonl"
 
     def read(self, unit: Unit) -> list[Record] | None:
@@ -90,12 +92,17 @@ class Store:
 
 
 def fingerprint(cfg: EvaluateRun, name: str) -> str:
-    """A digest of a checkpoint's files; for a name on the Hub, of the commit that is in the cache."""
+    """A digest of a checkpoint's files; for a name on the Hub, of the commit that is in the cache.
+
+    Of an endpoint nothing is known but its address and the model's name there.
+    """
     from posttrain import checkpoint, compat, model_files
 
-    path = Path(cfg.checkpoints[name])
+    if name in cfg.endpoints:
+        return f"{cfg.endpoints[name].endpoint} {cfg.endpoints[name].model}"
+    path = Path(cfg.local[name])
     if not path.is_dir():
-        section = ModelSection(name_or_path=cfg.checkpoints[name])
+        section = ModelSection(name_or_path=cfg.local[name])
         return f"{path} {compat.commit_of(model_files.load_config(section))}"
     if (path / checkpoint.MANIFEST).exists():
         return _sha256(json.dumps(checkpoint.read_manifest(path)["files"], sort_keys=True).encode())
@@ -107,7 +114,7 @@ def fingerprint(cfg: EvaluateRun, name: str) -> str:
     return _sha256(json.dumps(digests).encode())
 
 
-def conditions(cfg: EvaluateRun, task: Task) -> dict[str, Any]:
+def conditions(cfg: EvaluateRun, task: Task, *, local: bool) -> dict[str, Any]:
     """What the rows of a part depend on besides its items: not how many processes or rows at a time there were."""
     from posttrain import hardware
 
@@ -116,6 +123,8 @@ def conditions(cfg: EvaluateRun, task: Task) -> dict[str, Any]:
         suite.pop(key, None)  # they choose items, which are part of the task, or what is shown
     if task.suite == "envs":
         suite["envs"] = [env_section(cfg, task.part).model_dump(mode="json")]
+    if not local:
+        return {"suite": suite}
     template = cfg.chat.template and Path(cfg.chat.template).read_text(encoding="utf-8")
     device = hardware.resolve_device(cfg.device).type
     return {"suite": suite, "dtype": cfg.dtype, "attention": cfg.attn_implementation, "chat": template, "on": device}

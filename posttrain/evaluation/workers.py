@@ -20,6 +20,7 @@ from typing import Any
 
 from posttrain import runlog
 from posttrain.config import EvaluateRun
+from posttrain.evaluation.endpoints import left_out
 from posttrain.evaluation.scoring import Loaded, Tick
 from posttrain.evaluation.store import Found, Store, Unit
 from posttrain.evaluation.tasks import Task
@@ -61,7 +62,7 @@ def run_tasks(cfg: EvaluateRun, tasks: Sequence[Task], run: RunTask) -> Found:
     """Every checkpoint's rows: those that are on the disk, and the others measured by as many processes as there are.
 
     Under torchrun the ranks share the units out, each on its own device. Elsewhere there is a process for every visible
-    GPU, or `workers` processes on a CPU.
+    GPU, or `workers` processes on a CPU. Endpoints come first, and are asked from here.
     """
     import torch
 
@@ -70,10 +71,12 @@ def run_tasks(cfg: EvaluateRun, tasks: Sequence[Task], run: RunTask) -> Found:
     store = Store(cfg, tasks)
     # pairs last: they are scored in float32, for which a checkpoint may have to be loaded once more
     order = sorted(range(len(tasks)), key=lambda number: tasks[number].suite == "preferences")
-    units = [Unit(name, number) for name in cfg.checkpoints for number in order]
+    units = [Unit(name, number) for name in cfg.local for number in order]
     ranks = parallel.size()
     if ranks > 1:
         units = shares(units, tasks, ranks)[parallel.rank()]
+    if runlog.is_main_process():  # which asks the endpoints: what they allow at a time holds for all that is asked
+        units = [Unit(name, n) for name in cfg.endpoints for n in order if not left_out(cfg, tasks[n])] + units
     found = Found({unit: rows for unit in units if (rows := store.read(unit)) is not None})
     left = [unit for unit in units if unit not in found.rows]
     if found.rows:
@@ -87,6 +90,8 @@ def run_tasks(cfg: EvaluateRun, tasks: Sequence[Task], run: RunTask) -> Found:
             progress.update(progress.done + count)
 
         measurement, results = Measurement(cfg, tasks, run), Results(store, found, tick)
+        in_this_process([unit for unit in left if unit.checkpoint in cfg.endpoints], measurement, results)
+        left = [unit for unit in left if unit.checkpoint in cfg.local]
         if ranks > 1 or (place.type == "cpu" and min(cfg.workers, len(left)) <= 1):
             if place.type == "cuda":
                 torch.cuda.set_device(place)

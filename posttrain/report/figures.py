@@ -7,6 +7,7 @@ import itertools
 from posttrain.report import charts
 from posttrain.report.markup import badge, chip, table, text
 from posttrain.report.tables import (
+    NOT_ASKED,
     Column,
     Figure,
     Results,
@@ -33,6 +34,9 @@ def headline(results: Results) -> str:
         body += f'<tr><th scope="row">{text(column.title)}<small>{about(results, column)}</small></th>'
         for name in names:
             figure = column.get(results["checkpoints"][name])
+            if figure is None:
+                body += f'<td data-label="{text(name)}"><small>{NOT_ASKED}</small></td>'
+                continue
             body += f'<td data-label="{text(name)}"><b>{percent(figure.value)}</b><small>{span(figure)}</small>'
             body += charts.bar(figure, colour(results, name)) + change(results, name, column) + "</td>"
         body += "</tr>"
@@ -50,7 +54,7 @@ def headline(results: Results) -> str:
 
 def about(results: Results, column: Column) -> str:
     """What a figure is, which way is better, how many items it is of, and how they were sampled."""
-    found = column.found(next(iter(results["checkpoints"].values())))
+    found = column.found(next(entry for entry in results["checkpoints"].values() if column.suite in entry))
     note = "levels solved" if column.suite == "envs" else column.note.removesuffix(", lower is better")
     better = "lower is better" if less_is_better(column.metric) else "higher is better"
     items = f"{found.get('n', found.get('episodes'))} items"

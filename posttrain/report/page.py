@@ -103,8 +103,9 @@ def _damaged(folder: Path) -> str:
 
 def commands(results: Results, folder: Path) -> str:
     """What a reader would type next, ready to copy."""
-    last = results["config"]["checkpoints"][list(results["checkpoints"])[-1]]
-    chat = f"python inference_with_improved_settings.py model.name_or_path={last}"
+    places = [results["config"]["checkpoints"][name] for name in results["checkpoints"]]
+    local = [place for place in places if isinstance(place, str)]  # the others are endpoints
+    chat = f"python inference_with_improved_settings.py model.name_or_path={local[-1] if local else 'MODEL'}"
     lines = [("Talk to the result", chat)]
     lines += [("The same question under both presets", f'{chat} --compare --prompt "Tell me about the old garden."')]
     lines += [(f"Watch it play {name.replace('_', ' ')}", f"{chat} --play {name}") for name in results["baselines"]]

@@ -13,6 +13,7 @@ from posttrain.types import Record
 Results = dict[str, Any]  # results.json as evaluate_model.py writes it
 
 MATH_TITLES = {"embedded": "Math (toy sums)", "gsm8k": "GSM8K", "math500": "MATH-500"}
+NOT_ASKED = "not asked"
 COLOURS = ("#8b8f98", "#2f7fd1", "#d9822b", "#1f9d6b", "#a45bd1", "#c94f6d")  # one per checkpoint, in order
 
 
@@ -38,9 +39,9 @@ class Column:
     metric: str
     setting: str
 
-    def get(self, entry: Record) -> Figure:
-        """The figure, from a checkpoint's part of results.json."""
-        return figure_of(self.found(entry), self.metric)
+    def get(self, entry: Record) -> Figure | None:
+        """The figure, from a checkpoint's part of results.json; None of an endpoint that is not asked this suite."""
+        return figure_of(self.found(entry), self.metric) if self.suite in entry else None
 
     def found(self, entry: Record) -> Record:
         """All figures of its suite and part."""
@@ -49,7 +50,9 @@ class Column:
 
 def columns(results: Results) -> list[Column]:
     """The headline figures that this run has, in the order of the phases."""
-    first = next(iter(results["checkpoints"].values()))
+    first: Record = {}
+    for entry in results["checkpoints"].values():  # an endpoint is not asked every suite
+        first = entry | first
 
     found = []
     for source, entry in first.get("math", {}).items():
@@ -105,7 +108,7 @@ def markdown(results: Results) -> str:
     lines += _table(
         ["checkpoint", *(f"{c.title} ({c.note})" for c in shown)],
         (
-            [name, *(f"{percent(figure.value)} ({span(figure)})" for figure in (c.get(entry) for c in shown))]
+            [name, *(f"{percent(f.value)} ({span(f)})" if f else NOT_ASKED for f in (c.get(entry) for c in shown))]
             for name, entry in results["checkpoints"].items()
         ),
     )
@@ -194,7 +197,8 @@ def show(results: Results) -> None:
         table.add_column(head, justify="right", overflow="fold")
     for name, entry in results["checkpoints"].items():
         figures = [column.get(entry) for column in shown]
-        table.add_row(escape(name), *(f"{percent(figure.value)}\n[dim]{span(figure)}[/dim]" for figure in figures))
+        cells = (f"{percent(figure.value)}\n[dim]{span(figure)}[/dim]" if figure else NOT_ASKED for figure in figures)
+        table.add_row(escape(name), *cells)
     console.print(table)
     for name, reason in results.get("failed", {}).items():
         console.print(f"[red]not measured[/red] {escape(f'{name}: {reason}')}", highlight=False)
@@ -216,7 +220,8 @@ def plots(results: Results, folder: Path) -> None:
     figure, axes = pyplot.subplots(1, len(shown), figsize=(2.6 * len(shown) + 0.6, 3.2), squeeze=False)
     for axis, column in zip(axes[0], shown, strict=True):
         for place, (name, entry) in enumerate(entries.items()):
-            _error_bar(axis, place, column.get(entry), colour(results, name))
+            if found := column.get(entry):
+                _error_bar(axis, place, found, colour(results, name))
         axis.set_xticks(range(len(entries)), entries, rotation=30, ha="right")
         axis.set_title(f"{column.title}\n{column.note}", fontsize=9)
         _percent_axis(axis)

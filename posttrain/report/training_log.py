@@ -43,6 +43,8 @@ def phase_folders(results: Results, folder: Path) -> dict[str, Path | None]:
     """checkpoint -> the folder of the phase that made it, where its metrics.jsonl is; None where there is none."""
     found = {}
     for name, path in results["config"]["checkpoints"].items():
+        if not isinstance(path, str):  # an endpoint
+            continue
         places = [Path(path).parent, folder / name]
         found[name] = next((place for place in places if (place / "metrics.jsonl").is_file()), None)
     return found

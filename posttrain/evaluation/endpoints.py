@@ -1,0 +1,67 @@
+"""How does an endpoint take part in an evaluation?  What it is not asked, where replies are kept, their cost."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from posttrain.config import EvaluateRun
+from posttrain.evaluation.tasks import Task
+from posttrain.types import Record
+
+if TYPE_CHECKING:
+    from posttrain.chat import Chat
+
+
+def left_out(cfg: EvaluateRun, task: Task) -> str:
+    """Why an endpoint is not asked this task, in a sentence; empty where it is."""
+    if task.suite == "preferences":
+        return "Preferences compare log-probs of given answers, which an endpoint does not tell."
+    if task.suite == "repetition" and not cfg.local:
+        return "Repetition is counted in tokens of the first local checkpoint, and there is none."
+    return ""
+
+
+def counting_chat(cfg: EvaluateRun) -> Chat | None:
+    """The chat of the first local checkpoint, in whose tokens contexts are cut and repetition is counted."""
+    from posttrain import models
+    from posttrain.config import ModelSection
+
+    place = next(iter(cfg.local.values()), None)
+    return place and models.load_chat(ModelSection(name_or_path=place), cfg.chat.template)  # type: ignore[return-value]
+
+
+def replies_file(cfg: EvaluateRun, name: str, task: Task) -> Path:
+    """Where the replies to a task are kept until the evaluation has ended, whatever becomes of its other items."""
+    from posttrain.evaluation.store import ROWS
+
+    endpoint = cfg.endpoints[name]
+    facts = [name, endpoint.endpoint, endpoint.model, task.suite, task.source, task.part, task.setting]
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+    return Path(cfg.output_dir) / ROWS / f"replies-{digest}.jsonl"
+
+
+def costs(cfg: EvaluateRun, tasks: Sequence[Task]) -> dict[str, Record]:
+    """For each endpoint what was paid for, in this process and those before it that were cut short, and left out."""
+    from posttrain.endpoint import spent
+
+    found: dict[str, Record] = {}
+    for name, endpoint in cfg.endpoints.items():
+        paid = [spent(replies_file(cfg, name, task)) for task in tasks if not left_out(cfg, task)]
+        replies, prompt, answers = (sum(column) for column in zip(*paid, strict=True)) if paid else (0, 0, 0)
+        one: Record = {"replies": replies, "prompt_tokens": prompt, "completion_tokens": answers, "cost": None}
+        if endpoint.price_input is not None and endpoint.price_output is not None:
+            one["cost"] = (prompt * endpoint.price_input + answers * endpoint.price_output) / 1e6
+        found[name] = one | {"left_out": {task.suite: words for task in tasks if (words := left_out(cfg, task))}}
+    return found
+
+
+def in_words(paid: Record) -> str:
+    """412 replies, 120,000 tokens of prompts and 31,000 of answers, which cost 0.53. Preferences compare ..."""
+    words = f"{paid['replies']:,} replies, {paid['prompt_tokens']:,} tokens of prompts and "
+    words += f"{paid['completion_tokens']:,} of answers"
+    words += "." if paid["cost"] is None else f", which cost {paid['cost']:.4g}."
+    return " ".join([words, *dict.fromkeys(paid["left_out"].values())])

@@ -1,0 +1,463 @@
+"""Is a model behind a server measured like a local one, whatever the server does, and is nothing paid for twice?"""
+
+# ruff: noqa: F811  (fixtures of other files)
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_evaluate import checkpoints, evaluate, resolved, settings  # noqa: F401  `checkpoints` is a fixture
+from test_serve import address, final  # noqa: F401  fixtures: the server of posttrain.serve
+
+from posttrain import endpoint
+from posttrain.config import Endpoint
+from posttrain.endpoint import Client, Nonsense, read_reply
+from posttrain.evaluation import store, tasks
+from posttrain.evaluation.text_episodes import STOP, TextChat
+from posttrain.types import SamplingParams, UserError
+
+KEY = "sk-a-very-secret-key"
+PARAMS = SamplingParams(max_new_tokens=7, temperature=0.5)
+ASKED = [{"role": "user", "content": "Which way?"}]
+SUITES = {
+    "math": {"n": 3, "max_new_tokens": 6, "settings": ["greedy"]},
+    "repetition": {"n": 3, "max_new_tokens": 8, "settings": ["greedy"]},
+    "recall": {"n": 3, "max_new_tokens": 4, "settings": ["greedy"]},
+    "preferences": {"n": 2, "reference": "base"},
+    "envs": {
+        "envs": ["frozen_lake"],
+        "episodes": 3,
+        "protocol": {"max_turns": 3},
+        "max_completion_length": 6,
+        "settings": ["greedy"],
+    },
+}
+
+
+def completion(text: str, reason: str = "stop", prompt: int = 10, tokens: int = 4) -> dict[str, Any]:
+    usage = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+    return {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": reason}], "usage": usage}
+
+
+class Server(ThreadingHTTPServer):
+    """Answers as `behave(number of the request, body)` says: (status, headers, reply), or None to drop it.
+
+    A reply that is bytes is sent as it is. `asked` are the bodies, `keys` the Authorization headers that came.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, behave: Callable[[int, dict[str, Any]], Any]) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.behave, self.lock = behave, threading.Lock()
+        self.asked: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.busy = self.most = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, *_: Any) -> None: ...
+
+    def do_POST(self) -> None:
+        assert self.path == "/v1/chat/completions"
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            number = len(self.server.asked)
+            self.server.asked.append(body)
+            self.server.keys.append(self.headers["Authorization"])
+            self.server.busy += 1
+            self.server.most = max(self.server.most, self.server.busy)
+        try:
+            said = self.server.behave(number, body)
+        finally:
+            with self.server.lock:
+                self.server.busy -= 1
+        if said is None:
+            self.connection.close()
+            return
+        status, headers, reply = said
+        content = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
+        try:
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(headers.get("X-Claims", len(content))))
+            self.end_headers()
+            self.wfile.write(content)
+        except OSError:  # the client has gone
+            pass
+
+
+@pytest.fixture
+def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[int, dict[str, Any]], Any]], Server]]:
+    """Starts servers, and makes the pauses between attempts short."""
+    monkeypatch.setattr(endpoint, "FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(endpoint, "LONGEST_PAUSE", 0.1)
+    servers: list[Server] = []
+
+    def start(behave: Callable[[int, dict[str, Any]], Any]) -> Server:
+        servers.append(Server(behave))
+        threading.Thread(target=servers[-1].serve_forever, args=(0.05,), daemon=True).start()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def good(number: int, body: dict[str, Any]) -> Any:
+    return 200, {}, completion("<think>so</think><answer>Right</answer>")
+
+
+def section(server: Server, **more: Any) -> Endpoint:
+    return Endpoint(endpoint=server.url, model="m", **{"timeout": 5, "concurrency": 3, **more})
+
+
+# ------------------------------------------------------------------------------------------------------- one request
+
+
+def stall(number: int, body: dict[str, Any]) -> Any:
+    time.sleep(1.2)
+    return good(number, body)
+
+
+FAULTS: dict[str, Callable[[int, dict[str, Any]], Any]] = {
+    "drops": lambda *_: None,
+    "stalls": stall,
+    "stops in the middle": lambda *_: (200, {"X-Claims": 5000}, b'{"choices": ['),
+    "429": lambda *_: (429, {}, {"error": "slow down"}),
+    "500": lambda *_: (500, {}, b"<html>oops</html>"),
+    "503 with a date": lambda *_: (503, {"Retry-After": formatdate(time.time(), usegmt=True)}, b""),
+    "no JSON": lambda *_: (200, {}, b"<html>nginx</html>"),
+    "a list": lambda *_: (200, {}, []),
+    "nothing in it": lambda *_: (200, {}, {}),
+    "no choices": lambda *_: (200, {}, {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}),
+    "a number for a text": lambda *_: (200, {}, completion(3)),  # type: ignore[arg-type]
+    "no text": lambda *_: (200, {}, completion(None)),  # type: ignore[arg-type]
+    "no usage": lambda *_: (200, {}, {**completion("x"), "usage": None}),
+    "half a character": lambda *_: (200, {}, completion("\ud800")),
+    "no UTF-8": lambda *_: (200, {}, b"\xff\xfe{"),
+    "too deep": lambda *_: (200, {}, b"[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_that_passes_costs_another_attempt(serving: Any, tmp_path: Path, fault: str) -> None:
+    server = serving(lambda number, body: (FAULTS[fault] if number < 2 else good)(number, body))
+    with Client(section(server, timeout=0.6), tmp_path / "kept.jsonl") as client:
+        assert client.ask(ASKED, PARAMS, 5).text == "<think>so</think><answer>Right</answer>"
+        assert client.ask(ASKED, PARAMS, 5).finished
+    assert len(server.asked) == 3 and server.asked[0] == server.asked[2]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_that_stays_is_told_in_a_paragraph(serving: Any, tmp_path: Path, fault: str) -> None:
+    server = serving(FAULTS[fault])
+    with (
+        Client(section(server, timeout=0.3, attempts=2), tmp_path / "kept.jsonl") as client,
+        pytest.raises(UserError, match=r"\(m\) has not answered a request 2 times; at last: .+\. What it has answered"),
+    ):
+        client.ask(ASKED, PARAMS, 5)
+    assert len(server.asked) == 2
+
+
+def test_nobody_listens(tmp_path: Path) -> None:
+    nobody = Endpoint(endpoint="http://127.0.0.1:9/v1", model="m", attempts=1)
+    with Client(nobody, tmp_path / "kept.jsonl") as client, pytest.raises(UserError, match="Connection refused"):
+        client.ask(ASKED, PARAMS, 5)
+
+
+def test_what_cannot_pass_is_not_tried_again(serving: Any, tmp_path: Path) -> None:
+    for status, words in ((400, "refuses the request with status 400: no such field"), (401, "without a key")):
+        server = serving(lambda *_, status=status: (status, {}, b"no such field"))
+        with Client(section(server), tmp_path / "kept.jsonl") as client, pytest.raises(UserError, match=words):
+            client.ask(ASKED, PARAMS, 5)
+        assert len(server.asked) == 1
+
+
+def test_a_request_says_what_a_local_model_is_asked(serving: Any, tmp_path: Path) -> None:
+    server = serving(good)
+    with Client(section(server), tmp_path / "a.jsonl") as client:
+        client.ask([{**ASKED[0], "mask_spans": []}], PARAMS, (1 << 62) + 5)  # type: ignore[dict-item]
+        client.ask(ASKED, SamplingParams(9, 0.0, 50, 0.9, 1.15), 1)
+    plain = {"model": "m", "messages": ASKED, "max_tokens": 7, "temperature": 0.5, "seed": 5}
+    assert server.asked[0] == plain and server.keys == [None, None]
+    cut = {"max_tokens": 9, "temperature": 0.0, "seed": 1, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.15}
+    assert server.asked[1] == plain | cut
+    with Client(section(server, tokens_field="max_completion_tokens"), tmp_path / "b.jsonl") as client:
+        client.ask(ASKED, PARAMS, 5)
+    assert "max_tokens" not in server.asked[2] and server.asked[2]["max_completion_tokens"] == 7
+
+
+def test_retry_after_holds_for_all_requests(serving: Any, tmp_path: Path) -> None:
+    came: list[float] = []
+
+    def limited(number: int, body: dict[str, Any]) -> Any:
+        came.append(time.monotonic())
+        return (429, {"Retry-After": "1"}, {}) if number == 0 else good(number, body)
+
+    server = serving(limited)
+    with Client(section(server, concurrency=2), tmp_path / "kept.jsonl") as client:
+        first = client.begin(ASKED, PARAMS, 0)
+        time.sleep(0.3)
+        others = [client.begin(ASKED, PARAMS, seed) for seed in range(1, 4)]
+        assert all(one.result().finished for one in [first, *others])
+    assert len(came) == 5 and min(came[1:]) - came[0] > 0.95
+
+
+def test_a_server_that_asks_for_an_hour_is_left_for_later(serving: Any, tmp_path: Path) -> None:
+    server = serving(lambda *_: (429, {"Retry-After": "3600"}, {}))
+    with Client(section(server), tmp_path / "k.jsonl") as client, pytest.raises(UserError, match=r"3600 s.*--resume"):
+        client.ask(ASKED, PARAMS, 5)
+    assert [endpoint.seconds_of(header) for header in ("nan", "soon", "")] == [None] * 3
+    assert endpoint.seconds_of("-3") == 0 and 50 < (endpoint.seconds_of(formatdate(time.time() + 60)) or 0) < 61
+
+
+def test_no_more_requests_than_allowed_at_a_time(serving: Any, tmp_path: Path) -> None:
+    def slow(number: int, body: dict[str, Any]) -> Any:
+        time.sleep(0.05)
+        return good(number, body)
+
+    server = serving(slow)
+    with Client(section(server, concurrency=3), tmp_path / "kept.jsonl") as client:
+        for one in [client.begin(ASKED, PARAMS, seed) for seed in range(12)]:
+            one.result()
+    assert server.most == 3 and len(server.asked) == 12
+
+
+def test_after_a_failure_nothing_more_is_sent_and_what_was_under_way_is_kept(serving: Any, tmp_path: Path) -> None:
+    def behave(number: int, body: dict[str, Any]) -> Any:
+        if body["seed"] == 1:
+            time.sleep(0.2)
+            return 400, {}, b"wrong"
+        time.sleep(0.6)
+        return good(number, body)
+
+    server, kept = serving(behave), tmp_path / "kept.jsonl"
+    with Client(section(server, concurrency=2), kept) as client:
+        coming = [client.begin(ASKED, PARAMS, seed) for seed in range(8)]
+        with pytest.raises(UserError, match="status 400"):
+            coming[1].result()
+    assert len(server.asked) == 2 and endpoint.spent(kept) == (1, 10, 4)
+
+
+def test_a_reply_that_is_kept_is_not_paid_for_again(serving: Any, tmp_path: Path) -> None:
+    server, kept = serving(good), tmp_path / "kept.jsonl"
+    with Client(section(server), kept) as client:
+        said = [client.ask(ASKED, PARAMS, seed) for seed in range(3)]
+    whole = kept.read_bytes()
+    kept.write_bytes(whole + whole[: len(whole) // 5])  # cut short while it was written
+    with Client(section(server), kept) as client:
+        assert [client.ask(ASKED, PARAMS, seed) for seed in range(3)] == said and len(server.asked) == 3
+        client.ask(ASKED, PARAMS, 3)
+        client.ask(ASKED, SamplingParams(7, 0.6), 0)
+    assert len(server.asked) == 5 and len(endpoint.read_kept(kept)) == 5
+
+
+def test_replies_that_are_of_no_use_are_counted_all_the_same(serving: Any, tmp_path: Path) -> None:
+    bad = completion(None, tokens=100)  # type: ignore[arg-type]
+    server, kept = serving(lambda number, body: good(number, body) if number else (200, {}, bad)), tmp_path / "k.jsonl"
+    with Client(section(server), kept) as client:
+        client.ask(ASKED, PARAMS, 5)
+    assert endpoint.spent(kept) == (2, 20, 104) and len(endpoint.read_kept(kept)) == 1
+
+
+def test_thoughts_that_a_server_cuts_off_are_put_back() -> None:
+    reply = completion("<answer>Up</answer>", "length")
+    for name in ("reasoning_content", "reasoning"):
+        reply["choices"][0]["message"] = {"content": "<answer>Up</answer>", name: "so"}
+        assert read_reply(reply) == endpoint.Reply("<think>so</think><answer>Up</answer>", False, 10, 4)
+    assert read_reply(completion(None, "content_filter")).text == ""  # type: ignore[arg-type]
+    with pytest.raises(Nonsense):
+        read_reply({**completion("x"), "usage": {"prompt_tokens": -1, "completion_tokens": 2}})
+
+
+# --------------------------------------------------------------------------------------------------------- evaluation
+
+
+def served(server: Server, **more: Any) -> dict[str, Any]:
+    return {"endpoint": server.url, "model": "m", "timeout": 5, "concurrency": 4, **more}
+
+
+def test_a_served_model_has_the_rows_of_the_local_one(
+    address: str,
+    final: Path,
+    checkpoints: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    """The same weights here and behind posttrain.serve: same prompts, same levels, same greedy answers and figures."""
+    both = {"base": str(final), "gpt": {"endpoint": address, "model": str(final), "concurrency": 4}}
+    out = evaluate(tmp_path, both, suites=SUITES)  # type: ignore[arg-type]
+    rows = [json.loads(line) for line in (out / "transcripts.jsonl").read_text().splitlines()]
+    here, there = ([row for row in rows if row["checkpoint"] == name] for name in both)
+    assert Counter(row["suite"] for row in there) == {"math": 6, "repetition": 3, "recall": 3, "envs": 3}
+    plain = re.compile(r"<\|\w+\|>")  # control tokens that the model wrote are not sent to clients
+    for row in there:
+        (same,) = [one for one in here if all(one[k] == row[k] for k in ("suite", "part", "setting", "index"))]
+        if row["suite"] == "envs":
+            assert row["level"] == same["level"] and row["messages"][:2] == same["messages"][:2]
+            assert row["messages"][2]["content"] == plain.sub("", same["messages"][2]["content"])
+            continue
+        assert row["messages"] == same["messages"] and row["never_stops"] == same["never_stops"]
+        assert row["text"] == plain.sub("", same["text"])
+        if row["suite"] != "repetition":
+            assert (row["accuracy"], row["tokens"]) == (same["accuracy"], same["tokens"])
+    results = json.loads((out / "results.json").read_text())
+    assert set(results["checkpoints"]["gpt"]) == {"math", "repetition", "recall", "envs"}
+    assert {one["suite"] for one in results["differences"]} == {"math", "repetition", "recall", "envs"}
+    paid = results["endpoints"]["gpt"]
+    assert paid["replies"] == 12 + sum(row["turns"] for row in there if row["suite"] == "envs")
+    assert paid["completion_tokens"] > 0 and paid["cost"] is None and list(paid["left_out"]) == ["preferences"]
+    for page in ("report.html", "results.md"):
+        assert "not asked" in (out / page).read_text()
+
+
+def test_an_evaluation_that_breaks_off_pays_for_nothing_twice(
+    serving: Any,
+    checkpoints: dict[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A server that fails for good in the middle, then one that is well: each request has been answered once."""
+    broken = threading.Event()
+
+    def behave(number: int, body: dict[str, Any]) -> Any:
+        if number >= 9 and not broken.is_set():
+            return 500, {}, b"down"
+        return (500, {}, b"hiccup") if number % 5 == 3 else good(number, body)
+
+    server = serving(behave)
+    mine = {"base": checkpoints["base"], "gpt": served(server, attempts=3, price_input=2.0, price_output=10.0)}
+    with pytest.raises(UserError, match=r"(?s)1 of 2 checkpoints could not.*gpt: .*has not answered.*--resume"):
+        evaluate(tmp_path, mine, suites=SUITES, report=False)  # type: ignore[arg-type]
+    out = tmp_path / "out"
+    assert list(json.loads((out / "results.json").read_text())["checkpoints"]) == ["base"]
+    first = len(server.asked)
+    broken.set()
+    evaluate(tmp_path, mine, "--resume", suites=SUITES, report=False)  # type: ignore[arg-type]
+    results = json.loads((out / "results.json").read_text())
+    paid = results["endpoints"]["gpt"]
+    distinct = {json.dumps(body, sort_keys=True) for body in server.asked}
+    assert paid["replies"] == len(distinct) and len(server.asked) > first
+    assert paid["prompt_tokens"] == 10 * len(distinct) and paid["completion_tokens"] == 4 * len(distinct)
+    assert paid["cost"] == pytest.approx((2.0 * 10 + 10.0 * 4) * len(distinct) / 1e6)
+    assert not (out / "evaluation_rows").exists()
+    assert f"gpt: {len(distinct)} replies, {10 * len(distinct)} tokens of prompts" in capsys.readouterr().out
+    lake = results["checkpoints"]["gpt"]["envs"]["frozen_lake"]
+    assert lake["episodes"] == 3 and lake["invalid_turns"] == 0 and lake["crashed"] == 0
+
+
+def test_the_key_is_sent_and_never_written_or_said(
+    serving: Any,
+    checkpoints: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("MY_KEY", f" {KEY}\n")
+    said: list[str] = []
+    small = {"math": SUITES["math"]}
+    echo = {"status": 200}
+
+    def behave(number: int, body: dict[str, Any]) -> Any:
+        return good(number, body) if echo["status"] == 200 else (echo["status"], {}, f"bad key {KEY}".encode())
+
+    server = serving(behave)
+    mine = {"base": checkpoints["base"], "gpt": served(server, api_key_env="MY_KEY", attempts=2)}
+    evaluate(tmp_path / "fine", mine, suites=small)  # type: ignore[arg-type]
+    assert set(server.keys) == {f"Bearer {KEY}"}
+    for status in (400, 401, 500):
+        echo["status"] = status
+        with pytest.raises(UserError) as problem:
+            evaluate(tmp_path / str(status), mine, suites=small)  # type: ignore[arg-type]
+        said.append(str(problem.value))
+    assert "bad key ***" in said[0] and "refuses the key in MY_KEY (status 401)" in said[1]
+    monkeypatch.setenv("MY_KEY", f"{KEY}\nX-Other: 1")
+    for change in ({"api_key_env": "MY_KEY"}, {"api_key_env": KEY}, {"api_key": KEY}, {"endpoint": f"http://{KEY}@h/v1"},
+                   {"endpoint": f"http://h/v1?key={KEY}"}):  # fmt: skip
+        with pytest.raises(UserError) as problem:
+            wrong = {**mine, "gpt": served(server, **change)}
+            evaluate(tmp_path / "wrong", wrong, suites=small)  # type: ignore[arg-type]
+        said.append(str(problem.value))
+    captured = capfd.readouterr()
+    for path in tmp_path.rglob("*"):
+        if path.is_file() and path.name != "evaluate.yaml":  # where this test has put the key itself
+            assert KEY.encode() not in path.read_bytes(), path
+    assert not any(KEY in text for text in [*said, captured.out, captured.err])
+
+
+def test_what_is_wrong_in_the_config_is_told_before_any_work(
+    checkpoints: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def problem(suites: dict[str, Any], **changes: Any) -> str:
+        with pytest.raises(UserError) as told:
+            gpt = {"endpoint": "http://h/v1", "model": "m", **changes}
+            evaluate(tmp_path, {"base": checkpoints["base"], "gpt": gpt}, suites=suites)  # type: ignore[arg-type]
+        return str(told.value)
+
+    monkeypatch.delenv("NO_KEY", raising=False)
+    small = {"math": SUITES["math"]}
+    assert "checkpoints.gpt: the environment variable NO_KEY" in problem(small, api_key_env="NO_KEY")
+    assert "checkpoints.gpt.endpoint: this is no address" in problem(small, endpoint="h/v1")
+    assert "checkpoints.gpt.modle: unknown key; did you mean `model`?" in problem(small, modle="m")
+    wrong = {"preferences": {"n": 2, "reference": "gpt"}}
+    assert "reference is `gpt`, not in base" in problem(wrong)
+
+
+def test_without_a_local_checkpoint_repetition_is_left_out(serving: Any, tmp_path: Path) -> None:
+    server = serving(good)
+    suites = {"math": SUITES["math"], "repetition": SUITES["repetition"], "envs": SUITES["envs"]}
+    out = evaluate(tmp_path, {"gpt": served(server), "other": served(server)}, suites=suites)  # type: ignore[arg-type]
+    results = json.loads((out / "results.json").read_text())
+    for name in ("gpt", "other"):
+        assert set(results["checkpoints"][name]) == {"math", "envs"}
+        assert results["endpoints"][name]["left_out"].keys() == {"repetition"}
+    assert (out / "report.html").exists()
+
+
+def test_what_an_endpoint_answered_stands_under_what_it_was_asked(
+    checkpoints: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    """Another device or dtype is no other endpoint; another address or model is."""
+
+    def path(**changes: Any) -> Path:
+        gpt = {"endpoint": "http://h/v1", "model": "m"} | changes.pop("gpt", {})
+        mine = {"base": checkpoints["base"], "gpt": gpt}
+        cfg = resolved(tmp_path, mine, suites={"math": SUITES["math"]}, **changes)  # type: ignore[arg-type]
+        return store.Store(cfg, tasks.build_tasks(cfg)).path(store.Unit("gpt", 0))
+
+    assert path() == path(dtype="bfloat16") == path(gpt={"timeout": 9, "concurrency": 1, "price_input": 1})
+    assert len({path(), path(gpt={"model": "n"}), path(gpt={"endpoint": "http://g/v1"}), path(seed=1)}) == 4
+
+
+def test_a_message_takes_as_much_of_the_context_as_in_a_local_model(tiny_chat: Any) -> None:
+    chat = TextChat(tiny_chat)
+    messages = [{"role": "system", "content": "Rules."}, {"role": "user", "content": "Now?"}]
+    ids = chat.prompt(messages)
+    assert len(ids) == len(tiny_chat.prompt(messages)) and chat.of(ids) == messages
+    said = chat.completion(endpoint.Reply("Right", True, 1, 1))
+    assert said.ids[-1] == STOP and chat.decode(said.ids[:-1]) == "Right"
+    more = chat.extend("Next?")
+    assert len(more) == len(tiny_chat.extend("Next?"))
+    told = [message["content"] for message in chat.of([*ids, *said.ids, *more])]
+    assert told == ["Rules.", "Now?", "Right", "Next?"]
+    assert TextChat(None).prompt(messages) and TextChat(None).content_ids("<think>") == []
