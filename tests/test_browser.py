@@ -140,7 +140,7 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
         )
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(30_000)
         page.on("console", lambda message: trouble.append(f"console: {message.text}"))
         page.on("pageerror", lambda error: trouble.append(f"error: {error}"))
         page.on("request", on_request)
@@ -397,7 +397,7 @@ def test_ten_thousand_episodes_stay_fluid(visit: Callable[..., Any], large: Path
     print(f"opened in {opened:.2f} s; a scrolled frame {slowest:.1f} ms; the first text filter {filtering:.0f} ms")
     assert page.locator(".count").inner_text() == "1 of 10,000"
     assert page.locator(".words").first.text_content() == "needle <script>"
-    assert opened < 8 and slowest < 50 and filtering < 2000, "far above what was measured: the machine may be busy"
+    assert opened < 15 and slowest < 100 and filtering < 2000, "far above what was measured: the machine may be busy"
 
 
 def test_each_filter_of_the_viewer(visit: Callable[..., Any], large: Path) -> None:

@@ -600,6 +600,18 @@ def test_cost_and_data_are_told_as_far_as_they_are_known(run: Path, results: dic
     assert "a&lt;b.jsonl" in told and "1,100" in told and "not stated" in told and "not recorded" in told
 
 
+def test_every_episode_of_the_evaluator_is_played_again(run: Path) -> None:
+    rows = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
+    data = data_of(transcripts_page.build(run / "transcripts.jsonl").read_text())
+    assert len(data["rows"]) == len(rows) and len(set(data["pictures"])) == len(data["pictures"])
+    for row, shown in zip(rows, data["rows"], strict=True):
+        assert ("frames" in shown) == (row["suite"] == "envs")
+        if row["suite"] == "envs":
+            assert len(shown["frames"]) == 1 + len(row["actions"])
+            assert shown["reward"] == pytest.approx(row["return"] + row["penalties"])
+            assert shown["invalid"] == row["invalid_turns"] and shown["won"] == row["success"]
+
+
 def test_an_episode_whose_environment_has_changed_is_shown_without_pictures(tmp_path: Path) -> None:
     row = {
         "step": 1, "env": "frozen_lake", "level_seed": 3, "noise_seed": 4, "success": False, "failure": "hole",

@@ -53,7 +53,7 @@ def build(given: Sequence[str]) -> Path:
             f"The files of these runs are damaged or not what evaluate_model.py writes (found {one_line(error)})."
             " Measure again: python evaluate_model.py output_dir=RUN --overwrite"
         ) from error
-    data = packed("data", {"top": None, "pairs": pairs, "recorded": [], "pictures": pictures.encoded()})
+    data = packed("data", {"top": None, "pairs": pairs, "recorded": [], "pictures": pictures.coded})
     path = models[-1].folder / "comparison.html"
     scripts = ("player.js", "viewer.js", "charts.js", "page.js")
     path.write_text(document("Which is better?", body, data, *scripts), encoding="utf-8")

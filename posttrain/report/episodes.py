@@ -104,7 +104,7 @@ def _picture(frame: np.ndarray) -> Any:
     picture = Image.fromarray(frame)
     scale = SIDE / max(picture.size)
     size = (round(picture.width * scale), round(picture.height * scale))
-    return picture.resize(size, Image.Resampling.LANCZOS).quantize(96)
+    return picture.resize(size, Image.Resampling.BOX).quantize(96, Image.Quantize.FASTOCTREE)
 
 
 def gif(frames: Sequence[np.ndarray]) -> bytes:

@@ -30,7 +30,7 @@ def build(folder: Path) -> Path:
         sections, shown = _sections(results, transcripts, folder, pictures)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError) as error:
         raise UserError(f"{_damaged(folder)} (found {one_line(error)})") from error
-    data = packed("data", {"top": top, **shown, "pictures": pictures.encoded()})
+    data = packed("data", {"top": top, **shown, "pictures": pictures.coded})
     path = folder / "report.html"
     path.write_text(_document(folder, results, top is not None, sections, data), encoding="utf-8")
     return path

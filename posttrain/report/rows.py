@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -32,16 +33,21 @@ TOKEN_COLUMNS = ("text", "logprob", "entropy", "advantage", "loss")
 
 
 class Pictures:
-    """The pictures of a page, each kept once."""
+    """The pictures of a page, each kept and encoded once."""
 
     def __init__(self) -> None:
-        self.found: dict[bytes, int] = {}
+        self.found: dict[bytes, int] = {}  # digest of a picture -> its place
+        self.coded: list[str] = []
 
     def add(self, frames: Iterable[np.ndarray]) -> list[int]:
-        return [self.found.setdefault(png(frame), len(self.found)) for frame in frames]
-
-    def encoded(self) -> list[str]:
-        return [base64.b64encode(picture).decode() for picture in self.found]
+        places = []
+        for frame in frames:
+            digest = hashlib.sha256(repr(frame.shape).encode() + frame.tobytes()).digest()
+            if digest not in self.found:
+                self.found[digest] = len(self.coded)
+                self.coded.append(base64.b64encode(png(frame)).decode())
+            places.append(self.found[digest])
+        return places
 
 
 def entry(row: Record) -> Record:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from posttrain import files, runlog
 from posttrain.config.yaml_file import parse_yaml
 from posttrain.report import charts
-from posttrain.report.episodes import training_stage
+from posttrain.report.episodes import Stage, evaluation_stage, training_stage
 from posttrain.report.markup import chip, table, text
 from posttrain.report.rows import Pictures, entry, with_pictures
 from posttrain.report.tables import Results
@@ -104,19 +105,27 @@ def matches(wanted: str, key: str) -> bool:
 
 
 def recorded(file: Path, pictures: Pictures) -> Iterator[Record]:
-    """The episodes in a transcripts.jsonl, played again where a run_config.yaml beside it says how."""
-    rows = files.read_json_lines(file, REMEDY)
-    config = file.with_name("run_config.yaml")
-    settings = parse_yaml(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    known = {"envs", "protocol"} <= set(settings)
-    for row in rows:
+    """The rows of a transcripts.jsonl; episodes are played again where a file beside it says how."""
+    stage_of = _stages(file)
+    for row in files.read_json_lines(file, REMEDY):
         found = entry(row)
-        if known and "noise_seed" in row and len(pictures.found) < MOST_PICTURES:
+        if stage_of is not None and "actions" in row and len(pictures.coded) < MOST_PICTURES:
             try:
-                found = with_pictures(row, training_stage(settings, row), pictures)
+                found = with_pictures(row, stage_of(row), pictures)
             except Exception as error:  # an environment may raise anything, and may have changed since
                 found["facts"] = f"cannot be played again: {one_line(error)}"
         yield found
+
+
+def _stages(file: Path) -> Callable[[Record], Stage] | None:
+    """How the episodes of phase 3 (run_config.yaml) or of the evaluator (results.json) were set up, if known."""
+    config, results = file.with_name("run_config.yaml"), file.with_name("results.json")
+    if config.is_file():
+        settings = parse_yaml(files.read_text(config, "Remove it, then the episodes are shown without pictures."))
+        return partial(training_stage, settings)
+    if results.is_file():
+        return partial(evaluation_stage, files.read_json(results, "Remove it, then there are no pictures."))
+    return None
 
 
 def episodes(folders: dict[str, Path | None], pictures: Pictures) -> list[Record]:

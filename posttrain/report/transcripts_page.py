@@ -32,7 +32,7 @@ def build(file: Path) -> Path:
         "an episode they step it.</p></header>"
         '<section id="transcripts"></section>'
     )
-    data = packed("data", {"rows": found, "pictures": pictures.encoded()})
+    data = packed("data", {"rows": found, "pictures": pictures.coded})
     path = file.with_suffix(".html")
     title = f"{file.resolve().parent.name}: transcripts"
     path.write_text(document(title, body, data, "player.js", "viewer.js", "transcripts.js"), encoding="utf-8")
