@@ -1,9 +1,11 @@
 """How is a report made again?  And how are runs compared, and transcripts read?  One command.
 
-python -m posttrain.report runs/quickstart                              report.html
-python -m posttrain.report runs/quickstart runs/seed1                   comparison.html: side by side, a verdict
-python -m posttrain.report runs/quickstart/phase3/transcripts.jsonl     transcripts.html: the episodes, with filters
-python -m posttrain.report runs/quickstart --gif docs/quickstart.gif    the README's animation
+    python -m posttrain.report runs/quickstart                              report.html
+    python -m posttrain.report runs/quickstart runs/seed1                   comparison.html: side by side, a verdict
+    python -m posttrain.report runs/quickstart/phase3/transcripts.jsonl     transcripts.html: the episodes, with filters
+    python -m posttrain.report runs/quickstart --gif docs/quickstart.gif    the README's animation
+
+Each prints the path of the page that it has written.
 """
 
 from __future__ import annotations

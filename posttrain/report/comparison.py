@@ -1,7 +1,9 @@
 """Which run is better?  comparison.html: several runs side by side, a verdict, and where they differ most.
 
-python -m posttrain.report runs/quickstart runs/seed1              their last checkpoints
-python -m posttrain.report runs/quickstart:phase2 runs/quickstart  one checkpoint against another
+    python -m posttrain.report runs/quickstart runs/seed1              their last checkpoints
+    python -m posttrain.report runs/quickstart:phase2 runs/quickstart  one checkpoint against another
+
+RUN is a folder with results.json, RUN:CHECKPOINT one of its checkpoints.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Which episodes are worth reading?  transcripts.html: any transcripts.jsonl as a list with filters, in one file.
 
-python -m posttrain.report runs/quickstart/phase3/transcripts.jsonl
+    python -m posttrain.report runs/quickstart/phase3/transcripts.jsonl
+
+Episodes are played again where a run_config.yaml or results.json beside the file says how.
 """
 
 from __future__ import annotations
