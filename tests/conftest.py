@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import signal
+from collections.abc import Iterator
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -38,6 +40,15 @@ def byte_level_tokenizer(*, chatml: bool = True) -> PreTrainedTokenizerFast:
     backend.train_from_iterator(CORPUS * 3, trainer)
     assert backend.get_vocab_size() == 512
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
+
+
+@pytest.fixture(autouse=True)
+def same_broken_pipes() -> Iterator[None]:
+    """The chat lets a broken pipe end its process, and some tests run it in this one."""
+    before = signal.getsignal(signal.SIGPIPE) if hasattr(signal, "SIGPIPE") else None
+    yield
+    if before is not None:
+        signal.signal(signal.SIGPIPE, before)
 
 
 @pytest.fixture(scope="session")
