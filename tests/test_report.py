@@ -366,7 +366,8 @@ def test_sources_of_math_are_never_pooled(results: dict[str, Any]) -> None:
     for entry in changed["checkpoints"].values():
         entry["math"]["gsm8k"] = {**entry["math"]["embedded"], "accuracy": 0.015, "parts": {}}
     columns = {column.title: column for column in tables.columns(changed)}
-    assert columns["GSM8K"].get(changed["checkpoints"]["phase1"]).value == 0.015
+    found = columns["GSM8K"].get(changed["checkpoints"]["phase1"])
+    assert found is not None and found.value == 0.015
     assert "Math (toy sums)" in columns and "Math" not in columns
     assert goals(changed) == goals(results)
 
