@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
 from posttrain import head
 
@@ -48,6 +47,7 @@ def plain(
     heat=st.sampled_from([1.0, 0.6]),
     wanted=st.sampled_from([(1.0, 0.0), (0.0, 1.0), (0.7, -0.3)]),
     frozen=st.booleans(),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
 )
 def test_equals_the_whole_softmax(
     tokens: list[int],
@@ -58,16 +58,17 @@ def test_equals_the_whole_softmax(
     heat: float,
     wanted: tuple[float, float],
     frozen: bool,
+    dtype: torch.dtype,
 ) -> None:
-    """Values and gradients in float64, whatever the parts are; of frozen weights (LoRA) there are none."""
-    output = layer(bias).requires_grad_(not frozen)
+    """Values and gradients, in float32 whatever the parts are (by TRL); of frozen weights (LoRA) there are none."""
+    output = layer(bias, dtype).requires_grad_(not frozen)
     index = torch.tensor(tokens, dtype=torch.long)
-    pull = torch.linspace(-1, 2, len(tokens), dtype=torch.float64)
-    found = []
+    pull = torch.linspace(-1, 2, len(tokens), dtype=dtype)
+    found, tolerance = [], 1e-4 if dtype == torch.float32 else 1e-10
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head, "VOCABULARY_CHUNK", {"cpu": columns})
+        patch.setattr(head, "VOCABULARY_CHUNK", {"cpu": columns, "cuda": columns})
         for own in (True, False):
-            hidden = torch.randn(len(tokens), SIZES["states"], dtype=torch.float64, generator=torch.Generator())
+            hidden = torch.randn(len(tokens), SIZES["states"], dtype=dtype, generator=torch.Generator())
             hidden.requires_grad_()
             output.zero_grad()
             if own:
@@ -78,31 +79,7 @@ def test_equals_the_whole_softmax(
             loss.backward()
             found.append([*values, hidden.grad, *(p.grad for p in output.parameters() if not frozen)])
     for a, b in zip(*found, strict=True):
-        assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("cap", [None, 30.0])
-@pytest.mark.parametrize("bias", [False, True])
-def test_equals_the_function_of_trl(bias: bool, cap: float | None) -> None:
-    """In float32, with the columns that are used, logits up to 15 and both gradients."""
-    output = layer(bias, torch.float32, states=64, vocabulary=5000)
-    tokens = torch.randint(5000, (200,))
-    found = []
-    for own in (True, False):
-        hidden = (5 * torch.randn(200, 64, generator=torch.Generator().manual_seed(1))).requires_grad_()
-        output.zero_grad()
-        if own:
-            logprobs, entropy = head.head_logprobs(model(output, cap), hidden, tokens, 0.7)
-        else:
-            function: Any = ChunkedLogProbFunction
-            logprobs, entropy, *_ = function.apply(
-                hidden, output.weight, output.bias, tokens, 0.7, 8192, cap, 1.0, ("entropy",)
-            )
-        (logprobs.sum() - 0.1 * entropy.sum()).backward()
-        assert logprobs.max() <= 0 and entropy.min() >= -1e-4
-        found.append((logprobs.detach(), entropy.detach(), hidden.grad, *(p.grad for p in output.parameters())))
-    for a, b in zip(*found, strict=True):
-        assert a.abs().max() > 0 and (a - b).norm() <= 1e-5 * b.norm()
+        assert torch.allclose(a, b, rtol=tolerance, atol=tolerance / 10)
 
 
 def test_large_logits_cost_the_entropy_no_precision() -> None:
