@@ -55,7 +55,7 @@ class RunState:
     joined: list[str] = field(default_factory=list)  # environments of the curriculum that are played by now
     first_answers: dict[str, list[float]] = field(default_factory=dict)  # of the suites of former phases, by suite
     plan: dict[str, int] = field(default_factory=dict)  # what the memory plan chose, by dotted paths of the config
-    alarms: AlarmState = field(default_factory=lambda: AlarmState())
+    alarms: AlarmState = field(default_factory=AlarmState)
     collapse: dict[str, ScopeState] = field(default_factory=dict)  # by scope
     stopped_early: bool = False
     unfinished_reported: bool = False  # that in some groups no episode ended by itself
