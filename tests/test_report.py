@@ -613,6 +613,14 @@ def test_every_episode_of_the_evaluator_is_played_again(run: Path) -> None:
             assert shown["invalid"] == row["invalid_turns"] and shown["won"] == row["success"]
 
 
+def test_episodes_beyond_the_limit_say_why_they_have_no_pictures(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_log, "MOST_PICTURES", 1)
+    rows = data_of(transcripts_page.build(run / "transcripts.jsonl").read_text())["rows"]
+    played = [row for row in rows if "of which the page keeps 1" in row["facts"] or "frames" in row]
+    assert "frames" in played[0] and len(played) > 1
+    assert all("frames" not in row and "without pictures" in row["facts"] for row in played[1:])
+
+
 def test_an_episode_whose_environment_has_changed_is_shown_without_pictures(tmp_path: Path) -> None:
     row = {
         "step": 1, "env": "frozen_lake", "level_seed": 3, "noise_seed": 4, "success": False, "failure": "hole",

@@ -109,7 +109,9 @@ def recorded(file: Path, pictures: Pictures) -> Iterator[Record]:
     stage_of = _stages(file)
     for row in files.read_json_lines(file, REMEDY):
         found = entry(row)
-        if stage_of is not None and "actions" in row and len(pictures.coded) < MOST_PICTURES:
+        if stage_of is not None and "actions" in row and len(pictures.coded) >= MOST_PICTURES:
+            found["facts"] += f" · without pictures, of which the page keeps {MOST_PICTURES:,}"
+        elif stage_of is not None and "actions" in row:
             try:
                 found = with_pictures(row, stage_of(row), pictures)
             except Exception as error:  # an environment may raise anything, and may have changed since
