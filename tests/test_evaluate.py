@@ -364,9 +364,8 @@ def test_results_are_replaced_on_request(tmp_path: Path, checkpoints: dict[str, 
 
 
 def test_messages_from_the_shell(tmp_path: Path) -> None:
-    command = [sys.executable, "evaluate_model.py", f"output_dir={tmp_path / 'out'}", "device=cpu"]
-    command += [f"checkpoints={{base: {tmp_path / 'none' / 'final'}}}", "suites={recall: {n: 2}}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    command = ["evaluate_model.py", f"output_dir={tmp_path / 'out'}", "device=cpu"]
+    done = python(*command, f"checkpoints={{base: {tmp_path / 'none' / 'final'}}}", "suites={recall: {n: 2}}")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr and "checkpoints.base" in done.stderr
     code = "import sys, evaluate_model; assert not {'torch', 'transformers', 'gymnasium'} & set(sys.modules)"

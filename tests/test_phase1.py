@@ -696,7 +696,7 @@ def test_help_and_print_config_import_nothing_heavy(script: str) -> None:
         "finally: assert not {'torch', 'transformers', 'trl', 'datasets'} & set(sys.modules), 'heavy'\n"
     )
     for flag, words in (("--print-config", "name_or_path:"), ("--help", "--resume")):
-        done = python("-c", program, str(ROOT / script), flag)
+        done = python("-c", program, str(ROOT / script), flag, env={})
         assert done.returncode == 0, done.stderr
         assert words in done.stdout
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import preloaded
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -135,11 +136,13 @@ def not_root() -> Iterator[None]:
 
 
 def python(*command: str, env: dict[str, str] | None = None, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """Run Python as a user would, one thread, in the repository's root."""
+    """Run Python as a user would, one thread, in the repository's root; with `env`, its libraries are imported anew."""
+    if env is None:
+        return preloaded.run(command, str(ROOT), timeout)
     return subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -1,0 +1,96 @@
+"""How does a test start Python without waiting for imports each time?  As a fork of a process that has made them.
+
+Each is a process of its own, as a user's: nothing of this project is imported in it yet, only what it is built on.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import threading
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+LIBRARIES = "torch transformers.modeling_utils datasets trl.trainer.sft_trainer trl.trainer.dpo_trainer peft gymnasium"
+
+
+@cache
+def server(root: str) -> subprocess.Popen[str]:
+    """The process that has the libraries; it ends with the pipe to it."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=root, env=environment, stdin=pipe, stdout=pipe, text=True)
+
+
+LOCK = threading.Lock()
+
+
+def run(command: tuple[str, ...], root: str, timeout: float) -> subprocess.CompletedProcess[str]:
+    """`python COMMAND` in the folder `root`. Raises subprocess.TimeoutExpired."""
+    with LOCK, tempfile.TemporaryDirectory() as folder:
+        process = server(root)
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps({"command": command, "folder": folder, "timeout": timeout}) + "\n")
+        process.stdin.flush()
+        code = json.loads(process.stdout.readline())
+        said = [Path(folder, name).read_text() for name in ("stdout", "stderr")]
+    if code is None:
+        raise subprocess.TimeoutExpired(list(command), timeout, *said)
+    return subprocess.CompletedProcess([sys.executable, *command], code, *said)
+
+
+def serve() -> dict[str, Any]:
+    """Forks a process for each request and tells its exit code; in that process, returns the request."""
+    for library in LIBRARIES.split():
+        __import__(library)
+    gc.freeze()  # or the children copy all of it, looking for garbage
+    for line in sys.stdin:
+        asked = json.loads(line)
+        child = os.fork()
+        if not child:
+            return asked
+        print(json.dumps(waited(child, asked["timeout"])), flush=True)
+    sys.exit()
+
+
+def waited(child: int, timeout: float) -> int | None:
+    """The exit code as subprocess has it, or None where the process was killed because it took too long."""
+    late = threading.Event()
+
+    def kill() -> None:
+        late.set()
+        os.kill(child, 9)
+
+    timer = threading.Timer(timeout, kill)
+    timer.start()
+    _, status = os.waitpid(child, 0)
+    timer.cancel()
+    return None if late.is_set() else os.waitstatus_to_exitcode(status)
+
+
+def become(command: list[str], folder: str) -> None:
+    """`python COMMAND`, its output in files."""
+    for descriptor, name in ((0, os.devnull), (1, f"{folder}/stdout"), (2, f"{folder}/stderr")):
+        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), descriptor)
+    sys.path[0] = "" if command[0] in ("-c", "-m") else os.path.dirname(os.path.abspath(command[0]))
+    if command[0] == "-c":
+        sys.argv = ["-c", *command[2:]]
+        exec(compile(command[1], "<string>", "exec"), {"__name__": "__main__"})
+    elif command[0] == "-m":
+        sys.argv = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = command
+        runpy.run_path(command[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    request = serve()
+    become(request["command"], request["folder"])
