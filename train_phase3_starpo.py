@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
         distillation = Distillation.start(learner, sampler, chat) if cfg.distillation else None
     former_tasks = FormerTasks(cfg, chat)
     state = starpo_run.first_state(setup, learner, chat)
-    monitor = Monitor(cfg, setup.settings, state, learner.exact)
+    monitor = Monitor(cfg, setup.settings, state, learner.exact, setup.resumes)
     parts = Parts(cfg, chat, sampler, learner, distillation, former_tasks, monitor)
 
     with runlog.StopSignals() as stop, model_files.no_bars():
@@ -366,10 +366,12 @@ def evaluate(
     episodes: int,
     name: str = "evaluation",
     won: dict[str, list[bool]] | None = None,
+    seen: list[Trajectory] | None = None,
 ) -> dict[str, float]:
     """Success on held-out levels, the same ones each time and in every run, with Wilson 95 % intervals.
 
     won: is given, for each environment, whether each of its levels was won, in the order of the levels.
+    seen: is given the first two episodes of each environment.
     """
     from posttrain import parallel
     from posttrain.monitoring import Summary, describe_evaluation
@@ -382,6 +384,8 @@ def evaluate(
         levels = [new_episode(env, cfg.protocol, seed, split) for seed in seeds]
         trajectories = play_all(cfg, sampler, chat, levels, cfg.evaluation.temperature, seeds)
         summaries[env.title] = parallel.gather([Summary.of(t) for t in trajectories])
+        if seen is not None:
+            seen += trajectories[:2]
     if won is not None:
         won |= {name: [e.success for e in found] for name, found in summaries.items()}
     return describe_evaluation(name, summaries)
@@ -394,8 +398,9 @@ def validate(parts: Parts, state: RunState, step: int) -> None:
 
     cfg, learner, monitor, started_at = parts.cfg, parts.learner, parts.monitor, time.perf_counter()
     won: dict[str, list[bool]] = {}
+    seen: list[Trajectory] = []
     with learner.autocast():
-        metrics = evaluate(cfg, parts.sampler, parts.chat, "validation", cfg.evaluation.episodes, won=won)
+        metrics = evaluate(cfg, parts.sampler, parts.chat, "validation", cfg.evaluation.episodes, won=won, seen=seen)
     better, compared = monitor.compare_with_best(state, step, won)
     for title in state.join(cfg.envs, won):
         monitor.say(f"{title} joins: from the next step on it is trained in.")
@@ -405,6 +410,8 @@ def validate(parts: Parts, state: RunState, step: int) -> None:
     with learner.autocast():
         metrics |= parts.former_tasks.measure(parts.sampler, learner, state.first_answers)
     monitor.report(state, step, metrics | {"seconds/evaluation": time.perf_counter() - started_at})
+    if better:
+        monitor.show_validation(seen, step)
     broken = not_finite(state.alarms)
     if broken and step == 0:
         raise UserError(f"{cfg.model.name_or_path} cannot be trained: {broken}.")

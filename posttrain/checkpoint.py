@@ -27,6 +27,7 @@ from posttrain.types import UserError
 MANIFEST = "manifest.json"
 LOCK = ".lock"
 RUN_CONFIG = "run_config.yaml"
+DASHBOARDS = "dashboards.json"  # what the run is called on them
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"  # names the files of weights that are in several
 
@@ -218,7 +219,8 @@ def in_use(output_dir: Path, resume: bool) -> None:
 
 def _worth_keeping(path: Path) -> bool:
     """False for what a run leaves that failed before its first step: its settings, empty files, prepared rows."""
-    if path.name in (RUN_CONFIG, "rows", "pairs") or path.name.startswith((".rows.partial-", ".pairs.partial-")):
+    begun = path.name.startswith((".rows.partial-", ".pairs.partial-"))
+    if begun or path.name in (RUN_CONFIG, DASHBOARDS, "rows", "pairs"):
         return False
     return path.is_dir() or path.stat().st_size > 0
 

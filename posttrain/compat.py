@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import json
 import platform
+import struct
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 CHECKED = {
     "trl": "1.16", "transformers": "5.23", "tokenizers": "0.23", "huggingface_hub": "2.4", "peft": "0.21",
-    "bitsandbytes": "0.50", "torch": "2.13",
+    "bitsandbytes": "0.50", "torch": "2.13", "trackio": "0.43", "wandb": "0.31",
 }  # fmt: skip
 __all__ = ["TOKEN_CHUNK_SIZE"]  # for memory plans; all else is defined here
 
@@ -341,6 +342,48 @@ def keep_four_bit_layout(net: torch.nn.Module) -> None:
     for layer in net.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False  # pyright: ignore[reportArgumentType]
+
+
+# ---------------------------------------------------------------------------------------------------- trackio and wandb
+
+
+def trackio_asks_nobody() -> None:
+    """Keep trackio from asking the Hub for the user's name at the start of every local run, where a token lies here.
+
+    The name stands in the run's config and nowhere else. Until local runs go without.
+    """
+    from trackio.run import Run
+
+    Run._get_username = lambda self: None
+
+
+def read_wandb_log(file: Path) -> list[tuple[int, str]]:
+    """(step, key) of everything in a run's transaction log, by the figure `step`; what a kill tore is left out.
+
+    The log has the format of LevelDB's: blocks of 32 KiB, behind 7 bytes of header, with records in pieces of checksum,
+    length and kind (1 whole, 2 first, 3 middle, 4 last). Until wandb offers a reader in Python.
+    """
+    from wandb.proto import wandb_internal_pb2
+
+    found: list[tuple[int, str]] = []
+    record: Any = vars(wandb_internal_pb2)["Record"]  # protobuf makes it when the module is imported
+    data, place, gathered = file.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        if (left := 32768 - place % 32768) < 7:
+            place += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[place : place + 7])
+        piece, place = data[place + 7 : place + 7 + length], place + 7 + length
+        if len(piece) < length or not 1 <= kind <= 4:
+            break
+        gathered = piece if kind in (1, 2) else gathered + piece
+        if kind in (1, 4):
+            # of a picture or a table, which has several values, the first
+            history = record.FromString(gathered).history
+            items = {item.key or item.nested_key[0]: item for item in reversed(history.item)}
+            if "step" in items:
+                found += [(json.loads(items["step"].value_json), key) for key in items]
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------- torch, glibc

@@ -16,6 +16,8 @@ from posttrain import checkpoint, compat, files, hardware, model_files, models
 from posttrain.config import ModelSection
 from posttrain.types import UserError, one_line
 
+DASHBOARDS = {"tensorboard": "tensorboard>=2.20,<3", "wandb": "wandb>=0.31,<1"}  # those that only some have
+
 
 def check_run(cfg: Any, *, resume: bool = False, kept: Path | None = None, data_sets: Sequence[str] = ()) -> None:
     """Look at everything a run needs before it starts; all that is wrong comes back in one UserError.
@@ -64,10 +66,14 @@ def _check_libraries(cfg: Any) -> None:
     """What the config asks of the hardware, and of packages that are not always there."""
     if not hasattr(cfg, "trainer"):
         return
-    if cfg.report_to == "wandb" and importlib.util.find_spec("wandb") is None:
-        raise UserError(
-            "report_to=wandb needs wandb, which is not installed: `pip install wandb`, or write report_to=trackio."
-        )
+    for name, requirement in DASHBOARDS.items():
+        if name in cfg.report_to and importlib.util.find_spec(name) is None:
+            raise UserError(
+                f"report_to={name} needs {name}, which is not installed: `pip install '{requirement}'`, or write"
+                " report_to=trackio."
+            )
+    if "wandb" in cfg.report_to and os.environ.get("WANDB_MODE", "online") == "online":
+        _check_login()
     if hardware.trainer_field(cfg, "use_liger_kernel") and importlib.util.find_spec("liger_kernel") is None:
         raise UserError(
             "trainer.use_liger_kernel=true needs the package liger-kernel, which is not installed: `pip install"
@@ -81,19 +87,34 @@ def _check_libraries(cfg: Any) -> None:
             f"{' and '.join(needs_bnb)} needs bitsandbytes, which is not installed: `pip install bitsandbytes`, "
             "or write trainer.optim=adamw_torch and model.tuning=lora."
         )
-    if cfg.device == "cuda" and not torch.cuda.is_available():  # said elsewhere
+    try:
+        device = hardware.resolve_device(cfg.device)
+    except UserError:  # said already
         return
-    device = hardware.resolve_device(cfg.device)
-    if device.type == "cpu" and cfg.model.attn_implementation == "flex_attention":
+    if device.type != "cuda" and cfg.model.attn_implementation == "flex_attention":
         raise UserError(
-            "model.attn_implementation=flex_attention has no backward pass on a CPU. Write model.attn_implementation="
-            "sdpa."
+            "model.attn_implementation=flex_attention has no backward pass without an NVIDIA GPU. Write"
+            " model.attn_implementation=sdpa."
         )
+    if device.type == "mps" and cfg.model.tuning == "qlora":
+        raise UserError("model.tuning=qlora needs bitsandbytes, which has nothing for device=mps: write lora.")
     if bf16 is True and not hardware.has_bf16(device):
         raise UserError(
             "trainer.bf16=true, but this device has no bfloat16 in hardware (a GPU since Ampere, a CPU with AVX512-BF16"
             " or AMX) and only imitates it, slower than float32. Leave trainer.bf16 out (it is then switched on where "
             "the hardware has it) or write false."
+        )
+
+
+def _check_login() -> None:
+    """wandb would ask for a key in the middle of the run, or fail there."""
+    import wandb
+
+    wandb.setup(settings=wandb.Settings(silent=True))
+    if not wandb.login(prompt=False, verify=False):
+        raise UserError(
+            "report_to=wandb uploads to an account, and none is known here. Log in with `wandb login`, set"
+            " WANDB_MODE=offline (`wandb sync` uploads later), or write report_to=trackio, which is local."
         )
 
 

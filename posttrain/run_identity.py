@@ -22,7 +22,7 @@ def same_run(output_dir: Path, settings: dict[str, Any]) -> None:
 
     Logs that it could not be written on to are found here as well, before any work.
     """
-    for log in ("metrics.jsonl", "transcripts.jsonl", "alarms.jsonl"):
+    for log in ("metrics.jsonl", "transcripts.jsonl", "alarms.jsonl", "shown.jsonl"):
         if (Path(output_dir) / log).exists():
             runlog.read_metrics(Path(output_dir) / log)
     begun = Path(output_dir) / checkpoint.RUN_CONFIG

@@ -1,12 +1,11 @@
 """How far is the run, how long will it take, and where are its numbers?
 
-One bar in the terminal, one row a report in `metrics.jsonl`, and the same row in a tracker (trackio by default: a
-local SQLite file and a local page, no account and no network).  Only the first process of a run writes.
+One bar in the terminal and one row a report in `metrics.jsonl` (posttrain/dashboards.py shows the same elsewhere).
+Only the first process of a run writes.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import math
@@ -14,11 +13,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
@@ -53,15 +52,22 @@ def console(**options: Any) -> Console:
 def keep_private(output_dir: Path) -> None:
     """Set, before any library reads them, the environment variables that keep a run on this machine, and in its memory.
 
-    No library reports its use anywhere, and trackio keeps its database beside the run (all phases of one experiment
-    share it, so they stand next to each other on its page). Batches differ in length, so torch is asked for segments
-    that can grow: otherwise much of a GPU's memory ends up in pieces that fit no later batch. A user's setting stays.
+    No library reports its use or its errors anywhere, and dashboards keep their files beside the run (all phases of one
+    experiment share them, so they stand next to each other on a page). Batches differ in length, so torch is asked for
+    segments that can grow: otherwise much of a GPU's memory ends up in pieces that fit no later batch. A user's setting
+    stays.
     """
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
-    os.environ.setdefault("TRACKIO_DIR", str(Path(output_dir).resolve().parent / "trackio"))
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    beside = Path(output_dir).resolve().parent
+    os.environ.setdefault("TRACKIO_DIR", str(beside / "trackio"))
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(beside / "tensorboard"))
+    os.environ.setdefault("WANDB_DIR", str(beside))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not (is_main_process() and sys.stderr.isatty()):  # bars of several processes, or in a file, are no bars
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    if sys.platform == "darwin":  # what Apple's GPU lacks is computed by the CPU, where torch would fail
+        os.environ.setdefault("PYTORCH_ENABLE_MPS_FALLBACK", "1")
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # says at import that a CPU has no 4-bit GPU kernel
@@ -189,103 +195,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def _row(row: Mapping[str, Any]) -> str:
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
     return json.dumps(finite, allow_nan=False) + "\n"
-
-
-class Tracker(Protocol):
-    """Where the numbers go besides `metrics.jsonl`."""
-
-    def log(self, row: Mapping[str, Any], step: int) -> None: ...
-
-    def alert(self, title: str, text: str, error: bool = False) -> None:
-        """Keep it with the run; the terminal has been told by whoever raised it."""
-        ...
-
-    def show(self, episodes: Sequence[Mapping[str, Any]], pictures: Sequence[Path], step: int) -> None:
-        """Whole episodes, each with `messages` and other facts, and an animated picture of each."""
-        ...
-
-    def finish(self) -> None: ...
-
-
-def start_tracker(report_to: str, *, project: str, run_name: str, config: dict[str, Any]) -> Tracker:
-    """Begin a run in trackio, wandb or nowhere ("none"); its name gets the time, so that no run adds to another."""
-    if report_to == "none" or not is_main_process():
-        return _Nowhere()
-    name = f"{run_name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    if report_to == "wandb":
-        import wandb  # pyright: ignore[reportMissingImports]
-
-        return _Wandb(wandb, wandb.init(project=project, name=name, config=config))
-    import trackio
-
-    with redirect_stdout(io.StringIO()):  # six lines about itself at every phase
-        trackio.init(project=project, name=name, config=config, resume="never", embed=False)
-    say(f"Curves, in another terminal: TRACKIO_DIR={os.environ.get('TRACKIO_DIR')} trackio show --project {project}")
-    return _Trackio()
-
-
-class _Nowhere:
-    def log(self, row: Mapping[str, Any], step: int) -> None:
-        pass
-
-    def alert(self, title: str, text: str, error: bool = False) -> None:
-        pass
-
-    def show(self, episodes: Sequence[Mapping[str, Any]], pictures: Sequence[Path], step: int) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-
-class _Trackio:
-    def log(self, row: Mapping[str, Any], step: int) -> None:
-        import trackio
-
-        trackio.log(dict(row), step=step)
-
-    def alert(self, title: str, text: str, error: bool = False) -> None:
-        import trackio
-
-        with redirect_stdout(io.StringIO()):
-            trackio.alert(title, text, trackio.AlertLevel.ERROR if error else trackio.AlertLevel.WARN)
-
-    def show(self, episodes: Sequence[Mapping[str, Any]], pictures: Sequence[Path], step: int) -> None:
-        import trackio
-
-        facts = [{key: value for key, value in episode.items() if key != "messages"} for episode in episodes]
-        rows = [[str(fact[key]) for key in fact] for fact in facts]
-        row: dict[str, Any] = {"episodes": trackio.Table(columns=list(facts[0]), data=rows)}
-        for number, (episode, fact, picture) in enumerate(zip(episodes, facts, pictures, strict=True)):
-            row[f"episode {number}"] = trackio.Trace(messages=list(episode["messages"]), metadata=fact)
-            row[f"picture {number}"] = trackio.Video(picture)
-        trackio.log(row, step=step)
-
-    def finish(self) -> None:
-        import trackio
-
-        with redirect_stdout(io.StringIO()):
-            trackio.finish()
-
-
-class _Wandb:
-    def __init__(self, module: Any, run: Any) -> None:
-        self.module, self.run = module, run
-
-    def log(self, row: Mapping[str, Any], step: int) -> None:
-        self.run.log(dict(row), step=step)
-
-    def alert(self, title: str, text: str, error: bool = False) -> None:
-        self.run.alert(title=title, text=text, level="ERROR" if error else "WARN")
-
-    def show(self, episodes: Sequence[Mapping[str, Any]], pictures: Sequence[Path], step: int) -> None:
-        rows = [[json.dumps(value) for value in episode.values()] for episode in episodes]
-        row: dict[str, Any] = {"episodes": self.module.Table(columns=list(episodes[0]), data=rows)}
-        row |= {f"picture {n}": self.module.Video(str(picture), format="gif") for n, picture in enumerate(pictures)}
-        self.run.log(row, step=step)
-
-    def finish(self) -> None:
-        self.run.finish()
 
 
 class StopSignals:

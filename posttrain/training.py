@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState
 
-from posttrain import checkpoint, compat, files, model_card, models, parallel, runlog
+from posttrain import checkpoint, compat, dashboards, files, model_card, models, parallel, runlog
 from posttrain.chat import Chat
 from posttrain.convgpt import pads_on_the_right
 from posttrain.metrics import wilson
@@ -93,12 +93,11 @@ def fit(
         say(f"Resuming from {newest}." if newest else "No whole checkpoint yet: starting from the beginning.")
     if runlog.is_main_process():
         remember_run(output_dir, settings, resume)
-    name = cfg.run_name or output_dir.name
-    tracker = runlog.start_tracker(cfg.report_to, project="posttrain", run_name=name, config=settings)
+    boards = dashboards.start(cfg, settings, resume=resume, named=dashboards.as_transformers)
     models.adapters_in_float32(trainer.model)
     say(f"{title}: {models.describe(cfg, trainer.model, trainer.args.device)}")
     with runlog.StopSignals() as stop, no_bars():
-        reporter = Reporter(title, output_dir, tracker, stop, lambda: compat.trained_tokens(trainer), check_first)
+        reporter = Reporter(title, output_dir, boards, stop, lambda: compat.trained_tokens(trainer), check_first)
         trainer.remove_callback(PrinterCallback)
         compat.write_no_model_card(trainer)
         trainer.add_callback(reporter)
@@ -117,7 +116,7 @@ def fit(
             with stop.at_once("the closing evaluation"):
                 return Outcome(_held_out_figures(trainer))
         except NotFinite as problem:
-            tracker.alert(f"{title}: not finite", str(problem))
+            boards.alert("not finite", str(problem), trainer.state.global_step, error=True)
             trainer.remove_callback(reporter)  # its file tells of the steps in order
             return _last_healthy(trainer, output_dir, problem)
         finally:
@@ -225,7 +224,7 @@ def gradients_are_finite(net: torch.nn.Module) -> bool:
 
 
 class Reporter(TrainerCallback):
-    """Bar, metrics.jsonl and tracker; seals each checkpoint; turns a signal into a checkpoint and a stop.
+    """Bar, metrics.jsonl and dashboards; seals each checkpoint; turns a signal into a checkpoint and a stop.
 
     `check_first(row)` sees the figures of the very first step and may raise.
     """
@@ -238,17 +237,18 @@ class Reporter(TrainerCallback):
         self,
         title: str,
         output_dir: Path,
-        tracker: runlog.Tracker,
+        boards: dashboards.Dashboards,
         stop: runlog.StopSignals,
         tokens: Callable[[], int],
         check_first: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
-        self.title, self.output_dir, self.tracker, self.stop = title, output_dir, tracker, stop
+        self.title, self.output_dir, self.boards, self.stop = title, output_dir, boards, stop
         self.tokens, self.check_first = tokens, check_first
         self.stopped, self.logged_at = False, 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.metrics = runlog.MetricsFile(self.output_dir / "metrics.jsonl", after_step=state.global_step or None)
+        self.boards.catch_up(state.global_step or None)
         self.progress = runlog.Progress(state.max_steps, self.title, start=state.global_step)
         self.logged_at = time.perf_counter()
 
@@ -275,7 +275,7 @@ class Reporter(TrainerCallback):
         now = time.perf_counter()
         row["seconds"], self.logged_at = now - self.logged_at, now
         self.metrics.write(row, state.global_step)
-        self.tracker.log(row, state.global_step)
+        self.boards.log(row, state.global_step)
         if not math.isfinite(row.get("loss", 0.0)):  # a mean over all steps since the last one that was logged
             raise NotFinite(state.global_step, "the loss", self.logged)
         if not math.isfinite(row.get("eval_loss", 0.0)):
@@ -292,10 +292,10 @@ class Reporter(TrainerCallback):
             checkpoint.seal(folder, step=state.global_step)
 
     def close(self) -> None:
-        """Whatever happened: leave the terminal and the tracker in order."""
+        """Whatever happened: leave the terminal and the dashboards in order."""
         if self.progress is not None:
             self.progress.close()
-        self.tracker.finish()
+        self.boards.finish()
 
     def _show(self, step: int, **figures: float) -> None:
         assert self.progress is not None

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import struct
 import subprocess
 import sys
 import warnings
@@ -500,6 +501,50 @@ print(without, faults())
     printed = subprocess.run(command, capture_output=True, text=True, check=True, env=plain).stdout
     without, kept = map(int, printed.split())
     assert without > 100 + 10 * kept
+
+
+# ---------------------------------------------------------------------------------------------------- trackio and wandb
+
+
+def test_trackio_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It still asks, at the start of every run; that a run then reaches nobody is in test_dashboards.py."""
+    from trackio import run, utils
+
+    assert "whoami(" in source(utils._get_default_namespace) and "_get_username()" in source(run.Run.__init__)
+    monkeypatch.setattr(run.Run, "_get_username", run.Run._get_username)  # so that it is put back
+    compat.trackio_asks_nobody()
+    assert run.Run._get_username(object.__new__(run.Run)) is None
+
+
+def test_read_wandb_log(tmp_path: Path) -> None:
+    """Records of all sizes, and a file that is torn at any place; real files are in test_dashboards.py."""
+    proto = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    assert public(dir(pytest.importorskip("wandb")), "read") == []
+    blocks, written = b":W&B\x8d\xe1\x00", []
+    for step, size in enumerate((1, 40_000, 70_000, 10, 32_000)):
+        record = proto.Record()
+        for key, value in (("step", step), ("words", "w" * size)):
+            record.history.item.add(key=key, value_json=json.dumps(value))
+        for part in ("sha", "path"):
+            record.history.item.add(nested_key=["picture", part], value_json="1")
+        left, begun = record.SerializeToString(), False
+        while left:
+            room = 32768 - len(blocks) % 32768
+            if room < 7:  # no header fits there
+                blocks += b"\0" * room
+                continue
+            piece, left = left[: room - 7], left[room - 7 :]
+            kind = {(False, False): 1, (False, True): 2, (True, True): 3, (True, False): 4}[begun, bool(left)]
+            blocks, begun = blocks + struct.pack("<IHB", 0, len(piece), kind) + piece, True
+        written.append({(step, "step"), (step, "words"), (step, "picture")})
+    file = tmp_path / "run.wandb"
+    file.write_bytes(blocks)
+    assert set(compat.read_wandb_log(file)) == set().union(*written)
+    assert len(compat.read_wandb_log(file)) == 15
+    for end in (0, 3, 12, 40_000, len(blocks) - 1):
+        file.write_bytes(blocks[:end])
+        found = set(compat.read_wandb_log(file))
+        assert all(each <= found or not each & found for each in written) and len(found) < 15
 
 
 # -------------------------------------------------------------------------------------- envs/adapters/openenv_client.py

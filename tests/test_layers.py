@@ -20,7 +20,7 @@ LAYERS = [
     ["posttrain.types"],
     ["posttrain.files"],
     ["posttrain.config", "posttrain.template_limits"],
-    ["posttrain.compat"],
+    ["posttrain.compat", "posttrain.hardware"],
     [
         f"posttrain.{name}"
         for name in (
@@ -34,12 +34,20 @@ LAYERS = [
             "parallel",
             "head",
             "experience",
-            "hardware",
         )
     ],
     [
         f"posttrain.{name}"
-        for name in ("embedded", "policy", "fused", "model_card", "model_files", "run_identity", "endpoint")
+        for name in (
+            "embedded",
+            "policy",
+            "fused",
+            "model_card",
+            "model_files",
+            "run_identity",
+            "endpoint",
+            "dashboards",
+        )
     ],
     [f"posttrain.{name}" for name in ("data", "report", "critic", "prefixes", "sampler", "prepared_rows")],
     ["posttrain.trl_arguments", "posttrain.selftest"],

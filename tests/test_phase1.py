@@ -705,7 +705,7 @@ def test_help_and_print_config_import_nothing_heavy(script: str) -> None:
 
 
 def test_no_network_call_and_a_local_tracker(tmp_path: Path, files: SimpleNamespace) -> None:
-    """A whole run with an adapter and trackio, every socket call recorded; figures reach trackio's database."""
+    """A whole run with an adapter and two dashboards, every socket call recorded; figures reach both, in groups."""
     program = textwrap.dedent(
         """
         import sys
@@ -716,20 +716,27 @@ def test_no_network_call_and_a_local_tracker(tmp_path: Path, files: SimpleNamesp
         sys.addaudithook(hook)
         import train_phase1_sft
         train_phase1_sft.main(sys.argv[1:])
-        import time; time.sleep(1)
         assert not calls, calls
         """
     )
     file = config_in(tmp_path, files, max_steps=3)
     clean = {"HOME": str(tmp_path / "home"), "HF_HOME": str(tmp_path / "hf"), "TRACKIO_DIR": str(tmp_path / "tracked")}
-    more = ("report_to=trackio", "model.tuning=lora")
+    clean |= {"TENSORBOARD_LOGGING_DIR": str(tmp_path / "events")}
+    more = ("report_to=[trackio,tensorboard]", "model.tuning=lora")
     done = python("-c", program, "--config", str(file), *more, env={**clean, "CI": ""})
     assert done.returncode == 0, done.stderr[-3000:]
     import sqlite3
 
     with sqlite3.connect(tmp_path / "tracked" / "posttrain.db") as database:
         logged = [json.loads(blob) for (blob,) in database.execute("select metrics from metrics order by id")]
-    assert [row["loss"] for row in logged if "loss" in row] == list(rows_of(tmp_path / "run").values())
+    assert [row["train/loss"] for row in logged if "train/loss" in row] == list(rows_of(tmp_path / "run").values())
+    assert any("eval/loss" in row for row in logged)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (folder,) = (tmp_path / "events").iterdir()
+    events = EventAccumulator(str(folder)).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(rows_of(tmp_path / "run"))
+    assert "eval/loss" in events.Tags()["scalars"]
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ from posttrain import checkpoint, models, plan
 from posttrain.chat import Chat
 from posttrain.config import StarPORun, resolve
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.dashboards import Dashboards
 from posttrain.experience import Batch, Measured
 from posttrain.learner import schedule
 from posttrain.monitoring import transcripts, watch
@@ -574,7 +575,7 @@ def test_a_group_that_nobody_finished_is_told(player: Path, tmp_path: Path, caps
     cfg = cfg.model_copy(update={"output_dir": str(tmp_path)})
     for step in (1, 2, 3):
         groups = [[trajectory(1.0), trajectory(0.0, truncated=True)], cut]
-        transcripts.record(cfg, groups, step, state, None, print)  # type: ignore[arg-type]
+        transcripts.record(cfg, groups, step, state, Dashboards([], tmp_path), print)
         assert state.unfinished_reported
     told = [line for line in capsys.readouterr().out.splitlines() if "nobody finished" in line]
     assert [line.split(":")[0] for line in told] == ["step 1"], "once"
@@ -749,8 +750,8 @@ def test_the_best_policy_wins_more_of_the_same_levels(
     real = phase3.evaluate
     begun: list[int] = []
 
-    def evaluate(*given: Any, name: str = "evaluation", won: dict[str, list[bool]] | None = None) -> dict[str, float]:
-        row = real(*given, name=name, won=won)
+    def evaluate(*given: Any, won: dict[str, list[bool]] | None = None, **named: Any) -> dict[str, float]:
+        row = real(*given, won=won, **named)
         if won is not None:
             count = levels_won[begun.pop(0)]
             won["frozen_lake"] = [n < count for n in range(8)]

@@ -62,6 +62,10 @@ def hint(name: str, known: list[str]) -> str:
 
 # --------------------------------------------------------------------------------------------- sections that runs share
 
+Device = Literal["auto", "cpu", "cuda", "mps"]
+DEVICE = "auto takes the NVIDIA GPU if there is one, otherwise the CPU; mps is the GPU of a Mac, untested"
+Dashboard = Literal["trackio", "tensorboard", "wandb"]
+
 
 class LoraSection(Section):
     r: int = Field("rank of the adapter", 16, ge=1, le=65536)
@@ -194,18 +198,28 @@ class SamplingSection(Section):
         )
 
 
+def dashboards(given: Any) -> Any:
+    """`trackio` is short for `[trackio]`, and `none` (or null) for an empty list."""
+    if given in ("none", None):
+        return []
+    if isinstance(given, list) and (twice := sorted({str(each) for each in given if given.count(each) > 1})):
+        raise wrong(f"report_to names {twice[0]} twice")
+    return [given] if isinstance(given, str) else given
+
+
 class Run(Section):
     """What every script knows about its run."""
 
     output_dir: str = Field("folder of this run; one in use is never overwritten", min_length=1)
     seed: int = Field("everything random is derived from it", 0, ge=0)
-    device: Literal["auto", "cpu", "cuda"] = Field("auto takes the GPU if there is one", "auto")
+    device: Device = Field(DEVICE, "auto")
     run_name: str | None = Field(
         "name on the dashboard, as TRL's; null takes the name of output_dir", None, max_length=128
     )
     hardware: str = Field("free text: what this file was written for and how long it takes there", "")
-    report_to: Literal["trackio", "wandb", "none"] = Field(
-        "dashboard; trackio is local and makes no network call", "trackio"
+    report_to: Annotated[list[Dashboard], BeforeValidator(dashboards)] = Field(
+        "dashboards, one or several of trackio (local, no network), tensorboard (local) and wandb; none is none",
+        ["trackio"],
     )
 
 

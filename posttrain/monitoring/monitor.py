@@ -1,4 +1,4 @@
-"""Where do the figures of a run go?  Into metrics.jsonl, the tracker and the progress bar, past the alarms."""
+"""Where do the figures of a run go?  Into metrics.jsonl, the dashboards and the progress bar, past the alarms."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from posttrain import runlog
+from posttrain import dashboards, runlog
 from posttrain.chat import Chat
 from posttrain.config import StarPORun
 from posttrain.experience import Experience
@@ -22,24 +22,25 @@ from posttrain.types import Trajectory
 class Monitor:
     """`settings` is the config as the user gave it. exact: whether sampler and trainer round alike."""
 
-    def __init__(self, cfg: StarPORun, settings: dict[str, Any], state: RunState, exact: bool) -> None:
+    def __init__(self, cfg: StarPORun, settings: dict[str, Any], state: RunState, exact: bool, resume: bool) -> None:
         self.cfg, self.raised, out = cfg, list[Alarm](), Path(cfg.output_dir)  # raised: the alarms of this step
         after = state.step or None  # steps that will be played again are dropped
         self.metrics = runlog.MetricsFile(out / "metrics.jsonl", after_step=after, but_not="final/")
         runlog.MetricsFile(out / "transcripts.jsonl", after_step=after)
         self.alarms = runlog.MetricsFile(out / "alarms.jsonl", after_step=after)
-        name = cfg.run_name or out.name
-        self.tracker = runlog.start_tracker(cfg.report_to, project="posttrain", run_name=name, config=settings)
+        self.boards = dashboards.start(cfg, settings, resume=resume)
+        self.boards.catch_up(after)
         self.progress = runlog.Progress(cfg.trainer.max_steps, "phase 3", start=state.step)
         self.say = self.progress.say
-        self.watch = watch.Watch(cfg, self.say, self.tracker.alert, exact)
+        self.watch = watch.Watch(cfg, self.say, exact)
 
     def report(self, state: RunState, step: int, row: dict[str, float]) -> None:
         self.metrics.write(row, step)
-        self.tracker.log(row, step)
+        self.boards.log(row, step)
         raised = self.watch.see(state, step, row)
         for alarm in raised:
             self.alarms.write(asdict(alarm), step)
+            self.boards.alarm(asdict(alarm), step)
         self.raised.extend(raised)
         shown = {key.split("/", 1)[1]: value for key, value in row.items() if key.endswith("/success")}
         self.progress.update(step, **shown)
@@ -54,7 +55,11 @@ class Monitor:
         self, groups: list[list[Trajectory]], state: RunState, step: int, tokens: list[list[Turn]] | None = None
     ) -> None:
         """Transcripts and pictures, where due."""
-        transcripts.record(self.cfg, groups, step, state, self.tracker, self.say, tokens)
+        transcripts.record(self.cfg, groups, step, state, self.boards, self.say, tokens)
+
+    def show_validation(self, played: list[Trajectory], step: int) -> None:
+        """Episodes of validation levels, for the dashboards."""
+        transcripts.show_validation(self.cfg, played, step, self.boards, self.say)
 
     def compare_with_best(
         self, state: RunState, step: int, won: dict[str, list[bool]]
@@ -88,4 +93,4 @@ class Monitor:
 
     def close(self) -> None:
         self.progress.close()
-        self.tracker.finish()
+        self.boards.finish()

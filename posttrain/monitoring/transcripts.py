@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from posttrain import runlog
 from posttrain.config import StarPORun
+from posttrain.dashboards import Dashboards
 from posttrain.monitoring.token_figures import Turn
 from posttrain.report.episodes import frames_of, gif
 from posttrain.run_state import RunState
-from posttrain.runlog import Tracker
 from posttrain.types import Trajectory, one_line
 
 KEPT = (
@@ -27,7 +27,7 @@ def record(
     groups: list[list[Trajectory]],
     step: int,
     state: RunState,
-    tracker: Tracker,
+    boards: Dashboards,
     say: Callable[[str], None],
     tokens: list[list[Turn]] | None = None,
 ) -> None:
@@ -57,14 +57,30 @@ def record(
         return
     to_read, more = _chosen(cfg, groups, step)
     written = write_transcripts(out / "transcripts.jsonl", step, to_read + more, tokens)
-    shown, pictures = [], []
-    for number, (episode, t) in enumerate(zip(written, to_read, strict=False)):
-        picture = None if t.crashed else save_picture(cfg, out / "episodes" / f"step-{step}-{number}.gif", t, say)
-        if picture:
-            shown.append(episode)
-            pictures.append(picture)
-    if shown:
-        tracker.show(shown, pictures, step)
+    pictures = [
+        None if t.crashed else save_picture(cfg, out / "episodes" / f"step-{step}-{number}.gif", t, say)
+        for number, t in enumerate(to_read)
+    ]
+    boards.show("training", *_with_picture(written, pictures), step)
+
+
+def show_validation(
+    cfg: StarPORun, played: Sequence[Trajectory], step: int, boards: Dashboards, say: Callable[[str], None]
+) -> None:
+    """The same levels as the model plays them at first and each time it has become better: before and after."""
+    if not boards.each:
+        return
+    folder, whole = Path(cfg.output_dir) / "episodes", [t for t in played if not t.crashed]
+    pictures = [
+        save_picture(cfg, folder / f"validation-{step}-{number}.gif", t, say, split="validation")
+        for number, t in enumerate(whole)
+    ]
+    boards.show("validation", *_with_picture(_rows(step, whole), pictures), step)
+
+
+def _with_picture(rows: list[dict[str, Any]], pictures: list[Path | None]) -> tuple[list[dict[str, Any]], list[Path]]:
+    shown = [(row, picture) for row, picture in zip(rows, pictures, strict=False) if picture]
+    return [row for row, _ in shown], [picture for _, picture in shown]
 
 
 def chosen(cfg: StarPORun, groups: list[list[Trajectory]], step: int) -> list[Trajectory]:
@@ -97,7 +113,7 @@ def write_transcripts(
     path: Path, step: int, trajectories: list[Trajectory], tokens: list[list[Turn]] | None = None
 ) -> list[dict[str, Any]]:
     """Whole episodes as JSON lines, to be read by people; seeds and actions are enough to play one again."""
-    rows = [{"step": step} | {key: getattr(t, key) for key in KEPT} for t in trajectories]
+    rows = _rows(step, trajectories)
     with path.open("a", encoding="utf-8") as file:
         for number, row in enumerate(rows):
             with_tokens = row if tokens is None else row | {"tokens": tokens[number]}
@@ -105,14 +121,20 @@ def write_transcripts(
     return rows
 
 
-def save_picture(cfg: StarPORun, path: Path, t: Trajectory, say: Callable[[str], None]) -> Path | None:
+def _rows(step: int, trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
+    return [{"step": step} | {key: getattr(t, key) for key in KEPT} for t in trajectories]
+
+
+def save_picture(
+    cfg: StarPORun, path: Path, t: Trajectory, say: Callable[[str], None], split: str = "train"
+) -> Path | None:
     """An animated picture of an episode, played again from its seeds and actions.
 
     None where its environment has no pictures, or raises.
     """
     section = next(env for env in cfg.envs if env.title == t.env)
     try:
-        reset_options = {"split": "train", "noise_seed": t.noise_seed}
+        reset_options = {"split": split} | ({} if t.noise_seed is None else {"noise_seed": t.noise_seed})
         frames = frames_of(section.name, section.options, t.level_seed, reset_options, t.actions)
         if not frames:
             return None

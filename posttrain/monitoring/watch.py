@@ -13,12 +13,10 @@ from posttrain.run_state import RunState
 
 
 class Watch:
-    """Reads every row that is reported; `say` and `alert` tell people. Its memory is plain data for the checkpoint."""
+    """Reads every row that is reported; `say` tells people. Its memory is plain data for the checkpoint."""
 
-    def __init__(
-        self, cfg: StarPORun, say: Callable[[str], None], alert: Callable[[str, str, bool], None], exact: bool
-    ) -> None:
-        self.say, self.alert = say, alert
+    def __init__(self, cfg: StarPORun, say: Callable[[str], None], exact: bool) -> None:
+        self.say = say
         self.sizes = Sizes(
             groups=cfg.rollout.groups,
             samples=cfg.rollout.num_generations,
@@ -37,7 +35,6 @@ class Watch:
         raised, state.alarms = alarms.watch(state.alarms, step, numbers, self.sizes, self.limits)
         for alarm in raised:
             self.say(f"ALARM {alarm}")
-            self.alert(alarm.name.replace("_", " "), str(alarm), alarm.severity == "stop")
         return raised
 
 
