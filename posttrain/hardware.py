@@ -26,7 +26,10 @@ SWITCHED_ON = ("1", "true", "t", "yes", "y", "on")  # what accelerate and transf
 
 
 def resolve_device(device: str) -> torch.device:
-    """ "auto", "cpu" or "cuda" as this process's own device (torchrun numbers the GPUs of a machine in LOCAL_RANK)."""
+    """ "auto", "cpu", "cuda" or "mps" as this process's own device (torchrun numbers a machine's GPUs in LOCAL_RANK).
+
+    "auto" never takes mps, which no run of this project has seen.
+    """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
@@ -34,7 +37,22 @@ def resolve_device(device: str) -> torch.device:
             "device=cuda, but torch finds no CUDA GPU here. Write device=cpu (slow for a real model), or check "
             "`nvidia-smi` and that torch was installed with CUDA."
         )
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if device == "cuda" else torch.device("cpu")
+    if device == "mps":
+        _check_mps()
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if device == "cuda" else torch.device(device)
+
+
+def _check_mps() -> None:
+    if not torch.backends.mps.is_available():
+        why = "torch was built without it" if not torch.backends.mps.is_built() else "this is no Mac with such a GPU"
+        raise UserError(f"device=mps is the GPU of a Mac with macOS 14 or later, and {why}. Write device=cpu.")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("device=mps is one GPU, for one process: start the script with python, without a launcher.")
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The most precise numbers of a device: MPS has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def has_bf16(device: torch.device) -> bool:
@@ -44,6 +62,8 @@ def has_bf16(device: torch.device) -> bool:
     """
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "mps":  # that it is faster there nobody has measured
+        return False
     return torch.backends.mkldnn.is_available() and not {"avx512_bf16", "amx_bf16"}.isdisjoint(_cpu_flags())
 
 

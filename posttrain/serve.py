@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("model", metavar="MODEL", help="a phase's folder `final`, or a model of the Hub (OWNER/NAME)")
     parser.add_argument("--host", default="127.0.0.1", help="address; others reach it only if you write theirs here")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     arguments = parser.parse_args(argv)
     check(arguments.model)

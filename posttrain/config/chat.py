@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import model_validator
 
 from posttrain.config.shared import (
     CONTEXT,
     CONTEXT_TURNS,
+    DEVICE,
     ChatSection,
     Context,
+    Device,
     Env,
     Field,
     ModelSection,
@@ -28,7 +28,7 @@ class ChatRun(Section):
 
     model: ModelSection = Field("the model that answers")
     chat: ChatSection = Field("how messages become tokens", ChatSection())
-    device: Literal["auto", "cpu", "cuda"] = Field("auto takes the GPU if there is one", "auto")
+    device: Device = Field(DEVICE, "auto")
     seed: int = Field("everything random is derived from it", 0, ge=0)
     hardware: str = Field("free text: what this file was written for", "")
     system: str | None = Field("system message; null sends none", None)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from posttrain.config.data import Source
-from posttrain.config.shared import ChatSection, Field, ModelSection, Section
+from posttrain.config.shared import DEVICE, ChatSection, Device, Field, ModelSection, Section
 
 
 class PairsRun(Section):
@@ -13,7 +11,7 @@ class PairsRun(Section):
 
     output_dir: str = Field("folder of this run; one in use is never overwritten", min_length=1)
     seed: int = Field("everything random is derived from it", 0, ge=0)
-    device: Literal["auto", "cpu", "cuda"] = Field("auto takes the GPU if there is one", "auto")
+    device: Device = Field(DEVICE, "auto")
     hardware: str = Field("free text: what this file was written for and how long it takes there", "")
     model: ModelSection = Field("the model that answers, most often the one that phase 2 starts from")
     chat: ChatSection = Field("how messages become tokens; as in phase 2", ChatSection())

@@ -200,6 +200,7 @@ def score_pairs(model: PreTrainedModel, chat: Chat, task: Task, tick: Tick) -> l
     """
     import torch
 
+    from posttrain import hardware
     from posttrain.policy import microbatches, token_logprobs
 
     encoded = []
@@ -213,7 +214,7 @@ def score_pairs(model: PreTrainedModel, chat: Chat, task: Task, tick: Tick) -> l
         with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
             logprobs_S, _ = token_logprobs(model, [encoded[i][0] for i in batch], [encoded[i][1] for i in batch])
         for i, part in zip(batch, logprobs_S.split([sum(encoded[i][1]) for i in batch]), strict=True):
-            sums[i] = float(part.double().sum())
+            sums[i] = float(part.sum(dtype=hardware.widest(part.device)))
     finite(sums)
     rows = []
     for item, chosen, rejected in zip(task.items, sums[::2], sums[1::2], strict=True):

@@ -92,7 +92,7 @@ def run_tasks(cfg: EvaluateRun, tasks: Sequence[Task], run: RunTask) -> Found:
         measurement, results = Measurement(cfg, tasks, run), Results(store, found, tick)
         in_this_process([unit for unit in left if unit.checkpoint in cfg.endpoints], measurement, results)
         left = [unit for unit in left if unit.checkpoint in cfg.local]
-        if ranks > 1 or (place.type == "cpu" and min(cfg.workers, len(left)) <= 1):
+        if ranks > 1 or (place.type != "cuda" and min(cfg.workers, len(left)) <= 1):
             if place.type == "cuda":
                 torch.cuda.set_device(place)
             in_this_process(left, measurement, results)

@@ -18,6 +18,9 @@ def uniforms(seeds_B: torch.Tensor, step: int | torch.Tensor) -> torch.Tensor:
     "Fast splittable pseudorandom number generators").
     """
 
+    if seeds_B.device.type == "mps":  # which has no double precision: the same numbers, rounded
+        return uniforms(seeds_B.cpu(), torch.as_tensor(step).cpu()).float().to(seeds_B.device)
+
     def signed(word: int) -> int:  # torch knows no unsigned 64-bit arithmetic; in two's complement it is the same
         return (word + (1 << 63)) % (1 << 64) - (1 << 63)
 
@@ -42,6 +45,10 @@ def sample_tokens(
     `seen_BV` is True where a token already occurs in the row (CTRL's repetition penalty, Keskar et al. 2019, eq. 5).
     Inverse-CDF sampling: one uniform per row is enough.
     """
+    if (device := logits_BV.device).type == "mps":  # drawn by the CPU, in double precision
+        given = (logits_BV.cpu(), params, uniform_B.cpu().double(), None if seen_BV is None else seen_BV.cpu())
+        tokens_B, logprobs_B = sample_tokens(*given)
+        return tokens_B.to(device), logprobs_B.to(device)
     logits_BV = logits_BV.float()
     divides = params.temperature not in (0, 1)
     scaled_BV = logits_BV / params.temperature if divides else logits_BV

@@ -21,6 +21,7 @@ from transformers import Cache, PreTrainedModel
 
 from posttrain.compat import CacheLayer
 from posttrain.fused import fused
+from posttrain.hardware import widest
 from posttrain.policy import attention_mask, read
 from posttrain.sampler.base import Sampler, Then, TurnRequest
 from posttrain.sampler.sampling import sample_tokens, uniforms
@@ -113,7 +114,7 @@ class _Writing:
 
         size = self.params.max_new_tokens + 1  # a row that is done writes behind its end
         written = zeros(size), zeros(size, dtype=torch.float32)
-        uniform = zeros(size, dtype=torch.float64)
+        uniform = zeros(size, dtype=widest(self.device))
         return _Rows(zeros(), zeros(), uniform, zeros(), *written, zeros(self.seen_size, dtype=torch.bool))
 
     @property

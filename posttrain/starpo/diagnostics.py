@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from posttrain.hardware import widest
+
 RETRIEVED = (1, 2, 4, 8)
 EMA = 0.9  # RAGEN's decay of the z-score's scale
 
@@ -149,5 +151,6 @@ def gradient_norms(
             ):
                 total += gradient
     return {
-        name: torch.stack([total.double().norm() for total in totals]).norm().item() for name, totals in sums.items()
+        name: torch.stack([total.to(widest(total.device)).norm() for total in totals]).norm().item()
+        for name, totals in sums.items()
     }
