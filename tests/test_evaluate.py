@@ -572,17 +572,24 @@ def test_every_visible_gpu_has_a_process_of_its_own(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-5f, 6")
     assert workers.visible_gpus() == ["4", "GPU-5f", "6"]
     monkeypatch.setattr(hardware, "resolve_device", lambda _: torch.device("cuda", 0))
-    cfg = resolved(tmp_path, {name: checkpoints["base"] for name in "abcd"}, suites=SMALL)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5f,6")
+    cfg = resolved(tmp_path, {name: checkpoints["base"] for name in "abc"}, suites=SMALL)
     asked_for = tasks_of(cfg)
     found = run_tasks(cfg, asked_for, seen)
     processes = {(row["pid"], row["gpu"]) for rows in found.rows.values() for row in rows}
-    assert len(processes) == 3 and {gpu for _, gpu in processes} == {"4", "GPU-5f", "6"}
-    assert found.failed == {} and len(found.rows) == 4 * len(asked_for)
+    assert len(processes) == 2 and {gpu for _, gpu in processes} == {"GPU-5f", "6"}
+    assert found.failed == {} and len(found.rows) == 3 * len(asked_for)
 
 
 def seen(cfg: Any, name: str, task: Task, tick: Any, loaded: Loaded) -> list[dict[str, Any]]:
-    time.sleep(0.2)  # as long as work takes, so that one process does not do it all
     row = {"pid": os.getpid(), "gpu": os.environ["CUDA_VISIBLE_DEVICES"]}
+    started = Path(cfg.output_dir).parent / "started"
+    started.mkdir(exist_ok=True)
+    (started / row["gpu"]).touch()
+    until = time.monotonic() + 120
+    while len(list(started.iterdir())) < 2 and time.monotonic() < until:  # or one process might do it all
+        time.sleep(0.05)
     assert "LOCAL_RANK" not in os.environ
     return [row for _ in task.items]
 
