@@ -26,10 +26,10 @@ from posttrain.config import EvaluateRun, load, run
 from posttrain.evaluation.endpoints import costs, in_words
 from posttrain.evaluation.figures import compare, summarise
 from posttrain.evaluation.scoring import play_baselines, run_task, section
-from posttrain.evaluation.store import ROWS, Store
+from posttrain.evaluation.store import ROWS, Store, digest
 from posttrain.evaluation.tasks import build_tasks, headline_levels, hub_sets
 from posttrain.evaluation.workers import run_tasks
-from posttrain.types import UserError
+from posttrain.types import Record, UserError
 
 RESULTS = "results.json"
 PACKAGES = ("torch", "transformers", "trl", "datasets", "gymnasium", "gym-sokoban", "math-verify", "numpy")
@@ -69,6 +69,7 @@ def main() -> None:
             "failed": found.failed,
             "differences": compare(cfg, rows),
             "baselines": baselines,
+            "digests": {name: digest(cfg.local[name]) for name in measured if name in cfg.local},
             "commit": commit(),
             "versions": versions(),
             "config": cfg.model_dump(mode="json"),
@@ -83,6 +84,8 @@ def main() -> None:
             results["endpoints"] = costs(cfg, tasks)
         if cfg.goals:
             results["goals"] = goals(results)
+        if kept := benchmarks(out / RESULTS, results["digests"]):
+            results["benchmarks"] = kept
         with checkpoint.full_disk_in_words(out):
             write(out / "transcripts.jsonl", (json.dumps(row) for name in rows for row in rows[name]))
             write(out / "results.md", [report.markdown(results)])
@@ -179,6 +182,15 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
     if problems:
         raise UserError("\n  ".join(["The evaluation cannot start:", *problems] if len(problems) > 1 else problems))
     checkpoint.lock_folder(out)
+
+
+def benchmarks(file: Path, digests: dict[str, str]) -> Record:
+    """What posttrain.harness has put into the results that are replaced, of checkpoints that are still the same."""
+    try:
+        former = json.loads(file.read_text(encoding="utf-8")).get("benchmarks", {})
+        return {name: found for name, found in former.items() if digests.get(name, found["digest"]) == found["digest"]}
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):  # none, or damaged: it is replaced anyway
+        return {}
 
 
 def versions() -> dict[str, str]:

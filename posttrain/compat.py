@@ -11,6 +11,7 @@ engine (posttrain/sampler/vllm.py); what only envs/ needs, which imports no post
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import platform
 import struct
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.utils import httpx
+from jinja2.sandbox import SandboxedEnvironment
 from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -31,6 +33,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.kernels import ChunkedLogProbFunction
 from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
+
+from posttrain.types import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer
@@ -384,6 +388,38 @@ def read_wandb_log(file: Path) -> list[tuple[int, str]]:
             if "step" in items:
                 found += [(json.loads(items["step"].value_json), key) for key in items]
     return found
+
+
+# ----------------------------------------------------------------------------------------------- lm-evaluation-harness
+
+
+@contextmanager
+def no_task_code() -> Iterator[None]:
+    """Refuse, with a UserError, the code that a benchmark task brings along; tasks of the package itself may have some.
+
+    A task's YAML names Python functions (`!function`), its templates may reach into Python, and a metric that the
+    harness does not know is a script of the Hub. Until the harness has a switch: `unsafe_code` covers none of these.
+    """
+    loading = importlib.import_module("lm_eval.tasks._yaml_loader")
+    templates, metrics = importlib.import_module("lm_eval.utils"), importlib.import_module("evaluate")
+    package = Path(loading.__file__ or "").parent
+    found, environment, load = loading._import_func_in_yml, templates.env, metrics.load
+    sandbox = SandboxedEnvironment(undefined=environment.undefined, keep_trailing_newline=True)
+    sandbox.filters |= environment.filters
+
+    def function(qual: str, base_dir: Path) -> Any:
+        if not Path(base_dir).resolve().is_relative_to(package):
+            raise UserError(f"{base_dir} names the Python function {qual}")
+        return found(qual, base_dir)
+
+    def metric(path: str, *_: Any, **__: Any) -> Any:
+        raise UserError(f"the metric {path} is a script of the Hub")
+
+    loading._import_func_in_yml, templates.env, metrics.load = function, sandbox, metric
+    try:
+        yield
+    finally:
+        loading._import_func_in_yml, templates.env, metrics.load = found, environment, load
 
 
 # ------------------------------------------------------------------------------------------------------- torch, glibc

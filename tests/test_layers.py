@@ -55,7 +55,7 @@ LAYERS = [
     [f"posttrain.{name}" for name in ("training", "preflight", "rollout", "run_state")],
     [f"posttrain.{name}" for name in ("monitoring", "plan", "distillation", "inference", "serve")],
     ["posttrain.evaluation", "posttrain.starpo_run"],
-    ["posttrain.pairs"],
+    [f"posttrain.{name}" for name in ("pairs", "harness", "publish")],
     SCRIPTS,
 ]
 LAYER = {module: number for number, modules in enumerate(LAYERS) for module in modules}

@@ -92,17 +92,19 @@ class Store:
 
 
 def fingerprint(cfg: EvaluateRun, name: str) -> str:
-    """A digest of a checkpoint's files; for a name on the Hub, of the commit that is in the cache.
-
-    Of an endpoint nothing is known but its address and the model's name there.
-    """
-    from posttrain import checkpoint, compat, model_files
-
+    """A digest of a checkpoint's files; of an endpoint nothing is known but its address and the model's name there."""
     if name in cfg.endpoints:
         return f"{cfg.endpoints[name].endpoint} {cfg.endpoints[name].model}"
-    path = Path(cfg.local[name])
+    return digest(cfg.local[name])
+
+
+def digest(name_or_path: str) -> str:
+    """A digest of a model's files; for a name on the Hub, of the commit that is in the cache."""
+    from posttrain import checkpoint, compat, model_files
+
+    path = Path(name_or_path)
     if not path.is_dir():
-        section = ModelSection(name_or_path=cfg.local[name])
+        section = ModelSection(name_or_path=name_or_path)
         return f"{path} {compat.commit_of(model_files.load_config(section))}"
     if (path / checkpoint.MANIFEST).exists():
         return _sha256(json.dumps(checkpoint.read_manifest(path)["files"], sort_keys=True).encode())

@@ -7,10 +7,12 @@ import itertools
 from posttrain.report import charts
 from posttrain.report.markup import badge, chip, table, text
 from posttrain.report.tables import (
+    BENCHMARKS,
     NOT_ASKED,
     Column,
     Figure,
     Results,
+    benchmark_rows,
     colour,
     columns,
     every_setting,
@@ -241,3 +243,14 @@ def settings(results: Results) -> str:
     )
     head = "<th></th><th>setting</th><th>figure</th><th>95 %</th><th>n</th>"
     return f"<details><summary>All figures under every setting</summary>{table(head, rows, 'every cards')}</details>"
+
+
+def benchmarks(results: Results) -> str:
+    rows = ""
+    for row in benchmark_rows(results):
+        about = f"version {row.version}, {row.how}"
+        rows += f"<tr><th>{text(row.checkpoint)}: {text(row.task)}<small>{text(about)}</small></th>"
+        rows += f'<td>{text(row.metric)}</td><td class="num"><b>{text(row.figure)}</b></td>'
+        rows += f'<td class="num">n {text(row.n)}</td></tr>'
+    head = "<th></th><th>metric</th><th>value ± standard error</th><th>n</th>"
+    return f'<p class="quiet">{BENCHMARKS}</p>{table(head, rows, "every cards")}' if rows else ""

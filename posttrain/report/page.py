@@ -72,6 +72,7 @@ def _sections(
         ("What it cost", training_log.cost(results, folders)),
         ("Every paired difference", figures.differences(results)),
         ("Every sampling setting", figures.settings(results)),
+        ("Standard benchmarks", figures.benchmarks(results)),
         ("What to type next", commands(results, folder)),
         ("How this was measured", provenance(results)),
     ]

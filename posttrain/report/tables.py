@@ -14,6 +14,7 @@ Results = dict[str, Any]  # results.json as evaluate_model.py writes it
 
 MATH_TITLES = {"embedded": "Math (toy sums)", "gsm8k": "GSM8K", "math500": "MATH-500"}
 NOT_ASKED = "not asked"
+BENCHMARKS = "Tasks of lm-evaluation-harness, measured by themselves: no pairs, and other prompts than those above."
 COLOURS = ("#8b8f98", "#2f7fd1", "#d9822b", "#1f9d6b", "#a45bd1", "#c94f6d")  # one per checkpoint, in order
 
 
@@ -131,6 +132,9 @@ def markdown(results: Results) -> str:
     lines += ["", "## Every setting", ""]
     settings = ([a, b, c, percent(figure.value), span(figure), str(n)] for a, b, c, figure, n in every_setting(results))
     lines += _table(["checkpoint", "what", "setting", "figure", "95 %", "n"], settings)
+    if benchmarks := list(benchmark_rows(results)):
+        lines += ["", "## Standard benchmarks", "", BENCHMARKS, ""]
+        lines += _table(["checkpoint", "task", "version", "metric", "value ± standard error", "n", "how"], benchmarks)
     if results.get("goals"):
         lines += ["", "## Goals", ""]
         rows = ([g["phase"], g["goal"], g["measured"], "yes" if g["reached"] else "no"] for g in results["goals"])
@@ -169,6 +173,32 @@ def every_setting(results: Results) -> Iterator[tuple[str, str, str, Figure, int
                     for section, inner in parts.items() if len(parts) > 1 else ():
                         about = f"{title}, {section.replace('_', ' ')}"
                         yield name, about, setting, figure_of(inner, key), inner["n"]
+
+
+class Benchmark(NamedTuple):
+    """A figure of lm-evaluation-harness, in words: what was asked, how, and what came of it."""
+
+    checkpoint: str
+    task: str
+    version: str
+    metric: str
+    figure: str
+    n: str
+    how: str
+
+
+def benchmark_rows(results: Results) -> Iterator[Benchmark]:
+    """Each metric of each standard benchmark that posttrain.harness has put into results.json."""
+    for name, measured in results.get("benchmarks", {}).items():
+        for task, entry in measured["tasks"].items():
+            n = str(entry["n"]) if entry["n"] == entry["of"] else f"{entry['n']} of {entry['of']}"
+            how = f"{entry['fewshot']} examples, {'chat template' if entry['chat_template'] else 'plain text'}, "
+            how += f"{entry['dtype']}, lm-eval {entry['harness']}"
+            for found in entry["metrics"]:
+                metric = found["metric"] + (f" ({found['filter']})" if found["filter"] != "none" else "")
+                figure = "none" if found["value"] is None else f"{found['value']:.4g}"
+                figure += "" if found["stderr"] is None else f" ± {found['stderr']:.2g}"
+                yield Benchmark(name, task, str(entry["version"]), metric, figure, n, how)
 
 
 def _player(name: str, figures: Record) -> list[str]:

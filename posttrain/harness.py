@@ -1,0 +1,280 @@
+"""How good is a model at standard benchmarks?  lm-evaluation-harness with a model of ours, and its figures beside ours.
+
+    python -m posttrain.harness runs/phase3/final --tasks gsm8k hellaswag --chat-template
+    python -m posttrain.harness runs/phase3/final --tasks mine.yaml --limit 20
+
+The figures go into `benchmarks` of a run's results.json, and what the model answered beside it, into benchmarks/. Tasks
+are names of the harness (`lm-eval ls tasks`) or YAML files. No code of a task runs unless --run-task-code asks for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain import runlog
+from posttrain.config import ModelSection, run
+from posttrain.types import Record, UserError, one_line
+
+RESULTS = "results.json"
+SAMPLES = "benchmarks"  # the folder of what was asked and answered
+KEPT = ("doc_id", "target", "arguments", "resps", "filtered_resps", "filter")  # of a sample, beside its metrics
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m posttrain.harness", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", metavar="MODEL", help="a phase's folder `final`, or a model of the Hub (OWNER/NAME)")
+    parser.add_argument("--tasks", nargs="+", required=True, metavar="TASK", help="names of the harness or YAML files")
+    parser.add_argument("--out", type=Path, help="the folder with results.json (default: the run that MODEL is of)")
+    parser.add_argument("--chat-template", action="store_true", help="ask as in a conversation, with MODEL's template")
+    parser.add_argument("--system", help="a system message, with --chat-template")
+    parser.add_argument("--fewshot", type=int, metavar="N", help="examples before each question (default: the task's)")
+    parser.add_argument("--limit", type=int, metavar="N", help="the first N items of each task alone: for trying out")
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="rows at a time (default: %(default)s)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    parser.add_argument(
+        "--run-task-code", action="store_true", help="run Python that a task brings along, or that a model writes"
+    )
+    given = parser.parse_args(argv)
+    out = check(given)
+    runlog.keep_private(out)
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+
+    from posttrain.evaluation.store import digest
+    from posttrain.preflight import check_hub
+
+    section = ModelSection(name_or_path=given.model, dtype=given.dtype)
+    check_hub([section], [])
+    manager, tasks = load_tasks(given.tasks, code=given.run_task_code)
+    found = measure(section, manager, tasks, given)
+    entries = {name: entry(name, found, given) for name in found["configs"]}
+    name = keep(out / RESULTS, given.model, digest(given.model), entries)
+    for task, rows in found["samples"].items():
+        write_samples(out / SAMPLES / f"{name}-{task}.jsonl".replace("/", "-"), rows)
+    show(name, entries)
+    print(f"Written: {out / RESULTS} (benchmarks), {out / SAMPLES}/")
+
+
+def check(given: argparse.Namespace) -> Path:
+    """The folder for the results; UserError where something is known to be wrong before anything is loaded."""
+    from posttrain.model_files import HUB_NAME
+
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError(
+            "Standard benchmarks need lm-evaluation-harness, which is not installed: "
+            '`pip install "lm-eval>=0.4.13,<0.5"`, the line of requirements-extras.txt (about 300 MB).'
+        )
+    folder = Path(given.model)
+    if not folder.exists() and not HUB_NAME.fullmatch(given.model):
+        raise UserError(f"There is no folder {folder}. Name the folder `final` of a phase, or a model of the Hub.")
+    numbers = (("fewshot", given.fewshot, 0), ("limit", given.limit, 1), ("batch-size", given.batch_size, 1))
+    for option, value, least in numbers:
+        if value is not None and value < least:
+            raise UserError(f"--{option} {value} is too small: write a number from {least} on.")
+    if given.system is not None and not given.chat_template:
+        raise UserError("--system is part of a conversation: write --chat-template as well.")
+    if given.out is not None:
+        return given.out
+    if not folder.exists() or not (folder / "../.." / RESULTS).is_file():
+        raise UserError(
+            f"Where to? {given.model} lies in no run that holds {RESULTS}. Name a folder: --out runs/benchmarks, or "
+            "that of an evaluation, whose figures these are put beside."
+        )
+    return (folder / "../..").resolve()
+
+
+@contextlib.contextmanager
+def in_words(what: str, code: bool) -> Iterator[None]:
+    """A task is a program of somebody else's and may raise anything; its own code stays out unless `code` is set."""
+    from posttrain import compat
+
+    with contextlib.ExitStack() as stack:
+        try:
+            if not code:
+                stack.enter_context(compat.no_task_code())
+            yield
+        except UserError as refused:
+            raise UserError(f"{what}: {refused}. Read it, then allow it with --run-task-code.") from refused
+        except Exception as error:
+            raise UserError(f"{what}: {one_line(error)}") from error
+
+
+def load_tasks(names: Sequence[str], *, code: bool) -> tuple[Any, list[Any]]:
+    """The harness's tasks and groups of these names or files; UserError for one that is unknown or needs code."""
+    from lm_eval.tasks import TaskManager
+
+    files = [name for name in names if Path(name).suffix in (".yaml", ".yml")]
+    manager = TaskManager(include_defaults=len(files) < len(names))  # it reads some 14,000 files
+    loaded = []
+    for name in names:
+        if name not in files and name not in manager.all_tasks:
+            raise UserError(
+                f"There is no task {name}. Write the name of a task or group of the harness (`lm-eval ls tasks` lists"
+                " them), or the path of a YAML file that ends with .yaml."
+            )
+        if name in files and not Path(name).is_file():
+            raise UserError(f"There is no file {name}.")
+        with in_words(f"The task {name} cannot be loaded", code):
+            tasks = manager.load([name])
+        for task in tasks["tasks"].values():
+            refuse(task, code)
+        loaded += tasks["groups"].values() or tasks["tasks"].values()
+    return manager, loaded
+
+
+def refuse(task: Any, code: bool) -> None:
+    """UserError for a task whose answers are run as programs, unless asked, and for one without its metric."""
+    if getattr(task, "UNSAFE_CODE", False) and not code:
+        raise UserError(
+            f"The task {task.task_name} runs what the model writes as a program, on this machine and without a sandbox."
+            " Leave it out, or allow it with --run-task-code where nothing can be lost."
+        )
+    functions = getattr(task, "_metric_fn_list", {})
+    absent = [metric for metric, function in functions.items() if function is None]
+    if absent and task.config.process_results is None:
+        raise UserError(
+            f"The task {task.task_name} has the metric {absent[0]}, which the harness does not know: it would be a "
+            "script of the Hub. Choose one of the harness, or allow scripts with --run-task-code."
+        )
+
+
+def measure(section: ModelSection, manager: Any, tasks: list[Any], given: argparse.Namespace) -> dict[str, Any]:
+    """What the harness found: its own model class around the model that this project has loaded.
+
+    Log-probs are summed in float32 whatever the weights are: bfloat16 has three digits.
+    """
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
+    from posttrain import models
+
+    model, chat = models.load(section, device=given.device, chat_template=None, training=False)
+    wrapped = HFLM(
+        pretrained=model.eval(), tokenizer=chat.tokenizer, batch_size=given.batch_size, softmax_dtype="float32"
+    )
+    given.dtype, given.device = str(model.dtype).removeprefix("torch."), str(model.device)
+    with in_words("The benchmarks could not be measured", given.run_task_code):
+        found = lm_eval.simple_evaluate(
+            model=wrapped,
+            tasks=tasks,
+            task_manager=manager,
+            num_fewshot=given.fewshot,
+            limit=given.limit,
+            apply_chat_template=given.chat_template,
+            system_instruction=given.system,
+            fewshot_as_multiturn=given.chat_template,
+            confirm_run_unsafe_code=given.run_task_code,
+        )
+    assert found is not None  # one process
+    return dict(found)
+
+
+def entry(name: str, found: dict[str, Any], given: argparse.Namespace) -> Record:
+    """A task's part of results.json.
+
+    {"version": 3, "n": 1319, "of": 1319, "fewshot": 5, "metrics": [{"metric": "exact_match", "filter": "none",
+     "value": 0.31, "stderr": 0.013, "higher_is_better": True}, ...], "harness": "0.4.13", ...}
+    """
+    from posttrain.model_card import commit
+
+    config, figures = found["configs"][name], found["results"][name]
+    metrics = []
+    for key, value in figures.items():
+        metric, _, filtered = key.partition(",")
+        if filtered and not metric.endswith("_stderr"):
+            error = figures.get(f"{metric}_stderr,{filtered}")
+            measured = {"metric": metric, "filter": filtered, "value": finite(value), "stderr": finite(error)}
+            better = found["higher_is_better"].get(name, {}).get(metric)
+            metrics.append(measured | {"higher_is_better": better})
+    return {
+        "version": found["versions"][name],
+        "n": found["n-samples"][name]["effective"],
+        "of": found["n-samples"][name]["original"],
+        "fewshot": found["n-shot"][name],
+        "metrics": metrics,
+        "data_set": data_set(config),
+        "output_type": config["output_type"],
+        "generation": config.get("generation_kwargs") if config["output_type"] == "generate_until" else None,
+        "chat_template": given.chat_template,
+        "system": given.system,
+        "dtype": given.dtype,
+        "device": given.device,
+        "seeds": {key: found["config"][key] for key in ("random_seed", "numpy_seed", "torch_seed", "fewshot_seed")},
+        "harness": importlib.metadata.version("lm-eval"),
+        "transformers": importlib.metadata.version("transformers"),
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+
+
+def data_set(config: dict[str, Any]) -> dict[str, Any]:
+    """Which items a task asks: a data set of the Hub, or a format of local files such as json."""
+    split = config.get("test_split") or config.get("validation_split")
+    return {"path": config.get("dataset_path"), "name": config.get("dataset_name"), "split": split}
+
+
+def finite(value: Any) -> float | None:
+    """A figure as JSON has it; None for "N/A", NaN and infinity."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def keep(file: Path, model: str, digest: str, entries: dict[str, Record]) -> str:
+    """Put a model's tasks into `benchmarks` of results.json, and return the name it has there.
+
+    That is its name in the evaluation, where it is one of its checkpoints. Earlier tasks of the same weights stay.
+    """
+    from posttrain import checkpoint, files, report
+
+    remedy = "Write to another folder (--out), or measure again (python evaluate_model.py --overwrite)."
+    results = files.read_json(file, remedy) if file.is_file() else {}
+    measured = [name for name, known in results.get("digests", {}).items() if known == digest]
+    folder = Path(model)
+    name = measured[0] if measured else folder.parent.name if folder.name == "final" else folder.name
+    benchmarks = results.setdefault("benchmarks", {})
+    former = benchmarks.get(name, {})
+    tasks = former["tasks"] if former.get("digest") == digest else {}
+    benchmarks[name] = {"digest": digest, "tasks": tasks | entries}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with checkpoint.full_disk_in_words(file.parent):
+        if "checkpoints" in results:
+            replace(file.with_name("results.md"), report.markdown(results))
+        replace(file, json.dumps(results, indent=1, allow_nan=False))
+    return name
+
+
+def replace(file: Path, text: str) -> None:
+    """All of the file or none of it."""
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(f"{text}\n", encoding="utf-8")
+    partial.replace(file)
+
+
+def write_samples(file: Path, rows: Sequence[Record]) -> None:
+    """What was asked and answered, a line for each item."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    kept = [{key: row[key] for key in (*KEPT, *row["metrics"])} for row in rows]
+    replace(file, "\n".join(json.dumps(row, default=str) for row in kept))
+
+
+def show(name: str, entries: dict[str, Record]) -> None:
+    """The figures in the terminal."""
+    from posttrain.report.tables import benchmark_rows
+
+    for row in benchmark_rows({"benchmarks": {name: {"tasks": entries}}}):
+        print(f"{row.checkpoint}  {row.task} (version {row.version}): {row.metric} {row.figure}, n {row.n}")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,247 @@
+"""Are the figures of lm-evaluation-harness those of a slow reference, and does no code of a task run unasked?
+
+What needs the harness is skipped where it is not installed: it is an extra of 300 MB.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import math
+import shutil
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from test_evaluate import tiny_model
+
+import evaluate_model
+from posttrain import harness, models
+from posttrain.chat import Chat
+from posttrain.config import ModelSection
+from posttrain.evaluation.store import digest
+from posttrain.types import UserError
+
+needs_harness = pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed (requirements-extras.txt)"
+)
+CHOICES = ["yes", "no", "the whole of it"]
+TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def final(tmp_path_factory: pytest.TempPathFactory, tiny_chat: Chat) -> Path:
+    chat = copy.deepcopy(tiny_chat)
+    folder = tmp_path_factory.mktemp("harness") / "phase3" / "final"
+    return models.save(folder, tiny_model(chat, 0), chat, {}, source=ModelSection(name_or_path="x"))
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No network, no list of this machine's packages (it takes ten seconds), and a cache of data sets that goes."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def task(folder: Path, items: list[dict[str, Any]], kind: str, **changes: Any) -> Path:
+    """A YAML task over a local file, as a user writes it."""
+    data = folder / f"{kind}.jsonl"
+    data.write_text("".join(json.dumps(item) + "\n" for item in items))
+    shared = {
+        "task": kind,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+        "output_type": kind,
+        "doc_to_text": "{{question}}",
+        "metadata": {"version": 2.5},
+    }
+    if kind == "multiple_choice":
+        asked = {"doc_to_choice": "{{choices}}", "doc_to_target": "{{label}}"}
+        names = ["acc", "acc_norm"]
+    else:
+        asked = {"doc_to_target": "{{answer}}"}
+        asked["generation_kwargs"] = {"until": ["\n"], "max_gen_toks": TOKENS, "do_sample": False}
+        names = ["exact_match"]
+    asked["metric_list"] = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in names]
+    file = folder / f"{kind}.yaml"
+    file.write_text(yaml.safe_dump(shared | asked | changes))
+    return file
+
+
+class Reference:
+    """One forward pass for each token, no batch, no cache, no harness."""
+
+    def __init__(self, final: Path, chat_template: bool) -> None:
+        section = ModelSection(name_or_path=str(final), dtype="float32")
+        self.net, self.chat = models.load(section, device="cpu", chat_template=None, training=False)
+        self.templated = chat_template
+
+    def prompt(self, question: str) -> list[int]:
+        if self.templated:
+            return self.chat.prompt([{"role": "user", "content": question}])
+        return self.chat.tokenizer.encode(question, add_special_tokens=False)
+
+    @torch.no_grad()
+    def logprobs(self, ids: list[int]) -> torch.Tensor:
+        return self.net(torch.tensor([ids])).logits[0, -1].double().log_softmax(-1)
+
+    def loglikelihood(self, question: str, choice: str) -> float:
+        """The harness counts white space at the end of a prompt, such as the template's line break, with the answer."""
+        ids, total, before = self.prompt(question), 0.0, " "
+        if self.templated:
+            before = self.chat.tokenizer.decode(ids.pop())
+            assert before == "\n"
+        for token in self.chat.tokenizer.encode(before + choice, add_special_tokens=False):
+            total += float(self.logprobs(ids)[token])
+            ids.append(token)
+        return total
+
+    def greedy(self, question: str) -> str:
+        ids, said = self.prompt(question), []
+        while len(said) < TOKENS and "\n" not in self.chat.tokenizer.decode(said):
+            said.append(int(self.logprobs(ids + said).argmax()))
+            if said[-1] == self.chat.stop_id:
+                break
+        return self.chat.tokenizer.decode(said, skip_special_tokens=True).split("\n")[0]
+
+
+def figures(entry: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    return {found["metric"]: (found["value"], found["stderr"]) for found in entry["metrics"]}
+
+
+def share(right: list[bool]) -> tuple[Any, Any]:
+    error = stdev(map(float, right)) / math.sqrt(len(right))
+    return pytest.approx(fmean(right)), pytest.approx(error)
+
+
+@needs_harness
+@pytest.mark.parametrize("chat_template", [False, True])
+def test_both_kinds_of_task_have_the_figures_of_a_slow_reference(
+    final: Path, tmp_path: Path, chat_template: bool
+) -> None:
+    slow = Reference(final, chat_template)
+    questions = [f"{n} + {n % 3} = ?" for n in range(9)]
+    chosen = [{"question": q, "choices": CHOICES, "label": n % 3} for n, q in enumerate(questions)]
+    wanted = [{"question": q, "answer": slow.greedy(q) if n % 2 else "?"} for n, q in enumerate(questions)]
+    files = [task(tmp_path, chosen, "multiple_choice"), task(tmp_path, wanted, "generate_until")]
+    options = ["--out", str(tmp_path / "out"), "--dtype", "float32", "--device", "cpu", "--batch-size", "4"]
+    options += ["--chat-template"] if chat_template else []
+    harness.main([str(final), "--tasks", *map(str, files), *options])
+
+    measured = json.loads((tmp_path / "out" / "results.json").read_text())["benchmarks"]["phase3"]
+    assert measured["digest"] == digest(str(final))
+    found = measured["tasks"]
+    sums = [[slow.loglikelihood(question, choice) for choice in CHOICES] for question in questions]
+    best = [max(range(3), key=row.__getitem__) for row in sums]
+    lengths = [len(choice) for choice in CHOICES]
+    best_norm = [max(range(3), key=lambda k, row=row: row[k] / lengths[k]) for row in sums]
+    right = [guess == n % 3 for n, guess in enumerate(best)]
+    right_norm = [guess == n % 3 for n, guess in enumerate(best_norm)]
+    assert figures(found["multiple_choice"]) == {"acc": share(right), "acc_norm": share(right_norm)}
+    assert figures(found["generate_until"])["exact_match"] == share([bool(n % 2) for n in range(9)])
+
+    rows = [json.loads(line) for line in (tmp_path / "out/benchmarks/phase3-multiple_choice.jsonl").open()]
+    told = [[answer[0] for answer in row["filtered_resps"]] for row in rows]
+    assert torch.allclose(torch.tensor(told), torch.tensor(sums), atol=1e-4)
+    rows = [json.loads(line) for line in (tmp_path / "out/benchmarks/phase3-generate_until.jsonl").open()]
+    assert [row["filtered_resps"][0] for row in rows] == [slow.greedy(question) for question in questions]
+    for entry in found.values():
+        assert (entry["version"], entry["n"], entry["of"], entry["fewshot"]) == (2.5, 9, 9, 0)
+        assert entry["harness"].startswith("0.4.") and entry["chat_template"] is chat_template
+        assert entry["dtype"] == "float32"
+
+
+def test_figures_stand_beside_those_of_the_evaluation(final: Path, tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps({"digests": {"mine": digest(str(final))}, "config": {"seed": 3}}))
+    assert harness.keep(file, str(final), digest(str(final)), {"a": {"n": 1}}) == "mine"
+    assert harness.keep(file, str(final), digest(str(final)), {"b": {"n": 2}}) == "mine"
+    written = json.loads(file.read_text())
+    assert written["config"] == {"seed": 3} and set(written["benchmarks"]["mine"]["tasks"]) == {"a", "b"}
+    assert harness.keep(file, str(final), "other weights", {"c": {"n": 3}}) == "phase3"
+    assert harness.keep(file, str(final), "newer weights", {"d": {"n": 4}}) == "phase3"
+    written = json.loads(file.read_text())["benchmarks"]
+    assert set(written["phase3"]["tasks"]) == {"d"} and set(written["mine"]["tasks"]) == {"a", "b"}
+
+    same = evaluate_model.benchmarks(file, {"mine": digest(str(final)), "phase3": "trained anew"})
+    assert set(same) == {"mine"}  # a new evaluation keeps what still holds
+    file.write_text("[")
+    assert evaluate_model.benchmarks(file, {}) == evaluate_model.benchmarks(tmp_path / "none.json", {}) == {}
+
+
+@needs_harness
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"doc_to_text": "!function planted.text"}, "names the Python function planted.text"),
+        ({"class": "!function planted.Task"}, "names the Python function planted.Task"),
+        ({"doc_to_text": "{{ cycler.__init__.__globals__.os.system('touch PLANTED') }}"}, "SecurityError"),
+        ({"unsafe_code": True}, "runs what the model writes as a program"),
+        (
+            {"metric_list": [{"metric": "planted", "aggregation": "mean", "higher_is_better": True}]},
+            "script of the Hub",
+        ),
+    ],
+)
+def test_no_code_of_a_task_runs_unasked(
+    final: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "planted.py").write_text(
+        "from pathlib import Path\nPath('PLANTED').touch()\ndef text(doc):\n    return doc['question']\nTask = text\n"
+    )
+    file = task(tmp_path, [{"question": "a", "answer": "b"}], "generate_until", **changes)
+    file.write_text(file.read_text().replace("'!function planted.text'", "!function planted.text"))
+    file.write_text(file.read_text().replace("'!function planted.Task'", "!function planted.Task"))
+    command = [str(final), "--tasks", str(file), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    with pytest.raises(UserError, match=words):
+        harness.main(command)
+    assert not (tmp_path / "PLANTED").exists() and not (tmp_path / "out").exists()
+    if words.endswith("planted.text") or "program" in words:
+        harness.main([*command, "--run-task-code"])
+        assert (tmp_path / "PLANTED").exists() == words.endswith("planted.text")
+        assert (tmp_path / "out" / "results.json").exists()
+
+
+def test_mistakes_are_told_in_a_paragraph(final: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*argv: str) -> str:
+        with pytest.raises(UserError) as caught:
+            harness.main(list(argv))
+        return str(caught.value)
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None if name == "lm_eval" else found(name))
+    assert 'pip install "lm-eval>=0.4.13,<0.5"' in refused(str(final), "--tasks", "gsm8k")
+    assert "lm-eval>=0.4.13,<0.5" in (Path(__file__).parents[1] / "requirements-extras.txt").read_text()
+    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: True)
+    assert "There is no folder" in refused(str(tmp_path / "nothing"), "--tasks", "gsm8k")
+    assert "Where to?" in refused(str(final), "--tasks", "gsm8k")
+    assert "--limit 0 is too small" in refused(str(final), "--tasks", "gsm8k", "--limit", "0")
+    assert "write --chat-template" in refused(str(final), "--tasks", "gsm8k", "--system", "Be brief.")
+    (tmp_path / "run").mkdir()
+    shutil.copytree(final.parent, tmp_path / "run" / "phase3")
+    (tmp_path / "run" / "results.json").write_text("{}")
+    given = harness.argparse.Namespace(
+        model=str(tmp_path / "run/phase3/final"), fewshot=None, limit=None, batch_size=1, system=None, out=None
+    )
+    assert harness.check(given) == (tmp_path / "run").resolve()
+
+
+@needs_harness
+def test_a_task_that_is_none_is_told(final: Path, tmp_path: Path) -> None:
+    out = ["--out", str(tmp_path)]
+    with pytest.raises(UserError, match="There is no file"):
+        harness.main([str(final), "--tasks", str(tmp_path / "no.yaml"), *out])
+    (tmp_path / "bad.yaml").write_text("- 1\n")
+    with pytest.raises(UserError, match=r"bad\.yaml cannot be loaded"):
+        harness.main([str(final), "--tasks", str(tmp_path / "bad.yaml"), *out])
+    long = task(tmp_path, [{"question": "a " * 3000, "answer": "b"}], "generate_until")
+    long.write_text(long.read_text().replace(f"max_gen_toks: {TOKENS}", "max_gen_toks: 4096"))
+    with pytest.raises(UserError, match=r"could not be measured: AssertionError.*maximum sequence length"):
+        harness.main([str(final), "--tasks", str(long), *out])
