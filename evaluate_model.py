@@ -26,7 +26,7 @@ from posttrain.config import EvaluateRun, load, run
 from posttrain.evaluation.endpoints import costs, in_words
 from posttrain.evaluation.figures import compare, summarise
 from posttrain.evaluation.scoring import play_baselines, run_task, section
-from posttrain.evaluation.store import ROWS, Store, digest
+from posttrain.evaluation.store import ROWS, Store
 from posttrain.evaluation.tasks import build_tasks, headline_levels, hub_sets
 from posttrain.evaluation.workers import run_tasks
 from posttrain.types import Record, UserError
@@ -69,7 +69,7 @@ def main() -> None:
             "failed": found.failed,
             "differences": compare(cfg, rows),
             "baselines": baselines,
-            "digests": {name: digest(cfg.local[name]) for name in measured if name in cfg.local},
+            "digests": {name: store.fingerprint(name) for name in measured if name in cfg.local},
             "commit": commit(),
             "versions": versions(),
             "config": cfg.model_dump(mode="json"),

@@ -85,12 +85,17 @@ def seal(folder: Path, **meta: Any) -> dict[str, Any]:
             _sync(sub)
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         manifest = {"format": 1, "created": created, "meta": meta, "files": listed}
-        json.dump({**manifest, "seal": _digest(manifest)}, out, indent=1, sort_keys=True)
+        out.write(sealed(manifest))
         out.flush()
         os.fsync(out.fileno())
     unnamed.rename(folder / MANIFEST)
     _sync(folder)
     return manifest
+
+
+def sealed(manifest: dict[str, Any]) -> str:
+    """The text of a manifest: what `read_manifest` returns, and its seal."""
+    return json.dumps({**manifest, "seal": _digest(manifest)}, indent=1, sort_keys=True)
 
 
 def _digest(manifest: dict[str, Any]) -> str:

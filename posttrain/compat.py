@@ -400,9 +400,10 @@ def no_task_code() -> Iterator[None]:
     A task's YAML names Python functions (`!function`), its templates may reach into Python, and a metric that the
     harness does not know is a script of the Hub. Until the harness has a switch: `unsafe_code` covers none of these.
     """
-    loading = importlib.import_module("lm_eval.tasks._yaml_loader")
-    templates, metrics = importlib.import_module("lm_eval.utils"), importlib.import_module("evaluate")
-    package = Path(loading.__file__ or "").parent
+    loading: Any = importlib.import_module("lm_eval.tasks._yaml_loader")
+    templates: Any = importlib.import_module("lm_eval.utils")
+    metrics: Any = importlib.import_module("evaluate")
+    package = Path(loading.__file__).parent
     found, environment, load = loading._import_func_in_yml, templates.env, metrics.load
     sandbox = SandboxedEnvironment(undefined=environment.undefined, keep_trailing_newline=True)
     sandbox.filters |= environment.filters

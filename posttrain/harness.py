@@ -113,7 +113,7 @@ def in_words(what: str, code: bool) -> Iterator[None]:
 
 def load_tasks(names: Sequence[str], *, code: bool) -> tuple[Any, list[Any]]:
     """The harness's tasks and groups of these names or files; UserError for one that is unknown or needs code."""
-    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
     files = [name for name in names if Path(name).suffix in (".yaml", ".yml")]
     manager = TaskManager(include_defaults=len(files) < len(names))  # it reads some 14,000 files
@@ -135,19 +135,23 @@ def load_tasks(names: Sequence[str], *, code: bool) -> tuple[Any, list[Any]]:
 
 
 def refuse(task: Any, code: bool) -> None:
-    """UserError for a task whose answers are run as programs, unless asked, and for one without its metric."""
-    if getattr(task, "UNSAFE_CODE", False) and not code:
+    """UserError for a task that runs code which the loader has not refused: answers as programs, metrics of the Hub."""
+    from lm_eval.api.registry import metric_registry  # pyright: ignore[reportMissingImports]
+
+    if code:
+        return
+    if getattr(task, "UNSAFE_CODE", False):
         raise UserError(
             f"The task {task.task_name} runs what the model writes as a program, on this machine and without a sandbox."
             " Leave it out, or allow it with --run-task-code where nothing can be lost."
         )
-    functions = getattr(task, "_metric_fn_list", {})
-    absent = [metric for metric, function in functions.items() if function is None]
-    if absent and task.config.process_results is None:
-        raise UserError(
-            f"The task {task.task_name} has the metric {absent[0]}, which the harness does not know: it would be a "
-            "script of the Hub. Choose one of the harness, or allow scripts with --run-task-code."
-        )
+    if task.config.process_results is None:  # otherwise the names are only labels
+        names = [entry["metric"] for entry in task.config.metric_list or [] if isinstance(entry["metric"], str)]
+        if absent := [name for name in names if name not in metric_registry]:
+            raise UserError(
+                f"The task {task.task_name} has the metric {absent[0]}, which the harness does not know: it would be a "
+                "script of the Hub. Choose one of the harness, or allow scripts with --run-task-code."
+            )
 
 
 def measure(section: ModelSection, manager: Any, tasks: list[Any], given: argparse.Namespace) -> dict[str, Any]:
@@ -155,8 +159,8 @@ def measure(section: ModelSection, manager: Any, tasks: list[Any], given: argpar
 
     Log-probs are summed in float32 whatever the weights are: bfloat16 has three digits.
     """
-    import lm_eval
-    from lm_eval.models.huggingface import HFLM
+    import lm_eval  # pyright: ignore[reportMissingImports]
+    from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
 
     from posttrain import models
 

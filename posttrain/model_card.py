@@ -126,11 +126,23 @@ def former_results(row: Mapping[str, float]) -> list[Result]:
     return found
 
 
-def render(records: Sequence[dict[str, Any]], model_type: str, *, adapter: bool = False) -> str:
+@dataclass(frozen=True)
+class Published:
+    """What the card of a published model says beyond that of its folder: its name, an evaluation, metadata."""
+
+    name: str = "FOLDER_OR_HUB_NAME"
+    evaluation: Sequence[str] = ()  # lines of Markdown
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # of ModelCardData
+
+
+def render(
+    records: Sequence[dict[str, Any]], model_type: str, *, adapter: bool = False, told: Published | None = None
+) -> str:
     """The card, metadata and text, of a model that these phases made, one after another.
 
     With `adapter` it is the card of the last phase's LoRA adapter alone, which needs the model that phase began with.
     """
+    told = told or Published()
     first, last = records[0], records[-1]
     base = (last if adapter else first)["base"].partition(" at ")[0]
     published = (last if adapter else first).get("published", False)
@@ -145,6 +157,7 @@ def render(records: Sequence[dict[str, Any]], model_type: str, *, adapter: bool 
         datasets=list(dict.fromkeys(sets)) or None,
         tags=[*(METHODS[one["phase"]][0].lower() for one in records), model_type],
         ignore_metadata_errors=True,
+        **told.metadata,
     )
     title = Path(base).name or base
     parts = [
@@ -153,7 +166,7 @@ def render(records: Sequence[dict[str, Any]], model_type: str, *, adapter: bool 
         f"{'A LoRA adapter for' if adapter else 'A fine-tuned version of'} {_base_link(base, published)}."
         f" The last phase was {method}.\n",
         "## Training\n",
-        _table(
+        table(
             ("phase", "method", "from", "optimizer step", "settings", "code"),
             [
                 (
@@ -172,7 +185,7 @@ def render(records: Sequence[dict[str, Any]], model_type: str, *, adapter: bool 
     if sources:
         parts += [
             "## Data\n",
-            _table(
+            table(
                 ("phase", "data set", "kind", "licence", "rows trained on", "rows held out"),
                 [
                     (one["phase"], s["path"], s["kind"], s["licence"], f"{s['train']:,}", f"{s['held_out']:,}")
@@ -181,8 +194,8 @@ def render(records: Sequence[dict[str, Any]], model_type: str, *, adapter: bool 
                 ],
             ),
         ]
-    parts += ["## Results\n", *_results(records), "## Limits\n", *_limits(records)]
-    parts += ["## Use\n", _use(model_type, adapter)]
+    parts += ["## Results\n", *_results(records), *told.evaluation, "## Limits\n", *_limits(records)]
+    parts += ["## Use\n", _use(model_type, adapter).replace("FOLDER_OR_HUB_NAME", told.name)]
     return "\n".join(parts)
 
 
@@ -206,7 +219,7 @@ def _results(records: Sequence[dict[str, Any]]) -> list[str]:
     if not rows:
         return ["Nothing was measured on held-out items.\n"]
     return [
-        _table(("after", "measured", "value [95 % interval]", "held-out items"), rows),
+        table(("after", "measured", "value [95 % interval]", "held-out items"), rows),
         "Each figure was measured at the end of its phase. Later phases may have changed it.\n",
     ]
 
@@ -249,7 +262,8 @@ def _use(model_type: str, adapter: bool) -> str:
     return text
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of Markdown, every cell as text."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(_text(cell) for cell in line)} |" for line in lines) + "\n"
 

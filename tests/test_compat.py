@@ -27,6 +27,7 @@ import pytest
 import torch
 import transformers
 import trl.kernels
+from jinja2.sandbox import SandboxedEnvironment
 from peft import LoraConfig, get_peft_model
 from peft.utils.other import TrainableTokensWrapper
 from transformers import (
@@ -51,6 +52,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 import posttrain.convgpt  # noqa: F401  registers ConvGPT with the Auto classes
 from envs.adapters.openenv_client import connection
 from posttrain import compat, template_limits
+from posttrain.types import UserError
 
 ROOT = Path(__file__).parent.parent
 SMALL: dict[str, Any] = dict(
@@ -580,3 +582,24 @@ def test_chat_templates_can_be_imported_alone() -> None:
     )
     assert ran.stdout.splitlines() == [str(expected), f"{chat_template_utils.__file__} False"]
     assert template_limits.why_not(template, {}, [[{"role": "user", "content": "hi"}]]) == ""
+
+
+# ----------------------------------------------------------------------------------------------- lm-evaluation-harness
+
+
+def test_no_task_code(tmp_path: Path) -> None:
+    """What it refuses is tried out in test_harness.py; here: what is replaced is there, and afterwards again."""
+    loading = pytest.importorskip("lm_eval.tasks._yaml_loader", reason="lm-eval is not installed")
+    from lm_eval import evaluator, utils  # pyright: ignore[reportMissingImports]
+
+    before = loading._import_func_in_yml, utils.env
+    assert not isinstance(utils.env, SandboxedEnvironment), "its templates have a sandbox by now"
+    assert "env.from_string" in source(utils.apply_template) and "_import_func_in_yml" in source(loading)
+    assert "trust" not in inspect.signature(evaluator.simple_evaluate).parameters
+    with pytest.raises(KeyError), compat.no_task_code():
+        assert isinstance(utils.env, SandboxedEnvironment) and set(utils.env.filters) >= set(before[1].filters)
+        with pytest.raises(UserError, match="names the Python function"):
+            loading._import_func_in_yml("os.getcwd", tmp_path)
+        assert loading._import_func_in_yml("os.getcwd", Path(loading.__file__).parent) is os.getcwd
+        raise KeyError
+    assert (loading._import_func_in_yml, utils.env) == before

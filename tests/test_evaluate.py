@@ -145,8 +145,9 @@ def rows(measured: Path) -> list[dict[str, Any]]:
 
 
 def test_results_have_their_schema(results: dict[str, Any]) -> None:
-    wanted = {"checkpoints", "failed", "differences", "baselines", "commit", "versions", "config", "seeds"}
+    wanted = {"checkpoints", "failed", "differences", "baselines", "digests", "commit", "versions", "config", "seeds"}
     assert set(results) == wanted and results["failed"] == {}
+    assert len(results["digests"]["base"]) == 64 and set(results["digests"]) == set(NAMES)
     assert list(results["checkpoints"]) == list(NAMES)
     for entry in results["checkpoints"].values():
         assert list(entry) == ["math", "repetition", "recall", "preferences", "envs"]

@@ -52,7 +52,7 @@ def task(folder: Path, items: list[dict[str, Any]], kind: str, **changes: Any) -
     """A YAML task over a local file, as a user writes it."""
     data = folder / f"{kind}.jsonl"
     data.write_text("".join(json.dumps(item) + "\n" for item in items))
-    shared = {
+    shared: dict[str, Any] = {
         "task": kind,
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"test": str(data)}},
@@ -62,7 +62,7 @@ def task(folder: Path, items: list[dict[str, Any]], kind: str, **changes: Any) -
         "metadata": {"version": 2.5},
     }
     if kind == "multiple_choice":
-        asked = {"doc_to_choice": "{{choices}}", "doc_to_target": "{{label}}"}
+        asked: dict[str, Any] = {"doc_to_choice": "{{choices}}", "doc_to_target": "{{label}}"}
         names = ["acc", "acc_norm"]
     else:
         asked = {"doc_to_target": "{{answer}}"}
@@ -80,12 +80,13 @@ class Reference:
     def __init__(self, final: Path, chat_template: bool) -> None:
         section = ModelSection(name_or_path=str(final), dtype="float32")
         self.net, self.chat = models.load(section, device="cpu", chat_template=None, training=False)
+        self.tokenizer: Any = self.chat.tokenizer
         self.templated = chat_template
 
     def prompt(self, question: str) -> list[int]:
         if self.templated:
             return self.chat.prompt([{"role": "user", "content": question}])
-        return self.chat.tokenizer.encode(question, add_special_tokens=False)
+        return self.tokenizer.encode(question, add_special_tokens=False)
 
     @torch.no_grad()
     def logprobs(self, ids: list[int]) -> torch.Tensor:
@@ -95,20 +96,20 @@ class Reference:
         """The harness counts white space at the end of a prompt, such as the template's line break, with the answer."""
         ids, total, before = self.prompt(question), 0.0, " "
         if self.templated:
-            before = self.chat.tokenizer.decode(ids.pop())
+            before = self.tokenizer.decode(ids.pop())
             assert before == "\n"
-        for token in self.chat.tokenizer.encode(before + choice, add_special_tokens=False):
+        for token in self.tokenizer.encode(before + choice, add_special_tokens=False):
             total += float(self.logprobs(ids)[token])
             ids.append(token)
         return total
 
     def greedy(self, question: str) -> str:
         ids, said = self.prompt(question), []
-        while len(said) < TOKENS and "\n" not in self.chat.tokenizer.decode(said):
+        while len(said) < TOKENS and "\n" not in self.tokenizer.decode(said):
             said.append(int(self.logprobs(ids + said).argmax()))
             if said[-1] == self.chat.stop_id:
                 break
-        return self.chat.tokenizer.decode(said, skip_special_tokens=True).split("\n")[0]
+        return self.tokenizer.decode(said, skip_special_tokens=True).split("\n")[0]
 
 
 def figures(entry: dict[str, Any]) -> dict[str, tuple[float, float]]:

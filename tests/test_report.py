@@ -25,6 +25,7 @@ from envs.protocol import Episode, Protocol, answer
 from posttrain import metrics, report
 from posttrain.evaluation import store
 from posttrain.evaluation.goals import goals
+from posttrain.publish import measured
 from posttrain.report import __main__ as report_command
 from posttrain.report import (
     animation,
@@ -39,6 +40,7 @@ from posttrain.report import (
     verdict,
 )
 from posttrain.report.episodes import gif, replay
+from posttrain.report.page import read
 from posttrain.types import UserError
 
 NAMES = ("base", "phase1", "phase2", "phase3")
@@ -786,3 +788,40 @@ def test_runs_side_by_side(run: Path, other: Path) -> None:
     assert data["pairs"] and all(len(pair) == 2 for pair in data["pairs"])
     assert any("frames" in episode for pair in data["pairs"] for episode in pair)
     assert "not about how they were made" in html
+
+
+def test_standard_benchmarks_have_a_table_of_their_own(run: Path) -> None:
+    results, _ = read(run)
+    before = report.markdown(results)
+    found = {"metric": "exact_match", "filter": "strict-match", "value": 0.25, "stderr": 0.0125}
+    entry = {"version": 3, "n": 50, "of": 1319, "fewshot": 5, "chat_template": True, "dtype": "bfloat16"}
+    entry |= {
+        "harness": "0.4.13",
+        "metrics": [found, {"metric": "ppl", "filter": "none", "value": 7.5, "stderr": None}],
+    }
+    results["benchmarks"] = {"phase3": {"digest": "x", "tasks": {"<gsm8k>": entry}}}
+    text, page = report.markdown(results), figures.benchmarks(results)
+    row = "| phase3 | <gsm8k> | 3 | exact_match (strict-match) | 0.25 ± 0.013 | 50 of 1319 |"
+    assert f"{row} 5 examples, chat template, bfloat16, lm-eval 0.4.13 |" in text
+    assert "| ppl | 7.5 | 50 of 1319 |" in text
+    assert before.split("## Goals")[0] in text and "Standard benchmarks" not in before
+    for told in ("&lt;gsm8k&gt;", "0.25 ± 0.013", "n 50 of 1319", "lm-eval 0.4.13"):
+        assert told in page, told
+    results.pop("benchmarks")
+    assert figures.benchmarks(results) == ""
+
+
+def test_what_a_run_adds_to_a_published_model(run: Path) -> None:
+    """Figures, plot and animation of exactly one checkpoint, here known by its name instead of a digest."""
+    results, _ = read(run)
+    assert results["digests"] == {name: name for name in NAMES}
+    found = measured.of_run(results, "phase3", run)
+    with Image.open(BytesIO(found.files["before_and_after.gif"])) as moving:
+        assert getattr(moving, "n_frames", 1) > 10
+    assert found.files["headline.png"].startswith(b"\x89PNG") and set(found.files) == set(found.pictures)
+    assert {entry.dataset_type for entry in found.index} == set(results["baselines"])
+    shown = tables.columns(results)
+    assert len(found.rows) == len(shown)
+    lines = "\n".join(measured.section(found))
+    assert all(column.title in lines for column in shown) and "](before_and_after.gif)" in lines
+    assert measured.of_run(results, "weights of yesterday", run).rows == []

@@ -54,12 +54,16 @@ class Store:
 
     def path(self, unit: Unit) -> Path:
         """The file of a unit, named by all that its rows depend on."""
-        if unit.checkpoint not in self._fingerprints:
-            self._fingerprints[unit.checkpoint] = fingerprint(self.cfg, unit.checkpoint)
         task = self.tasks[unit.number]
-        facts = [unit.checkpoint, self._fingerprints[unit.checkpoint], asdict(task)]
+        facts = [unit.checkpoint, self.fingerprint(unit.checkpoint), asdict(task)]
         facts.append(conditions(self.cfg, task, local=unit.checkpoint in self.cfg.local))
         return self.folder / f"{_sha256(json.dumps(facts, sort_keys=True).encode())[:32]}.jsonl"
+
+    def fingerprint(self, name: str) -> str:
+        """A checkpoint's `fingerprint` under this config."""
+        if name not in self._fingerprints:
+            self._fingerprints[name] = fingerprint(self.cfg, name)
+        return self._fingerprints[name]
 
     def read(self, unit: Unit) -> list[Record] | None:
         """The rows of a unit that was finished earlier under the same conditions; None where there are none."""

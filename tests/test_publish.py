@@ -1,0 +1,383 @@
+"""Does what is published arrive whole, privately, and without a path or a secret of this machine?
+
+Against a stand-in of the Hub's HTTP interface (hub_stand_in.py), by huggingface_hub's own client and its LFS protocol;
+its newer one (Xet) needs a store that no test can stand in for.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import yaml
+from hub_stand_in import TOKEN, Hub, Repo, running
+from huggingface_hub import ModelCard
+from PIL import Image, PngImagePlugin
+from safetensors.torch import load_file, save_file
+from test_evaluate import tiny_model
+from tiny_runs import python
+
+from posttrain import checkpoint, model_card, models
+from posttrain.chat import Chat
+from posttrain.config import ModelSection
+from posttrain.evaluation.store import digest
+from posttrain.publish import content, privacy
+from posttrain.publish.__main__ import main
+from posttrain.types import UserError
+
+SECRET = "hf_" + "Q" * 34
+REPO = "ana/toy"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, tiny_chat: Chat) -> Path:
+    """A pipeline's folder: two phases, whose settings name folders of a machine, and an evaluation of the last one."""
+    run, chat = tmp_path_factory.mktemp("runs") / "mine", copy.deepcopy(tiny_chat)
+    for phase in ("phase1", "phase3"):
+        base = "/home/ana/secret models/base" if phase == "phase1" else str(run / "phase1" / "final")
+        config = {
+            "model": {"name_or_path": base},
+            "kept": "/home/ana/secret models/x y",
+            "output_dir": str(run / phase),
+            "seed": 0,
+        }
+        data = [
+            {"path": "/home/ana/clinic/rows.jsonl", "kind": "messages", "licence": "mine", "train": 9, "held_out": 1}
+        ]
+        told = model_card.record(phase, config, 3, data=data)
+        source = ModelSection(name_or_path="x")
+        models.save(run / phase / "final", tiny_model(chat, 0), chat, config, source=source, history=[told])
+    (run / "phase3" / "metrics.jsonl").write_text(json.dumps({"step": 1, "file": "/home/ana/clinic/x"}) + "\n")
+    (run / "results.json").write_text(json.dumps(results(digest(str(run / "phase3" / "final")))))
+    (run / "plots").mkdir()
+    meta = PngImagePlugin.PngInfo()
+    meta.add_text("Source", f"/home/ana/clinic {SECRET}")
+    Image.new("RGB", (4, 3), "red").save(run / "plots" / "headline.png", pnginfo=meta)
+    return run
+
+
+def results(known: str) -> dict[str, Any]:
+    share = {"low": 0.4, "high": 0.6, "setting": "greedy"}
+    benchmark: dict[str, Any] = {
+        "version": 3,
+        "n": 9,
+        "of": 9,
+        "fewshot": 5,
+        "chat_template": True,
+        "harness": "0.4.13",
+    }
+    benchmark |= {"date": "2026-11-23", "data_set": {"path": "openai/gsm8k", "name": "main", "split": "test"}}
+    figure: dict[str, Any] = {"metric": "exact_match", "filter": "strict-match", "value": 0.25, "stderr": 0.01}
+    benchmark["metrics"] = [figure, figure | {"filter": "none", "value": None}]
+    part = benchmark | {"n": 3}
+    local = benchmark | {"data_set": {"path": "json"}, "metrics": [figure | {"filter": "none"}]}
+    mine = {"digest": known, "tasks": {"gsm8k": benchmark, "part": part, "mine": local}}
+    return {
+        "digests": {"base": "another", "phase3": known},
+        "commit": "c0ffee",
+        "config": {"suites": {"envs": {"split": "test"}}},
+        "checkpoints": {
+            name: {
+                "math": {
+                    source: {"accuracy": 0.5, "n": n, **share} for source, n in (("gsm8k", 1319), ("embedded", 9))
+                },
+                "envs": {"sokoban": {"success": value, "episodes": 300, **share}},
+            }
+            for name, value in (("base", 0.01), ("phase3", 0.54))
+        },
+        "benchmarks": {"phase3": mine, "x": {"digest": "another", "tasks": {"never": benchmark}}},
+    }
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    return Path(shutil.copytree(made, tmp_path / "mine"))
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with running() as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.address)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield hub
+
+
+def publish(run: Path, *options: str, repo: str = REPO) -> None:
+    main([str(run), "--repo", repo, *options])
+
+
+def as_bytes(what: bytes | Path) -> bytes:
+    return what if isinstance(what, bytes) else what.read_bytes()
+
+
+def reseal(folder: Path, **meta: Any) -> None:
+    before = checkpoint.read_manifest(folder)["meta"]
+    (folder / checkpoint.MANIFEST).unlink()
+    checkpoint.seal(folder, **before | meta)
+
+
+def test_a_dry_run_asks_nobody_and_lists_each_file_with_its_size(
+    made: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def connect(*_: Any) -> None:
+        raise AssertionError("a dry run opened a connection")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    publish(made, "--folder", str(tmp_path / "look"))
+    told = capsys.readouterr().out
+    look = tmp_path / "look"
+    written = {path.relative_to(look).as_posix(): path.stat().st_size for path in look.rglob("*") if path.is_file()}
+    lines = [line.split() for line in told.splitlines() if line.endswith(" bytes")]
+    sizes = {name: int(size.replace(",", "")) for name, size, _ in lines}
+    assert sizes == written
+    assert {*sizes} == {
+        *("README.md", "chat_template.jinja", "config.json", "generation_config.json", "manifest.json"),
+        *("model.safetensors", "modeling_convgpt.py", "run_config.yaml", "tokenizer.json", "tokenizer_config.json"),
+        *(".eval_results/gsm8k.yaml", ".eval_results/gsm8k-exact_match-strict-match.yaml", "headline.png"),
+    }
+    assert f"of {made}/phase3/final" in told and "Nothing was sent" in told and hub.log == []
+
+
+def test_what_arrives_is_what_was_listed_private_and_can_be_loaded(made: Path, hub: Hub, tmp_path: Path) -> None:
+    publish(made, "--yes")
+    there = hub.repos[REPO]
+    assert there.private and there.commits == 2
+    planned = content.gather(made, REPO)
+    assert there.files == {".gitattributes": there.files[".gitattributes"]} | {
+        name: as_bytes(what) for name, what in planned.files.items()
+    }
+    planned.write(tmp_path / "copy")
+    checkpoint.verify(tmp_path / "copy")
+    section = ModelSection(name_or_path=str(tmp_path / "copy"))
+    models.load(section, device="cpu", chat_template=None)
+    weights = load_file(tmp_path / "copy" / "model.safetensors")
+    assert weights.keys() == load_file(made / "phase3/final/model.safetensors").keys()
+
+
+def test_results_are_those_of_these_weights_in_the_forms_of_the_hub(made: Path, hub: Hub) -> None:
+    publish(made / "phase3", "--yes")
+    files = hub.repos[REPO].files
+    card = ModelCard(files["README.md"].decode())
+    (index,) = card.data.to_dict()["model-index"]
+    assert index["name"] == "toy"
+    found = {one["dataset"]["type"]: one["metrics"][0] for one in index["results"]}
+    assert {*found} == {"sokoban", "mine"} and found["sokoban"]["value"] == 0.54
+    assert found["sokoban"]["args"] == {"low": 0.4, "high": 0.6, "interval": 0.95, "episodes": 300}
+    entries = {
+        name: huggingface_hub.parse_eval_result_entries(yaml.safe_load(text))[0]
+        for name, text in files.items()
+        if name.startswith(".eval_results/")
+    }
+    ours = entries[".eval_results/gsm8k.yaml"]
+    assert (ours.dataset_id, ours.task_id, ours.value) == ("openai/gsm8k", "gsm8k", 0.5)
+    assert "n 1319" in str(ours.notes) and "c0ffee" in str(ours.notes)
+    theirs = entries[".eval_results/gsm8k-exact_match-strict-match.yaml"]
+    assert (theirs.dataset_id, theirs.task_id, theirs.value) == ("openai/gsm8k", "gsm8k", 0.25)
+    assert "5 examples, chat template" in str(theirs.notes) and "standard error 0.01" in str(theirs.notes)
+    for told in (
+        "0.54 \\[0.4, 0.6]",
+        "300",
+        "3 of 9",
+        f'"{REPO}"',
+        "headline.png",
+    ):
+        assert told in card.text, told
+    assert "never" not in card.content and "0.01 \\[" not in card.text
+
+
+def test_figures_of_other_weights_are_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "results.json").write_text(json.dumps(results("weights of yesterday")))
+    publish(run)
+    told = capsys.readouterr().out
+    assert "has no figures of these weights" in told and ".eval_results" not in told and "headline.png" not in told
+    (run / "results.json").unlink()
+    publish(run)
+    assert "There is no results.json" in capsys.readouterr().out
+    (run / "results.json").write_text('{"digests": 3}')
+    with pytest.raises(UserError, match="damaged"):
+        publish(run)
+
+
+def test_an_upload_that_is_cut_changes_nothing_and_the_next_one_ends_it(made: Path, hub: Hub) -> None:
+    hub.drop_after = 2
+    with pytest.raises(UserError, match=r"cut off.*Nothing that anybody sees has changed"):
+        publish(made, "--yes")
+    there = hub.repos[REPO]
+    assert there.commits == 1 and set(there.files) == {".gitattributes"}
+    hub.drop_after = None
+    publish(made, "--yes")
+    whole, commits = dict(there.files), there.commits
+    assert whole["model.safetensors"] == (made / "phase3/final/model.safetensors").read_bytes() and commits == 2
+    hub.log.clear()
+    publish(made, "--yes")  # again: the same, and nothing is sent twice
+    assert there.files == whole and there.commits == 2
+    assert not any(path.startswith("/part/") or "/commit/" in path for _, path in hub.log)
+
+
+def test_a_repository_that_exists(made: Path, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    old = {"model-00001-of-2.safetensors": b"x", "model.safetensors.index.json": b"{}", "notes.txt": b"mine"}
+    hub.repos[REPO] = Repo(private=False, files=dict(old))
+    with pytest.raises(UserError, match=r"everybody can read it.*--public"):
+        publish(made, "--yes")
+    assert hub.repos[REPO].files == old and not any("upload" in path for _, path in hub.log)
+    publish(made, "--yes", "--public")
+    files = hub.repos[REPO].files
+    assert files["notes.txt"] == b"mine" and not {*old} - {"notes.txt"} & {*files}
+    assert "Removed from ana/toy" in capsys.readouterr().out
+
+
+def test_no_permission_no_token_no_hub(
+    made: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.repos["bob/his"] = Repo(private=False)
+    for name, public in (("bob/new", ()), ("bob/his", ("--public",))):
+        with pytest.raises(UserError, match=f"may not write to {name}"):
+            publish(made, "--yes", *public, repo=name)
+    assert set(hub.repos["bob/his"].files) == {".gitattributes"}
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    with pytest.raises(UserError, match="does not know the token") as refused:
+        publish(made, "--yes")
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", "/nowhere")
+    with pytest.raises(UserError, match="no token of the Hub on this machine"):
+        publish(made, "--yes")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match="cut off"):
+        publish(made, "--yes")
+    assert not any(secret in text for secret in (SECRET, TOKEN) for text in (str(refused.value), *capsys.readouterr()))
+    for name in ("toy", "a/b/c", "ana/../x", "ana/"):
+        with pytest.raises(UserError, match="no name on the Hub"):
+            publish(made, repo=name)
+
+
+def test_the_command_goes_where_the_environment_says(made: Path, hub: Hub, tmp_path: Path) -> None:
+    env = {"HF_ENDPOINT": hub.address, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path)}
+    done = python("-m", "posttrain.publish", str(made), "--repo", REPO, "--yes", env=env)
+    assert done.returncode == 0, done.stderr
+    assert f"private: {hub.address}/{REPO}/commit/{hub.repos[REPO].sha}" in done.stdout and hub.repos[REPO].private
+    assert TOKEN not in done.stdout + done.stderr
+
+
+def test_no_path_of_a_machine_is_in_anything_that_is_published(run: Path, hub: Hub) -> None:
+    folder = run / "phase3" / "final"
+    config = json.loads((folder / "config.json").read_text())
+    config["_name_or_path"] = "/mnt/ana's disk/my models/base"
+    (folder / "config.json").write_text(json.dumps(config))
+    reseal(folder, phase="/scratch/ana/phase3")
+    known = json.loads((run / "results.json").read_text())
+    known["digests"]["phase3"] = known["benchmarks"]["phase3"]["digest"] = digest(str(folder))
+    known["commit"] = "/home/ana/clinic/code"
+    (run / "results.json").write_text(json.dumps(known))
+    publish(run, "--yes", "--include", "metrics.jsonl")
+    files = hub.repos[REPO].files
+    for name, raw in files.items():
+        text = raw.decode("utf-8", errors="replace")
+        for path in (
+            "/home",
+            "/mnt",
+            "/scratch",
+            "clinic",
+            "secret",
+            "ana's",
+            "disk",
+            SECRET,
+            str(run),
+            str(Path.cwd()),
+        ):
+            assert path not in text, f"{path} in {name}"
+    assert json.loads(files["config.json"])["_name_or_path"] == "base"
+    assert json.loads(files["metrics.jsonl"])["file"] == "x"
+    assert "rows.jsonl" in files["README.md"].decode()
+    assert files["tokenizer.json"] == (folder / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "place", ["run_config.yaml", "chat_template.jinja", "tokenizer_config.json", "tokenizer.json", "weights", "record"]
+)
+def test_a_secret_stops_everything(run: Path, hub: Hub, place: str) -> None:
+    folder = run / "phase3" / "final"
+    if place == "weights":
+        file = folder / "model.safetensors"
+        save_file(load_file(file), file, metadata={"format": "pt", "key": SECRET})
+        reseal(folder)
+    elif place == "record":
+        history = checkpoint.read_manifest(folder)["meta"]["history"]
+        history[0]["data"][0]["licence"] = SECRET
+        reseal(folder, history=history)
+    else:
+        (folder / place).write_text((folder / place).read_text().replace("0", f"0 {SECRET} ", 1) + f"\n# {SECRET}\n")
+        reseal(folder)
+    with pytest.raises(UserError, match=r"Nothing is published: .* holds a token of the Hub \(line \d+\)") as refused:
+        publish(run, "--yes")
+    assert SECRET not in str(refused.value) and hub.log == []
+
+
+def test_secrets_that_only_this_machine_knows(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    (run / "phase3" / "transcripts.jsonl").write_text('{"text": "0123456789abcdef"}\n')
+    assert "transcripts.jsonl" not in content.gather(run, REPO).files  # nor anything else of a run, unless asked for
+    with pytest.raises(UserError, match=r"transcripts\.jsonl holds the value of the variable WANDB_API_KEY"):
+        publish(run, "--include", "transcripts.jsonl")
+    state = run / "phase3" / "checkpoint-4"
+    state.mkdir()
+    monkeypatch.setattr(privacy, "CHUNK", 1 << 13)  # a large file is read in pieces
+    (state / "training_args.bin").write_bytes(b"x" * 8190 + str(Path.cwd()).encode() + b"q\x00")
+    with pytest.raises(UserError, match=r"training_args\.bin holds a path of a machine"):
+        publish(run, "--include", "checkpoint-4")
+    (run / "phase3" / "transcripts.html").touch()
+    with pytest.raises(UserError, match="is packed"):
+        publish(run, "--include", "transcripts.html")
+    for outside in ("../phase1", "/etc/hostname", "nothing"):
+        with pytest.raises(UserError, match="there is no such file or folder"):
+            publish(run, "--include", outside)
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("from /home/ana/rows.jsonl.", "from rows.jsonl."),
+        ("a: '/Users/ana/x y'", "a: 'x y'"),
+        ('{"p":"file:///tmp/q/base"}', '{"p":"base"}'),
+        ("PATH=/usr/bin:/opt/ana/bin", "PATH=bin:bin"),
+        ("~/models/base and ~ana/models/base", "base and base"),
+        ("../../ana/data.csv", "data.csv"),
+        (r"C:\Users\ana\rows.csv", "rows.csv"),
+        ("https://huggingface.co/home/x and runs/home/x and 1/2 or and/or", None),
+        ("| runs/quickstart/base | ./data/x | </data> <answer>/</answer>", None),
+    ],
+)
+def test_paths_are_cut_to_their_last_part(text: str, left: str | None) -> None:
+    assert privacy.cut(text) == (text if left is None else left)
+
+
+def test_which_model_of_a_run(made: Path, run: Path, tmp_path: Path) -> None:
+    assert content.model_of(made) == content.model_of(made / "phase3") == made / "phase3" / "final"
+    assert content.model_of(made / "phase1" / "final") == made / "phase1" / "final"
+    with pytest.raises(UserError, match="holds no finished model"):
+        content.model_of(tmp_path / "nothing")
+    folder = run / "phase3" / "final"
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="damaged"):
+        publish(run)
+    reseal(folder, history=[])
+    with pytest.raises(UserError, match="no card that tells the truth"):
+        publish(run)
+    (run / "phase1" / "final" / models.CODE).unlink()
+    reseal(run / "phase1" / "final")
+    with pytest.raises(UserError, match="lacks modeling_convgpt"):
+        publish(run / "phase1")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    with pytest.raises(UserError, match="not empty"):
+        publish(made, "--folder", str(tmp_path / "full"))
