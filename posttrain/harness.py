@@ -57,13 +57,16 @@ def main(argv: list[str] | None = None) -> None:
 
     section = ModelSection(name_or_path=given.model, dtype=given.dtype)
     check_hub([section], [])
-    manager, tasks = load_tasks(given.tasks, code=given.run_task_code)
-    found = measure(section, manager, tasks, given)
-    entries = {name: entry(name, found, given) for name in found["configs"]}
-    name = keep(out / RESULTS, given.model, digest(given.model), entries)
-    for task, rows in found["samples"].items():
-        write_samples(out / SAMPLES / f"{name}-{task}.jsonl".replace("/", "-"), rows)
-    show(name, entries)
+    names = [name for several in given.tasks for name in several.split(",")]
+    manager, tasks = load_tasks(names, code=given.run_task_code)
+    model = wrap(section, given)
+    for task in tasks:  # what is measured stays, whatever becomes of the others
+        found = measure(model, manager, task, given)
+        entries = {name: entry(name, found, given) for name in (*found.get("groups", {}), *found["configs"])}
+        checkpoint = keep(out / RESULTS, given.model, digest(given.model), entries)
+        for name, rows in found["samples"].items():
+            write_samples(out / SAMPLES / f"{checkpoint}-{name}.jsonl".replace("/", "-"), rows)
+        show(checkpoint, entries)
     print(f"Written: {out / RESULTS} (benchmarks), {out / SAMPLES}/")
 
 
@@ -130,7 +133,7 @@ def load_tasks(names: Sequence[str], *, code: bool) -> tuple[Any, list[Any]]:
             tasks = manager.load([name])
         for task in tasks["tasks"].values():
             refuse(task, code)
-        loaded += tasks["groups"].values() or tasks["tasks"].values()
+        loaded += list(tasks["groups"].values())[:1] or tasks["tasks"].values()  # a group comes before its subgroups
     return manager, loaded
 
 
@@ -154,25 +157,28 @@ def refuse(task: Any, code: bool) -> None:
             )
 
 
-def measure(section: ModelSection, manager: Any, tasks: list[Any], given: argparse.Namespace) -> dict[str, Any]:
-    """What the harness found: its own model class around the model that this project has loaded.
+def wrap(section: ModelSection, given: argparse.Namespace) -> Any:
+    """The harness's own model class around the model that this project has loaded.
 
     Log-probs are summed in float32 whatever the weights are: bfloat16 has three digits.
     """
-    import lm_eval  # pyright: ignore[reportMissingImports]
     from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
 
     from posttrain import models
 
     model, chat = models.load(section, device=given.device, chat_template=None, training=False)
-    wrapped = HFLM(
-        pretrained=model.eval(), tokenizer=chat.tokenizer, batch_size=given.batch_size, softmax_dtype="float32"
-    )
     given.dtype, given.device = str(model.dtype).removeprefix("torch."), str(model.device)
+    return HFLM(pretrained=model.eval(), tokenizer=chat.tokenizer, batch_size=given.batch_size, softmax_dtype="float32")
+
+
+def measure(model: Any, manager: Any, task: Any, given: argparse.Namespace) -> dict[str, Any]:
+    """What the harness finds of one task or group."""
+    import lm_eval  # pyright: ignore[reportMissingImports]
+
     with in_words("The benchmarks could not be measured", given.run_task_code):
         found = lm_eval.simple_evaluate(
-            model=wrapped,
-            tasks=tasks,
+            model=model,
+            tasks=[task],
             task_manager=manager,
             num_fewshot=given.fewshot,
             limit=given.limit,
@@ -186,14 +192,17 @@ def measure(section: ModelSection, manager: Any, tasks: list[Any], given: argpar
 
 
 def entry(name: str, found: dict[str, Any], given: argparse.Namespace) -> Record:
-    """A task's part of results.json.
+    """The part of a task, or of a group of them, in results.json.
 
     {"version": 3, "n": 1319, "of": 1319, "fewshot": 5, "metrics": [{"metric": "exact_match", "filter": "none",
      "value": 0.31, "stderr": 0.013, "higher_is_better": True}, ...], "harness": "0.4.13", ...}
     """
     from posttrain.model_card import commit
 
-    config, figures = found["configs"][name], found["results"][name]
+    figures, tasks = found["results"][name], leaves(name, found)
+    configs = [found["configs"][task] for task in tasks]
+    kind = configs[0]["output_type"]
+    groups = [group for group, children in found["group_subtasks"].items() if name in children]
     metrics = []
     for key, value in figures.items():
         metric, _, filtered = key.partition(",")
@@ -204,13 +213,14 @@ def entry(name: str, found: dict[str, Any], given: argparse.Namespace) -> Record
             metrics.append(measured | {"higher_is_better": better})
     return {
         "version": found["versions"][name],
-        "n": found["n-samples"][name]["effective"],
-        "of": found["n-samples"][name]["original"],
-        "fewshot": found["n-shot"][name],
+        "part_of": groups[0] if groups else None,
+        "n": sum(found["n-samples"][task]["effective"] for task in tasks),
+        "of": sum(found["n-samples"][task]["original"] for task in tasks),
+        "fewshot": found["n-shot"].get(name),
         "metrics": metrics,
-        "data_set": data_set(config),
-        "output_type": config["output_type"],
-        "generation": config.get("generation_kwargs") if config["output_type"] == "generate_until" else None,
+        "data_set": data_set(configs),
+        "output_type": kind,
+        "generation": configs[0].get("generation_kwargs") if kind == "generate_until" else None,
         "chat_template": given.chat_template,
         "system": given.system,
         "dtype": given.dtype,
@@ -223,10 +233,19 @@ def entry(name: str, found: dict[str, Any], given: argparse.Namespace) -> Record
     }
 
 
-def data_set(config: dict[str, Any]) -> dict[str, Any]:
-    """Which items a task asks: a data set of the Hub, or a format of local files such as json."""
-    split = config.get("test_split") or config.get("validation_split")
-    return {"path": config.get("dataset_path"), "name": config.get("dataset_name"), "split": split}
+def leaves(name: str, found: dict[str, Any]) -> list[str]:
+    """The tasks of a group, or the task itself."""
+    if name in found["configs"]:
+        return [name]
+    return [task for child in found["group_subtasks"][name] for task in leaves(child, found)]
+
+
+def data_set(configs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Which items are asked: a data set of the Hub, or a format of local files (json); None where tasks differ."""
+    splits = [config.get("test_split") or config.get("validation_split") for config in configs]
+    every = {"path": [config.get("dataset_path") for config in configs], "split": splits}
+    every["name"] = [config.get("dataset_name") for config in configs]
+    return {key: values[0] if len(set(values)) == 1 else None for key, values in every.items()}
 
 
 def finite(value: Any) -> float | None:

@@ -235,6 +235,33 @@ def test_mistakes_are_told_in_a_paragraph(final: Path, tmp_path: Path, monkeypat
 
 
 @needs_harness
+def test_a_group_stands_with_its_tasks(final: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups are found by name; this one stands for a group of the harness itself."""
+    for count, name in ((6, "one"), (2, "two")):
+        items = [{"question": f"{n} + 1 = ?", "choices": CHOICES, "label": n % 3} for n in range(count)]
+        (tmp_path / name).mkdir()
+        task(tmp_path / name, items, "multiple_choice", task=name)
+    means = [{"metric": "acc", "aggregation": "mean", "weight_by_size": True}]
+    group = {"group": "both", "task": ["one", "two"], "aggregate_metric_list": means, "metadata": {"version": 7}}
+    (tmp_path / "both.yaml").write_text(yaml.safe_dump(group))
+    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+
+    manager = TaskManager(include_defaults=False, include_path=tmp_path)
+    loaded = manager.load(["both"])["groups"]["both"]
+    monkeypatch.setattr(harness, "load_tasks", lambda names, code: (manager, [loaded]))
+    harness.main([str(final), "--tasks", "both", "--out", str(tmp_path / "out"), "--limit", "5", "--device", "cpu"])
+    found = json.loads((tmp_path / "out" / "results.json").read_text())["benchmarks"]["phase3"]["tasks"]
+    assert {name: (entry["n"], entry["of"], entry["part_of"]) for name, entry in found.items()} == {
+        "both": (7, 8, None),
+        "one": (5, 6, "both"),
+        "two": (2, 2, "both"),
+    }
+    one, two, both = (figures(found[name])["acc"] for name in ("one", "two", "both"))
+    assert both[0] == pytest.approx((5 * one[0] + 2 * two[0]) / 7) and both[1] > 0
+    assert str(found["both"]["version"]) == "7" and found["both"]["data_set"]["path"] == "json"
+
+
+@needs_harness
 def test_a_task_that_is_none_is_told(final: Path, tmp_path: Path) -> None:
     out = ["--out", str(tmp_path)]
     with pytest.raises(UserError, match="There is no file"):

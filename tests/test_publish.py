@@ -72,13 +72,15 @@ def results(known: str) -> dict[str, Any]:
         "fewshot": 5,
         "chat_template": True,
         "harness": "0.4.13",
+        "part_of": None,
     }
     benchmark |= {"date": "2026-11-23", "data_set": {"path": "openai/gsm8k", "name": "main", "split": "test"}}
     figure: dict[str, Any] = {"metric": "exact_match", "filter": "strict-match", "value": 0.25, "stderr": 0.01}
     benchmark["metrics"] = [figure, figure | {"filter": "none", "value": None}]
     part = benchmark | {"n": 3}
+    inner = benchmark | {"part_of": "gsm8k"}
     local = benchmark | {"data_set": {"path": "json"}, "metrics": [figure | {"filter": "none"}]}
-    mine = {"digest": known, "tasks": {"gsm8k": benchmark, "part": part, "mine": local}}
+    mine = {"digest": known, "tasks": {"gsm8k": benchmark, "part": part, "mine": local, "inner": inner}}
     return {
         "digests": {"base": "another", "phase3": known},
         "commit": "c0ffee",
@@ -192,7 +194,7 @@ def test_results_are_those_of_these_weights_in_the_forms_of_the_hub(made: Path, 
         "headline.png",
     ):
         assert told in card.text, told
-    assert "never" not in card.content and "0.01 \\[" not in card.text
+    assert "never" not in card.content and "inner" not in card.content and "0.01 \\[" not in card.text
 
 
 def test_figures_of_other_weights_are_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,7 +204,14 @@ def test_figures_of_other_weights_are_left_out(run: Path, capsys: pytest.Capture
     assert "has no figures of these weights" in told and ".eval_results" not in told and "headline.png" not in told
     (run / "results.json").unlink()
     publish(run)
-    assert "There is no results.json" in capsys.readouterr().out
+    assert "The run has no results.json" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"there is no results\.json in it"):
+        publish(run, "--results", str(run))
+    (run.parent / "evaluation").mkdir()
+    known = digest(str(run / "phase3" / "final"))
+    (run.parent / "evaluation" / "results.json").write_text(json.dumps(results(known)))
+    publish(run, "--results", str(run.parent / "evaluation"))
+    assert ".eval_results/gsm8k.yaml" in capsys.readouterr().out
     (run / "results.json").write_text('{"digests": 3}')
     with pytest.raises(UserError, match="damaged"):
         publish(run)
@@ -335,6 +344,10 @@ def test_secrets_that_only_this_machine_knows(run: Path, monkeypatch: pytest.Mon
     (state / "training_args.bin").write_bytes(b"x" * 8190 + str(Path.cwd()).encode() + b"q\x00")
     with pytest.raises(UserError, match=r"training_args\.bin holds a path of a machine"):
         publish(run, "--include", "checkpoint-4")
+    (run / "phase3" / "episodes").mkdir()
+    (run / "phase3" / "episodes" / "link.jsonl").symlink_to(run / "results.json")
+    with pytest.raises(UserError, match=r"link\.jsonl is a link to a place outside"):
+        publish(run, "--include", "episodes")
     (run / "phase3" / "transcripts.html").touch()
     with pytest.raises(UserError, match="is packed"):
         publish(run, "--include", "transcripts.html")

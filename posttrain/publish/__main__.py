@@ -28,6 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--include", nargs="+", default=[], metavar="NAME", help="further files or folders of the phase: metrics.jsonl"
     )
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="output_dir of the evaluation, if not RUN's own")
     parser.add_argument("--folder", type=Path, help="write what is published there as well, to be looked at")
     given = parser.parse_args(argv)
     runlog.keep_private(given.run)
@@ -44,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     except HFValidationError as error:
         raise UserError(f"--repo {given.repo} is no name on the Hub ({error}). Write OWNER/NAME.") from error
 
-    found = content.gather(given.run, given.repo, given.include)
+    found = content.gather(given.run, given.repo, given.include, given.results)
     width = max(map(len, found.files))
     for name in sorted(found.files):
         print(f"{name:<{width}}  {found.size(name):>15,} bytes")

@@ -74,8 +74,11 @@ def model_of(run: Path) -> Path:
     )
 
 
-def gather(run: Path, repo: str, include: Sequence[str] = ()) -> Content:
-    """What is published of `run` under the name `repo`, with the files or folders `include` of the model's phase."""
+def gather(run: Path, repo: str, include: Sequence[str] = (), evaluation: Path | None = None) -> Content:
+    """What is published of `run` under the name `repo`, with the files or folders `include` of the model's phase.
+
+    `evaluation` is the folder with results.json where that is not the run's own.
+    """
     folder = model_of(run)
     manifest = checkpoint.verify(folder)
     records = manifest["meta"].get("history")
@@ -86,13 +89,13 @@ def gather(run: Path, repo: str, include: Sequence[str] = ()) -> Content:
         )
     content = Content()
     for name in manifest["files"]:
-        if any(fnmatch(name, pattern) for pattern in MODEL):
+        if "/" not in name and any(fnmatch(name, pattern) for pattern in MODEL):
             _add(content, name, folder / name)
         elif name != CARD:
             content.notes.append(f"{name} is left out.")
     cleaned = privacy.cut_values(manifest["meta"])
     _seal(content, manifest, cleaned)
-    found = _measured(folder, content)
+    found = _measured(folder, evaluation, content)
     model_type = str(files.read_json(folder / "config.json", "Use another checkpoint.").get("model_type"))
     if model_type == "convgpt" and models.CODE not in content.files:
         raise UserError(
@@ -153,9 +156,11 @@ def _seal(content: Content, manifest: dict[str, Any], meta: dict[str, Any]) -> N
     content.files[checkpoint.MANIFEST] = text.encode()
 
 
-def _measured(folder: Path, content: Content) -> measured.Measured:
-    """What results.json of the run says of these weights; of other weights nothing."""
-    for place in dict.fromkeys((folder.parent, folder.parent.parent)):
+def _measured(folder: Path, evaluation: Path | None, content: Content) -> measured.Measured:
+    """What results.json says of these weights; of other weights nothing."""
+    if evaluation is not None and not (evaluation / RESULTS).is_file():
+        raise UserError(f"--results {evaluation}: there is no {RESULTS} in it. Name the output_dir of an evaluation.")
+    for place in (evaluation,) if evaluation is not None else (folder.parent, folder.parent.parent):
         if (place / RESULTS).is_file():
             results = files.read_json(place / RESULTS, DAMAGED)
             try:
@@ -165,7 +170,7 @@ def _measured(folder: Path, content: Content) -> measured.Measured:
             if not found.rows:
                 content.notes.append(f"{place / RESULTS} has no figures of these weights: the card has none of it.")
             return found
-    content.notes.append("There is no results.json: the card has the figures of the phases alone.")
+    content.notes.append("The run has no results.json (--results FOLDER): the card has the phases' figures alone.")
     return measured.Measured()
 
 
@@ -176,6 +181,8 @@ def _include(content: Content, run: Path, name: str) -> None:
         raise UserError(f"--include {name}: there is no such file or folder in {run}.")
     found = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]
     for file in found:
+        if not file.resolve().is_relative_to(run.resolve()):
+            raise UserError(f"--include {name}: {file.name} is a link to a place outside of {run}.")
         if file.suffix in PACKED:
             raise UserError(f"--include {name}: {file.name} is packed, so nobody can say what is in it. Unpack it.")
         _add(content, file.relative_to(run).as_posix(), file)

@@ -49,7 +49,8 @@ def of_run(results: Record, digest: str, folder: Path) -> Measured:
     for measured in results.get("benchmarks", {}).values():
         if measured["digest"] == digest:
             for task, entry in measured["tasks"].items():
-                _benchmark(task, entry, found)
+                if entry["part_of"] not in measured["tasks"]:  # otherwise its group stands for it
+                    _benchmark(task, entry, found)
     return found
 
 
@@ -93,7 +94,8 @@ def _benchmark(task: str, entry: Record, found: Measured) -> None:
         if metric["value"] is None:
             continue
         about = f"{metric['metric']}{'' if metric['filter'] == 'none' else ', ' + metric['filter']}"
-        how = f"lm-evaluation-harness {entry['harness']}, version {entry['version']}, {entry['fewshot']} examples, "
+        how = f"lm-evaluation-harness {entry['harness']}, version {entry['version']}, "
+        how += "" if entry["fewshot"] is None else f"{entry['fewshot']} examples, "
         how += "chat template" if entry["chat_template"] else "plain text"
         error = "" if metric["stderr"] is None else f" ± {metric['stderr']:.2g}"
         n = str(entry["n"]) if entry["n"] == entry["of"] else f"{entry['n']} of {entry['of']}"

@@ -192,7 +192,8 @@ def benchmark_rows(results: Results) -> Iterator[Benchmark]:
     for name, measured in results.get("benchmarks", {}).items():
         for task, entry in measured["tasks"].items():
             n = str(entry["n"]) if entry["n"] == entry["of"] else f"{entry['n']} of {entry['of']}"
-            how = f"{entry['fewshot']} examples, {'chat template' if entry['chat_template'] else 'plain text'}, "
+            how = "" if entry["fewshot"] is None else f"{entry['fewshot']} examples, "
+            how += f"{'chat template' if entry['chat_template'] else 'plain text'}, "
             how += f"{entry['dtype']}, lm-eval {entry['harness']}"
             for found in entry["metrics"]:
                 metric = found["metric"] + (f" ({found['filter']})" if found["filter"] != "none" else "")
