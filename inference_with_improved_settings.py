@@ -1,10 +1,11 @@
-"""What does the model say?  Chat in the terminal, one answer for a pipe, two samplings compared, or the model at play.
+"""What does the model say?  Chat in terminal or browser, one answer for a pipe, samplings compared, the model at play.
 
     python inference_with_improved_settings.py                                  the result of the reference run
     python inference_with_improved_settings.py --config configs/quickstart/chat.yaml
     python inference_with_improved_settings.py --prompt "Tom has 3 apples and buys 4. How many?" > answer.txt
     python inference_with_improved_settings.py --compare                        every answer under each preset
     python inference_with_improved_settings.py --play frozen_lake --episodes 3
+    python inference_with_improved_settings.py --web --beside runs/phase2/final
 
 What the model says goes to stdout, everything about it to stderr. The same seed gives the same answers.
 """
@@ -48,6 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     seed = cfg.seed if flags.seed is None else flags.seed
     cfg = cfg.model_copy(update={"seed": seed, "preset": flags.preset or cfg.preset})
     env = playing.open_env(cfg, flags.play) if flags.play else None
+    page = open_page(flags) if flags.web else None
 
     # 2. Can it be done?
     runlog.keep_private(Path("runs"))
@@ -55,18 +57,31 @@ def main(argv: list[str] | None = None) -> None:
     from posttrain import models
     from posttrain.preflight import check_run
 
-    check_run(cfg)
-    model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template, training=False)
-    generator = Generator(model, chat)
+    sections = [cfg.model]
+    if flags.beside:
+        other = {"name_or_path": flags.beside, "revision": None, "trust_remote_code": False}
+        sections.append(cfg.model.model_copy(update=other))
+    for section in sections:
+        check_run(cfg.model_copy(update={"model": section}))
+    generators = {
+        section.name_or_path: Generator(
+            *models.load(section, device=cfg.device, chat_template=cfg.chat.template, training=False)
+        )
+        for section in sections
+    }
+    generator, *_ = generators.values()
 
     # 3. Do it.
+    if page is not None:
+        page(generators, cfg)
+        return
     if env is not None:
         # The chat's settings change the sampling distribution and punish what a map must repeat: play as the rollouts
         # did.
         setting = cfg.presets[cfg.preset] if flags.preset else SamplingSection()
         playing.play_levels(generator, env, cfg, setting, flags.episodes or 1, flags.delay or 0.0)
         return
-    conversation = Conversation(chat, generator.context, cfg.max_new_tokens, cfg.system)
+    conversation = Conversation(generator.chat, generator.context, cfg.max_new_tokens, cfg.system)
     if flags.prompt is not None:
         reply(generator, conversation, cfg, flags.prompt, 0, compare=flags.compare)
     else:
@@ -90,6 +105,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--prompt", metavar="TEXT", help="answer this and stop; the answer alone goes to stdout")
     what.add_argument("--play", metavar="ENV", help="watch the model act in an environment, e.g. frozen_lake")
+    what.add_argument("--web", action="store_true", help="chat, and watch it play, in the browser")
     parser.add_argument(
         "--preset", metavar="NAME", help="the preset that answers (--play samples as phase 3 did unless this is given)"
     )
@@ -97,6 +113,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--episodes", type=at_least(1), metavar="N", help="levels to --play (default: 1)")
     parser.add_argument("--delay", type=seconds, metavar="SECONDS", help="pause after each turn of --play (default: 0)")
     parser.add_argument("--seed", type=at_least(0), metavar="N", help="same as seed=N")
+    parser.add_argument("--beside", metavar="MODEL", help="a second model for --web, its predecessor for instance")
+    parser.add_argument("--host", help="address of --web (default: 127.0.0.1, which this machine alone reaches)")
+    parser.add_argument("--port", type=at_least(0), help="port of --web; 0 takes a free one (default: 7860)")
+    parser.add_argument(
+        "--password", action="store_true", help="--web asks for one: that in CHAT_PASSWORD, or one typed at the start"
+    )
 
 
 def check(cfg: ChatRun, flags: argparse.Namespace) -> None:
@@ -108,6 +130,15 @@ def check(cfg: ChatRun, flags: argparse.Namespace) -> None:
             '--prompt is empty. Write the message behind it, e.g. --prompt "Hello"; without --prompt messages are read'
             " from the terminal or from a pipe."
         )
+    if flags.compare and flags.web:
+        raise UserError("--compare is for the terminal. On the page of --web tick `Side by side` in its settings.")
+    if (flags.beside or flags.host or flags.port is not None or flags.password) and not flags.web:
+        raise UserError("--beside, --host, --port and --password belong to --web.")
+    if flags.beside == cfg.model.name_or_path:
+        raise UserError(
+            f"--beside {flags.beside} is the model that answers anyway. Name another one; for two settings of one model"
+            " leave --beside out and tick `Side by side` on the page."
+        )
     if flags.compare and flags.play:
         raise UserError("--compare shows answers side by side; with --play there is only one game. Leave one out.")
     if flags.compare and len(cfg.presets) < 2:
@@ -117,6 +148,17 @@ def check(cfg: ChatRun, flags: argparse.Namespace) -> None:
         )
     if (flags.episodes or flags.delay) and not flags.play:
         raise UserError("--episodes and --delay belong to --play ENV, e.g. --play frozen_lake --episodes 3.")
+
+
+def open_page(flags: argparse.Namespace) -> Callable[[dict[str, Generator], ChatRun], None]:
+    """What shows the page of --web, once the models are there; address and password are settled before they are."""
+    from posttrain.serve import listen
+    from posttrain.web_chat import server
+
+    server.require_gradio()
+    password = server.chosen_password() if flags.password else None
+    listening = listen(flags.host or "127.0.0.1", 7860 if flags.port is None else flags.port)
+    return lambda generators, cfg: server.serve(generators, cfg, listening, password)
 
 
 def unknown_preset(cfg: ChatRun, name: str) -> str:

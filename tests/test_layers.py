@@ -54,7 +54,7 @@ LAYERS = [
     [f"posttrain.{name}" for name in ("models", "cross_score", "engine", "learner", "gguf")],
     [f"posttrain.{name}" for name in ("training", "preflight", "rollout", "run_state")],
     [f"posttrain.{name}" for name in ("monitoring", "plan", "distillation", "inference", "serve")],
-    ["posttrain.evaluation", "posttrain.starpo_run"],
+    ["posttrain.evaluation", "posttrain.starpo_run", "posttrain.web_chat"],
     [f"posttrain.{name}" for name in ("pairs", "harness", "publish")],
     SCRIPTS,
 ]

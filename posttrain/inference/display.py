@@ -116,20 +116,24 @@ def in_columns(out: Console, answers: dict[str, Answer], cfg: ChatRun, stopped: 
 
 def repetition_table(answers: dict[str, Answer]) -> Table:
     """How much each answer repeats itself."""
+    table = Table("", box=box.SIMPLE_HEAD)
+    for name in answers:
+        table.add_column(name, justify="right")
+    for label, values in figures(answers):
+        table.add_row(label, *values)
+    return table
+
+
+def figures(answers: dict[str, Answer]) -> list[tuple[str, list[str]]]:
+    """Of answers, finished or still being written: [("tokens", ["74", "31"]), ("finished", ["no", "yes"])]."""
     from posttrain import metrics
 
-    table = Table("", box=box.SIMPLE_HEAD)
-    found = []
-    for name, answer in answers.items():
-        table.add_column(name, justify="right")
-        found.append(metrics.repetition([answer.written], [answer.finished]))
-    for label, value in (
-        ("tokens", lambda of: f"{of['tokens']:.0f}"),
-        ("finished", lambda of: "no" if of["never_stops"] else "yes"),
-        ("seq-rep-4: repeated 4-grams", lambda of: f"{of['seq_rep_4']:.1%}"),
-        ("distinct-1: different tokens", lambda of: f"{of['distinct_1']:.2f}"),
-        ("distinct-2: different pairs", lambda of: f"{of['distinct_2']:.2f}"),
-        ("longest repeated span, tokens", lambda of: f"{of['longest_repeat']:.0f}"),
-    ):
-        table.add_row(label, *map(value, found))
-    return table
+    found = [metrics.repetition([answer.written], [answer.finished]) for answer in answers.values()]
+    return [
+        ("tokens", [f"{of['tokens']:.0f}" for of in found]),
+        ("finished", ["no" if of["never_stops"] else "yes" for of in found]),
+        ("seq-rep-4: repeated 4-grams", [f"{of['seq_rep_4']:.1%}" for of in found]),
+        ("distinct-1: different tokens", [f"{of['distinct_1']:.2f}" for of in found]),
+        ("distinct-2: different pairs", [f"{of['distinct_2']:.2f}" for of in found]),
+        ("longest repeated span, tokens", [f"{of['longest_repeat']:.0f}" for of in found]),
+    ]

@@ -75,6 +75,10 @@ class Answer:
         self.ids: list[int] = []
         self.finished = False
 
+    def stop(self) -> None:
+        """No more tokens: what the model keeps for them in memory is freed."""
+        self.tokens = iter(())
+
     @property
     def written(self) -> list[int]:
         """The ids without the stop token."""

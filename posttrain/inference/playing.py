@@ -18,7 +18,7 @@ from posttrain.types import Completion, UserError, derive_seed
 if TYPE_CHECKING:
     from envs import TextEnv
     from envs.protocol import Episode
-    from posttrain.inference.generation import Generator
+    from posttrain.inference.generation import Answer, Generator
 
 SPLIT = "test"  # levels that no training and no choice of a checkpoint has seen
 # How a cell of an environment's grid looks, by the name the environment gives it.
@@ -49,68 +49,85 @@ def open_env(cfg: ChatRun, name: str) -> TextEnv:
         raise UserError(f"--play {name}: {error}") from error
 
 
+class Level:
+    """A level of the evaluator that a model plays, token in, token out, as in the rollouts of phase 3.
+
+    The loop is: `answer` after what is `told`, then `take` it, until it is `over`.
+    """
+
+    def __init__(self, generator: Generator, env: TextEnv, cfg: ChatRun, setting: SamplingSection, number: int) -> None:
+        from envs.protocol import Episode, Protocol
+        from posttrain.rollout import Context, Game
+
+        self.generator, self.setting, self.budget = generator, setting, cfg.max_completion_length
+        seed = derive_seed(cfg.seed, env.name, number)
+        self.episode = Episode(env, Protocol.of(env, **cfg.protocol.model_dump()), seed, SPLIT)
+        context = Context(cfg.context, cfg.context_turns, generator.context)
+        self.game = Game(generator.chat, self.episode, context, self.budget)
+        self.over = not self.game.look()
+
+    @property
+    def told(self) -> str:
+        """What the model is told before the coming turn."""
+        if self.game.context.kind == "single_turn":
+            return self.episode.summary(self.game.segment.first_turn)
+        return self.episode.messages[-1]["content"]
+
+    def answer(self) -> Answer:
+        """The coming turn, which is written while it is read."""
+        seed = derive_seed(self.episode.seed, "turn", self.episode.turns)
+        return self.generator.answer(self.game.segment.ids, self.setting.params(self.budget), seed)
+
+    def take(self, answer: Answer) -> tuple[str, bool]:
+        """Play the turn: what came of it in words, and whether the answer was valid."""
+        episode, played, acted = self.episode, self.game.trajectory, len(self.episode.actions)
+        going = self.game.take_turn(Completion(answer.ids, [0.0] * len(answer.ids), answer.finished))
+        if played.crashed:
+            raise UserError(
+                f"{episode.env.name} raised {played.crashed} on level seed {episode.seed}: fix the environment."
+            )
+        valid = episode.past[-1].valid
+        did = ", ".join(episode.actions[acted:]) or "no action"
+        cut = "" if answer.finished else f", cut after {self.budget} tokens"
+        invalid = "" if valid else f", invalid answer: {played.turn_penalties[-1]:g}"
+        self.over = not (going and self.game.look())
+        return f"{did}, reward {played.turn_rewards[-1]:g}{invalid}{cut}", valid
+
+
 def play_levels(
     generator: Generator, env: TextEnv, cfg: ChatRun, setting: SamplingSection, episodes: int, delay: float
 ) -> None:
     """Levels of the evaluator, one after the other: what the model sees, thinks and does, and what comes of it."""
-    from envs.protocol import Episode, Protocol
     from posttrain import metrics
 
-    out, won, protocol = display.console(), 0, Protocol.of(env, **cfg.protocol.model_dump())
+    out, won = display.console(), 0
     note(f"{cfg.model.name_or_path} plays {env.name}, {SPLIT} levels; {in_words(setting)}")
     for number in range(episodes):
-        seed = derive_seed(cfg.seed, env.name, number)
-        episode = Episode(env, protocol, seed, SPLIT)
+        level = Level(generator, env, cfg, setting, number)
         if number == 0:
-            out.print(
-                Text(escape_control_characters(episode.messages[0]["content"]), "dim"), soft_wrap=not out.is_terminal
-            )
-        total = play_episode(generator, episode, cfg, setting, out, f"level {number + 1}", delay)
-        won += episode.success
-        out.print(outcome(episode, total), soft_wrap=True)
+            rules = level.episode.messages[0]["content"]
+            out.print(Text(escape_control_characters(rules), "dim"), soft_wrap=not out.is_terminal)
+        play_level(level, out, f"level {number + 1}", delay)
+        won += level.episode.success
+        out.print(outcome(level.episode, level.game.trajectory.reward), soft_wrap=True)
     if episodes > 1:
         low, high = metrics.wilson(won, episodes)
         out.print(f"\n{won} of {episodes} levels solved ({won / episodes:.0%}; 95 % interval {low:.0%} to {high:.0%})")
 
 
-def play_episode(
-    generator: Generator,
-    episode: Episode,
-    cfg: ChatRun,
-    setting: SamplingSection,
-    out: Console,
-    title: str,
-    delay: float,
-) -> float:
-    """One episode, token in, token out, as in the rollouts of phase 3; returns the sum of its rewards and penalties."""
-    from posttrain.rollout import Context, Game
-
-    env, budget = episode.env, cfg.max_completion_length
-    context = Context(cfg.context, cfg.context_turns, generator.context)
-    game, going = Game(generator.chat, episode, context, budget), True
-    played = game.trajectory
-    while going and game.look():
-        out.print(Text(f"\n{title}, turn {episode.turns + 1}", "bold"))
-        told = episode.messages[-1]["content"]
-        out.print(beside(env, episode.summary(game.segment.first_turn) if cfg.context == "single_turn" else told))
-        answer = generator.answer(
-            game.segment.ids, setting.params(budget), derive_seed(episode.seed, "turn", episode.turns)
-        )
-        print(episode.protocol.opening, end="")
+def play_level(level: Level, out: Console, title: str, delay: float) -> None:
+    """One level to its end, on the terminal."""
+    env = level.episode.env
+    while not level.over:
+        out.print(Text(f"\n{title}, turn {level.episode.turns + 1}", "bold"))
+        out.print(beside(env, level.told))
+        answer = level.answer()
+        print(level.episode.protocol.opening, end="")
         stream(answer)
-        acted = len(episode.actions)
-        going = game.take_turn(Completion(answer.ids, [0.0] * len(answer.ids), answer.finished))
-        if played.crashed:
-            raise UserError(f"{env.name} raised {played.crashed} on level seed {episode.seed}: fix the environment.")
-        valid = episode.past[-1].valid
-        did = ", ".join(episode.actions[acted:]) or "no action"
-        cut = "" if answer.finished else f", cut after {budget} tokens"
-        invalid = "" if valid else f", invalid answer: {played.turn_penalties[-1]:g}"
-        style = "bold" if valid else "yellow"
-        out.print(Text(f"-> {did}, reward {played.turn_rewards[-1]:g}{invalid}{cut}", style))
+        came, valid = level.take(answer)
+        out.print(Text(f"-> {came}", "bold" if valid else "yellow"))
         time.sleep(delay)
     out.print(Text(), beside(env, ""), sep="\n")
-    return played.reward
 
 
 def outcome(episode: Episode, total: float) -> Text:

@@ -1,0 +1,128 @@
+"""Who may open the page, where is it, and who is answered when?  gradio's parts in one application, for this model."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import hmac
+import os
+import socket
+import sys
+from typing import TYPE_CHECKING, Any
+
+from posttrain.config import ChatRun
+from posttrain.types import UserError
+
+if TYPE_CHECKING:
+    from posttrain.inference.generation import Generator
+
+PASSWORD = "CHAT_PASSWORD"  # an environment variable: what stands on a command line, every user of a machine can read
+WRONG = 1.0  # seconds that a wrong password takes
+ONE_AT_A_TIME: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1}  # first come, first served
+STYLE = """
+.dark { --color-accent: var(--primary-400) !important; }
+.gradio-container { max-width: 1280px !important; }
+.figures table { border: 0; border-collapse: collapse; font-size: 14px; }
+.figures table :is(tr, th, td) { border: 0; background: none; }
+.figures table tr + tr { border-top: 1px solid var(--border-color-primary); }
+.figures :is(th, td) { padding: 3px 20px 3px 0; text-align: right; vertical-align: top; font-weight: normal; }
+.figures :is(th:first-child, td.words) { text-align: left; }
+.figures td { font-variant-numeric: tabular-nums; }
+.figures td.words:not(:first-child) { white-space: pre-wrap; overflow-wrap: anywhere; }
+#state img { display: block; width: min(100%, 320px); border-radius: 6px; }
+#state pre { font-size: 16px; line-height: 1.4; overflow-x: auto; }
+"""
+
+
+def require_gradio() -> None:
+    """UserError where gradio is missing. Its telemetry is off from here on."""
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    os.environ["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = str(1 << 60)  # else it keeps figures of each event, with pandas
+    try:
+        import gradio  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"--web needs the package gradio ({error}). Install it: pip install -r requirements.txt. Without --web the"
+            " chat is in the terminal."
+        ) from error
+
+
+def chosen_password() -> str:
+    """From the environment, or typed here without being shown; never from the command line."""
+    found = os.environ.get(PASSWORD)
+    if found is None and sys.stdin.isatty():
+        found = getpass.getpass("Password for the page: ")
+    if not found:
+        raise UserError(
+            f"--password found none: set the environment variable {PASSWORD}, or start in a terminal and type it. It is"
+            " not taken from the command line, which every user of the machine can read."
+        )
+    return found
+
+
+def build_app(generators: dict[str, Generator], cfg: ChatRun, password: str | None) -> Any:
+    """The page as an application of FastAPI. generators: one or two models by the names that the page shows."""
+    require_gradio()
+    import gradio
+    from fastapi import FastAPI
+
+    from posttrain.web_chat.playing import PlayTab
+    from posttrain.web_chat.talking import ChatTab
+
+    with gradio.Blocks(title=f"Chat: {next(iter(generators))}", analytics_enabled=False) as page:
+        with gradio.Tab("Chat"):
+            ChatTab(generators, cfg).build()
+        with gradio.Tab("Play"):
+            PlayTab(generators, cfg).build()
+
+    async def allowed(_: str, typed: str) -> bool:
+        right = hmac.compare_digest(typed.encode(), (password or "").encode())
+        if not right:
+            await asyncio.sleep(WRONG)
+        return right
+
+    return gradio.mount_gradio_app(
+        FastAPI(docs_url=None, redoc_url=None, openapi_url=None),
+        page,
+        "/",
+        auth=allowed if password is not None else None,
+        auth_message="Any user name will do.",
+        footer_links=[],
+        run_history=False,
+        enable_monitoring=False,
+        max_file_size=1,  # nobody uploads anything
+        ssr_mode=False,
+        pwa=False,
+        mcp_server=False,
+        theme=theme(),
+        css=STYLE,
+    )
+
+
+def theme() -> Any:
+    """gradio's own look with the fonts of the system, and colours that stand out enough (WCAG 2.2, 1.4.3)."""
+    from gradio.themes import Default, Font
+
+    system, code = (Font("system-ui"), Font("sans-serif")), (Font("ui-monospace"), Font("monospace"))
+    readable = {
+        "body_text_color_subdued": "*neutral_600",
+        "block_info_text_color": "*neutral_600",
+        "block_label_text_color": "*neutral_600",
+        "block_title_text_color": "*neutral_600",
+        "input_placeholder_color": "*neutral_500",
+        "color_accent": "*primary_700",
+    }
+    dark = {f"{name}_dark": "*neutral_300" for name in readable if name != "color_accent"}
+    return Default(primary_hue="blue", font=system, font_mono=code).set(**readable, **dark)
+
+
+def serve(generators: dict[str, Generator], cfg: ChatRun, listening: socket.socket, password: str | None) -> None:
+    """Until Ctrl-C."""
+    import uvicorn
+
+    app = build_app(generators, cfg, password)
+    # Each open page holds a connection: at the end they are not waited for, nor told of one by one.
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+    host, port = listening.getsockname()[:2]
+    print(f"Chat with {', '.join(generators)} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    server.run(sockets=[listening])

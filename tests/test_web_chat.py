@@ -1,0 +1,596 @@
+"""Does the chat in the browser do what the terminal's does, for many at once?  In headless Chromium.
+
+What needs a browser is skipped where there is none. Each of those tests fails on an error in the console and on any
+request to another address; the server's own connections are watched as well.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from test_browser import CHROMIUM, CONTRAST
+from test_evaluate import tiny_model
+from tiny_runs import ROOT, python
+
+import envs
+import inference_with_improved_settings as script
+from envs.protocol import Episode, Protocol
+from posttrain import config, models
+from posttrain.chat import Chat
+from posttrain.config import ChatRun, ModelSection
+from posttrain.inference.conversation import Conversation, Exchange
+from posttrain.inference.display import figures
+from posttrain.inference.generation import Generator
+from posttrain.serve import listen
+from posttrain.types import SamplingParams, UserError, derive_seed
+from posttrain.web_chat import playing, server
+
+playwright = pytest.importorskip("playwright.sync_api")
+in_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium is installed (on Debian: apt-get install chromium)"
+)
+expect = playwright.expect
+HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'> ![x](http://evil.invalid/x.png)"
+
+
+@dataclass
+class Script:
+    """What a model is to write, and how slowly; what it was asked. Without a text it writes what it would."""
+
+    text: Callable[[], str] | None = lambda: "yes"
+    pause: float = 0.0
+    begun: list[str] = field(default_factory=list)  # the prompts, as text
+    ended: list[int] = field(default_factory=list)  # the tokens written, of each answer that is over
+    params: list[SamplingParams] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Scripted(Generator):
+    """A model that writes what a test wants."""
+
+    script: Script = field(default_factory=Script)
+
+    def write(self, ids: list[int], params: SamplingParams, seed: int) -> Iterator[int]:
+        script, count = self.script, 0
+        script.begun.append(self.chat.decode(ids))
+        script.params.append(params)
+        told = [*self.chat.content_ids(script.text()), self.chat.stop_id] if script.text else None
+        try:
+            for token in super().write(ids, params, seed) if told is None else told[: params.max_new_tokens]:
+                time.sleep(script.pause)
+                count += 1
+                yield token
+        finally:
+            script.ended.append(count)
+
+
+@pytest.fixture(scope="module")
+def cfg() -> ChatRun:
+    return config.resolve(ChatRun, ROOT / "configs" / "chat.yaml", ["max_new_tokens=40"])
+
+
+@pytest.fixture(scope="module")
+def both(tiny_chat: Chat) -> list[Scripted]:
+    """Two models; all tests share their pages, for a browser takes seconds to read a page for the first time."""
+    chats = [copy.deepcopy(tiny_chat) for _ in range(2)]
+    return [Scripted(tiny_model(chat, 0), chat) for chat in chats]
+
+
+@pytest.fixture
+def model(both: list[Scripted]) -> Script:
+    """What the first model is to write in this test; the second one says `yes`."""
+    for each in both:
+        vars(each.script).update(vars(Script()))
+    return both[0].script
+
+
+@pytest.fixture(scope="module", autouse=True)
+def outside() -> Iterator[list[Any]]:
+    """Nothing in this process, gradio included, may connect to another machine or ask for its address."""
+    asked: list[Any] = []
+    connect, look_up = socket.socket.connect, socket.getaddrinfo
+
+    def watched(self: socket.socket, address: Any) -> Any:
+        if self.family != socket.AF_UNIX and address[0] not in ("127.0.0.1", "::1", "localhost"):
+            asked.append(address)
+        return connect(self, address)
+
+    def looked_up(host: Any, *rest: Any, **more: Any) -> Any:
+        if host not in ("127.0.0.1", "::1", "localhost", None):
+            asked.append(host)
+        return look_up(host, *rest, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", watched)
+        patch.setattr(socket, "getaddrinfo", looked_up)
+        yield asked
+    assert asked == []
+
+
+@contextmanager
+def in_thread(app: Any) -> Iterator[str]:
+    running = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+    listening = listen("127.0.0.1", 0)
+    thread = threading.Thread(target=running.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        wait_for(lambda: running.started)
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        running.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def alone(cfg: ChatRun, both: list[Scripted]) -> Iterator[str]:
+    """The address of a page with one model."""
+    with in_thread(server.build_app({"model 1": both[0]}, cfg, None)) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def pair(cfg: ChatRun, both: list[Scripted]) -> Iterator[str]:
+    """The address of a page with two."""
+    named: dict[str, Generator] = {f"model {number}": each for number, each in enumerate(both, 1)}
+    with in_thread(server.build_app(named, cfg, None)) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def visit(chromium: Any) -> Iterator[Callable[..., Any]]:
+    """Opens the page; when the test ends, nothing may have gone wrong in it, nor been asked of anybody else."""
+    trouble, contexts = [], []
+
+    def open_page(address: str, width: int = 1200, scheme: str = "light", allowed: str = "nothing") -> Any:
+        context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(20_000)
+        mine = (address, "data:", "blob:")
+        page.on("request", lambda asked: None if asked.url.startswith(mine) else trouble.append(asked.url))
+        page.on("pageerror", lambda error: trouble.append(str(error)))
+        page.on("console", lambda said: trouble.append(said.text) if told(said, allowed) else None)
+        page.goto(address)
+        return page
+
+    def told(said: Any, allowed: str) -> bool:
+        return said.type in ("error", "warning") and allowed not in said.text
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert trouble == []
+
+
+def wait_for(true: Callable[[], Any], seconds: float = 20) -> None:
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "it never came"
+        time.sleep(0.02)
+
+
+def send(page: Any, text: str) -> None:
+    page.get_by_placeholder("Write a message").fill(text)
+    page.keyboard.press("Enter")
+
+
+def said(page: Any, side: str = "A", who: str = "bot") -> Any:
+    """The messages of a side."""
+    return page.locator(f"#side-{side}").get_by_test_id(who)
+
+
+def figure(page: Any, label: str) -> list[str]:
+    """The figures in one row of the table."""
+    return page.locator("#figures tr", has=page.get_by_text(label, exact=True)).locator("td").all_inner_texts()
+
+
+class Client:
+    """A program that uses the chat's one endpoint, with the settings that the page has at first."""
+
+    def __init__(self, address: str) -> None:
+        self.http = httpx.Client(base_url=f"{address}/gradio_api", timeout=60)
+
+    def submit(self, text: str) -> str:
+        """Puts a message into the queue; the number that its answer has."""
+        asked = self.http.get("/info").json()["named_endpoints"]["/chat"]["parameters"]
+        data = [text, *(each["parameter_default"] for each in asked[1:])]
+        return self.http.post("/call/chat", json={"data": data}).json()["event_id"]
+
+    def result(self, number: str) -> str:
+        events = self.http.get(f"/call/chat/{number}").text.split("event: ")
+        assert events[-1].startswith("complete\ndata: ")
+        return json.loads(events[-1].partition("data: ")[2])[0][-1]["content"][0]["text"]
+
+
+def at_rest(page: Any) -> None:
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+
+
+# ------------------------------------------------------------------------------------------------------------- chat
+
+
+@in_browser
+def test_a_conversation_by_keyboard_is_that_of_the_terminal(
+    alone: str, visit: Callable[..., Any], model: Script, both: list[Scripted], cfg: ChatRun
+) -> None:
+    """Same tokens, same seeds, same figures, the history in context."""
+    model.text = None
+    real = Generator(both[0].model, both[0].chat)
+    page = visit(alone)
+    page.get_by_placeholder("Write a message").focus()
+    talk = Conversation(real.chat, real.context, cfg.max_new_tokens)
+    for number, text in enumerate(("Which way?", "And then?")):
+        page.keyboard.type(text)
+        page.keyboard.press("Enter")
+        expect(said(page)).to_have_count(number + 1)
+        at_rest(page)
+        params = cfg.presets[cfg.preset].params(cfg.max_new_tokens)
+        answer = real.answer(talk.prompt(text), params, derive_seed(cfg.seed, "chat", number))
+        list(answer)
+        talk.exchanges.append(Exchange(text, answer.ids, answer.finished, answer.text))
+        expect(said(page).nth(number)).to_have_text(answer.text, use_inner_text=True)
+        expect(said(page, who="user").nth(number)).to_have_text(text)
+        for label, values in figures({"A": answer}):
+            assert figure(page, label) == values
+        expect(page.get_by_placeholder("Write a message")).to_be_focused()
+    assert int(figure(page, "tokens a second")[0]) > 0
+    page.get_by_role("button", name="New conversation").click()
+    expect(said(page)).to_have_count(0)
+    assert page.locator("#figures table").count() == 0
+
+
+@in_browser
+def test_it_streams_stops_and_goes_on(alone: str, visit: Callable[..., Any], model: Script) -> None:
+    model.text, model.pause = lambda: "apples and " * 200, 0.03
+    page = visit(alone)
+    page.get_by_text("Settings").click()
+    page.get_by_label("number input for Longest answer, in tokens").fill("900")
+    page.keyboard.press("Tab")
+    send(page, "Count.")
+    expect(said(page, who="user")).to_have_text("Count.")
+    seen = set()
+    while len(seen) < 4:
+        seen.add((said(page).first.inner_text() if said(page).count() else "", *figure(page, "tokens")[:1]))
+    assert not model.ended and page.get_by_placeholder("Write a message").is_disabled()
+    page.get_by_role("button", name="Stop", exact=True).locator("visible=true").click()
+    at_rest(page)
+    assert len(model.ended) == 1 and 3 <= model.ended[0] < 400
+    assert figure(page, "finished") == ["no"]
+    shown = said(page).inner_text()
+    assert shown and ("apples and " * 200).startswith(shown)
+    send(page, "Again.")
+    expect(said(page)).to_have_count(2)
+    page.get_by_role("button", name="New conversation").click()  # it ends the answer as well
+    wait_for(lambda: len(model.ended) == 2)
+    assert model.ended[1] < 400
+    assert f"{shown}" in model.begun[1], "what was stopped stands in the history"
+    expect(said(page)).to_have_count(0)
+
+
+@in_browser
+def test_presets_sliders_and_system_message_are_what_is_sampled_with(
+    alone: str, visit: Callable[..., Any], model: Script
+) -> None:
+    page = visit(alone)
+    page.get_by_text("Settings").click()
+    page.get_by_label("System message").fill("Speak slowly.")
+    page.get_by_label("Preset A").click()
+    page.get_by_role("option", name="plain").click()
+    heat = page.get_by_label("number input for Temperature A")
+    expect(heat).to_have_value("1")
+    send(page, "Hi")
+    expect(said(page)).to_have_count(1)
+    at_rest(page)
+    page.get_by_label("range slider for Temperature A").focus()
+    for _ in range(4):
+        page.keyboard.press("ArrowRight")
+    expect(heat).to_have_value("1.2")
+    expect(page.get_by_label("Preset A")).to_have_value("own settings")
+    send(page, "Hi")
+    expect(said(page)).to_have_count(2)
+    at_rest(page)
+    assert model.params == [SamplingParams(40), SamplingParams(40, temperature=1.2)]
+    assert all("Speak slowly." in prompt for prompt in model.begun)
+    expect(page.locator("#side-A")).to_contain_text("A: model 1, temperature 1.2")
+
+
+@in_browser
+def test_two_models_side_by_side_and_the_exported_file(
+    pair: str, visit: Callable[..., Any], model: Script, both: list[Scripted], tmp_path: Path
+) -> None:
+    texts = ["left", "right, which is longer"]
+    for each, text in zip(both, texts, strict=True):
+        each.script.text = lambda text=text: text
+    page = visit(pair)
+    send(page, "Who?")
+    expect(said(page, "A")).to_have_text("left")
+    expect(said(page, "B")).to_have_text("right, which is longer")
+    at_rest(page)
+    counts = [len(each.chat.content_ids(text)) for each, text in zip(both, texts, strict=True)]
+    assert figure(page, "tokens") == [str(count) for count in counts]
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export").click()
+    download.value.save_as(tmp_path / "chat.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "chat.jsonl").read_text().splitlines()]
+    asked = {"role": "user", "content": "Who?"}
+    assert download.value.suggested_filename == "chat.jsonl" and rows == [
+        {"model": "model 1", "messages": [asked, {"role": "assistant", "content": "left"}]},
+        {"model": "model 2", "messages": [asked, {"role": "assistant", "content": "right, which is longer"}]},
+    ]
+    page.get_by_text("Settings").click()
+    page.get_by_label("Side by side").uncheck()
+    expect(page.locator("#side-B")).to_be_hidden()
+    expect(said(page)).to_have_count(0)
+    send(page, "Alone?")
+    expect(said(page)).to_have_text("left")
+    at_rest(page)
+    assert [len(each.script.begun) for each in both] == [2, 1]
+
+
+@in_browser
+def test_what_a_model_writes_is_never_html_and_errors_are_told(
+    alone: str, visit: Callable[..., Any], model: Script
+) -> None:
+    model.text = lambda: HOSTILE
+    page = visit(alone, allowed="too long")
+    page.get_by_text("Settings").click()
+    page.get_by_label("number input for Longest answer, in tokens").fill("900")
+    page.keyboard.press("Tab")
+    send(page, HOSTILE)
+    expect(said(page)).to_have_text(HOSTILE)
+    expect(said(page, who="user")).to_have_text(HOSTILE)
+    at_rest(page)
+    assert page.evaluate("window.hacked") is None and page.locator("#side-A :is(img, script)").count() == 0
+    send(page, "word " * 3000)
+    expect(page.get_by_text("This message is too long")).to_be_visible()
+    expect(page.get_by_placeholder("Write a message")).to_have_value("word " * 3000)  # to be shortened
+    expect(said(page)).to_have_count(1)
+
+
+# ------------------------------------------------------------------------------------------------------------- play
+
+
+@in_browser
+def test_it_plays_a_level_to_the_end_one_turn_a_click(
+    alone: str, visit: Callable[..., Any], model: Script,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    env = envs.make("frozen_lake")
+    monkeypatch.setattr(playing, "open_env", lambda cfg, name: env)
+    model.text = lambda: f"<think>so I must</think><answer>{env.expert()}</answer>"
+    page = visit(alone)
+    page.get_by_role("tab", name="Play").click()
+    page.get_by_label("Level").fill("2")
+    page.get_by_role("button", name="Open the level").click()
+    game = Episode(envs.make("frozen_lake"), Protocol(), derive_seed(0, "frozen_lake", 1), "test")
+    picture, told = page.locator("#state img"), page.get_by_label("What the model is told now")
+    expect(picture).to_have_attribute("alt", "frozen_lake, the state as a picture")
+    expect(told).to_have_value(game.messages[-1]["content"])
+    frames, total = {picture.get_attribute("src")}, 0.0
+    while not game.done:
+        turn = game.step(f"<think></think><answer>{game.env.expert()}</answer>")
+        total += turn.reward
+        page.get_by_role("button", name="Next turn").click()
+        row = page.locator("#turns tr").nth(game.turns)
+        expect(row).to_contain_text(f"<answer>{game.actions[-1]}</answer>")
+        expect(row).to_contain_text(f"{game.actions[-1]}, reward {turn.reward:g}")
+        expect(page.get_by_label("Thought of the last turn")).to_have_value("so I must")
+        expect(page.get_by_label("Answer of the last turn")).to_have_value(f"<answer>{game.actions[-1]}</answer>")
+        frames.add(picture.get_attribute("src"))
+    outcome = f"Solved after {game.turns} turn{'s' * (game.turns > 1)}, return {round(total, 6):g}."
+    expect(page.get_by_label("Where it stands")).to_have_value(outcome)
+    assert game.success and len(frames) == game.turns + 1
+    expect(page.get_by_role("button", name="Next turn")).to_be_disabled()
+    assert model.params[0] == SamplingParams(64), "as in the rollouts"
+
+
+@in_browser
+def test_a_turn_that_is_stopped_was_not_played(alone: str, visit: Callable[..., Any], model: Script) -> None:
+    model.text, model.pause = lambda: "<think>" + "so " * 60, 0.05
+    page = visit(alone)
+    page.get_by_role("tab", name="Play").click()
+    page.get_by_label("Environment").click()
+    page.get_by_role("option", name="countdown").click()
+    page.get_by_role("button", name="Open the level").click()
+    expect(page.locator("#state pre")).to_contain_text("Numbers")
+    page.get_by_role("button", name="Next turn").click()
+    expect(page.get_by_label("Thought of the last turn")).to_have_value(re.compile("so so so"))
+    page.get_by_role("button", name="Stop").locator("visible=true").click()
+    expect(page.get_by_role("button", name="Next turn")).to_be_enabled()
+    expect(page.get_by_label("Where it stands")).to_have_value(re.compile("Turn 1 of"))
+    assert len(model.ended) == 1 and page.locator("#turns tr").count() == 0
+
+
+# ------------------------------------------------------------------------------------------------------ many, and few
+
+
+def test_ten_at_once_are_answered_in_the_order_they_came(alone: str, model: Script) -> None:
+    model.text, model.pause = lambda: "a b c", 0.02
+    clients = [Client(alone) for _ in range(10)]
+    numbers = [client.submit(f"I am {number}.") for number, client in enumerate(clients)]
+    with ThreadPoolExecutor(10) as pool:
+        answers = list(pool.map(Client.result, clients, numbers))
+    assert answers == ["a b c"] * 10
+    assert [re.findall(r"I am (\d)", prompt) for prompt in model.begun] == [[str(number)] for number in range(10)]
+
+
+@in_browser
+def test_a_closed_tab_frees_its_slot_and_its_place_in_the_queue(
+    alone: str, visit: Callable[..., Any], model: Script
+) -> None:
+    model.text, model.pause = lambda: "on " * 1000 if len(model.begun) == 1 else "done", 0.05
+    busy, waiting, last = (visit(alone) for _ in range(3))
+    busy.get_by_text("Settings").click()
+    busy.get_by_label("number input for Longest answer, in tokens").fill("1000")
+    busy.keyboard.press("Tab")
+    send(busy, "first")
+    wait_for(lambda: model.begun)
+    for page, text in ((waiting, "second"), (last, "third")):
+        send(page, text)
+        expect(said(page, who="user")).to_have_text(text)
+    expect(last.get_by_text("queue: 2/2")).to_be_visible()
+    waiting.close()
+    busy.close()
+    expect(said(last)).to_have_text("done")
+    at_rest(last)
+    assert model.ended[0] < 500 and len(model.begun) == 2 and "third" in model.begun[1]
+
+
+# ---------------------------------------------------------------------------------------------------------- the page
+
+
+@in_browser
+@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (390, "dark")])
+def test_the_page_is_readable_on_any_screen(
+    pair: str, visit: Callable[..., Any], model: Script, width: int, scheme: str
+) -> None:
+    page = visit(pair, width, scheme)
+    send(page, "Hi")
+    expect(said(page, "B")).to_have_text("yes")
+    at_rest(page)
+    page.get_by_text("Settings").click()
+    expect(page.get_by_label("Preset B")).to_be_visible()
+    readable(page, width)
+    page.get_by_role("tab", name="Play").click()
+    page.get_by_role("button", name="Open the level").click()
+    expect(page.locator("#state img")).to_be_visible()
+    page.get_by_role("button", name="Next turn").click()
+    expect(page.locator("#turns tr")).to_have_count(2)
+    readable(page, width)
+
+
+def readable(page: Any, width: int) -> None:
+    assert page.evaluate("document.documentElement.scrollWidth") <= width, "it scrolls sideways"
+    found = page.evaluate(CONTRAST)
+    assert found["seen"] > 15 and found["poor"] == []
+    nameless = (
+        page.locator("button, select, input, textarea, a")
+        .locator("visible=true")
+        .evaluate_all(
+            """all => all.filter((one) => !(one.textContent.trim() || one.ariaLabel || one.title || one.labels?.length))
+          .map((one) => one.outerHTML)"""
+        )
+    )
+    assert nameless == []
+
+
+# --------------------------------------------------------------------------------------------------- the command line
+
+
+@in_browser
+def test_the_script_opens_a_page_that_asks_for_a_password(
+    visit: Callable[..., Any], both: list[Scripted], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Two models, a password from the environment, localhost; it ends when it is told to."""
+    running: list[uvicorn.Server] = []
+    start = uvicorn.Server.run
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, **more: (running.append(self), start(self, **more)))
+    monkeypatch.setattr(server, "WRONG", 0.2)
+    monkeypatch.setenv(server.PASSWORD, "open sesame")
+    source = ModelSection(name_or_path="nothing")
+    places = [models.save(tmp_path / name, both[0].model, both[0].chat, {}, source=source) for name in ("a", "b")]
+    line = ["--config", str(ROOT / "configs/quickstart/chat.yaml"), f"model.name_or_path={places[0]}"]
+    line += ["--web", "--beside", str(places[1]), "--port", "0", "--password"]
+    thread = threading.Thread(target=script.main, args=(line,))
+    thread.start()
+    wait_for(lambda: running and running[0].started, 60)
+    told = capfd.readouterr().out.strip()
+    found = re.fullmatch(rf"Chat with {places[0]}, {places[1]} at (http://127\.0\.0\.1:\d+)", told)
+    assert found
+    for path in ("config", "gradio_api/info", "gradio_api/queue/data?session_hash=a"):
+        assert httpx.get(f"{found[1]}/{path}").status_code == 401
+    page = visit(found[1], allowed="400")
+    for typed in ("open", "open sesame"):
+        began = time.monotonic()
+        page.get_by_label("username").fill("anybody")
+        page.get_by_label("password").fill(typed)
+        page.get_by_role("button", name="Login").click()
+        if typed == "open":
+            expect(page.get_by_text("Incorrect")).to_be_visible()
+            assert time.monotonic() - began > 0.2
+    send(page, "Hi")
+    for side in ("A", "B"):
+        expect(said(page, side)).to_have_count(1)
+        expect(page.locator(f"#side-{side}")).to_contain_text(f"{side}: {places[side == 'B']}, greedy")
+    at_rest(page)
+    running[0].should_exit = True
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--web", "--compare"], "--compare is for the terminal"),
+        (["--port", "8000"], "belong to --web"),
+        (["--password"], "belong to --web"),
+        (["--web", "--episodes", "2"], "belong to --play"),
+        (["--web", "--preset", "imporved"], "no preset `imporved`.*improved"),
+        (["--web", "--beside", "x", "model.name_or_path=x"], "the model that answers anyway"),
+        (["--web", "--port", "70000"], "--port 70000 is no port"),
+        (["--web", "--host", "no.such.host.invalid"], "Nothing can listen"),
+        (["--web", "--password"], "set the environment variable CHAT_PASSWORD"),
+    ],
+)
+def test_mistakes_are_told_in_a_paragraph(
+    flags: list[str], words: str, monkeypatch: pytest.MonkeyPatch, outside: list[Any]
+) -> None:
+    monkeypatch.delenv(server.PASSWORD, raising=False)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    with pytest.raises(UserError, match=words):
+        script.main(flags)
+    outside[:] = [host for host in outside if host != "no.such.host.invalid"]
+
+
+def test_a_taken_port_and_a_missing_gradio_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with pytest.raises(UserError, match=rf"port {port} .*in use"):
+            script.main(["--web", "--port", port])
+    with pytest.raises(SystemExit) as refused:
+        script.main(["--web", "--play", "frozen_lake"])
+    assert refused.value.code == 2
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    with pytest.raises(UserError, match=r"needs the package gradio.*requirements\.txt"):
+        script.main(["--web"])
+
+
+def test_the_password_is_typed_where_there_is_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(server.PASSWORD, raising=False)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("getpass.getpass", lambda prompt: "typed")
+    assert server.chosen_password() == "typed"
+    monkeypatch.setenv(server.PASSWORD, "set")
+    assert server.chosen_password() == "set"
+
+
+def test_the_terminal_does_not_load_gradio() -> None:
+    told = python("-c", "import inference_with_improved_settings, sys; print('gradio' in sys.modules)")
+    assert told.stdout == "False\n"
