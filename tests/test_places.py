@@ -1,0 +1,206 @@
+"""Does what takes the project elsewhere still fit it: the notebook, the Dockerfile, the versions of Python?"""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_readme import Shell
+from tiny_runs import ROOT
+
+NOTEBOOK = ROOT / "notebooks" / "quickstart.ipynb"
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+SETUP = MAKEFILE[MAKEFILE.index("$(STAMP): req") : MAKEFILE.index("@touch $@")]
+DOCKERFILE = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(encoding="utf-8"), flags=re.M).replace("\\\n", "")
+SMALL = {  # of the quickstart, by the variables that the notebook offers
+    "PHASE1": "trainer.max_steps=2 data.eval_rows=8",
+    "PHASE2": "trainer.max_steps=2 data.eval_rows=8",
+    "PHASE3": "trainer.max_steps=1 rollout.groups=2 evaluation.episodes=2 evaluation.final_episodes=2"
+    " distillation=null transcripts.every=1",
+    "EVALUATION": "suites.math.n=4 suites.repetition.n=4 suites.recall.n=4 suites.preferences.n=4"
+    " suites.envs.episodes=4 suites.math.n_others=4 suites.repetition.n_others=4 suites.recall.n_others=4"
+    " suites.envs.episodes_others=4",
+}
+
+
+def cells(kind: str = "code") -> list[str]:
+    found = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    return ["".join(cell["source"]) for cell in found if cell["cell_type"] == kind]
+
+
+def commands() -> list[str]:
+    """The lines of the cells that are shell scripts, with what is continued in one."""
+    scripts = [cell.partition("\n")[2] for cell in cells() if cell.startswith("%%bash\n")]
+    return [line for script in scripts for line in script.replace("\\\n", "").splitlines() if line != "set -e"]
+
+
+# ---------------------------------------------------------------------------------------------------------- notebook
+
+
+def test_the_notebook_is_one_without_outputs() -> None:
+    book = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+    assert (book["nbformat"], book["nbformat_minor"]) == (4, 5) and book["metadata"]["kernelspec"]["name"] == "python3"
+    assert len({cell["id"] for cell in book["cells"]}) == len(book["cells"]) > 10
+    for cell in book["cells"]:
+        assert cell["cell_type"] == "markdown" or (cell["outputs"], cell["execution_count"]) == ([], None)
+        assert all(isinstance(line, str) for line in cell["source"]) and cell["metadata"] == {}
+    assert "https://colab.research.google.com/" in cells("markdown")[0]
+
+
+def test_each_cell_is_valid_and_each_command_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for cell in cells():
+        if cell.startswith("%%bash\n"):
+            done = subprocess.run(["bash", "-n"], input=cell.partition("\n")[2], capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+        elif cell.startswith("%pip install"):
+            words = shlex.split(cell)
+            assert [(ROOT / words[words.index(flag) + 1]).is_file() for flag in ("-c", "-r")] == [True, True]
+        else:
+            ast.parse(cell)
+    shell, ran = Shell(), []
+    for command in commands():
+        words = [word for word in shlex.split(command) if not word.startswith("$")]
+        if words[:3] == ["python", "-m", "posttrain.parallel"]:  # which takes torchrun's arguments
+            words = ["torchrun", *words[3:]]
+        shell.run(words)
+        ran.append(" ".join(words))
+    assert len(ran) == 8
+
+
+def test_the_notebook_does_what_the_quickstart_does() -> None:
+    """The recipe of the Makefile, without its own words for the interpreter and for --resume."""
+    recipe = MAKEFILE[MAKEFILE.index("$(QUICK)/base/manifest.json:\n") : MAKEFILE.index("# A pretrained model goes")]
+    two = re.search(r"^TWO := (.*)$", MAKEFILE, re.M)
+    assert two is not None
+    recipe = recipe.replace("$(TWO)", two[1]).replace("$(PY)", "python").replace("$(QUICK)", "runs/quickstart")
+    asked = re.findall(r"^\t(.*?)(?: \$\(call .*)?$", recipe, re.M)
+    offered = {variable: f" ${variable}" for variable in SMALL}
+    written = [command for command in commands() if "inference" not in command]
+    for variable in offered.values():
+        assert sum(command.endswith(variable) for command in written) == 1
+    assert [" ".join(re.sub(r" \$\w+$", "", command).split()) for command in written] == asked
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it, in a clone, with little data: no cell fails, and the model answers."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    tracked = subprocess.check_output(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True
+    ).splitlines()
+    for name in tracked:
+        if (ROOT / name).is_file():
+            (tmp_path / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / "clone" / name)
+    for name, value in SMALL.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    book = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(book)
+    kernel = {"metadata": {"path": str(tmp_path / "clone" / "notebooks")}}
+    nbclient.NotebookClient(book, timeout=1200, kernel_name="python3", resources=kernel).execute()
+    said = ["".join(str(each) for each in cell["outputs"]) for cell in book.cells if cell.cell_type == "code"]
+    assert "image/gif" in said[-2] or "image/png" in said[-2]
+    assert (tmp_path / "clone" / "runs" / "quickstart" / "report.html").is_file() and "frozen_lake" in said[-1]
+
+
+# --------------------------------------------------------------------------------------------------------- Dockerfile
+
+
+def instructions() -> list[tuple[str, str]]:
+    lines = [line.partition(" ") for line in DOCKERFILE.splitlines() if line.strip()]
+    return [(name, re.sub(r"\s+", " ", rest).strip()) for name, _, rest in lines]
+
+
+def test_the_image_installs_what_make_installs() -> None:
+    found = instructions()
+    assert [name for name, _ in found] == (
+        "ARG FROM ARG RUN ENV WORKDIR COPY RUN COPY RUN USER ENV CMD".split()
+    )  # packages below the code
+    runs = [rest for name, rest in found if name == "RUN"]
+    (wheels,) = re.findall(r"^CPU_TORCH := (\S+)$", MAKEFILE, re.M)
+    assert f"--extra-index-url {wheels}" in runs[1] and "--extra-index-url $(CPU_TORCH)" in SETUP
+    assert re.findall(r"pip install (.*?)(?: &&|$)", runs[1]) == [
+        "-c requirements.lock $index torch", "-c requirements.lock -r requirements.txt",
+    ]  # fmt: skip
+    assert "$$pip $$index torch && $$pip -r requirements.txt" in SETUP and "-c requirements.lock" in SETUP
+    copied = [rest.split()[:-1] for name, rest in found if name == "COPY"]
+    assert copied == [["requirements.txt", "requirements.lock"], ["."]]
+    assert all((ROOT / name).exists() for names in copied for name in names)
+    for script in runs:
+        done = subprocess.run(["sh", "-n"], input=script, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    for device, code in (("cpu", 0), ("cuda", 0), ("tpu", 2)):
+        choose = runs[0].partition("esac;")[0] + 'esac; echo "$more"'
+        done = subprocess.run(["sh", "-c", choose], env={"DEVICE": device}, capture_output=True, text=True)
+        assert done.returncode == code and ("gcc" in done.stdout) == (device == "cuda")
+
+
+def test_the_image_runs_make_as_somebody_who_is_not_root() -> None:
+    found = instructions()
+    assert [rest for name, rest in found if name == "USER"] == ["1000"]
+    (command,) = [json.loads(rest) for name, rest in found if name == "CMD"]
+    shown = subprocess.run(["make", "-n", *command[1:]], cwd=ROOT, capture_output=True, text=True)
+    assert command[0] == "make" and shown.returncode == 0
+    variables = " ".join(rest for name, rest in found if name == "ENV")
+    assert "VENV=/opt/venv " in variables and re.search(r"^VENV \?= ", MAKEFILE, re.M)  # which the environment sets
+    assert "STAMP := $(VENV)/.installed\n" in MAKEFILE and 'touch "$VENV/.installed"' in found[-4][1]
+    assert not re.search(r"TOKEN|SECRET|PASSWORD|API_KEY", DOCKERFILE, re.I)
+
+
+@pytest.mark.parametrize(
+    ("path", "copied"),
+    [
+        ("train_phase1_sft.py", True),
+        ("posttrain/chatml.jinja", True),
+        ("requirements.lock", True),
+        ("configs/quickstart/chat.yaml", True),
+        (".git/config", False),
+        ("runs/quickstart/phase1/final/model.safetensors", False),
+        (".venv/bin/python", False),
+        (".env", False),
+        ("deploy/.env.local", False),
+        ("posttrain/__pycache__/chat.pyc", False),
+    ],
+)
+def test_no_run_and_no_secret_is_copied_into_the_image(path: str, copied: bool) -> None:
+    """Docker's rule for these patterns: one that fits a folder fits what is in it; ** is any folders, or none."""
+    patterns = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
+    starts = ["/".join(path.split("/")[: n + 1]) for n in range(path.count("/") + 1)]
+    left_out = any(
+        fnmatch.fnmatch(start, pattern) or fnmatch.fnmatch(f"/{start}", pattern.replace("**/", "*/"))
+        for pattern in patterns
+        for start in starts
+    )
+    assert left_out != copied
+
+
+# -------------------------------------------------------------------------------------------------------------- Python
+
+
+def test_one_oldest_python_is_named_everywhere() -> None:
+    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    low, high = re.fullmatch(r">=3\.(\d+),<3\.(\d+)", project["project"]["requires-python"]).groups()  # type: ignore[union-attr]
+    named = [line.rpartition("3.")[2] for line in project["project"]["classifiers"]]
+    assert named == [str(minor) for minor in range(int(low), int(high))]
+    assert int(low) <= sys.version_info.minor < int(high)
+    assert f"v < (3, {low})" in SETUP and f"Python 3.{low} or later is needed" in SETUP
+    assert project["tool"]["ruff"]["target-version"] == f"py3{low}"
+    assert project["tool"]["pyright"]["pythonVersion"] == f"3.{low}"
+    (image,) = re.findall(r"^ARG PYTHON=3\.(\d+)$", DOCKERFILE, re.M)
+    assert image in named and f"Python 3.{low} or later" in (ROOT / "README.md").read_text()
+    assert f"Python 3.{low} to 3.{int(high) - 1}" in (ROOT / "docs" / "config.md").read_text()
