@@ -75,6 +75,7 @@ class Dashboards:
         for one in self.each:
             if new := {key: value for key, value in numbers.items() if (step, key) not in one.has}:
                 one.log(new, step)
+                one.has |= {(step, key) for key in new}  # a row of phase 1 and that of its evaluation share `epoch`
 
     def alert(self, title: str, text: str, step: int, error: bool = False) -> None:
         for one in self.each:

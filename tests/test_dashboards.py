@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from test_phase3 import settings, taught
-from tiny_runs import ROOT
+from tiny_runs import ROOT, conversations, tiny_base
+from tiny_runs import settings as tiny_run
 from transformers import PreTrainedTokenizerFast
 
 from posttrain import dashboards, preflight
@@ -126,6 +127,44 @@ def test_a_killed_and_resumed_run_has_each_step_once(tmp_path: Path, tiny_tokeni
         told = [line for line in lines if any(word in line.lower() for word in kinds)]
         words = ["trackio show --project posttrain", "tensorboard --logdir", "wandb sync"]
         assert [word for word in words if sum(word in line for line in told) == 1] == words and len(told) == 3, told
+
+
+KILLED_IN_PHASE_1 = """
+import signal, sys
+import train_phase1_sft as phase1
+from posttrain.training import Reporter
+
+if (child := os.fork()) == 0:
+    logged = Reporter.on_log
+    def killed(self, args, state, control, logs=None, **more):
+        logged(self, args, state, control, logs, **more)
+        if state.global_step == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+    Reporter.on_log = killed
+    phase1.main(sys.argv[1:])
+assert os.waitpid(child, 0)[1] == signal.SIGKILL
+phase1.main([*sys.argv[1:], "--resume"])
+print("HELD", json.dumps([list(read()) for read in (on_trackio, on_tensorboard, on_wandb)]))
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_and_resumed_phase_1_has_each_step_once(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    for name in ("wandb", "tensorboard"):
+        pytest.importorskip(name)
+    base, rows = tiny_base(tmp_path / "base", tiny_tokenizer), conversations(tmp_path / "rows.jsonl")
+    file = tiny_run(tmp_path / "run.yaml", "messages", base, rows, eval_strategy="steps", eval_steps=3)
+    more = ("--config", str(file), "report_to=[trackio,tensorboard,wandb]")
+    done = in_a_process(READ_BACK + KILLED_IN_PHASE_1, tmp_path, *more, WANDB_MODE="offline")
+    assert done.returncode == 0, done.stderr[-4000:]
+    written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    numbers = {(row["step"], dashboards.as_transformers(key)) for row in written for key in row if key != "step"}
+    assert {(step, "train/loss") for step in range(1, 13)} | {(3, "eval/loss"), (12, "eval/loss")} <= numbers
+    for pairs in json.loads(done.stdout.split("HELD")[1]):
+        held = Counter((step, key) for step, key in pairs)
+        assert max(held.values()) == 1 and held.keys() - {(0, "config")} == numbers
 
 
 def config(tmp_path: Path, *kinds: str) -> StarPORun:
