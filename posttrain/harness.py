@@ -130,7 +130,7 @@ def load_tasks(names: Sequence[str], *, code: bool) -> tuple[Any, list[Any]]:
         if name in files and not Path(name).is_file():
             raise UserError(f"There is no file {name}.")
         with in_words(f"The task {name} cannot be loaded", code):
-            tasks = manager.load([name])
+            tasks: dict[str, Any] = dict(manager.load([name]))
         for task in tasks["tasks"].values():
             refuse(task, code)
         loaded += list(tasks["groups"].values())[:1] or tasks["tasks"].values()  # a group comes before its subgroups
@@ -168,15 +168,18 @@ def wrap(section: ModelSection, given: argparse.Namespace) -> Any:
 
     model, chat = models.load(section, device=given.device, chat_template=None, training=False)
     given.dtype, given.device = str(model.dtype).removeprefix("torch."), str(model.device)
-    return HFLM(pretrained=model.eval(), tokenizer=chat.tokenizer, batch_size=given.batch_size, softmax_dtype="float32")
+    wrapper: Any = HFLM  # its decorator hides its parameters
+    tokenizer, rows = chat.tokenizer, given.batch_size
+    return wrapper(pretrained=model.eval(), tokenizer=tokenizer, batch_size=rows, softmax_dtype="float32")
 
 
 def measure(model: Any, manager: Any, task: Any, given: argparse.Namespace) -> dict[str, Any]:
     """What the harness finds of one task or group."""
     import lm_eval  # pyright: ignore[reportMissingImports]
 
+    evaluate: Any = lm_eval.simple_evaluate  # its decorator hides its parameters
     with in_words("The benchmarks could not be measured", given.run_task_code):
-        found = lm_eval.simple_evaluate(
+        found = evaluate(
             model=model,
             tasks=[task],
             task_manager=manager,

@@ -247,7 +247,7 @@ def test_a_group_stands_with_its_tasks(final: Path, tmp_path: Path, monkeypatch:
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
     manager = TaskManager(include_defaults=False, include_path=tmp_path)
-    loaded = manager.load(["both"])["groups"]["both"]
+    loaded: Any = manager.load(["both"]).get("groups", {})["both"]
     monkeypatch.setattr(harness, "load_tasks", lambda names, code: (manager, [loaded]))
     harness.main([str(final), "--tasks", "both", "--out", str(tmp_path / "out"), "--limit", "5", "--device", "cpu"])
     found = json.loads((tmp_path / "out" / "results.json").read_text())["benchmarks"]["phase3"]["tasks"]
