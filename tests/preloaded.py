@@ -17,14 +17,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-LIBRARIES = "torch transformers.modeling_utils datasets trl.trainer.sft_trainer trl.trainer.dpo_trainer peft gymnasium"
+DEEP = "torch torch._dynamo torch.distributed.tensor pandas pyarrow.parquet gymnasium"  # read no settings of the Hub's
+LIBRARIES = f"{DEEP} transformers.modeling_utils datasets trl.trainer.sft_trainer trl.trainer.dpo_trainer peft"
 
 
 @cache
-def server(root: str) -> subprocess.Popen[str]:
+def server(root: str, libraries: str) -> subprocess.Popen[str]:
     """The process that has the libraries; it ends with the pipe to it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__]
+    command = [sys.executable, __file__, *libraries.split()]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=root, env=environment, stdin=pipe, stdout=pipe, text=True)
 
@@ -32,12 +33,18 @@ def server(root: str) -> subprocess.Popen[str]:
 LOCK = threading.Lock()
 
 
-def run(command: tuple[str, ...], root: str, timeout: float) -> subprocess.CompletedProcess[str]:
-    """`python COMMAND` in the folder `root`. Raises subprocess.TimeoutExpired."""
+def run(
+    command: tuple[str, ...], root: str, env: dict[str, str] | None, timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """`python COMMAND` in the folder `root`. Raises subprocess.TimeoutExpired.
+
+    With `env`, what reads its settings from the environment when it is imported is imported anew.
+    """
     with LOCK, tempfile.TemporaryDirectory() as folder:
-        process = server(root)
+        process = server(root, LIBRARIES if env is None else DEEP)
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps({"command": command, "folder": folder, "timeout": timeout}) + "\n")
+        asked = {"command": command, "folder": folder, "timeout": timeout, "env": env or {}}
+        process.stdin.write(json.dumps(asked) + "\n")
         process.stdin.flush()
         code = json.loads(process.stdout.readline())
         said = [Path(folder, name).read_text() for name in ("stdout", "stderr")]
@@ -48,7 +55,7 @@ def run(command: tuple[str, ...], root: str, timeout: float) -> subprocess.Compl
 
 def serve() -> dict[str, Any]:
     """Forks a process for each request and tells its exit code; in that process, returns the request."""
-    for library in LIBRARIES.split():
+    for library in sys.argv[1:]:
         __import__(library)
     gc.freeze()  # or the children copy all of it, looking for garbage
     for line in sys.stdin:
@@ -93,4 +100,5 @@ def become(command: list[str], folder: str) -> None:
 
 if __name__ == "__main__":
     request = serve()
+    os.environ.update(request["env"])
     become(request["command"], request["folder"])

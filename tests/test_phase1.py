@@ -9,6 +9,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import textwrap
 from datetime import timedelta
 from pathlib import Path
@@ -696,7 +698,8 @@ def test_help_and_print_config_import_nothing_heavy(script: str) -> None:
         "finally: assert not {'torch', 'transformers', 'trl', 'datasets'} & set(sys.modules), 'heavy'\n"
     )
     for flag, words in (("--print-config", "name_or_path:"), ("--help", "--resume")):
-        done = python("-c", program, str(ROOT / script), flag, env={})
+        command = [sys.executable, "-c", program, str(ROOT / script), flag]  # one that has imported nothing yet
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert words in done.stdout
 

@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,14 +135,5 @@ def not_root() -> Iterator[None]:
 
 
 def python(*command: str, env: dict[str, str] | None = None, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """Run Python as a user would, one thread, in the repository's root; with `env`, its libraries are imported anew."""
-    if env is None:
-        return preloaded.run(command, str(ROOT), timeout)
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    """Run Python as a user would, one thread, in the repository's root."""
+    return preloaded.run(command, str(ROOT), env, timeout)
