@@ -40,13 +40,18 @@ from posttrain.inference.display import figures
 from posttrain.inference.generation import Generator
 from posttrain.serve import listen
 from posttrain.types import SamplingParams, UserError, derive_seed
-from posttrain.web_chat import playing, server
+from posttrain.web_chat import guard, playing, server
 
 playwright = pytest.importorskip("playwright.sync_api")
 in_browser = pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium is installed (on Debian: apt-get install chromium)"
 )
 expect = playwright.expect
+WHITE_SPACE = """(message) => {
+  const texts = document.createTreeWalker(message, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) if (texts.currentNode.data.includes("def"))
+    return getComputedStyle(texts.currentNode.parentElement).whiteSpace;
+}"""
 HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'> ![x](http://evil.invalid/x.png)"
 
 
@@ -373,6 +378,20 @@ def test_what_a_model_writes_is_never_html_and_errors_are_told(
     expect(said(page)).to_have_count(1)
 
 
+@in_browser
+def test_texts_are_shown_as_they_were_written(alone: str, visit: Callable[..., Any], model: Script) -> None:
+    code = "\n  def f(x):\n    if x:\n\treturn  1\n    return 0\n\n"
+    model.text = lambda: code
+    page = visit(alone)
+    send(page, code)
+    expect(said(page)).to_have_count(1)
+    at_rest(page)
+    for who in ("user", "bot"):
+        shown = said(page, who=who)
+        assert code in shown.text_content()
+        assert shown.evaluate(WHITE_SPACE) == "pre-wrap"
+
+
 # ------------------------------------------------------------------------------------------------------------- play
 
 
@@ -462,6 +481,60 @@ def test_a_closed_tab_frees_its_slot_and_its_place_in_the_queue(
     assert model.ended[0] < 500 and len(model.begun) == 2 and "third" in model.begun[1]
 
 
+# ---------------------------------------------------------------------------------------------- strangers on the web
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://127.0.0.1:1"}, 403),  # another server of this machine
+        ({"Host": "evil.example"}, 403),  # whose name leads to 127.0.0.1
+        ({"Host": "127.0.0.1.evil.example:7860", "Origin": "http://127.0.0.1.evil.example:7860"}, 403),
+        ({"Host": "[::1"}, 403),
+        ({"Host": "[::1]:7860", "Origin": "http://[::1]:7860"}, 200),
+        ({"Host": "localhost:7860", "Origin": "http://localhost:7860"}, 200),
+    ],
+)
+def test_another_website_is_refused(alone: str, headers: dict[str, str], status: int) -> None:
+    for path in ("config", "gradio_api/info"):
+        answer = httpx.get(f"{alone}/{path}", headers=headers)
+        assert answer.status_code == status and "access-control" not in str(answer.headers).lower()
+    asked = {**headers, "Access-Control-Request-Method": "POST"}
+    answer = httpx.options(f"{alone}/gradio_api/queue/join", headers=asked)
+    assert (answer.status_code == 403) is (status == 403) and "access-control" not in str(answer.headers).lower()
+
+
+def test_a_password_is_guessed_once_a_second_and_its_cookie_stays_here(
+    cfg: ChatRun, both: list[Scripted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a server with TLS the page has any name; its password keeps a website that took the name out."""
+    monkeypatch.setattr(guard, "WRONG", 0.1)
+    named = {"Host": "chat.example", "Origin": "https://chat.example"}
+    with in_thread(server.build_app({"model 1": both[0]}, cfg, "right")) as address:
+        assert httpx.get(f"{address}/config", headers=named).status_code == 401
+
+        def guess(password: str) -> httpx.Response:
+            typed = {"username": "me", "password": password}
+            return httpx.post(f"{address}/login", data=typed, headers=named, timeout=60)
+
+        began = time.monotonic()
+        with ThreadPoolExecutor(20) as pool:
+            statuses = [answer.status_code for answer in pool.map(guess, map(str, range(40)))]
+        read = statuses.count(400)
+        assert read >= guard.MOST_GUESSES and read + statuses.count(429) == 40
+        assert time.monotonic() - began > read * 0.1
+        answer = guess("right")
+        assert answer.status_code == 200
+        assert [re.findall("(?i)samesite=([a-z]+)", cookie) for cookie in answer.headers.get_list("set-cookie")] == [
+            ["lax"]
+        ] * 2
+        named["Origin"] = "https://evil.example"
+        assert guess("right").status_code == 403
+
+
 # ---------------------------------------------------------------------------------------------------------- the page
 
 
@@ -512,7 +585,7 @@ def test_the_script_opens_a_page_that_asks_for_a_password(
     running: list[uvicorn.Server] = []
     start = uvicorn.Server.run
     monkeypatch.setattr(uvicorn.Server, "run", lambda self, **more: (running.append(self), start(self, **more)))
-    monkeypatch.setattr(server, "WRONG", 0.2)
+    monkeypatch.setattr(guard, "WRONG", 0.2)
     monkeypatch.setenv(server.PASSWORD, "open sesame")
     source = ModelSection(name_or_path="nothing")
     places = [models.save(tmp_path / name, both[0].model, both[0].chat, {}, source=source) for name in ("a", "b")]

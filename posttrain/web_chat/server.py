@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import getpass
-import hmac
 import os
 import socket
 import sys
@@ -17,7 +15,6 @@ if TYPE_CHECKING:
     from posttrain.inference.generation import Generator
 
 PASSWORD = "CHAT_PASSWORD"  # an environment variable: what stands on a command line, every user of a machine can read
-WRONG = 1.0  # seconds that a wrong password takes
 ONE_AT_A_TIME: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1}  # first come, first served
 STYLE = """
 .dark { --color-accent: var(--primary-400) !important; }
@@ -29,6 +26,7 @@ STYLE = """
 .figures :is(th:first-child, td.words) { text-align: left; }
 .figures td { font-variant-numeric: tabular-nums; }
 .figures td.words:not(:first-child) { white-space: pre-wrap; overflow-wrap: anywhere; }
+.message-markdown-disabled, .message-markdown-disabled * { white-space: pre-wrap !important; tab-size: 4; }
 #state img { display: block; width: min(100%, 320px); border-radius: 6px; }
 #state pre { font-size: 16px; line-height: 1.4; overflow-x: auto; }
 """
@@ -60,12 +58,16 @@ def chosen_password() -> str:
     return found
 
 
-def build_app(generators: dict[str, Generator], cfg: ChatRun, password: str | None) -> Any:
-    """The page as an application of FastAPI. generators: one or two models by the names that the page shows."""
+def build_app(generators: dict[str, Generator], cfg: ChatRun, password: str | None, *, local: bool = True) -> Any:
+    """The page as an application of FastAPI. generators: one or two models by the names that the page shows.
+
+    local: it listens where this machine alone reaches it.
+    """
     require_gradio()
     import gradio
     from fastapi import FastAPI
 
+    from posttrain.web_chat.guard import OwnPagesOnly, Password
     from posttrain.web_chat.playing import PlayTab
     from posttrain.web_chat.talking import ChatTab
 
@@ -75,17 +77,11 @@ def build_app(generators: dict[str, Generator], cfg: ChatRun, password: str | No
         with gradio.Tab("Play"):
             PlayTab(generators, cfg).build()
 
-    async def allowed(_: str, typed: str) -> bool:
-        right = hmac.compare_digest(typed.encode(), (password or "").encode())
-        if not right:
-            await asyncio.sleep(WRONG)
-        return right
-
-    return gradio.mount_gradio_app(
+    app = gradio.mount_gradio_app(
         FastAPI(docs_url=None, redoc_url=None, openapi_url=None),
         page,
         "/",
-        auth=allowed if password is not None else None,
+        auth=Password(password).allows if password is not None else None,
         auth_message="Any user name will do.",
         footer_links=[],
         run_history=False,
@@ -97,6 +93,8 @@ def build_app(generators: dict[str, Generator], cfg: ChatRun, password: str | No
         theme=theme(),
         css=STYLE,
     )
+    app.add_middleware(OwnPagesOnly, local=local and password is None)
+    return app
 
 
 def theme() -> Any:
@@ -120,9 +118,11 @@ def serve(generators: dict[str, Generator], cfg: ChatRun, listening: socket.sock
     """Until Ctrl-C."""
     import uvicorn
 
-    app = build_app(generators, cfg, password)
+    from posttrain.web_chat.guard import is_loopback
+
+    host, port = listening.getsockname()[:2]
+    app = build_app(generators, cfg, password, local=is_loopback(host))
     # Each open page holds a connection: at the end they are not waited for, nor told of one by one.
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
-    host, port = listening.getsockname()[:2]
     print(f"Chat with {', '.join(generators)} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
     server.run(sockets=[listening])

@@ -64,8 +64,15 @@ class Talk:
             said.append({"role": "user", "content": self.pending})
             writing = list(self.answers.values())[number : number + 1]
             said += [{"role": "assistant", "content": answer.text} for answer in writing if answer.ids]
-        # gradio takes every text for HTML, whatever `render_markdown` says: a model's <img> would be loaded.
-        return [message | {"content": html.escape(message["content"], quote=False)} for message in said]
+        # gradio takes every text for HTML, whatever `render_markdown` says: a model's <img> would be loaded. Of a plain
+        # string it would also take the indentation away.
+        return [
+            {
+                "role": message["role"],
+                "content": [{"type": "text", "text": html.escape(message["content"], quote=False)}],
+            }
+            for message in said
+        ]
 
 
 class ChatTab:
