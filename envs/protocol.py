@@ -6,6 +6,7 @@ kept as it is: nothing here rewrites a response.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -155,7 +156,8 @@ class Episode:
     Example: episode = Episode(make("frozen_lake"), Protocol(), seed=7, split="test")
              turn = episode.step("<think>goal Down safe Down</think><answer>Down</answer>")
     `noise_seed` gives the samples of a group their own environment noise on a shared level.
-    An environment that raises is not caught here: the caller counts it as crashed, never as a reward of zero.
+    An environment that raises is not caught here, and a reward that is no finite number raises as well: the caller
+    counts it as crashed, never as a reward of zero.
     """
 
     def __init__(
@@ -190,6 +192,8 @@ class Episode:
         reward, observation, before = 0.0, None, len(self.actions)
         for action in parsed.actions[: self.protocol.max_actions - len(self.actions)]:
             observation, gain, over, cut, info = self.env.step(action)
+            if not math.isfinite(float(gain)):
+                raise ValueError(f"the reward is {gain}")
             self.terminated = bool(over)  # an environment may count in NumPy
             self.truncated = bool(cut) and not self.terminated
             self.actions.append(action)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from test_report import build_run
+from test_report import build_run, hostile_pages
 
 from envs import make
 from envs.protocol import Episode, Protocol, answer
@@ -448,6 +448,43 @@ def test_the_viewer_is_readable_on_any_screen(visit: Callable[..., Any], large: 
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     found = page.evaluate(CONTRAST)
     assert found["seen"] > 30 and found["poor"] == []
+
+
+def test_hostile_files_are_shown_and_nothing_in_them_runs(
+    visit: Callable[..., Any], browser: Any, run: Path, tmp_path: Path
+) -> None:
+    for file in hostile_pages(run, tmp_path / "hostile")[::2]:  # the report, and episodes with tokens
+        page = visit(file)
+        assert page.locator("hostile, [hostile], [onhostile]").count() == 0
+        if page.get_by_label("shade tokens by").count():
+            page.get_by_label("shade tokens by").first.select_option("advantage")
+            assert page.locator(".token").count() == 1 and page.locator("hostile").count() == 0
+    page = browser.new_page()  # should a place ever be forgotten: neither handlers nor scripts run
+    page.goto(file.as_uri())
+    page.wait_for_selector("body[data-ready]")
+    page.evaluate("""() => {
+      const handlers = `<img src="data:," onerror="window.hacked = 1"><b onclick="window.hacked = 1"></b>`;
+      document.body.insertAdjacentHTML("beforeend", handlers);
+      document.body.lastElementChild.click();
+      document.body.append(Object.assign(document.createElement("script"), { textContent: "window.hacked = 1" }));
+    }""")
+    page.wait_for_timeout(200)
+    assert page.evaluate("window.hacked") is None
+    page.close()
+
+
+def test_a_number_that_is_missing_is_said_to_be(visit: Callable[..., Any], tmp_path: Path) -> None:
+    row = {"env": "x", "success": True, "messages": [{"role": "assistant", "content": "ab"}], "turn_penalties": [0.0]}
+    token = {"text": ["ab"], "logprob": [float("-inf")], "entropy": [None], "advantage": [0.1], "loss": [1]}
+    rows = [row | {"turn_rewards": [float("nan")], "tokens": [token]}, row | {"turn_rewards": [0.5]}]
+    (tmp_path / "transcripts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    page = visit(transcripts_page.build(tmp_path / "transcripts.jsonl"))
+    assert page.locator(".meta").inner_text() == "reward not a finite number"
+    assert page.locator(".shown h3 small").inner_text() == "the reward is not a finite number"
+    page.get_by_label("shade tokens by").select_option("advantage")
+    assert "log-prob none, entropy none, advantage 0.100" in page.locator(".token").get_attribute("title")
+    page.locator(".row").nth(1).click()
+    assert page.locator(".meta").inner_text() == "reward +0.5"
 
 
 def test_what_a_model_wrote_is_never_html(visit: Callable[..., Any], run: Path) -> None:

@@ -223,6 +223,16 @@ def test_a_crashing_environment_raises_as_it_is(monkeypatch):
         episode.step(say("Down"))
 
 
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
+def test_a_reward_that_is_no_finite_number_is_the_environments_fault(monkeypatch, reward):
+    episode = Episode(make("frozen_lake"), Protocol(), 0)
+    step = episode.env.step
+    monkeypatch.setattr(episode.env, "step", lambda action: (step(action)[0], reward, *step(action)[2:]))
+    with pytest.raises(ValueError, match=f"the reward is {reward}"):
+        episode.step("<think>a</think><answer>Up</answer>")
+    assert episode.turns == 0 and episode.past == []
+
+
 def test_a_environments_own_verdicts_count(monkeypatch):
     episode = lake()
     info = {"success": False, "action_is_valid": False, "action_is_effective": False, "failure": ""}

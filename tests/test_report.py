@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import hashlib
 import itertools
 import json
 import random
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from html.parser import HTMLParser
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -224,6 +226,139 @@ def test_page_is_well_formed(html: str) -> None:
 def test_hostile_text_stays_text(run: Path, html: str) -> None:
     assert "<script>alert(1)" in (run / "transcripts.jsonl").read_text()
     assert "&lt;script&gt;alert(1)" in html
+
+
+MARK = "'\"><hostile hostile=1 onhostile=1>"
+KEPT = {"", "math", "recall", "repetition", "preferences", "envs", "accuracy", "success", "failed", "equal_length"}
+KEPT |= {"seq_rep_4", "seq_rep_4_first", "assistant", "test", "phase1", "phase2", "phase3", "base"}
+
+
+def spoiled(value: Any, renamed: set[str], key: str = "") -> Any:
+    """Every string with MARK behind it, every name used as a key as well; what the code asks for by name is kept."""
+    if isinstance(value, str):
+        return value if (value in KEPT and value not in renamed) or key == "actions" else value + MARK
+    if isinstance(value, list):
+        return [spoiled(each, renamed, key) for each in value]
+    if isinstance(value, dict):
+        return {k + MARK if k in renamed else k: spoiled(each, renamed, k) for k, each in value.items()}
+    return value
+
+
+def hostile_run(run: Path, folder: Path) -> tuple[Path, str]:
+    """A copy of a run in which every name, answer and word is hostile, and the name of its first checkpoint."""
+    results = json.loads((run / "results.json").read_text())
+    renamed = {*NAMES, "greedy", "t05", "embedded", "frozen_lake", "sokoban", *results["versions"]}
+    for entry in results["checkpoints"].values():
+        renamed |= set(entry["math"]["embedded"]["parts"])
+        for found in entry["envs"].values():
+            renamed |= set(found["failures"])
+    for players in results["baselines"].values():
+        renamed |= set(players)
+    task = {"version": "1", "n": "4", "of": "4", "fewshot": "2", "chat_template": True, "dtype": "x", "harness": "y"}
+    task |= {"metrics": [{"metric": "m", "filter": "f", "value": 0.5, "stderr": None}]}
+    results |= {"benchmarks": {"base": {"tasks": {"t" + MARK: task}}}, "failed": {"base": "no"}}
+    changed = spoiled(results, renamed)
+    for entry in changed["config"]["suites"]["envs"]["envs"]:  # the environments are there under their own names
+        entry |= {"name": entry["name"].removesuffix(MARK), "label": entry["name"]}
+    changed["config"]["suites"]["envs"]["protocol"] = results["config"]["suites"]["envs"]["protocol"]
+    for entry in changed["checkpoints"].values():  # counts as words
+        for found in (*entry["math"].values(), *entry["math"]["embedded" + MARK]["parts"].values(), entry["recall"]):
+            found["n"] = f"{found['n']}{MARK}"
+        for found in entry["envs"].values():
+            found["levels"] = f"{found['levels']}{MARK}"
+    given = map(json.loads, (run / "transcripts.jsonl").read_text().splitlines())
+    rows = [spoiled(row, renamed) for row in given if row["index"] < 3]
+    folder.mkdir()
+    (folder / "results.json").write_text(json.dumps(changed))
+    (folder / "transcripts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in NAMES[1:]:
+        place = folder / (name + MARK)
+        (place / "rows").mkdir(parents=True)
+        keys = [{k.replace("frozen_lake", "frozen_lake" + MARK): v for k, v in row.items()} for row in curves(name)]
+        (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in keys))
+        alarm = {"step": 10, "name": MARK, "severity": MARK, "message": MARK, "remedy": MARK}
+        (place / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
+        source = {"path": MARK, "kind": MARK, "licence": MARK, "read": 3, "train": 2, "dropped": {MARK: 1}}
+        (place / "rows" / "table.json").write_text(json.dumps([source]))
+        token = {"text": [MARK], "logprob": [MARK], "entropy": [None], "advantage": [0.5], "loss": [1]}
+        row = {"step": 1, "env": MARK, "success": False, "failure": MARK, "crashed": "", "invalid_turns": MARK}
+        row |= {"turn_rewards": [0.5], "turn_penalties": [0.0], "group": MARK, "tokens": [token]}
+        row |= {"messages": [{"role": MARK, "content": MARK}, {"role": "assistant", "content": MARK}]}
+        (place / "transcripts.jsonl").write_text(json.dumps(row) + "\n")
+    return folder, "base" + MARK
+
+
+def hostile_pages(run: Path, folder: Path) -> list[Path]:
+    place, first = hostile_run(run, folder)
+    found = [report.build(place), transcripts_page.build(place / "transcripts.jsonl")]
+    found.append(transcripts_page.build(place / f"phase3{MARK}" / "transcripts.jsonl"))
+    return [*found, comparison.build([f"{place}:{first}", str(place)])]
+
+
+class Names(HTMLParser):
+    """Every element and attribute of a page."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags, self.attributes = set[str](), set[str]()
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+
+def test_nothing_in_the_files_of_a_run_becomes_an_element_or_attribute(run: Path, tmp_path: Path) -> None:
+    pages = hostile_pages(run, tmp_path / "<hostile>")
+    for page, least in zip(pages, (150, 1, 1, 30), strict=True):
+        html = page.read_text()
+        found = Names(html)
+        assert not [name for name in found.tags | found.attributes if "hostile" in name or name.startswith("on")]
+        assert html.count("&lt;hostile") >= least, page
+        assert "<hostile" not in html
+
+
+def test_a_page_runs_its_own_script_alone(html: str, tmp_path: Path) -> None:
+    (tmp_path / "transcripts.jsonl").write_text('{"text": "x"}\n')
+    for page in (html, transcripts_page.build(tmp_path / "transcripts.jsonl").read_text()):
+        (allowed,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]+)"', page)
+        rules = dict(rule.strip().split(" ", 1) for rule in allowed.split(";"))
+        (code,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+        assert rules["script-src"] == f"'sha256-{digest}'" and rules["default-src"] == "'none'"
+        assert rules["base-uri"] == rules["form-action"] == "'none'"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 10**400, "x", None], ids=lambda bad: repr(bad)[:5])
+def test_a_number_that_is_none_leaves_the_page_whole(run: Path, tmp_path: Path, bad: Any) -> None:
+    token = {"text": ["a", "b"], "logprob": [bad, -1], "entropy": [bad, 0.1], "advantage": [bad, 1], "loss": [1, 1]}
+    row = {"step": 1, "env": "x", "success": True, "invalid_turns": bad, "tokens": [token], "turn_penalties": [0.0]}
+    row |= {"messages": [{"role": "assistant", "content": "ab"}], "turn_rewards": [bad], "return": 0.5}
+    row |= {"anything": bad, "group": bad}
+    file = tmp_path / "transcripts.jsonl"
+    lines = [row, row | {"return": bad} if isinstance(bad, float) else row]
+    file.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    (code,) = re.findall(r'id="data">([^<]+)</script>', transcripts_page.build(file).read_text())
+
+    def refused(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    first, second = json.loads(gzip.decompress(base64.b64decode(code)), parse_constant=refused)["rows"]
+    assert first["rewards"] == [None] and first["reward"] == 0.5 and first["invalid"] is None
+    assert [first["tokens"][0][name][0] for name in ("logprob", "entropy", "advantage")] == [None] * 3
+    if isinstance(bad, float):
+        assert second["reward"] is None and "the reward is not a finite number" in second["facts"]
+    else:
+        assert "not a finite" not in second["facts"]
+
+
+def test_a_run_that_was_copied_shows_its_own_training(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    results = json.loads((copy / "results.json").read_text())
+    assert training_log.phase_folders(results, copy) == {"base": None} | {name: copy / name for name in NAMES[1:]}
+    shutil.rmtree(copy / "phase1")
+    assert training_log.phase_folders(results, copy)["phase1"] == run / "phase1", "else where the results say"
 
 
 def test_page_shows_the_measured_figures(results: dict[str, Any], html: str) -> None:

@@ -139,7 +139,7 @@ def math_parts(results: Results) -> str:
             for part, found in (*entry["math"][source]["parts"].items(), ("together", entry["math"][source])):
                 figure, label = figure_of(found, "accuracy"), text(part.replace("_", " "))
                 body += f'<td data-label="{label}"><b>{percent(figure.value)}</b>'
-                body += f"<small>{span(figure)}, n {found['n']}</small></td>"
+                body += f"<small>{span(figure)}, n {text(found['n'])}</small></td>"
             body += "</tr>"
         blocks += f"<h3>{text(math_title(source))}, by kind of problem</h3>"
         blocks += table(head + "<th>together</th>", body, "parts cards")
@@ -216,8 +216,8 @@ def environments(results: Results) -> str:
             rows += env_row(chip(results, name), figure_of(found, "success"), colour(results, name), note)
         found = next(iter(results["checkpoints"].values()))["envs"][env]
         blocks += (
-            f'<div class="half"><h3>{text(readable(env))}</h3><p class="quiet">{found["episodes"]} episodes on '
-            f"{found['levels']} test levels, {text(setting_of(found['setting']))}</p>"
+            f'<div class="half"><h3>{text(readable(env))}</h3><p class="quiet">{text(found["episodes"])} episodes on '
+            f"{text(found['levels'])} test levels, {text(setting_of(found['setting']))}</p>"
             f'<table class="envs">{rows}</table></div>'
         )
     return blocks and f'<div class="halves">{blocks}</div>'
@@ -238,7 +238,7 @@ def settings(results: Results) -> str:
     rows = "".join(
         f"<tr><th>{chip(results, name)} {text(figure)}</th><td>{text(setting or 'none')}</td>"
         f'<td class="num"><b>{percent(value.value)}</b></td><td class="num">{span(value)}</td>'
-        f'<td class="num">n {n}</td></tr>'
+        f'<td class="num">n {text(n)}</td></tr>'
         for name, figure, setting, value, n in every_setting(results)
     )
     head = "<th></th><th>setting</th><th>figure</th><th>95 %</th><th>n</th>"

@@ -130,7 +130,7 @@ function turnsOf(row, jump) {
         { className: "meta" },
         row.moments.length > 1 ? link : null,
         actions ? make("b", { textContent: actions.join(", ") || "no valid action" }) : null,
-        earned === undefined ? null : make("span", { textContent: `reward ${signed(earned)}` }),
+        earned === undefined ? null : make("span", { textContent: `reward ${earned === null ? "not a finite number" : signed(earned)}` }),
         penalty ? make("span", { className: "bad", textContent: `penalty ${signed(penalty)}` }) : null,
       ),
     );

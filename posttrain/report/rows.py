@@ -13,6 +13,7 @@ import base64
 import gzip
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ FACTS = (  # what else is told of a row, and in which words
     ("seq_rep_4", "repeated 4-grams: {:.1%}"),
     ("margin", "chosen answer likelier by {:.1f} nats"),
 )
-TOKEN_COLUMNS = ("text", "logprob", "entropy", "advantage", "loss")
+TOKEN_FIGURES = ("logprob", "entropy", "advantage", "loss")
 
 
 class Pictures:
@@ -71,17 +72,19 @@ def entry(row: Record) -> Record:
         "env": str(row.get("env") or ", ".join(filter(None, (row.get("suite"), row.get("part")))) or "episode"),
         "won": won,
         "end": _end(row, won),
-        "reward": reward,
+        "reward": _number(reward),
         "turns": turns,
         "length": length if isinstance(length, int) else None,
-        "invalid": row.get("invalid_turns"),
+        "invalid": _number(row.get("invalid_turns")),
         "facts": " · ".join(words.format(row[key]) for key, words in FACTS if row.get(key) not in (None, "")),
         "messages": messages,
-        "rewards": rewards,
-        "penalties": penalties,
+        "rewards": _numbers(rewards),
+        "penalties": _numbers(penalties),
         "tokens": tokens,
         "moments": [[turn, 0] for turn in range(turns)] if turns > 1 else [],
     }
+    if reward is not None and found["reward"] is None:
+        found["facts"] = " · ".join(filter(None, (found["facts"], "the reward is not a finite number")))
     found["at"] = " ".join(filter(None, (found["from"], found["at"]))) or found["env"]
     return found
 
@@ -120,11 +123,11 @@ def _messages(row: Record) -> list[Record]:
     return messages
 
 
-def _tokens(row: Record, turns: int) -> list[dict[str, list[Any]]] | None:
+def _tokens(row: Record, turns: int) -> list[Record] | None:
     found = row.get("tokens")
     if not isinstance(found, list) or len(found) != turns:
         return None
-    return [{name: list(turn[name]) for name in TOKEN_COLUMNS} for turn in found]
+    return [{"text": list(map(str, turn["text"]))} | {k: _numbers(turn[k]) for k in TOKEN_FIGURES} for turn in found]
 
 
 def _end(row: Record, won: bool | None) -> str:
@@ -137,8 +140,29 @@ def _end(row: Record, won: bool | None) -> str:
     return "right" if won else "wrong"
 
 
+def _number(value: Any) -> float | None:
+    """None for what is no finite number: a browser could neither read nor draw it."""
+    return value if isinstance(value, int | float) and abs(value) <= sys.float_info.max else None
+
+
+def _numbers(values: Any) -> list[float | None] | None:
+    return list(map(_number, values)) if isinstance(values, list) else None
+
+
+def _finite(data: Any) -> Any:
+    """The data with null for each number that is not finite, as token_figures.py writes them."""
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return _number(data) if isinstance(data, float) else data
+
+
 def packed(name: str, data: Any) -> str:
     """Data for `unpack` of player.js, gzipped: thousands of episodes are a small page, and no text ends the script."""
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+    try:
+        text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    except ValueError:  # NaN or infinity, which a browser's JSON does not know
+        text = json.dumps(_finite(data), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     code = base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), mtime=0)).decode()
     return f'<script type="text/plain" id="{name}">{code}</script>'

@@ -30,7 +30,7 @@ def answers(results: Results, transcripts: Sequence[Record]) -> str:
             if row["suite"] == suite and entry and row["setting"] == entry["setting"] and row["index"] < SAMPLES:
                 asked.setdefault((row["part"], row["index"]), []).append(row)
         for (part, _), rows in asked.items():
-            said = "".join(f'<p class="said {m["role"]}">{text(m["content"])}</p>' for m in rows[0]["messages"])
+            said = "".join(map(message, rows[0]["messages"]))
             if "answer" in rows[0]:
                 said += f'<p class="quiet">expected: {text(rows[0]["answer"])}</p>'
             about = f"{title}, {part.replace('_', ' ')}" if part else title
@@ -41,6 +41,12 @@ def answers(results: Results, transcripts: Sequence[Record]) -> str:
         "generation is in transcripts.jsonl."
     )
     return blocks and f'<p>{note}</p><div class="samples">{blocks}</div>'
+
+
+def message(said: Record) -> str:
+    """One message of a prompt; the user's stand to the right."""
+    kind = "said user" if said["role"] == "user" else "said"
+    return f'<p class="{kind}">{text(said["content"])}</p>'
 
 
 def answer(results: Results, row: Record) -> str:

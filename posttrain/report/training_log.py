@@ -46,7 +46,7 @@ def phase_folders(results: Results, folder: Path) -> dict[str, Path | None]:
     for name, path in results["config"]["checkpoints"].items():
         if not isinstance(path, str):  # an endpoint
             continue
-        places = [Path(path).parent, folder / name]
+        places = [folder / name, Path(path).parent]  # a run that was copied or renamed shows its own training
         found[name] = next((place for place in places if (place / "metrics.jsonl").is_file()), None)
     return found
 
