@@ -16,7 +16,7 @@ import json
 import platform
 import struct
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -394,11 +394,12 @@ def read_wandb_log(file: Path) -> list[tuple[int, str]]:
 
 
 @contextmanager
-def no_task_code() -> Iterator[None]:
-    """Refuse, with a UserError, the code that a benchmark task brings along; tasks of the package itself may have some.
+def no_task_code(own: bool, run_answers: Iterable[str]) -> Iterator[None]:
+    """Refuse, with a UserError, the code that a benchmark task brings along.
 
-    A task's YAML names Python functions (`!function`), its templates may reach into Python, and a metric that the
-    harness does not know is a script of the Hub. Until the harness has a switch: `unsafe_code` covers none of these.
+    Tasks of the package may have some, but for the folders `run_answers`; a file of the user (`own`) may not even
+    include one that has. YAML names Python functions (`!function`), templates may reach into Python, and an unknown
+    metric is a script of the Hub. Until the harness has a switch: `unsafe_code` covers none of these.
     """
     loading: Any = importlib.import_module("lm_eval.tasks._yaml_loader")
     templates: Any = importlib.import_module("lm_eval.utils")
@@ -411,6 +412,11 @@ def no_task_code() -> Iterator[None]:
     def function(qual: str, base_dir: Path) -> Any:
         if not Path(base_dir).resolve().is_relative_to(package):
             raise UserError(f"{base_dir} names the Python function {qual}")
+        if own:
+            raise UserError(f"it includes a file of the harness that names the Python function {qual}")
+        places = [folder / qual.replace(".", "/") for folder in (Path(base_dir).resolve(), package.parents[1])]
+        if any(place.is_relative_to(package / folder) for place in places for folder in run_answers):
+            raise UserError(f"its function {qual} runs what the model writes, on this machine and without a sandbox")
         return found(qual, base_dir)
 
     def metric(path: str, *_: Any, **__: Any) -> Any:

@@ -27,6 +27,9 @@ from posttrain.types import Record, UserError, one_line
 
 RESULTS = "results.json"
 SAMPLES = "benchmarks"  # the folder of what was asked and answered
+# Folders of lm_eval/tasks whose Python runs what a model writes, as a program or an expression, or programs of others.
+# Few of them say so (`unsafe_code`); a test looks for more.
+RUN_ANSWERS = "cruxeval humaneval humaneval_infilling longproc mbpp noreval/ask_gec score unitxt".split()
 KEPT = ("doc_id", "target", "arguments", "resps", "filtered_resps", "filter")  # of a sample, beside its metrics
 
 
@@ -42,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--fewshot", type=int, metavar="N", help="examples before each question (default: the task's)")
     parser.add_argument("--limit", type=int, metavar="N", help="the first N items of each task alone: for trying out")
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="rows at a time (default: %(default)s)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     parser.add_argument(
         "--run-task-code", action="store_true", help="run Python that a task brings along, or that a model writes"
@@ -62,6 +65,7 @@ def main(argv: list[str] | None = None) -> None:
     model = wrap(section, given)
     for task in tasks:  # what is measured stays, whatever becomes of the others
         found = measure(model, manager, task, given)
+        found["origins"] = origins(task)
         entries = {name: entry(name, found, given) for name in (*found.get("groups", {}), *found["configs"])}
         checkpoint = keep(out / RESULTS, given.model, digest(given.model), entries)
         for name, rows in found["samples"].items():
@@ -99,14 +103,17 @@ def check(given: argparse.Namespace) -> Path:
 
 
 @contextlib.contextmanager
-def in_words(what: str, code: bool) -> Iterator[None]:
-    """A task is a program of somebody else's and may raise anything; its own code stays out unless `code` is set."""
+def in_words(what: str, code: bool, own: bool = False) -> Iterator[None]:
+    """A task is a program of somebody else's and may raise anything; its own code stays out unless `code` is set.
+
+    A file of the user (`own`) may use no code of the harness either.
+    """
     from posttrain import compat
 
     with contextlib.ExitStack() as stack:
         try:
             if not code:
-                stack.enter_context(compat.no_task_code())
+                stack.enter_context(compat.no_task_code(own, RUN_ANSWERS))
             yield
         except UserError as refused:
             raise UserError(f"{what}: {refused}. Read it, then allow it with --run-task-code.") from refused
@@ -129,7 +136,7 @@ def load_tasks(names: Sequence[str], *, code: bool) -> tuple[Any, list[Any]]:
             )
         if name in files and not Path(name).is_file():
             raise UserError(f"There is no file {name}.")
-        with in_words(f"The task {name} cannot be loaded", code):
+        with in_words(f"The task {name} cannot be loaded", code, name in files):
             tasks: dict[str, Any] = dict(manager.load([name]))
         for task in tasks["tasks"].values():
             refuse(task, code)
@@ -221,7 +228,7 @@ def entry(name: str, found: dict[str, Any], given: argparse.Namespace) -> Record
         "of": sum(found["n-samples"][task]["original"] for task in tasks),
         "fewshot": found["n-shot"].get(name),
         "metrics": metrics,
-        "data_set": data_set(configs),
+        "data_set": data_set(configs, [found["origins"][task] for task in tasks]),
         "output_type": kind,
         "generation": configs[0].get("generation_kwargs") if kind == "generate_until" else None,
         "chat_template": given.chat_template,
@@ -243,12 +250,35 @@ def leaves(name: str, found: dict[str, Any]) -> list[str]:
     return [task for child in found["group_subtasks"][name] for task in leaves(child, found)]
 
 
-def data_set(configs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def origins(task: Any) -> dict[str, Record]:
+    """For each task of a group, or the task: whether its items are the Hub's, and how many its split has.
+
+    They are the Hub's where the name is one of the Hub, no file or folder here has it, and the task names no files. A
+    task may ask fewer items than its split has.
+    """
+    from posttrain.model_files import HUB_NAME
+
+    found: dict[str, Record] = {}
+    for leaf in task.get_all_tasks() if hasattr(task, "get_all_tasks") else [task]:
+        config, rows = getattr(leaf, "config", None), getattr(leaf, "dataset", None)
+        path = getattr(config, "dataset_path", None) or ""
+        own = getattr(config, "custom_dataset", None) or "data_files" in (getattr(config, "dataset_kwargs", None) or {})
+        split = getattr(config, "test_split", None) or getattr(config, "validation_split", None)
+        found[leaf.task_name] = {
+            "hub": bool(HUB_NAME.fullmatch(path)) and not own and not Path(path).exists(),
+            "rows": len(rows[split]) if rows is not None and split in rows else None,
+        }
+    return found
+
+
+def data_set(configs: Sequence[dict[str, Any]], origin: Sequence[Record]) -> dict[str, Any]:
     """Which items are asked: a data set of the Hub, or a format of local files (json); None where tasks differ."""
     splits = [config.get("test_split") or config.get("validation_split") for config in configs]
     every = {"path": [config.get("dataset_path") for config in configs], "split": splits}
     every["name"] = [config.get("dataset_name") for config in configs]
-    return {key: values[0] if len(set(values)) == 1 else None for key, values in every.items()}
+    told: dict[str, Any] = {key: values[0] if len(set(values)) == 1 else None for key, values in every.items()}
+    rows = [one["rows"] for one in origin]
+    return told | {"hub": all(one["hub"] for one in origin), "rows": None if None in rows else sum(rows)}
 
 
 def finite(value: Any) -> float | None:
@@ -259,18 +289,20 @@ def finite(value: Any) -> float | None:
 def keep(file: Path, model: str, digest: str, entries: dict[str, Record]) -> str:
     """Put a model's tasks into `benchmarks` of results.json, and return the name it has there.
 
-    That is its name in the evaluation, where it is one of its checkpoints. Earlier tasks of the same weights stay.
+    Earlier tasks of the same weights stay, and so does everything of other weights.
     """
     from posttrain import checkpoint, files, report
 
     remedy = "Write to another folder (--out), or measure again (python evaluate_model.py --overwrite)."
     results = files.read_json(file, remedy) if file.is_file() else {}
-    measured = [name for name, known in results.get("digests", {}).items() if known == digest]
-    folder = Path(model)
-    name = measured[0] if measured else folder.parent.name if folder.name == "final" else folder.name
     benchmarks = results.setdefault("benchmarks", {})
-    former = benchmarks.get(name, {})
-    tasks = former["tasks"] if former.get("digest") == digest else {}
+    name = name_of(model, digest, results.get("digests", {}), benchmarks)
+    tasks: dict[str, Record] = {}
+    for known in [known for known, former in benchmarks.items() if former["digest"] == digest]:
+        tasks |= benchmarks.pop(known)["tasks"]
+    if name in benchmarks:  # of weights that had this name before the evaluation gave it to these
+        former = benchmarks.pop(name)
+        benchmarks[f"{name} ({former['digest'][:8]})"] = former
     benchmarks[name] = {"digest": digest, "tasks": tasks | entries}
     file.parent.mkdir(parents=True, exist_ok=True)
     with checkpoint.full_disk_in_words(file.parent):
@@ -278,6 +310,19 @@ def keep(file: Path, model: str, digest: str, entries: dict[str, Record]) -> str
             replace(file.with_name("results.md"), report.markdown(results))
         replace(file, json.dumps(results, indent=1, allow_nan=False))
     return name
+
+
+def name_of(model: str, digest: str, evaluated: dict[str, str], benchmarks: dict[str, Record]) -> str:
+    """What these weights are called: as in the evaluation, as before, or by a name that no other weights have."""
+    taken = {name: former["digest"] for name, former in benchmarks.items()}
+    for known in (evaluated, taken):
+        for name, weights in known.items():
+            if weights == digest:
+                return name
+    folder = Path(model)
+    short = folder.parent.name if folder.name == "final" else folder.name
+    names = (short, model, f"{model} ({digest[:8]})")
+    return next(name for name in names if name and name not in taken | evaluated)
 
 
 def replace(file: Path, text: str) -> None:

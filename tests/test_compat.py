@@ -596,7 +596,7 @@ def test_no_task_code(tmp_path: Path) -> None:
     assert not isinstance(utils.env, SandboxedEnvironment), "its templates have a sandbox by now"
     assert "env.from_string" in source(utils.apply_template) and "_import_func_in_yml" in source(loading)
     assert "trust" not in inspect.signature(evaluator.simple_evaluate).parameters
-    with pytest.raises(KeyError), compat.no_task_code():
+    with pytest.raises(KeyError), compat.no_task_code(False, []):
         assert isinstance(utils.env, SandboxedEnvironment) and set(utils.env.filters) >= set(before[1].filters)
         with pytest.raises(UserError, match="names the Python function"):
             loading._import_func_in_yml("os.getcwd", tmp_path)

@@ -9,9 +9,11 @@ import copy
 import importlib.util
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from statistics import fmean, stdev
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ import yaml
 from test_evaluate import tiny_model
 
 import evaluate_model
-from posttrain import harness, models
+from posttrain import compat, harness, models
 from posttrain.chat import Chat
 from posttrain.config import ModelSection
 from posttrain.evaluation.store import digest
@@ -156,6 +158,31 @@ def test_both_kinds_of_task_have_the_figures_of_a_slow_reference(
         assert (entry["version"], entry["n"], entry["of"], entry["fewshot"]) == (2.5, 9, 9, 0)
         assert entry["harness"].startswith("0.4.") and entry["chat_template"] is chat_template
         assert entry["dtype"] == "float32"
+        assert entry["data_set"] == {"path": "json", "name": None, "split": "test", "hub": False, "rows": 9}
+
+
+def test_an_entry_says_whether_its_items_are_the_hubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder here may have a name of the form OWNER/NAME, a split may be a slice, and a task may drop items."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "mine").mkdir(parents=True)
+    rows = {"test": [1, 2, 3], "test[:2]": [1, 2]}
+    for path, split, files, wanted in (
+        ("openai/gsm8k", "test", None, (True, 3)),
+        ("openai/gsm8k", "test[:2]", None, (True, 2)),
+        ("openai/gsm8k", "test", {"data_files": {"test": "mine.jsonl"}}, (False, 3)),
+        ("data/mine", "test", None, (False, 3)),
+        ("json", "test", None, (False, 3)),
+    ):
+        about = {"dataset_path": path, "test_split": split, "validation_split": None, "dataset_kwargs": files}
+        about |= {"custom_dataset": None}
+        leaf = SimpleNamespace(task_name="t", config=SimpleNamespace(**about), dataset=rows)
+        group = SimpleNamespace(get_all_tasks=lambda leaf=leaf: [leaf])
+        assert harness.origins(leaf) == harness.origins(group) == {"t": {"hub": wanted[0], "rows": wanted[1]}}
+        assert harness.data_set([about, about], [*harness.origins(leaf).values()] * 2) == {
+            **{"path": path, "split": split, "name": None, "hub": wanted[0], "rows": 2 * wanted[1]}
+        }
+    bare = SimpleNamespace(task_name="t", config=None)  # a class of its own
+    assert harness.origins(bare) == {"t": {"hub": False, "rows": None}}
 
 
 def test_figures_stand_beside_those_of_the_evaluation(final: Path, tmp_path: Path) -> None:
@@ -166,12 +193,23 @@ def test_figures_stand_beside_those_of_the_evaluation(final: Path, tmp_path: Pat
     written = json.loads(file.read_text())
     assert written["config"] == {"seed": 3} and set(written["benchmarks"]["mine"]["tasks"]) == {"a", "b"}
     assert harness.keep(file, str(final), "other weights", {"c": {"n": 3}}) == "phase3"
-    assert harness.keep(file, str(final), "newer weights", {"d": {"n": 4}}) == "phase3"
+    assert harness.keep(file, "elsewhere/phase3/final", "newer weights", {"d": {"n": 4}}) == "elsewhere/phase3/final"
+    assert harness.keep(file, str(final), "other weights", {"e": {"n": 5}}) == "phase3"
+    assert harness.keep(file, "a/mine", "weights of a folder called mine", {}) == "a/mine"  # as the evaluation's "mine"
+    again = harness.keep(file, "elsewhere/phase3/final", "trained anew there", {"d": {"n": 6}})
+    assert again == "elsewhere/phase3/final (trained )"
     written = json.loads(file.read_text())["benchmarks"]
-    assert set(written["phase3"]["tasks"]) == {"d"} and set(written["mine"]["tasks"]) == {"a", "b"}
-
+    assert {name: set(found["tasks"]) for name, found in written.items()} == {
+        **{"mine": {"a", "b"}, "phase3": {"c", "e"}, "elsewhere/phase3/final": {"d"}, "a/mine": set(), again: {"d"}}
+    }
     same = evaluate_model.benchmarks(file, {"mine": digest(str(final)), "phase3": "trained anew"})
-    assert set(same) == {"mine"}  # a new evaluation keeps what still holds
+    assert set(same) == {*written} - {"phase3"}  # a new evaluation keeps what still holds
+
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"digests": {"phase3": "newer weights"}}))
+    assert harness.keep(file, str(final), "newer weights", {"f": {"n": 7}}) == "phase3"
+    written = json.loads(file.read_text())["benchmarks"]
+    assert set(written["phase3"]["tasks"]) == {"d", "f"} and "elsewhere/phase3/final" not in written
+    assert set(written["phase3 (other we)"]["tasks"]) == {"c", "e"}
     file.write_text("[")
     assert evaluate_model.benchmarks(file, {}) == evaluate_model.benchmarks(tmp_path / "none.json", {}) == {}
 
@@ -210,6 +248,51 @@ def test_no_code_of_a_task_runs_unasked(
         assert (tmp_path / "out" / "results.json").exists()
 
 
+@needs_harness
+def test_no_file_of_a_user_reaches_code_of_the_harness_and_no_task_of_its_own_runs_answers(tmp_path: Path) -> None:
+    """A file may set what the functions of a task of the harness work on; one of them evaluates text."""
+    from lm_eval import tasks  # pyright: ignore[reportMissingImports]
+    from lm_eval.tasks import _yaml_loader  # pyright: ignore[reportMissingImports]
+
+    folder = Path(tasks.__file__).parent
+    for included in ("longproc/countdown_0.5k.yaml", "humaneval/humaneval.yaml", "ifeval/ifeval.yaml"):
+        fallback = "<Solution>\n__import__('os')=0\n</Solution>"
+        steps = [{"function": "regex", "regex_pattern": "Z", "fallback": fallback}, {"function": "take_first"}]
+        changes = {"unsafe_code": False, "include": str(folder / included)}
+        changes["filter_list"] = [{"name": "none", "filter": steps}]
+        file = task(tmp_path, [{"question": "a", "answer": "b"}], "generate_until", **changes)
+        with pytest.raises(UserError, match=r"it includes a file of the harness that names .* --run-task-code"):
+            harness.load_tasks([str(file)], code=False)
+    inner = task(tmp_path, [{"question": "a", "answer": "b"}], "generate_until")
+    outer = tmp_path / "outer.yaml"
+    outer.write_text(f"include: {inner.name}\ntask: outer\n")  # one that holds data alone is welcome
+    assert harness.load_tasks([str(outer)], code=False)[1][0].task_name == "outer"
+
+    for name in ("longproc/countdown_0.5k", "cruxeval/cruxeval_input", "score/math/math_non_greedy"):
+        found = sorted(folder.glob(f"{name}*.yaml")) or sorted((folder / name).parent.glob("*.yaml"))
+        refused = pytest.raises(UserError, match="runs what the model writes")
+        with compat.no_task_code(False, harness.RUN_ANSWERS), refused:
+            for file in found:
+                _yaml_loader.load_yaml(file)
+
+
+@needs_harness
+def test_the_list_of_tasks_that_run_answers_is_whole() -> None:
+    from lm_eval import tasks  # pyright: ignore[reportMissingImports]
+
+    folder, runs = Path(tasks.__file__).parent, set()
+    listed = "|".join(harness.RUN_ANSWERS).replace("/", ".")
+    called = re.compile(
+        r"(?<![\w.])(?:eval|exec|compile|parse_expr|sympify|__import__)\(|[\"']code_eval[\"']|subprocess\.|os\.system"
+        rf"|parse_expr,|Popen\(|find_spec\(|pickle\.|lm_eval\.tasks\.(?:{listed})\b"
+    )
+    for file in folder.rglob("*/*.py"):
+        if called.search(file.read_text(encoding="utf-8")):
+            runs.add(file.relative_to(folder).as_posix())
+    assert len(runs) > 5
+    assert {name for name in runs if not name.startswith(tuple(f"{known}/" for known in harness.RUN_ANSWERS))} == set()
+
+
 def test_mistakes_are_told_in_a_paragraph(final: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*argv: str) -> str:
         with pytest.raises(UserError) as caught:
@@ -223,6 +306,9 @@ def test_mistakes_are_told_in_a_paragraph(final: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: True)
     assert "There is no folder" in refused(str(tmp_path / "nothing"), "--tasks", "gsm8k")
     assert "Where to?" in refused(str(final), "--tasks", "gsm8k")
+    with pytest.raises(SystemExit):
+        harness.main([str(final), "--tasks", "gsm8k", "--device", "abacus"])
+    assert "Where to?" in refused(str(final), "--tasks", "gsm8k", "--device", "mps")
     assert "--limit 0 is too small" in refused(str(final), "--tasks", "gsm8k", "--limit", "0")
     assert "write --chat-template" in refused(str(final), "--tasks", "gsm8k", "--system", "Be brief.")
     (tmp_path / "run").mkdir()
