@@ -446,6 +446,57 @@ def test_a_turn_that_is_stopped_was_not_played(alone: str, visit: Callable[..., 
     assert len(model.ended) == 1 and page.locator("#turns tr").count() == 0
 
 
+@in_browser
+def test_a_turn_belongs_to_the_level_it_was_asked_for(
+    alone: str, visit: Callable[..., Any], model: Script, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Another level is opened while the turn is written, and while it waits; and numbers that are no level's."""
+    model.text, model.pause = lambda: "<think>" + "so " * 60, 0.05
+    page, other = visit(alone, allowed="500"), Client(alone)
+    page.get_by_role("tab", name="Play").click()
+    level, start = page.get_by_label("Level"), page.get_by_role("button", name="Open the level")
+    step, told = page.get_by_role("button", name="Next turn"), page.get_by_label("What the model is told now")
+    start.click()
+    expect(told).to_have_value(re.compile("."))
+
+    def open_another(number: int) -> None:
+        game = Episode(envs.make("frozen_lake"), Protocol(), derive_seed(0, "frozen_lake", number - 1), "test")
+        level.fill(str(number))
+        start.click()
+        expect(told).to_have_value(game.messages[-1]["content"])
+        expect(step).to_be_enabled()
+
+    step.click()
+    expect(page.get_by_label("Thought of the last turn")).to_have_value(re.compile("so so so"))
+    open_another(7)
+    wait_for(lambda: model.ended)
+    assert model.ended[0] < 60
+    model.text = lambda: "ever " * 35
+    waits = other.submit("first")
+    wait_for(lambda: len(model.begun) == 2)
+    step.click()
+    expect(page.get_by_text("queue: 1/1").first).to_be_visible()
+    open_another(9)
+    model.pause = 0
+    other.result(waits)
+    other.result(other.submit("last"))  # whatever had waited before it is over
+    assert len(model.begun) == 3 and "last" in model.begun[2]
+    expect(page.get_by_label("Where it stands")).to_have_value(re.compile("Turn 1 of"))
+    expect(page.get_by_label("Thought of the last turn")).to_have_value("")
+    assert page.locator("#turns tr").count() == 0
+    for count, number in enumerate(("0", "-3", ""), 1):
+        level.fill(number)
+        start.click()
+        expect(page.get_by_text("Levels are numbered from 1.")).to_have_count(count)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_turn_that_comes_too_late_to_be_cancelled_is_void() -> None:
+    """The page may ask for a turn just after it has opened another level, too late for gradio to cancel it."""
+    seat = playing.Seat(opened=2)
+    assert list(playing.PlayTab.turn(SimpleNamespace(), seat, 1)) == []  # type: ignore[arg-type]
+
+
 # ------------------------------------------------------------------------------------------------------ many, and few
 
 

@@ -30,6 +30,7 @@ class Seat:
     """What one open page plays; each page has its own."""
 
     level: Level | None = None
+    opened: int = 0  # levels so far: a turn belongs to the one that it was asked for
     turns: list[list[str]] = field(default_factory=list)  # number, answer, what came of it
     busy: bool = False  # while a turn is being played
 
@@ -44,11 +45,11 @@ class PlayTab:
         chosen = [env.title for env in self.cfg.envs]  # with options of the config
         titles = chosen + [name for name in envs.names() if name not in chosen]
         models = list(self.generators)
-        seat = gradio.State(Seat())
+        seat, asked = gradio.State(Seat()), gradio.Number(visible=False)
         with gradio.Row():
             model = gradio.Dropdown(models, value=models[0], label="Model", visible=len(models) > 1, min_width=280)
             env = gradio.Dropdown(titles, value=chosen[0] if chosen else "frozen_lake", label="Environment")
-            level = gradio.Number(1, label="Level", precision=0, minimum=1)
+            level = gradio.Number(1, label="Level", precision=0)
             preset = gradio.Dropdown([ROLLOUTS, *self.cfg.presets], value=ROLLOUTS, label="Sampling", min_width=200)
         with gradio.Row():
             start = gradio.Button("Open the level", min_width=130)
@@ -66,34 +67,50 @@ class PlayTab:
 
         quick: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden", "queue": False}
         shown = [state, status, told, turns, step, stop]
-        start.click(self.open, [seat, model, env, level, preset], [*shown, thought, answer], api_name="open")
-        begun = step.click(lambda: enabled(step=False, stop=True), None, [step, stop], **quick)
+        begun = step.click(self.begin, seat, [asked, step, stop], **quick)
         played = begun.then(
-            self.turn, seat, [thought, answer], api_name="turn", show_progress="minimal", **ONE_AT_A_TIME
+            self.turn, [seat, asked], [thought, answer], api_name="turn", show_progress="minimal", **ONE_AT_A_TIME
+        )
+        start.click(
+            self.open, [seat, model, env, level, preset], [*shown, thought, answer], api_name="open", cancels=[played]
         )
         for over in (played.then, played.failure):
             over(self.view, seat, shown, **quick)
         stop.click(None, None, None, cancels=[played], api_visibility="private")
 
-    def open(self, seat: Seat, model: str, env: str, level: int, preset: str) -> tuple[Any, ...]:
+    def open(self, seat: Seat, model: str, env: str, level: int | None, preset: str) -> tuple[Any, ...]:
         """A level in its first state, the same one that --play shows under this number."""
+        if level is None or level < 1:
+            raise gradio.Error("Levels are numbered from 1.", print_exception=False)
         setting = SamplingSection() if preset == ROLLOUTS else self.cfg.presets[preset]
         try:
-            seat.level = Level(self.generators[model], open_env(self.cfg, env), self.cfg, setting, int(level or 1) - 1)
+            opened = Level(self.generators[model], open_env(self.cfg, env), self.cfg, setting, level - 1)
         except (UserError, ValueError, NoAnswer) as problem:
             raise gradio.Error(str(problem), print_exception=False) from problem
-        seat.turns = []
+        seat.opened += 1  # before the level: a turn that begins right now finds either its own level or that it is void
+        seat.turns, seat.level = [], opened
         return *self.view(seat), "", ""
 
-    def turn(self, seat: Seat) -> Iterator[tuple[str, str]]:
-        """The model writes one turn, and the environment answers; a turn that is stopped has not been played."""
-        level = seat.level
+    def begin(self, seat: Seat) -> tuple[Any, ...]:
+        """Which level a turn is asked for, and the buttons while it waits and is played."""
+        return seat.opened, *enabled(step=False, stop=True)
+
+    def turn(self, seat: Seat, asked: int | None = None) -> Iterator[tuple[str, str]]:
+        """The model writes one turn, and the environment answers; a turn that is stopped has not been played.
+
+        asked: for which of the levels that were opened, as `begin` says; without a number, for the one that is open.
+        """
+        level, turns = seat.level, seat.turns
+        if asked is not None and asked != seat.opened:
+            return
         if level is None or level.over:
             raise gradio.Error("Open a level first.", print_exception=False)
         drawn, opening = time.monotonic(), level.episode.protocol.opening
         said, seat.busy = level.answer(), True
         try:
             for _ in said:
+                if seat.level is not level:
+                    return
                 if time.monotonic() - drawn > PAUSE:
                     yield parts(opening + said.text)
                     drawn = time.monotonic()
@@ -102,10 +119,11 @@ class PlayTab:
             raise gradio.Error(str(problem), print_exception=False) from problem
         else:
             thought, answer = parts(opening + said.text)
-            seat.turns.append([str(level.episode.turns), answer, came])
+            turns.append([str(level.episode.turns), answer, came])
         finally:
             seat.busy = False
-        yield thought, answer
+        if seat.level is level:
+            yield thought, answer
 
     def view(self, seat: Seat) -> tuple[Any, ...]:
         """What the page shows of the level as it is now."""
