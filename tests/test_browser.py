@@ -258,6 +258,67 @@ def test_tokens_are_shaded_by_each_of_their_figures(visit: Callable[..., Any], r
     assert words.locator(".token").count() == 0 and words.text_content() == said
 
 
+def test_the_figures_of_tokens_are_reached_by_keyboard(visit: Callable[..., Any], run: Path) -> None:
+    rows = [json.loads(line) for line in (run / "phase3" / "transcripts.jsonl").read_text().splitlines()]
+    page = visit(run / "report.html")
+    shown = page.locator("#recorded")
+    shown.get_by_label("shade tokens by").select_option("entropy")
+    first = rows[0]["tokens"][0]
+    told, tokens = shown.locator(".shading output"), shown.locator(".words").first.locator(".token")
+    assert shown.get_by_role("listbox", name="tokens of turn 1").get_by_role("option").count() == len(first["text"])
+
+    def focused() -> int:
+        return tokens.evaluate_all("all => all.indexOf(document.activeElement)")
+
+    def facts(number: int) -> str:
+        return f"“{first['text'][number]}”: log-prob {first['logprob'][number]:.3f}, entropy "
+
+    shown.locator(".turns").focus()
+    for _ in range(3):  # the rules it was told, what it read, the tokens
+        if focused() < 0:
+            page.keyboard.press("Tab")
+    last = len(first["text"]) - 1
+    for key, place in (("", 0), ("ArrowRight", 1), ("ArrowDown", 2), ("ArrowLeft", 1), ("End", last), ("Home", 0)):
+        page.keyboard.press(key or "ArrowLeft")
+        assert focused() == place
+        assert told.inner_text().startswith(facts(place)) and "the loss" in told.inner_text()
+        assert tokens.nth(place).get_attribute("aria-label") == told.inner_text()
+        assert tokens.evaluate_all("all => all.filter((one) => one.tabIndex === 0).length") == 1
+        assert shown.locator(".turns [aria-selected=true]").count() == 1
+    assert slider(shown).startswith("0 / "), "the film stands still"
+    page.keyboard.press("Tab")
+    assert focused() == -1
+
+
+def test_the_shading_is_kept_from_one_episode_to_the_next(visit: Callable[..., Any], run: Path) -> None:
+    page = visit(transcripts_page.build(run / "phase3" / "transcripts.jsonl"))
+    page.get_by_label("shade tokens by").select_option("logprob")
+    for number in (1, 2):
+        page.locator(".row").nth(number).click()
+        assert page.get_by_label("shade tokens by").input_value() == "logprob"
+        assert page.locator(".words").first.locator(".token").count() > 1
+        assert page.locator(".shading output").inner_text().startswith("log-prob: the darker")
+    page.get_by_label("shade tokens by").select_option("")
+    page.locator(".row").nth(0).click()
+    assert page.locator(".token").count() == 0
+
+
+def test_a_tap_on_a_curve_shows_its_values_and_keeps_them(visit: Callable[..., Any], run: Path) -> None:
+    page = visit(run / "report.html", width=390)
+    chart = page.locator(".chart").filter(has=page.locator("figcaption", has_text="Entropy")).last
+    chart.scroll_into_view_if_needed()
+    told, box = chart.locator("figcaption output"), chart.locator("svg .plot").bounding_box()
+    for share in (0.5, 0.25):
+        page.touchscreen.tap(box["x"] + box["width"] * share, box["y"] + 20)
+        page.wait_for_timeout(100)
+        assert told.inner_text().startswith(f"step {60 * share:.0f}")
+        expected = 0.6 / (1 + 60 * share / 20)
+        assert float(chart.locator(".legend b").inner_text()) == pytest.approx(expected, rel=0.01)
+    assert chart.locator(".first").text_content() == "step 0", "a tap does not zoom"
+    page.touchscreen.tap(5, 5)
+    playwright.expect(told).to_have_text("")
+
+
 def test_curves_have_values_zoom_and_alarms(visit: Callable[..., Any], run: Path) -> None:
     page = visit(run / "report.html")
     chart = page.locator(".chart").filter(has=page.locator("figcaption", has_text="Entropy")).last

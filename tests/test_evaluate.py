@@ -201,6 +201,9 @@ def test_every_generation_is_kept(rows: list[dict[str, Any]]) -> None:
             found = [row for row in rows if row["checkpoint"] == name and row["suite"] == suite]
             assert len(found) == count
             assert all("text" in row or "messages" in row or "chosen" in row for row in found)
+    for row in (row for row in rows if row["suite"] == "envs"):
+        assert len(row["turn_rewards"]) == len(row["turn_penalties"]) == row["turns"]
+        assert (sum(row["turn_rewards"]), sum(row["turn_penalties"])) == (row["return"], row["penalties"])
 
 
 def test_same_prompts_and_seeds_for_every_checkpoint(rows: list[dict[str, Any]], results: dict[str, Any]) -> None:

@@ -43,6 +43,7 @@ from posttrain.report import (
 )
 from posttrain.report.episodes import gif, replay
 from posttrain.report.page import read
+from posttrain.report.rows import Pictures
 from posttrain.types import UserError
 
 NAMES = ("base", "phase1", "phase2", "phase3")
@@ -96,20 +97,23 @@ def _said(name: str, task: Any, item: dict[str, Any], rng: random.Random) -> dic
 def _episode(cfg: Any, name: str, task: Any, item: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     protocol = Protocol.of(make(task.part), **cfg.suites.envs.protocol.model_dump())
     episode = Episode(make(task.part), protocol, item["seed"], cfg.suites.envs.split)
-    paid = penalties = 0.0
+    paid, penalties = list[float](), list[float]()
     while not episode.done:
         action = episode.env.expert() if rng.random() < PLAYS_WELL[name] else episode.env.players()["random"]
         said = "qu qu the the" if name == "base" else answer(episode.env.thought(), [action], protocol)
         turn = episode.step(said)
-        paid, penalties = paid + turn.reward, penalties + turn.penalty
+        paid.append(turn.reward)
+        penalties.append(turn.penalty)
     return {
         "messages": episode.messages,
         "actions": episode.actions,
         "success": episode.success,
         "failure": episode.failure,
         "failed": bool(episode.failure),
-        "return": paid,
-        "penalties": penalties,
+        "turn_rewards": paid,
+        "turn_penalties": penalties,
+        "return": sum(paid),
+        "penalties": sum(penalties),
         "turns": episode.turns,
         "invalid_turns": episode.invalid_turns,
         "unfinished_turns": 0,
@@ -747,15 +751,34 @@ def test_every_episode_of_the_evaluator_is_played_again(run: Path) -> None:
         if row["suite"] == "envs":
             assert len(shown["frames"]) == 1 + len(row["actions"])
             assert shown["reward"] == pytest.approx(row["return"] + row["penalties"])
+            assert shown["rewards"] == row["turn_rewards"] and shown["penalties"] == row["turn_penalties"]
             assert shown["invalid"] == row["invalid_turns"] and shown["won"] == row["success"]
 
 
-def test_episodes_beyond_the_limit_say_why_they_have_no_pictures(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_episodes_beyond_the_limit_say_why_they_have_no_pictures(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(training_log, "MOST_PICTURES", 1)
     rows = data_of(transcripts_page.build(run / "transcripts.jsonl").read_text())["rows"]
-    played = [row for row in rows if "of which the page keeps 1" in row["facts"] or "frames" in row]
-    assert "frames" in played[0] and len(played) > 1
-    assert all("frames" not in row and "without pictures" in row["facts"] for row in played[1:])
+    played = [row for row in rows if "the page keeps 1, of the latest" in row["facts"] or "frames" in row]
+    assert "frames" in played[-1] and len(played) > 1
+    assert all("frames" not in row and "without pictures" in row["facts"] for row in played[:-1])
+    place = tmp_path / "phase4"  # of two phases the later one has them, and the episodes stay in their order
+    place.mkdir()
+    given = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
+    episodes = [row for row in given if row["suite"] == "envs"]
+    for folder, row in ((tmp_path, episodes[0]), (place, episodes[-1])):
+        shutil.copy(run / "results.json", folder)
+        (folder / "transcripts.jsonl").write_text(json.dumps(row) + "\n")
+    first, last = training_log.episodes({"phase3": tmp_path, "phase4": place}, Pictures())
+    assert "frames" in last and "frames" not in first and first["from"] == episodes[0]["checkpoint"]
+
+
+def test_episodes_of_older_runs_have_no_reward_for_each_turn(tmp_path: Path) -> None:
+    row = {"return": 0.5, "penalties": -0.1, "messages": [{"role": "assistant", "content": "Up"}]}
+    (tmp_path / "transcripts.jsonl").write_text(json.dumps(row) + "\n")
+    (shown,) = data_of(transcripts_page.build(tmp_path / "transcripts.jsonl").read_text())["rows"]
+    assert shown["reward"] == 0.4 and shown["rewards"] is None and shown["penalties"] is None
 
 
 def test_an_episode_whose_environment_has_changed_is_shown_without_pictures(tmp_path: Path) -> None:

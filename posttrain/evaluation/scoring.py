@@ -254,6 +254,8 @@ def play_levels(
             "success": trajectory.success,
             "failure": trajectory.failure,
             "failed": bool(trajectory.failure),
+            "turn_rewards": trajectory.turn_rewards,
+            "turn_penalties": trajectory.turn_penalties,
             "return": sum(trajectory.turn_rewards),
             "penalties": sum(trajectory.turn_penalties),
             "turns": trajectory.turns,

@@ -1,4 +1,4 @@
-// What is the value there?  Values under the pointer or the arrow keys, and zoom by dragging or with + and -.
+// What is the value there?  Values under the pointer, where a finger taps, or by arrow keys; zoom by dragging, + and -.
 
 function livelyChart(figure) {
   const frame = figure.querySelector("svg");
@@ -70,6 +70,7 @@ function livelyChart(figure) {
   });
   frame.addEventListener("pointerdown", (event) => {
     from = stepAt(event);
+    show(from);
     frame.setPointerCapture(event.pointerId);
   });
   const dropped = (event) => {
@@ -80,7 +81,7 @@ function livelyChart(figure) {
   };
   frame.addEventListener("pointerup", dropped);
   frame.addEventListener("pointercancel", () => (from = null));
-  frame.addEventListener("pointerleave", leave);
+  frame.addEventListener("pointerleave", (event) => event.pointerType === "touch" || leave()); // a finger leaves values
   frame.addEventListener("blur", leave);
   frame.addEventListener("dblclick", () => zoom(first, first + span));
   frame.addEventListener("keydown", (event) => {

@@ -77,7 +77,9 @@ function shade(tokens, kind, reach) {
       if (name === "loss") return value ? "counts in the loss" : "not in the loss";
       return `${name === "logprob" ? "log-prob" : name} ${value === null ? "none" : value.toFixed(3)}`;
     });
-    const span = make("span", { className: "token", textContent: text, title: facts.join(", ") });
+    const span = make("span", { className: "token", textContent: text, title: facts.join(", "), tabIndex: number ? -1 : 0 });
+    span.setAttribute("role", "option");
+    span.setAttribute("aria-label", `“${text}”: ${span.title}`);
     const value = tokens[kind]?.[number];
     if (value !== null && value !== undefined) {
       const [colour, much] = SHADES[kind][1](value, reach);
@@ -181,28 +183,51 @@ function episode(row, pictures, heading = "h4") {
   );
 }
 
+// The tokens of a turn are one stop of the Tab key; the arrow keys, Home and End walk through them.
+function walkTokens(event) {
+  const tokens = [...event.currentTarget.querySelectorAll(".token")];
+  const at = tokens.indexOf(event.target);
+  const to = { ArrowRight: at + 1, ArrowDown: at + 1, ArrowLeft: at - 1, ArrowUp: at - 1, Home: 0, End: tokens.length - 1 }[event.key];
+  if (at < 0 || to === undefined) return;
+  event.preventDefault();
+  event.stopPropagation(); // in the list of turns they step the film
+  tokens[Math.max(0, Math.min(tokens.length - 1, to))].focus();
+}
+
 // A choice of what the tokens are shaded by, and one line that says what the colours mean or what a token's figures are.
+let shadedBy = ""; // kept from one episode to the next
 function shading(row, items) {
   const legend = make("output", { className: "quiet" });
   const choose = make("select");
   choose.setAttribute("aria-label", "shade tokens by");
   choose.append(new Option("plain text", ""), ...Object.keys(SHADES).map((kind) => new Option(kind === "logprob" ? "log-prob" : kind === "loss" ? "loss mask" : kind, kind)));
   const paint = () => {
-    const kind = choose.value;
+    const kind = (shadedBy = choose.value);
     const values = kind ? row.tokens.flatMap((turn) => turn[kind]).filter((value) => value !== null) : [];
     const reach = Math.max(1e-6, ...values.map(Math.abs));
-    items.forEach(({ words, content }, number) =>
-      words.replaceChildren(...(kind && row.tokens[number] ? shade(row.tokens[number], kind, reach) : said(content))),
-    );
+    items.forEach(({ words, content }, number) => {
+      words.replaceChildren(...(kind ? shade(row.tokens[number], kind, reach) : said(content)));
+      words[kind ? "setAttribute" : "removeAttribute"]("role", "listbox");
+      words[kind ? "setAttribute" : "removeAttribute"]("aria-label", `tokens of turn ${number + 1}`);
+    });
     const missing = kind === "advantage" && !values.length ? "none: the update left this group out" : "";
     const range = values.length && kind !== "loss" ? `, from ${Math.min(...values).toFixed(2)} to ${Math.max(...values).toFixed(2)}` : "";
     legend.textContent = kind ? missing || SHADES[kind][0] + range : "";
   };
   choose.addEventListener("change", paint);
   for (const { words } of items) {
-    words.addEventListener("click", (event) => {
-      if (event.target.title) legend.textContent = `“${event.target.textContent}”: ${event.target.title}`;
+    words.addEventListener("click", (event) => event.target.closest(".token")?.focus());
+    words.addEventListener("keydown", walkTokens);
+    words.addEventListener("focusin", ({ target }) => {
+      if (!target.matches(".token")) return;
+      words.querySelectorAll(".token").forEach((token) => {
+        token.tabIndex = token === target ? 0 : -1;
+        token.setAttribute("aria-selected", String(token === target));
+      });
+      legend.textContent = target.getAttribute("aria-label");
     });
   }
+  choose.value = shadedBy;
+  paint();
   return make("div", { className: "shading" }, make("label", {}, "shade tokens by ", choose), legend);
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from posttrain.report.episodes import Stage, evaluation_stage, training_stage
 from posttrain.report.markup import chip, table, text
 from posttrain.report.rows import Pictures, entry, with_pictures
 from posttrain.report.tables import Results
-from posttrain.types import Record, one_line
+from posttrain.types import Record, UserError, one_line
 
 # Curves by title: (key in metrics.jsonl, label); `*` stands for the name of an environment.
 CURVES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
@@ -36,7 +36,7 @@ CURVES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("Invalid turns", (("rollout/invalid_turns", "share"),)),
     ("Tokens per turn", (("rollout/response_tokens", "training"),)),
 )
-MOST_PICTURES = 4000  # of all recorded episodes; later ones are shown without, so that the page can be mailed
+MOST_PICTURES = 4000  # of a page, so that it can be mailed; the latest episodes have them, earlier ones have none
 REMEDY = "Remove that line (the others are kept), then go on."
 
 
@@ -64,7 +64,7 @@ def curves(results: Results, folders: dict[str, Path | None]) -> str:
         drawn = "".join(charts.lines(title, series(rows, keys), raised or ()) for title, keys in CURVES)
         drawn = drawn or f'<p class="quiet">{text(place / "metrics.jsonl")} holds no curve yet.</p>'
         blocks += f'<h3>{chip(results, name)}</h3><div class="charts">{drawn}</div>{_told(raised)}'
-    how = "Move over a curve for its values; drag to zoom, double-click for the whole run."
+    how = "Move over a curve or tap on it for its values; drag to zoom, double-click for the whole run."
     return blocks and f'<p class="quiet">{how} With the keyboard: arrow keys, + and -, Escape.</p>{blocks}'
 
 
@@ -104,19 +104,37 @@ def matches(wanted: str, key: str) -> bool:
     return len(parts) == len(given) and all(part in ("*", other) for part, other in zip(parts, given, strict=True))
 
 
-def recorded(file: Path, pictures: Pictures) -> Iterator[Record]:
-    """The rows of a transcripts.jsonl; episodes are played again where a file beside it says how."""
+def recorded(file: Path, pictures: Pictures) -> list[Record]:
+    """The rows of a transcripts.jsonl; episodes are played again, the last one first, where a file beside it says how.
+
+    UserError for a line that is neither an episode nor an answer.
+    """
+    rows, found = files.read_json_lines(file, REMEDY), list[Record]()
+    for number, row in enumerate(rows, 1):
+        try:
+            found.append(entry(row))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"Line {number} of {file} is not an episode or an answer as phase 3 and evaluate_model.py write them"
+                f" ({one_line(error)})."
+            ) from error
     stage_of = _stages(file)
-    for row in files.read_json_lines(file, REMEDY):
-        found = entry(row)
-        if stage_of is not None and "actions" in row and len(pictures.coded) >= MOST_PICTURES:
-            found["facts"] += f" · without pictures, of which the page keeps {MOST_PICTURES:,}"
-        elif stage_of is not None and "actions" in row:
-            try:
-                found = with_pictures(row, stage_of(row), pictures)
-            except Exception as error:  # an environment may raise anything, and may have changed since
-                found["facts"] = f"cannot be played again: {one_line(error)}"
-        yield found
+    if stage_of is not None:
+        for number in reversed(range(len(rows))):
+            if "actions" in rows[number]:
+                found[number] = _played(rows[number], found[number], stage_of, pictures)
+    return found
+
+
+def _played(row: Record, plain: Record, stage_of: Callable[[Record], Stage], pictures: Pictures) -> Record:
+    """The entry with pictures, or the plain one with why there are none."""
+    if len(pictures.coded) >= MOST_PICTURES:
+        facts = f"without pictures: the page keeps {MOST_PICTURES:,}, of the latest episodes"
+        return plain | {"facts": " · ".join(filter(None, (plain["facts"], facts)))}
+    try:
+        return with_pictures(row, stage_of(row), pictures)
+    except Exception as error:  # an environment may raise anything, and may have changed since
+        return plain | {"facts": f"cannot be played again: {one_line(error)}"}
 
 
 def _stages(file: Path) -> Callable[[Record], Stage] | None:
@@ -132,8 +150,9 @@ def _stages(file: Path) -> Callable[[Record], Stage] | None:
 
 def episodes(folders: dict[str, Path | None], pictures: Pictures) -> list[Record]:
     """Every episode that was recorded while a phase trained."""
-    found = dict.fromkeys(place / "transcripts.jsonl" for place in folders.values() if place)
-    return [row for file in found if file.is_file() for row in recorded(file, pictures)]
+    found = list(dict.fromkeys(place / "transcripts.jsonl" for place in folders.values() if place))
+    by_file = [recorded(file, pictures) for file in reversed(found) if file.is_file()]
+    return [row for rows in reversed(by_file) for row in rows]
 
 
 # ---------------------------------------------------------------------------------------------------- data and cost

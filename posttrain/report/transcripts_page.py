@@ -12,20 +12,13 @@ from pathlib import Path
 from posttrain.report.markup import document, text
 from posttrain.report.rows import Pictures, packed
 from posttrain.report.training_log import recorded
-from posttrain.types import Record, UserError, one_line
+from posttrain.types import UserError
 
 
 def build(file: Path) -> Path:
     """Write the page beside the transcripts, with their name, and return its path."""
-    found: list[Record] = []
     pictures = Pictures()
-    try:
-        found.extend(recorded(file, pictures))
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"Line {len(found) + 1} of {file} is not an episode or an answer as phase 3 and evaluate_model.py write"
-            f" them ({one_line(error)})."
-        ) from error
+    found = recorded(file, pictures)
     if not found:
         raise UserError(f"{file} is empty: there is no episode to show.")
     body = (
