@@ -32,15 +32,16 @@ from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
 # Written into config files by the published code but without effect there.  Here they would have one: `is_causal` turns
 # the causal mask off, `output_router_logits` makes trainers ask for an expert loss, and `auto_map` names the published
-# modelling files; what is saved names the copy of this one.
-_INERT_FIELDS = ("is_causal", "output_router_logits", "auto_map")
+# modelling files.  In the copy beside saved weights it names that copy, and vLLM reads it.
+_IS_COPY = __name__.startswith("transformers_modules.")
+_INERT_FIELDS = ("is_causal", "output_router_logits", *(() if _IS_COPY else ("auto_map",)))
 # Follow from the other fields, whatever a file says: the published code computed some from its class defaults.
 _DERIVED_FIELDS = ("emb_dim_factor", "emb_factor", "transformer_dim", "layer_types")
 
@@ -204,6 +205,15 @@ def pads_on_the_right(attention_mask: Any, tokens: int) -> bool:
     return bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all() and attention_mask[:, 0].all())
 
 
+def kept(hidden_states: torch.Tensor, positions: int | torch.Tensor) -> torch.Tensor:
+    """Those that `logits_to_keep` names; transformers has no function for it before 5.20."""
+    if isinstance(positions, torch.Tensor) and positions.ndim == 2 and positions.dtype != torch.bool:
+        return torch.take_along_dim(hidden_states, positions[..., None], dim=1)
+    if isinstance(positions, torch.Tensor):
+        return hidden_states[positions] if positions.ndim == 2 else hidden_states[:, positions]
+    return hidden_states[:, -positions:]
+
+
 def eager_attention(
     module: ConvGPTAttention,
     query: torch.Tensor,
@@ -261,17 +271,9 @@ class ConvGPTAttention(nn.Module):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation or "eager", eager_attention)
-        output, weights = attend(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            **kwargs,
-        )
+        settings = {"dropout": self.attention_dropout if self.training else 0.0, "scaling": self.scaling, **kwargs}
+        settings["sliding_window"] = self.sliding_window
+        output, weights = attend(self, query, key, value, attention_mask, **settings)
         return self.o_proj(output.reshape(*shape, -1)), weights
 
 
@@ -366,13 +368,8 @@ class ConvGPTModel(ConvGPTPreTrainedModel):
         if isinstance(attention_mask, dict):  # generate has made one mask for every type of layer
             masks = attention_mask
         else:
-            arguments = {
-                "config": self.config,
-                "inputs_embeds": embeds,
-                "attention_mask": attention_mask,
-                "past_key_values": past_key_values,
-                "position_ids": position_ids,
-            }
+            arguments = {"config": self.config, "inputs_embeds": embeds, "attention_mask": attention_mask}
+            arguments |= {"past_key_values": past_key_values, "position_ids": position_ids}
             masks = {"full_attention": create_causal_mask(**arguments)}
             if self.config.sliding_window:
                 masks["sliding_attention"] = create_sliding_window_causal_mask(**arguments)
@@ -393,7 +390,7 @@ class ConvGPTModel(ConvGPTPreTrainedModel):
                     position_embeddings=position_embeddings,
                     **kwargs,
                 )
-        hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)
+        hidden_states = kept(hidden_states, logits_to_keep)
         if self.scale_up is not None:
             hidden_states = self.scale_up(hidden_states)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)

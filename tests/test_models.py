@@ -179,6 +179,7 @@ try:
     AutoConfig.from_pretrained(folder, trust_remote_code=False)
 except ValueError as error:
     refused = str(error)
+named = AutoConfig.from_pretrained(folder, trust_remote_code=True).auto_map  # vLLM finds the classes there
 net = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
 tokenizer = AutoTokenizer.from_pretrained(folder)
 ids = tokenizer.apply_chat_template(
@@ -189,7 +190,7 @@ with torch.no_grad():
     hidden = AutoModel.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)(ids).last_hidden_state
 told = net.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1]:].tolist()
 torch.save({"ids": ids, "logits": logits, "hidden": hidden, "told": told}, out)
-print(json.dumps([type(net).__module__, refused]))
+print(json.dumps([type(net).__module__, refused, sorted(named)]))
 """
 
 
@@ -208,8 +209,9 @@ def test_a_saved_convgpt_is_loaded_without_this_project(tmp_path: Path, tiny_cha
         timeout=240,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    module, refused = json.loads(done.stdout.splitlines()[-1])
+    module, refused, named = json.loads(done.stdout.splitlines()[-1])
     assert module.startswith("transformers_modules.") and "trust_remote_code" in refused
+    assert named == ["AutoConfig", "AutoModel", "AutoModelForCausalLM"]
     there = torch.load(tmp_path / "out.pt", weights_only=True)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
