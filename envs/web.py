@@ -25,7 +25,10 @@ class NoAnswer(RuntimeError):
 
 
 class BadStatus(ValueError):
-    """An answer with another status than 200, what its header Retry-After says, and how it begins."""
+    """An answer with another status than 200, what its header Retry-After says, and all of it, uncut.
+
+    Who shows a part of it masks the key before: of a key that is cut, the rest would stand there.
+    """
 
     def __init__(self, status: int, retry_after: str = "", reply: str = "") -> None:
         super().__init__(f"status {status}")
@@ -70,7 +73,7 @@ def _post(url: str, body: bytes, timeout: float, headers: Mapping[str, str]) -> 
     finally:
         connection.close()
     if response.status != 200:
-        raise BadStatus(response.status, response.getheader("Retry-After", ""), reply[:1000].decode(errors="replace"))
+        raise BadStatus(response.status, response.getheader("Retry-After", ""), reply.decode(errors="replace"))
     if len(reply) > MOST_BYTES:
         raise ValueError(f"its reply has more than {MOST_BYTES} bytes")
     return reply

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
@@ -28,26 +28,32 @@ from posttrain.types import SamplingParams, UserError
 
 PASSING = (408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529)  # statuses that another attempt may not meet
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between attempts: doubled each time, less a random part
-LONGEST_WAIT = 600.0  # seconds that a server may ask to wait
+LONGEST_WAIT = 600.0  # seconds that a server may ask to wait, and that it may answer nothing but 429
+RISE = 20  # answers after which a request more is under way at a time, where a 429 has lowered their number
+SECRET = 8  # characters from which a key is masked in answers: "none" and "EMPTY" are words, and no secrets
+MOST_TOKENS = 10**12  # of one reply; a larger number is none
+
+
+Usage = tuple[int | None, int | None]  # tokens of a prompt and of its answer, where they are known
 
 
 @dataclass(frozen=True)
 class Reply:
     """What a model said: Reply("Right.", finished=True, prompt_tokens=31, completion_tokens=3), as its server counts.
 
-    finished: False where the longest answer cut it short.
+    finished: False where the longest answer cut it short. A number of tokens that the server does not tell is None.
     """
 
     text: str
     finished: bool
-    prompt_tokens: int
-    completion_tokens: int
+    prompt_tokens: int | None
+    completion_tokens: int | None
 
 
 class Nonsense(ValueError):
     """An answer with status 200 that is none; `usage` is what it cost, where it says so."""
 
-    def __init__(self, words: str, usage: tuple[int, int] | None = None) -> None:
+    def __init__(self, words: str, usage: Usage = (None, None)) -> None:
         super().__init__(words)
         self.usage = usage
 
@@ -65,6 +71,60 @@ def api_key(endpoint: Endpoint) -> str | None:
     return key
 
 
+class Pace:
+    """When may a request begin?  All keep to one pause; a 429 halves how many are under way."""
+
+    def __init__(self, most: int, over: threading.Event) -> None:
+        self._most, self._allowed, self._busy, self._over = most, most, 0, over
+        self._turn = threading.Condition()
+        self._not_before = self._lowered = 0.0
+        self._answers = self._refusals = 0  # since the number was lowered; since the last answer
+        self._since: float | None = None  # the first 429 since the last answer
+
+    def begin(self) -> float | None:
+        """Waits for a turn, until the end of which nobody else has it; its time, or None where the run is over."""
+        with self._turn:
+            while not self._over.is_set():
+                left = self._not_before - time.monotonic()
+                if left <= 0 and self._busy < self._allowed:
+                    self._busy += 1
+                    return time.monotonic()
+                self._turn.wait(left if left > 0 else None)
+        return None
+
+    def end(self) -> None:
+        with self._turn:
+            self._busy -= 1
+            self._turn.notify_all()
+
+    def wake(self) -> None:
+        with self._turn:
+            self._turn.notify_all()
+
+    def pause(self, seconds: float) -> None:
+        """Nobody begins before these are over; a random part is added, lest several programs come back together."""
+        with self._turn:
+            until = time.monotonic() + seconds * random.uniform(1, 1.1)
+            self._not_before = max(self._not_before, until)
+
+    def answered(self) -> None:
+        with self._turn:
+            self._since, self._refusals, self._answers = None, 0, self._answers + 1
+            if self._answers % RISE == 0:
+                self._allowed = min(self._most, self._allowed + 1)
+
+    def limited(self, began: float, asked: float) -> float:
+        """After a 429 to a request that began then: the seconds since the first one that no answer has followed."""
+        now = time.monotonic()
+        with self._turn:
+            self._since = now if self._since is None else self._since
+            if began >= self._lowered:  # of requests that were under way together, one lowers the number
+                self._lowered, self._answers, self._allowed = now, 0, max(1, self._allowed // 2)
+                self._refusals += 1
+                self.pause(asked or pause_after(self._refusals - 1))
+            return now - self._since
+
+
 class Client:
     """Asks one model, `concurrency` requests at a time, and keeps each reply in the file `kept` as soon as it is there.
 
@@ -74,9 +134,11 @@ class Client:
 
     def __init__(self, endpoint: Endpoint, kept: Path) -> None:
         self.endpoint, self.kept, self._key = endpoint, kept, api_key(endpoint)
+        self._masked = forms_of(self._key) if self._key else None
         self._replies = read_kept(kept)
         self._lock, self._over = threading.Lock(), threading.Event()
-        self._not_before, self._problem = 0.0, UserError("the run was stopped.")
+        self._problem = UserError("the run was stopped.")
+        self._pace = Pace(endpoint.concurrency, self._over)
         self._pool = ThreadPoolExecutor(endpoint.concurrency)
 
     def __enter__(self) -> Client:
@@ -84,6 +146,7 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
+        self._pace.wake()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def begin(self, messages: Sequence[dict[str, str]], params: SamplingParams, seed: int) -> Future[Reply]:
@@ -101,36 +164,49 @@ class Client:
 
     def _attempts(self, content: dict[str, Any]) -> Reply:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        url, failed = f"{self.endpoint.endpoint}/chat/completions", ""
-        for attempt in range(self.endpoint.attempts):
-            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt) * random.uniform(0.5, 1)
-            self._wait_for_turn()
+        url, failed, attempt = f"{self.endpoint.endpoint}/chat/completions", "", 0
+        while attempt < self.endpoint.attempts:
+            if attempt:
+                self._over.wait(pause_after(attempt - 1))
+            attempt += 1
+            began = self._pace.begin()
+            if began is None:
+                raise self._problem
             try:
-                return read_reply(post_json(url, content, self.endpoint.timeout, headers))
+                answer = post_json(url, content, self.endpoint.timeout, headers)
+                reply = read_reply(answer, content[self.endpoint.tokens_field])
+                self._pace.answered()
+                return replace(reply, text=self._without_key(reply.text, SECRET))
             except BadStatus as error:
-                if error.status not in PASSING:
-                    raise self._give_up(self._refusal(error)) from None
-                failed, asked = str(error), seconds_of(error.retry_after)
-                if asked is not None and asked > LONGEST_WAIT:
-                    words = f"asks to wait {asked:.0f} s before the next request. Go on later, with --resume."
-                    raise self._give_up(words) from None
-                if asked is not None:  # it holds for all requests
-                    self._not_before, pause = max(self._not_before, time.monotonic() + asked), 0.0
+                failed = self._not_now(error, began)
+                attempt -= error.status == 429  # nothing has failed
             except Nonsense as error:
                 failed = str(error)
-                if error.usage is not None:
+                if error.usage != (None, None):
                     self._keep("", Reply("", False, *error.usage))
             except FAILURES as error:
                 failed = self._without_key(f"{type(error).__name__}: {' '.join(str(error).split())}")[:300]
-            if attempt + 1 < self.endpoint.attempts:
-                self._over.wait(pause)
+            finally:
+                self._pace.end()
         raise self._give_up(f"has not answered a request {self.endpoint.attempts} times; at last: {failed}.") from None
 
-    def _wait_for_turn(self) -> None:
-        while (left := self._not_before - time.monotonic()) > 0 and not self._over.is_set():
-            self._over.wait(left)
-        if self._over.is_set():
-            raise self._problem
+    def _not_now(self, error: BadStatus, began: float) -> str:
+        """What a status says that may pass; UserError, which ends the run, where it does not."""
+        if error.status not in PASSING:
+            raise self._give_up(self._refusal(error)) from None
+        failed = f"status {error.status}" + (f": {words}" if (words := self._words(error)) else "")
+        if error.status == 429 and "insufficient_quota" in error.reply:
+            raise self._give_up(f"has no quota left for this key ({failed}).") from None
+        asked = seconds_of(error.retry_after) or 0.0
+        if asked > LONGEST_WAIT:
+            words = f"asks to wait {asked:.0f} s before the next request ({failed}). Go on later, with --resume."
+            raise self._give_up(words) from None
+        if error.status == 429 and self._pace.limited(began, asked) > LONGEST_WAIT:
+            words = f"has answered nothing but {failed} for {LONGEST_WAIT:g} s. Go on later, with --resume."
+            raise self._give_up(words) from None
+        if asked:
+            self._pace.pause(asked)
+        return failed
 
     def _give_up(self, words: str) -> UserError:
         """The end of all requests that are not under way."""
@@ -139,17 +215,21 @@ class Client:
                 words = f"{self.endpoint.endpoint} ({self.endpoint.model}) {words} What it has answered is kept."
                 self._problem = UserError(words)
                 self._over.set()
+        self._pace.wake()
         return self._problem
 
     def _refusal(self, error: BadStatus) -> str:
         if error.status in (401, 403):  # some servers repeat the key
             which = f"the key in {self.endpoint.api_key_env}" if self._key else "a request without a key (api_key_env)"
             return f"refuses {which} (status {error.status})."
-        said = self._without_key(" ".join(error.reply.split()))[:300]
-        return f"refuses the request with status {error.status}: {said or 'no words'}. Mend the config."
+        return f"refuses the request with status {error.status}: {self._words(error) or 'no words'}. Mend the config."
 
-    def _without_key(self, text: str) -> str:
-        return text.replace(self._key, "***") if self._key else text
+    def _words(self, error: BadStatus) -> str:
+        """How a reply begins, cut where no key is left that could be cut."""
+        return " ".join(self._without_key(error.reply).split())[:300]
+
+    def _without_key(self, text: str, least: int = 1) -> str:
+        return self._masked.sub("***", text) if self._masked and len(self._key or "") >= least else text
 
     def _keep(self, name: str, reply: Reply) -> None:
         with self._lock:
@@ -175,41 +255,44 @@ def request(
     return content
 
 
-def read_reply(answer: Any) -> Reply:
+def read_reply(answer: Any, longest: int | None = None) -> Reply:
     """What a chat completion says; Nonsense where it is none.
 
-    A thought that the server has cut off (`reasoning_content`) is put back in front of the answer, in its tags.
+    A thought that the server has cut off (`reasoning_content`) is put back in front of the answer, in its tags. Where
+    finish_reason is missing, the answer is finished unless it is known to have `longest` tokens.
     """
     paid = usage_of(answer)
     try:
         choice = answer["choices"][0]
-        message, reason = choice["message"], choice["finish_reason"]
+        message, reason = choice["message"], choice.get("finish_reason")
         text, thought = message.get("content"), message.get("reasoning_content") or message.get("reasoning")
     except (LookupError, TypeError, AttributeError):
-        raise Nonsense("a reply without choices[0].message and finish_reason", paid) from None
-    if not isinstance(text, str | None) or not isinstance(thought, str | None) or not isinstance(reason, str):
+        raise Nonsense("a reply without choices[0].message", paid) from None
+    if not isinstance(text, str | None) or not isinstance(thought, str | None):
         raise Nonsense("a reply whose content is no text", paid)
     if text is None and thought is None and reason != "content_filter":
         raise Nonsense("a reply without a text", paid)
-    if paid is None:
-        raise Nonsense("a reply that does not say its tokens (usage)")
     text = (f"<think>{thought}</think>" if thought else "") + (text or "")
     try:
         text.encode()
     except UnicodeEncodeError:
         raise Nonsense("a reply with half a character", paid) from None
-    return Reply(text, reason != "length", *paid)
+    full = longest is not None and paid[1] is not None and paid[1] >= longest
+    return Reply(text, reason != "length" and not (full and reason is None), *paid)
 
 
-def usage_of(answer: Any) -> tuple[int, int] | None:
-    """(prompt tokens, completion tokens) of an answer that says them."""
+def usage_of(answer: Any) -> Usage:
+    """(prompt tokens, completion tokens) of an answer, as far as it says them."""
     usage = answer.get("usage") if isinstance(answer, dict) else None
-    if not isinstance(usage, dict):
+    usage = usage if isinstance(usage, dict) else {}
+    return tokens_of(usage.get("prompt_tokens")), tokens_of(usage.get("completion_tokens"))
+
+
+def tokens_of(number: Any) -> int | None:
+    """10 and 10.0 are numbers of tokens; what is none, or cannot be one, is unknown."""
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number <= MOST_TOKENS:
         return None
-    prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
-    if not isinstance(prompt, int) or not isinstance(completion, int) or min(prompt, completion) < 0:
-        return None
-    return prompt, completion
+    return int(number) if number == int(number) else None
 
 
 def read_kept(kept: Path) -> dict[str, Reply]:
@@ -217,10 +300,12 @@ def read_kept(kept: Path) -> dict[str, Reply]:
     return {name: reply for name, reply in _lines(kept) if name}
 
 
-def spent(kept: Path) -> tuple[int, int, int]:
-    """(replies, prompt tokens, tokens of answers) that were paid for, unusable ones included."""
+def spent(kept: Path) -> tuple[int, int, int, int]:
+    """(replies, tokens of prompts, of answers, replies that do not say both) that were paid for, unusable ones too."""
     replies = [reply for _, reply in _lines(kept)]
-    return len(replies), sum(one.prompt_tokens for one in replies), sum(one.completion_tokens for one in replies)
+    prompts, answers = ([one.prompt_tokens for one in replies], [one.completion_tokens for one in replies])
+    unknown = sum(None in pair for pair in zip(prompts, answers, strict=True))
+    return len(replies), sum(one or 0 for one in prompts), sum(one or 0 for one in answers), unknown
 
 
 def _lines(kept: Path) -> list[tuple[str, Reply]]:
@@ -229,8 +314,20 @@ def _lines(kept: Path) -> list[tuple[str, Reply]]:
         for line in kept.read_bytes().split(b"\n"):
             with suppress(ValueError, TypeError, KeyError):
                 row = json.loads(line)
-                found.append((row.pop("request"), Reply(**row)))
+                usage = {name: tokens_of(row[name]) for name in ("prompt_tokens", "completion_tokens")}
+                found.append((row.pop("request"), Reply(**row | usage)))
     return found
+
+
+def pause_after(failures: int) -> float:
+    """Seconds: twice as many after each failure, less a random part."""
+    return min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(failures, 30)) * random.uniform(0.5, 1)
+
+
+def forms_of(key: str) -> re.Pattern[str]:
+    """A key as a server may repeat it: as it is, or escaped, once or more, as in JSON or in an address."""
+    letters = (rf"(?:\\{{0,8}}{re.escape(c)}|(?i:\\{{1,8}}u00{ord(c):02x}|%{ord(c):02x}))" for c in key)
+    return re.compile("".join(letters))
 
 
 def seconds_of(header: str) -> float | None:

@@ -25,7 +25,7 @@ from posttrain.evaluation import store, tasks
 from posttrain.evaluation.text_episodes import STOP, TextChat
 from posttrain.types import SamplingParams, UserError
 
-KEY = "sk-a-very-secret-key"
+KEY = 'sk/a-"qzx7vkw"-key'
 PARAMS = SamplingParams(max_new_tokens=7, temperature=0.5)
 ASKED = [{"role": "user", "content": "Which way?"}]
 SUITES = {
@@ -141,7 +141,6 @@ FAULTS: dict[str, Callable[[int, dict[str, Any]], Any]] = {
     "drops": lambda *_: None,
     "stalls": stall,
     "stops in the middle": lambda *_: (200, {"X-Claims": 5000}, b'{"choices": ['),
-    "429": lambda *_: (429, {}, {"error": "slow down"}),
     "500": lambda *_: (500, {}, b"<html>oops</html>"),
     "503 with a date": lambda *_: (503, {"Retry-After": formatdate(time.time(), usegmt=True)}, b""),
     "no JSON": lambda *_: (200, {}, b"<html>nginx</html>"),
@@ -150,7 +149,6 @@ FAULTS: dict[str, Callable[[int, dict[str, Any]], Any]] = {
     "no choices": lambda *_: (200, {}, {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}),
     "a number for a text": lambda *_: (200, {}, completion(3)),  # type: ignore[arg-type]
     "no text": lambda *_: (200, {}, completion(None)),  # type: ignore[arg-type]
-    "no usage": lambda *_: (200, {}, {**completion("x"), "usage": None}),
     "half a character": lambda *_: (200, {}, completion("\ud800")),
     "no UTF-8": lambda *_: (200, {}, b"\xff\xfe{"),
     "too deep": lambda *_: (200, {}, b"[" * 100_000),
@@ -221,12 +219,128 @@ def test_retry_after_holds_for_all_requests(serving: Any, tmp_path: Path) -> Non
     assert len(came) == 5 and min(came[1:]) - came[0] > 0.95
 
 
-def test_a_server_that_asks_for_an_hour_is_left_for_later(serving: Any, tmp_path: Path) -> None:
-    server = serving(lambda *_: (429, {"Retry-After": "3600"}, {}))
-    with Client(section(server), tmp_path / "k.jsonl") as client, pytest.raises(UserError, match=r"3600 s.*--resume"):
+def test_a_rate_limit_costs_no_attempt_and_everybody_keeps_to_its_pause(serving: Any, tmp_path: Path) -> None:
+    """One request in 0.1 s is answered, any other with 429: each of 12 requests with 2 attempts has its answer."""
+    windows: set[int] = set()
+    early: list[int] = []
+
+    def limited(number: int, body: dict[str, Any]) -> Any:
+        window = int(time.monotonic() / 0.1)
+        if window in windows:
+            early.append(number)
+            return 429, {"Retry-After": "0.1" if number % 2 else "0"}, {"error": "slow down"}
+        windows.add(window)
+        return good(number, body)
+
+    server = serving(limited)
+    with Client(section(server, concurrency=8, attempts=2), tmp_path / "kept.jsonl") as client:
+        assert all(one.result().finished for one in [client.begin(ASKED, PARAMS, seed) for seed in range(12)])
+    assert len(server.asked) == 12 + len(early) and 7 <= len(early) < 12 * 5
+
+
+def test_a_pause_is_shared_and_a_429_lowers_how_many_ask_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "FIRST_PAUSE", 0.05)
+    over = threading.Event()
+    pace = endpoint.Pace(8, over)
+    began = [pace.begin() for _ in range(8)]
+    for one in began:  # they were under way together
+        pace.limited(one or 0.0, 0.0)
+        pace.end()
+    told = time.monotonic()
+    later = [pace.begin() for _ in range(4)]
+    assert min(one or 0.0 for one in later) - told > 0.02
+    late: list[float | None] = []
+    waiting = threading.Thread(target=lambda: late.append(pace.begin()))
+    waiting.start()
+    time.sleep(0.05)
+    assert not late  # four at a time
+    for _ in range(2 * endpoint.RISE):
+        pace.answered()
+    pace.end()
+    waiting.join(5)
+    assert late[0] and pace.begin() and pace.begin()
+    over.set()
+    assert pace.begin() is None
+
+
+def test_a_server_that_answers_429_alone_is_left_for_later(
+    serving: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serving(lambda *_: (429, {"Retry-After": "3600"}, {"error": "Limit of the day"}))
+    words = r"3600 s.*Limit of the day.*--resume"
+    with Client(section(server), tmp_path / "k.jsonl") as client, pytest.raises(UserError, match=words):
         client.ask(ASKED, PARAMS, 5)
     assert [endpoint.seconds_of(header) for header in ("nan", "soon", "")] == [None] * 3
     assert endpoint.seconds_of("-3") == 0 and 50 < (endpoint.seconds_of(formatdate(time.time() + 60)) or 0) < 61
+    server = serving(lambda *_: (429, {}, {"error": {"message": "Pay first", "code": "insufficient_quota"}}))
+    with (
+        Client(section(server), tmp_path / "k.jsonl") as client,
+        pytest.raises(UserError, match=r"no quota.*Pay first"),
+    ):
+        client.ask(ASKED, PARAMS, 5)
+    assert len(server.asked) == 1
+    monkeypatch.setattr(endpoint, "LONGEST_WAIT", 0.2)
+    server = serving(lambda *_: (429, {"Retry-After": "0"}, {"error": "slow down"}))
+    with (
+        Client(section(server), tmp_path / "k.jsonl") as client,
+        pytest.raises(UserError, match=r"429: .*slow down.*0\.2 s"),
+    ):
+        client.ask(ASKED, PARAMS, 5)
+    assert 3 < len(server.asked) < 20
+
+
+@pytest.mark.parametrize(
+    ("usage", "reason", "known", "finished"),
+    [
+        (None, "stop", (None, None), True),
+        ({"prompt_tokens": 10.0, "completion_tokens": 4}, "stop", (10, 4), True),
+        ({"prompt_tokens": 10**400, "completion_tokens": 4}, "stop", (None, 4), True),
+        ({"prompt_tokens": -1, "completion_tokens": True}, "length", (None, None), False),
+        ({"prompt_tokens": 1e400, "completion_tokens": "4"}, None, (None, None), True),
+        ({"prompt_tokens": 10, "completion_tokens": 7}, None, (10, 7), False),
+    ],
+)
+def test_an_answer_is_taken_whatever_its_server_counts(
+    serving: Any, tmp_path: Path, usage: Any, reason: str | None, known: tuple[int | None, int | None], finished: bool
+) -> None:
+    reply = {**completion("x", reason), "usage": usage}  # type: ignore[arg-type]
+    server, kept = serving(lambda *_: (200, {}, reply)), tmp_path / "kept.jsonl"
+    with Client(section(server), kept) as client:
+        assert client.ask(ASKED, PARAMS, 5) == endpoint.Reply("x", finished, *known)
+    assert len(server.asked) == 1 and list(endpoint.read_kept(kept).values()) == [endpoint.Reply("x", finished, *known)]
+    assert endpoint.spent(kept) == (1, known[0] or 0, known[1] or 0, int(None in known))
+
+
+def test_a_key_is_masked_in_whatever_form_it_comes_back(
+    serving: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", KEY)
+    escaped = json.dumps(KEY)[1:-1]
+    coded = "".join(f"\\u{ord(c):04x}" for c in KEY)
+    forms = [KEY, escaped, json.dumps(escaped)[1:-1], KEY.replace("/", "\\/"), coded, KEY.replace('"', "%22")]
+    for status in (200, 400):
+        for form in forms:
+            text = "a" * 284 + f" {form} b"
+            server = serving(
+                lambda *_, text=text, status=status: (status, {}, completion(text) if status == 200 else text)
+            )
+            with Client(section(server, api_key_env="MY_KEY"), tmp_path / f"{len(text)}-{status}") as client:
+                if status == 200:
+                    assert client.ask(ASKED, PARAMS, 5).text == "a" * 284 + " *** b"
+                    continue
+                with pytest.raises(UserError, match=r"a \*\*\* b") as problem:
+                    client.ask(ASKED, PARAMS, 5)
+                assert "qzx7vkw" not in str(problem.value)
+    server = serving(lambda *_: (400, {}, b" " * 990 + KEY.encode()))  # where a reply was cut
+    with (
+        Client(section(server, api_key_env="MY_KEY"), tmp_path / "k") as client,
+        pytest.raises(UserError, match=r": \*\*\*\. M"),
+    ):
+        client.ask(ASKED, PARAMS, 5)
+    monkeypatch.setenv("MY_KEY", "EMPTY")  # what servers without keys are sent is a word
+    server = serving(lambda *_: (200, {}, completion("EMPTY")))
+    with Client(section(server, api_key_env="MY_KEY"), tmp_path / "w") as client:
+        assert client.ask(ASKED, PARAMS, 5).text == "EMPTY"
 
 
 def test_no_more_requests_than_allowed_at_a_time(serving: Any, tmp_path: Path) -> None:
@@ -254,7 +368,7 @@ def test_after_a_failure_nothing_more_is_sent_and_what_was_under_way_is_kept(ser
         coming = [client.begin(ASKED, PARAMS, seed) for seed in range(8)]
         with pytest.raises(UserError, match="status 400"):
             coming[1].result()
-    assert len(server.asked) == 2 and endpoint.spent(kept) == (1, 10, 4)
+    assert len(server.asked) == 2 and endpoint.spent(kept) == (1, 10, 4, 0)
 
 
 def test_a_reply_that_is_kept_is_not_paid_for_again(serving: Any, tmp_path: Path) -> None:
@@ -275,7 +389,7 @@ def test_replies_that_are_of_no_use_are_counted_all_the_same(serving: Any, tmp_p
     server, kept = serving(lambda number, body: good(number, body) if number else (200, {}, bad)), tmp_path / "k.jsonl"
     with Client(section(server), kept) as client:
         client.ask(ASKED, PARAMS, 5)
-    assert endpoint.spent(kept) == (2, 20, 104) and len(endpoint.read_kept(kept)) == 1
+    assert endpoint.spent(kept) == (2, 20, 104, 0) and len(endpoint.read_kept(kept)) == 1
 
 
 def test_thoughts_that_a_server_cuts_off_are_put_back() -> None:
@@ -285,7 +399,7 @@ def test_thoughts_that_a_server_cuts_off_are_put_back() -> None:
         assert read_reply(reply) == endpoint.Reply("<think>so</think><answer>Up</answer>", False, 10, 4)
     assert read_reply(completion(None, "content_filter")).text == ""  # type: ignore[arg-type]
     with pytest.raises(Nonsense):
-        read_reply({**completion("x"), "usage": {"prompt_tokens": -1, "completion_tokens": 2}})
+        read_reply(completion(None))  # type: ignore[arg-type]
 
 
 # --------------------------------------------------------------------------------------------------------- evaluation
@@ -376,12 +490,16 @@ def test_the_key_is_sent_and_never_written_or_said(
     echo = {"status": 200}
 
     def behave(number: int, body: dict[str, Any]) -> Any:
-        return good(number, body) if echo["status"] == 200 else (echo["status"], {}, f"bad key {KEY}".encode())
+        if echo["status"] == 200:
+            return 200, {}, {**completion(f"<think>I got Bearer {KEY}</think>"), "usage": None}
+        return echo["status"], {}, f"bad key {KEY}".encode()
 
     server = serving(behave)
     mine = {"base": checkpoints["base"], "gpt": served(server, api_key_env="MY_KEY", attempts=2)}
     evaluate(tmp_path / "fine", mine, suites=small)  # type: ignore[arg-type]
     assert set(server.keys) == {f"Bearer {KEY}"}
+    assert "Of 6 the server did not tell the tokens" in capfd.readouterr().out
+    assert "I got Bearer ***" in (tmp_path / "fine" / "out" / "transcripts.jsonl").read_text()
     for status in (400, 401, 500):
         echo["status"] = status
         with pytest.raises(UserError) as problem:
@@ -390,7 +508,7 @@ def test_the_key_is_sent_and_never_written_or_said(
     assert "bad key ***" in said[0] and "refuses the key in MY_KEY (status 401)" in said[1]
     monkeypatch.setenv("MY_KEY", f"{KEY}\nX-Other: 1")
     for change in ({"api_key_env": "MY_KEY"}, {"api_key_env": KEY}, {"api_key": KEY}, {"endpoint": f"http://{KEY}@h/v1"},
-                   {"endpoint": f"http://h/v1?key={KEY}"}):  # fmt: skip
+                   {"api_key_env": "gsk_8rNvery_s"}, {"endpoint": f"http://h/v1?key={KEY}"}):  # fmt: skip
         with pytest.raises(UserError) as problem:
             wrong = {**mine, "gpt": served(server, **change)}
             evaluate(tmp_path / "wrong", wrong, suites=small)  # type: ignore[arg-type]
@@ -398,8 +516,8 @@ def test_the_key_is_sent_and_never_written_or_said(
     captured = capfd.readouterr()
     for path in tmp_path.rglob("*"):
         if path.is_file() and path.name != "evaluate.yaml":  # where this test has put the key itself
-            assert KEY.encode() not in path.read_bytes(), path
-    assert not any(KEY in text for text in [*said, captured.out, captured.err])
+            assert b"qzx7vkw" not in path.read_bytes(), path
+    assert not any("qzx7vkw" in text or "gsk_8" in text for text in [*said, captured.out, captured.err])
 
 
 def test_what_is_wrong_in_the_config_is_told_before_any_work(

@@ -115,15 +115,18 @@ class Endpoint(Section):
         if not is_address(value):
             raise wrong("this is no address of a server: write e.g. http://127.0.0.1:8000/v1")
         parts = urlsplit(value)
-        if parts.username or parts.password or parts.query or parts.fragment:
+        if "@" in value or parts.query or parts.fragment:  # a password with a slash is read as a path
             raise wrong("an address ends with its path, e.g. /v1; a key is read from the variable in api_key_env alone")
         return value.rstrip("/")
 
     @field_validator("api_key_env")
     @classmethod
     def _variable(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
-            raise wrong("this is no name of an environment variable; the key itself is never written here")
+        if value is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", value):
+            raise wrong(
+                "this is no name of an environment variable: write upper case letters, digits and _, e.g. MY_KEY; "
+                "the key itself is never written here"
+            )
         return value
 
 

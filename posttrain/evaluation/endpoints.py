@@ -51,8 +51,9 @@ def costs(cfg: EvaluateRun, tasks: Sequence[Task]) -> dict[str, Record]:
     found: dict[str, Record] = {}
     for name, endpoint in cfg.endpoints.items():
         paid = [spent(replies_file(cfg, name, task)) for task in tasks if not left_out(cfg, task)]
-        replies, prompt, answers = (sum(column) for column in zip(*paid, strict=True)) if paid else (0, 0, 0)
+        replies, prompt, answers, unknown = (sum(column) for column in zip(*paid, strict=True)) if paid else (0,) * 4
         one: Record = {"replies": replies, "prompt_tokens": prompt, "completion_tokens": answers, "cost": None}
+        one["replies_without_tokens"] = unknown
         if endpoint.price_input is not None and endpoint.price_output is not None:
             one["cost"] = (prompt * endpoint.price_input + answers * endpoint.price_output) / 1e6
         found[name] = one | {"left_out": {task.suite: words for task in tasks if (words := left_out(cfg, task))}}
@@ -64,4 +65,6 @@ def in_words(paid: Record) -> str:
     words = f"{paid['replies']:,} replies, {paid['prompt_tokens']:,} tokens of prompts and "
     words += f"{paid['completion_tokens']:,} of answers"
     words += "." if paid["cost"] is None else f", which cost {paid['cost']:.4g}."
+    if unknown := paid["replies_without_tokens"]:
+        words += f" Of {unknown:,} the server did not tell the tokens: it is more than that."
     return " ".join([words, *dict.fromkeys(paid["left_out"].values())])

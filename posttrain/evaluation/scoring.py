@@ -112,7 +112,10 @@ def ask_task(cfg: EvaluateRun, name: str, task: Task, tick: Tick, judge: MathJud
         for item, reply in zip(task.items, (future.result() for future in coming), strict=True):
             tick(1)
             ids = chat.content_ids(reply.text) if chat and task.suite == "repetition" else []
-            tokens = len(ids) or reply.completion_tokens - (reply.finished and reply.completion_tokens > 0)
+            told = reply.completion_tokens
+            if told is None:
+                told = len(TextChat(chat).completion(reply).ids)
+            tokens = len(ids) or told - (reply.finished and told > 0)
             row = item | {"text": reply.text, "never_stops": not reply.finished, "tokens": tokens}
             rows.append(row | score(task.suite, row, ids, judge, equal_length))
         return rows
