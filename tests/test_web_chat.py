@@ -34,13 +34,15 @@ import inference_with_improved_settings as script
 from envs.protocol import Episode, Protocol
 from posttrain import config, models
 from posttrain.chat import Chat
-from posttrain.config import ChatRun, ModelSection
+from posttrain.config import ChatRun, ModelSection, Source
+from posttrain.data.filters import dialogue
+from posttrain.data.reading import read
 from posttrain.inference.conversation import Conversation, Exchange
 from posttrain.inference.display import figures
 from posttrain.inference.generation import Generator
 from posttrain.serve import listen
 from posttrain.types import SamplingParams, UserError, derive_seed
-from posttrain.web_chat import guard, playing, server
+from posttrain.web_chat import guard, playing, server, talking
 
 playwright = pytest.importorskip("playwright.sync_api")
 in_browser = pytest.mark.skipif(
@@ -52,6 +54,7 @@ WHITE_SPACE = """(message) => {
   while (texts.nextNode()) if (texts.currentNode.data.includes("def"))
     return getComputedStyle(texts.currentNode.parentElement).whiteSpace;
 }"""
+SETTING = "temperature 0.7, top-p 0.9, top-k 50, repetition penalty 1.15"  # the preset of configs/chat.yaml
 HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'> ![x](http://evil.invalid/x.png)"
 
 
@@ -221,11 +224,12 @@ class Client:
     def __init__(self, address: str) -> None:
         self.http = httpx.Client(base_url=f"{address}/gradio_api", timeout=60)
 
-    def submit(self, text: str) -> str:
-        """Puts a message into the queue; the number that its answer has."""
+    def submit(self, text: str, session: str | None = None) -> str:
+        """Puts a message into the queue; the number that its answer has, or why it was refused."""
         asked = self.http.get("/info").json()["named_endpoints"]["/chat"]["parameters"]
         data = [text, *(each["parameter_default"] for each in asked[1:])]
-        return self.http.post("/call/chat", json={"data": data}).json()["event_id"]
+        answer = self.http.post("/call/chat", json={"data": data, "session_hash": session}).json()
+        return answer.get("event_id") or answer["detail"]
 
     def result(self, number: str) -> str:
         events = self.http.get(f"/call/chat/{number}").text.split("event: ")
@@ -345,8 +349,8 @@ def test_two_models_side_by_side_and_the_exported_file(
     rows = [json.loads(line) for line in (tmp_path / "chat.jsonl").read_text().splitlines()]
     asked = {"role": "user", "content": "Who?"}
     assert download.value.suggested_filename == "chat.jsonl" and rows == [
-        {"model": "model 1", "messages": [asked, {"role": "assistant", "content": "left"}]},
-        {"model": "model 2", "messages": [asked, {"role": "assistant", "content": "right, which is longer"}]},
+        {"model": "model 1", "settings": [SETTING], "messages": [asked, {"role": "assistant", "content": "left"}]},
+        {"model": "model 2", "settings": [SETTING], "messages": [asked, {"role": "assistant", "content": texts[1]}]},
     ]
     page.get_by_text("Settings").click()
     page.get_by_label("Side by side").uncheck()
@@ -390,6 +394,41 @@ def test_texts_are_shown_as_they_were_written(alone: str, visit: Callable[..., A
         shown = said(page, who=who)
         assert code in shown.text_content()
         assert shown.evaluate(WHITE_SPACE) == "pre-wrap"
+
+
+def test_what_is_exported_is_what_was_asked(cfg: ChatRun, both: list[Scripted], model: Script, tmp_path: Path) -> None:
+    """The system message of each answer, its setting, and whether it was cut short; phase 1 takes what is whole."""
+    tab, talk = talking.ChatTab({"model 1": both[0]}, cfg), talking.Talk()
+    model.text = lambda: "a b c"
+
+    def ask(text: str, system: str = "", longest: int = 40) -> None:
+        """Two settings of one model, the second one hotter with each message."""
+        second = ["model 1", "own settings", 1.0 + talk.number, 1.0, 0, 1.0]
+        inputs = [True, system, longest, "model 1", "plain", 1.0, 1.0, 0, 1.0, *second]
+        tab.begin(text, talk, *inputs)
+        list(tab.answer(text, talk, *inputs))
+
+    ask("Who are you?", "You are A.")
+    ask("And you?", "You are B.")
+    assert "And you?" in model.begun[2] and "Who are you?" not in model.begun[2]
+    ask("More?", "You are B.")
+    ask("All of it!", "You are B.", longest=2)
+    exported = tab.exported(talk, "model 1", "model 1")
+    first, second = map(json.loads, exported.splitlines())
+    assert first["settings"] == ["temperature 1"] * 3
+    assert second["settings"] == ["temperature 2", "temperature 3", "temperature 4"]
+    whole = [{"role": "system", "content": "You are B."}]
+    for text in ("And you?", "More?"):
+        whole += [{"role": "user", "content": text}, {"role": "assistant", "content": "a b c"}]
+    cut = {"role": "assistant", "content": talk.answers["A"].text, "finished": False}
+    assert first["messages"] == second["messages"] == [*whole, {"role": "user", "content": "All of it!"}, cut]
+    (file := tmp_path / "chat.jsonl").write_text(exported)
+    source = Source(kind="messages", path=str(file))
+    for row in read(source, "data.sources.0", 0):
+        example = dialogue(row, source, None)  # type: ignore[arg-type]
+        assert not isinstance(example, str) and example.dialogues == [whole]
+    row = {"messages": [whole[0], whole[1], cut]}
+    assert dialogue(row, source, None) == "an answer that was cut short"  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------------------- play
@@ -508,6 +547,19 @@ def test_ten_at_once_are_answered_in_the_order_they_came(alone: str, model: Scri
         answers = list(pool.map(Client.result, clients, numbers))
     assert answers == ["a b c"] * 10
     assert [re.findall(r"I am (\d)", prompt) for prompt in model.begun] == [[str(number)] for number in range(10)]
+
+
+def test_nobody_takes_ten_places(alone: str, model: Script) -> None:
+    """One answer that is being written and one message that waits; then it is the other's turn."""
+    model.text, model.pause = lambda: "a b c", 0.1
+    client = Client(alone)
+    client.submit("first", "many")
+    wait_for(lambda: model.begun)
+    client.submit("second", "many")
+    for _ in range(8):
+        assert "in the queue already" in client.submit("more", "many")
+    assert client.result(client.submit("other")) == "a b c"
+    assert [re.findall("first|second|more|other", prompt)[-1] for prompt in model.begun] == ["first", "second", "other"]
 
 
 @in_browser

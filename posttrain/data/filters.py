@@ -81,8 +81,14 @@ def gsm8k(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | st
 
 
 def dialogue(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
-    """User and assistant in turn, after a system message perhaps; the held-out split goes by the first user message."""
-    messages = _plain(row["messages"])
+    """User and assistant in turn, after a system message perhaps; the held-out split goes by the first user message.
+
+    It ends before an answer that was cut short, which the chat's files mark with "finished": false.
+    """
+    cut = next((place for place, each in enumerate(row["messages"]) if each.get("finished") is False), None)
+    messages = _plain(row["messages"] if cut is None else row["messages"][: max(cut - 1, 0)])
+    if cut is not None and not any(message["role"] == "assistant" for message in messages):
+        return "an answer that was cut short"
     if reason := fault(messages):
         return reason
     if sum(message["role"] == "assistant" for message in messages) < (source.min_turns or 1):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from posttrain.types import UserError
 
@@ -55,9 +55,11 @@ class Conversation:
             ids += exchange.ids + self.chat.extend(following, finished=exchange.finished)
         return ids
 
-    def messages(self) -> list[dict[str, str]]:
-        """All of it, as data: also what the model no longer sees."""
-        said = [("system", self.system)] if self.system else []
+    def messages(self) -> list[dict[str, Any]]:
+        """All of it, as data: also what the model no longer sees. An answer that was cut short says so."""
+        said: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
         for exchange in self.exchanges:
-            said += [("user", exchange.asked), ("assistant", exchange.text)]
-        return [{"role": role, "content": content} for role, content in said]
+            said.append({"role": "user", "content": exchange.asked})
+            said.append({"role": "assistant", "content": exchange.text})
+            said[-1] |= {} if exchange.finished else {"finished": False}
+        return said

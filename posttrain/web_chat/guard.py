@@ -1,4 +1,4 @@
-"""Whose requests does the page answer?  Those of its own pages and of programs; not those of another website."""
+"""Whose requests does the page answer, and how many?  Those of its own pages and of programs, a place for each."""
 
 from __future__ import annotations
 
@@ -94,3 +94,26 @@ class Password:
                 return right
         finally:
             self.waiting -= 1
+
+
+def one_place_a_page(page: Any, queue_name: str) -> None:
+    """Refuses what a page puts into the queue while it has something waiting there: nobody takes ten places.
+
+    gradio's `trigger_mode` holds in the browser alone. Until its queue takes a limit for a session.
+    """
+    queue = page._queue
+    join = queue.push
+
+    async def push(body: Any, request: Any, username: Any) -> Any:
+        line = queue.event_queue_per_concurrency_id.get(queue_name)
+        asked = page.fns.get(body.fn_index)
+        if line and asked and asked.concurrency_id == queue_name:
+            if any(event.session_hash == body.session_hash for event in line.queue):
+                return (
+                    False,
+                    "Your page has a message or a turn in the queue already: wait for it, or stop it.",
+                    "error",
+                )
+        return await join(body=body, request=request, username=username)
+
+    queue.push = push

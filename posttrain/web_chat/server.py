@@ -67,7 +67,7 @@ def build_app(generators: dict[str, Generator], cfg: ChatRun, password: str | No
     import gradio
     from fastapi import FastAPI
 
-    from posttrain.web_chat.guard import OwnPagesOnly, Password
+    from posttrain.web_chat.guard import OwnPagesOnly, Password, one_place_a_page
     from posttrain.web_chat.playing import PlayTab
     from posttrain.web_chat.talking import ChatTab
 
@@ -76,6 +76,7 @@ def build_app(generators: dict[str, Generator], cfg: ChatRun, password: str | No
             ChatTab(generators, cfg).build()
         with gradio.Tab("Play"):
             PlayTab(generators, cfg).build()
+    one_place_a_page(page, ONE_AT_A_TIME["concurrency_id"])
 
     app = gradio.mount_gradio_app(
         FastAPI(docs_url=None, redoc_url=None, openapi_url=None),

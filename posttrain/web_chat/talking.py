@@ -44,16 +44,18 @@ class Talk:
     number: int = 0  # of messages: each has a seed of its own, the one that it would have in the terminal
     pending: str = ""  # a message that has no answer
     waiting: bool = False  # while it may still get one
+    settings: list[list[str]] = field(default_factory=lambda: [[], []])  # of each answer in `sides`
     seconds: dict[str, float] = field(default_factory=dict)  # that each of them took
     busy: bool = False  # while an answer is being written
     unwanted: bool = False  # it is to end
 
     def side(self, number: int, generator: Generator, longest: int, system: str) -> Conversation:
-        """The conversation of a side; a new one where another model was chosen, which has other tokens."""
-        found = self.sides[number]
-        if found is None or found.chat is not generator.chat:
-            found = self.sides[number] = Conversation(generator.chat, generator.context, longest)
-        found.max_new_tokens, found.system = longest, system.strip() or None
+        """The conversation of a side; a new one where another model, which has other tokens, or system message is."""
+        found, wanted = self.sides[number], system.strip() or None
+        if found is None or found.chat is not generator.chat or found.system != wanted:
+            found = self.sides[number] = Conversation(generator.chat, generator.context, longest, wanted)
+            self.settings[number] = []
+        found.max_new_tokens = longest
         return found
 
     def shown(self, number: int) -> Shown:
@@ -101,7 +103,10 @@ class ChatTab:
             self.beside = gradio.Checkbox(
                 len(names) > 1, label="Side by side", info="Two answers to each message; begins a new conversation."
             )
-            self.system = gradio.Textbox(cfg.system or "", label="System message", lines=2)
+            self.system = gradio.Textbox(
+                cfg.system or "", label="System message", lines=2,
+                info="Another one begins a new conversation with the next message.",
+            )  # fmt: skip
             longest = min(max(2048, cfg.max_new_tokens), *(each.context for each in self.generators.values()), 1 << 20)
             self.longest = gradio.Slider(
                 1, longest, min(longest, cfg.max_new_tokens), step=1, label="Longest answer, in tokens"
@@ -176,8 +181,10 @@ class ChatTab:
         """The message stands on the page at once, also while others are answered."""
         if not text.strip():
             raise gradio.Error("Write a message first.", print_exception=False)
-        plans = self.plans(*inputs)
+        plans, (_, system, longest, *_) = self.plans(*inputs), inputs
         talk.pending, talk.waiting, talk.answers = text, True, {}
+        for side, (who, _) in enumerate(plans):
+            talk.side(side, who, longest, system)
         names = [
             f"{letter}: {self.name(who)}, {in_words(how)}" for letter, (who, how) in zip("AB", plans, strict=False)
         ]
@@ -216,10 +223,11 @@ class ChatTab:
             raise gradio.Error(str(problem), print_exception=False) from problem
         finally:
             writing = {}
-            for conversation, said in zip(conversations, answers, strict=False):
+            for side, said in enumerate(answers):
                 said.stop()
                 if said.ids:
-                    conversation.exchanges.append(Exchange(text, said.ids, said.finished, said.text))
+                    talk.settings[side].append(in_words(plans[side][1]))
+                    conversations[side].exchanges.append(Exchange(text, said.ids, said.finished, said.text))
                     talk.pending, talk.waiting = "", False
             talk.number += 1
             talk.busy = False
@@ -236,17 +244,17 @@ class ChatTab:
         talk.unwanted = True
         wait_until_idle(talk)
         talk.unwanted = False
-        talk.sides, talk.answers, talk.number = [None, None], {}, 0
+        talk.sides, talk.settings, talk.answers, talk.number = [None, None], [[], []], {}, 0
         talk.pending, talk.waiting = "", False
         first = gradio.Chatbot([], label="A"), gradio.Chatbot([], label="B", visible=beside)
         typing = gradio.Textbox("", submit_btn=SEND, stop_btn=False, interactive=True)
         return typing, *first, self.figured(talk), gradio.Column(visible=beside)
 
     def exported(self, talk: Talk, *models: str) -> str:
-        """A line of JSON for each side, which phase 1 can train on (kind: messages)."""
+        """A line of JSON for each side, which phase 1 can train on (kind: messages). settings: of each answer."""
         rows = [
-            {"model": model, "messages": conversation.messages()}
-            for model, conversation in zip(models, talk.sides, strict=True)
+            {"model": model, "settings": settings, "messages": conversation.messages()}
+            for model, settings, conversation in zip(models, talk.settings, talk.sides, strict=True)
             if conversation and conversation.exchanges
         ]
         if not rows:
