@@ -62,7 +62,10 @@ SMALL: dict[str, Any] = dict(
 # in other files: posttrain/selftest.py looks into our own engine, envs/adapters/trl.py into its own environment (public
 # methods are tools there), and OpenEnv's client is no matter of compat.py, since envs/ imports no posttrain
 # and what a copy of posttrain/convgpt.py, beside the weights, cannot import from compat
-EXCEPTIONS = ("sampler._ids", "game._episode", "getattr(client, '_ws', None)", "self.config._attn_implementation", "page._queue")
+# and gradio's queue, which only the chat in the browser has
+EXCEPTIONS = (
+    "sampler._ids", "game._episode", "getattr(client, '_ws', None)", "self.config._attn_implementation", "page._queue",
+)  # fmt: skip
 # of our own classes, of the standard library, and what transformers asks a model's class for
 NOT_PRIVATE = {"_asdict", "_fields", "_make", "_replace", "_exit", "_init_weights", "_option_string_actions"}
 

@@ -9,8 +9,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import HTTPException
-from starlette.datastructures import Headers
-from starlette.responses import PlainTextResponse
+from fastapi.datastructures import Headers
+from fastapi.responses import PlainTextResponse
 
 WRONG = 1.0  # seconds that a wrong password takes
 MOST_GUESSES = 10  # that wait; further ones are refused unread, so that a flood is over ten seconds after it ends
@@ -107,13 +107,9 @@ def one_place_a_page(page: Any, queue_name: str) -> None:
     async def push(body: Any, request: Any, username: Any) -> Any:
         line = queue.event_queue_per_concurrency_id.get(queue_name)
         asked = page.fns.get(body.fn_index)
-        if line and asked and asked.concurrency_id == queue_name:
-            if any(event.session_hash == body.session_hash for event in line.queue):
-                return (
-                    False,
-                    "Your page has a message or a turn in the queue already: wait for it, or stop it.",
-                    "error",
-                )
+        mine = [event for event in line.queue if event.session_hash == body.session_hash] if line else []
+        if mine and asked and asked.concurrency_id == queue_name:
+            return False, "Your page has a message or a turn in the queue already: wait for it, or stop it.", "error"
         return await join(body=body, request=request, username=username)
 
     queue.push = push
