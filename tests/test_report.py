@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
+import html as html_text
 import itertools
 import json
 import random
@@ -42,7 +43,7 @@ from posttrain.report import (
     verdict,
 )
 from posttrain.report.episodes import gif, replay
-from posttrain.report.page import read
+from posttrain.report.page import commands, read
 from posttrain.report.rows import Pictures
 from posttrain.types import UserError
 
@@ -871,7 +872,9 @@ def test_verdicts_are_better_worse_and_cannot_tell(run: Path, other: Path) -> No
     assert len(found) == 6
     assert found["Recall"].verdict == "worse" and found["Recall"].change.high < 0 and found["Recall"].n == 60
     assert {each.verdict for title, each in found.items() if title != "Recall"} == {"cannot tell"}
-    assert all(comparison.needed(each) == ": the same on every item" for t, each in found.items() if t != "Recall")
+    same = {title: comparison.needed(each) for title, each in found.items()}
+    assert same["Recall"] == "" and same["Sokoban"] == ": the same on all 40 levels"
+    assert same["Preferences"] == ": the same on all 60 pairs"
     assert all(rows[0]["accuracy"] and not rows[1]["accuracy"] for rows in found["Recall"].examples)
     word, sentence = verdict.overall(list(found.values()))
     assert word == "worse" and sentence.startswith("worse in Recall; cannot tell in Math (toy sums), ")
@@ -909,7 +912,40 @@ def test_the_items_that_are_needed_do_tell() -> None:
     assert 26 <= told.count("better") <= 38, "80 % of them"
     close = next(each for each in small if abs(each.change.value - 0.06) < 0.005)
     assert close.needed == pytest.approx(exact, rel=0.25)
-    assert close.told == pytest.approx(0.06 * (exact / 300) ** 0.5, rel=0.1)
+    words = f": this difference takes about {close.needed:,} questions to tell, these are 300"
+    assert comparison.needed(close) == words
+
+
+def test_where_no_difference_is_seen_the_levels_are_told_that_would_show_five_points() -> None:
+    column = tables.Column("Lake", "", "envs", "lake", "success", "")
+    pairs = [({"success": number % 2 == 0}, {"success": number % 2 == 1}) for number in range(60)]
+    pairs += [({"success": True}, {"success": True})] * 240
+    found = verdict._compared(column, pairs, 0.025, 4)
+    exact = ((1.96 + 0.8416) / 0.05) ** 2 * 60 / 299  # the variance of a difference
+    assert found.change.value == 0 and found.needed == pytest.approx(exact, abs=2)
+    words = f": no difference seen; one of 5 points takes about {found.needed} levels to tell, these are 300"
+    assert comparison.needed(found) == words
+    few = found._replace(change=found.change._replace(value=1e-4), needed=10**7)
+    assert comparison.needed(few) == ": this difference takes more than 100,000 levels to tell, these are 300"
+
+
+def test_what_to_type_next_is_meant_for_this_run(results: dict[str, Any]) -> None:
+    """The quickstart's models are talked to with the quickstart's presets."""
+    endpoint = {"endpoint": "http://x"}
+    places = {
+        "base": endpoint,
+        "phase1": endpoint,
+        "phase2": "runs/my run/phase2/final",
+        "phase3": "runs/q/phase3/final",
+    }
+    asked = results | {"config": results["config"] | {"checkpoints": places}}
+    found = html_text.unescape(commands(asked, Path("runs/q")))
+    chat = "inference_with_improved_settings.py --config configs/quickstart/chat.yaml model.name_or_path=runs/q/phase3"
+    assert f"{chat}/final</code>" in found and f"{chat}/final --play sokoban</code>" in found
+    assert f"{chat}/final --web --beside 'runs/my run/phase2/final'</code>" in found
+    asked["config"] |= {"goals": False, "checkpoints": places | {"phase3": endpoint}}
+    found = html_text.unescape(commands(asked, Path("runs/q")))
+    assert "quickstart/chat.yaml" not in found and "'model.name_or_path=runs/my run/phase2/final' --web</code>" in found
 
 
 def test_several_intervals_hold_together(run: Path, other: Path) -> None:

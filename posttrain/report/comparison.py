@@ -8,7 +8,6 @@ RUN is a folder with results.json, RUN:CHECKPOINT one of its checkpoints.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,16 +18,18 @@ from posttrain.report.markup import document, table, text
 from posttrain.report.page import read
 from posttrain.report.rows import Pictures, entry, packed, with_pictures
 from posttrain.report.tables import COLOURS, percent, points, readable, span
-from posttrain.report.verdict import Comparison, Model, compare, overall
+from posttrain.report.verdict import UNSEEN, Comparison, Model, compare, overall
 from posttrain.types import Record, UserError, one_line
 
 KINDS = {"better": "good", "worse": "bad", "mixed": "flat", "cannot tell": "flat"}
 MANY = 100_000  # items: nobody will measure more
+ITEMS = {"envs": "levels", "preferences": "pairs", "math": "questions", "recall": "questions", "repetition": "prompts"}
 NOTE = (
     "The verdict is about these models, not about how they were made: the same recipe with another seed gives another "
     "model. To judge a recipe, compare several seeds of each. Intervals of changes are paired, item by item, and hold "
     "together at 95 % for all figures of a comparison; where one holds zero the verdict is “cannot tell”. The number "
-    "of items is what it takes to tell a difference as large as the one seen, with a chance of 80 %."
+    "of items is what it takes to tell a difference as large as the one seen, or of 5 points where none was seen, with "
+    "a chance of 80 %."
 )
 
 
@@ -126,13 +127,13 @@ def needed(compared: Comparison) -> str:
     """What it would take to tell, where nobody can."""
     if compared.verdict != "cannot tell":
         return ""
-    if compared.told == 0:
-        return ": the same on every item"
+    items, n = ITEMS[compared.column.suite], f"{compared.n:,}"
     if compared.needed == 0:
-        return f": no difference seen, one of {100 * compared.told:.1f} points would have been"
-    if compared.needed > MANY or math.isinf(compared.needed):
-        return f": more than {MANY:,} items needed"
-    return f": about {compared.needed:,} items needed"
+        return f": the same on all {n} {items}"
+    found = f"more than {MANY:,}" if compared.needed > MANY else f"about {compared.needed:,}"
+    if compared.change.value == 0:
+        return f": no difference seen; one of {100 * UNSEEN:.0f} points takes {found} {items} to tell, these are {n}"
+    return f": this difference takes {found} {items} to tell, these are {n}"
 
 
 def differing(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from posttrain import files
@@ -106,9 +107,14 @@ def commands(results: Results, folder: Path) -> str:
     """What a reader would type next, ready to copy."""
     places = [results["config"]["checkpoints"][name] for name in results["checkpoints"]]
     local = [place for place in places if isinstance(place, str)]  # the others are endpoints
-    chat = f"python inference_with_improved_settings.py model.name_or_path={local[-1] if local else 'MODEL'}"
+    chat = "python inference_with_improved_settings.py"
+    if results["config"].get("goals"):  # those of the quickstart, whose models want other presets
+        chat += " --config configs/quickstart/chat.yaml"
+    chat += f" {shlex.quote(f'model.name_or_path={local[-1]}' if local else 'model.name_or_path=MODEL')}"
+    beside = f" --beside {shlex.quote(local[-2])}" if len(local) > 1 else ""
     lines = [("Talk to the result", chat)]
-    lines += [("The same question under both presets", f'{chat} --compare --prompt "Tell me about the old garden."')]
+    lines += [("In the browser" + (", beside its predecessor" if beside else ""), f"{chat} --web{beside}")]
+    lines += [("The same question under each preset", f'{chat} --compare --prompt "Tell me about the old garden."')]
     lines += [(f"Watch it play {name.replace('_', ' ')}", f"{chat} --play {name}") for name in results["baselines"]]
     lines += [("All answers and episodes, with filters", f"python -m posttrain.report {folder / 'transcripts.jsonl'}")]
     lines += [("Beside another run, with a verdict", f"python -m posttrain.report {folder} ANOTHER_RUN")]

@@ -3,7 +3,7 @@
 Every figure of the headline table that two models have is compared on the items that both were given. The intervals
 are paired bootstrap intervals that hold together at 95 % (Bonferroni), so that looking at six figures is no six chances
 to be wrong. Where an interval holds zero, the number of items is told that a difference as large as the one seen would
-need: a normal approximation, 80 % power.
+need, or one of 5 points where none was seen: a normal approximation, 80 % power.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from posttrain.report.tables import Column, Figure, Results, columns
 from posttrain.types import Record, UserError, derive_seed
 
 POWER = 0.8
+UNSEEN = 0.05  # the difference that is asked about where none was seen
 ROUNDS = 10_000  # of the bootstrap: the tails of several intervals at once are thin
 
 
@@ -37,16 +38,15 @@ class Model(NamedTuple):
 class Comparison(NamedTuple):
     """One figure of two models: how `after` differs from `before` on n common items.
 
-    needed: items that would tell a difference as large as this one; 0 where none was seen. told: the difference that n
-    items would have told. examples: pairs of rows that differ most, in the order of the evaluation.
+    needed: items that would tell a difference as large as this one, or one of UNSEEN where none was seen; 0 where every
+    item came out the same. examples: pairs of rows that differ most, in the order of the evaluation.
     """
 
     column: Column
     values: tuple[Figure, Figure]
     change: Figure
     n: int
-    needed: float
-    told: float
+    needed: int
     examples: list[tuple[Record, Record]]
 
     @property
@@ -113,14 +113,15 @@ def _compared(column: Column, pairs: list[tuple[Record, Record]], tail: float, m
     differences = [b - a for a, b in zip(old, new, strict=True)]
     deviation = stdev(differences) if n > 1 else 0.0
     reach = (NormalDist().inv_cdf(1 - tail) + NormalDist().inv_cdf(POWER)) * deviation
-    needed = max(n + 1, math.ceil((reach / change.value) ** 2)) if change.value and deviation else 0
+    needed = math.ceil((reach / (change.value or UNSEEN)) ** 2)
+    if change.value and deviation:
+        needed = max(n + 1, needed)
     return Comparison(
         column=column,
         values=(_figure(column, old), _figure(column, new)),
         change=change,
         n=n,
         needed=needed,
-        told=reach / math.sqrt(n),
         examples=_examples(pairs, differences, most),
     )
 
