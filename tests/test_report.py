@@ -912,7 +912,7 @@ def test_the_items_that_are_needed_do_tell() -> None:
     assert 26 <= told.count("better") <= 38, "80 % of them"
     close = next(each for each in small if abs(each.change.value - 0.06) < 0.005)
     assert close.needed == pytest.approx(exact, rel=0.25)
-    words = f": this difference takes about {close.needed:,} questions to tell, these are 300"
+    words = f": about {close.needed:,} questions needed to tell this difference, 300 compared"
     assert comparison.needed(close) == words
 
 
@@ -923,10 +923,10 @@ def test_where_no_difference_is_seen_the_levels_are_told_that_would_show_five_po
     found = verdict._compared(column, pairs, 0.025, 4)
     exact = ((1.96 + 0.8416) / 0.05) ** 2 * 60 / 299  # the variance of a difference
     assert found.change.value == 0 and found.needed == pytest.approx(exact, abs=2)
-    words = f": no difference seen; one of 5 points takes about {found.needed} levels to tell, these are 300"
+    words = f": no difference seen; about {found.needed} levels needed to tell one of 5 points, 300 compared"
     assert comparison.needed(found) == words
     few = found._replace(change=found.change._replace(value=1e-4), needed=10**7)
-    assert comparison.needed(few) == ": this difference takes more than 100,000 levels to tell, these are 300"
+    assert comparison.needed(few) == ": more than 100,000 levels needed to tell this difference, 300 compared"
 
 
 def test_what_to_type_next_is_meant_for_this_run(results: dict[str, Any]) -> None:

@@ -132,8 +132,8 @@ def needed(compared: Comparison) -> str:
         return f": the same on all {n} {items}"
     found = f"more than {MANY:,}" if compared.needed > MANY else f"about {compared.needed:,}"
     if compared.change.value == 0:
-        return f": no difference seen; one of {100 * UNSEEN:.0f} points takes {found} {items} to tell, these are {n}"
-    return f": this difference takes {found} {items} to tell, these are {n}"
+        return f": no difference seen; {found} {items} needed to tell one of {100 * UNSEEN:.0f} points, {n} compared"
+    return f": {found} {items} needed to tell this difference, {n} compared"
 
 
 def differing(

@@ -16,7 +16,7 @@ TOP = "The first test levels of the evaluation, which nobody chose, played by th
 RECORDED = (
     "Samples of one group each, so the same level several times, and episodes in which something went wrong. Arrow "
     "keys walk through the list; in the turns of an episode they step its pictures. Tokens can be shaded by log-prob, "
-    "entropy, advantage and loss mask."
+    "entropy, advantage and loss mask; a click or the arrow keys on them tell their figures."
 )
 RECORDED = f'<p class="quiet">{RECORDED}</p><div id="recorded"></div>'
 

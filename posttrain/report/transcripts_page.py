@@ -24,7 +24,7 @@ def build(file: Path) -> Path:
     body = (
         f'<header><p class="kicker">{text(file.resolve().parent.name)}</p><h1>Transcripts</h1>'
         f'<p class="lead">{len(found):,} rows of {text(file.name)}. Arrow keys walk through the list; in the turns of '
-        "an episode they step it.</p></header>"
+        "an episode they step it, on shaded tokens they tell their figures.</p></header>"
         '<section id="transcripts"></section>'
     )
     data = packed("data", {"rows": found, "pictures": pictures.coded})
