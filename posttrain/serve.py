@@ -12,6 +12,7 @@ import argparse
 import copy
 import json
 import socket
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +31,19 @@ EXTENSIONS = ("top_k", "min_p", "repetition_penalty")  # names of vLLM, which th
 REFUSED: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "best_of": (None, 1),
-    "logprobs": (None, False),
-    "presence_penalty": (None, 0),
+    "logprobs": (None, False),  # for a completion 0 asks for those of the text itself
+    "top_logprobs": (None,),
+    "presence_penalty": (None, 0, 0.0),
     "response_format": (None, {"type": "text"}),
     "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "web_search_options": (None,),
 }
 LIMITS = {  # where transformers would fail in the middle of a stream, or not at all
     "temperature": (0, 100),
@@ -43,6 +52,7 @@ LIMITS = {  # where transformers would fail in the middle of a stream, or not at
     "min_p": (0, 1),
     "repetition_penalty": (1e-9, 1e9),
     "frequency_penalty": (0, 2),
+    "max_new_tokens": (1, 1 << 30),  # in a generation_config
     "max_tokens": (1, 1 << 30),
     "max_completion_tokens": (1, 1 << 30),
     "seed": (0, (1 << 64) - 1),
@@ -127,10 +137,11 @@ def build_app(model: PreTrainedModel, chat: Chat, name: str) -> Any:
     from transformers.cli.serving.completion import CompletionHandler
     from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.server import build_server
-    from transformers.cli.serving.utils import GenerationState
+    from transformers.cli.serving.utils import GenerationState, Modality
     from transformers.utils import logging
 
     tokenizer = served_tokenizer(chat)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
     class OneModel(ModelManager):
         """The model that is loaded, whatever is asked for: no request reads a file or the Hub."""
@@ -152,18 +163,32 @@ def build_app(model: PreTrainedModel, chat: Chat, name: str) -> Any:
     class Checked:
         """What a request asks for is done or refused, with status 400."""
 
+        def length(self, body: dict[str, Any]) -> int:
+            """Tokens of its prompt."""
+            raise NotImplementedError
+
         async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
-            if problem := refusal(body):
-                raise HTTPException(400, problem)
-            body["generation_config"] = generation_config(body, chat)
             try:
+                if problem := refusal(body):
+                    raise UserError(problem)
+                settings = generation_config(body, chat)
+                fit(body, settings, self.length(body), context)
+                body["generation_config"] = json.dumps(settings)
                 return await super().handle_request(body, request_id)  # type: ignore[misc]
-            except (UserError, ValueError, TypeError, LookupError, AttributeError) as error:
+            except UserError as error:
+                raise HTTPException(400, str(error)) from error
+            except (ValueError, TypeError, LookupError, AttributeError) as error:
                 raise HTTPException(400, one_line(error)) from error
 
-    class Chats(Checked, ChatCompletionHandler): ...
+    class Chats(Checked, ChatCompletionHandler):
+        def length(self, body: dict[str, Any]) -> int:
+            return len(chat.prompt(self.get_processor_inputs_from_messages(body["messages"], Modality.LLM)))
 
-    class Texts(Checked, CompletionHandler): ...
+    class Texts(Checked, CompletionHandler):
+        def length(self, body: dict[str, Any]) -> int:
+            if not isinstance(body.get("prompt"), str):
+                raise UserError("prompt must be a string.")
+            return len(tokenizer(body["prompt"])["input_ids"])
 
     logging.set_verbosity_error()  # it would log each request as a warning
     manager, state = OneModel(device=str(model.device), force_model=name), GenerationState()
@@ -187,13 +212,53 @@ def build_app(model: PreTrainedModel, chat: Chat, name: str) -> Any:
 def refusal(body: dict[str, Any]) -> str | None:
     """Why a request cannot be answered; None where it can."""
     for key, harmless in REFUSED.items():
-        if body.get(key) not in harmless:
+        if not any(type(body.get(key)) is type(one) and body.get(key) == one for one in harmless):
             return f"{key} is not supported here."
+    stop = body.get("stop")
+    if stop is not None and not all(
+        isinstance(one, str) and one for one in (stop if isinstance(stop, list) else [stop])
+    ):
+        return "stop is neither a text with a character in it nor a list of such texts."
+    body["stop"] = stop or None
+    return beyond_limits(body) or ("messages" in body and not_text(body["messages"])) or None
+
+
+def beyond_limits(given: dict[str, Any]) -> str | None:
+    """Which number is none that it may be."""
     for key, (low, high) in LIMITS.items():
-        value = body.get(key)
+        value = given.get(key)
         if value is not None and not (type(value) in (int, float) and low <= value <= high):
             return f"{key} is {value!r:.40}, not a number from {low:g} to {high:g}."
-    return "messages is empty." if body.get("messages") == [] else None
+    return None
+
+
+def not_text(messages: Any) -> str | None:
+    """What in the messages transformers would leave out without a word, because it is no text."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        return "messages is no list of messages."
+    for message in messages:
+        parts = message.get("content")
+        for part in parts if isinstance(parts, list) else []:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text" or not isinstance(part.get("text"), str):
+                return f"messages holds a part of type {kind!r:.40}: this model reads text alone."
+        if message.get("tool_calls") or message.get("function_call") or message.get("audio"):
+            return "messages holds calls of tools, or sound: this model reads text alone."
+    return None if messages else "messages is empty."
+
+
+def fit(body: dict[str, Any], settings: dict[str, Any], prompt: int, context: int) -> None:
+    """Where no limit is asked for, an answer ends with the context; UserError where a request does not fit into it."""
+    limits = [body.get("max_completion_tokens"), body.get("max_tokens")]
+    asked = next((one for one in limits if one is not None), settings["max_new_tokens"])
+    if not prompt:
+        raise UserError("The prompt is empty.")
+    if prompt + (asked or 1) > context:
+        raise UserError(
+            f"The context of this model has {context} tokens. The prompt has {prompt}, and the answer may have "
+            f"{asked or 'one or more'}: shorten the prompt, or lower max_tokens."
+        )
+    settings["max_new_tokens"] = asked or min(LONGEST, context - prompt)
 
 
 def served_tokenizer(chat: Chat) -> Any:
@@ -211,16 +276,20 @@ def served_tokenizer(chat: Chat) -> Any:
     return tokenizer
 
 
-def generation_config(body: dict[str, Any], chat: Chat) -> str:
+def generation_config(body: dict[str, Any], chat: Chat) -> dict[str, Any]:
     """What transformers is to generate with, unless the request says otherwise: OpenAI's defaults, not the model's.
 
     A model's own config may sample greedily, or from the 50 likeliest tokens, whatever temperature is asked for.
+    Where the request names no longest answer, `max_new_tokens` is None.
     """
-    given = body.get("generation_config")
-    settings = {"max_new_tokens": LONGEST, "do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
-    settings |= {name: body.pop(name) for name in EXTENSIONS if name in body}
-    settings |= json.loads(given) if isinstance(given, str) else {}
-    return json.dumps(settings | {"eos_token_id": chat.stop_id, "pad_token_id": chat.pad_id})
+    given = json.loads(body.get("generation_config") or "{}")
+    if not isinstance(given, dict):
+        raise UserError("generation_config is no JSON object.")
+    settings = {"max_new_tokens": None, "do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    settings |= {name: body.pop(name) for name in EXTENSIONS if name in body} | given
+    if problem := beyond_limits(settings):
+        raise UserError(f"generation_config: {problem}")
+    return settings | {"eos_token_id": chat.stop_id, "pad_token_id": chat.pad_id}
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from posttrain.config import ModelSection
 from posttrain.rollout import complete, open_sampler
 from posttrain.types import SamplingParams, UserError
 
+IMAGE = {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "a"}}]}
 QUESTION = [{"role": "user", "content": "Which way?"}]
 
 
@@ -144,6 +145,18 @@ def test_it_samples_as_asked(client: openai.OpenAI, final: Path) -> None:
         ({"temperature": -1}, "temperature is -1, not a number from 0"),
         ({"max_tokens": "many"}, "max_tokens is 'many'"),
         ({"messages": []}, "messages is empty"),
+        ({"messages": [IMAGE]}, "type 'image_url': this model reads text alone"),
+        (
+            {"messages": [{"role": "user", "content": "way " * 3000}]},
+            r"context .* has 2048 tokens\. The prompt has \d{4,}",
+        ),
+        ({"max_tokens": 2045}, r"The prompt has \d+, and the answer may have 2045"),
+        ({"top_logprobs": 3}, "top_logprobs is not supported"),
+        ({"tool_choice": "required"}, "tool_choice is not supported"),
+        ({"stop": ""}, "stop is neither"),
+        ({"extra_body": {"generation_config": "[1]"}}, "generation_config is no JSON object"),
+        ({"extra_body": {"generation_config": "{"}}, "Expecting"),
+        ({"extra_body": {"generation_config": '{"top_k": "x"}'}}, "generation_config: top_k is 'x'"),
     ],
 )
 def test_what_it_cannot_do_is_said(client: openai.OpenAI, final: Path, given: dict[str, Any], words: str) -> None:
@@ -154,6 +167,30 @@ def test_what_it_cannot_do_is_said(client: openai.OpenAI, final: Path, given: di
     with pytest.raises(openai.UnprocessableEntityError, match="unheard_of"):
         ask(client, final, extra_body={"unheard_of": 1})
     assert ask(client, final).choices[0].message.content  # and it goes on
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"prompt": ""}, "The prompt is empty"),
+        ({"prompt": 3}, "prompt must be a string"),
+        ({"prompt": "way " * 3000}, "has 2048 tokens"),
+        ({"echo": True}, "echo is not supported"),
+        ({"logprobs": 0}, "logprobs is not supported"),
+        ({"suffix": "b"}, "suffix is not supported"),
+    ],
+)
+def test_what_a_completion_cannot_have_is_said(
+    client: openai.OpenAI, final: Path, given: dict[str, Any], words: str
+) -> None:
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match=words):
+            client.completions.create(**{"model": str(final), "prompt": "a", "stream": stream, **given})
+
+
+def test_an_answer_without_a_limit_ends_with_the_context(client: openai.OpenAI, final: Path) -> None:
+    told = client.completions.create(model=str(final), prompt="way " * 2030, stop=[], logit_bias=None, temperature=0)
+    assert told.usage and (told.usage.total_tokens == 2048 or told.choices[0].finish_reason == "stop")
 
 
 def test_no_request_loads_or_drops_a_model(client: openai.OpenAI, address: str) -> None:
