@@ -7,6 +7,7 @@ its newer one (Xet) needs a store that no test can stand in for.
 from __future__ import annotations
 
 import copy
+import io
 import json
 import shutil
 import socket
@@ -74,13 +75,18 @@ def results(known: str) -> dict[str, Any]:
         "harness": "0.4.13",
         "part_of": None,
     }
-    benchmark |= {"date": "2026-11-23", "data_set": {"path": "openai/gsm8k", "name": "main", "split": "test"}}
+    of_the_hub = {"path": "openai/gsm8k", "name": "main", "split": "test", "hub": True, "rows": 9}
+    benchmark |= {"date": "2026-11-23", "data_set": of_the_hub}
     figure: dict[str, Any] = {"metric": "exact_match", "filter": "strict-match", "value": 0.25, "stderr": 0.01}
     benchmark["metrics"] = [figure, figure | {"filter": "none", "value": None}]
     part = benchmark | {"n": 3}
     inner = benchmark | {"part_of": "gsm8k"}
     local = benchmark | {"data_set": {"path": "json"}, "metrics": [figure | {"filter": "none"}]}
     mine = {"digest": known, "tasks": {"gsm8k": benchmark, "part": part, "mine": local, "inner": inner}}
+    hub: dict[str, Any] = benchmark["data_set"]
+    for name, change in (("folder", {"hub": False}), ("sliced", {"rows": 99}), ("train", {"split": "train"})):
+        mine["tasks"][name] = benchmark | {"data_set": hub | change}
+    mine["tasks"]["former"] = benchmark | {"data_set": {"path": "openai/gsm8k", "split": "test"}}
     return {
         "digests": {"base": "another", "phase3": known},
         "commit": "c0ffee",
@@ -173,13 +179,18 @@ def test_results_are_those_of_these_weights_in_the_forms_of_the_hub(made: Path, 
     (index,) = card.data.to_dict()["model-index"]
     assert index["name"] == "toy"
     found = {one["dataset"]["type"]: one["metrics"][0] for one in index["results"]}
-    assert {*found} == {"sokoban", "mine"} and found["sokoban"]["value"] == 0.54
+    local = {"mine", "folder", "sliced", "train", "former"}  # not known to be the whole test split of the Hub
+    assert {*found} == {"sokoban", *local} and found["sokoban"]["value"] == 0.54
     assert found["sokoban"]["args"] == {"low": 0.4, "high": 0.6, "interval": 0.95, "episodes": 300}
     entries = {
         name: huggingface_hub.parse_eval_result_entries(yaml.safe_load(text))[0]
         for name, text in files.items()
         if name.startswith(".eval_results/")
     }
+    assert len(entries) == 2 and "train: exact_match, strict-match (split train, " in card.text
+    evaluation = card.text.partition("## Evaluation")[2]
+    assert "held-out items" not in evaluation and "What no figure above covers was not measured" in evaluation
+    assert "Facts" not in evaluation
     ours = entries[".eval_results/gsm8k.yaml"]
     assert (ours.dataset_id, ours.task_id, ours.value) == ("openai/gsm8k", "gsm8k", 0.5)
     assert "n 1319" in str(ours.notes) and "c0ffee" in str(ours.notes)
@@ -288,7 +299,9 @@ def test_no_path_of_a_machine_is_in_anything_that_is_published(run: Path, hub: H
     known["digests"]["phase3"] = known["benchmarks"]["phase3"]["digest"] = digest(str(folder))
     known["commit"] = "/home/ana/clinic/code"
     (run / "results.json").write_text(json.dumps(known))
-    publish(run, "--yes", "--include", "metrics.jsonl")
+    with pytest.raises(UserError, match=r"metrics\.jsonl holds a path of a machine \(line 1\)"):
+        publish(run, "--yes", "--include", "metrics.jsonl")
+    publish(run, "--yes")
     files = hub.repos[REPO].files
     for name, raw in files.items():
         text = raw.decode("utf-8", errors="replace")
@@ -306,7 +319,6 @@ def test_no_path_of_a_machine_is_in_anything_that_is_published(run: Path, hub: H
         ):
             assert path not in text, f"{path} in {name}"
     assert json.loads(files["config.json"])["_name_or_path"] == "base"
-    assert json.loads(files["metrics.jsonl"])["file"] == "x"
     assert "rows.jsonl" in files["README.md"].decode()
     assert files["tokenizer.json"] == (folder / "tokenizer.json").read_bytes()
 
@@ -341,7 +353,7 @@ def test_secrets_that_only_this_machine_knows(run: Path, monkeypatch: pytest.Mon
     state = run / "phase3" / "checkpoint-4"
     state.mkdir()
     monkeypatch.setattr(privacy, "CHUNK", 1 << 13)  # a large file is read in pieces
-    (state / "training_args.bin").write_bytes(b"x" * 8190 + str(Path.cwd()).encode() + b"q\x00")
+    (state / "training_args.bin").write_bytes(b"x" * 8190 + str(Path.cwd()).encode() + b"q\n")
     with pytest.raises(UserError, match=r"training_args\.bin holds a path of a machine"):
         publish(run, "--include", "checkpoint-4")
     (run / "phase3" / "episodes").mkdir()
@@ -349,8 +361,17 @@ def test_secrets_that_only_this_machine_knows(run: Path, monkeypatch: pytest.Mon
     with pytest.raises(UserError, match=r"link\.jsonl is a link to a place outside"):
         publish(run, "--include", "episodes")
     (run / "phase3" / "transcripts.html").touch()
-    with pytest.raises(UserError, match="is packed"):
+    with pytest.raises(UserError, match="neither text nor"):
         publish(run, "--include", "transcripts.html")
+    (run / "phase3" / "plain.log").write_text("step 1\n")
+    (run / "phase3" / "README.md").write_text("The best model of all\n")
+    (run / "phase3" / "run_config.yaml").write_text("{}\n")
+    assert "plain.log" in content.gather(run, REPO, ["plain.log"]).files
+    for own in ("README.md", "run_config.yaml", "final", "final/README.md"):
+        with pytest.raises(UserError, match="the command itself writes"):
+            publish(run, "--include", own)
+    with pytest.raises(UserError, match="not all of it"):
+        publish(run, "--include", ".")
     for outside in ("../phase1", "/etc/hostname", "nothing"):
         with pytest.raises(UserError, match="there is no such file or folder"):
             publish(run, "--include", outside)
@@ -366,12 +387,75 @@ def test_secrets_that_only_this_machine_knows(run: Path, monkeypatch: pytest.Mon
         ("~/models/base and ~ana/models/base", "base and base"),
         ("../../ana/data.csv", "data.csv"),
         (r"C:\Users\ana\rows.csv", "rows.csv"),
+        ("in /kaggle/working/ana-client/runs and /p/x", "in runs and x"),
+        (r"D:\work\ana\rows.csv or \\server\ana\base", "rows.csv or base"),
+        ("/home/ana or /Users/ana or ~ana/", "home or home or home"),
+        ("/home/müller/geheim/rows.jsonl", "rows.jsonl"),
+        ("(1+2)/3/4 and 3 / 4 and \\frac{1}{2} and //cdn", None),
         ("https://huggingface.co/home/x and runs/home/x and 1/2 or and/or", None),
         ("| runs/quickstart/base | ./data/x | </data> <answer>/</answer>", None),
     ],
 )
 def test_paths_are_cut_to_their_last_part(text: str, left: str | None) -> None:
     assert privacy.cut(text) == (text if left is None else left)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("gsk_" + "a" * 52, "an API key"),
+        ("xai-" + "a" * 80, "an API key"),
+        ("nvapi-" + "a" * 64, "an API key"),
+        ("wandb_v1_" + "a" * 40, "an API key"),
+        ("pypi-" + "A" * 80, "an API key"),
+        ("npm_" + "a" * 36, "an API key"),
+        ("r8_" + "a" * 37, "an API key"),
+        ("sk_live_" + "a" * 24, "an API key"),
+        ("ya29." + "a" * 60, "an API key"),
+        ("ASIA" + "A" * 16, "a key of a cloud"),
+        ("https://hooks.slack.com/services/T0/B0/x", "a token of Slack"),
+        ("machine api.wandb.ai\n  login user\n  password a1a1a1a1", r"a password of \.netrc"),
+        ("-----BEGIN OPENSSH PRIVATE KEY-----", "a private key"),
+        ("it is sk/test\"key-12", "the value of the variable MYKEY"),
+        (json.dumps({"a": "sk/test\"key-12"}), "the value of the variable MYKEY"),
+        (json.dumps({"a": "hf_" + "Q" * 34}).replace("hf_", "\\u0068f_"), "a token of the Hub"),
+        ("see /lustre/ana/x", "a path"),
+        (json.dumps({"m": "see /home/m\u00fcller/My Drive/x"}), "a path"),
+        (json.dumps({"m": "/dbfs/ana/x"}).replace("/", "\\u002f"), "a path"),
+        ('{"a": 1}\nsee /storage/ana/x', "a path"),
+    ],
+)
+def test_text_is_checked_by_its_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, what: str
+) -> None:
+    monkeypatch.setenv("MYKEY", "sk/test\"key-12")
+    for name in ("train.log", "notes", "rows.jsonl"):
+        (tmp_path / name).write_text(f"\n{text}\n")
+        with pytest.raises(UserError, match=rf"{name} holds {what}.*\(line [23]\)"):
+            privacy.check(name, tmp_path / name)
+
+
+def test_what_is_neither_text_nor_a_picture_is_refused_and_pictures_are_pixels(run: Path) -> None:
+    phase = run / "phase3"
+    meta = PngImagePlugin.PngInfo()
+    meta.add_text("Path", f"/home/ana/{SECRET}", zip=True)
+    meta.add_itxt("More", SECRET, zip=True)
+    frames = [Image.new("RGB", (9, 9), colour) for colour in ("red", "blue")]
+    frames[0].save(phase / "curve.PNG", pnginfo=meta)
+    frames[0].save(phase / "play.gif", save_all=True, append_images=frames[1:], comment=SECRET.encode(), duration=50)
+    found = content.gather(run, REPO, ["curve.PNG", "play.gif"]).files
+    with Image.open(io.BytesIO(as_bytes(found["curve.PNG"]))) as curve, Image.open(
+        io.BytesIO(as_bytes(found["play.gif"]))
+    ) as play:
+        assert curve.info == {} and curve.convert("RGB").getpixel((1, 1)) == (255, 0, 0)
+        assert getattr(play, "n_frames", 1) == 2 and play.info["duration"] == 50 and "comment" not in play.info
+    for name, raw in (("all.ZIP", b"PK\x03\x04\xff"), ("a.txt", b"\x1f\x8b\x08"), ("b.log", "a".encode("utf-16"))):
+        (phase / name).write_bytes(raw)
+        with pytest.raises(UserError, match="neither text nor a PNG"):
+            content.gather(run, REPO, [name])
+    (phase / "fake.png").write_bytes(b"PK\x03\x04")
+    with pytest.raises(UserError, match="no picture that can be read"):
+        content.gather(run, REPO, ["fake.png"])
 
 
 def test_which_model_of_a_run(made: Path, run: Path, tmp_path: Path) -> None:

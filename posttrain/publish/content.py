@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import shutil
@@ -35,8 +34,10 @@ MODEL = (
     models.CODE,
     checkpoint.RUN_CONFIG,
 )
-PACKED = {".html", ".gz", ".zip", ".xz", ".bz2", ".zst", ".tar", ".tgz", ".db"}  # pages hold their rows compressed
+CHANGED = {".json", ".yaml", ".md", ".txt"}  # of these files paths are cut
+PICTURES = (".png", ".gif")
 CARD, RESULTS = "README.md", "results.json"
+OWN = (CARD.lower(), measured.FOLDER, *measured.PICTURES, measured.MOVING, checkpoint.MANIFEST, checkpoint.RUN_CONFIG)
 DAMAGED = "Measure again: python evaluate_model.py --overwrite"
 
 
@@ -117,7 +118,7 @@ def gather(run: Path, repo: str, include: Sequence[str] = (), evaluation: Path |
 
 def _add(content: Content, name: str, file: Path) -> None:
     """A file as it is, or, if it is a text with paths in it, as a text without."""
-    if file.suffix not in privacy.CHANGED or file.name in privacy.VOCABULARY:
+    if file.suffix not in CHANGED or file.name in privacy.VOCABULARY:
         content.files[name] = file
         return
     text = _cut(name, file.read_bytes(), content)
@@ -126,16 +127,21 @@ def _add(content: Content, name: str, file: Path) -> None:
 
 def _cut(name: str, raw: bytes, content: Content) -> bytes:
     """A text without paths; what is no text comes back as it is."""
-    if Path(name).suffix not in privacy.CHANGED:
+    if Path(name).suffix not in CHANGED:
         return raw
     privacy.refuse_secrets(name, raw)  # also where cutting would hide it
     text = raw.decode("utf-8", errors="surrogateescape")
-    cut = text
-    with contextlib.suppress(ValueError, yaml.YAMLError):  # values first: a path may have spaces in it
-        values = json.loads(text) if name.endswith(".json") else yaml.safe_load(text) if name.endswith(".yaml") else 0
-        if (without := privacy.cut_values(values)) != values:
+    try:  # values, for a path may have spaces in it, and escapes look like one
+        reader = {".json": json.loads, ".yaml": yaml.safe_load}.get(Path(name).suffix)
+        values = reader(text) if reader else None
+    except (ValueError, yaml.YAMLError):
+        values = None
+    if isinstance(values, dict | list):
+        cut, without = text, privacy.cut_values(values)
+        if without != values:
             cut = _json(without) if name.endswith(".json") else yaml.safe_dump(without, sort_keys=False)
-    cut = privacy.cut(cut)
+    else:
+        cut = privacy.cut(text)
     if cut != text:
         content.notes.append(f"{name}: paths of a machine are cut to their last part.")
     return cut.encode("utf-8", errors="surrogateescape")
@@ -179,10 +185,21 @@ def _include(content: Content, run: Path, name: str) -> None:
     place = run / name
     if not place.exists() or not place.resolve().is_relative_to(run.resolve()):
         raise UserError(f"--include {name}: there is no such file or folder in {run}.")
+    if place.resolve() == run.resolve():
+        raise UserError(f"--include {name}: name files or folders of {run}, not all of it.")
     found = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]
     for file in found:
         if not file.resolve().is_relative_to(run.resolve()):
             raise UserError(f"--include {name}: {file.name} is a link to a place outside of {run}.")
-        if file.suffix in PACKED:
-            raise UserError(f"--include {name}: {file.name} is packed, so nobody can say what is in it. Unpack it.")
-        _add(content, file.relative_to(run).as_posix(), file)
+        target = file.resolve().relative_to(run.resolve()).as_posix()
+        if target in content.files or target.split("/")[0].lower() in (*OWN, "final"):
+            raise UserError(f"--include {name}: the command itself writes {target}, or publishes it already.")
+        if file.suffix.lower() in PICTURES:
+            content.files[target] = measured.without_metadata(file)
+        elif file.suffix == ".safetensors" or (file.suffix.lower() != ".html" and privacy.is_text(file.read_bytes())):
+            content.files[target] = file  # checked as it is
+        else:  # pages hold their rows compressed
+            raise UserError(
+                f"--include {name}: {file.name} is neither text nor a PNG, GIF or safetensors file, so nobody can say "
+                "what is in it. Leave it out, or unpack it."
+            )

@@ -15,12 +15,12 @@ from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, eval_result_entries_to_yaml
-from PIL import Image
+from PIL import Image, ImageSequence
 
 from posttrain.data.reading import HELD_OUT
 from posttrain.model_files import HUB_NAME
 from posttrain.report import animation, tables
-from posttrain.types import Record, UserError
+from posttrain.types import Record, UserError, one_line
 
 FOLDER = ".eval_results"
 TASKS = {"gsm8k": "gsm8k", "math500": "math_500"}  # what the Hub calls the tasks of these two data sets
@@ -99,10 +99,13 @@ def _benchmark(task: str, entry: Record, found: Measured) -> None:
         how += "chat template" if entry["chat_template"] else "plain text"
         error = "" if metric["stderr"] is None else f" ± {metric['stderr']:.2g}"
         n = str(entry["n"]) if entry["n"] == entry["of"] else f"{entry['n']} of {entry['of']}"
-        found.rows.append((f"{task}: {about} ({how})", f"{metric['value']:.3g}{error} (standard error)", n))
+        split = f"split {data.get('split')}, " if data.get("split") else ""
+        found.rows.append((f"{task}: {about} ({split}{how})", f"{metric['value']:.3g}{error} (standard error)", n))
         if entry["n"] != entry["of"]:  # a part of a benchmark has no place beside the whole
             continue
-        if HUB_NAME.fullmatch(data["path"] or ""):
+        # of the Hub by the harness's own word: a folder here may have such a name; its test split, and all of that
+        of_the_hub = data.get("hub") is True and HUB_NAME.fullmatch(data["path"] or "")
+        if of_the_hub and data.get("split") == "test" and entry["n"] == data.get("rows"):
             notes = f"{how}, {about}, n {n}{', standard error' + error.removeprefix(' ±') if error else ''}"
             entered = EvalResultEntry(data["path"], task, metric["value"], date=entry["date"], notes=notes)
             _enter("-".join((task, metric["metric"], metric["filter"])).removesuffix("-none"), entered, found)
@@ -111,7 +114,8 @@ def _benchmark(task: str, entry: Record, found: Measured) -> None:
                 EvalResult(
                     task_type="text-generation",
                     dataset_type=task,
-                    dataset_name=f"{task} (a local task of lm-evaluation-harness)",
+                    dataset_name=f"{task} (a task of lm-evaluation-harness)",
+                    dataset_split=data.get("split"),
                     metric_type=metric["metric"],
                     metric_name=about,
                     metric_value=metric["value"],
@@ -143,11 +147,20 @@ def _pictures(results: Record, name: str, folder: Path, found: Measured) -> None
 
 
 def without_metadata(picture: Path) -> bytes:
-    """The pixels alone, as PNG."""
-    with Image.open(picture) as read:
-        pixels = Image.frombytes("RGBA", read.size, read.convert("RGBA").tobytes())
+    """The pixels alone, as PNG or, where they move, as GIF."""
+    try:
+        with Image.open(picture, formats=("PNG", "GIF")) as read:
+            frames, times = [], []
+            for frame in ImageSequence.Iterator(read):
+                frames.append(Image.frombytes("RGBA", frame.size, frame.convert("RGBA").tobytes()))
+                times.append(frame.info.get("duration", 100))
+    except (OSError, ValueError, SyntaxError) as error:
+        raise UserError(f"{picture} is no picture that can be read ({one_line(error)}).") from error
     out = io.BytesIO()
-    pixels.save(out, "PNG", optimize=True)
+    if picture.suffix.lower() == ".gif":
+        frames[0].save(out, "GIF", save_all=True, append_images=frames[1:], duration=times, loop=0)
+    else:
+        frames[0].save(out, "PNG", optimize=True)
     return out.getvalue()
 
 
@@ -158,7 +171,8 @@ def section(found: Measured) -> list[str]:
     if not found.rows:
         return []
     lines = ["## Evaluation\n", table(("measured", "value [95 % interval]", "items"), found.rows)]
-    lines.append(f"Measured on these weights after the last phase, on held-out items; code at {found.commit}.\n")
+    lines.append(f"Measured on these weights after the last phase; code at {found.commit}. Whether training had seen")
+    lines.append("items of a benchmark was not looked at.\n")
     return lines + [f"![{shows}]({file})\n" for file, shows in found.pictures.items()]
 
 

@@ -8,39 +8,39 @@ import re
 import struct
 import tempfile
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import get_token
 
 from posttrain.types import UserError
 
-# First parts of a path on some machine, beside those that this one has
-USUAL = "home root Users tmp var mnt data opt srv media scratch workspace content work usr etc nfs private Volumes fsx"
 SECRETS = {
     "a token of the Hub": r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}",
-    "an API key": r"\bsk-[\w-]{20,}",
+    "an API key": r"\b(?:sk-|xai-|nvapi-|pypi-|gsk_|npm_|r8_|[sr]k_(?:live|test)_|ya29\.|wandb_v\d_)[\w-]{16,}",
     "a token of GitHub or GitLab": r"\b(?:gh[pousr]_|github_pat_|glpat-)[\w-]{20,}",
-    "a key of a cloud": r"\b(?:AKIA[0-9A-Z]{16}|AIza[\w-]{35})\b",
-    "a token of Slack": r"\bxox[a-z]-[\w-]{10,}",
+    "a key of a cloud": r"\b(?:A[KS]IA[0-9A-Z]{16}|AIza[\w-]{35})\b",
+    "a token of Slack": r"\bxox[a-z]-[\w-]{10,}|hooks\.slack\.com/services/\w+",
+    "a password of .netrc": r"\blogin\s+\S+\s+password\s+\S+",
     "a web token": r"\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.",
     "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
     "a password in an address": r"://[^/\s:@]+:[^/\s:@]+@",
 }
-NAMES_A_SECRET = re.compile(r"(?:^|_)(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?:$|_)")
-CHANGED = {".json", ".jsonl", ".yaml", ".yml", ".md", ".txt", ".csv"}  # texts whose paths may be cut
-CHUNK, OVERLAP = 1 << 26, 1 << 12  # of a binary file, in bytes
+NAMES_A_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.I)
+CHUNK, OVERLAP = 1 << 26, 1 << 12  # of a large file, in bytes
 VOCABULARY = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")  # words of theirs may look like a path
-
-
-@cache
-def _paths() -> re.Pattern[str]:
-    roots = "|".join(sorted({re.escape(name) for name in (*USUAL.split(), *os.listdir("/"))}))
-    end = r"[^\s\"'`<>|,:;*?()\[\]{}\\]+"
-    absolute = rf"(?:file://|(?<![\w./~]))/(?:{roots})/{end}"
-    others = rf"(?<![\w./])~(?:[a-z][\w-]*)?/{end}|(?<![\w./])(?:\.\./)+{end}"
-    return re.compile(rf"{absolute}|{others}|\b[A-Za-z]:\\+Users\\+[^\s\"'<>|]+")
+END = r"[^\s\"'`<>|,:;*?()\[\]{}\\/]+"
+POSIX = rf"(?:file:/*/|(?<![\w./~:)\]}}])/+|(?<=:)/(?!/)){END}(?:/+{END})+/?"
+HOMES = rf"(?<![\w./])~(?:[a-z][\w-]*/(?:{END}/*)*|/(?:{END}/*)+)|(?<![\w./])(?:\.\./)+(?:{END}/*)+"
+# Two backslashes, for in text that is no JSON a single one may stand for a line break ("Q:\nWho?")
+WINDOWS = r"\b[A-Za-z]:(?:\\+|/)[^\s\"'<>|]+|(?<![\w\\])\\\\[\w.-]+\\+[^\s\"'<>|]+"
+PATHS = re.compile(f"{POSIX}|{HOMES}|{WINDOWS}")
+IN_CODE = re.compile(rf"{POSIX}|{HOMES}|\b[A-Za-z]:\\+Users\\+[^\s\"'<>|]+")  # where "Q:\n" is a line break
+WHOLE = re.compile(r"(?:file:/*)?/[^/\s][^/]*/.|~[\w.-]*/|\.\./|[A-Za-z]:[\\/]|\\\\\w")
+HOME = re.compile(
+    r"(?:file:/*)?(?:/(?:[\w.-]+/)*(?:home\w*|Users)/[^/]+/?|~[\w.-]*/?|[A-Za-z]:[\\/]+Users[\\/]+[^\\/]+[\\/]*)"
+)
 
 
 def _own() -> list[str]:
@@ -63,10 +63,12 @@ def cut(text: str) -> str:
     """A text in which every path of a machine is its last part: "/home/ana/rows.jsonl" becomes "rows.jsonl"."""
     for own in _own():
         text = re.sub(rf"{re.escape(own)}(?:/(?=[\w.-]))?", "", text)
-    return _paths().sub(lambda found: _last(found[0]), text)
+    return PATHS.sub(lambda found: _last(found[0]), text)
 
 
 def _last(path: str) -> str:
+    if HOME.fullmatch(path):  # its last part is somebody's name
+        return "home"
     stripped = path.rstrip("/\\.:")
     return re.split(r"[/\\]", stripped)[-1] + path[len(stripped) :].replace("/", "").replace("\\", "")
 
@@ -74,8 +76,7 @@ def _last(path: str) -> str:
 def cut_values(value: Any) -> Any:
     """`cut` for every string in what JSON can hold; one that is a path as a whole may have spaces in it."""
     if isinstance(value, str):
-        whole = _paths().match(value)
-        return _last(value) if whole and "\n" not in value and re.match(r"(?:/|~|\.\./)", value) else cut(value)
+        return _last(value) if WHOLE.match(value) and "\n" not in value else cut(value)
     if isinstance(value, dict):
         return {cut_values(key): cut_values(inner) for key, inner in value.items()}
     return [cut_values(inner) for inner in value] if isinstance(value, list | tuple) else value
@@ -84,36 +85,82 @@ def cut_values(value: Any) -> Any:
 def refuse_secrets(name: str, content: bytes | Path) -> None:
     """UserError where a file holds a secret. Of weights the header is read: tensors are numbers."""
     for text in _texts(content):
-        for what, secret in _secrets():
-            if secret in text:
-                raise UserError(_refusal(name, text.index(secret), text, what))
-        for what, pattern in SECRETS.items():
-            if found := re.search(pattern, text):
-                raise UserError(_refusal(name, found.start(), text, what))
+        for part, line in ((text, 1), *_values(name, text)[0]):
+            for what, secret in _secrets():
+                if secret in part:
+                    raise UserError(_refusal(name, line + part.count("\n", 0, part.index(secret)), what))
+            for what, pattern in SECRETS.items():
+                if found := re.search(pattern, part):
+                    raise UserError(_refusal(name, line + part.count("\n", 0, found.start()), what))
 
 
 def check(name: str, content: bytes | Path) -> None:
-    """UserError where a file that is to be published holds a secret, or a path that could not be cut."""
+    """UserError where a file that is to be published holds a secret or a path."""
     refuse_secrets(name, content)
     for text in _texts(content):
         places = [text.index(own) for own in _own() if own in text]
-        if _has_words(name) and (found := _paths().search(text)):
-            places.append(found.start())
         if places:
-            raise UserError(_refusal(name, min(places), text, "a path of a machine"))
+            raise UserError(_refusal(name, 1 + text.count("\n", 0, min(places)), "a path of a machine"))
+        if Path(name).name in VOCABULARY or not _is_text(content):
+            continue
+        values, whole = _values(name, text)  # without the escapes of JSON, which could hide or feign a path
+        lines = [line for value, line in values if cut_values(value) != value]
+        if not whole:
+            found = (IN_CODE if Path(name).suffix in (".py", ".jinja") else PATHS).search(text)
+            lines += [1 + text.count("\n", 0, found.start())] if found else []
+        if lines:
+            raise UserError(_refusal(name, min(lines), "a path of a machine"))
 
 
-def _refusal(name: str, place: int, text: str, what: str) -> str:
-    line = text.count("\n", 0, place) + 1
+def is_text(raw: bytes) -> bool:
+    """Whether these bytes are a text of UTF-8."""
+    try:
+        return "\0" not in raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+
+
+def _is_text(content: bytes | Path) -> bool:
+    """Of weights the header is read, which is one."""
+    if isinstance(content, bytes):
+        return is_text(content)
+    return content.suffix == ".safetensors" or is_text(content.read_bytes())
+
+
+def _values(name: str, text: str) -> tuple[list[tuple[str, int]], bool]:
+    """Every string in a text that is JSON, JSON lines or YAML, with its line; and whether nothing else is in it."""
+    lines, found, rest = text.split("\n"), [], False
+    for number, line in enumerate(lines, 1):
+        try:
+            found += [(value, number) for value in _strings(json.loads(line))] if line.strip() else []
+        except (ValueError, RecursionError):
+            rest = True
+    if not rest:
+        return found, True
+    try:
+        whole = yaml.safe_load(text) if Path(name).suffix in (".yaml", ".yml") else json.loads(text)
+    except (ValueError, RecursionError, yaml.YAMLError):
+        return found, False
+    found = []
+    for value in _strings(whole):
+        written = (json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], value)
+        found.append((value, next((n for n, line in enumerate(lines, 1) if any(one in line for one in written)), 1)))
+    return found, Path(name).suffix not in (".yaml", ".yml")  # comments
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in [*value, *value.values()] if isinstance(value, dict) else value:
+            yield from _strings(inner)
+
+
+def _refusal(name: str, line: int, what: str) -> str:
     return (
         f"Nothing is published: {name} holds {what} (line {line}). Take it out of the file or leave the file out; a "
         "secret that may have been seen should be revoked."
     )
-
-
-def _has_words(name: str) -> bool:
-    """Whether what looks like a path in a file is one: not in vocabularies and binary files."""
-    return Path(name).name not in VOCABULARY and Path(name).suffix in CHANGED | {".jinja", ".py", ".safetensors"}
 
 
 def _texts(content: bytes | Path) -> Iterator[str]:
