@@ -19,6 +19,8 @@ import pytest
 from test_readme import Shell
 from tiny_runs import ROOT
 
+import evaluate_model
+
 NOTEBOOK = ROOT / "notebooks" / "quickstart.ipynb"
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 SETUP = MAKEFILE[MAKEFILE.index("$(STAMP): req") : MAKEFILE.index("@touch $@")]
@@ -91,6 +93,39 @@ def test_the_notebook_does_what_the_quickstart_does() -> None:
     for variable in offered.values():
         assert sum(command.endswith(variable) for command in written) == 1
     assert [" ".join(re.sub(r" \$\w+$", "", command).split()) for command in written] == asked
+
+
+def test_the_first_cell_can_run_again_and_clones_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "train_phase1_sft.py").touch()
+    git = ["git", "-C", str(source), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "all"]):
+        subprocess.run([*git, *words], check=True)
+    for variable in ("OMP_NUM_THREADS", *SMALL):  # which the cell sets
+        monkeypatch.setenv(variable, "")
+    cell = cells()[0].replace('repository = ""', f"repository = {source.as_uri()!r}")
+    monkeypatch.chdir(tmp_path)
+    for start in (".", ".", tmp_path):  # the last one is a new kernel
+        os.chdir(start)
+        exec(compile(cell, "cell", "exec"), {})
+        assert Path.cwd() == tmp_path / "posttrain"
+    assert not (tmp_path / "posttrain" / "posttrain").exists()
+
+
+def test_what_is_said_of_resume_fits_the_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--overwrite and --resume exclude each other."""
+    (evaluation,) = [command for command in commands() if "evaluate_model.py" in command]
+    said = " ".join(" ".join(cells("markdown")).split())
+    assert "--overwrite" in evaluation
+    assert "an evaluation with `--resume` in the place of `--overwrite`" in said
+    both = [word for word in shlex.split(evaluation)[2:] if word[0] != "$"]
+    monkeypatch.setattr(sys, "argv", ["evaluate_model.py", *both, "--resume"])
+    with pytest.raises(SystemExit):
+        evaluate_model.main()
+    assert "--resume: not allowed with argument --overwrite" in capsys.readouterr().err
 
 
 @pytest.mark.slow
