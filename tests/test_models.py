@@ -514,7 +514,7 @@ def test_preflight_without_a_network_names_all_it_would_need(
     [
         ("trainer.bf16=true", "has no bfloat16 in hardware"),
         ("model.name_or_path=runs/none/final", "previous phase"),
-        ("model.attn_implementation=flex_attention", "no backward pass on a CPU"),
+        ("model.attn_implementation=flex_attention", "no backward pass without an NVIDIA GPU"),
     ],
 )
 def test_preflight_refuses(

@@ -15,7 +15,6 @@ after the end change nothing.
 from __future__ import annotations
 
 import itertools
-import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from envs import make
@@ -65,12 +64,12 @@ class Game:
         episode = self._episode
         if episode is None or episode.done:
             return OVER
-        turn = episode.step(answer("", [action], self._protocol))
-        gain = turn.reward + turn.penalty
-        if not math.isfinite(gain):
-            self._episode = None  # one such reward would spoil the advantages of the whole group
-            raise ValueError(f"The environment {self._name} gave the reward {gain}: the episode is over.")
-        self._reward += gain
+        try:
+            turn = episode.step(answer("", [action], self._protocol))
+        except Exception as error:  # also for a reward of NaN, which would spoil the advantages of the whole group
+            self._episode = None
+            raise ValueError(f"The environment {self._name} failed ({error}): the episode is over.") from error
+        self._reward += turn.reward + turn.penalty
         return f"Reward {round(turn.reward, 6):g}\n{episode.env.observe()}\n{OVER}" if turn.user is None else turn.user
 
     def get_reward(self) -> float:
