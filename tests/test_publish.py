@@ -416,8 +416,8 @@ def test_paths_are_cut_to_their_last_part(text: str, left: str | None) -> None:
         ("https://hooks.slack.com/services/T0/B0/x", "a token of Slack"),
         ("machine api.wandb.ai\n  login user\n  password a1a1a1a1", r"a password of \.netrc"),
         ("-----BEGIN OPENSSH PRIVATE KEY-----", "a private key"),
-        ("it is sk/test\"key-12", "the value of the variable MYKEY"),
-        (json.dumps({"a": "sk/test\"key-12"}), "the value of the variable MYKEY"),
+        ('it is sk/test"key-12', "the value of the variable MYKEY"),
+        (json.dumps({"a": 'sk/test"key-12'}), "the value of the variable MYKEY"),
         (json.dumps({"a": "hf_" + "Q" * 34}).replace("hf_", "\\u0068f_"), "a token of the Hub"),
         ("see /lustre/ana/x", "a path"),
         (json.dumps({"m": "see /home/m\u00fcller/My Drive/x"}), "a path"),
@@ -425,10 +425,8 @@ def test_paths_are_cut_to_their_last_part(text: str, left: str | None) -> None:
         ('{"a": 1}\nsee /storage/ana/x', "a path"),
     ],
 )
-def test_text_is_checked_by_its_content(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, what: str
-) -> None:
-    monkeypatch.setenv("MYKEY", "sk/test\"key-12")
+def test_text_is_checked_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, what: str) -> None:
+    monkeypatch.setenv("MYKEY", 'sk/test"key-12')
     for name in ("train.log", "notes", "rows.jsonl"):
         (tmp_path / name).write_text(f"\n{text}\n")
         with pytest.raises(UserError, match=rf"{name} holds {what}.*\(line [23]\)"):
@@ -444,9 +442,10 @@ def test_what_is_neither_text_nor_a_picture_is_refused_and_pictures_are_pixels(r
     frames[0].save(phase / "curve.PNG", pnginfo=meta)
     frames[0].save(phase / "play.gif", save_all=True, append_images=frames[1:], comment=SECRET.encode(), duration=50)
     found = content.gather(run, REPO, ["curve.PNG", "play.gif"]).files
-    with Image.open(io.BytesIO(as_bytes(found["curve.PNG"]))) as curve, Image.open(
-        io.BytesIO(as_bytes(found["play.gif"]))
-    ) as play:
+    with (
+        Image.open(io.BytesIO(as_bytes(found["curve.PNG"]))) as curve,
+        Image.open(io.BytesIO(as_bytes(found["play.gif"]))) as play,
+    ):
         assert curve.info == {} and curve.convert("RGB").getpixel((1, 1)) == (255, 0, 0)
         assert getattr(play, "n_frames", 1) == 2 and play.info["duration"] == 50 and "comment" not in play.info
     for name, raw in (("all.ZIP", b"PK\x03\x04\xff"), ("a.txt", b"\x1f\x8b\x08"), ("b.log", "a".encode("utf-16"))):
