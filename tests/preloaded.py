@@ -17,8 +17,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-DEEP = "torch torch._dynamo torch.distributed.tensor pandas pyarrow.parquet gymnasium"  # read no settings of the Hub's
-LIBRARIES = f"{DEEP} transformers.modeling_utils datasets trl.trainer.sft_trainer trl.trainer.dpo_trainer peft"
+WITHOUT_SETTINGS = "torch torch._dynamo torch.distributed.tensor pandas pyarrow.parquet gymnasium"
+LIBRARIES = (
+    f"{WITHOUT_SETTINGS} transformers.modeling_utils datasets trl.trainer.sft_trainer trl.trainer.dpo_trainer peft"
+)
 
 
 @cache
@@ -41,7 +43,7 @@ def run(
     With `env`, what reads its settings from the environment when it is imported is imported anew.
     """
     with LOCK, tempfile.TemporaryDirectory() as folder:
-        process = server(root, LIBRARIES if env is None else DEEP)
+        process = server(root, LIBRARIES if env is None else WITHOUT_SETTINGS)
         assert process.stdin is not None and process.stdout is not None
         asked = {"command": command, "folder": folder, "timeout": timeout, "env": env or {}}
         process.stdin.write(json.dumps(asked) + "\n")

@@ -24,6 +24,7 @@ from typing import Any
 
 import httpx
 import pytest
+import test_browser
 import uvicorn
 from test_browser import CHROMIUM, CONTRAST
 from test_evaluate import tiny_model
@@ -163,12 +164,7 @@ def pair(cfg: ChatRun, both: list[Scripted]) -> Iterator[str]:
         yield address
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
+chromium = test_browser.browser  # a fixture
 
 
 @pytest.fixture
