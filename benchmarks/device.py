@@ -110,7 +110,7 @@ def one(given: Any, work: Work) -> dict[str, Any]:
     own = {"bf16": kind == "cuda"}
     cfg = config_of(work, **own)
     shape = plan.Shape.of(model.config, cfg.model)
-    planned = plan.choose(shape, cfg, int(given.memory * 1e9), cuda=kind == "cuda")
+    planned = plan.choose(shape, cfg, plan.Place(int(given.memory * 1e9), cuda=kind == "cuda"))
     own["gradient_checkpointing"] = planned.gradient_checkpointing
     cfg = config_of(work, **own)
     engine = SlotSampler(model, [shape.vocabulary], 0, work.context)
@@ -127,7 +127,9 @@ def one(given: Any, work: Work) -> dict[str, Any]:
     steps = work.new - 1
     decode = (median(seconds(half)) - median(seconds(half._replace(new=1)))) / steps
     rows = min(planned.slots, work.conversations)
-    reads = decode_reads(shape, rows, half.prompt + work.new / 2, plan.computed(cfg)) * work.conversations / rows
+    reads = (
+        decode_reads(shape, rows, half.prompt + work.new / 2, plan.Numbers.of(cfg).computed) * work.conversations / rows
+    )
     alone = half._replace(conversations=1, samples=1)  # with one row there is little else than launches
     launch = (median(seconds(alone)) - median(seconds(alone._replace(new=1)))) / steps / shape.layers
 

@@ -145,7 +145,7 @@ def predict(
 ) -> Seconds:
     return Seconds(
         prefill_seconds(shape, work, device, assumed),
-        decode_seconds(shape, work, device, assumed, slots, plan.computed(cfg)),
+        decode_seconds(shape, work, device, assumed, slots, plan.Numbers.of(cfg).computed),
         update_flops(shape, work, cfg, looks) / (device.flops * assumed.compute_share),
     )
 
@@ -330,7 +330,7 @@ def main() -> None:
         for place in given.device:
             device, row = DEVICES[place], {"model": name, "device": place, "slots": None}
             try:
-                planned = plan.choose(shape, cfg, int(device.memory))
+                planned = plan.choose(shape, cfg, plan.Place(int(device.memory)))
             except UserError:
                 rows.append(row)
                 continue

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import datasets
+import psutil
 import pytest
 import torch
 import yaml
@@ -24,7 +25,7 @@ from tiny_runs import python
 import evaluate_model
 from envs import make
 from envs.protocol import Episode, Protocol
-from posttrain import checkpoint, config, embedded, hardware, metrics, plan
+from posttrain import checkpoint, config, embedded, hardware, metrics
 from posttrain.chat import Chat
 from posttrain.config import EvaluateRun
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
@@ -641,7 +642,7 @@ def test_rows_at_a_time_follow_from_the_memory(
     needed = {}
     for free in (32, 64, 128):
         memory = SimpleNamespace(available=free << 20)
-        monkeypatch.setattr(plan.psutil, "virtual_memory", lambda memory=memory: memory)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)
         needed[free] = scoring.rows_at_once(cfg, section, loaded, 1024, 64)
     assert 1 <= needed[32] < needed[64] < needed[128] <= scoring.MOST_ROWS
     loaded.processes = 2
@@ -649,7 +650,7 @@ def test_rows_at_a_time_follow_from_the_memory(
     assert scoring.rows_at_once(cfg, section, loaded, 64, 8) == scoring.MOST_ROWS
     few = cfg.model_copy(update={"batch_size": 2})
     assert scoring.rows_at_once(few, section, loaded, 1024, 64) == 2
-    monkeypatch.setattr(plan.psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
     with pytest.raises(UserError, match="Not even one conversation of 1024 tokens"):
         scoring.rows_at_once(cfg, section, loaded, 1024, 64)
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import yaml
@@ -266,7 +267,7 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_loaded(
 ) -> None:
     file = settings(tmp_path / "run.yaml", player)
     with monkeypatch.context() as patch:
-        patch.setattr(plan.psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000, total=10_000))
+        patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000, total=10_000))
         patch.setattr(models, "load", lambda *args, **kwargs: pytest.fail("the model is loaded"))
         with pytest.raises(UserError, match="does not fit"):
             train(file)

@@ -32,7 +32,7 @@ from posttrain.config import ModelSection, StarPORun
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.experience import Batch, Experience
 from posttrain.head import head_logprobs
-from posttrain.plan import Shape
+from posttrain.plan import Place, Shape
 from posttrain.policy import trained_states
 from posttrain.sampler import SlotSampler
 from posttrain.starpo_run import make_learner
@@ -289,7 +289,7 @@ SHAPE = Shape(
 
 def tried(free: int, cfg: StarPORun, cuda: bool) -> plan.Plan | None:
     try:
-        return plan.choose(SHAPE, cfg, free, cuda=cuda)
+        return plan.choose(SHAPE, cfg, Place(free, cuda=cuda))
     except UserError:
         return None
 
@@ -314,17 +314,17 @@ def test_what_is_chosen_fits_and_more_memory_never_chooses_less(
 
 def test_no_more_is_chosen_than_a_step_needs() -> None:
     cfg = config(algorithm={"minibatches": 2, "filter": {"strategy": "top_k", "value": 0.5}})
-    planned = plan.choose(SHAPE, cfg, 200 * GIB)
+    planned = plan.choose(SHAPE, cfg, Place(200 * GIB))
     assert planned.slots == 16  # 4 groups of 4
     assert planned.micro_batch_tokens == 2 * 4 * CONTEXT // 2
-    assert plan.choose(SHAPE, cfg, 200 * GIB, processes=2).slots == 8
+    assert plan.choose(SHAPE, cfg, Place(200 * GIB, processes=2)).slots == 8
     windows = config(rollout={"context": "last_k", "context_turns": 1}, protocol={"max_turns": 3})
-    assert plan.choose(SHAPE, windows, 200 * GIB).micro_batch_tokens == 3 * 16 * CONTEXT
+    assert plan.choose(SHAPE, windows, Place(200 * GIB)).micro_batch_tokens == 3 * 16 * CONTEXT
 
 
 def test_a_written_number_wins_and_is_warned_of() -> None:
     cfg = config(rollout={"slots": 100_000}, trainer={"micro_batch_tokens": 512})
-    planned = plan.choose(SHAPE, cfg, 24 * GIB)
+    planned = plan.choose(SHAPE, cfg, Place(24 * GIB))
     assert planned.changes == {
         "rollout.slots": 100_000,
         "trainer.micro_batch_tokens": 512,
@@ -332,12 +332,12 @@ def test_a_written_number_wins_and_is_warned_of() -> None:
     }
     (warning,) = planned.warnings
     assert "\n" not in warning and "rollout.slots" in warning
-    assert plan.choose(SHAPE, config(), 24 * GIB).warnings == []
+    assert plan.choose(SHAPE, config(), Place(24 * GIB)).warnings == []
 
 
 def test_activations_are_recomputed_where_memory_asks() -> None:
     def chosen(free: int, **trainer: object) -> plan.Plan:
-        return plan.choose(SHAPE, config(rollout={"max_context": 4096}, trainer={"bf16": True, **trainer}), free)
+        return plan.choose(SHAPE, config(rollout={"max_context": 4096}, trainer={"bf16": True, **trainer}), Place(free))
 
     assert not chosen(80 * GIB).gradient_checkpointing
     assert chosen(24 * GIB).gradient_checkpointing and "activations recomputed" in chosen(24 * GIB).table()
@@ -349,12 +349,12 @@ def test_activations_are_recomputed_where_memory_asks() -> None:
 
 
 def test_vllm_takes_its_share_and_no_cache_of_ours() -> None:
-    ours = plan.choose(SHAPE, config(), 24 * GIB)
-    theirs = plan.choose(SHAPE, config(rollout={"engine": "vllm"}), 24 * GIB, vllm=8 * GIB)
+    ours = plan.choose(SHAPE, config(), Place(24 * GIB))
+    theirs = plan.choose(SHAPE, config(rollout={"engine": "vllm"}), Place(24 * GIB, vllm=8 * GIB))
     assert theirs.parts["always"]["vLLM"] == 8 * GIB and "KV cache" not in theirs.parts["playing"]
     assert theirs.slots >= ours.slots and theirs.peak > 8 * GIB
     with pytest.raises(UserError, match="vLLM 20"):
-        plan.choose(SHAPE, config(rollout={"engine": "vllm"}), 22 * GIB, vllm=20 * GIB)
+        plan.choose(SHAPE, config(rollout={"engine": "vllm"}), Place(22 * GIB, vllm=20 * GIB))
 
 
 def test_a_run_that_cannot_fit_says_what_takes_how_much() -> None:
@@ -363,19 +363,19 @@ def test_a_run_that_cannot_fit_says_what_takes_how_much() -> None:
         trainer={"gradient_checkpointing": False},
     )
     with pytest.raises(UserError) as problem:
-        plan.choose(SHAPE, cfg, 4 * GIB)
+        plan.choose(SHAPE, cfg, Place(4 * GIB))
     words = str(problem.value)
     assert "\n" not in words and "weights 1.84" in words and "reference model 1.84" in words
     for remedy in ("critic.kind=shared", "beta=0", "adamw_8bit", "tuning=lora", "gradient_checkpointing=true"):
         assert remedy in words
     small = config(model={"tuning": "lora"}, trainer={"gradient_checkpointing": True})
     with pytest.raises(UserError) as problem:
-        plan.choose(SHAPE, small, GIB)
+        plan.choose(SHAPE, small, Place(GIB))
     assert "tuning=lora" not in str(problem.value) and "max_context below 128" in str(problem.value)
 
 
 def test_the_table_adds_up() -> None:
-    planned = plan.choose(SHAPE, config(), 24 * GIB, held=GIB)
+    planned = plan.choose(SHAPE, config(), Place(24 * GIB, held=GIB))
     first, *rows, last = planned.table().splitlines()
     assert "16 conversations at a time, micro-batches of 2048 tokens" in first
     assert len({len(row) for row in rows}) == 1  # aligned
@@ -426,6 +426,6 @@ def test_models_without_attention_or_without_linear_layers_have_a_plan() -> None
     sizes: dict[str, Any] = dict(vocab_size=300, hidden_size=32, num_hidden_layers=2)
     cfg = config()
     mamba = Shape.of(AutoConfig.for_model("mamba", **sizes), cfg.model)
-    assert mamba.cache == 0 and plan.choose(mamba, cfg, GIB).peak < GIB
+    assert mamba.cache == 0 and plan.choose(mamba, cfg, Place(GIB)).peak < GIB
     gpt2 = AutoConfig.for_model("gpt2", vocab_size=300, n_embd=32, n_layer=2, n_head=4)
     assert Shape.of(gpt2, cfg.model).blocks == 2 * 12 * 32 * 32  # no torch.nn.Linear among them
