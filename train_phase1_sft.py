@@ -5,6 +5,7 @@
     python train_phase1_sft.py model.name_or_path=MODEL output_dir=runs/mine trainer.learning_rate=1e-5
     python train_phase1_sft.py --resume                             go on with a run that was stopped
     torchrun --nproc_per_node 2 train_phase1_sft.py                 on two GPUs (or two CPU processes)
+    accelerate launch --config_file configs/accelerate/fsdp2.yaml train_phase1_sft.py        the model in shards
 
 It reads conversations, trains on what the assistant says in them, stop token included, and saves
 `<output_dir>/final` to phase 2.
@@ -31,7 +32,6 @@ def main(argv: list[str] | None = None) -> None:
 
     from posttrain import (
         checkpoint,
-        compat,
         data,
         hardware,
         models,
@@ -48,22 +48,18 @@ def main(argv: list[str] | None = None) -> None:
         check_run(cfg, resume=flags.resume, kept=output_dir / "rows")
         if flags.resume:
             run_identity.same_run(output_dir, cfg.model_dump(mode="json"))
-            run_identity.same_processes(output_dir)
         checkpoint.claim(output_dir, flags.resume)
+    given = run_identity.same_batches(output_dir, cfg) if flags.resume else cfg
     device = hardware.resolve_device(cfg.device)
-    args = trl_arguments.arguments(SFTConfig, cfg, device)
+    args = trl_arguments.arguments(SFTConfig, given, device)
     set_seed(cfg.seed)
 
     # 3. The model, the chat that speaks to it, and the conversations as token ids with a mask on what is trained.
-    model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template)
+    model, chat = training.load(cfg)
     rows = prepared_rows.prepare(output_dir / "rows", cfg, chat, args, data.load_sft, resume=flags.resume)
 
     # 4. TRL trains. The rows carry assistant_masks, from which TRL makes the labels: only those tokens have a loss.
-    if device.type == "cpu":
-        compat.score_trained_positions_only()
-        compat.read_in_slices(model)
-    else:
-        training.read_without_padding_masks(model)
+    training.save_work(model, device)
     with trl_arguments.refusals_in_words():
         trainer = SFTTrainer(
             model=model,

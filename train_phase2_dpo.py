@@ -5,6 +5,7 @@
     python train_phase2_dpo.py model.name_or_path=runs/mine/final output_dir=runs/mine-dpo trainer.beta=0.2
     python train_phase2_dpo.py --resume                             go on with a run that was stopped
     torchrun --nproc_per_node 2 train_phase2_dpo.py                 on two GPUs (or two CPU processes)
+    accelerate launch --config_file configs/accelerate/fsdp2.yaml train_phase2_dpo.py        the model in shards
 
 It reads pairs of answers to the same prompt and raises the odds of the chosen one, measured against the model as it
 was when the phase began, and saves `<output_dir>/final` to phase 3.
@@ -54,33 +55,31 @@ def main(argv: list[str] | None = None) -> None:
         check_run(cfg, resume=flags.resume, kept=output_dir / "pairs")
         if flags.resume:
             run_identity.same_run(output_dir, cfg.model_dump(mode="json"))
-            run_identity.same_processes(output_dir)
         checkpoint.claim(output_dir, flags.resume)
+    given = run_identity.same_batches(output_dir, cfg) if flags.resume else cfg
     device = hardware.resolve_device(cfg.device)
-    args = trl_arguments.arguments(DPOConfig, cfg, device, precompute_ref_log_probs=True, logging_first_step=True)
+    args = trl_arguments.arguments(DPOConfig, given, device, precompute_ref_log_probs=True, logging_first_step=True)
     set_seed(cfg.seed)
 
     # 3. The model, the chat that speaks to it, and the pairs as token ids: prompt, chosen, rejected.
-    model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template)
+    model, chat = training.load(cfg)
     pairs = prepared_rows.prepare(output_dir / "pairs", cfg, chat, args, data.load_preferences, resume=flags.resume)
 
     # 4. TRL trains. The reference is the policy in memory, asked once for all pairs before the first step: a reference
     #    loaded by name could be another model, and would take the memory of a second one.
-    if device.type == "cpu":
-        compat.score_trained_positions_only()
-        compat.read_in_slices(model)
-    else:
-        training.read_without_padding_masks(model)
+    training.save_work(model, device)
     training.show_reference_progress()
     with trl_arguments.refusals_in_words():
         trainer = compat.takes_token_ids(DPOTrainer)(
             model=model,
+            ref_model=training.reference_in_shards(model),
             args=args,
             train_dataset=pairs["train"],
             eval_dataset=pairs.get("eval"),
             processing_class=chat.tokenizer,
             peft_config=models.peft_config(cfg.model, model, chat),
         )
+        trainer.ref_model = None  # it has been asked
     prepared_rows.seal(output_dir / "pairs", cfg, chat)
 
     margin = reference_margin(

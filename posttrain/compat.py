@@ -29,7 +29,6 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.kernels import ChunkedLogProbFunction
 from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
@@ -40,8 +39,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer
 
 CHECKED = {
-    "trl": "1.16", "transformers": "5.23", "tokenizers": "0.23", "huggingface_hub": "2.4", "peft": "0.21",
-    "bitsandbytes": "0.50", "torch": "2.13", "trackio": "0.43", "wandb": "0.31",
+    "accelerate": "1.15", "trl": "1.16", "transformers": "5.23", "tokenizers": "0.23", "huggingface_hub": "2.4",
+    "peft": "0.21", "bitsandbytes": "0.50", "torch": "2.13", "trackio": "0.43", "wandb": "0.31",
 }  # fmt: skip
 __all__ = ["TOKEN_CHUNK_SIZE"]  # for memory plans; all else is defined here
 
@@ -129,6 +128,19 @@ def write_no_model_card(trainer: Any) -> None:
     trainer.create_model_card = lambda *_, **__: None
 
 
+def shard_on_cpus() -> None:
+    """Let accelerate shard over processes on CPUs, where it silently trains a copy in each instead.
+
+    Its state takes FSDP from the environment only where it has found several GPUs. Until it does so on CPUs.
+    """
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    state = PartialState._shared_state
+    assert state["distributed_type"] == DistributedType.MULTI_CPU, "this accelerate names processes on CPUs otherwise"
+    state["distributed_type"] = DistributedType.MULTI_GPU
+
+
 def ignore_renamed_argument() -> None:
     """TRL itself uses `gradient_checkpointing`, and transformers warns of that name. Until TRL has changed it."""
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
@@ -196,36 +208,6 @@ def _attend(
         scale=settings.get("scaling"),
     )
     return mixed.reshape(batch, heads, queries, -1).transpose(1, 2).contiguous(), None
-
-
-def read_in_slices(net: Any) -> None:
-    """Let the decoder read the rows of a padded batch in slices of similar length, each cut to its own end.
-
-    Where rows differ in length, half of a batch and more is padding, and a CPU computes it like everything else. In a
-    slice no row is shorter than three quarters of the longest: hardly any padding, and few slices where rows are alike.
-    Loss and gradients are the same: no row sees another one, whatever batch it is read in. It replaces the decoder's
-    `forward`. Until TRL trains without padding on a CPU, as its `padding_free` does under flash attention.
-    """
-    decoder = net.base_model
-    whole = decoder.forward
-
-    def forward(*given: Any, **named: Any) -> Any:
-        if given or named.keys() != {"input_ids", "attention_mask", "use_cache"} or named["use_cache"]:
-            return whole(*given, **named)  # packed rows, or somebody who generates
-        ids_BT, mask_BT = named["input_ids"], named["attention_mask"]
-        assert (mask_BT[:, 1:] <= mask_BT[:, :-1]).all(), "padding is on the right"
-        lengths, order = mask_BT.sum(1).sort(descending=True)
-        hidden, start = [], 0
-        while start < len(order):
-            longest = int(lengths[start])
-            stop = int((lengths >= 0.75 * longest).sum())
-            rows = order[start:stop]
-            read = whole(input_ids=ids_BT[rows, :longest], attention_mask=mask_BT[rows, :longest], use_cache=False)
-            hidden.append(functional.pad(read.last_hidden_state, (0, 0, 0, ids_BT.shape[1] - longest)))
-            start = stop
-        return BaseModelOutputWithPast(last_hidden_state=torch.cat(hidden)[order.argsort()])
-
-    decoder.forward = forward
 
 
 class CacheLayer(CacheLayerMixin):

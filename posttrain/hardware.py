@@ -9,20 +9,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from posttrain import launcher
 from posttrain.config import TrainingRun
-from posttrain.config.trl_fields import NOT_SUPPORTED
 from posttrain.types import UserError
 
 TrainingConfig = TypeVar("TrainingConfig", bound=TrainingRun)
-
-# What `accelerate launch` sets in the environment where its config file or its flags ask for a sharded model.
-SHARDING = (
-    "ACCELERATE_USE_FSDP",
-    "ACCELERATE_USE_DEEPSPEED",
-    "ACCELERATE_USE_MEGATRON_LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG",
-)
-SWITCHED_ON = ("1", "true", "t", "yes", "y", "on")  # what accelerate and transformers take for it
 
 
 def resolve_device(device: str) -> torch.device:
@@ -39,7 +30,16 @@ def resolve_device(device: str) -> torch.device:
         )
     if device == "mps":
         _check_mps()
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if device == "cuda" else torch.device(device)
+    if device != "cuda":
+        return torch.device(device)
+    number, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if number >= there:
+        raise UserError(
+            f"The launcher has started {os.environ.get('LOCAL_WORLD_SIZE', number + 1)} processes on this machine, and"
+            f" torch finds {there} GPU{'s' if there > 1 else ''}: one process a GPU. Ask for {there} (--nproc_per_node"
+            f" {there}, or num_processes of accelerate), or set CUDA_VISIBLE_DEVICES right."
+        )
+    return torch.device("cuda", number)
 
 
 def _check_mps() -> None:
@@ -79,15 +79,9 @@ def _cpu_flags() -> frozenset[str]:
 def settle(cfg: TrainingConfig) -> TrainingConfig:
     """The config of a phase with what only this machine can say: trainer.bf16 where it is left open.
 
-    UserError where a launcher asks for a sharded model: `trainer.fsdp` and the like are refused by the config itself.
+    UserError where the launcher asks for what this run cannot do.
     """
-    sharded = [name for name in SHARDING if os.environ.get(name, "").lower() in SWITCHED_ON]
-    if sharded:
-        raise UserError(
-            f"The launcher asks for a sharded model ({sharded[0]}=true, as `accelerate launch` sets it). "
-            f"{NOT_SUPPORTED['fsdp']}. Choose `distributed_type: MULTI_GPU` in accelerate's config file "
-            "(configs/accelerate), or launch with torchrun."
-        )
+    launcher.check(cfg)
     if trainer_field(cfg, "bf16") is not None:
         return cfg
     try:

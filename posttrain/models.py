@@ -13,7 +13,7 @@ import torch
 import yaml
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from posttrain import checkpoint, compat, convgpt, hardware, model_card, selftest
+from posttrain import checkpoint, compat, convgpt, hardware, launcher, model_card, parallel, runlog, selftest, sharding
 from posttrain.chat import Chat
 from posttrain.config import ModelSection, TrainingRun
 from posttrain.model_files import check_source, errors_in_words, load_config, load_weights, no_bars
@@ -35,9 +35,13 @@ def load(
     adapter comes from `peft_config`.
     """
     place = hardware.resolve_device(device)
-    if place.type == "cpu":
+    if place.type == "cpu" and not torch.cuda.is_available():
         compat.keep_freed_memory()
     chat = load_chat(model, chat_template)
+    if launcher.sharding() == "zero3":
+        from transformers.integrations import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()  # or every process would be given a part; Trainer sets it again
     dtype = torch.float32 if model.dtype == "auto" else getattr(torch, model.dtype)
     if model.dtype == "auto" and not training and hardware.has_bf16(place):
         dtype = torch.bfloat16
@@ -125,13 +129,41 @@ def adapters_in_float32(net: Any) -> None:
 
 
 def not_finite(net: Any) -> str:
-    """The parameters that hold inf or nan, in words, e.g. "model.norm.weight (2 of 64)"; "" where there are none."""
-    found = []
+    """The parameters that hold inf or nan, in words, e.g. "model.norm.weight (2 of 64)"; "" where there are none.
+
+    For all processes together where the model is sharded: each looks at its own part.
+    """
+    counts: dict[str, int] = {}
     for name, parameter in net.named_parameters():
-        if parameter.is_floating_point() and not torch.isfinite(parameter).all():
-            found.append(f"{name} ({int((~torch.isfinite(parameter)).sum())} of {parameter.numel()})")
+        own = sharding.held(parameter).detach()
+        if own.is_floating_point() and (count := int((~torch.isfinite(own)).sum())):
+            counts[name] = count
+    if sharding.is_sharded(net):
+        parts, counts = parallel.gather(list(counts.items())), {}
+        for name, count in parts:
+            counts[name] = counts.get(name, 0) + count
+    of = {name: getattr(parameter, "ds_numel", parameter.numel()) for name, parameter in net.named_parameters()}
+    found = [f"{name} ({count} of {of[name]})" for name, count in counts.items()]
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     return ", ".join(found[:3]) + more
+
+
+def whole_again(net: Any, cfg: TrainingRun, chat: Chat) -> Any:
+    """An ordinary model on the CPU with the weights of a sharded one, in the first process; None in the others.
+
+    For all processes together. The model is read anew and given its adapter, and then these weights.
+    """
+    weights = sharding.whole_weights(net)
+    if not runlog.is_main_process():
+        return None
+    made, _ = load(cfg.model, device="cpu", chat_template=cfg.chat.template)
+    if (adapter := peft_config(cfg.model, made, chat)) is not None:
+        from peft import get_peft_model
+
+        made = get_peft_model(made, adapter)
+        adapters_in_float32(made)
+    made.load_state_dict(weights)
+    return made
 
 
 def save(

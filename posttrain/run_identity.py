@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
-from posttrain import checkpoint, files, runlog
+from posttrain import checkpoint, files, launcher, runlog
+from posttrain.config import TrainingRun
 from posttrain.config.yaml_file import parse_yaml
 from posttrain.types import UserError
+
+TrainingConfig = TypeVar("TrainingConfig", bound=TrainingRun)
 
 COUNTS = "counts.json"  # in each checkpoint of phases 1 and 2: what TRL counts and does not save
 FREE_TO_CHANGE = ("output_dir", "run_name", "report_to", "hardware")  # what a resumed run may have otherwise
@@ -39,21 +41,75 @@ def same_run(output_dir: Path, settings: dict[str, Any]) -> None:
         )
 
 
-def same_processes(output_dir: Path) -> None:
-    """UserError when a run of phase 1 or 2 goes on with another number of processes: they share out each batch."""
-    now = int(os.environ.get("WORLD_SIZE", "1"))
-    for file in Path(output_dir).glob(f"checkpoint-*/{COUNTS}"):
+def same_batches(output_dir: Path, cfg: TrainingConfig) -> TrainingConfig:
+    """The config of a resumed run of phase 1 or 2 under which these processes train on the batches of those before.
+
+    A batch is per_device_train_batch_size x gradient_accumulation_steps x processes rows; the accumulation makes up for
+    the processes. UserError where it cannot, or where a checkpoint is of another kind of sharding.
+    """
+    begun = _begun(Path(output_dir))
+    now, kind = launcher.processes(), launcher.sharding()
+    if begun is None:
+        return cfg
+    before, held = begun
+    trainer: dict[str, Any] = cfg.trainer  # type: ignore[attr-defined]
+    told = f"The run in {output_dir} was begun on {before} process{'es' if before > 1 else ''}"
+    if held != kind:
+        raise UserError(
+            f"{told} with sharding {held} and would go on with {kind}: the optimizer's states are stored in another"
+            f" form. Launch it as before ({_launch(held, before)}), or start a new run (output_dir=...)."
+        )
+    if before == now:
+        return cfg
+    steps = trainer.get("gradient_accumulation_steps", 1)
+    why = ""
+    if kind.startswith("zero"):
+        why = "DeepSpeed's checkpoints hold one file for each process"
+    elif trainer.get("train_sampling_strategy") == "group_by_length":
+        why = "trainer.train_sampling_strategy=group_by_length sorts rows by the batches of a single process"
+    elif steps * before % now:
+        why = f"{steps * before} micro-batches a step (gradient_accumulation_steps {steps}) cannot be shared by {now}"
+    if why:
+        raise UserError(
+            f"{told} and would go on with {now}: {why}, so its batches would hold other rows. Use"
+            f" {_launch(kind, before)}, or start a new run (output_dir=...)."
+        )
+    return cfg.model_copy(update={"trainer": trainer | {"gradient_accumulation_steps": steps * before // now}})
+
+
+def begun_processes(cfg: TrainingConfig, args: Any) -> int:
+    """How many processes the accumulation of this config is meant for. args: as transformers trains with them."""
+    trainer: dict[str, Any] = cfg.trainer  # type: ignore[attr-defined]
+    return args.world_size * args.gradient_accumulation_steps // trainer.get("gradient_accumulation_steps", 1)
+
+
+def share_out_in_words(args: Any, begun: int, rows: int) -> str:
+    """What the line of a run says that goes on on another number of processes."""
+    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    last = ""
+    if left := rows % batch:
+        last = f" The last step of an epoch has {left} rows, which several processes fill up."
+    return (
+        f"Begun on {begun} process{'es' if begun > 1 else ''}, now on {args.world_size}: with"
+        f" gradient_accumulation_steps={args.gradient_accumulation_steps} a step has the same {batch} rows.{last}"
+    )
+
+
+def _begun(output_dir: Path) -> tuple[int, str] | None:
+    """Processes and sharding of the run that wrote the checkpoints here; None where there is none that says it."""
+    for _, folder in reversed(checkpoint.numbered(output_dir)):
         try:
-            before = int(json.loads(file.read_text(encoding="utf-8"))["processes"])
+            counts = json.loads((folder / COUNTS).read_text(encoding="utf-8"))
+            return int(counts["processes"]), str(counts.get("sharding", "none"))
         except (OSError, ValueError, KeyError, TypeError, RecursionError):  # damaged, and passed over later
             continue
-        if before != now:
-            begun = f"torchrun --nproc_per_node {before}" if before > 1 else "python, without torchrun"
-            raise UserError(
-                f"The run in {output_dir} was begun on {before} process{'es' if before > 1 else ''} and would go on on "
-                f"{now}: its batches would hold other rows, and as many times more or fewer. Use {begun}, or start a "
-                "new run (output_dir=...)."
-            )
+    return None
+
+
+def _launch(kind: str, processes: int) -> str:
+    if kind != "none":
+        return f"accelerate launch --config_file {launcher.FILES}/{kind}.yaml --num_processes {processes}"
+    return f"torchrun --nproc_per_node {processes}" if processes > 1 else "python, without torchrun"
 
 
 def _read_begun(file: Path) -> dict[str, Any]:

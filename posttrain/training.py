@@ -5,6 +5,7 @@ TRL trains; what is here lets a person watch it, lets a killed run go on where i
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import time
@@ -13,15 +14,30 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState
+from torch.nn import functional
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainerState
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from posttrain import checkpoint, compat, dashboards, files, model_card, models, parallel, runlog
+from posttrain import (
+    checkpoint,
+    compat,
+    dashboards,
+    files,
+    launcher,
+    model_card,
+    models,
+    parallel,
+    run_identity,
+    runlog,
+    sharding,
+)
 from posttrain.chat import Chat
+from posttrain.config import TrainingRun
 from posttrain.convgpt import pads_on_the_right
 from posttrain.metrics import wilson
 from posttrain.model_files import no_bars
 from posttrain.prepared_rows import SOURCES
-from posttrain.run_identity import COUNTS, remember_run
+from posttrain.run_identity import COUNTS
 from posttrain.trl_arguments import FIGURES
 from posttrain.types import UserError
 
@@ -59,6 +75,58 @@ def read_without_padding_masks(net: Any) -> None:
     net.base_model.register_forward_pre_hook(without_mask, with_kwargs=True)
 
 
+def load(cfg: TrainingRun) -> tuple[PreTrainedModel, Chat]:
+    """The model that is to be trained, and its chat; in the CPU's memory where each device will get a part of it."""
+    place = "cpu" if launcher.sharding() != "none" else cfg.device
+    return models.load(cfg.model, device=place, chat_template=cfg.chat.template)
+
+
+def save_work(net: PreTrainedModel, device: torch.device) -> None:
+    """Have nothing computed for prompts and padding that a device can leave out."""
+    if device.type != "cpu":
+        read_without_padding_masks(net)
+        return
+    compat.score_trained_positions_only()
+    if launcher.sharding() == "none":  # else processes would gather layers for different numbers of slices
+        read_in_slices(net)
+
+
+def reference_in_shards(net: PreTrainedModel) -> PreTrainedModel | None:
+    """The policy as it is now, for DPOTrainer to shard under FSDP2, since it asks a reference before it shards the
+    policy; None otherwise: the policy answers for itself."""
+    return copy.deepcopy(net).requires_grad_(False) if launcher.sharding() == "fsdp2" else None
+
+
+def read_in_slices(net: Any) -> None:
+    """Let the decoder read the rows of a padded batch in slices of similar length, each cut to its own end.
+
+    Where rows differ in length, half of a batch and more is padding, and a CPU computes it like everything else. In a
+    slice no row is shorter than three quarters of the longest: hardly any padding, and few slices where rows are alike.
+    Loss and gradients are the same: no row sees another one, whatever batch it is read in. It replaces the decoder's
+    `forward`.
+    """
+    decoder = net.base_model
+    whole = decoder.forward
+
+    def forward(*given: Any, **named: Any) -> Any:
+        if given or named.keys() != {"input_ids", "attention_mask", "use_cache"} or named["use_cache"]:
+            return whole(*given, **named)  # packed rows, or somebody who generates
+        ids_BT, mask_BT = named["input_ids"], named["attention_mask"]
+        assert (mask_BT[:, 1:] <= mask_BT[:, :-1]).all(), "padding is on the right"
+        lengths, order = mask_BT.sum(1).sort(descending=True)
+        hidden, start = [], 0
+        while start < len(order):
+            longest = int(lengths[start])
+            stop = int((lengths >= 0.75 * longest).sum())
+            rows = order[start:stop]
+            read = whole(input_ids=ids_BT[rows, :longest], attention_mask=mask_BT[rows, :longest], use_cache=False)
+            hidden.append(functional.pad(read.last_hidden_state, (0, 0, 0, ids_BT.shape[1] - longest)))
+            start = stop
+        return BaseModelOutputWithPast(last_hidden_state=torch.cat(hidden)[order.argsort()])
+
+    decoder.forward = forward
+
+
 class NotFinite(UserError):
     """A loss, a gradient or a weight is inf or nan in optimizer step `step`; so were the weights after `updates`."""
 
@@ -92,12 +160,21 @@ def fit(
     if resume:
         say(f"Resuming from {newest}." if newest else "No whole checkpoint yet: starting from the beginning.")
     if runlog.is_main_process():
-        remember_run(output_dir, settings, resume)
+        run_identity.remember_run(output_dir, settings, resume)
     boards = dashboards.start(cfg, settings, resume=resume, named=dashboards.as_transformers)
     models.adapters_in_float32(trainer.model)
     say(f"{title}: {models.describe(cfg, trainer.model, trainer.args.device)}")
     with runlog.StopSignals() as stop, no_bars():
-        reporter = Reporter(title, output_dir, boards, stop, lambda: compat.trained_tokens(trainer), check_first)
+        begun = run_identity.begun_processes(cfg, trainer.args)
+        if begun != trainer.args.world_size:
+            rows: Any = trainer.train_dataset
+            say(run_identity.share_out_in_words(trainer.args, begun, len(rows)))
+        counts = {"processes": begun, "sharding": launcher.sharding()}
+
+        def counted() -> dict[str, Any]:
+            return {"num_tokens": compat.trained_tokens(trainer), **counts}
+
+        reporter = Reporter(title, output_dir, boards, stop, counted, check_first)
         trainer.remove_callback(PrinterCallback)
         compat.write_no_model_card(trainer)
         trainer.add_callback(reporter)
@@ -188,12 +265,14 @@ def export(
     `rows` is the folder of `prepared_rows.prepare`.
     """
     parallel.barrier()
+    kind = launcher.sharding()
+    net = trainer.model if kind == "none" else models.whole_again(trainer.model, cfg, chat)
     if not runlog.is_main_process():
         return
     final, step, figures = Path(cfg.output_dir) / "final", trainer.state.global_step, outcome.figures
     settings = cfg.model_dump(mode="json")
     history = [*model_card.history(cfg.model.name_or_path), _record(phase, settings, step, figures, rows)]
-    models.save(final, trainer.model, chat, settings, source=cfg.model, history=history, phase=phase, step=step)
+    models.save(final, net, chat, settings, source=cfg.model, history=history, phase=phase, step=step)
     if outcome.failure is not None:
         raise outcome.failure
     shown = ", ".join(f"{name.removeprefix('eval_')} {figures[name]:.4g}" for name in FIGURES if name in figures)
@@ -218,9 +297,9 @@ def _record(phase: str, settings: dict[str, Any], step: int, figures: dict[str, 
 
 
 def gradients_are_finite(net: torch.nn.Module) -> bool:
-    """Whether every gradient is; those that were clipped by a norm of inf are not."""
+    """Whether every gradient is; those that were clipped by a norm of inf are not. DeepSpeed shows none."""
     gradients = [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
-    return math.isfinite(torch.nn.utils.get_total_norm(gradients).item())
+    return math.isfinite(sharding.number(torch.nn.utils.get_total_norm(gradients)))
 
 
 class Reporter(TrainerCallback):
@@ -239,11 +318,11 @@ class Reporter(TrainerCallback):
         output_dir: Path,
         boards: dashboards.Dashboards,
         stop: runlog.StopSignals,
-        tokens: Callable[[], int],
+        counts: Callable[[], dict[str, Any]],
         check_first: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self.title, self.output_dir, self.boards, self.stop = title, output_dir, boards, stop
-        self.tokens, self.check_first = tokens, check_first
+        self.counts, self.check_first = counts, check_first
         self.stopped, self.logged_at = False, 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -288,7 +367,7 @@ class Reporter(TrainerCallback):
         parallel.barrier()  # every process has written its random state by now
         if runlog.is_main_process():
             folder = self.output_dir / f"checkpoint-{state.global_step}"
-            (folder / COUNTS).write_text(json.dumps({"num_tokens": self.tokens(), "processes": args.world_size}))
+            (folder / COUNTS).write_text(json.dumps(self.counts()))
             checkpoint.seal(folder, step=state.global_step)
 
     def close(self) -> None:

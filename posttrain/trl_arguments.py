@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import Trainer, get_scheduler
 
-from posttrain import compat, hardware, parallel
+from posttrain import compat, hardware, launcher, parallel
 from posttrain.types import UserError
 
 # what an evaluation of phases 1 and 2 has figures of
@@ -46,6 +46,8 @@ def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed:
     compat.ignore_renamed_argument()
     with refusals_in_words():
         args = kind(**{**defaults, **cfg.trainer, **fixed})
+        if device.type == "cpu" and launcher.sharding() == "fsdp2":
+            compat.shard_on_cpus()
         _check_scheduler(args)
         _check_optimizer(args)
         _check_best(args)

@@ -27,6 +27,7 @@ import pytest
 import torch
 import transformers
 import trl.kernels
+from accelerate.state import AcceleratorState
 from jinja2.sandbox import SandboxedEnvironment
 from peft import LoraConfig, get_peft_model
 from peft.utils.other import TrainableTokensWrapper
@@ -51,7 +52,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 import posttrain.convgpt  # noqa: F401  registers ConvGPT with the Auto classes
 from envs.adapters.openenv_client import connection
-from posttrain import compat, template_limits
+from posttrain import compat, template_limits, training
 from posttrain.types import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -296,6 +297,14 @@ def test_grouped_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(copied, grouped, atol=1e-5)
 
 
+def test_shard_on_cpus_is_still_needed() -> None:
+    """Its state takes FSDP from the environment in a branch that processes on CPUs do not come to."""
+    state = source(AcceleratorState.__init__)
+    branch = state[: state.index("DistributedType.FSDP")].rpartition("elif self.distributed_type in [")[2]
+    assert "ACCELERATE_USE_FSDP" in branch and "DistributedType.MULTI_GPU" in branch
+    assert "MULTI_CPU" not in branch, "accelerate shards on CPUs by itself: `shard_on_cpus` can go"
+
+
 def test_read_in_slices_is_given_what_it_expects() -> None:
     net: Any = LlamaForCausalLM(LlamaConfig(**SMALL))
     given: list[set[str]] = []
@@ -306,7 +315,7 @@ def test_read_in_slices_is_given_what_it_expects() -> None:
         return whole(*rest, **named)
 
     net.model.forward = forward
-    compat.read_in_slices(net)
+    training.read_in_slices(net)
     trl_utils.add_fused_lm_head(net, outputs=("log_probs",))
     ids, mask = torch.arange(12).view(2, 6), torch.tensor([[1] * 6, [1] * 3 + [0] * 3])
     net(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100), fused_lm_head=True)
@@ -332,7 +341,7 @@ def test_read_in_slices_changes_no_loss_and_no_gradient(kind: str, checkpointing
         if checkpointing:
             net.gradient_checkpointing_enable()
         if sliced:
-            compat.read_in_slices(net)
+            training.read_in_slices(net)
         trl_utils.add_fused_lm_head(net, outputs=("log_probs", "entropy", "is_top1"))
         widths: list[tuple[int, int]] = []
         net.get_input_embeddings().register_forward_hook(lambda _, given, __, to=widths: to.append(given[0].shape))
@@ -358,7 +367,7 @@ def test_read_in_slices_only_what_the_trainer_gives() -> None:
     before = net(ids, attention_mask=mask, use_cache=True)
     packed = dict(input_ids=ids.view(1, 12), position_ids=torch.arange(6).repeat(2)[None], use_cache=False)
     flat = net(**packed).logits
-    compat.read_in_slices(net)
+    training.read_in_slices(net)
     after = net(ids, attention_mask=mask, use_cache=True)
     assert torch.equal(after.logits, before.logits) and after.past_key_values.get_seq_length() == 6
     assert torch.equal(net(**packed).logits, flat)

@@ -482,9 +482,9 @@ def test_an_environment_by_its_name_alone_has_no_keys_yet():
         ("learning_rate=1e-5", "unknown key here; did you mean `trainer.learning_rate`?"),
         ("model.dtype=bfloat16", "an update is smaller than the gap to the next such number. Leave model.dtype out"),
         ("model.dtype=float16", "or write `model.tuning: lora`, whose adapter is float32"),
-        ("trainer.fsdp=true", "FSDP, DeepSpeed and other ways of sharding a model are not supported yet"),
-        ("trainer.fsdp_config={}", "`torchrun --nproc_per_node N`"),
-        ("trainer.deepspeed=zero3.json", "FSDP, DeepSpeed and other ways of sharding a model are not supported yet"),
+        ("trainer.fsdp=true", "sharding is chosen where processes are started: `accelerate launch --config_file"),
+        ("trainer.fsdp_config={}", "configs/accelerate/fsdp2.yaml"),
+        ("trainer.deepspeed=zero3.json", "zero2.yaml and zero3.yaml for DeepSpeed (phases 1 and 2)"),
         ("trainer.push_to_hub=true", "`hf upload NAME/MODEL OUTPUT_DIR/final`"),
         ("trainer.bf16_full_eval=true", "it would round the trained weights for good"),
         ("model.trust_remote_code=true", "write the 40-digit commit"),
@@ -588,8 +588,8 @@ def test_a_mistake_names_its_remedy(tmp_path, change, remedy):
         ("trainer.lerning_rate=1", "did you mean `learning_rate`?"),
         ("lerning_rate=1", "did you mean `trainer.learning_rate`?"),  # not the critic's
         ("model.dtype=bfloat16", "an update is smaller than the gap to the next such number. Leave model.dtype out"),
-        ("trainer.fsdp=full_shard", "FSDP, DeepSpeed and other ways of sharding a model are not supported yet"),
-        ("trainer.deepspeed=zero3.json", "not supported yet"),
+        ("trainer.fsdp=full_shard", "sharding is chosen where processes are started"),
+        ("trainer.deepspeed=zero3.json", "sharding is chosen where processes are started"),
         ("trainer.push_to_hub=true", "`hf upload NAME/MODEL OUTPUT_DIR/final`"),
     ],
 )

@@ -20,6 +20,7 @@ LAYERS = [
     ["posttrain.types"],
     ["posttrain.files"],
     ["posttrain.config", "posttrain.template_limits"],
+    ["posttrain.launcher"],
     ["posttrain.compat", "posttrain.hardware"],
     [
         f"posttrain.{name}"
@@ -47,6 +48,7 @@ LAYERS = [
             "run_identity",
             "endpoint",
             "dashboards",
+            "sharding",
         )
     ],
     [f"posttrain.{name}" for name in ("data", "report", "critic", "prefixes", "sampler", "prepared_rows")],

@@ -570,20 +570,6 @@ def test_a_bf16_checkpoint_is_trained_in_float32(tmp_path: Path, base: Path) -> 
         assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("variable", hardware.SHARDING)
-def test_a_launcher_that_shards_is_refused(
-    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
-    for value in ("true", "True", "1"):
-        monkeypatch.setenv(variable, value)
-        for cfg in (run_config(tmp_path, base), starpo_config(base)):
-            with pytest.raises(UserError, match=f"{variable}=true.*distributed_type: MULTI_GPU") as error:
-                hardware.settle(cfg)
-            assert "\n" not in str(error.value)
-    monkeypatch.setenv(variable, "false")
-    assert hardware.settle(run_config(tmp_path, base))
-
-
 def test_weights_that_are_not_finite_are_neither_loaded_nor_saved(tmp_path: Path, base: Path) -> None:
     """One row of the embedding, of a token that nobody may ever write."""
     net, chat = load(base)
@@ -676,12 +662,3 @@ def test_a_config_that_loads_and_cannot_be_computed_with_is_refused(
     (folder / "config.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=words):
         models.load(ModelSection(name_or_path=str(folder)), device="cpu", chat_template=None)
-
-
-@pytest.mark.parametrize("value", ["yes", "Y", "on", "t", "True", "1"])
-def test_a_sharded_launch_is_refused_however_it_is_spelled(
-    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, value: str
-) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", value)
-    with pytest.raises(UserError, match="sharded model"):
-        hardware.settle(run_config(tmp_path, base))

@@ -18,17 +18,16 @@ from posttrain.types import UserError
 # No unknown keys, no silent conversion (`4e4` is no whole number, `yes` no boolean), no nan, no change once it is made.
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
-# Keys that no phase supports, and what to do instead.
-_NOT_SHARDED = (
-    "FSDP, DeepSpeed and other ways of sharding a model are not supported yet: a phase saves what the first "
-    "process holds. Every GPU has a copy of the model (`torchrun --nproc_per_node N`); where that does not fit, write "
-    "`model.tuning: lora` or `qlora`, `trainer.gradient_checkpointing: true` or `trainer.optim: adamw_8bit`"
+# Keys that no config file has, and what to do instead.
+_BY_LAUNCHER = (
+    "sharding is chosen where processes are started: `accelerate launch --config_file configs/accelerate/fsdp2.yaml"
+    " train_phaseN_....py` (all phases), or zero2.yaml and zero3.yaml for DeepSpeed (phases 1 and 2)"
 )
 _UPLOADED_LATER = (
     "nothing is uploaded during training. When the phase is done, upload what it saves: "
     "`hf upload NAME/MODEL OUTPUT_DIR/final`"
 )
-NOT_SUPPORTED = dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "parallelism_config"), _NOT_SHARDED) | dict.fromkeys(
+NOT_SUPPORTED = dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "parallelism_config"), _BY_LAUNCHER) | dict.fromkeys(
     (
         "push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push",
         "hub_revision",

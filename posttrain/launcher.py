@@ -1,0 +1,136 @@
+"""How were these processes started, and which sharding does the launcher ask for?  Read from the environment.
+
+`accelerate launch` and torchrun describe a run to its processes in environment variables. Whatever of it cannot be done
+is refused here, in words, before anything is read or written.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+from posttrain.types import UserError
+
+Sharding = Literal["none", "fsdp2", "zero1", "zero2", "zero3"]
+# What `accelerate launch` sets where its config file or its flags ask for a sharded model, beside FSDP and DeepSpeed.
+OTHERS = ("ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG")
+SWITCHED_ON = ("1", "true", "t", "yes", "y", "on")  # what accelerate and transformers take for it
+FILES = "configs/accelerate"
+
+
+def processes() -> int:
+    """How many processes the launcher has started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_on(variable: str, default: str = "") -> bool:
+    return os.environ.get(variable, default).lower() in SWITCHED_ON
+
+
+def sharding() -> Sharding:
+    """How the launcher wants the model spread over the processes; "none": a copy in each, or one process."""
+    if processes() == 1:
+        return "none"
+    if is_on("ACCELERATE_USE_FSDP"):
+        return "fsdp2"
+    if is_on("ACCELERATE_USE_DEEPSPEED"):
+        match os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"):
+            case "1":
+                return "zero1"
+            case "2":
+                return "zero2"
+            case "3":
+                return "zero3"
+            case other:
+                raise UserError(f"DeepSpeed's zero_stage is {other}. Write 1, 2 or 3 ({FILES}/zero3.yaml).")
+    return "none"
+
+
+def check(cfg: Any) -> None:
+    """UserError for a launch that would start too little, or ask for what no phase does with this config.
+
+    cfg: a phase's; the one with a section `algorithm` is phase 3's.
+    """
+    _check_processes()
+    for variable in OTHERS:
+        if is_on(variable):
+            raise UserError(
+                f"The launcher asks for a way of sharding that no phase supports ({variable}=true). Take FSDP2"
+                f" ({FILES}/fsdp2.yaml) or, in phases 1 and 2, DeepSpeed's ZeRO ({FILES}/zero2.yaml, zero3.yaml)."
+            )
+    kind = sharding()
+    if kind == "none":
+        return
+    trainer = cfg.trainer if isinstance(cfg.trainer, dict) else cfg.trainer.model_dump()
+    if cfg.model.tuning == "qlora":
+        raise UserError(
+            f"The launcher asks for a sharded model ({kind}), and model.tuning=qlora keeps 4-bit weights, which are"
+            " not sharded. Write model.tuning=lora, or start a copy on each GPU"
+            f" ({FILES}/multi_gpu.yaml)."
+        )
+    if "8bit" in str(trainer.get("optim")):
+        raise UserError(
+            f"The launcher asks for a sharded model ({kind}), whose optimizer is sharded as well; trainer.optim="
+            f"{trainer['optim']} of bitsandbytes cannot be. Write trainer.optim=adamw_torch."
+        )
+    if hasattr(cfg, "algorithm"):
+        _check_starpo(kind)
+    _check_fsdp() if kind == "fsdp2" else _check_deepspeed(kind)
+
+
+def _check_processes() -> None:
+    """accelerate starts ONE process where it is told to use CPUs, whatever `--num_processes` says."""
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
+    if by_accelerate and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
+        raise UserError(
+            "`accelerate launch` was asked for several processes and has started one: with --cpu, use_cpu: true or"
+            f" MULTI_CPU it starts no others. Use --config_file {FILES}/two_cpu.yaml (distributed_type: MULTI_GPU only"
+            " chooses the launcher) with device=cpu, or torchrun --nproc_per_node N."
+        )
+
+
+def _check_starpo(kind: Sharding) -> None:
+    if kind != "fsdp2":
+        raise UserError(
+            f"The launcher asks for DeepSpeed ({kind}), which phases 1 and 2 take. Phase 3 shards with FSDP2:"
+            f" accelerate launch --config_file {FILES}/fsdp2.yaml train_phase3_starpo.py."
+        )
+    raise UserError("Phase 3 does not shard a model yet: start a copy on each GPU (configs/accelerate/multi_gpu.yaml).")
+    if is_on("FSDP_OFFLOAD_PARAMS"):
+        raise UserError("Phase 3 keeps its shards on the device: write fsdp_offload_params: false.")
+
+
+def _check_fsdp() -> None:
+    """UserError for settings of accelerate's FSDP under which checkpoints are not whole or loading goes wrong."""
+    version, saved = os.environ.get("FSDP_VERSION", "1"), os.environ.get("FSDP_STATE_DICT_TYPE", "")
+    wrong = []
+    if version != "2":
+        wrong.append(f"fsdp_version: 2 (it is {version}; the first version keeps no parameters of its own)")
+    if saved != "FULL_STATE_DICT":
+        wrong.append(f"fsdp_state_dict_type: FULL_STATE_DICT (it is {saved or 'not set'}; checkpoints here are whole)")
+    if os.environ.get("FSDP_AUTO_WRAP_POLICY") != "TRANSFORMER_BASED_WRAP":
+        wrong.append("fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP (otherwise all layers are gathered at once)")
+    if is_on("FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        wrong.append("fsdp_cpu_ram_efficient_loading: false (every process checks the weights that it has read)")
+    if is_on("FSDP_ACTIVATION_CHECKPOINTING"):
+        wrong.append("fsdp_activation_checkpointing: false (it is `trainer.gradient_checkpointing` of the run)")
+    _say(wrong, "fsdp2.yaml")
+
+
+def _check_deepspeed(kind: Sharding) -> None:
+    wrong = []
+    if "ACCELERATE_DEEPSPEED_CONFIG_FILE" in os.environ:
+        wrong.append("no deepspeed_config_file (batch size, precision and clipping are the run's own)")
+    if os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto") != "auto":
+        wrong.append("gradient_accumulation_steps: auto (it is a key of the run)")
+    if kind == "zero3":
+        if is_on("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true"):
+            wrong.append("zero3_init_flag: false (every process checks the weights that it has read)")
+        if not is_on("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"):
+            wrong.append("zero3_save_16bit_model: true (checkpoints here are whole)")
+    _say(wrong, f"{kind}.yaml" if kind != "zero1" else "zero2.yaml")
+
+
+def _say(wrong: list[str], file: str) -> None:
+    if wrong:
+        raise UserError(f"accelerate's config file ({FILES}/{file} is a right one) should say {'; '.join(wrong)}.")
