@@ -30,6 +30,11 @@ SAMPLES = "benchmarks"  # the folder of what was asked and answered
 # Folders of lm_eval/tasks whose Python runs what a model writes, as a program or an expression, or programs of others.
 # Few of them say so (`unsafe_code`); a test looks for more.
 RUN_ANSWERS = "cruxeval humaneval humaneval_infilling longproc mbpp noreval/ask_gec score unitxt".split()
+# How a task may have answers written without leave. transformers takes more, among it code (`custom_generate`).
+GENERATION = (
+    "until do_sample temperature top_p top_k min_p repetition_penalty num_beams max_gen_toks max_new_tokens max_tokens "
+    "max_completion_tokens"
+).split()
 KEPT = ("doc_id", "target", "arguments", "resps", "filtered_resps", "filter")  # of a sample, beside its metrics
 
 
@@ -154,6 +159,11 @@ def refuse(task: Any, code: bool) -> None:
         raise UserError(
             f"The task {task.task_name} runs what the model writes as a program, on this machine and without a sandbox."
             " Leave it out, or allow it with --run-task-code where nothing can be lost."
+        )
+    if unknown := [key for key in task.config.generation_kwargs or {} if key not in GENERATION]:
+        raise UserError(
+            f"The task {task.task_name} sets {unknown[0]} in generation_kwargs, which may run code. Take it out: without "
+            f"leave a task sets {', '.join(GENERATION)} alone. Or allow it with --run-task-code."
         )
     if task.config.process_results is None:  # otherwise the names are only labels
         names = [entry["metric"] for entry in task.config.metric_list or [] if isinstance(entry["metric"], str)]

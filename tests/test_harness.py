@@ -226,6 +226,7 @@ def test_figures_stand_beside_those_of_the_evaluation(final: Path, tmp_path: Pat
             {"metric_list": [{"metric": "planted", "aggregation": "mean", "higher_is_better": True}]},
             "script of the Hub",
         ),
+        ({"generation_kwargs": {"custom_generate": ".", "trust_remote_code": True}}, "sets custom_generate in"),
     ],
 )
 def test_no_code_of_a_task_runs_unasked(
@@ -235,6 +236,9 @@ def test_no_code_of_a_task_runs_unasked(
     (tmp_path / "planted.py").write_text(
         "from pathlib import Path\nPath('PLANTED').touch()\ndef text(doc):\n    return doc['question']\nTask = text\n"
     )
+    (tmp_path / "custom_generate").mkdir()
+    code = (tmp_path / "planted.py").read_text() + "def generate(model, input_ids, **_):\n    return input_ids\n"
+    (tmp_path / "custom_generate" / "generate.py").write_text(code)
     file = task(tmp_path, [{"question": "a", "answer": "b"}], "generate_until", **changes)
     file.write_text(file.read_text().replace("'!function planted.text'", "!function planted.text"))
     file.write_text(file.read_text().replace("'!function planted.Task'", "!function planted.Task"))
@@ -242,9 +246,9 @@ def test_no_code_of_a_task_runs_unasked(
     with pytest.raises(UserError, match=words):
         harness.main(command)
     assert not (tmp_path / "PLANTED").exists() and not (tmp_path / "out").exists()
-    if words.endswith("planted.text") or "program" in words:
+    if words.endswith("planted.text") or "program" in words or "generate" in words:
         harness.main([*command, "--run-task-code"])
-        assert (tmp_path / "PLANTED").exists() == words.endswith("planted.text")
+        assert (tmp_path / "PLANTED").exists() == ("program" not in words)
         assert (tmp_path / "out" / "results.json").exists()
 
 
