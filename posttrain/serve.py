@@ -9,6 +9,7 @@ of the chat. docs/serving.md says what the server takes, what it refuses, and ho
 from __future__ import annotations
 
 import argparse
+import asyncio
 import copy
 import json
 import socket
@@ -21,11 +22,12 @@ from posttrain.config import ModelSection, run
 from posttrain.types import UserError, one_line
 
 if TYPE_CHECKING:
+    from fastapi import Request
     from transformers import PreTrainedModel
 
     from posttrain.chat import Chat
 
-ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health")
+ROUTES = ("/v1/models", "/health")  # of transformers; those that answer are below
 EXTENSIONS = ("top_k", "min_p", "repetition_penalty")  # names of vLLM, which the interface of OpenAI lacks
 # What transformers would ignore although the answer would be another one, and the values that ask for nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -44,19 +46,23 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
     "audio": (None,),
     "web_search_options": (None,),
+    "chat_template_kwargs": (None, {}),
 }
-LIMITS = {  # where transformers would fail in the middle of a stream, or not at all
-    "temperature": (0, 100),
-    "top_p": (1e-9, 1),
-    "top_k": (0, 1 << 30),
-    "min_p": (0, 1),
-    "repetition_penalty": (1e-9, 1e9),
-    "frequency_penalty": (0, 2),
-    "max_new_tokens": (1, 1 << 30),  # in a generation_config
-    "max_tokens": (1, 1 << 30),
-    "max_completion_tokens": (1, 1 << 30),
-    "seed": (0, (1 << 64) - 1),
+# Where transformers would fail in the middle of a stream, or not at all.
+LIMITS: dict[str, tuple[type, float, float]] = {
+    "temperature": (float, 0, 100),
+    "top_p": (float, 1e-9, 1),
+    "top_k": (int, 0, 1 << 30),
+    "min_p": (float, 0, 1),
+    "repetition_penalty": (float, 1e-9, 1e9),
+    "frequency_penalty": (float, 0, 2),
+    "max_new_tokens": (int, 1, 1 << 30),  # in a generation_config
+    "max_tokens": (int, 1, 1 << 30),
+    "max_completion_tokens": (int, 1, 1 << 30),
+    "seed": (int, 0, (1 << 64) - 1),
 }
+GENERATION = ("max_new_tokens", "temperature", "top_p", *EXTENSIONS)  # of transformers' many settings
+MOST_BIAS = 100  # as OpenAI's
 LONGEST = 1024  # new tokens where a request names no limit, as in transformers
 
 
@@ -78,12 +84,14 @@ def main(argv: list[str] | None = None) -> None:
 
     from posttrain import models
     from posttrain.preflight import check_hub
+    from posttrain.web_chat.guard import is_loopback
 
     section = ModelSection(name_or_path=arguments.model, dtype=arguments.dtype)
     check_hub([section], [])
     model, chat = models.load(section, device=arguments.device, chat_template=None, training=False)
-    server = uvicorn.Server(uvicorn.Config(build_app(model.eval(), chat, arguments.model), log_level="warning"))
     host, port = listening.getsockname()[:2]
+    app = build_app(model.eval(), chat, arguments.model, local=is_loopback(host))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     print(f"Serving {arguments.model} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
     server.run(sockets=[listening])
 
@@ -126,22 +134,22 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def build_app(model: PreTrainedModel, chat: Chat, name: str) -> Any:
+def build_app(model: PreTrainedModel, chat: Chat, name: str, *, local: bool = True) -> Any:
     """The application of transformers, for this model alone, under this name.
 
     Requests wait for each other: transformers generates for one at a time where each has sampling settings of its own.
+    local: it listens where this machine alone reaches it, and no website that a browser shows may use it.
     """
-    from fastapi import HTTPException
     from fastapi.responses import JSONResponse
-    from transformers.cli.serving.chat_completion import ChatCompletionHandler
-    from transformers.cli.serving.completion import CompletionHandler
+    from starlette.exceptions import HTTPException
     from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.server import build_server
-    from transformers.cli.serving.utils import GenerationState, Modality
+    from transformers.cli.serving.utils import GenerationState
     from transformers.utils import logging
 
+    from posttrain.web_chat.guard import OwnPagesOnly
+
     tokenizer = served_tokenizer(chat)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
     class OneModel(ModelManager):
         """The model that is loaded, whatever is asked for: no request reads a file or the Hub."""
@@ -160,25 +168,106 @@ def build_app(model: PreTrainedModel, chat: Chat, name: str) -> Any:
         def shutdown(self) -> None:
             pass
 
+    logging.set_verbosity_error()  # it would log each request as a warning
+    manager, state = OneModel(device=str(model.device), force_model=name), GenerationState()
+    kinds = ("chat_handler", "completion_handler", "response_handler", "transcription_handler", "systemone_handler")
+    app = build_server(manager, generation_state=state, **dict.fromkeys(kinds))  # type: ignore[arg-type]
+    app.router.routes = [route for route in app.router.routes if getattr(route, "path", "") in ROUTES]
+    chats, texts = handlers(model, chat, tokenizer)
+
+    async def chat_completion(request: Request) -> Any:
+        return await chats(manager, state).answer(request)
+
+    async def completion(request: Request) -> Any:
+        return await texts(manager, state).answer(request)
+
+    async def one_model(request: Request) -> JSONResponse:
+        if request.path_params["asked"] != name:
+            raise HTTPException(404, f"The model here is {name}.")
+        return JSONResponse(manager.get_gen_models()[0])
+
+    app.add_route("/v1/chat/completions", chat_completion, ["POST"])
+    app.add_route("/v1/completions", completion, ["POST"])
+    app.add_route("/v1/models/{asked:path}", one_model)
+
+    @app.exception_handler(HTTPException)
+    async def refuse(_: Any, error: HTTPException) -> JSONResponse:  # in the form that clients show
+        told = {"message": error.detail, "type": "invalid_request_error", "param": None, "code": error.status_code}
+        return JSONResponse({"error": told}, error.status_code)
+
+    if local:
+        app.add_middleware(OwnPagesOnly, local=True)
+    return app
+
+
+def handlers(model: PreTrainedModel, chat: Chat, tokenizer: Any) -> tuple[Any, Any]:
+    """The classes of transformers that answer in a conversation and go on with a text: an instance for each request."""
+    from fastapi import HTTPException, Response
+    from transformers.cli.serving.chat_completion import ChatCompletionHandler
+    from transformers.cli.serving.completion import CompletionHandler
+    from transformers.cli.serving.utils import Modality
+    from transformers.generation.streamers import BaseStreamer
+
+    text_config = model.config.get_text_config()
+    context = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
+
+    class Gone(Exception):
+        """The client has hung up."""
+
+    class Watched(BaseStreamer):
+        """Ends what is being generated once nobody waits for it, as transformers does where an answer is streamed."""
+
+        unwanted = False
+
+        def put(self, value: Any) -> None:
+            if self.unwanted:
+                raise Gone
+
+        def end(self) -> None:
+            pass
+
     class Checked:
         """What a request asks for is done or refused, with status 400."""
+
+        request: Request
 
         def length(self, body: dict[str, Any]) -> int:
             """Tokens of its prompt."""
             raise NotImplementedError
 
-        async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        async def answer(self, request: Request) -> Any:
+            self.request = request
             try:
+                body = await request.json()
+                if not isinstance(body, dict):
+                    raise UserError("The request is no JSON object.")
                 if problem := refusal(body):
                     raise UserError(problem)
-                settings = generation_config(body, chat)
+                settings = generation_config(body, chat, text_config.vocab_size)
                 fit(body, settings, self.length(body), context)
                 body["generation_config"] = json.dumps(settings)
-                return await super().handle_request(body, request_id)  # type: ignore[misc]
+                return await self.handle_request(body, request.state.request_id)  # type: ignore[attr-defined]
             except UserError as error:
                 raise HTTPException(400, str(error)) from error
             except (ValueError, TypeError, LookupError, AttributeError) as error:
                 raise HTTPException(400, one_line(error)) from error
+
+        async def _non_streaming(
+            self, request_id: str, model: Any, processor: Any, model_id: str, inputs: Any, *rest: Any, **more: Any
+        ) -> Any:
+            watched = Watched()
+            given = (request_id, model, processor, model_id, {**inputs, "streamer": watched}, *rest)
+            answering = asyncio.ensure_future(super()._non_streaming(*given, **more))  # type: ignore[misc]
+            leaving = asyncio.ensure_future(hung_up(self.request))
+            try:
+                await asyncio.wait([answering, leaving], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                watched.unwanted = not answering.done()
+                leaving.cancel()
+            try:
+                return await answering
+            except Gone:
+                return Response(status_code=499)  # nobody reads it
 
     class Chats(Checked, ChatCompletionHandler):
         def length(self, body: dict[str, Any]) -> int:
@@ -190,23 +279,13 @@ def build_app(model: PreTrainedModel, chat: Chat, name: str) -> Any:
                 raise UserError("prompt must be a string.")
             return len(tokenizer(body["prompt"])["input_ids"])
 
-    logging.set_verbosity_error()  # it would log each request as a warning
-    manager, state = OneModel(device=str(model.device), force_model=name), GenerationState()
-    handlers: dict[str, Any] = {
-        "chat_handler": Chats(manager, state),
-        "completion_handler": Texts(manager, state),
-        "response_handler": None,
-        "transcription_handler": None,
-        "systemone_handler": None,
-    }
-    app = build_server(manager, generation_state=state, **handlers)
+    return Chats, Texts
 
-    @app.exception_handler(HTTPException)
-    async def refuse(_: Any, error: HTTPException) -> JSONResponse:  # in the form that clients show
-        return JSONResponse({"error": {"message": error.detail, "code": error.status_code}}, error.status_code)
 
-    app.router.routes = [route for route in app.router.routes if getattr(route, "path", "") in ROUTES]
-    return app
+async def hung_up(request: Request) -> None:
+    """Ends when the client of a request does not wait for its answer any more."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def refusal(body: dict[str, Any]) -> str | None:
@@ -214,6 +293,8 @@ def refusal(body: dict[str, Any]) -> str | None:
     for key, harmless in REFUSED.items():
         if not any(type(body.get(key)) is type(one) and body.get(key) == one for one in harmless):
             return f"{key} is not supported here."
+    if type(body.get("stream")) not in (bool, type(None)):
+        return f"stream is {body['stream']!r:.40}, neither true nor false."
     stop = body.get("stop")
     if stop is not None and not all(
         isinstance(one, str) and one for one in (stop if isinstance(stop, list) else [stop])
@@ -225,10 +306,11 @@ def refusal(body: dict[str, Any]) -> str | None:
 
 def beyond_limits(given: dict[str, Any]) -> str | None:
     """Which number is none that it may be."""
-    for key, (low, high) in LIMITS.items():
+    for key, (kind, low, high) in LIMITS.items():
         value = given.get(key)
-        if value is not None and not (type(value) in (int, float) and low <= value <= high):
-            return f"{key} is {value!r:.40}, not a number from {low:g} to {high:g}."
+        if value is not None and not (type(value) in (int, kind) and low <= value <= high):
+            number = "a whole number" if kind is int else "a number"
+            return f"{key} is {value!r:.40}, not {number} from {low:g} to {high:g}."
     return None
 
 
@@ -238,6 +320,8 @@ def not_text(messages: Any) -> str | None:
         return "messages is no list of messages."
     for message in messages:
         parts = message.get("content")
+        if not isinstance(parts, str | list) or parts == []:
+            return f"messages holds one whose content is {parts!r:.40}, not a text."
         for part in parts if isinstance(parts, list) else []:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text" or not isinstance(part.get("text"), str):
@@ -276,20 +360,48 @@ def served_tokenizer(chat: Chat) -> Any:
     return tokenizer
 
 
-def generation_config(body: dict[str, Any], chat: Chat) -> dict[str, Any]:
+def generation_config(body: dict[str, Any], chat: Chat, vocabulary: int) -> dict[str, Any]:
     """What transformers is to generate with, unless the request says otherwise: OpenAI's defaults, not the model's.
 
     A model's own config may sample greedily, or from the 50 likeliest tokens, whatever temperature is asked for.
     Where the request names no longest answer, `max_new_tokens` is None.
     """
-    given = json.loads(body.get("generation_config") or "{}")
+    try:
+        given = json.loads(body.get("generation_config") or "{}")
+    except (ValueError, TypeError) as error:
+        raise UserError(f"generation_config is no JSON object: {one_line(error)}.") from error
     if not isinstance(given, dict):
         raise UserError("generation_config is no JSON object.")
-    settings = {"max_new_tokens": None, "do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
-    settings |= {name: body.pop(name) for name in EXTENSIONS if name in body} | given
-    if problem := beyond_limits(settings):
+    if unknown := [key for key in given if key not in GENERATION]:
+        raise UserError(f"generation_config: {unknown[0]!r:.40} is not taken here, only {', '.join(GENERATION)}.")
+    given = {name: body.pop(name) for name in EXTENSIONS if name in body} | given
+    if problem := beyond_limits(given):
         raise UserError(f"generation_config: {problem}")
+    settings: dict[str, Any] = {"max_new_tokens": None, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    settings |= {name: value for name, value in given.items() if value is not None}
+    temperature = body.get("temperature")
+    settings["do_sample"] = (settings["temperature"] if temperature is None else temperature) > 0
+    if biases := body.pop("logit_bias", None):
+        settings["sequence_bias"] = sequence_bias(biases, vocabulary)
     return settings | {"eos_token_id": chat.stop_id, "pad_token_id": chat.pad_id}
+
+
+def sequence_bias(biases: Any, vocabulary: int) -> list[tuple[list[int], float]]:
+    """OpenAI's `logit_bias` as transformers has it.
+
+    >>> sequence_bias({"5": -100}, 512)
+    [([5], -100.0)]
+    """
+    if not isinstance(biases, dict):
+        raise UserError('logit_bias is no object of tokens and numbers, such as {"5": -100}.')
+    found = []
+    for token, bias in biases.items():
+        if not (token.isdecimal() and int(token[:20]) < vocabulary):
+            raise UserError(f"logit_bias: {token!r:.40} is no token of this model, a whole number below {vocabulary}.")
+        if type(bias) not in (int, float) or not -MOST_BIAS <= bias <= MOST_BIAS:
+            raise UserError(f"logit_bias: {bias!r:.40} is no number from -{MOST_BIAS} to {MOST_BIAS}.")
+        found.append(([int(token)], float(bias)))
+    return found
 
 
 if __name__ == "__main__":

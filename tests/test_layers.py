@@ -55,9 +55,9 @@ LAYERS = [
     ["posttrain.trl_arguments", "posttrain.selftest"],
     [f"posttrain.{name}" for name in ("models", "cross_score", "engine", "learner", "gguf")],
     [f"posttrain.{name}" for name in ("training", "preflight", "rollout", "run_state")],
-    [f"posttrain.{name}" for name in ("monitoring", "plan", "distillation", "inference", "serve")],
+    [f"posttrain.{name}" for name in ("monitoring", "plan", "distillation", "inference")],
     ["posttrain.evaluation", "posttrain.starpo_run", "posttrain.web_chat"],
-    [f"posttrain.{name}" for name in ("pairs", "harness", "publish")],
+    [f"posttrain.{name}" for name in ("pairs", "harness", "publish", "serve")],
     SCRIPTS,
 ]
 LAYER = {module: number for number, modules in enumerate(LAYERS) for module in modules}

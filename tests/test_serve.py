@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import json
 import os
 import socket
 import subprocess
@@ -157,6 +159,15 @@ def test_it_samples_as_asked(client: openai.OpenAI, final: Path) -> None:
         ({"extra_body": {"generation_config": "[1]"}}, "generation_config is no JSON object"),
         ({"extra_body": {"generation_config": "{"}}, "Expecting"),
         ({"extra_body": {"generation_config": '{"top_k": "x"}'}}, "generation_config: top_k is 'x'"),
+        ({"extra_body": {"generation_config": '{"top_k": 1.5}'}}, r"top_k is 1\.5, not a whole number"),
+        ({"extra_body": {"generation_config": '{"num_beams": 3}'}}, "'num_beams' is not taken here, only max_new_tokens"),
+        ({"extra_body": {"generation_config": '{"custom_generate": "a/b"}'}}, "'custom_generate' is not taken here"),
+        ({"extra_body": {"chat_template_kwargs": {"a": 1}}}, "chat_template_kwargs is not supported"),
+        ({"extra_body": {"logit_bias": [[5, 1]]}}, "logit_bias is no object"),
+        ({"logit_bias": {"512": 1}}, "'512' is no token of this model, a whole number below 512"),
+        ({"logit_bias": {"5": 101}}, "101 is no number from -100 to 100"),
+        ({"messages": [{"role": "user"}]}, "content is None, not a text"),
+        ({"messages": [{"role": "user", "content": 5}]}, "content is 5, not a text"),
     ],
 )
 def test_what_it_cannot_do_is_said(client: openai.OpenAI, final: Path, given: dict[str, Any], words: str) -> None:
@@ -164,9 +175,62 @@ def test_what_it_cannot_do_is_said(client: openai.OpenAI, final: Path, given: di
         ask(client, final, **given)
     with pytest.raises(openai.BadRequestError, match=words):
         ask(client, final, stream=True, **given)
-    with pytest.raises(openai.UnprocessableEntityError, match="unheard_of"):
+    with pytest.raises(openai.UnprocessableEntityError, match="unheard_of") as caught:
         ask(client, final, extra_body={"unheard_of": 1})
+    assert isinstance(caught.value.body, dict) and caught.value.body["type"] == "invalid_request_error"
     assert ask(client, final).choices[0].message.content  # and it goes on
+
+
+def test_a_request_that_is_none_is_said(client: openai.OpenAI, final: Path) -> None:
+    with pytest.raises(openai.BadRequestError, match="stream is 'yes'"):
+        ask(client, final, extra_body={"stream": "yes"})
+    with pytest.raises(openai.BadRequestError, match="no JSON object"):
+        client.post("/completions", cast_to=object, body=["a"])
+    with pytest.raises(openai.NotFoundError, match=f"The model here is {final}"):
+        client.models.retrieve("another")
+    assert client.models.retrieve(str(final)).id == str(final)
+
+
+def test_a_bias_holds_for_its_token(client: openai.OpenAI, final: Path, tiny_chat: Chat) -> None:
+    """With the whole numbers that the client's types ask for."""
+    (token,) = tiny_chat.tokenizer("O", add_special_tokens=False)["input_ids"]
+    wanted = {"logit_bias": {str(token): 100}}
+    assert ask(client, final, **wanted).choices[0].message.content == "O" * 12
+    assert joined(ask(client, final, stream=True, **wanted)) == "O" * 12
+    asked = {"model": str(final), "prompt": "a", "max_tokens": 12, "temperature": 0}
+    assert client.completions.create(**asked, **wanted).choices[0].text == "O" * 12
+    assert ask(client, final, logit_bias={}).choices == ask(client, final).choices
+
+
+def test_no_website_reaches_it(client: openai.OpenAI) -> None:
+    """Neither under a name of its own that leads here, nor from its pages."""
+    for headers in ({"Host": "rebound.example:8000"}, {"Origin": "https://a.example"}):
+        with pytest.raises(openai.PermissionDeniedError):
+            client.models.list(extra_headers=headers)
+
+
+def test_nothing_is_computed_for_a_client_that_has_gone(final: Path) -> None:
+    section = ModelSection(name_or_path=str(final), dtype="float32")
+    model, chat = models.load(section, device="cpu", chat_template=None, training=False)
+    asked = {"messages": QUESTION, "max_tokens": 1500, "logit_bias": {str(chat.stop_id): -100}}
+    calls, sent = [], []
+    model.register_forward_hook(lambda *_: calls.append(None))
+
+    async def receive() -> dict[str, Any]:
+        if not sent:
+            sent.append("body")
+            return {"type": "http.request", "body": json.dumps(asked).encode()}
+        while len(calls) < 3:
+            await asyncio.sleep(0.001)
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message["type"])
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b""}
+    scope |= {"headers": [(b"host", b"localhost")], "http_version": "1.1", "state": {}}
+    asyncio.run(serve.build_app(model.eval(), chat, "m")(scope, receive, send))
+    assert 3 <= len(calls) < 1000
 
 
 @pytest.mark.parametrize(
@@ -195,7 +259,7 @@ def test_an_answer_without_a_limit_ends_with_the_context(client: openai.OpenAI, 
 
 def test_no_request_loads_or_drops_a_model(client: openai.OpenAI, address: str) -> None:
     assert address.startswith("http://127.0.0.1:")
-    for route in ("load_model", "reset", "v1/systemone", "v1/responses", "docs"):
+    for route in ("load_model", "docs", "openapi.json", "reset", "v1/systemone", "v1/responses"):
         with pytest.raises(openai.NotFoundError):
             client.post(f"{address.removesuffix('/v1')}/{route}", cast_to=object, body={"model": "gpt2"})
 
