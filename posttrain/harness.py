@@ -162,8 +162,8 @@ def refuse(task: Any, code: bool) -> None:
         )
     if unknown := [key for key in task.config.generation_kwargs or {} if key not in GENERATION]:
         raise UserError(
-            f"The task {task.task_name} sets {unknown[0]} in generation_kwargs, which may run code. Take it out: without "
-            f"leave a task sets {', '.join(GENERATION)} alone. Or allow it with --run-task-code."
+            f"The task {task.task_name} sets {unknown[0]} in generation_kwargs, which may run code. Take it out: a "
+            f"task may set {', '.join(GENERATION)}. Or allow it with --run-task-code."
         )
     if task.config.process_results is None:  # otherwise the names are only labels
         names = [entry["metric"] for entry in task.config.metric_list or [] if isinstance(entry["metric"], str)]

@@ -140,8 +140,8 @@ def build_app(model: PreTrainedModel, chat: Chat, name: str, *, local: bool = Tr
     Requests wait for each other: transformers generates for one at a time where each has sampling settings of its own.
     local: it listens where this machine alone reaches it, and no website that a browser shows may use it.
     """
+    from fastapi import HTTPException
     from fastapi.responses import JSONResponse
-    from starlette.exceptions import HTTPException
     from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.server import build_server
     from transformers.cli.serving.utils import GenerationState
@@ -190,10 +190,12 @@ def build_app(model: PreTrainedModel, chat: Chat, name: str, *, local: bool = Tr
     app.add_route("/v1/completions", completion, ["POST"])
     app.add_route("/v1/models/{asked:path}", one_model)
 
-    @app.exception_handler(HTTPException)
-    async def refuse(_: Any, error: HTTPException) -> JSONResponse:  # in the form that clients show
+    async def refuse(_: Any, error: Any) -> JSONResponse:  # in the form that clients show
         told = {"message": error.detail, "type": "invalid_request_error", "param": None, "code": error.status_code}
         return JSONResponse({"error": told}, error.status_code)
+
+    for kind in (HTTPException, 404, 405):
+        app.add_exception_handler(kind, refuse)
 
     if local:
         app.add_middleware(OwnPagesOnly, local=True)

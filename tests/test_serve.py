@@ -160,7 +160,7 @@ def test_it_samples_as_asked(client: openai.OpenAI, final: Path) -> None:
         ({"extra_body": {"generation_config": "{"}}, "Expecting"),
         ({"extra_body": {"generation_config": '{"top_k": "x"}'}}, "generation_config: top_k is 'x'"),
         ({"extra_body": {"generation_config": '{"top_k": 1.5}'}}, r"top_k is 1\.5, not a whole number"),
-        ({"extra_body": {"generation_config": '{"num_beams": 3}'}}, "'num_beams' is not taken here, only max_new_tokens"),
+        ({"extra_body": {"generation_config": '{"num_beams": 3}'}}, "'num_beams' is not taken here, only max"),
         ({"extra_body": {"generation_config": '{"custom_generate": "a/b"}'}}, "'custom_generate' is not taken here"),
         ({"extra_body": {"chat_template_kwargs": {"a": 1}}}, "chat_template_kwargs is not supported"),
         ({"extra_body": {"logit_bias": [[5, 1]]}}, "logit_bias is no object"),
@@ -186,6 +186,9 @@ def test_a_request_that_is_none_is_said(client: openai.OpenAI, final: Path) -> N
         ask(client, final, extra_body={"stream": "yes"})
     with pytest.raises(openai.BadRequestError, match="no JSON object"):
         client.post("/completions", cast_to=object, body=["a"])
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.get("/elsewhere", cast_to=object)
+    assert isinstance(caught.value.body, dict) and caught.value.body["message"] == "Not Found"
     with pytest.raises(openai.NotFoundError, match=f"The model here is {final}"):
         client.models.retrieve("another")
     assert client.models.retrieve(str(final)).id == str(final)
@@ -197,8 +200,8 @@ def test_a_bias_holds_for_its_token(client: openai.OpenAI, final: Path, tiny_cha
     wanted = {"logit_bias": {str(token): 100}}
     assert ask(client, final, **wanted).choices[0].message.content == "O" * 12
     assert joined(ask(client, final, stream=True, **wanted)) == "O" * 12
-    asked = {"model": str(final), "prompt": "a", "max_tokens": 12, "temperature": 0}
-    assert client.completions.create(**asked, **wanted).choices[0].text == "O" * 12
+    asked: dict[str, Any] = {"model": str(final), "prompt": "a", "max_tokens": 12, **wanted}
+    assert client.completions.create(**asked).choices[0].text == "O" * 12
     assert ask(client, final, logit_bias={}).choices == ask(client, final).choices
 
 
