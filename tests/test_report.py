@@ -693,21 +693,32 @@ def test_goals_about_absent_checkpoints_are_left_out(results: dict[str, Any]) ->
     assert phases == {"phase1"}
 
 
-def test_a_change_is_called_one_only_where_its_interval_leaves_zero_out(results: dict[str, Any]) -> None:
+def test_a_change_is_called_one_only_where_its_interval_leaves_zero_out(run: Path, results: dict[str, Any]) -> None:
     (math,) = [column for column in tables.columns(results) if column.suite == "math"]
-    assert re.search(r'class="change good">\+\d+\.\d \(\+.*<br>better</i>', figures.change(results, "phase1", math))
-    changed = json.loads(json.dumps(results))
-    for difference in changed["differences"]:
-        difference |= {"low": -0.1, "high": 0.1}
-    assert "(-10.0 to +10.0)<br>cannot tell</i>" in figures.change(changed, "phase1", math)
-    assert figures.change(changed, "base", math) == ""
-    less = {"metric": "seq_rep_4", "value": -0.2, "low": -0.3, "high": -0.1}
-    assert figures.verdict(less) == "good"
-    assert figures.verdict(less | {"metric": "accuracy"}) == "bad"
+    steps = verdict.steps(run, *read(run))
+    assert re.search(r'class="change good">\+\d+\.\d \(\+.*<br>better</i>', figures.change(steps, "phase1", math))
+    unsure = tables.Figure(0.01, -0.1, 0.1)
+    steps = {step: [each._replace(change=unsure) for each in compared] for step, compared in steps.items()}
+    assert "(-10.0 to +10.0)<br>cannot tell</i>" in figures.change(steps, "phase1", math)
+    assert figures.change(steps, "base", math) == ""
 
 
-def test_each_phase_is_told_in_a_sentence(results: dict[str, Any]) -> None:
-    found = [re.sub(r"<[^>]+>", "", item) for item in re.findall(r"<li>(.*?)</li>", figures.phases(results))]
+def test_both_pages_have_the_same_verdicts(run: Path, html: str) -> None:
+    """Also where an interval alone would leave zero out, and those of all figures together do not."""
+    together = alone = 0
+    for old, new in itertools.pairwise(NAMES):
+        before, after = (comparison.open_model(f"{run}:{name}") for name in (old, new))
+        for each in verdict.compare(before, after):
+            assert figures.shown_change(each) in html
+            single = verdict._compared(each.column, verdict._pairs(before, after, each.column), 0.025, 0)
+            together += each.verdict != "cannot tell"
+            alone += single.verdict != "cannot tell"
+    assert html.count('<i class="change ') == 18 and together <= alone
+
+
+def test_each_phase_is_told_in_a_sentence(run: Path, results: dict[str, Any]) -> None:
+    told = figures.phases(results, verdict.steps(run, *read(run)))
+    found = [re.sub(r"<[^>]+>", "", item) for item in re.findall(r"<li>(.*?)</li>", told)]
     assert [words.split(":")[0] for words in found] == [
         f"{new} against {old}" for old, new in itertools.pairwise(NAMES)
     ]

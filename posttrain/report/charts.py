@@ -30,14 +30,14 @@ def bar(figure: Figure, colour: str) -> str:
     )
 
 
-def forest(figure: Figure, reach: float, kind: str) -> str:
+def forest(figure: Figure, reach: float) -> str:
     """A difference and its interval on a scale from -reach to reach, zero in the middle."""
     low, high, value = (50 + 48 * x / reach for x in (figure.low, figure.high, figure.value))
     band = f'x="{low:.2f}" y="2" width="{max(0.8, high - low):.2f}" height="4" rx="2"'
     return (
         _SVG.format(box="0 0 100 8") + '<rect x="0" y="3.5" width="100" height="1" class="track"/>'
-        f'<rect x="49.8" y="0" width=".4" height="8" class="zero"/><rect {band} class="{kind}" opacity=".45"/>'
-        f'<rect x="{value - 0.6:.2f}" y="0.5" width="1.2" height="7" class="{kind}"/></svg>'
+        f'<rect x="49.8" y="0" width=".4" height="8" class="zero"/><rect {band} class="flat" opacity=".45"/>'
+        f'<rect x="{value - 0.6:.2f}" y="0.5" width="1.2" height="7" class="flat"/></svg>'
     )
 
 

@@ -14,14 +14,14 @@ from pathlib import Path
 from posttrain import runlog
 from posttrain.report import charts, training_log
 from posttrain.report.episodes import evaluation_stage
+from posttrain.report.figures import KINDS, shown_change
 from posttrain.report.markup import document, table, text
 from posttrain.report.page import read
 from posttrain.report.rows import Pictures, entry, packed, with_pictures
-from posttrain.report.tables import COLOURS, percent, points, readable, span
+from posttrain.report.tables import COLOURS, percent, readable, span
 from posttrain.report.verdict import UNSEEN, Comparison, Model, compare, overall
 from posttrain.types import Record, UserError, one_line
 
-KINDS = {"better": "good", "worse": "bad", "mixed": "flat", "cannot tell": "flat"}
 MANY = 100_000  # items: nobody will measure more
 ITEMS = {"envs": "levels", "preferences": "pairs", "math": "questions", "recall": "questions", "repetition": "prompts"}
 NOTE = (
@@ -117,9 +117,7 @@ def _cell(title: str, compared: Comparison, side: int, number: int) -> str:
     cell = f'<td data-label="{text(title)}"><b>{percent(figure.value)}</b><small>{span(figure)}</small>'
     cell += charts.bar(figure, _colour(number))
     if side:
-        change, kind = compared.change, KINDS[compared.verdict]
-        words = f"{points(change.value)} ({points(change.low)} to {points(change.high)})"
-        cell += f'<i class="change {kind}">{words}<br>{compared.verdict}{needed(compared)}</i>'
+        cell += shown_change(compared, needed(compared))
     return cell + "</td>"
 
 

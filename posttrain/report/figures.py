@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 
 from posttrain.report import charts
 from posttrain.report.markup import badge, chip, table, text
@@ -17,6 +18,7 @@ from posttrain.report.tables import (
     columns,
     every_setting,
     figure_of,
+    less_is_better,
     math_title,
     percent,
     points,
@@ -24,10 +26,14 @@ from posttrain.report.tables import (
     span,
     what,
 )
+from posttrain.report.verdict import Comparison
 from posttrain.types import Record
 
+KINDS = {"better": "good", "worse": "bad", "mixed": "flat", "cannot tell": "flat"}  # the colour of a verdict
+Steps = Mapping[tuple[str, str], Sequence[Comparison]]  # each checkpoint against the one before it
 
-def headline(results: Results) -> str:
+
+def headline(results: Results, steps: Steps) -> str:
     """The table: figures down, checkpoints across; each with its interval and what changed since the one before."""
     names = list(results["checkpoints"])
     head = "<th></th>" + "".join(f"<th>{chip(results, name)}</th>" for name in names)
@@ -40,7 +46,7 @@ def headline(results: Results) -> str:
                 body += f'<td data-label="{text(name)}"><small>{NOT_ASKED}</small></td>'
                 continue
             body += f'<td data-label="{text(name)}"><b>{percent(figure.value)}</b><small>{span(figure)}</small>'
-            body += charts.bar(figure, colour(results, name)) + change(results, name, column) + "</td>"
+            body += charts.bar(figure, colour(results, name)) + change(steps, name, column) + "</td>"
         body += "</tr>"
     failed = "".join(
         f"<p>{chip(results, name)} {badge('no', 'not measured')} <small>{text(reason)}</small></p>"
@@ -48,8 +54,9 @@ def headline(results: Results) -> str:
     )
     note = (
         "Large: the share. Beside it, and as the band: where it lies at 95 %, for one checkpoint by itself. Below: the "
-        "change since the checkpoint before in points, item by item on the same prompts and levels, with the 95 % "
-        "interval of the change. It is that interval which decides: <i>cannot tell</i> where it holds zero."
+        "change since the checkpoint before in points, item by item on the same prompts and levels, with its interval. "
+        "The intervals of one step hold together at 95 %, for all figures. They decide: <i>cannot tell</i> where one "
+        "holds zero."
     )
     return f'{table(head, body, "headline cards")}{failed}<p class="quiet">{note}</p>' + math_parts(results)
 
@@ -64,23 +71,16 @@ def about(results: Results, column: Column) -> str:
     return "<br>".join(map(text, filter(None, (note, better, items, sampled))))
 
 
-def phases(results: Results) -> str:
+def phases(results: Results, steps: Steps) -> str:
     """One sentence for each phase: what it made better, what worse, and what nobody can tell."""
     items = ""
-    for old, new in itertools.pairwise(results["checkpoints"]):
-        found: dict[str, list[str]] = {"good": [], "bad": [], "flat": []}
-        for column in columns(results):
-            difference = moved(results, old, new, column)
-            if difference is not None:
-                kind, title = verdict(difference), text(column.title)
-                before, after = percent(difference["before"]), percent(difference["after"])
-                found[kind].append(title if kind == "flat" else f"{title} ({before} → {after})")
-        parts = []
-        for kind, words in (("good", "better"), ("bad", "worse")):
-            if found[kind]:
-                parts.append(f'<b class="{kind}">{words}</b> in {listed(found[kind])}')
-        if found["flat"]:
-            parts.append(f'<b class="flat">cannot tell</b> in {listed(found["flat"])}')
+    for (old, new), compared in steps.items():
+        found: dict[str, list[str]] = {"better": [], "worse": [], "cannot tell": []}
+        for each in compared:
+            title = text(each.column.title)
+            before, after = (percent(figure.value) for figure in each.values)
+            found[each.verdict].append(title if each.verdict == "cannot tell" else f"{title} ({before} → {after})")
+        parts = [f'<b class="{KINDS[words]}">{words}</b> in {listed(found[words])}' for words in found if found[words]]
         if parts:
             items += f"<li>{chip(results, new)} against {chip(results, old)}: {'; '.join(parts)}.</li>"
     return items and f'<ul class="phases">{items}</ul>'
@@ -96,34 +96,20 @@ def setting_of(name: str) -> str:
     return "greedy" if name == "greedy" else f"sampling setting “{name}”"
 
 
-def moved(results: Results, old: str, new: str, column: Column) -> Record | None:
-    """The paired difference of a figure between two checkpoints."""
-    wanted = {"from": old, "to": new, "suite": column.suite, "part": column.part, "metric": column.metric}
-    wanted["setting"] = column.setting
-    return next((found for found in results["differences"] if wanted.items() <= found.items()), None)
-
-
-def change(results: Results, name: str, column: Column) -> str:
+def change(steps: Steps, name: str, column: Column) -> str:
     """How a figure changed since the checkpoint before, in words that need no arrow."""
-    for old, new in itertools.pairwise(results["checkpoints"]):
-        difference = moved(results, old, new, column) if new == name else None
-        if difference is not None:
-            kind = verdict(difference)
-            words = {"good": "better", "bad": "worse", "flat": "cannot tell"}[kind]
-            figures = f"{points(difference['value'])} ({points(difference['low'])} to {points(difference['high'])})"
-            return f'<i class="change {kind}">{figures}<br>{words}</i>'
+    for (_, new), compared in steps.items():
+        for each in compared:
+            if new == name and each.column == column:
+                return shown_change(each)
     return ""
 
 
-def verdict(difference: Record) -> str:
-    """good, bad, or flat where the interval holds zero."""
-    if difference["low"] <= 0 <= difference["high"]:
-        return "flat"
-    return "good" if (difference["value"] > 0) != less_is_better(difference["metric"]) else "bad"
-
-
-def less_is_better(metric: str) -> bool:
-    return metric in ("equal_length", "seq_rep_4", "seq_rep_4_first", "failed", "never_stops")
+def shown_change(compared: Comparison, more: str = "") -> str:
+    """+10.0 (+2.1 to +17.9), better; `more` is said of the verdict."""
+    low, high = points(compared.change.low), points(compared.change.high)
+    figures = f"{points(compared.change.value)} ({low} to {high})"
+    return f'<i class="change {KINDS[compared.verdict]}">{figures}<br>{compared.verdict}{more}</i>'
 
 
 def math_parts(results: Results) -> str:
@@ -176,18 +162,19 @@ def differences(results: Results) -> str:
         body = ""
         for difference in shown:
             if (difference["from"], difference["to"]) == (old, new):
-                figure, kind = figure_of(difference, "value"), verdict(difference)
+                figure = figure_of(difference, "value")
                 body += (
-                    f'<tr><td>{text(what(difference))}</td><td class="num"><b class="{kind}">{points(figure.value)}</b>'
+                    f'<tr><td>{text(what(difference))}</td><td class="num"><b>{points(figure.value)}</b>'
                     f" <span>{points(figure.low)} to {points(figure.high)}</span></td>"
-                    f'<td class="forest">{charts.forest(figure, reach, kind)}</td></tr>'
+                    f'<td class="forest">{charts.forest(figure, reach)}</td></tr>'
                 )
         blocks += f"<h3>{chip(results, old)} → {chip(results, new)}</h3>"
         blocks += f'<div class="wide"><table class="diff">{body}</table></div>'
     return (
-        "<p>Percentage points, item by item on the same prompts, levels and seeds. Coloured where the interval leaves "
-        "zero out: green is better, red is worse. “At equal length” cuts both answers to the shorter one, so that "
-        f"nobody wins by falling silent. The scale runs from {points(-reach)} to {points(reach)}.</p>{blocks}"
+        "<p>Percentage points, item by item on the same prompts, levels and seeds. Each interval is at 95 % by itself: "
+        "one in twenty leaves zero out by chance, so these are no verdicts. “At equal length” cuts both answers to the "
+        f"shorter one, so that nobody wins by falling silent. The scale runs from {points(-reach)} to "
+        f"{points(reach)}.</p>{blocks}"
     )
 
 

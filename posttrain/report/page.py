@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from posttrain import files
-from posttrain.report import figures, levels, samples, training_log
+from posttrain.report import figures, levels, samples, training_log, verdict
 from posttrain.report.markup import document, text
 from posttrain.report.rows import Pictures, packed
 from posttrain.report.tables import Results
@@ -58,11 +58,12 @@ def _sections(
 ) -> tuple[list[tuple[str, str]], Record]:
     """Title and body of each section (an empty body has nothing to show), and the episodes that page.js puts there."""
     folders = training_log.phase_folders(results, folder)
+    steps = verdict.steps(folder, results, transcripts)
     same_level, pairs = levels.pairs(results, transcripts, pictures)
     recorded = training_log.episodes(folders, pictures)
     sections = [
-        ("In one sentence each", figures.phases(results)),
-        ("Results", figures.headline(results)),
+        ("In one sentence each", figures.phases(results, steps)),
+        ("Results", figures.headline(results, steps)),
         ("Goals", figures.goals(results)),
         ("The environments, beside other players", figures.environments(results)),
         ("The same level, before and after", same_level),
@@ -132,7 +133,8 @@ def provenance(results: Results) -> str:
             f"{setting['name']}: " + ", ".join(f"{knob.replace('_', ' ')} {setting[knob]:g}" for knob in knobs)
             for setting in config["settings"]
         ),
-        "Intervals": "95 %: Wilson for shares, bootstrap over items for repetition and paired differences",
+        "Intervals": "95 %: Wilson for shares, bootstrap over items for repetition and paired differences; "
+        "those of the headline's changes hold together (Bonferroni)",
         "Repetition": "seq-rep-4 on token ids without the stop token: 1 - distinct 4-grams / all 4-grams",
         "Commit": results["commit"] or "not a git checkout",
         "Seed": config["seed"],

@@ -81,6 +81,10 @@ def figure_of(found: Record, key: str) -> Figure:
     return Figure(found[key], found.get("low", found[key]), found.get("high", found[key]))
 
 
+def less_is_better(metric: str) -> bool:
+    return metric in ("equal_length", "seq_rep_4", "seq_rep_4_first", "failed", "never_stops")
+
+
 def readable(name: str) -> str:
     """frozen_lake -> Frozen lake"""
     return name.replace("_", " ").capitalize()

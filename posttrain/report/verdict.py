@@ -1,6 +1,7 @@
 """Is one model better than another?  Better, worse or cannot tell, item by item on what both were given.
 
-Every figure of the headline table that two models have is compared on the items that both were given. The intervals
+Every figure of the headline table that two models have is compared on the items that both were given, in report.html
+and comparison.html alike. The intervals
 are paired bootstrap intervals that hold together at 95 % (Bonferroni), so that looking at six figures is no six chances
 to be wrong. Where an interval holds zero, the number of items is told that a difference as large as the one seen would
 need, or one of 5 points where none was seen: a normal approximation, 80 % power.
@@ -8,6 +9,7 @@ need, or one of 5 points where none was seen: a normal approximation, 80 % power
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -16,8 +18,7 @@ from statistics import NormalDist, fmean, stdev
 from typing import NamedTuple
 
 from posttrain import metrics
-from posttrain.report.figures import less_is_better
-from posttrain.report.tables import Column, Figure, Results, columns
+from posttrain.report.tables import Column, Figure, Results, columns, less_is_better
 from posttrain.types import Record, UserError, derive_seed
 
 POWER = 0.8
@@ -58,17 +59,26 @@ class Comparison(NamedTuple):
 
 def compare(before: Model, after: Model, most_examples: int = 4) -> list[Comparison]:
     """Every figure that both have, of the same items and sampled alike; UserError where there is none."""
+    if found := _in_common(before, after, most_examples):
+        return found
+    raise UserError(
+        f"{before.title} and {after.title} have no figure in common that was measured on the same prompts and"
+        " levels and sampled alike. Evaluate both with evaluate_model.py and the same suites, settings and seed."
+    )
+
+
+def steps(folder: Path, results: Results, rows: Sequence[Record]) -> dict[tuple[str, str], list[Comparison]]:
+    """Each checkpoint of a run against the one before it, by the same rule: {("phase1", "phase2"): [...], ...}."""
+    models = [Model(folder, name, name, results, rows) for name in results["checkpoints"]]
+    return {(one.checkpoint, two.checkpoint): _in_common(one, two, 0) for one, two in itertools.pairwise(models)}
+
+
+def _in_common(before: Model, after: Model, most_examples: int) -> list[Comparison]:
     wanted = {(c.suite, c.part): c for c in columns(after.results)}
     shared = [(c, wanted[c.suite, c.part]) for c in columns(before.results) if (c.suite, c.part) in wanted]
     common = [(c, pairs) for c, other in shared if c.setting == other.setting and _alike(before, after, c.setting)
               if (pairs := _pairs(before, after, c))]  # fmt: skip
-    if not common:
-        raise UserError(
-            f"{before.title} and {after.title} have no figure in common that was measured on the same prompts and"
-            " levels and sampled alike. Evaluate both with evaluate_model.py and the same suites, settings and seed."
-        )
-    tail = 0.025 / len(common)
-    return [_compared(column, pairs, tail, most_examples) for column, pairs in common]
+    return [_compared(column, pairs, 0.025 / len(common), most_examples) for column, pairs in common]
 
 
 def overall(found: Sequence[Comparison]) -> tuple[str, str]:
