@@ -4,6 +4,7 @@
     python train_phase1_sft.py --config configs/quickstart/phase1_sft.yaml
     python train_phase1_sft.py model.name_or_path=MODEL output_dir=runs/mine trainer.learning_rate=1e-5
     python train_phase1_sft.py --resume                             go on with a run that was stopped
+    python train_phase1_sft.py --plan                               memory, hours and cost on many devices; nothing runs
     torchrun --nproc_per_node 2 train_phase1_sft.py                 on two GPUs (or two CPU processes)
     accelerate launch --config_file configs/accelerate/fsdp2.yaml train_phase1_sft.py        the model in shards
 
@@ -13,7 +14,6 @@ It reads conversations, trains on what the assistant says in them, stop token in
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from posttrain import config, runlog
@@ -22,7 +22,11 @@ from posttrain.config import SFTRun
 
 def main(argv: list[str] | None = None) -> None:
     # 1. What to do. Heavy imports wait until the config stands, so that --help and every mistake answer at once.
-    cfg, flags = config.load(SFTRun, "configs/phase1_sft.yaml", argv, add_flags)
+    cfg, flags = config.load(SFTRun, "configs/phase1_sft.yaml", argv, config.training_flags)
+    if flags.plan:
+        from posttrain import plan
+
+        return plan.show(cfg, flags.plan, flags.config)
     output_dir = Path(cfg.output_dir)
     runlog.keep_private(output_dir)
 
@@ -77,10 +81,6 @@ def main(argv: list[str] | None = None) -> None:
         trainer, chat, cfg, outcome, rows=output_dir / "rows", phase="phase1", next_phase="phase2_dpo",
         config_file=flags.config,
     )  # fmt: skip
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint in output_dir")
 
 
 if __name__ == "__main__":

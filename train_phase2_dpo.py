@@ -4,6 +4,7 @@
     python train_phase2_dpo.py --config configs/quickstart/phase2_dpo.yaml
     python train_phase2_dpo.py model.name_or_path=runs/mine/final output_dir=runs/mine-dpo trainer.beta=0.2
     python train_phase2_dpo.py --resume                             go on with a run that was stopped
+    python train_phase2_dpo.py --plan                               memory, hours and cost on many devices; nothing runs
     torchrun --nproc_per_node 2 train_phase2_dpo.py                 on two GPUs (or two CPU processes)
     accelerate launch --config_file configs/accelerate/fsdp2.yaml train_phase2_dpo.py        the model in shards
 
@@ -13,7 +14,6 @@ was when the phase began, and saves `<output_dir>/final` to phase 3.
 
 from __future__ import annotations
 
-import argparse
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> None:
     # 1. What to do. Heavy imports wait until the config stands, so that --help and every mistake answer at once.
-    cfg, flags = config.load(DPORun, "configs/phase2_dpo.yaml", argv, add_flags)
+    cfg, flags = config.load(DPORun, "configs/phase2_dpo.yaml", argv, config.training_flags)
+    if flags.plan:
+        from posttrain import plan
+
+        return plan.show(cfg, flags.plan, flags.config)
     output_dir = Path(cfg.output_dir)
     runlog.keep_private(output_dir)
 
@@ -140,10 +144,6 @@ def check_reference(
             "layer that draws random numbers in training (dropout) does this: write trainer.disable_dropout=true. "
             "Otherwise delete the output folder and start again without --resume."
         )
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint in output_dir")
 
 
 if __name__ == "__main__":

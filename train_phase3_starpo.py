@@ -3,6 +3,7 @@
     python train_phase3_starpo.py                                            the reference run on one 24 GB GPU
     python train_phase3_starpo.py --config configs/quickstart/phase3_starpo.yaml --resume
     torchrun --nproc_per_node 8 train_phase3_starpo.py                       the same run on eight
+    python train_phase3_starpo.py --plan                                     memory, hours, cost; nothing runs
 
 One step of StarPO (arXiv 2504.20073), as `main` calls it:
     rollout            play `groups` levels `num_generations` times each
@@ -18,14 +19,13 @@ another, G groups, D the width of the model's last states. The formulas are in p
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from posttrain import runlog
-from posttrain.config import StarPORun, load, run
+from posttrain.config import StarPORun, load, run, training_flags
 from posttrain.types import Trajectory, UserError, derive_seed
 
 if TYPE_CHECKING:
@@ -56,7 +56,11 @@ class Parts(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> None:
-    cfg, args = load(StarPORun, "configs/phase3_starpo.yaml", argv, _arguments)
+    cfg, args = load(StarPORun, "configs/phase3_starpo.yaml", argv, training_flags)
+    if args.plan:
+        from posttrain import plan
+
+        return plan.show(cfg, args.plan, args.config)
     runlog.keep_private(Path(cfg.output_dir))
 
     from posttrain import model_files, models, parallel, run_state, starpo_run
@@ -418,10 +422,6 @@ def validate(parts: Parts, state: RunState, step: int) -> None:
     if better and not broken:
         state.best_step, state.best_success, state.best_won = step, metrics["evaluation/success"], won
         run_state.save(Path(cfg.output_dir) / f"best-{step}", learner, parts.chat, state)
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--resume", action="store_true", help="go on with the run in output_dir")
 
 
 if __name__ == "__main__":

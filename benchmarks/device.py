@@ -15,17 +15,21 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import _measure
 import update
-from plan import MODELS as PUBLISHED
-from plan import Assumed, Device, Work, config_of, decode_reads, predict, update_flops
 
 from posttrain import plan
+from posttrain.config import StarPORun
+from posttrain.plan import seconds as roofline
+from posttrain.plan.devices import Device, Fleet
+from posttrain.plan.known_models import PUBLISHED
+from posttrain.plan.shape import Shape
+from posttrain.plan.work import Episodes
 from posttrain.sampler import SlotSampler
 from posttrain.types import Completion, SamplingParams, Segment, Trajectory
 
@@ -33,7 +37,30 @@ SMALL = dict(
     vocab_size=1024, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=4, tie_word_embeddings=True,
 )  # fmt: skip
-MODELS = PUBLISHED | {"llama-3m": ("llama", SMALL)}
+MODELS = {
+    "convgpt": PUBLISHED["mkurman/ConvGPT-0.2B-SYNTH-250B-EC"],
+    "qwen2.5-0.5b": PUBLISHED["Qwen/Qwen2.5-0.5B-Instruct"],
+    "qwen2.5-1.5b": PUBLISHED["Qwen/Qwen2.5-1.5B-Instruct"],
+    "llama-3m": ("llama", SMALL),
+}
+
+
+class Work(NamedTuple):
+    """One iteration: Work(conversations=128, samples=16, turns=5, prompt=250, new=64, reply=60)."""
+
+    conversations: int
+    samples: int  # conversations that share a prompt, which is prefilled once
+    turns: int
+    prompt: int
+    new: int  # tokens sampled in a turn
+    reply: int  # tokens of the environment's answer to it
+
+    @property
+    def context(self) -> int:
+        """Tokens of a whole conversation."""
+        return self.prompt + self.turns * self.new + (self.turns - 1) * self.reply
+
+
 DEFAULTS = {
     "cpu": (["llama-3m"], Work(16, 8, turns=3, prompt=96, new=16, reply=24)),
     "cuda": (["qwen2.5-0.5b", "convgpt"], Work(128, 16, turns=10, prompt=320, new=64, reply=60)),  # 1,500 tokens
@@ -61,10 +88,27 @@ def limits(kind: str) -> Device:
     numbers, size = torch.zeros(1 << (28 if gpu else 25), device=kind), 8192 if gpu else 1024
     copied = torch.empty_like(numbers)
     matrix = torch.randn(size, size, device=kind, dtype=torch.bfloat16 if gpu else torch.float32)
-    return Device(
-        rate(lambda: copied.copy_(numbers), 2 * numbers.nbytes),
-        rate(lambda: matrix @ matrix, 2 * size**3),
-        waits=not gpu,
+    bandwidth = rate(lambda: copied.copy_(numbers), 2 * numbers.nbytes)
+    peak = rate(lambda: matrix @ matrix, 2 * size**3)
+    return Device(kind, 0, bandwidth / 1e9, peak / 1e12, link=1, network=1, waits=not gpu)
+
+
+def config_of(work: Work, *, bf16: bool, gradient_checkpointing: bool | None = None) -> StarPORun:
+    """A run of phase 3 with this work."""
+    return StarPORun.model_validate(
+        {
+            "output_dir": "unused",
+            "model": {"name_or_path": "unused"},
+            "envs": ["frozen_lake"],
+            "rollout": {
+                "groups": -(-work.conversations // work.samples),
+                "num_generations": work.samples,
+                "max_context": work.context,
+                "max_completion_length": work.new,
+            },
+            "algorithm": {"num_iterations": 1, "minibatches": 1, "filter": {"strategy": "none", "keep_zero": True}},
+            "trainer": {"bf16": bf16, "gradient_checkpointing": gradient_checkpointing},
+        }
     )
 
 
@@ -127,9 +171,10 @@ def one(given: Any, work: Work) -> dict[str, Any]:
     steps = work.new - 1
     decode = (median(seconds(half)) - median(seconds(half._replace(new=1)))) / steps
     rows = min(planned.slots, work.conversations)
-    reads = (
-        decode_reads(shape, rows, half.prompt + work.new / 2, plan.Numbers.of(cfg).computed) * work.conversations / rows
+    reads = plan.Numbers.of(cfg).computed * (
+        shape.blocks + shape.top + rows * (half.prompt + work.new / 2) * shape.cache
     )
+    reads *= work.conversations / rows
     alone = half._replace(conversations=1, samples=1)  # with one row there is little else than launches
     launch = (median(seconds(alone)) - median(seconds(alone._replace(new=1)))) / steps / shape.layers
 
@@ -137,23 +182,36 @@ def one(given: Any, work: Work) -> dict[str, Any]:
     step = update.ours(model, conversations(work, shape.vocabulary), planned.micro_batch_tokens, **own)
     step()  # makes the optimizer's moments
     learning = [seconds_of(step, kind) for _ in range(given.repeats)]
-    assumed = Assumed(given.decode_share, given.compute_share, launch)
-    said = predict(shape, work, device, assumed, cfg, planned.slots, looks=0)
-    flops = update_flops(shape, work, cfg, looks=0)
+    device = device._replace(operation=max(0.0, launch) / roofline.OPERATIONS)
+    said, flops = predicted(shape, work, device, cfg, planned)
+    bandwidth, peak = device.bandwidth * 1e9, device.peak * 1e12
     return {
         "model": given.model[0],
-        "bandwidth": device.bandwidth,
-        "flops": device.flops,
+        "bandwidth": bandwidth,
+        "flops": peak,
         "launch": launch,
         "slots": planned.slots,
         "micro_batch_tokens": planned.micro_batch_tokens,
         "decode_step": decode,
-        "decode_share": reads / decode / device.bandwidth,
-        "update_share": flops / median(learning) / device.flops,
-        "predicted": {"rollout": said.rollout, "update": said.update},
+        "decode_share": reads / decode / bandwidth,
+        "update_share": flops / median(learning) / peak,
+        "predicted": said,
         "seconds": {"rollout": rollout, "update": learning},
         "peak": _measure.peak(kind),
     }
+
+
+def predicted(
+    shape: Shape, work: Work, device: Device, cfg: StarPORun, planned: plan.Plan
+) -> tuple[dict[str, float], float]:
+    """Seconds of rollout and update by the plan's arithmetic, and the FLOPs of the update."""
+    groups = work.conversations / work.samples
+    played = Episodes(round(groups), work.samples, work.turns, work.prompt, work.new, work.reply)
+    found = roofline.of_episodes(shape, cfg, Fleet(device), played, planned, 1).parts
+    tokens, sampled = work.conversations * work.context, work.conversations * work.turns * work.new
+    passes = 3 + bool(cfg.trainer.gradient_checkpointing)
+    flops = passes * roofline.forward_flops(shape, tokens, work.context / 2)
+    return found, flops + 4 * roofline.head_flops(shape, sampled)
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -176,7 +234,7 @@ def markdown(results: dict[str, Any]) -> str:
         "rollout + update, s",
     ]
     header += ["measured / predicted: rollout", "update", "peak GiB"]
-    work = Work(**results["work"])
+    work = Work(*(results["work"][name] for name in Work._fields))
     size = f"{work.conversations} conversations of {work.turns} turns, {work.context} tokens, all trained on"
     return f"{_measure.told(results)}\n{size}. Measured here: {limit}.\n\n{_measure.table(header, cells)}"
 
@@ -185,15 +243,13 @@ def arguments(argv: Sequence[str]) -> tuple[Any, Work]:
     parser = _measure.parser(__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--model", nargs="+", choices=MODELS)
-    for field in Work._fields[:-1]:
+    for field in Work._fields:
         parser.add_argument(f"--{field}", type=int)
     parser.add_argument("--memory", type=float, default=20.0, help="GB that the plan may use")
-    parser.add_argument("--decode-share", type=float, default=0.5, help="of the bandwidth, for the prediction")
-    parser.add_argument("--compute-share", type=float, default=0.4, help="of the FLOP rate, for the prediction")
     parser.add_argument("--only", action="store_true", help="the first model, in this process, figures as JSON")
     given = parser.parse_args(argv)
     models, work = DEFAULTS[given.device]
-    sizes = {field: getattr(given, field) for field in Work._fields[:-1] if getattr(given, field) is not None}
+    sizes = {field: getattr(given, field) for field in Work._fields if getattr(given, field) is not None}
     work = work._replace(**sizes)
     given.model = given.model or models
     if work.new < 2:
@@ -207,8 +263,7 @@ def main() -> None:
         print(json.dumps(one(given, work)))
         return
     options = [f"--device={given.device}", f"--memory={given.memory}", f"--repeats={given.repeats}", "--only"]
-    options += [f"--decode-share={given.decode_share}", f"--compute-share={given.compute_share}"]
-    options += [f"--{field}={getattr(work, field)}" for field in Work._fields[:-1]]
+    options += [f"--{field}={getattr(work, field)}" for field in Work._fields]
     rows = [_measure.alone(__file__, [f"--model={name}", *options]) for name in given.model]
     _measure.threads()
     results = _measure.surroundings(given.device) | {"work": work._asdict(), "memory": given.memory, "rows": rows}

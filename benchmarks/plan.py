@@ -1,350 +1,361 @@
-"""How long should a run take on a GPU that is not here?  Bandwidth, FLOPs and the shape of the model.
+"""Is the plan right?  What `--plan` predicts beside what was measured here and published elsewhere.
 
-Nothing is measured: everything is arithmetic on datasheets and on assumptions, each of which is an option.
-    python benchmarks/plan.py [--model convgpt] [--device A10G H200] [--conversations 128] [--turns 5] [--json FILE]
-    python benchmarks/plan.py --measured run.json   # beside it the seconds of a real run
-    python benchmarks/plan.py --phase configs/phase1_sft.yaml --rows 56000 --tokens 400   # phase 1 or 2, in hours
-device.py measures a device that is here, beside the same arithmetic.
+    python benchmarks/plan.py results [--json FILE]     # beside the results of this folder's other benchmarks
+    python benchmarks/plan.py published                 # beside figures of papers, issues and documentation
+    python benchmarks/plan.py smollm2                   # beside SmolLM2-135M on two cores, the limits measured now
+    python benchmarks/plan.py runs runs/quickstart/phase3 [--device cpu]   # beside the seconds in runs' metrics.jsonl
+No factor is fitted to any of these; where a prediction is off, the table says why.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
+import torch
 from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import _measure
 
-from posttrain import plan
-from posttrain.config import DPORun, SFTRun, StarPORun, resolve
-from posttrain.types import UserError
+from posttrain import hardware, plan
+from posttrain.config import DPORun, ModelSection, SFTRun, StarPORun, resolve
+from posttrain.config.yaml_file import read_yaml
+from posttrain.plan import devices, episodes, known_models, report, rows, seconds
+from posttrain.plan.devices import Device, Fleet
+from posttrain.plan.known_models import PUBLISHED
+from posttrain.plan.parts import Numbers
+from posttrain.plan.shape import Shape
+from posttrain.plan.work import Episodes, Rows
+
+HERE = Path(__file__).parent
+LABELS = "planned as if every token had a label; a third has none"
+SAMPLED = "planned as if every token were sampled, and a quarter or a third is"
+GIB = 2**30
 
 
-class Device(NamedTuple):
-    bandwidth: float  # bytes a second
-    flops: float  # a second, bfloat16 with float32 accumulation, dense
-    memory: float = 0.0  # bytes
-    waits: bool = False  # a CPU computes before it goes on; a GPU while the next kernels are being launched
+class Compared(NamedTuple):
+    """One figure: Compared("update, 40M", "s", 61.2, 57.9, "")"""
+
+    what: str
+    unit: str
+    predicted: float
+    found: float
+    why: str = ""
 
 
-DEVICES = {
-    "A10G": Device(600e9, 70e12, 24e9),  # baseten.co, "A10 vs A10G"; its tensor rate has no datasheet
-    "L4": Device(300e9, 121e12, 24e9),  # NVIDIA L4 datasheet: 300 GB/s, 242 TFLOP/s with sparsity
-    "A100": Device(1555e9, 312e12, 40e9),  # NVIDIA A100 datasheet, 40 GB SXM
-    "H100": Device(3350e9, 989e12, 80e9),  # NVIDIA H100 datasheet, SXM: 1979 TFLOP/s with sparsity
-    "H200": Device(4800e9, 989e12, 141e9),  # NVIDIA H200 datasheet, SXM: 4.8 TB/s, 1979 TFLOP/s with sparsity
-}
-QWEN = dict(vocab_size=151936, num_key_value_heads=2, head_dim=128, tie_word_embeddings=True)
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # the config.json of the published checkpoints
-    "convgpt": ("convgpt", {}),  # 164M
-    "qwen2.5-0.5b": (
-        "qwen2",
-        QWEN | dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, head_dim=64),
-    ),
-    "qwen2.5-1.5b": (
-        "qwen2",
-        QWEN | dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12),
-    ),
-}
-
-
-class Work(NamedTuple):
-    """One iteration: Work(conversations=128, samples=16, turns=5, prompt=250, new=64, reply=60, kept=0.25)."""
-
-    conversations: int
-    samples: int  # conversations that share a prompt, which is prefilled once
-    turns: int
-    prompt: int
-    new: int  # tokens sampled in a turn
-    reply: int  # tokens of the environment's answer to it
-    kept: float = 1.0  # share of the conversations that is trained on
-
-    @property
-    def context(self) -> int:
-        """Tokens of a whole conversation."""
-        return self.prompt + self.turns * self.new + (self.turns - 1) * self.reply
-
-
-class Assumed(NamedTuple):
-    decode_share: float  # of the bandwidth, while decoding
-    compute_share: float  # of the FLOPs, while reading and learning
-    launch: float  # seconds that Python and the launches take for one layer of one decoding step
-
-
-class Seconds(NamedTuple):
-    prefill: float
-    decode: float
-    update: float
-
-    @property
-    def rollout(self) -> float:
-        return self.prefill + self.decode
-
-    @property
-    def iteration(self) -> float:
-        return self.rollout + self.update
-
-
-def forward_flops(shape: plan.Shape, tokens: float, context: float) -> float:
-    """Of the blocks, for tokens that each see `context` others on average: 2 for each weight, and for q k' and p v."""
-    return tokens * (2 * shape.blocks + 4 * shape.layers * shape.query * context)
-
-
-def prefill_seconds(shape: plan.Shape, work: Work, device: Device, assumed: Assumed) -> float:
-    """Prompts once for each group, then every reply behind all that was said before."""
-    flops = forward_flops(shape, work.conversations / work.samples * work.prompt, work.prompt / 2)
-    flops += forward_flops(shape, work.conversations * (work.turns - 1) * work.reply, (work.prompt + work.context) / 2)
-    return flops / (device.flops * assumed.compute_share)
-
-
-def decode_reads(shape: plan.Shape, rows: int, context: float, size: int) -> float:
-    """Bytes that one step reads: the weights, and the KV cache of its rows, in numbers of `size` bytes."""
-    return size * (shape.blocks + shape.top + rows * context * shape.cache)
-
-
-def decode_seconds(shape: plan.Shape, work: Work, device: Device, assumed: Assumed, slots: int, size: int) -> float:
-    """Each step reads all weights and the KV cache of `slots` conversations, in numbers of `size` bytes."""
-    rows, seconds = min(slots, work.conversations), 0.0
-    for turn in range(work.turns):
-        context = work.prompt + turn * (work.new + work.reply) + work.new / 2
-        reads = decode_reads(shape, rows, context, size) / (device.bandwidth * assumed.decode_share)
-        flops = forward_flops(shape, rows, context) + rows * 2 * shape.top
-        work_seconds = max(reads, flops / (device.flops * assumed.compute_share))
-        host = assumed.launch * shape.layers
-        seconds += work.new * (host + work_seconds if device.waits else max(host, work_seconds))
-    return seconds * work.conversations / rows
-
-
-def update_flops(shape: plan.Shape, work: Work, cfg: StarPORun, looks: int) -> float:
-    """6 N T, 8 N T where activations are computed again; the output layer, always so, for sampled tokens alone.
-
-    looks: forward passes over the batch before the update.
-    """
-    tokens = work.kept * work.conversations * work.context
-    sampled = work.kept * work.conversations * work.turns * work.new
-    blocks, top = forward_flops(shape, tokens, work.context / 2), 2 * shape.top * sampled
-    passes = (3 if cfg.model.tuning == "full" else 2) + bool(cfg.trainer.gradient_checkpointing)  # frozen: no gradient
-    flops = looks * (blocks + top) + cfg.algorithm.num_iterations * (passes * blocks + 4 * top)
-    if cfg.algorithm.critical and cfg.algorithm.critic.kind != "shared":
-        flops += cfg.algorithm.num_iterations * passes * blocks
-    return flops
-
-
-def looks_of(cfg: StarPORun) -> int:
-    """Forward passes before the update: log-probs again in bfloat16, the reference, the critic's values."""
-    return bool(cfg.trainer.bf16) + (cfg.algorithm.beta > 0) + cfg.algorithm.critical
-
-
-def predict(
-    shape: plan.Shape, work: Work, device: Device, assumed: Assumed, cfg: StarPORun, slots: int, looks: int
-) -> Seconds:
-    return Seconds(
-        prefill_seconds(shape, work, device, assumed),
-        decode_seconds(shape, work, device, assumed, slots, plan.Numbers.of(cfg).computed),
-        update_flops(shape, work, cfg, looks) / (device.flops * assumed.compute_share),
-    )
-
-
-class Rows(NamedTuple):
-    """The data of phase 1 or 2: Rows(rows=56000, tokens=400, trained=0.6, padding=0.08)."""
-
-    rows: int  # conversations, or twice the pairs
-    tokens: int  # of a row on average; rows differ so much that a token also sees about as many before it
-    trained: float  # share of the tokens that have a label
-    padding: float  # tokens of padding for each real one
-
-
-def row_flops(shape: plan.Shape, data: Rows) -> tuple[float, float, float]:
-    """A forward pass over all rows: the blocks, their attention, and the layers behind them.
-
-    The output layer sees labels alone. No other position is computed twice, nor masked: attention is causal.
-    """
-    tokens = data.rows * data.tokens * (1 + data.padding)
-    blocks = forward_flops(shape, tokens, 0)
-    attention = forward_flops(shape, tokens, data.tokens) - blocks
-    output = shape.vocabulary * shape.states
-    labels = data.rows * data.tokens * data.trained
-    return blocks, attention, tokens * 2 * (shape.top - output) + labels * 2 * output
-
-
-def phase_flops(shape: plan.Shape, data: Rows, settings: Any) -> dict[str, float]:
-    """Of a whole run of phase 1 or 2: `settings` is its config, an SFTRun or a DPORun.
-
-    A backward pass costs two forward passes. Blocks are computed again under gradient checkpointing, logits always.
-    """
-    trainer, pairs = settings.trainer, isinstance(settings, DPORun)
-    epochs, again = trainer.get("num_train_epochs", 3), bool(trainer.get("gradient_checkpointing", True))
-    blocks, attention, head = row_flops(shape, data)
-    in_batch = trainer["per_device_train_batch_size"] * trainer.get("gradient_accumulation_steps", 1) * (1 + pairs)
-    evaluations = epochs * data.rows / in_batch / trainer["eval_steps"]
-    forward = pairs + evaluations * settings.data.eval_rows * (1 + pairs) / data.rows  # reference, evaluations
-    return {
-        "blocks": blocks * (epochs * (3 + again) + forward),
-        "attention": attention * (epochs * (3 + again) + forward),
-        "output": head * (epochs * 4 + forward),
-    }
-
-
-def phase_memory(shape: plan.Shape, settings: Any) -> int:
-    """Bytes at the worst moment of phase 1 or 2: a micro-batch of rows that are all as long as they may be."""
-    trainer, rows = settings.trainer, settings.trainer["per_device_train_batch_size"]
-    tokens = rows * (1 + isinstance(settings, DPORun)) * settings.data.max_length
-    cfg = config_of(
-        Work(16, 16, 1, 64, 64, 1),
-        tuning=settings.model.tuning,
-        bf16=bool(trainer.get("bf16", True)),
-        gradient_checkpointing=bool(trainer.get("gradient_checkpointing", True)),
-    )
-    learning = plan.learning(shape, cfg, tokens, cuda=True) | {"shared prefixes": 0}  # those are of phase 3
-    return plan.most({"always": plan.always(shape, cfg), "a": learning, "b": plan.stepping(shape, cfg, cuda=True)})
-
-
-def phase_table(given: Any) -> tuple[dict[str, Any], str]:
-    """Hours and memory of phase 1 or 2 on each device, and the same as a table."""
-    settings = resolve(SFTRun if "sft" in given.phase.name else DPORun, given.phase)
-    pairs = isinstance(settings, DPORun)
-    data = Rows(given.rows * (1 + pairs), given.tokens // (1 + pairs), given.trained, given.padding)
-    rows = []
-    for name in given.model:
-        kind, sizes = MODELS[name]
-        shape = plan.Shape.of(AutoConfig.for_model(kind, **sizes), settings.model)
-        flops, memory = phase_flops(shape, data, settings), phase_memory(shape, settings)
-        for place in given.device:
-            hours = sum(flops.values()) / (DEVICES[place].flops * given.compute_share) / 3600
-            rows.append({"model": name, "device": place, "hours": hours, "bytes": memory} | flops)
-    head = ["model", "device", "hours", "GiB", "PFLOP: blocks", "attention", "output"]
-    cells = [
-        [row["model"], row["device"], f"{row['hours']:.1f}", plan.gib(row["bytes"])]
-        + [f"{row[part] / 1e15:.0f}" for part in ("blocks", "attention", "output")]
-        for row in rows
+def table(compared: Sequence[Compared], found: str) -> str:
+    header = ["", "predicted", found, "ratio", "where it is off, and why"]
+    lines = [
+        [
+            each.what,
+            f"{_short(each.predicted)} {each.unit}".strip(),
+            f"{_short(each.found)} {each.unit}".strip(),
+            f"**{each.predicted / each.found:.2f}**",
+            each.why,
+        ]
+        for each in compared
     ]
-    said = f"Predicted, not measured: {given.phase.name}, {given.rows} {'pairs' if pairs else 'rows'} of {given.tokens}"
-    said += f" tokens; assumed: {given.compute_share:.0%} of the FLOPs, {given.padding:.0%} padding."
-    return {"rows": rows}, f"{said}\n\n{_measure.table(head, cells)}"
+    return _measure.table(header, lines)
 
 
-def config_of(
-    work: Work,
-    *,
-    tuning: str = "full",
-    critic: str = "none",
-    beta: float = 0.0,
-    num_iterations: int = 1,
-    bf16: bool = True,
-    gradient_checkpointing: bool | None = None,
-) -> StarPORun:
-    """A run of phase 3 with this work."""
-    advantage = "grpo" if critic == "none" else "gae"
-    algorithm: dict[str, Any] = {"advantage": advantage, "beta": beta, "num_iterations": num_iterations}
-    if critic != "none":
-        algorithm["critic"] = {"kind": critic}
-    return StarPORun.model_validate(
-        {
-            "output_dir": "unused",
-            "model": {"name_or_path": "unused", "tuning": tuning},
-            "envs": ["frozen_lake"],
-            "rollout": {
-                "groups": -(-work.conversations // work.samples),
-                "num_generations": work.samples,
-                "max_context": work.context,
-                "max_completion_length": work.new,
-            },
-            "algorithm": algorithm,
-            "trainer": {"bf16": bf16, "gradient_checkpointing": gradient_checkpointing},
-        }
-    )
+def _short(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
 
 
-def table(results: dict[str, Any], measured: dict[str, Any] | None) -> str:
-    header = ["model", "device", "at a time", "prefill s", "decode s", "update s", "iteration s", "sampled tok/s"]
-    header += ["measured / predicted: rollout", "update"] if measured else []
-    cells = []
-    for row in results["rows"]:
-        line = [row["model"], row["device"]]
-        if row["slots"] is None:
-            cells.append([*line, "does not fit", *[""] * (len(header) - 3)])
-            continue
-        found = Seconds(row["prefill"], row["decode"], row["update"])
-        line += [str(row["slots"]), *(f"{value:.2f}" for value in (*found, found.iteration))]
-        line.append(f"{results['sampled_tokens'] / found.rollout:,.0f}")
-        if measured:
-            same = row["model"] == measured["model"] and re.search(rf"\b{row['device']}\b", measured["device"])
-            pairs = ((measured["rollout"], found.rollout), (measured["update"], found.update))
-            line += [f"{real:.2f} s, **{real / said:.2f}x**" if same else "" for real, said in pairs]
-        cells.append(line)
-    return _measure.table(header, cells)
+def shape_of(kind: str, sizes: dict[str, Any], **model: Any) -> Shape:
+    return Shape.of(AutoConfig.for_model(kind, **sizes), ModelSection(name_or_path="unused", **model))
+
+
+# ---------------------------------------------------------------------------------------------- this folder's results
+
+
+def measured_limits(file: str = "device.json") -> Device:
+    """The processor that device.py has measured."""
+    found = json.loads((HERE / "results" / file).read_text(encoding="utf-8"))
+    (row,) = found["rows"]
+    operation = row["launch"] / seconds.OPERATIONS
+    return Device("cpu", 16, row["bandwidth"] / 1e9, row["flops"] / 1e12, 1, 1, None, operation, waits=True)
+
+
+def iteration_of(shape: Shape, cfg: StarPORun, work: Episodes, device: Device) -> tuple[dict[str, float], float, float]:
+    """Seconds by part, and GiB at the peak of an iteration and of an update, libraries included."""
+    rollout = cfg.rollout.model_copy(update={"max_context": round(work.context)})  # what contexts came to
+    cfg = cfg.model_copy(update={"rollout": rollout})
+    place = episodes.Place(1 << 40, report.HELD, cuda=device.cuda)
+    planned = episodes.choose(shape, cfg, place)
+    found = seconds.of_episodes(shape, cfg, Fleet(device), work, planned, 1)
+    learns = {name: parts for name, parts in planned.parts.items() if name != "playing"}
+    return found.parts, planned.peak / GIB, plan.most(learns) / GIB
+
+
+def of_results() -> Iterator[Compared]:
+    """Rollouts, updates, iterations and phases on CPUs, one thread, float32."""
+    import iteration
+
+    device = measured_limits()
+    kinds = {"iteration.json": "tiny", "iteration-40m.json": "40m"}
+    for file, size in kinds.items():
+        found = json.loads((HERE / "results" / file).read_text(encoding="utf-8"))
+        cfg = iteration.config()
+        # 305 tokens an episode, 120 of them sampled in 5 turns
+        work = Episodes(8, 16, turns=5, prompt=97, new=24, reply=22)
+        for row in found["rows"]:
+            shape = shape_of(row["model"], _measure.SHAPES[size][row["model"]])
+            name = f"{row['model']} {shape.parameters / 1e6:.1f}M"
+            steps = [step for each in row["ours"] for step in each["iterations"]]
+            parts, peak, _ = iteration_of(shape, cfg, work, device)
+            yield Compared(f"rollout, {name}", "s", parts["rollout"], median(step["rollout"] for step in steps))
+            why = "its layers are 64 wide, and the peak is that of products 1,024 wide" if row["model"] == "convgpt" else ""
+            yield Compared(f"update, {name}", "s", parts["update"], median(step["update"] for step in steps), why)
+            why = SAMPLED if size == "40m" else ""
+            yield Compared(f"peak, {name}", "GiB", peak, median(each["peak"] for each in row["ours"]), why)
+    found = json.loads((HERE / "results" / "rollout-164m.json").read_text(encoding="utf-8"))
+    (row,) = found["rows"]
+    shape = shape_of("convgpt", _measure.SHAPES["convgpt-164m"]["convgpt"])
+    cfg = iteration.config(groups=4, num_generations=8)
+    work = Episodes(4, 8, turns=5, prompt=120, new=24, reply=35)
+    parts, *_ = iteration_of(shape, cfg, work, device)
+    yield Compared("rollout, convgpt 164M", "s", parts["rollout"], median(row["seconds"]["slots"]))
+    yield from _updates(device)
+    yield from _phases(device)
+
+
+def _updates(device: Device) -> Iterator[Compared]:
+    import iteration
+    import update
+
+    found = json.loads((HERE / "results" / "update.json").read_text(encoding="utf-8"))
+    for row in found["rows"]:
+        shape = shape_of("llama", update.SHAPE | {"vocab_size": row["vocabulary"], "tie_word_embeddings": True})
+        cfg = iteration.config(groups=2, num_generations=8)
+        # 251 tokens an episode, 66 of them sampled
+        work = Episodes(2, 8, turns=3.6, prompt=100, new=18.3, reply=30)
+        parts, _, peak = iteration_of(shape, cfg, work, device)
+        name = f"llama of 4 layers, {row['vocabulary'] // 1024}k words"
+        yield Compared(f"update, {name}", "s", parts["update"], median(each["seconds"][-1] for each in row["ours"]))
+        yield Compared(f"peak, {name}", "GiB", peak, median(each["peak"] for each in row["ours"]), SAMPLED)
+
+
+def _phases(device: Device) -> Iterator[Compared]:
+    """The seconds of phases.json are those of another processor: of these only the memory."""
+    import phases
+
+    own = json.loads((HERE / "results" / "device.json").read_text(encoding="utf-8"))["machine"]
+    for file in ("phases.json", "phases-65k.json"):
+        found = json.loads((HERE / "results" / file).read_text(encoding="utf-8"))
+        for row in found["rows"]:
+            with tempfile.TemporaryDirectory() as folder:
+                phases.make_rows(Path(folder) / "rows.jsonl", row["phase"], found["count"], row["vocabulary"])
+                lines = (Path(folder) / "rows.jsonl").read_text(encoding="utf-8").splitlines()
+                settings = phases.settings_of(row["phase"], Path(folder), _Given(row["epochs"]))
+            read = [json.loads(line) for line in lines]
+            sides = ("messages",) if row["phase"] == "sft" else ("chosen", "rejected")
+            tokens = sorted(sum(phases.tokens_of(each[side]) for side in sides) for each in read)
+            kind = SFTRun if row["phase"] == "sft" else DPORun
+            at_once = settings["trainer"]["per_device_train_batch_size"]
+            longest = sum(tokens[-at_once:]) / min(at_once, len(tokens)) / len(sides)  # the longest rows together
+            settings["data"]["max_length"] = round(longest)
+            cfg = kind.model_validate(settings)
+            shape = shape_of(
+                "llama", phases.SHAPES["tiny"] | {"vocab_size": row["vocabulary"], "tie_word_embeddings": True}
+            )
+            place = episodes.Place(1 << 40, report.HELD, cuda=False)
+            (mine,) = row["ours"]
+            peak = plan.most(rows.memory(shape, cfg, place, min(at_once, len(tokens)))) / GIB
+            name = f"{row['phase']}, {row['vocabulary'] // 1024}k words"
+            yield Compared(f"peak, {name}", "GiB", peak, mine["peak"], LABELS)
+            if found["machine"] == own:
+                data = Rows(len(tokens), row["tokens"] / len(tokens), row["trained"] / row["tokens"])
+                took = seconds.of_rows(shape, cfg, Fleet(device), data, at_once, 1).run
+                yield Compared(f"all of it, {name}", "s", took, mine["seconds"])
+
+
+class _Given(NamedTuple):
+    epochs: float
+    device: str = "cpu"
+
+
+# ------------------------------------------------------------------------------------------------------- published
+
+
+def episodes_on(model: str, fleet: str, **changes: Any) -> tuple[report.Planned, StarPORun]:
+    """RAGEN's setting: 8 levels x 16, 5 turns of up to 100 tokens, PPO with a critic of its own."""
+    given = [f"model.name_or_path=Qwen/{model}-Instruct", "algorithm.preset=ragen2", "output_dir=unused"]
+    given += [] if "algorithm.advantage" in changes else ["algorithm.critic.kind=separate"]
+    given += ["protocol={max_turns: 5, max_actions_per_turn: 2, max_actions: 10}"]
+    given += ["rollout.max_completion_length=100", "rollout.max_context=2048", "trainer.max_steps=200"]
+    given += [f"{key}={value}" for key, value in changes.items()]
+    cfg = resolve(StarPORun, HERE.parent / "configs" / "envs" / "sokoban.yaml", given)
+    (wanted,) = devices.fleets(fleet)
+    shape = Shape.of(known_models.config_of(cfg.model, HERE), cfg.model)
+    return report.plan(shape, cfg, wanted), cfg
+
+
+def of_published() -> Iterator[Compared]:
+    """What the field has said of its runs, where model and device are known."""
+    small = shape_of(*PUBLISHED["Qwen/Qwen2.5-0.5B-Instruct"])
+    three = shape_of(*PUBLISHED["Qwen/Qwen2.5-3B-Instruct"])
+    yield Compared("KV cache of a token, Qwen2.5-0.5B, bfloat16", "KB", 2 * small.cache / 1e3, 12.25)
+    yield Compared("logits of 2 x 256 tokens, Qwen3-0.6B (trl#3678)", "MB", 4 * 512 * 151936 / 1e6, 310)
+    why = "they keep both moments and float32 weights, as here; the rest is rounding of the 35"
+    saved = three.parameters * 12 / 1e9
+    yield Compared("checkpoint of PPO's actor, 3B, 8 shards (RAGEN v2)", "GB", saved, 35, why)
+
+    whole, lora = (episodes_on("Qwen2.5-0.5B", "H100", **{"model.tuning": kind})[0] for kind in ("full", "lora"))
+    share = plan.most(lora.parts) / plan.most(whole.parts)
+    why = "theirs holds vLLM's share beside both; ours fills the memory with larger micro-batches where it is free"
+    yield Compared("memory, LoRA to full, 0.5B (RAGEN, app. D)", "", share, 23 / 48, why)
+
+    waiting = cost_of(small, "A100-40").decodes(1, 1, 256)
+    why = "this figure is where the 18 microseconds of an operation come from: no test"
+    yield Compared("transformers' generate, Qwen2-0.5B, A100, one row", "tokens/s", 1 / waiting, 49.9, why)
+    four = shape_of(
+        "qwen3",
+        dict(vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
+             num_key_value_heads=8, head_dim=128, tie_word_embeddings=True),
+    )  # fmt: skip
+    cost = cost_of(four, "RTX3090:memory=24,bandwidth=936,peak=71")
+    why = "another processor launches faster"
+    yield Compared("generate, Qwen3-4B, RTX 3090, one row", "tokens/s", 1 / cost.decodes(1, 1, 256), 48.7, why)
+    why = "one row reads weights alone, at nearly all of the bandwidth; the half is for a ragged cache of many rows"
+    found = 1 / cost.decodes(1, 1, 256, compiled=True)
+    yield Compared("the same with CUDA graphs", "tokens/s", found, 109.8, why)
+
+    planned, _ = episodes_on("Qwen2.5-0.5B", "H100", **{"algorithm.filter": "{strategy: none, keep_zero: true}"})
+    assert planned.seconds is not None
+    why = "read off an axis; Ray, verl and a prompt that is read anew each turn; lengths and number of GPUs unknown"
+    yield Compared("an iteration, 0.5B, PPO on H100 (RAGEN v1)", "s", planned.seconds.iteration, 75, why)
+    large, _ = episodes_on("Qwen2.5-3B", "4xH100", **{"algorithm.filter": "{strategy: none, keep_zero: true}"})
+    kept, _ = episodes_on("Qwen2.5-3B", "4xH100")
+    assert large.seconds is not None and kept.seconds is not None
+    why = "the same stack, answers of up to 400 tokens, weights moved to vLLM each step"
+    yield Compared("a step, 3B, 4 x H100, all groups (RAGEN v2)", "s", large.seconds.iteration, 89.2, why)
+    why = "hours over 200 steps, the filter on; it keeps 3.2 of 8 groups, the plan counts on all that it may keep"
+    yield Compared("a step, 3B, 4 x H100, repeated by others", "s", kept.seconds.iteration, 3.75 * 3600 / 200, why)
+    why = "theirs lets vLLM reserve what is free"
+    yield Compared("memory of all four", "GB", 4 * plan.most(large.parts) / 1e9, 202, why)
+
+
+def cost_of(shape: Shape, device: str) -> seconds.Cost:
+    return seconds.Cost(shape, Numbers(4, 2, "full", False, False), devices.fleets(device)[0])
+
+
+def verdicts() -> list[list[str]]:
+    """What was said to fit or not to fit, and what the plan says."""
+    alone = {"algorithm.advantage": "grpo"}
+    half = alone | {"model.tuning": "lora", "model.dtype": "bfloat16"}
+    five = "GPU5:memory=5,bandwidth=300,peak=65"
+    cases = [
+        ("0.5B, PPO, one GPU of 24 GB: does not fit (RAGEN#92)", "Qwen2.5-0.5B", "A10G", {}),
+        ("7B, PPO in WebShop, 4 x H100: out of memory (RAGEN)", "Qwen2.5-7B", "4xH100", {"rollout.max_context": 15000}),
+        ("7B, LoRA, no critic, 2 x H100: fits (verl-agent)", "Qwen2.5-7B", "2xH100", half),
+        ("1.5B, QLoRA, no critic, 5 GB: fits (unsloth)", "Qwen2.5-1.5B", five, alone | {"model.tuning": "qlora"}),
+        ("0.5B, LoRA, one H100: fits (verl)", "Qwen2.5-0.5B", "H100", {"model.tuning": "lora"}),
+        ("3B, no critic, one GPU of 80 GB: fits (nano-aha)", "Qwen2.5-3B", "A100-80", alone),
+        ("3B, no critic, 24 GB: only with Adam on the CPU (GRPO-Zero)", "Qwen2.5-3B", "A10G", alone),
+    ]
+    lines = []
+    for told, model, fleet, changes in cases:
+        planned, _ = episodes_on(model, fleet, **changes)
+        least = plan.most(planned.parts) / GIB if planned.seconds else sum(planned.parts["always"].values()) / GIB
+        says = "fits" if planned.seconds else "does not fit"
+        says += ", sharded" if planned.sharded and planned.seconds else ""
+        lines.append([told, says, f"{least:.1f}" + ("" if planned.seconds else " before anything is computed")])
+    return lines
+
+
+def of_smollm2() -> Iterator[Compared]:
+    """SmolLM2-135M in bfloat16 on two cores, as measured before; the limits are those of this machine, now."""
+    torch.set_num_threads(2)
+    fleet = devices.fleets("cpu")[0]
+    if fleet.device.peak == 0 or not hardware.has_bf16(torch.device("cpu")):
+        return
+    shape = shape_of(*PUBLISHED["HuggingFaceTB/SmolLM2-135M-Instruct"])
+    cost = seconds.Cost(shape, Numbers(4, 2, "full", False, False), fleet)
+    found = 8 * 250 / cost.learns(8 * 250, 8 * 100, 125)
+    yield Compared("training, SmolLM2-135M, two CPU cores", "tokens/s", found, 370)
+    for count, speed in ((16, 270), (64, 470)):
+        found = count / cost.decodes(1, count, 400)
+        yield Compared(f"decoding, the same, {count} rows", "tokens/s", found, speed)
+    cfg = report.settled(resolve(StarPORun, HERE.parent / "configs" / "smollm2" / "phase3_starpo.yaml"), fleet)
+    planned = episodes.choose(shape, cfg, episodes.Place(14 * GIB, report.HELD, cuda=False))
+    yield Compared("memory, the same, phase 3", "GiB", planned.peak / GIB, 12.2)
+
+
+# ------------------------------------------------------------------------------------------------------- runs at hand
+
+
+def of_run(folder: Path, asked: str) -> Iterator[Compared]:
+    """A run's seconds beside the plan's, for the lengths that it had."""
+    told = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    content = read_yaml(folder / "run_config.yaml")
+    kind = StarPORun if "rollout" in content else DPORun if (folder / "pairs").is_dir() else SFTRun
+    cfg = resolve(kind, folder / "run_config.yaml")
+    (fleet,) = devices.fleets(asked)
+    cfg = report.settled(cfg, fleet)
+    shape = Shape.of(known_models.config_of(cfg.model, folder / "run_config.yaml"), cfg.model)
+    if isinstance(cfg, StarPORun):
+        yield from _of_steps(shape, cfg, fleet, [row for row in told if "seconds/update" in row])
+        return
+    logged = [row for row in told if "seconds" in row and "num_tokens" in row][1:]
+    before = [row for row in told if "num_tokens" in row][: len(logged)]
+    settings = rows.Settings.of(cfg)
+    share = settings.share(fleet.count)
+    steps = [now["step"] - then["step"] for now, then in zip(logged, before, strict=True)]
+    tokens = [now["num_tokens"] - then["num_tokens"] for now, then in zip(logged, before, strict=True)]
+    data = Rows.of(cfg, fleet.known)._replace(tokens=sum(tokens) / sum(steps) / settings.batch)
+    planned = seconds.of_rows(shape, cfg, fleet, data, min(settings.rows, share), 1)
+    found = sum(row["seconds"] for row in logged) / sum(steps)
+    yield Compared(f"{folder.name}: an optimizer step", "s", planned.iteration, found)
+
+
+def _of_steps(shape: Shape, cfg: StarPORun, fleet: Fleet, told: list[dict[str, Any]]) -> Iterator[Compared]:
+    def middle(key: str) -> float:
+        return median(row[key] for row in told)
+
+    assumed, turns, new = Episodes.of(cfg, fleet.known), middle("rollout/turns"), middle("rollout/response_tokens")
+    prompt = middle("rollout/context_tokens") - turns * new - (turns - 1) * assumed.reply
+    kept = middle("rollout/kept_groups") / cfg.rollout.groups
+    work = assumed._replace(turns=turns, new=new, prompt=max(1.0, prompt), kept=kept)
+    place = episodes.Place(1 << 40, report.HELD, cuda=fleet.device.cuda, processes=fleet.count)
+    planned = episodes.choose(shape, cfg, place)
+    found = seconds.of_episodes(shape, cfg, fleet, work, planned, 1)
+    for part in ("rollout", "update"):
+        yield Compared(f"{part} of a step", "s", found.parts[part], middle(f"seconds/{part}"))
+    yield Compared("memory", "GiB", planned.peak / GIB, max(row["memory"] for row in told if "memory" in row))
 
 
 def main() -> None:
     parser = _measure.parser(__doc__)
-    parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--device", nargs="+", choices=DEVICES, default=list(DEVICES))
-    parser.add_argument("--conversations", type=int, default=128)
-    parser.add_argument("--samples", type=int, default=16, help="conversations that share a prompt")
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--prompt", type=int, default=250, help="tokens")
-    parser.add_argument("--new-tokens", type=int, default=64, help="sampled in a turn")
-    parser.add_argument("--reply", type=int, default=60, help="tokens of the environment's answer to a turn")
-    parser.add_argument("--kept", type=float, default=0.25, help="share of the conversations that is trained on")
-    parser.add_argument("--tuning", choices=["full", "lora"], default="full")
-    parser.add_argument("--critic", choices=["none", "shared", "separate"], default="none")
-    parser.add_argument("--beta", type=float, default=0.0, help="above 0 there is a reference")
-    parser.add_argument("--num-iterations", type=int, default=1)
-    parser.add_argument(
-        "--gradient-checkpointing", action="store_const", const=True, help="default: where the memory needs it"
-    )
-    parser.add_argument("--decode-share", type=float, default=0.5, help="assumption: of the bandwidth, in decoding")
-    parser.add_argument("--compute-share", type=float, default=0.4, help="assumption: of the FLOP rate, elsewhere")
-    # Qwen2-0.5B, 24 layers, gives 49.9 tokens a second on an A100 whose bandwidth allows 1,500 (Qwen's speed benchmark)
-    parser.add_argument("--launch-ms", type=float, default=0.83, help="assumption: a layer of one decoding step")
-    parser.add_argument("--measured", type=Path, help="JSON of a run: device, model, seconds of rollout and update")
-    phases = parser.add_argument_group("phases 1 and 2")
-    phases.add_argument("--phase", type=Path, help="their config; the options above do not count then")
-    phases.add_argument("--rows", type=int, default=56_000, help="of the data; in phase 2 pairs")
-    phases.add_argument("--tokens", type=int, default=400, help="of a row on average; in phase 2 of a pair")
-    phases.add_argument("--trained", type=float, default=0.6, help="assumption: share of the tokens with a label")
-    phases.add_argument("--padding", type=float, default=0.08, help="assumption: tokens of padding for each real one")
+    parser.add_argument("what", choices=["results", "published", "smollm2", "runs"])
+    parser.add_argument("folders", nargs="*", type=Path, help="runs: output folders")
+    parser.add_argument("--device", default="cpu", help="runs: where they ran, as --plan takes it: cpu, 2xcpu, A10G")
     given = parser.parse_args()
+    if given.what == "runs" and not given.folders:
+        parser.error("runs: name at least one output folder")
     _measure.threads()
-    if given.phase is not None:
-        figures, text = phase_table(given)
-        return _measure.publish(_measure.surroundings() | figures, text, given.json)
-    work = Work(
-        given.conversations, given.samples, given.turns, given.prompt, given.new_tokens, given.reply, given.kept
-    )  # fmt: skip
-    assumed = Assumed(given.decode_share, given.compute_share, given.launch_ms / 1000)
-    chosen = ("tuning", "critic", "beta", "num_iterations", "gradient_checkpointing")
-    cfg = config_of(work, **{key: getattr(given, key) for key in chosen})
-    left_out = ("json", "measured", "phase", "rows", "tokens", "trained", "padding")
-    options = {key: value for key, value in vars(given).items() if key not in left_out}
-    results = _measure.surroundings() | options
-    rows = []
-    for name in given.model:
-        kind, sizes = MODELS[name]
-        shape = plan.Shape.of(AutoConfig.for_model(kind, **sizes), cfg.model)
-        for place in given.device:
-            device, row = DEVICES[place], {"model": name, "device": place, "slots": None}
-            try:
-                planned = plan.choose(shape, cfg, plan.Place(int(device.memory)))
-            except UserError:
-                rows.append(row)
-                continue
-            run = plan.checkpointed(cfg, planned.gradient_checkpointing)
-            found = predict(shape, work, device, assumed, run, planned.slots, looks_of(cfg))
-            rows.append(row | {"slots": planned.slots, "bytes": planned.peak} | found._asdict())
-    results |= {"sampled_tokens": work.conversations * work.turns * work.new, "rows": rows}
-    measured = json.loads(given.measured.read_text(encoding="utf-8")) if given.measured else None
-    size = (
-        f"{work.conversations} conversations of {work.turns} turns, {work.context} tokens, {work.kept:.0%} trained on"
-    )
-    shares = f"assumed: {given.decode_share:.0%} of the bandwidth, {given.compute_share:.0%} of the FLOPs"
-    head = f"Predicted, not measured: {size}; {shares}, {given.launch_ms} ms a layer and decoding step."
-    _measure.publish(results, f"{head}\n\n{table(results, measured)}", given.json)
+    match given.what:
+        case "results":
+            found, head = list(of_results()), "measured"
+        case "published":
+            found, head = list(of_published()), "published"
+        case "smollm2":
+            found, head = list(of_smollm2()), "measured before"
+        case _:
+            found, head = [each for folder in given.folders for each in of_run(folder, given.device)], "measured"
+    text = table(found, head)
+    results: dict[str, Any] = {"rows": [each._asdict() for each in found]}
+    if given.what == "published":
+        fits = verdicts()
+        results["verdicts"] = fits
+        text += "\n\n" + _measure.table(["what was said", "the plan says", "GiB a device"], fits)
+    _measure.publish(_measure.surroundings() | results, text, given.json)
 
 
 if __name__ == "__main__":

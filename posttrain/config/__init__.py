@@ -19,7 +19,7 @@ from posttrain.config.evaluation import (
     Settings,
     SuitesSection,
 )
-from posttrain.config.loading import dump, load, resolve, run
+from posttrain.config.loading import dump, load, resolve, run, training_flags
 from posttrain.config.pairs import PairsRun
 from posttrain.config.sft import SFTRun
 from posttrain.config.shared import (
@@ -92,5 +92,6 @@ __all__ = [
     "load",
     "resolve",
     "run",
+    "training_flags",
     "trl_fields",
 ]

@@ -95,7 +95,7 @@ def load(
     parser.add_argument("--print-config", action="store_true", help="print the resolved config as YAML and stop")
     if add_arguments:
         add_arguments(parser)
-    args, unknown = parser.parse_known_intermixed_args(argv)
+    args, unknown = parser.parse_known_intermixed_args(_plan_of_all(sys.argv[1:] if argv is None else argv))
     if unknown:
         raise UserError(_no_option(parser, schema, unknown[0], sys.argv[1:] if argv is None else argv))
     cfg = resolve(schema, args.config, args.overrides)
@@ -103,6 +103,25 @@ def load(
         print(dump(cfg), end="")
         sys.exit(0)
     return cfg, args
+
+
+def training_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of all three phases."""
+    parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint in output_dir")
+    parser.add_argument(
+        "--plan", nargs="?", const="all", metavar="DEVICE",
+        help="print memory, seconds, hours and cost before anything is loaded, for all devices or one (A10G, 8xH100,"
+        " 2x8xH100, cpu); a device on which this run does not fit is refused",
+    )  # fmt: skip
+
+
+def _plan_of_all(argv: Sequence[str]) -> list[str]:
+    """`--plan seed=1` names no device: what follows is an override."""
+    follows = [*argv[1:], ""]
+    return [
+        "--plan=all" if text == "--plan" and "=" in after.partition(":")[0] else text
+        for text, after in zip(argv, follows, strict=True)
+    ]
 
 
 def resolve(schema: type[Config], file: str | Path, overrides: list[str] | None = None) -> Config:

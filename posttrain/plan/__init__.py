@@ -3,6 +3,12 @@
 shape.py     a model in numbers
 parts.py     what takes memory in all phases
 episodes.py  phase 3: its memory, and the most that fits at once
+rows.py      phases 1 and 2: the same
+devices.py   what devices can do and cost
+work.py      how many rows, tokens and turns a run sees
+seconds.py   a roofline of it all
+known_models.py   the sizes of models that cannot be read yet
+report.py    `--plan`
 """
 
 from posttrain.plan.episodes import (
@@ -20,6 +26,7 @@ from posttrain.plan.episodes import (
     stepping,
 )
 from posttrain.plan.parts import MARGIN, Numbers, conversations, gib, most
+from posttrain.plan.report import show
 from posttrain.plan.shape import Shape
 
 __all__ = [
@@ -40,5 +47,6 @@ __all__ = [
     "output_tiles",
     "playing",
     "rows_at_once",
+    "show",
     "stepping",
 ]

@@ -1,0 +1,157 @@
+"""What can a device do, and what does an hour of it cost?  Datasheets, in one table; anything can be written over.
+
+A10G   8xH100   2x8xA100-80   H100:price=2.1,matmul=0.7   RTX4090:memory=24,bandwidth=1008,peak=165   cpu
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+
+from posttrain import hardware
+from posttrain.types import UserError
+
+
+class Device(NamedTuple):
+    """Device("A10G", memory=24, bandwidth=600, peak=70, link=32, network=1.56, price=1.0)"""
+
+    name: str
+    memory: float  # GB, nominal
+    bandwidth: float  # GB/s of its memory
+    peak: float  # TFLOP/s, bfloat16 with float32 accumulation, dense
+    link: float  # GB/s to the other devices of its host, in one direction
+    network: float  # GB/s to other hosts: its share of the host's network
+    price: float | None = None  # dollars an hour; None where nobody knows
+    operation: float = 18e-6  # seconds until Python has launched one operation; see seconds.py
+    waits: bool = False  # a CPU computes before it goes on; a GPU while the next operations are being launched
+
+    @property
+    def cuda(self) -> bool:
+        return not self.waits
+
+
+# Bandwidth and peak: NVIDIA's datasheets, SXM where there is a choice, half of what is given "with sparsity"; the A10G
+# has no datasheet of its own (baseten.co, "A10 vs A10G"). Link: NVLink, or PCIe 4 x16. Network: that of the EC2
+# instances with eight (g5, g6, p4d, p4de, p5, p5e). Price: one GPU of Hugging Face Inference Endpoints on AWS, as its
+# documentation said in autumn 2025 (commit 1129396), eight cost eight times as much; the A100 of 40 GB is not there:
+# Lambda, one of eight, on 2026-09-20.
+DEVICES = [
+    Device("A10G", 24, 600, 70, 32, 1.56, 1.00),
+    Device("L4", 24, 300, 121, 32, 1.56, 0.80),
+    Device("A100-40", 40, 1555, 312, 300, 6.25, 1.99),
+    Device("A100-80", 80, 2039, 312, 300, 6.25, 2.50),
+    Device("H100", 80, 3350, 989, 450, 50, 4.50),
+    Device("H200", 141, 4800, 989, 450, 50, 5.00),
+]
+PRICED = "dollars: Hugging Face Inference Endpoints, autumn 2025; A100-40: Lambda, September 2026"
+
+
+class Fleet(NamedTuple):
+    """Devices that work together: Fleet(H100, hosts=2, each=8, known={"price": 2.1})"""
+
+    device: Device
+    hosts: int = 1
+    each: int = 1  # devices of a host
+    known: Mapping[str, float] = MappingProxyType({})  # what the user knows better than the plan: see `KNOWN`
+
+    @property
+    def count(self) -> int:
+        return self.hosts * self.each
+
+    @property
+    def name(self) -> str:
+        hosts = f"{self.hosts}x" if self.hosts > 1 else ""
+        return f"{hosts}{self.each}x{self.device.name}" if self.count > 1 else self.device.name
+
+    @property
+    def price(self) -> float | None:
+        return None if self.device.price is None else self.count * self.device.price
+
+    @property
+    def wire(self) -> float:
+        """Bytes a second that a device can send in a collective operation over all of them."""
+        return (self.device.network if self.hosts > 1 else self.device.link) * 1e9
+
+
+OF_DEVICES = ("memory", "bandwidth", "peak", "link", "network", "price")
+OF_FACTORS = ("matmul", "stream", "decode")
+OF_WORK = ("rows", "tokens", "trained", "padding", "prompt", "new", "reply", "turns", "kept")
+KNOWN = (*OF_DEVICES, *OF_FACTORS, *OF_WORK)
+
+
+def fleets(asked: str) -> list[Fleet]:
+    """What `--plan` names, "all" or one; see the top of this file. UserError for anything else."""
+    name, _, written = asked.partition(":")
+    known = _known(asked, written)
+    if name == "all":
+        return [_with(Fleet(device, *many), known) for many in ((1, 1), (1, 8), (2, 8)) for device in DEVICES]
+    found = re.fullmatch(r"(?:(?:([1-9]\d{0,3})x)?([1-9]\d{0,3})x)?([A-Za-z][\w-]*)", name)
+    if found is None:
+        raise UserError(_what_there_is(asked))
+    hosts, each, kind = found.groups()
+    device = next((device for device in DEVICES if device.name.lower() == kind.lower()), None)
+    if kind.lower() == "cpu":
+        device = probed()
+    elif device is None:
+        if not {"memory", "bandwidth", "peak"} <= known.keys():
+            raise UserError(_what_there_is(asked))
+        device = Device(kind, 0, 0, 0, link=32, network=1.56)
+    return [_with(Fleet(device, int(hosts or 1), int(each or 1)), known)]
+
+
+def _known(asked: str, written: str) -> dict[str, float]:
+    known = {}
+    for part in filter(None, written.split(",")):
+        key, _, value = part.partition("=")
+        if key not in KNOWN or not re.fullmatch(r"\d+(\.\d+)?", value):
+            raise UserError(
+                f"--plan {asked}: `{part}` is not KEY=NUMBER with one of the keys {', '.join(KNOWN)}. GB, GB/s, TFLOP/s"
+                " and dollars an hour for devices; shares of the peak and the bandwidth; counts of what is trained on."
+            )
+        known[key] = float(value)
+    return known
+
+
+def _with(fleet: Fleet, known: dict[str, float]) -> Fleet:
+    own = {key: value for key, value in known.items() if key in OF_DEVICES}
+    return fleet._replace(device=fleet.device._replace(**own), known=known)
+
+
+def _what_there_is(asked: str) -> str:
+    return (
+        f"--plan {asked} names no device: write one of {', '.join(device.name for device in DEVICES)}, cpu (this"
+        " machine, measured in a few seconds), 8xH100 for eight of them, 2x8xH100 for two hosts of eight, or nothing"
+        " for all. Facts can be written over (H100:price=2.1), and of a device that is not in the table they are"
+        " needed: RTX4090:memory=24,bandwidth=1008,peak=165 (GB, GB/s, TFLOP/s in bfloat16)."
+    )
+
+
+def probed() -> Device:
+    """This machine's processor, as torch uses it now: the best of a few tries, as datasheets are."""
+
+    def rate(amount: float, action: Callable[[], Any]) -> float:
+        action()
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            action()
+            times.append(time.perf_counter() - start)
+        return amount / min(times)
+
+    kind = torch.bfloat16 if hardware.has_bf16(torch.device("cpu")) else torch.float32
+    numbers = torch.zeros(1 << 24)
+    copied = torch.empty_like(numbers)
+    matrix, small = torch.randn(1024, 1024, dtype=kind), torch.randn(8, 8)
+    with torch.no_grad():
+        bandwidth = rate(2 * numbers.nbytes, lambda: copied.copy_(numbers))
+        peak = rate(2 * 1024**3, lambda: matrix @ matrix)
+        operation = 1 / rate(1000, lambda: [small + small for _ in range(1000)])
+    memory = psutil.virtual_memory().total / 1e9
+    wire = bandwidth / 4e9  # through shared memory: written, copied and read again by gloo
+    return Device("cpu", memory, bandwidth / 1e9, peak / 1e12, wire, 0.125, None, operation, waits=True)

@@ -1,0 +1,246 @@
+"""What does `--plan` print?  For each device what fits, how long it takes and what it costs, or why it cannot run.
+
+Nothing of the model is loaded but its config, nothing is written, and no GPU is asked.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from posttrain import hardware
+from posttrain.config import StarPORun
+from posttrain.plan import devices, episodes, known_models, rows, seconds
+from posttrain.plan.devices import Fleet
+from posttrain.plan.episodes import Place
+from posttrain.plan.parts import gib, most
+from posttrain.plan.seconds import Factors, Seconds
+from posttrain.plan.shape import Shape
+from posttrain.plan.work import Episodes, Rows
+from posttrain.types import UserError
+
+HELD = 2**29  # bytes that a process holds before it loads anything: the CUDA context, or Python and its libraries
+COLUMNS = {  # of the table, and the parts that are in them
+    "model": ("weights", "reference model", "critic", "fused weights", "gathered weights", "bfloat16 weights"),
+    "optimizer": ("optimizer", "square roots"),
+    "gradients": ("gradients", "buckets of DDP"),
+    "activations": ("activations", "shared prefixes", "the layer at work", "states"),
+    "rollout": ("KV cache", "reading and sampling", "vLLM"),
+}
+
+
+class Planned(NamedTuple):
+    """A run on some devices: what fits there, and how long it takes."""
+
+    fleet: Fleet
+    sharded: bool
+    parts: dict[str, dict[str, int]]  # bytes by part
+    memory: float  # bytes of a device
+    settings: str  # the largest that fits, as the table shows it
+    seconds: Seconds | None  # None where nothing fits
+    problem: str = ""  # why the run does not fit with its own numbers
+
+    @property
+    def hours(self) -> float | None:
+        return self.seconds.run / 3600 if self.seconds else None
+
+    @property
+    def dollars(self) -> float | None:
+        return None if self.hours is None or self.fleet.price is None else self.hours * self.fleet.price
+
+
+def show(cfg: Any, asked: str, file: str) -> None:
+    """Print the plan of a run of any phase. asked: what stands behind `--plan`. file: its config file.
+
+    UserError where one device is asked for, and the run does not fit there with its own numbers.
+    """
+    wanted = devices.fleets(asked)
+    of_model = known_models.config_of(cfg.model, Path(file))
+    shape = Shape.of(of_model, cfg.model)
+    planned = [plan(shape, cfg, fleet) for fleet in wanted]
+    print(f"{_head(shape, cfg, wanted[0])}\n\n{table(planned, cfg)}\n")
+    print(_told(cfg, wanted))
+    if len(wanted) == 1:
+        (one,) = planned
+        print(f"\n{_by_part(one)}")
+        if one.problem:
+            raise UserError(one.problem)
+
+
+def plan(shape: Shape, cfg: Any, fleet: Fleet) -> Planned:
+    """Of one run on some devices: a copy of the model on each, or where that does not fit a share of it (FSDP2)."""
+    cfg = settled(cfg, fleet)
+    make = _of_episodes if isinstance(cfg, StarPORun) else _of_rows
+    whole = make(shape, cfg, fleet, _place(cfg, fleet, sharded=False))
+    if not whole.problem or fleet.count == 1:
+        return whole
+    shared = make(shape, cfg, fleet, _place(cfg, fleet, sharded=True))
+    return whole if shared.problem and whole.seconds is not None else shared
+
+
+def settled(cfg: Any, fleet: Fleet) -> Any:
+    """The config with what only the device decides: bfloat16, and in phases 1 and 2 gradient checkpointing."""
+    cuda = fleet.device.cuda
+    update: dict[str, Any] = {}
+    if hardware.trainer_field(cfg, "bf16") is None and not hardware.trainer_field(cfg, "fp16"):
+        update["bf16"] = cuda or hardware.has_bf16(torch.device("cpu"))
+    if isinstance(cfg.trainer, dict):
+        return cfg.model_copy(update={"trainer": {"gradient_checkpointing": cuda} | cfg.trainer | update})
+    return cfg.model_copy(update={"trainer": cfg.trainer.model_copy(update=update)})
+
+
+def _place(cfg: Any, fleet: Fleet, sharded: bool) -> Place:
+    memory = round(fleet.device.memory * 1e9)
+    if not fleet.device.cuda:  # processes of a machine share its memory
+        memory //= fleet.each
+    vllm = 0
+    if isinstance(cfg, StarPORun) and cfg.rollout.engine == "vllm":
+        vllm = round(memory * cfg.rollout.vllm_gpu_memory_utilization)
+    return Place(memory - HELD, HELD, vllm, fleet.device.cuda, fleet.count, sharded)
+
+
+def _of_episodes(shape: Shape, cfg: StarPORun, fleet: Fleet, place: Place) -> Planned:
+    work, memory = Episodes.of(cfg, fleet.known), float(place.held + place.free)
+    problem = ""
+    try:
+        found = episodes.choose(shape, cfg, place)
+        problem = " ".join(found.warnings)
+    except UserError as error:
+        problem = str(error)
+    if problem:  # not with its own numbers: perhaps with others
+        rollout, trainer = cfg.rollout.model_copy(update={"slots": None}), {"micro_batch_tokens": None}
+        trainer = cfg.trainer.model_copy(update=trainer)
+        try:
+            found = episodes.choose(shape, cfg.model_copy(update={"rollout": rollout, "trainer": trainer}), place)
+        except UserError as error:
+            always = {"held already": place.held, "vLLM": place.vllm} | episodes.always(shape, cfg, place.shards)
+            return Planned(fleet, place.sharded, {"always": always}, memory, "", None, _on(fleet, str(error)))
+        problem += f" The largest that fit are rollout.slots={found.slots} and"
+        problem += f" trainer.micro_batch_tokens={found.micro_batch_tokens}."
+    told = f"{found.slots} slots, {found.micro_batch_tokens} tokens"
+    told += ", recomputed" if found.gradient_checkpointing else ""
+    taken = seconds.of_episodes(shape, cfg, fleet, work, found, place.shards)
+    return Planned(fleet, place.sharded, found.parts, memory, told, taken, _on(fleet, problem) if problem else "")
+
+
+def _of_rows(shape: Shape, cfg: Any, fleet: Fleet, place: Place) -> Planned:
+    settings, memory = rows.Settings.of(cfg), float(place.held + place.free)
+    share = settings.share(place.processes)
+    own, best = min(settings.rows, share), rows.largest_batch(shape, cfg, place)
+    problem = "" if rows.fits(shape, cfg, place, own) else rows.too_much(shape, cfg, place, fleet.name)
+    taken = own if not problem else best
+    if taken is None:
+        return Planned(fleet, place.sharded, rows.memory(shape, cfg, place, 1), memory, "", None, problem)
+    data = Rows.of(cfg, fleet.known)
+    told = f"{taken} x {-(-share // taken)}" + (f", at most {best}" if best is not None and best != taken else "")
+    return Planned(
+        fleet, place.sharded, rows.memory(shape, cfg, place, taken), memory, told,
+        seconds.of_rows(shape, cfg, fleet, data, taken, place.shards), problem,
+    )  # fmt: skip
+
+
+def _on(fleet: Fleet, problem: str) -> str:
+    return f"{fleet.name}: {problem}"
+
+
+# ------------------------------------------------------------------------------------------------------------- in words
+
+
+def table(planned: Sequence[Planned], cfg: Any) -> str:
+    """A row for each: GiB by part at the worst moment, the largest batch that fits, seconds, hours, dollars."""
+    names = next((list(one.seconds.parts) for one in planned if one.seconds), [])
+    fits = "at a time" if isinstance(cfg, StarPORun) else "batch"
+    head = ["", "weights", *COLUMNS, "peak", "of", fits, *(f"{name} s" for name in names), "hours", "$"]
+    lines = [head]
+    for one in planned:
+        sizes = _columns(one.parts)
+        cells = [
+            one.fleet.name,
+            "sharded" if one.sharded else "copied",
+            *(f"{sizes[name] / 2**30:.1f}" for name in COLUMNS),
+        ]
+        if one.seconds is None:
+            lines.append([*cells, "", f"{one.memory / 2**30:.1f}", "does not fit", *["" for _ in names], "", ""])
+            continue
+        told = one.settings + (" (not as written)" if one.problem else "")
+        cells += [f"{most(one.parts) / 2**30:.1f}", f"{one.memory / 2**30:.1f}", told]
+        cells += [f"{_short(value)}" for value in one.seconds.parts.values()]
+        lines.append([*cells, _short(one.seconds.run / 3600), "?" if one.dollars is None else f"{one.dollars:.2f}"])
+    width = [max(len(line[place]) for line in lines) for place in range(len(head))]
+    left = {0, 1, len(COLUMNS) + 4}
+
+    def row(line: list[str]) -> str:
+        cells = enumerate(zip(line, width, strict=True))
+        return "  ".join(cell.ljust(size) if at in left else cell.rjust(size) for at, (cell, size) in cells).rstrip()
+
+    return "\n".join(map(row, lines))
+
+
+def _columns(parts: dict[str, dict[str, int]]) -> dict[str, int]:
+    """Bytes of each column: what is always there, and the most of it at any one time."""
+    found = {}
+    for name, inside in COLUMNS.items():
+        sizes = {phase: sum(size for part, size in each.items() if part in inside) for phase, each in parts.items()}
+        found[name] = sizes.pop("always") + max(sizes.values(), default=0)
+    return found
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}" if value < 9.95 else f"{value:.1f}" if value < 99.5 else f"{value:,.0f}"
+
+
+def _head(shape: Shape, cfg: Any, fleet: Fleet) -> str:
+    what = f"{cfg.model.name_or_path}: {shape.parameters / 1e6:,.1f} M parameters, tuning {cfg.model.tuning}"
+    what += f" ({shape.adapter / 1e6:,.1f} M in the adapter)" if shape.adapter else ""
+    if isinstance(cfg, StarPORun):
+        work = Episodes.of(cfg, fleet.known)
+        said = (
+            f"{cfg.trainer.max_steps} steps of {work.groups} groups x {work.samples} episodes: {work.turns:g} turns,"
+            f" prompt {work.prompt:.0f}, {work.new:g} tokens a turn, reply {work.reply:.0f}, {work.kept:.0%} of the"
+            " groups trained on. No turn ends early: at most so long."
+        )
+    else:
+        data, settings = Rows.of(cfg, fleet.known), rows.Settings.of(cfg)
+        length = f"{settings.max_steps} steps" if settings.max_steps > 0 else f"{settings.epochs:g} epochs"
+        said = (
+            f"{data.rows:,.0f} {'pairs' if settings.pairs else 'rows'} of {data.tokens:.0f} tokens,"
+            f" {data.trained:.0%} of them with a label, {length} in batches of {settings.batch}."
+        )
+    return _lines(f"Planned, not measured. {what}. {said}")
+
+
+def _told(cfg: Any, wanted: Sequence[Fleet]) -> str:
+    """What the figures rest on."""
+    factors = Factors(**{key: value for key, value in wanted[0].known.items() if key in Factors._fields})
+    example = "new=30,turns=5" if isinstance(cfg, StarPORun) else "rows=20000,tokens=300"
+    prices = f"{devices.PRICED}. " if any(fleet.price is not None for fleet in wanted) else ""
+    return _lines(
+        "GiB a device. Sharded: parameters, gradients and moments (FSDP2). Assumed: products reach"
+        f" {factors.matmul:.0%} of the peak, other kernels {factors.stream:.0%} of the bandwidth, decoding"
+        f" {factors.decode:.0%};"
+        f" {wanted[0].device.operation * 1e6:.0f} microseconds to launch an operation. Loading, checkpoints and"
+        f" downloads are not counted. {prices}Write over what you know better: --plan A10G:price=0.6,{example}"
+    )
+
+
+def _lines(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def _by_part(one: Planned) -> str:
+    lines = [
+        (name if phase == "always" else f"{phase}: {name}", size)
+        for phase, sizes in one.parts.items()
+        for name, size in sizes.items()
+        if size >= 2**20
+    ]
+    if one.seconds is not None:
+        lines.append(("at most, at one time", most(one.parts)))
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(
+        [f"memory of one {one.fleet.device.name}, GiB", *(f"  {name:<{width}}  {gib(size):>8}" for name, size in lines)]
+    )

@@ -1,0 +1,249 @@
+"""How many seconds will an iteration take, and how many hours a run?  A roofline of bytes and FLOPs.
+
+The factors below are the same for every model and device. None was fitted to a figure that the plan is compared with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from posttrain.config import StarPORun
+from posttrain.config.suites import Suite
+from posttrain.plan.devices import Fleet
+from posttrain.plan.episodes import Plan, checkpointed
+from posttrain.plan.parts import FLOAT, Numbers, OfAToken
+from posttrain.plan.rows import Settings
+from posttrain.plan.shape import Shape
+from posttrain.plan.work import CHARACTERS, Episodes, Rows
+from posttrain.prefixes import can_share
+
+
+class Factors(NamedTuple):
+    """How much of what the datasheet says is reached."""
+
+    # of the peak, by products of large matrices: cuBLAS reaches 70 to 80 % with thousands of columns, and a small model
+    # has hundreds. What lies between the products is counted apart (`stream`), so this is no MFU, which is lower.
+    matmul: float = 0.6
+    # of the bandwidth, by kernels that only read and write: what a copy reaches
+    stream: float = 0.8
+    # of the bandwidth, while decoding: thin products and attention over a cache of ragged length
+    decode: float = 0.5
+
+
+# Operations that Python launches for one layer of a forward pass: 1,106 over 24 layers of Qwen2.5-0.5B, counted by
+# benchmarks/launches.py. Qwen's published 49.9 tokens a second of Qwen2-0.5B on an A100, one by one, are 20 ms of
+# waiting for them: 18 microseconds each, `Device.operation`. A backward pass is launched in C++, at half of that.
+OPERATIONS = 46
+# What a block writes for its backward pass is written once, read by the next operation, read again by the backward
+# pass, and has a gradient that is written and read; where activations are recomputed, written and read once more.
+PASSES, PASSES_AGAIN = 5, 7
+# Bytes that an optimizer step moves for each trained number: weights, gradients and two moments are read, all but the
+# gradients written, the norm reads gradients again and scales them, bfloat16 copies are made
+STEP = 4 * 10 + 2
+# How often logits are written or read, forward and both: by TRL's kernels on a GPU, where the products write and read
+# them as well, and by its torch code on a CPU (operation by operation). Phase 3 takes so few columns there that most of
+# them stay in the processor's caches.
+LOGITS, LOGITS_BOTH = 2, 7
+LOGITS_IN_TORCH, LOGITS_IN_TORCH_BOTH = 17, 39
+GUESSED_PROMPT = 100  # tokens of an old prompt of `distillation` and of a question of a suite
+
+
+class Seconds(NamedTuple):
+    """Of an iteration, by part, and of the whole run: Seconds({"rollout": 20.1, "update": 2.2}, run=5400.0)"""
+
+    parts: dict[str, float]
+    run: float
+
+    @property
+    def iteration(self) -> float:
+        return sum(self.parts.values())
+
+
+class Cost:
+    """What one device needs for pieces of work, in seconds."""
+
+    def __init__(self, shape: Shape, numbers: Numbers, fleet: Fleet, in_torch: bool = False) -> None:
+        self.logits = (LOGITS_IN_TORCH, LOGITS_IN_TORCH_BOTH) if in_torch else (LOGITS, LOGITS_BOTH)
+        self.shape, self.numbers, self.fleet, self.device = shape, numbers, fleet, fleet.device
+        own = {key: value for key, value in fleet.known.items() if key in Factors._fields}
+        self.factors = Factors(**own)
+        self.flops = self.device.peak * 1e12 * self.factors.matmul
+        self.stream = self.device.bandwidth * 1e9 * self.factors.stream
+        self.moved = OfAToken.of(shape, numbers).moved
+
+    def with_launches(self, work: float, operations: float) -> float:
+        """A GPU works while the next operations are launched; a CPU does one after the other."""
+        launches = operations * self.device.operation
+        return work + launches if self.device.waits else max(work, launches)
+
+    def reads(self, tokens: float, labels: float, behind: float, pieces: float = 1) -> float:
+        """A forward pass: `tokens` that each see `behind` others, log-probs of `labels`, in so many pieces."""
+        flops = forward_flops(self.shape, tokens, behind) + head_flops(self.shape, labels)
+        moved = 2 * tokens * self.moved + self.logits[0] * labels * self.shape.vocabulary * self.numbers.computed
+        work = flops / self.flops + moved / self.stream
+        return self.with_launches(work, pieces * OPERATIONS * self.shape.layers)
+
+    def learns(self, tokens: float, labels: float, behind: float, pieces: float = 1) -> float:
+        """Forward and backward pass; frozen weights have no gradients of their own, logits are always recomputed."""
+        again = self.numbers.recomputed
+        times = (3 if self.numbers.full else 2) + again
+        flops = times * forward_flops(self.shape, tokens, behind)
+        flops += (4 if self.numbers.full else 3) * head_flops(self.shape, labels)
+        moved = (PASSES_AGAIN if again else PASSES) * tokens * self.moved
+        moved += self.logits[1] * labels * self.shape.vocabulary * self.numbers.computed
+        work = flops / self.flops + moved / self.stream
+        return self.with_launches(work, pieces * OPERATIONS * self.shape.layers * (2 + again))
+
+    def steps(self, trained: float, pieces: float = 1) -> float:
+        """The optimizer, and what devices tell each other: gradients once, or with a sharded model for every piece its
+        weights twice and its gradients."""
+        shards, count = self.numbers.shards, self.fleet.count
+        moved = STEP * trained / shards / self.stream
+        if count == 1:
+            return moved
+        share = (count - 1) / count
+        sent = pieces * FLOAT * (2 * self.shape.parameters + trained) if shards > 1 else 2 * FLOAT * trained
+        return moved + share * sent / self.fleet.wire
+
+    def decodes(self, tokens: float, rows: float, behind: float, compiled: bool = False) -> float:
+        """So many steps, each of which samples one token of all rows: it reads the weights and the KV cache."""
+        shape, size = self.shape, self.numbers.computed
+        numbers = shape.blocks + shape.top + rows * behind * shape.cache
+        read = size * numbers / (self.device.bandwidth * 1e9 * self.factors.decode)
+        read += 32 * rows * shape.vocabulary / self.stream  # logits in the several precisions of sampling.py
+        flops = forward_flops(shape, rows, behind) + head_flops(shape, rows)
+        work = max(read, flops / self.flops)
+        return tokens * self.with_launches(work, 0 if compiled else OPERATIONS * shape.layers)
+
+
+def forward_flops(shape: Shape, tokens: float, behind: float) -> float:
+    """Of the blocks, for tokens that each see `behind` others on average: 2 for each weight, and for q k' and p v."""
+    return tokens * (2 * shape.blocks + 4 * shape.layers * shape.query * behind)
+
+
+def head_flops(shape: Shape, labels: float) -> float:
+    """Of what stands behind the blocks, for positions that are asked about."""
+    return 2 * shape.top * labels
+
+
+# -------------------------------------------------------------------------------------------------------- phases 1, 2
+
+
+def of_rows(shape: Shape, cfg: Any, fleet: Fleet, data: Rows, rows: int, shards: int) -> Seconds:
+    """Phase 1 or 2 with micro-batches of so many rows; its iteration is an optimizer step."""
+    settings = Settings.of(cfg)
+    cost = Cost(shape, Numbers.of(cfg, shards), fleet, in_torch=fleet.device.waits)
+    share = settings.share(fleet.count)
+    pieces = math.ceil(share / rows)
+    each = data.tokens * (1 + data.padding)  # of a row, or of both halves of a pair
+    behind = data.tokens / (1 + settings.pairs)  # lengths differ so much that a token sees about as many before it
+    learning = cost.learns(share * each, share * data.tokens * data.trained, behind, pieces)
+    trained = shape.parameters if cfg.model.tuning == "full" else shape.adapter
+    stepping = cost.steps(trained, pieces)
+
+    steps = settings.max_steps
+    if steps <= 0:
+        steps = math.ceil(settings.epochs * data.rows / (share * fleet.count))
+    held_out = settings.held_out / fleet.count
+    epochs = steps * share * fleet.count / max(1.0, data.rows)
+    evaluations = epochs if settings.eval_steps is None else steps / _of_all(settings.eval_steps, steps)
+
+    def read(count: float) -> float:
+        return cost.reads(count * each, count * data.tokens * data.trained, behind, count / rows)
+
+    run = steps * (learning + stepping) + math.ceil(evaluations) * read(held_out)
+    if settings.pairs:  # the reference, asked once about every pair
+        run += read(data.rows / fleet.count + held_out)
+    return Seconds({"passes": learning, "optimizer": stepping}, run)
+
+
+def _of_all(every: float, steps: int) -> float:
+    """transformers takes `eval_steps` below 1 for a share of all steps."""
+    return every * steps if every < 1 else every
+
+
+# ------------------------------------------------------------------------------------------------------------ phase 3
+
+
+def of_episodes(shape: Shape, cfg: StarPORun, fleet: Fleet, work: Episodes, plan: Plan, shards: int) -> Seconds:
+    """Phase 3 with as many conversations at once as the plan says."""
+    cfg = checkpointed(cfg, plan.gradient_checkpointing)
+    cost = Cost(shape, Numbers.of(cfg, shards), fleet)
+    compiled = cfg.rollout.engine.startswith("vllm") or bool(getattr(cfg.rollout, "compile", False))
+
+    def plays(conversations: float, samples: float) -> float:
+        return rollout(cost, work, conversations, samples, plan.slots, compiled)
+
+    groups = math.ceil(work.groups / fleet.count)
+    playing = plays(groups * work.samples, work.samples)
+    learning = update(cost, cfg, work, plan.micro_batch_tokens)
+
+    every, steps, count = cfg.evaluation.every, cfg.trainer.max_steps, fleet.count
+    levels = math.ceil(cfg.evaluation.episodes / count) * len(cfg.envs)
+    evaluation = plays(levels, 1) + sum(_asked(cost, suite, plan.slots, compiled) for suite in _suites(cfg))
+    looks = 1 + steps // every + bool(steps % every)
+    run = steps * (playing + learning) + looks * evaluation
+    run += plays(math.ceil(cfg.evaluation.final_episodes / count) * len(cfg.envs), 1)
+    if cfg.distillation is not None:  # the first model's answers, before the first step
+        answers = sum(source.rows or 10_000 for source in cfg.distillation.sources) / count
+        run += _written(cost, answers, GUESSED_PROMPT, cfg.distillation.max_new_tokens, plan.slots, compiled)
+    return Seconds({"rollout": playing, "update": learning}, run)
+
+
+def rollout(
+    cost: Cost, work: Episodes, conversations: float, samples: float, slots: int, compiled: bool = False
+) -> float:
+    """Prompts once for each group, each reply of an environment behind all that was said before, all sampled tokens."""
+    turns = max(1.0, work.turns)
+    reading = cost.reads(conversations / samples * work.prompt, 0, work.prompt / 2)
+    replies = conversations * (turns - 1) * work.reply
+    reading += cost.reads(replies, 0, (work.prompt + work.context) / 2, turns - 1)
+    at_once = min(slots, conversations)
+    tokens = turns * work.new * conversations / at_once
+    return reading + cost.decodes(tokens, at_once, (work.prompt + work.context) / 2, compiled)
+
+
+def update(cost: Cost, cfg: StarPORun, work: Episodes, micro_batch_tokens: int) -> float:
+    """Looks at the batch before the update, all epochs and minibatches, distillation in each optimizer step."""
+    algorithm, count = cfg.algorithm, cost.fleet.count
+    episodes = work.kept * work.groups * work.samples / count
+    sampled = episodes * min(work.turns * work.new, work.context)
+    tokens, behind = episodes * work.context, work.context / 2
+    pieces = math.ceil(tokens / micro_batch_tokens)
+    # log-probs again where they are rounded, the reference's, the critic's values
+    looks = bool(cfg.trainer.bf16) + (algorithm.beta > 0) + algorithm.critical
+    seconds = looks * cost.reads(tokens, sampled, behind, pieces)
+    shared = episodes * work.prompt * (1 - 1 / work.samples) if can_share(cfg) else 0.0
+    epochs = algorithm.num_iterations
+    seconds += epochs * cost.learns(tokens - shared, sampled, behind, pieces)
+    trained = cost.shape.parameters if cfg.model.tuning == "full" else cost.shape.adapter
+    if algorithm.critical and algorithm.critic.kind != "shared":
+        seconds += epochs * cost.learns(tokens, 0, behind, pieces)
+        trained *= 2
+    steps = epochs * algorithm.minibatches
+    seconds += steps * cost.steps(trained, pieces / algorithm.minibatches)
+    if cfg.distillation is not None and cfg.distillation.coef:
+        rows, new = cfg.distillation.batch_size / count, cfg.distillation.max_new_tokens
+        read = rows * (GUESSED_PROMPT + new)
+        policy, teacher = (each(read, rows * new, new / 2) for each in (cost.learns, cost.reads))
+        seconds += steps * (policy + teacher)
+    return seconds
+
+
+def _suites(cfg: StarPORun) -> Iterable[Suite]:
+    suites = cfg.evaluation.suites
+    return [suite for suite in (suites.math, suites.repetition, suites.recall) if suite is not None]
+
+
+def _asked(cost: Cost, suite: Suite, slots: int, compiled: bool) -> float:
+    instruction = len(getattr(suite, "instruction", "")) / CHARACTERS
+    prompt, questions = GUESSED_PROMPT + instruction, suite.n * len(getattr(suite, "sources", [1]))
+    return _written(cost, questions / cost.fleet.count, prompt, suite.max_new_tokens, slots, compiled)
+
+
+def _written(cost: Cost, answers: float, prompt: float, new: float, slots: int, compiled: bool) -> float:
+    """Answers to prompts of their own, in as many rounds as the slots need."""
+    work = Episodes(1, 1, turns=1, prompt=prompt, new=new, reply=0)
+    return rollout(cost, work, max(1.0, answers), 1, slots, compiled)

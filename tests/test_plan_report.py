@@ -1,0 +1,221 @@
+"""Does `--plan` say what fits and what it takes, for every config file and without touching a thing?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import settings as bounds
+from hypothesis import strategies as st
+from test_plan import SHAPE, config
+
+import train_phase1_sft as phase1
+import train_phase2_dpo as phase2
+import train_phase3_starpo as phase3
+from posttrain import plan
+from posttrain.config import DPORun, SFTRun, StarPORun, resolve
+from posttrain.plan import devices, known_models, report, rows, seconds
+from posttrain.plan.devices import Device, Fleet
+from posttrain.plan.episodes import Place
+from posttrain.plan.parts import Numbers
+from posttrain.plan.shape import Shape
+from posttrain.plan.work import Episodes, Rows
+from posttrain.types import UserError
+
+ROOT = Path(__file__).parent.parent
+GIB = 2**30
+GPU = Device("GPU", memory=24, bandwidth=600, peak=70, link=32, network=1.5, price=1.0)
+
+
+def run_of(kind: type[SFTRun] | type[DPORun] = SFTRun, **trainer: Any) -> Any:
+    source = {"kind": "messages" if kind is SFTRun else "preferences", "path": "rows.jsonl"}
+    given = {"bf16": False, "gradient_checkpointing": False, "per_device_train_batch_size": 4}
+    data = {"sources": [source], "max_length": trainer.pop("max_length", 512), "eval_rows": 8}
+    model = {"name_or_path": "unused", **trainer.pop("model", {})}
+    settings = {"output_dir": "unused", "model": model, "data": data, "trainer": given | trainer}
+    return kind.model_validate(settings)
+
+
+# ------------------------------------------------------------------------------------------------ every config file
+
+
+def training_configs() -> list[tuple[type[SFTRun] | type[DPORun] | type[StarPORun], Path]]:
+    found = []
+    for file in sorted((ROOT / "configs").rglob("*.yaml")):
+        content = yaml.safe_load(file.read_text())
+        kinds = {"phase1": SFTRun, "phase2": DPORun}
+        if "output_dir" in content and "model" in content and ("algorithm" in content or "trainer" in content):
+            found.append((kinds.get(file.name[:6], StarPORun), file))
+    return found
+
+
+def test_every_config_file_has_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)  # as if no phase had run, and nothing may be written
+    known, shapes = training_configs(), {}
+    count = Shape.of
+
+    def counted_once(of_model: Any, model: Any) -> Shape:
+        key = of_model.to_json_string() + model.tuning
+        shapes[key] = shapes[key] if key in shapes else count(of_model, model)
+        return shapes[key]
+
+    monkeypatch.setattr(Shape, "of", counted_once)
+    assert len(known) >= 22
+    for kind, file in known:
+        plan.show(resolve(kind, file), "all", str(file))
+        table = capsys.readouterr().out.split("\n\n")[1].splitlines()
+        assert len(table) == 1 + 3 * len(devices.DEVICES) and "does not fit" not in table[1], file
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("script", "file", "told"),
+    [(phase1, "phase1_sft", "hours"), (phase2, "phase2_dpo", "hours"), (phase3, "phase3_starpo", "rollout s")],
+)
+def test_the_hours_in_the_config_files_are_those_of_the_plan(
+    script: Any, file: str, told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    script.main(["--plan", "A10G", f"output_dir={out}"])
+    printed = capsys.readouterr().out
+    head, row = printed.split("\n\n")[1].splitlines()
+    assert told in head and "at most, at one time" in printed and not out.exists()
+    hours = row.split()[-2]
+    assert f"computed {float(hours):.1f} h" in (ROOT / "configs" / f"{file}.yaml").read_text()
+
+
+# -------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_a_device_on_which_a_run_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = f"output_dir={tmp_path / 'run'}"
+    with pytest.raises(
+        UserError, match=r"(?s)does not fit on A10G.*per_device_train_batch_size=2 trainer.gradient_acc"
+    ):
+        phase2.main(["--plan", "A10G", "trainer.per_device_train_batch_size=64", out])
+    assert "(not as written)" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"A10G: This run does not fit.*What helps: .*model.tuning=lora"):
+        phase3.main(["--plan", "A10G", "model.name_or_path=Qwen/Qwen2.5-7B-Instruct", out])
+    with pytest.raises(UserError, match=r"The largest that fit are rollout.slots=112 "):
+        phase3.main(["--plan", "A10G", "rollout.slots=500", "rollout.groups=64", out])
+    phase2.main(["--plan", "trainer.per_device_train_batch_size=64", out])  # of all devices some are large enough
+    table = capsys.readouterr().out
+    assert table.count("(not as written)") < table.count("\n") and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("asked", ["A10", "x8xH100", "0xH100", "H100:price", "H100:prise=2", "T4:memory=16", "all:x"])
+def test_what_is_no_device_is_said_in_words(asked: str) -> None:
+    with pytest.raises(UserError, match=r"^--plan .*(A100-80|KEY=NUMBER)"):
+        devices.fleets(asked)
+
+
+def test_devices_by_name_number_and_facts() -> None:
+    assert len(devices.fleets("all")) == 18
+    (two,) = devices.fleets("2x8xH100:price=2.5,new=30")
+    assert (two.name, two.count, two.price, two.known["new"]) == ("2x8xH100", 16, 40.0, 30)
+    assert two.wire < devices.fleets("8xh100")[0].wire
+    (own,) = devices.fleets("RTX4090:memory=24,bandwidth=1008,peak=165")
+    assert own.device.bandwidth == 1008 and own.price is None
+
+
+def test_an_unknown_model_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no config file says which model"):
+        phase3.main(["--plan", f"model.name_or_path={tmp_path}/phase2/final"])
+
+
+# ------------------------------------------------------------------------------------------------------ properties
+
+
+@bounds(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([SFTRun, DPORun]), st.sampled_from([1, 2, 4, 8]), st.sampled_from([128, 512, 2048]),
+    st.integers(1, 100), st.sampled_from(["full", "lora"]), st.sampled_from([1, 2, 8]), st.booleans(),
+)  # fmt: skip
+def test_more_rows_or_longer_ones_take_more_and_more_memory_takes_more_rows(
+    kind: Any, batch: int, longest: int, memory: int, tuning: str, processes: int, cuda: bool
+) -> None:
+    shape = SHAPE._replace(adapter=8_000_000 if tuning == "lora" else 0)
+    cfg = run_of(kind, max_length=longest, model={"tuning": tuning}, gradient_accumulation_steps=batch)
+    longer = run_of(kind, max_length=2 * longest, model={"tuning": tuning}, gradient_accumulation_steps=batch)
+    place = Place(memory * GIB, cuda=cuda, processes=processes)
+
+    def taken(cfg: Any, count: int, place: Place) -> int:
+        return plan.most(rows.memory(shape, cfg, place, count))
+
+    assert taken(cfg, batch, place) <= min(taken(cfg, 2 * batch, place), taken(longer, batch, place))
+    best, more = (rows.largest_batch(shape, cfg, place._replace(free=each * GIB)) for each in (memory, 2 * memory))
+    assert best is None or (more is not None and more >= best and taken(cfg, best, place) <= 0.85 * memory * GIB)
+    if processes > 1:
+        assert taken(cfg, batch, place._replace(sharded=True)) < taken(cfg, batch, place) or tuning == "lora"
+
+
+@bounds(max_examples=40, deadline=None)
+@given(
+    st.floats(50, 5000), st.floats(1, 4), st.floats(50, 2000), st.floats(1, 4), st.integers(1, 8), st.booleans(),
+    st.integers(16, 200),
+)  # fmt: skip
+def test_a_faster_device_is_never_slower_and_more_tokens_never_faster(
+    bandwidth: float, wider: float, peak: float, stronger: float, each: int, checkpointing: bool, new: int
+) -> None:
+    slow = Fleet(GPU._replace(memory=200, bandwidth=bandwidth, peak=peak), each=each)
+    fast = slow._replace(device=slow.device._replace(bandwidth=bandwidth * wider, peak=peak * stronger))
+    cfg = config(
+        rollout={"groups": 8, "num_generations": 4, "max_context": 1024},
+        trainer={"bf16": True, "gradient_checkpointing": checkpointing, "max_steps": 10},
+    )
+    work = Episodes(8, 4, turns=3, prompt=200, new=new, reply=30, longest=1024)
+    chosen = plan.choose(SHAPE, cfg, Place(200 * GIB, processes=each))
+
+    def hours(fleet: Fleet, work: Episodes) -> float:
+        return seconds.of_episodes(SHAPE, cfg, fleet, work, chosen, 1).run
+
+    assert hours(fast, work) <= hours(slow, work) <= hours(slow, work._replace(new=new + 16))
+    sft, data = run_of(gradient_checkpointing=checkpointing), Rows(10_000, 100 + new)
+
+    def of_rows(fleet: Fleet, data: Rows) -> float:
+        return seconds.of_rows(SHAPE, sft, fleet, data, 1, 1).run
+
+    assert of_rows(fast, data) <= of_rows(slow, data) <= of_rows(slow, data._replace(tokens=200 + new))
+    assert of_rows(slow, data) <= of_rows(slow, data._replace(rows=20_000))
+
+
+def test_what_is_sharded_is_divided_and_activations_are_not() -> None:
+    cfg = config(rollout={"groups": 16}, algorithm={"beta": 0.1}, trainer={"bf16": True})
+    whole, shared = plan.always(SHAPE, cfg), plan.always(SHAPE, cfg, 8)
+    assert sum(shared.values()) == pytest.approx(sum(whole.values()) / 8, rel=1e-6)
+    alone, divided = (plan.learning(SHAPE, cfg, 4096, True, shards) for shards in (1, 8))
+    assert divided["gradients"] == pytest.approx(alone["gradients"] / 8, rel=1e-6)
+    assert divided["activations"] == alone["activations"] and divided["gathered weights"] > 0
+    sft = run_of()
+    place = Place(24 * GIB, processes=8)
+    copied, shards = rows.memory(SHAPE, sft, place, 4), rows.memory(SHAPE, sft, place._replace(sharded=True), 4)
+    for name in ("weights", "optimizer"):
+        assert shards["always"][name] == pytest.approx(copied["always"][name] / 8, rel=1e-6)
+    assert (
+        copied["always"]["buckets of DDP"] == copied["learning"]["gradients"] and not shards["always"]["buckets of DDP"]
+    )
+    assert shards["learning"]["activations"] == copied["learning"]["activations"]
+
+
+def test_a_model_too_large_for_one_device_is_sharded_over_eight() -> None:
+    model = known_models.config_of(resolve(StarPORun, ROOT / "configs/models/qwen2.5-0.5b.yaml").model, ROOT)
+    assert model.num_hidden_layers == 24
+    cfg = run_of(max_length=1024, bf16=None, gradient_checkpointing=True, per_device_train_batch_size=8)
+    large = SHAPE._replace(parameters=7_600_000_000, blocks=6_500_000_000, layers=28, hidden=3584, states=3584)
+    one, eight = (report.plan(large, cfg, Fleet(devices.DEVICES[4], each=each)) for each in (1, 8))
+    assert one.seconds is None and one.problem and eight.sharded and eight.seconds is not None and not eight.problem
+
+
+def test_the_seconds_of_a_plain_case() -> None:
+    """Decoding reads two bytes of every weight and of the cache; a forward pass takes two operations a weight."""
+    cost = seconds.Cost(SHAPE, Numbers(4, 2, "full", False, False), Fleet(GPU._replace(operation=0.0)))
+    read = 2 * (SHAPE.blocks + SHAPE.top + 32 * 600 * SHAPE.cache) / 300e9 + 32 * 32 * SHAPE.vocabulary / 480e9
+    assert cost.decodes(100, 32, 600) == pytest.approx(100 * read)
+    moved = 2 * 1000 * cost.moved / 480e9
+    assert cost.reads(1000, 0, 0) == pytest.approx(1000 * 2 * SHAPE.blocks / 42e12 + moved)
+    waiting = seconds.Cost(SHAPE, cost.numbers, Fleet(GPU))
+    assert waiting.decodes(1, 1, 100) == pytest.approx(seconds.OPERATIONS * 24 * 18e-6)
+    assert waiting.decodes(1, 1, 100, compiled=True) == cost.decodes(1, 1, 100)

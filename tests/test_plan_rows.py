@@ -1,0 +1,90 @@
+"""Does the plan say what phases 1 and 2 take?  Against the tensors of TRL's trainers with small models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from test_plan import Alive, network, total
+from test_plan_report import run_of
+from trl.trainer import utils as trl_utils
+from trl.trainer.dpo_config import DPOConfig
+from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
+
+from posttrain import compat, plan
+from posttrain.config import DPORun, SFTRun
+from posttrain.plan import rows
+from posttrain.plan.episodes import Place
+from posttrain.plan.shape import Shape
+
+ROWS, LONGEST = 4, 128
+
+
+def trainer_of(kind: Any, folder: Path, tokenizer: Any, name: str, bf16: bool, checkpointing: bool) -> Any:
+    """As the scripts set it up on a CPU; every row is as long as it may be, with labels everywhere but at its head."""
+    model = network(name)
+    model.resize_token_embeddings(max(300, len(tokenizer)))
+    torch.manual_seed(0)
+    ids = torch.randint(5, len(tokenizer), (2 * ROWS, LONGEST)).tolist()
+    fixed = dict(
+        output_dir=str(folder), max_length=LONGEST, report_to="none", use_cpu=True, bf16=bf16, disable_tqdm=True,
+        per_device_train_batch_size=ROWS, gradient_checkpointing=checkpointing, dataloader_pin_memory=False,
+    )  # fmt: skip
+    compat.read_in_slices(model)
+    if kind is SFTRun:
+        data = Dataset.from_dict({"input_ids": ids, "assistant_masks": [[0] * 4 + [1] * (LONGEST - 4)] * len(ids)})
+        return SFTTrainer(model, SFTConfig(**fixed), train_dataset=data, processing_class=tokenizer)
+    columns = ("prompt_ids", "chosen_ids", "rejected_ids")
+    parts = zip(columns, (slice(0, 4), slice(4, None), slice(4, None)), strict=True)
+    data = Dataset.from_dict({column: [row[part] for row in ids] for column, part in parts})
+    args = DPOConfig(precompute_ref_log_probs=True, precompute_ref_batch_size=1, **fixed)
+    return compat.takes_token_ids(DPOTrainer)(model, args=args, train_dataset=data, processing_class=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "bf16", "checkpointing"),
+    [
+        (SFTRun, "llama", False, False),
+        (SFTRun, "qwen3", False, True),
+        (DPORun, "llama", True, False),
+        (DPORun, "convgpt-tied", False, False),
+    ],
+)
+def test_the_peak_of_a_micro_batch(
+    kind: Any, name: str, bf16: bool, checkpointing: bool, tmp_path: Path, tiny_tokenizer: Any, monkeypatch: Any
+) -> None:
+    """All tensors of TRL's training step, and what the optimizer holds: at most a quarter below the plan."""
+    monkeypatch.setattr("trl.trainer.utils._use_triton", lambda device: True)  # labels alone, as the scripts say
+    assert trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE == rows.COLUMNS
+    if name != "llama":  # else the buffer for logits is most of all
+        monkeypatch.setattr(rows, "COLUMNS", 256)
+        monkeypatch.setattr(trl_utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 256)
+    trainer = trainer_of(kind, tmp_path, tiny_tokenizer, name, bf16, checkpointing)
+    settings: Any = dict(per_device_train_batch_size=ROWS, bf16=bf16, gradient_checkpointing=checkpointing)
+    cfg = run_of(kind, max_length=LONGEST, **settings)
+    found = rows.memory(Shape.of(trainer.model.config, cfg.model), cfg, Place(1 << 40, cuda=False), ROWS)
+    if checkpointing:
+        trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    trainer.model = trainer.accelerator.prepare_model(trainer.model)  # autocast, as `train` does
+    trainer.create_optimizer()
+    trainer.current_gradient_accumulation_steps = 1  # as transformers' loop counts them
+    batches = iter(trainer.get_train_dataloader())
+    trainer.model.train()
+    trainer.training_step(trainer.model, next(batches))
+    trainer.optimizer.step()
+    held = [tensor for state in trainer.optimizer.state.values() for tensor in state.values() if tensor.ndim]
+    assert found["always"]["optimizer"] == total(held)
+    assert found["always"]["weights"] == total(trainer.model.parameters())
+    assert found["learning"]["gradients"] == total(p.grad for p in trainer.model.parameters())
+    trainer.model.zero_grad()
+    batch = next(batches)
+    with Alive([*trainer.model.parameters(), *held]) as alive:
+        trainer.training_step(trainer.model, batch)
+    planned = sum(found["learning"].values())
+    assert 0.75 * planned <= alive.peak <= planned
+    assert plan.most(found) >= found["always"]["weights"] + planned
