@@ -9,6 +9,7 @@ No factor is fitted to any of these; where a prediction is off, the table says w
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import tempfile
@@ -111,7 +112,11 @@ def of_results() -> Iterator[Compared]:
             steps = [step for each in row["ours"] for step in each["iterations"]]
             parts, peak, _ = iteration_of(shape, cfg, work, device)
             yield Compared(f"rollout, {name}", "s", parts["rollout"], median(step["rollout"] for step in steps))
-            why = "its layers are 64 wide, and the peak is that of products 1,024 wide" if row["model"] == "convgpt" else ""
+            why = (
+                "its layers are 64 wide, and the peak is that of products 1,024 wide"
+                if row["model"] == "convgpt"
+                else ""
+            )
             yield Compared(f"update, {name}", "s", parts["update"], median(step["update"] for step in steps), why)
             why = SAMPLED if size == "40m" else ""
             yield Compared(f"peak, {name}", "GiB", peak, median(each["peak"] for each in row["ours"]), why)
@@ -193,14 +198,18 @@ def episodes_on(model: str, fleet: str, **changes: Any) -> tuple[report.Planned,
     given += [f"{key}={value}" for key, value in changes.items()]
     cfg = resolve(StarPORun, HERE.parent / "configs" / "envs" / "sokoban.yaml", given)
     (wanted,) = devices.fleets(fleet)
-    shape = Shape.of(known_models.config_of(cfg.model, HERE), cfg.model)
-    return report.plan(shape, cfg, wanted), cfg
+    return report.plan(_shape_of(f"Qwen/{model}-Instruct", cfg.model.tuning), cfg, wanted), cfg
+
+
+@functools.cache
+def _shape_of(name: str, tuning: str = "full") -> Shape:
+    return shape_of(*PUBLISHED[name], tuning=tuning)
 
 
 def of_published() -> Iterator[Compared]:
     """What the field has said of its runs, where model and device are known."""
-    small = shape_of(*PUBLISHED["Qwen/Qwen2.5-0.5B-Instruct"])
-    three = shape_of(*PUBLISHED["Qwen/Qwen2.5-3B-Instruct"])
+    small = _shape_of("Qwen/Qwen2.5-0.5B-Instruct")
+    three = _shape_of("Qwen/Qwen2.5-3B-Instruct")
     yield Compared("KV cache of a token, Qwen2.5-0.5B, bfloat16", "KB", 2 * small.cache / 1e3, 12.25)
     yield Compared("logits of 2 x 256 tokens, Qwen3-0.6B (trl#3678)", "MB", 4 * 512 * 151936 / 1e6, 310)
     why = "they keep both moments and float32 weights, as here; the rest is rounding of the 35"

@@ -31,7 +31,7 @@ def trainer_of(kind: Any, folder: Path, tokenizer: Any, name: str, bf16: bool, c
     model.resize_token_embeddings(max(300, len(tokenizer)))
     torch.manual_seed(0)
     ids = torch.randint(5, len(tokenizer), (2 * ROWS, LONGEST)).tolist()
-    fixed = dict(
+    fixed: dict[str, Any] = dict(
         output_dir=str(folder), max_length=LONGEST, report_to="none", use_cpu=True, bf16=bf16, disable_tqdm=True,
         per_device_train_batch_size=ROWS, gradient_checkpointing=checkpointing, dataloader_pin_memory=False,
     )  # fmt: skip
