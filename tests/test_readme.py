@@ -119,6 +119,8 @@ class Shell:
         argv = [script, *arguments, "--print-config"]
         printed = outcome(lambda: runpy.run_path(str(ROOT / script), run_name="__main__"), argv)
         cfg = yaml.safe_load(printed)
+        if "--plan" in arguments:  # reads no model and writes nothing
+            return
         reads = list(cfg["checkpoints"].values()) if "checkpoints" in cfg else [cfg["model"]["name_or_path"]]
         missing = [folder for folder in reads if folder.startswith("runs/") and folder not in self.made]
         assert not missing, f"nothing before it has made {missing}"
