@@ -16,7 +16,7 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from posttrain import compat, plan
+from posttrain import compat, plan, training
 from posttrain.config import DPORun, SFTRun
 from posttrain.plan import rows
 from posttrain.plan.episodes import Place
@@ -35,7 +35,7 @@ def trainer_of(kind: Any, folder: Path, tokenizer: Any, name: str, bf16: bool, c
         output_dir=str(folder), max_length=LONGEST, report_to="none", use_cpu=True, bf16=bf16, disable_tqdm=True,
         per_device_train_batch_size=ROWS, gradient_checkpointing=checkpointing, dataloader_pin_memory=False,
     )  # fmt: skip
-    compat.read_in_slices(model)
+    training.save_work(model, torch.device("cpu"))
     if kind is SFTRun:
         data = Dataset.from_dict({"input_ids": ids, "assistant_masks": [[0] * 4 + [1] * (LONGEST - 4)] * len(ids)})
         return SFTTrainer(model, SFTConfig(**fixed), train_dataset=data, processing_class=tokenizer)

@@ -1,7 +1,8 @@
 """How much memory will phase 1 or 2 take, and which batch fits?  TRL's trainers, as the scripts set them up.
 
 Both read a batch of rows without padding masks, ask TRL's chunked output layer about labels alone, and step once the
-gradients of all micro-batches are there. The reference of phase 2 is the policy before its first step: no second model.
+gradients of all micro-batches are there. The reference of phase 2 is the policy before its first step, a second model
+only where it is sharded.
 """
 
 from __future__ import annotations
@@ -93,6 +94,10 @@ def memory(shape: Shape, cfg: Any, place: Place, rows: int) -> dict[str, Parts]:
         "always": {
             "held already": place.held,
             "weights": parts.weights(shape, numbers),
+            # DPOTrainer shards a second model before it has sharded the first
+            "reference model": parts.weights(shape, numbers)
+            if settings.pairs and place.sharded and numbers.full
+            else 0,
             "optimizer": parts.moments(counts, numbers),
             "buckets of DDP": gradients if copied else 0,  # it copies every gradient into one before it is summed
         },
