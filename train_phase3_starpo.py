@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from posttrain.experience import Batch, Experience, Measured, Scored
     from posttrain.learner import Learner
     from posttrain.monitoring import Monitor
+    from posttrain.rollout_worker import RolloutWorker
     from posttrain.run_state import RunState
     from posttrain.sampler import Sampler
 
@@ -70,23 +71,24 @@ def main(argv: list[str] | None = None) -> None:
     from posttrain.learner import objective_settings
     from posttrain.monitoring import Monitor, costs, describe, due, gradients_by_std, thoughts_and_prompts
     from posttrain.monitoring.alarms import not_finite
-    from posttrain.rollout import open_sampler
+    from posttrain.rollout import sampler_of
+    from posttrain.rollout_worker import RolloutWorker
 
     setup = starpo_run.set_up(cfg, resume=args.resume, data_sets=hub_sets(cfg.evaluation.suites))
     cfg = setup.cfg  # with the memory plan's numbers; frozen, as every config is
 
     model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template)
     learner = starpo_run.make_learner(cfg, model, chat)
-    rollouts = cfg.rollout
-    sampler = open_sampler(
-        learner.policy, chat, rollouts.engine, rollouts.max_context, rollouts.vllm_gpu_memory_utilization
-    )
+    sampler = sampler_of(cfg, learner.policy, chat)
     with learner.autocast(), model_files.no_bars():  # while the policy is the model that it starts from
         distillation = Distillation.start(learner, sampler, chat) if cfg.distillation else None
     former_tasks = FormerTasks(cfg, chat)
     state = starpo_run.first_state(setup, learner, chat)
     monitor = Monitor(cfg, setup.settings, state, learner.exact, setup.resumes)
     parts = Parts(cfg, chat, sampler, learner, distillation, former_tasks, monitor)
+    worker = None
+    if cfg.rollout.max_staleness:
+        worker = RolloutWorker(cfg, sampler, chat, lambda step: starpo_run.levels(cfg, step, state.joined))
 
     with runlog.StopSignals() as stop, model_files.no_bars():
         if state.step == 0:
@@ -95,10 +97,11 @@ def main(argv: list[str] | None = None) -> None:
             started_at = time.perf_counter()
             monitor.raised.clear()
             with learner.autocast():
-                groups = rollout(cfg, sampler, chat, step, state.joined)
+                groups = rollout(cfg, sampler, chat, step, state.joined, worker)
             played_at = time.perf_counter()
             scored = score_and_filter(cfg, groups, learner)
             metrics = describe(groups, scored.std, scored.kept)
+            metrics |= worker.staleness([t for group in groups for t in group]) if worker else {}
             if due(cfg.diagnostics.every, step) and cfg.protocol.think:
                 metrics |= thoughts_and_prompts(cfg, learner, chat, groups, step, state.collapse, monitor.say)
             scored_at = time.perf_counter()
@@ -129,6 +132,8 @@ def main(argv: list[str] | None = None) -> None:
             if last:
                 break
 
+        if worker:
+            worker.stop()
         # what is saved is the policy that did best on the validation levels; the test levels see only that one
         broken = not_finite(state.alarms)  # the same in all processes, which see the same rows
         run_state.load(setup.best(state), learner)
@@ -141,29 +146,32 @@ def main(argv: list[str] | None = None) -> None:
 
 # ----------------------------------------------------------------------------------------------------------- 1. rollout
 def rollout(
-    cfg: StarPORun, sampler: Sampler, chat: Chat, step: int, joined: Sequence[str] = ()
+    cfg: StarPORun,
+    sampler: Sampler,
+    chat: Chat,
+    step: int,
+    joined: Sequence[str] = (),
+    worker: RolloutWorker | None = None,
 ) -> list[list[Trajectory]]:
     """All groups of a step, played by all processes together; samples of a group share the level and nothing else.
 
-    joined: the environments of the curriculum (`envs.after`) that are played by now.
+    joined: the environments of the curriculum (`envs.after`) that are played by now. worker: plays ahead of this.
     """
     from posttrain import parallel
-    from posttrain.rollout import new_episode
-    from posttrain.starpo_run import environments_of_groups, play_all
+    from posttrain.starpo_run import levels, play_all
 
-    envs_G = environments_of_groups(cfg.envs, cfg.rollout.groups, step, joined)
+    if worker:
+        worker.update_model_version(step - 1)
+        trajectories = worker.take(step)
+    else:
+        episodes, seeds = levels(cfg, step, joined)
+        trajectories = play_all(cfg, sampler, chat, episodes, cfg.rollout.temperature, seeds)
     size = cfg.rollout.num_generations
-    samples = [(group, sample) for group in parallel.mine(len(envs_G)) for sample in range(size)]
-    episodes, seeds = [], []
-    for group, sample in samples:
-        level_seed = derive_seed(cfg.seed, "level", step, group)
-        noise_seed = derive_seed(cfg.seed, "noise", step, group, sample)
-        episodes.append(new_episode(envs_G[group], cfg.protocol, level_seed, "train", noise_seed))
-        seeds.append(derive_seed(cfg.seed, "sample", step, group, sample))
-    trajectories = play_all(cfg, sampler, chat, episodes, cfg.rollout.temperature, seeds)
-    for (group, _), trajectory in zip(samples, trajectories, strict=True):
-        trajectory.group = group
-    return parallel.gather([trajectories[start : start + size] for start in range(0, len(trajectories), size)])
+    groups = [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
+    for number, group in zip(parallel.mine(cfg.rollout.groups), groups, strict=True):
+        for trajectory in group:
+            trajectory.group = number
+    return parallel.gather(groups)
 
 
 # -------------------------------------------------------------------------------------------------- 2. score and filter

@@ -1,4 +1,4 @@
-"""How is a server asked that may answer anything?  One POST of JSON with a deadline and a bound on the reply.
+"""How is a server asked that may answer anything?  One request with a deadline and a bound on the reply.
 
 There are no proxies and no redirects: what is sent, a key included, goes to the address that was given or nowhere.
 """
@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 MOST_BYTES = 4 << 20  # of a reply
 LONGEST_WAIT = 3600.0  # seconds that may be asked for
-FAILURES = (OSError, http.client.HTTPException, ValueError, RecursionError)  # what post_json raises
+FAILURES = (OSError, http.client.HTTPException, ValueError, RecursionError)  # what `ask` and `post_json` raise
 
 
 class NoAnswer(RuntimeError):
@@ -47,11 +47,16 @@ def is_address(url: str) -> bool:
 def post_json(url: str, content: Any, timeout: float, headers: Mapping[str, str] | None = None) -> Any:
     """What the server answers, as JSON; one of FAILURES, TimeoutError among them, where there is no such answer."""
     sent = {"Content-Type": "application/json", **(headers or {})}
-    return json.loads(_post(url, json.dumps(content).encode(), timeout, sent))
+    return json.loads(ask(url, json.dumps(content).encode(), timeout, sent))
 
 
-def _post(url: str, body: bytes, timeout: float, headers: Mapping[str, str]) -> bytes:
-    """The reply, complete before the deadline: a socket's own limit starts anew with every byte it receives."""
+def ask(
+    url: str, body: bytes | None, timeout: float, headers: Mapping[str, str] | None = None, most: int = MOST_BYTES
+) -> bytes:
+    """The reply to a POST of these bytes, or to a GET where there are none; at most `most` bytes.
+
+    It is complete before the deadline: a socket's own limit starts anew with every byte it receives.
+    """
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname or "", parts.port, timeout=timeout)
@@ -63,9 +68,9 @@ def _post(url: str, body: bytes, timeout: float, headers: Mapping[str, str]) -> 
         timer.start()
         try:
             target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-            connection.request("POST", target, body, headers)
+            connection.request("GET" if body is None else "POST", target, body, headers or {})
             response = connection.getresponse()
-            reply = response.read(MOST_BYTES + 1)
+            reply = response.read(most + 1)
         finally:
             timer.cancel()
             if time.monotonic() - began >= timeout:
@@ -74,8 +79,8 @@ def _post(url: str, body: bytes, timeout: float, headers: Mapping[str, str]) -> 
         connection.close()
     if response.status != 200:
         raise BadStatus(response.status, response.getheader("Retry-After", ""), reply.decode(errors="replace"))
-    if len(reply) > MOST_BYTES:
-        raise ValueError(f"its reply has more than {MOST_BYTES} bytes")
+    if len(reply) > most:
+        raise ValueError(f"its reply has more than {most} bytes")
     return reply
 
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from posttrain.sampler import ReplaySampler, Sampler, SlotSampler, VLLMSampler
+from posttrain import parallel
+from posttrain.sampler import RemoteSampler, ReplaySampler, Sampler, SlotSampler, VLLMSampler
+from posttrain.sampler.remote import Policy
+from posttrain.sampler.slot_server import SlotServer, SlotServers
+from posttrain.sampler.vllm_server import VLLMServer, VLLMServers
 from posttrain.selftest import why_unfit
 from posttrain.types import UserError
 
@@ -39,3 +44,22 @@ def open_engine(
         )
     warnings.warn(f"{name} replays its history in every turn (slower), without a kept KV cache: {cause}", stacklevel=2)
     return ReplaySampler(model, stop_ids, pad_id)
+
+
+def open_servers(policy: Policy, kind: str, urls: Sequence[str], folder: Path) -> RemoteSampler:
+    """Servers that play for this process: its share of them. kind: server for ours, vllm_server for vLLM's.
+
+    folder: where weights may lie until vLLM has read them. A UserError where one is not there, or does not fit.
+    """
+    if len(urls) < parallel.size():
+        raise UserError(
+            f"rollout.servers names {len(urls)} servers for {parallel.size()} processes, each of which needs one of its"
+            " own: start more servers, or fewer processes."
+        )
+    mine = urls[parallel.rank() :: parallel.size()]
+    if kind == "server":
+        servers = SlotServers([SlotServer(url) for url in mine], policy)
+    else:
+        servers = VLLMServers([VLLMServer(url) for url in mine], policy, folder / f"weights-{parallel.rank()}")
+    servers.init_weight_transfer()
+    return RemoteSampler(servers)

@@ -89,7 +89,7 @@ class Learner:
             )
         self.shares = can_share(cfg) and can_share_prefixes(self.policy)
         # sampler and trainer round alike in float32 alone
-        our_engine = cfg.rollout.engine != "vllm"
+        our_engine = cfg.rollout.engine in ("auto", "slots", "replay")
         self.exact = our_engine and self.policy.dtype == torch.float32 and not cfg.trainer.bf16
 
     # ----------------------------------------------------------------------------------------- before the update

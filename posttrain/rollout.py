@@ -17,6 +17,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedModel
@@ -25,9 +26,10 @@ import envs
 from envs import TextEnv
 from envs.protocol import Episode, Protocol, Turn, thought_span
 from posttrain.chat import Chat
-from posttrain.config import EnvSection, ProtocolSection
-from posttrain.engine import open_engine
+from posttrain.config import EnvSection, ProtocolSection, StarPORun
+from posttrain.engine import open_engine, open_servers
 from posttrain.sampler import Sampler, TurnRequest
+from posttrain.sampler.remote import Policy
 from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError, derive_seed, one_line
 
 RAISED = (Exception, SystemExit)  # what an environment can do that ends its own episode alone
@@ -65,6 +67,15 @@ def open_sampler(
 ) -> Sampler:
     """An engine for this model that stops where this chat's turns end."""
     return open_engine(model, [chat.stop_id], chat.pad_id, engine, max_context, vllm_memory)
+
+
+def sampler_of(cfg: StarPORun, model: PreTrainedModel, chat: Chat) -> Sampler:
+    """The engine of a run of phase 3: here, or on the servers that its config names."""
+    wanted = cfg.rollout
+    if not wanted.servers:
+        return open_sampler(model, chat, wanted.engine, wanted.max_context, wanted.vllm_gpu_memory_utilization)
+    policy = Policy(model, chat.tokenizer, [chat.stop_id], chat.pad_id, wanted.max_context)
+    return open_servers(policy, wanted.engine, wanted.servers, Path(cfg.output_dir))
 
 
 def complete(
@@ -127,33 +138,41 @@ def play(
     *,
     slots: int = 256,
     context: Context = FULL,
-    done: Callable[[int], None] | None = None,
+    done: Callable[[list[Trajectory]], None] | None = None,
 ) -> list[Trajectory]:
     """Play every episode to its end, at most `slots` at a time; a finished one makes room for a waiting one at once.
 
     An episode is truncated where even the system message and the current turn do not fit into the context. One whose
     first turn does not is a crash like that of an environment, and a UserError where it is so with all of them. An
     environment that raises ends its own episode (`crashed` says how) and no other; what `set_up` recorded instead of an
-    episode comes back as it is. `done` is called with the number of episodes that have just ended.
+    episode comes back as it is.
+
+    `done` is given the episodes that have just ended, at times none. It may add to `episodes` and `seeds` what is to be
+    played as well.
     """
-    games = {
-        i: Game(chat, episode, context, params.max_new_tokens)
-        for i, episode in enumerate(episodes)
-        if isinstance(episode, Episode)
-    }
-    trajectories = [games[i].trajectory if isinstance(e, Episode) else e for i, e in enumerate(episodes)]
-    for trajectory, seed in zip(trajectories, seeds, strict=True):
-        trajectory.seed = seed
-    begun = {i: game for i, game in games.items() if game.begin()}
-    if games and not begun and all(game.too_long for game in games.values()):
-        game = next(iter(games.values()))
-        raise UserError(
-            f"{game.trajectory.crashed}, and a turn of {params.max_new_tokens} more does not fit into"
-            f" max_context={context.max_tokens}. Raise it, or lower max_completion_length."
-        )
-    games = begun
-    waiting = list(games)[::-1]
+    games: dict[int, Game] = {}
+    trajectories: list[Trajectory] = []
+    waiting: list[int] = []
     playing: dict[int, int] = {}  # the episode of each open conversation
+
+    def begin() -> list[Trajectory]:
+        """Take up the episodes that are new; of these, those that cannot be played."""
+        new = range(len(trajectories), len(episodes))
+        for i in new:
+            episode = episodes[i]
+            if isinstance(episode, Episode):
+                games[i] = Game(chat, episode, context, params.max_new_tokens)
+            trajectories.append(games[i].trajectory if isinstance(episode, Episode) else episode)
+            trajectories[i].seed = seeds[i]
+        begun = [i for i in new if i in games and games[i].begin()]
+        tried = [games[i] for i in new if i in games]
+        if tried and not begun and all(game.too_long for game in tried):
+            raise UserError(
+                f"{tried[0].trajectory.crashed}, and a turn of {params.max_new_tokens} more does not fit into"
+                f" max_context={context.max_tokens}. Raise it, or lower max_completion_length."
+            )
+        waiting[:0] = begun[::-1]
+        return [trajectories[i] for i in new if i not in set(begun)]
 
     def enter(several: Sequence[int]) -> list[TurnRequest]:
         handles = sampler.open([games[i].segment.ids for i in several])
@@ -179,14 +198,22 @@ def play(
             else:
                 leaving.append(handle)
                 renewed.append(playing[handle])
+        ended = [trajectories[playing[handle]] for handle in leaving if playing[handle] not in renewed]
         for handle in leaving:
             del playing[handle]
         sampler.close(leaving)
-        if done:
-            done(len(leaving) - len(renewed))
+        tell(ended)
         free = slots - len(playing) - len(renewed)
         return going + enter(renewed + [waiting.pop() for _ in range(min(free, len(waiting)))])
 
+    def tell(ended: list[Trajectory]) -> None:
+        while done:
+            done(ended)
+            if len(trajectories) == len(episodes):
+                break
+            ended = begin()
+
+    tell(begin())
     sampler.converse(enter([waiting.pop() for _ in range(min(slots, len(waiting)))]), params, then)
     return trajectories
 
@@ -282,6 +309,7 @@ class Game:
         trajectory = self.trajectory
         self.segment.write(trajectory.turns, completion, len(self.opening))
         self.said.append(completion)
+        trajectory.versions.append(completion.version)
         trajectory.unfinished_turns += not completion.finished
         return self.text(completion.ids[:-1] if completion.finished else completion.ids)
 

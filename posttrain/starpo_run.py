@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,11 +29,11 @@ from posttrain.config import StarPORun, TrainingEnvSection
 from posttrain.learner import Learner
 from posttrain.monitoring.episodes import memory, reward_table
 from posttrain.preflight import check_run
-from posttrain.rollout import Context, open_env, play
+from posttrain.rollout import Context, new_episode, open_env, play
 from posttrain.run_state import RunState, changed
 from posttrain.sampler import Sampler
 from posttrain.selftest import without_noise
-from posttrain.types import SamplingParams, Trajectory, UserError
+from posttrain.types import SamplingParams, Trajectory, UserError, derive_seed
 
 
 class Setup(NamedTuple):
@@ -122,6 +122,22 @@ def environments_of_groups(
     return chosen[len(chosen) - groups :]
 
 
+def levels(cfg: StarPORun, step: int, joined: Sequence[str] = ()) -> tuple[list[Episode | Trajectory], list[int]]:
+    """This process's episodes of a step, in their first state, and the seed of what is sampled in each.
+
+    joined: the environments of the curriculum (`envs.after`) that are played by now.
+    """
+    envs_G = environments_of_groups(cfg.envs, cfg.rollout.groups, step, joined)
+    episodes, seeds = [], []
+    for group in parallel.mine(len(envs_G)):
+        for sample in range(cfg.rollout.num_generations):
+            level_seed = derive_seed(cfg.seed, "level", step, group)
+            noise_seed = derive_seed(cfg.seed, "noise", step, group, sample)
+            episodes.append(new_episode(envs_G[group], cfg.protocol, level_seed, "train", noise_seed))
+            seeds.append(derive_seed(cfg.seed, "sample", step, group, sample))
+    return episodes, seeds
+
+
 def check_environments(cfg: StarPORun) -> None:
     """UserError unless every environment is there, takes its options and has levels in every split."""
     for n, env in enumerate(cfg.envs):
@@ -143,6 +159,7 @@ def play_all(
     episodes: Sequence[Episode | Trajectory],
     temperature: float,
     seeds: Sequence[int],
+    done: Callable[[list[Trajectory]], None] | None = None,
 ) -> list[Trajectory]:
     """`posttrain.rollout.play` under the limits of this run."""
     return play(
@@ -153,6 +170,7 @@ def play_all(
         seeds,
         slots=cfg.rollout.conversations,
         context=Context(cfg.rollout.context, cfg.rollout.context_turns, cfg.rollout.max_context),
+        done=done,
     )
 
 

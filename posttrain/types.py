@@ -52,12 +52,13 @@ class Completion:
 
     `ids` are exactly the sampled tokens, the stop token included; `logprobs` are natural logs under the sampling
     distribution before top-k, top-p and penalty (at the temperature used); `finished` is False when the budget ran out
-    first.
+    first. `version` numbers the weights that wrote it, where these change while episodes are played.
     """
 
     ids: list[int]
     logprobs: list[float]
     finished: bool
+    version: int = 0
 
 
 @dataclass
@@ -113,10 +114,10 @@ class Segment:
 class Trajectory:
     """One episode: the contexts in which its turns were sampled, and what the environment said to each turn.
 
-    Per turn: `turn_rewards` (from the environment), `turn_penalties` (for the format) and `state_keys` (the exact
-    state it was answered in). The turns of all segments, one after another, are the turns of the episode in order, so
-    with the whole history in context there is one segment. An episode whose environment raised before its first turn
-    has none.
+    Per turn: `turn_rewards` (from the environment), `turn_penalties` (for the format), `state_keys` (the exact state
+    it was answered in) and `versions` (of the weights that wrote it). The turns of all segments, one after another, are
+    the turns of the episode in order, so with the whole history in context there is one segment. An episode whose
+    environment raised before its first turn has none.
     `terminated`: the environment ended. `truncated`: a limit ended it. `crashed`: the environment raised (never a
     zero reward).
     `dropped_turns`: earlier turns that left the context for want of room.
@@ -127,6 +128,7 @@ class Trajectory:
     turn_rewards: list[float] = field(default_factory=list)
     turn_penalties: list[float] = field(default_factory=list)
     state_keys: list[str] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     env: str = ""
     level_key: str = ""
     level_seed: int = 0

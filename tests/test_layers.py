@@ -56,8 +56,9 @@ LAYERS = [
     [f"posttrain.{name}" for name in ("models", "cross_score", "engine", "learner", "gguf")],
     [f"posttrain.{name}" for name in ("training", "preflight", "rollout", "run_state")],
     [f"posttrain.{name}" for name in ("monitoring", "plan", "distillation", "inference")],
-    ["posttrain.evaluation", "posttrain.starpo_run", "posttrain.web_chat"],
-    [f"posttrain.{name}" for name in ("pairs", "harness", "publish", "serve")],
+    [f"posttrain.{name}" for name in ("evaluation", "starpo_run", "web_chat", "rollout_engine")],
+    [f"posttrain.{name}" for name in ("pairs", "harness", "publish", "serve", "rollout_worker")],
+    ["posttrain.rollout_server"],
     SCRIPTS,
 ]
 LAYER = {module: number for number, modules in enumerate(LAYERS) for module in modules}

@@ -55,10 +55,18 @@ class RolloutSection(Section):
         None,
         ge=1,
     )
-    engine: Literal["auto", "slots", "replay", "vllm"] = Field(
+    engine: Literal["auto", "slots", "replay", "vllm", "server", "vllm_server"] = Field(
         "slots keeps the KV cache across turns, replay reads them again, vllm is vLLM where it is installed (TRL's"
-        " use_vllm)",
+        " use_vllm); server is `python -m posttrain.rollout_server`, vllm_server is `vllm serve`, both in `servers`",
         "auto",
+    )
+    servers: list[str] = Field("engines server and vllm_server: addresses, each with http:// and its port", [])
+    max_staleness: int = Field(
+        "with servers: how many updates the weights that played an episode may be behind those that learn from it; 0"
+        " plays and learns in turn, more plays the next steps while one is learned from",
+        0,
+        ge=0,
+        le=64,
     )
     vllm_gpu_memory_utilization: float = Field("engine vllm: its share of the GPU's memory (TRL's)", 0.3, gt=0, lt=1)
 
@@ -71,6 +79,23 @@ class RolloutSection(Section):
             raise wrong(f"groups times num_generations is {episodes} episodes in a step: at most {2**20}")
         if self.max_completion_length >= self.max_context:
             raise wrong("max_completion_length (one turn) must be smaller than max_context (all of its context)")
+        return self
+
+    @model_validator(mode="after")
+    def _servers(self) -> RolloutSection:
+        from envs.web import is_address
+
+        elsewhere = self.engine in ("server", "vllm_server")
+        if elsewhere and not self.servers:
+            raise wrong(f"`rollout.engine: {self.engine}` needs `rollout.servers`, a list of addresses")
+        if self.servers and not elsewhere:
+            raise wrong("`rollout.servers` is for `rollout.engine: server` and `vllm_server` alone: write one of them")
+        if bad := [url for url in self.servers if not is_address(url)]:
+            raise wrong(f"`rollout.servers` has {bad[0]!r}, which is no address such as http://localhost:8200")
+        if len({url.rstrip("/") for url in self.servers}) < len(self.servers):
+            raise wrong("`rollout.servers` names a server twice")
+        if self.max_staleness and not elsewhere:
+            raise wrong("`rollout.max_staleness` above 0 needs `rollout.engine: server` or `vllm_server`")
         return self
 
     @property
@@ -236,8 +261,16 @@ class StarPORun(TrainingRun):
             raise wrong(
                 "a separate critic trains a copy, which four-bit weights cannot be: `algorithm.critic.kind: shared`"
             )
-        if self.rollout.engine == "vllm" and self.model.tuning == "qlora":
-            raise wrong("vLLM is not given four-bit weights: write `rollout.engine: auto`, or `model.tuning: lora`")
+        if self.rollout.engine in ("vllm", "server", "vllm_server") and self.model.tuning == "qlora":
+            raise wrong(
+                f"`rollout.engine: {self.rollout.engine}` is not given four-bit weights: write `rollout.engine: auto`,"
+                " or `model.tuning: lora`"
+            )
+        if self.rollout.max_staleness and self.algorithm.importance_sampling_clip_max is None:
+            raise wrong(
+                "`rollout.max_staleness` above 0 learns from episodes of older weights: weight their tokens, with"
+                " `algorithm.importance_sampling_clip_max: 2`"
+            )
         if self.distillation and self.distillation.max_new_tokens + 8 > self.rollout.max_context:
             raise wrong(
                 f"`distillation.max_new_tokens` ({self.distillation.max_new_tokens}) leaves no prompt any room in"

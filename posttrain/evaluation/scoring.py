@@ -245,7 +245,7 @@ def play_levels(
         task.seeds,
         slots=slots,
         context=Context(suite.context, suite.context_turns, suite.max_context),
-        done=tick,
+        done=lambda ended: tick(len(ended)),
     )
     for trajectory in played:
         finite(trajectory.sampled_logprobs)

@@ -64,7 +64,7 @@ def playing(shape: Shape, cfg: StarPORun, slots: int, shards: int = 1) -> Parts:
     numbers = Numbers.of(cfg, shards)
     whole = {"gathered weights": shape.parameters * numbers.stored if shards > 1 else 0}
     whole["bfloat16 weights"] = parts.copies(shape, numbers, learns=False)
-    if cfg.rollout.engine == "vllm":
+    if cfg.rollout.engine == "vllm" or cfg.rollout.servers:
         return whole
     prompt = cfg.rollout.max_context - cfg.rollout.max_completion_length  # what leaves room for a turn
     return parts.conversations(shape, numbers.computed, slots, cfg.rollout.max_context, prompt) | whole

@@ -40,6 +40,9 @@ class Sampler(Protocol):
         """Forget these conversations and free their memory."""
         ...
 
+    def forget(self) -> None:
+        """The weights have changed: what was computed from open conversations is computed again. None is under way."""
+
     def sample(self, handles: Sequence[int], params: SamplingParams, seeds: Sequence[int]) -> list[Completion]:
         """One turn in each of these conversations; `seeds[i]` is row i's seed."""
         written: dict[int, Completion] = {}

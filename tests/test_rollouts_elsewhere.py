@@ -1,0 +1,121 @@
+"""Does phase 3 learn from what servers played as from what it plays itself, also ahead of the learner?"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_phase3 import rows, settings, train, weights
+from test_rollout_server import Running, llama, running
+
+from posttrain import checkpoint
+from posttrain.chat import Chat
+from posttrain.sampler import RemoteSampler
+from posttrain.types import UserError
+
+LEARNS = {"filter": {"strategy": "none", "keep_zero": True}, "advantage": "arpo", "importance_sampling_clip_max": 2.0}
+
+
+@pytest.fixture(scope="module")
+def player(tmp_path_factory: pytest.TempPathFactory, tiny_chat: Chat) -> Path:
+    def write(out: Path) -> None:
+        llama().save_pretrained(out)
+        tiny_chat.save(out)
+
+    folder = tmp_path_factory.mktemp("player") / "final"
+    return checkpoint.save(folder, write, phase="phase2", chat_template_sha256=tiny_chat.hash)
+
+
+def run_of(folder: Path, player: Path, **rollout: Any) -> Path:
+    """The config file of a run of three steps, whose output is beside it."""
+    folder.mkdir(exist_ok=True)
+    few = {"episodes": 4, "final_episodes": 4}
+    rollout = {"max_context": 448, **rollout}
+    file = folder / "run.yaml"
+    return settings(file, player, rollout=rollout, algorithm=LEARNS, trainer={"max_steps": 3}, evaluation=few)
+
+
+def elsewhere(servers: list[Running], **more: Any) -> dict[str, Any]:
+    return {"engine": "server", "servers": [server.url for server in servers], **more}
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory, player: Path) -> Path:
+    file = run_of(tmp_path_factory.mktemp("here"), player)
+    train(file)
+    return file.with_name("run")
+
+
+def check_equal(here: Path, there: Path) -> None:
+    ours, theirs, before = (weights(run / f"checkpoint-{n}") for run, n in ((there, 3), (here, 3), (here, 1)))
+    assert max((before[name] - theirs[name]).abs().max().item() for name in ours) > 1e-4, "it has learned"
+    assert max((ours[name] - theirs[name]).abs().max().item() for name in ours) < 1e-5
+    for ours, theirs in zip(rows(there), rows(here), strict=True):
+        for key in ("rollout/reward", "rollout/tokens", "rollout/logprob", "evaluation/success", "policy/loss"):
+            assert (key in ours) == (key in theirs)
+            assert ours.get(key, 0) == pytest.approx(theirs.get(key, 0), rel=1e-4, abs=1e-5), key
+
+
+def test_two_servers_and_this_process_make_the_same_run(
+    here: Path, player: Path, tmp_path: Path, tiny_chat: Chat
+) -> None:
+    with running(tiny_chat, 2) as servers:
+        train(run_of(tmp_path, player, **elsewhere(servers)))
+        assert all(server.engine.version >= 3 for server in servers), "both played, with weights of every step"
+    check_equal(here, tmp_path / "run")
+    gaps = [row["policy/sampler_gap"] for row in rows(tmp_path / "run") if "policy/loss" in row]
+    assert len(gaps) == 3 and max(gaps) < 1e-4
+
+
+def test_a_server_that_dies_changes_nothing_of_the_run(
+    here: Path, player: Path, tmp_path: Path, tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, told = RemoteSampler._begin, []
+    with running(tiny_chat, 2) as servers:
+
+        def begin(self: RemoteSampler, turns: Any) -> None:
+            told.append(len(turns))
+            if self.servers.version == 2 and servers[1].engine.failure == "" and len(self._turns) > 2:
+                servers[1].kill()  # in the middle of the rollout of the second step
+            honest(self, turns)
+
+        monkeypatch.setattr(RemoteSampler, "_begin", begin)
+        train(run_of(tmp_path, player, **elsewhere(servers)))
+        assert servers[1].engine.failure and servers[0].engine.version >= 3
+    check_equal(here, tmp_path / "run")
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_a_run_that_plays_ahead_learns_from_nothing_that_is_older_than_asked(
+    player: Path, tmp_path: Path, tiny_chat: Chat, ahead: int
+) -> None:
+    with running(tiny_chat, 2) as servers:
+        file = run_of(tmp_path, player, **elsewhere(servers, max_staleness=ahead))
+        train(file, "trainer.max_steps=4", "evaluation.every=4")
+        left = [len(server.engine._known) for server in servers]
+    table = [row for row in rows(tmp_path / "run") if "rollout/staleness" in row]
+    assert [row["step"] for row in table] == [1, 2, 3, 4] and left == [0, 0]
+    assert table[0]["rollout/staleness"] == 0 < max(row["rollout/staleness"] for row in table)
+    assert all(row["rollout/staleness_max"] <= ahead and row["policy/loss"] == row["policy/loss"] for row in table)
+
+
+def test_wrong_configs_are_told(player: Path, tmp_path: Path) -> None:
+    for rollout, words in [
+        ({"engine": "server"}, "needs `rollout.servers`"),
+        ({"servers": ["http://localhost:1"]}, "is for `rollout.engine: server`"),
+        ({"engine": "server", "servers": ["localhost:1"]}, "which is no address such as http"),
+        ({"engine": "server", "servers": ["http://a:1", "http://a:1/"]}, "names a server twice"),
+        ({"max_staleness": 1}, "above 0 needs `rollout.engine: server`"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            train(run_of(tmp_path, player, **rollout))
+    file = run_of(tmp_path, player, engine="server", servers=["http://localhost:1"], max_staleness=1)
+    with pytest.raises(UserError, match="importance_sampling_clip_max: 2"):
+        train(file, "algorithm.importance_sampling_clip_max=null")
+    with pytest.raises(UserError, match="is not given four-bit weights"):
+        train(file, "model.tuning=qlora")
+    with pytest.raises(UserError, match="There is no rollout server at http://localhost:1"):
+        train(file)
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
