@@ -667,7 +667,7 @@ def test_four_bit_weights_are_neither_vllms_nor_a_second_critic():
     separate = "algorithm={advantage: gae, critic: {kind: separate}}"
     assert "`algorithm.critic.kind: shared`" in complaint(StarPORun, reference, separate, "model.tuning=qlora")
     found = complaint(StarPORun, reference, "rollout.engine=vllm", "model.tuning=qlora")
-    assert "vLLM is not given four-bit weights: write `rollout.engine: auto`" in found
+    assert "`rollout.engine: vllm` is not given four-bit weights: write `rollout.engine: auto`" in found
 
 
 def test_what_was_removed_is_told_in_the_decisions_and_was_not_kept():

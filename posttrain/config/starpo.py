@@ -60,9 +60,11 @@ class RolloutSection(Section):
         " use_vllm); server is `python -m posttrain.rollout_server`, vllm_server is `vllm serve`, both in `servers`",
         "auto",
     )
-    servers: list[str] = Field("engines server and vllm_server: addresses, each with http:// and its port", [])
+    servers: list[str] = Field(
+        "engines server and vllm_server: addresses, each with http:// and its port (TRL's vllm_server_base_url)", []
+    )
     max_staleness: int = Field(
-        "with servers: how many updates the weights that played an episode may be behind those that learn from it; 0"
+        "with servers: by how many updates the weights that play may be behind those that learn (TRL's async_grpo); 0"
         " plays and learns in turn, more plays the next steps while one is learned from",
         0,
         ge=0,
@@ -83,15 +85,16 @@ class RolloutSection(Section):
 
     @model_validator(mode="after")
     def _servers(self) -> RolloutSection:
-        from envs.web import is_address
-
         elsewhere = self.engine in ("server", "vllm_server")
         if elsewhere and not self.servers:
             raise wrong(f"`rollout.engine: {self.engine}` needs `rollout.servers`, a list of addresses")
         if self.servers and not elsewhere:
             raise wrong("`rollout.servers` is for `rollout.engine: server` and `vllm_server` alone: write one of them")
-        if bad := [url for url in self.servers if not is_address(url)]:
-            raise wrong(f"`rollout.servers` has {bad[0]!r}, which is no address such as http://localhost:8200")
+        for url in self.servers:
+            from envs.web import is_address
+
+            if not is_address(url):
+                raise wrong(f"`rollout.servers` has {url!r}, which is no address such as http://localhost:8200")
         if len({url.rstrip("/") for url in self.servers}) < len(self.servers):
             raise wrong("`rollout.servers` names a server twice")
         if self.max_staleness and not elsewhere:

@@ -26,6 +26,8 @@ class Watch:
         self.limits: dict[str, float] = {"empty_steps": cfg.algorithm.max_empty_steps}
         if not exact:
             self.limits["sampler_gap"] = HALF_PRECISION_GAP
+        if cfg.rollout.max_staleness:  # there the gap is what the policy has learned since
+            self.limits["sampler_gap"] = math.inf
         if cfg.algorithm.loss_type != "ppo_clip":  # there tokens are clipped by design
             self.limits["clip_fraction"] = math.inf
 

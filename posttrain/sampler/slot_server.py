@@ -24,6 +24,7 @@ LEASE = 30.0  # seconds after which a server forgets a run that says nothing
 LONG_POLL = 10.0  # seconds after which it answers that nothing is written yet
 PATIENCE = 60.0  # seconds for an answer, and for weights:
 WEIGHTS_PATIENCE = 1800.0
+FAREWELL = 5.0  # seconds that the end of a run may take
 MOST_REPLY = 256 << 20  # bytes
 
 
@@ -79,7 +80,7 @@ class SlotServer:
                     raise
 
     def disconnect(self) -> None:
-        self._ask("/shutdown_weight_transfer_engine", {})
+        self._ask("/shutdown_weight_transfer_engine", {}, FAREWELL)
 
     def still_here(self) -> None:
         self._ask("/renew", {})

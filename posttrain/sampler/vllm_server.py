@@ -22,7 +22,7 @@ from posttrain.sampler.remote import Lost, Policy, Servers, Weights, Work, chunk
 from posttrain.types import Completion, SamplingParams, UserError, one_line
 
 KEY = "VLLM_API_KEY"  # the environment variable that vLLM's servers read their key from
-PATIENCE = 1800.0  # seconds for a turn, which may wait behind others, and for weights
+PATIENCE = 600.0  # seconds for a turn, which may wait behind others, and for weights
 MOST_REPLY = 64 << 20  # bytes
 PROBE = "The quick brown <fox> jumps: 12 + 7 = 19.\n\n  \u00e9\u4e2d\U0001f600"  # both vocabularies read it alike
 HOW = (
