@@ -1,6 +1,6 @@
 """Is a `vllm serve` asked as it answers, and given today's weights?  A stand-in answers as vLLM 0.32 did."""
 
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import json
