@@ -26,7 +26,7 @@ import update
 from posttrain import plan
 from posttrain.config import StarPORun
 from posttrain.plan import seconds as roofline
-from posttrain.plan.devices import Device, Fleet
+from posttrain.plan.devices import OPERATIONS, Device, Fleet
 from posttrain.plan.known_models import PUBLISHED
 from posttrain.plan.shape import Shape
 from posttrain.plan.work import Episodes
@@ -90,7 +90,7 @@ def limits(kind: str) -> Device:
     matrix = torch.randn(size, size, device=kind, dtype=torch.bfloat16 if gpu else torch.float32)
     bandwidth = rate(lambda: copied.copy_(numbers), 2 * numbers.nbytes)
     peak = rate(lambda: matrix @ matrix, 2 * size**3)
-    return Device(kind, 0, bandwidth / 1e9, peak / 1e12, link=1, network=1, waits=not gpu)
+    return Device(kind, 0, bandwidth / 1e9, peak / 1e12, peak / 1e12, link=1, network=1, waits=not gpu)
 
 
 def config_of(work: Work, *, bf16: bool, gradient_checkpointing: bool | None = None) -> StarPORun:
@@ -182,7 +182,7 @@ def one(given: Any, work: Work) -> dict[str, Any]:
     step = update.ours(model, conversations(work, shape.vocabulary), planned.micro_batch_tokens, **own)
     step()  # makes the optimizer's moments
     learning = [seconds_of(step, kind) for _ in range(given.repeats)]
-    device = device._replace(operation=max(0.0, launch) / roofline.OPERATIONS)
+    device = device._replace(operation=max(0.0, launch) / OPERATIONS)
     said, flops = predicted(shape, work, device, cfg, planned)
     bandwidth, peak = device.bandwidth * 1e9, device.peak * 1e12
     return {

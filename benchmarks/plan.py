@@ -2,7 +2,6 @@
 
     python benchmarks/plan.py results [--json FILE]     # beside the results of this folder's other benchmarks
     python benchmarks/plan.py published                 # beside figures of papers, issues and documentation
-    python benchmarks/plan.py smollm2                   # beside SmolLM2-135M on two cores, the limits measured now
     python benchmarks/plan.py runs runs/quickstart/phase3 [--device cpu]   # beside the seconds in runs' metrics.jsonl
 No factor is fitted to any of these; where a prediction is off, the table says why.
 """
@@ -18,13 +17,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-import torch
 from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import _measure
 
-from posttrain import hardware, plan
+from posttrain import plan
 from posttrain.config import DPORun, ModelSection, SFTRun, StarPORun, resolve
 from posttrain.config.yaml_file import read_yaml
 from posttrain.plan import devices, episodes, known_models, report, rows, seconds
@@ -80,8 +78,8 @@ def measured_limits(file: str = "device.json") -> Device:
     """The processor that device.py has measured."""
     found = json.loads((HERE / "results" / file).read_text(encoding="utf-8"))
     (row,) = found["rows"]
-    operation = row["launch"] / seconds.OPERATIONS
-    return Device("cpu", 16, row["bandwidth"] / 1e9, row["flops"] / 1e12, 1, 1, None, operation, waits=True)
+    operation, peak = row["launch"] / devices.OPERATIONS, row["flops"] / 1e12
+    return Device("cpu", 16, row["bandwidth"] / 1e9, peak, peak, 1, 1, None, operation, waits=True)
 
 
 def iteration_of(shape: Shape, cfg: StarPORun, work: Episodes, device: Device) -> tuple[dict[str, float], float, float]:
@@ -279,24 +277,6 @@ def verdicts() -> list[list[str]]:
     return lines
 
 
-def of_smollm2() -> Iterator[Compared]:
-    """SmolLM2-135M in bfloat16 on two cores, as measured before; the limits are those of this machine, now."""
-    torch.set_num_threads(2)
-    fleet = devices.fleets("cpu")[0]
-    if fleet.device.peak == 0 or not hardware.has_bf16(torch.device("cpu")):
-        return
-    shape = shape_of(*PUBLISHED["HuggingFaceTB/SmolLM2-135M-Instruct"])
-    cost = seconds.Cost(shape, Numbers(4, 2, "full", False, False), fleet)
-    found = 8 * 250 / cost.learns(8 * 250, 8 * 100, 125)
-    yield Compared("training, SmolLM2-135M, two CPU cores", "tokens/s", found, 370)
-    for count, speed in ((16, 270), (64, 470)):
-        found = count / cost.decodes(1, count, 400)
-        yield Compared(f"decoding, the same, {count} rows", "tokens/s", found, speed)
-    cfg = report.settled(resolve(StarPORun, HERE.parent / "configs" / "smollm2" / "phase3_starpo.yaml"), fleet)
-    planned = episodes.choose(shape, cfg, episodes.Place(14 * GIB, report.HELD, cuda=False))
-    yield Compared("memory, the same, phase 3", "GiB", planned.peak / GIB, 12.2)
-
-
 # ------------------------------------------------------------------------------------------------------- runs at hand
 
 
@@ -342,7 +322,7 @@ def _of_steps(shape: Shape, cfg: StarPORun, fleet: Fleet, told: list[dict[str, A
 
 def main() -> None:
     parser = _measure.parser(__doc__)
-    parser.add_argument("what", choices=["results", "published", "smollm2", "runs"])
+    parser.add_argument("what", choices=["results", "published", "runs"])
     parser.add_argument("folders", nargs="*", type=Path, help="runs: output folders")
     parser.add_argument("--device", default="cpu", help="runs: where they ran, as --plan takes it: cpu, 2xcpu, A10G")
     given = parser.parse_args()
@@ -354,11 +334,13 @@ def main() -> None:
             found, head = list(of_results()), "measured"
         case "published":
             found, head = list(of_published()), "published"
-        case "smollm2":
-            found, head = list(of_smollm2()), "measured before"
         case _:
             found, head = [each for folder in given.folders for each in of_run(folder, given.device)], "measured"
     text = table(found, head)
+    if given.what == "runs" and "cpu" in given.device:
+        limits = devices.probed()
+        text += f"\n\nLimits: {limits.bandwidth:.1f} GB/s, {limits.peak:.3f} and {limits.single:.3f} TFLOP/s (bfloat16,"
+        text += f" float32), {limits.operation * 1e6:.1f} microseconds an operation."
     results: dict[str, Any] = {"rows": [each._asdict() for each in found]}
     if given.what == "published":
         fits = verdicts()

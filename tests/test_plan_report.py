@@ -27,7 +27,7 @@ from posttrain.types import UserError
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
-GPU = Device("GPU", memory=24, bandwidth=600, peak=70, link=32, network=1.5, price=1.0)
+GPU = Device("GPU", memory=24, bandwidth=600, peak=70, single=30, link=32, network=1.5, price=1.0)
 
 
 def run_of(kind: type[SFTRun] | type[DPORun] = SFTRun, **trainer: Any) -> Any:
@@ -121,6 +121,15 @@ def test_devices_by_name_number_and_facts() -> None:
     assert own.device.bandwidth == 1008 and own.price is None
 
 
+def test_this_machine_is_measured_and_float32_has_a_peak_of_its_own() -> None:
+    (here,) = devices.fleets("2xcpu:memory=8")
+    limits = here.device
+    assert here.count == 2 and limits.waits and limits.memory == 8 and limits.price is None
+    assert limits.bandwidth > 0.1 and 0 < limits.operation < 0.01 and limits.peak > 0.0001 and limits.single > 0.0001
+    half, whole = (seconds.Cost(SHAPE, Numbers(4, size, "full", False, False), Fleet(GPU)) for size in (2, 4))
+    assert half.flops / whole.flops == pytest.approx(GPU.peak / GPU.single)
+
+
 def test_an_unknown_model_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no config file says which model"):
         phase3.main(["--plan", f"model.name_or_path={tmp_path}/phase2/final"])
@@ -160,8 +169,9 @@ def test_more_rows_or_longer_ones_take_more_and_more_memory_takes_more_rows(
 def test_a_faster_device_is_never_slower_and_more_tokens_never_faster(
     bandwidth: float, wider: float, peak: float, stronger: float, each: int, checkpointing: bool, new: int
 ) -> None:
-    slow = Fleet(GPU._replace(memory=200, bandwidth=bandwidth, peak=peak), each=each)
+    slow = Fleet(GPU._replace(memory=200, bandwidth=bandwidth, peak=peak, single=peak / 8), each=each)
     fast = slow._replace(device=slow.device._replace(bandwidth=bandwidth * wider, peak=peak * stronger))
+    fast = fast._replace(device=fast.device._replace(single=fast.device.peak / 8))
     cfg = config(
         rollout={"groups": 8, "num_generations": 4, "max_context": 1024},
         trainer={"bf16": True, "gradient_checkpointing": checkpointing, "max_steps": 10},
@@ -217,5 +227,5 @@ def test_the_seconds_of_a_plain_case() -> None:
     moved = 2 * 1000 * cost.moved / 480e9
     assert cost.reads(1000, 0, 0) == pytest.approx(1000 * 2 * SHAPE.blocks / 42e12 + moved)
     waiting = seconds.Cost(SHAPE, cost.numbers, Fleet(GPU))
-    assert waiting.decodes(1, 1, 100) == pytest.approx(seconds.OPERATIONS * 24 * 18e-6)
+    assert waiting.decodes(1, 1, 100) == pytest.approx(devices.OPERATIONS * 24 * 18e-6)
     assert waiting.decodes(1, 1, 100, compiled=True) == cost.decodes(1, 1, 100)

@@ -8,27 +8,35 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import psutil
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from posttrain import hardware
 from posttrain.types import UserError
 
+# Operations that Python launches for one layer of a forward pass: 1,106 over 24 layers of Qwen2.5-0.5B, counted by
+# benchmarks/launches.py. Qwen's published 49.9 tokens a second of Qwen2-0.5B on an A100, one by one, are 20 ms of
+# waiting for them: 18 microseconds each.
+OPERATIONS = 46
+
 
 class Device(NamedTuple):
-    """Device("A10G", memory=24, bandwidth=600, peak=70, link=32, network=1.56, price=1.0)"""
+    """Device("A10G", memory=24, bandwidth=600, peak=70, single=31.2, link=32, network=1.56, price=1.0)"""
 
     name: str
     memory: float  # GB, nominal
     bandwidth: float  # GB/s of its memory
     peak: float  # TFLOP/s, bfloat16 with float32 accumulation, dense
+    single: float  # TFLOP/s in float32, without TF32 as torch multiplies it
     link: float  # GB/s to the other devices of its host, in one direction
     network: float  # GB/s to other hosts: its share of the host's network
     price: float | None = None  # dollars an hour; None where nobody knows
-    operation: float = 18e-6  # seconds until Python has launched one operation; see seconds.py
+    operation: float = 18e-6  # seconds until Python has launched one operation
     waits: bool = False  # a CPU computes before it goes on; a GPU while the next operations are being launched
 
     @property
@@ -42,12 +50,12 @@ class Device(NamedTuple):
 # documentation said in autumn 2025 (commit 1129396), eight cost eight times as much; the A100 of 40 GB is not there:
 # Lambda, one of eight, on 2026-09-20.
 DEVICES = [
-    Device("A10G", 24, 600, 70, 32, 1.56, 1.00),
-    Device("L4", 24, 300, 121, 32, 1.56, 0.80),
-    Device("A100-40", 40, 1555, 312, 300, 6.25, 1.99),
-    Device("A100-80", 80, 2039, 312, 300, 6.25, 2.50),
-    Device("H100", 80, 3350, 989, 450, 50, 4.50),
-    Device("H200", 141, 4800, 989, 450, 50, 5.00),
+    Device("A10G", 24, 600, 70, 31.2, 32, 1.56, 1.00),
+    Device("L4", 24, 300, 121, 30.3, 32, 1.56, 0.80),
+    Device("A100-40", 40, 1555, 312, 19.5, 300, 6.25, 1.99),
+    Device("A100-80", 80, 2039, 312, 19.5, 300, 6.25, 2.50),
+    Device("H100", 80, 3350, 989, 67, 450, 50, 4.50),
+    Device("H200", 141, 4800, 989, 67, 450, 50, 5.00),
 ]
 PRICED = "dollars: Hugging Face Inference Endpoints, autumn 2025; A100-40: Lambda, September 2026"
 
@@ -79,7 +87,7 @@ class Fleet(NamedTuple):
         return (self.device.network if self.hosts > 1 else self.device.link) * 1e9
 
 
-OF_DEVICES = ("memory", "bandwidth", "peak", "link", "network", "price")
+OF_DEVICES = ("memory", "bandwidth", "peak", "single", "link", "network", "price")
 OF_FACTORS = ("matmul", "stream", "decode")
 OF_WORK = ("rows", "tokens", "trained", "padding", "prompt", "new", "reply", "turns", "kept")
 KNOWN = (*OF_DEVICES, *OF_FACTORS, *OF_WORK)
@@ -101,7 +109,9 @@ def fleets(asked: str) -> list[Fleet]:
     elif device is None:
         if not {"memory", "bandwidth", "peak"} <= known.keys():
             raise UserError(_what_there_is(asked))
-        device = Device(kind, 0, 0, 0, link=32, network=1.56)
+        device = Device(
+            kind, 0, 0, 0, single=known["peak"] / 8, link=32, network=1.56
+        )  # an eighth: between L4 and H100
     return [_with(Fleet(device, int(hosts or 1), int(each or 1)), known)]
 
 
@@ -134,24 +144,39 @@ def _what_there_is(asked: str) -> str:
 
 def probed() -> Device:
     """This machine's processor, as torch uses it now: the best of a few tries, as datasheets are."""
-
-    def rate(amount: float, action: Callable[[], Any]) -> float:
-        action()
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            action()
-            times.append(time.perf_counter() - start)
-        return amount / min(times)
-
-    kind = torch.bfloat16 if hardware.has_bf16(torch.device("cpu")) else torch.float32
+    threads = torch.get_num_threads()
+    half = torch.bfloat16 if hardware.has_bf16(torch.device("cpu")) else torch.float32
     numbers = torch.zeros(1 << 24)
     copied = torch.empty_like(numbers)
-    matrix, small = torch.randn(1024, 1024, dtype=kind), torch.randn(8, 8)
     with torch.no_grad():
-        bandwidth = rate(2 * numbers.nbytes, lambda: copied.copy_(numbers))
-        peak = rate(2 * 1024**3, lambda: matrix @ matrix)
-        operation = 1 / rate(1000, lambda: [small + small for _ in range(1000)])
+        bandwidth = 2 * numbers.nbytes / _best(lambda: copied.copy_(numbers))
+        peak, single = (2 * 1024**3 / _best(partial(torch.mm, matrix, matrix)) for matrix in _squares(half))
+        few, many = (_best(partial(_tiny(layers), torch.zeros(1, 1, dtype=torch.long)), 20) for layers in (2, 10))
+    operation = max(0.0, many - few) / 8 / OPERATIONS
     memory = psutil.virtual_memory().total / 1e9
     wire = bandwidth / 4e9  # through shared memory: written, copied and read again by gloo
-    return Device("cpu", memory, bandwidth / 1e9, peak / 1e12, wire, 0.125, None, operation, waits=True)
+    name = f"cpu ({threads} thread{'s' if threads > 1 else ''})"
+    return Device(name, memory, bandwidth / 1e9, peak / 1e12, single / 1e12, wire, 0.125, None, operation, waits=True)
+
+
+def _squares(half: torch.dtype) -> list[torch.Tensor]:
+    return [torch.randn(1024, 1024).to(kind) for kind in (half, torch.float32)]
+
+
+def _tiny(layers: int) -> Callable[..., Any]:
+    """A decoder so narrow that its layers are nothing but operations to launch."""
+    sizes: dict[str, Any] = dict(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2
+    )
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **sizes)).eval()
+
+
+def _best(action: Callable[[], Any], tries: int = 5) -> float:
+    """Seconds of the fastest of a few tries, the first of all left out."""
+    action()
+    times = []
+    for _ in range(tries):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return min(times)

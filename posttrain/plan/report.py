@@ -217,13 +217,18 @@ def _told(cfg: Any, wanted: Sequence[Fleet]) -> str:
     """What the figures rest on."""
     factors = Factors(**{key: value for key, value in wanted[0].known.items() if key in Factors._fields})
     example = "new=30,turns=5" if isinstance(cfg, StarPORun) else "rows=20000,tokens=300"
+    servers = len(cfg.rollout.servers) if isinstance(cfg, StarPORun) else 0
+    elsewhere = f"{servers} servers play, each as one such device; theirs come on top. " if servers else ""
     prices = f"{devices.PRICED}. " if any(fleet.price is not None for fleet in wanted) else ""
+    device = wanted[0].device
+    limits = f"{device.bandwidth:.1f} GB/s, {device.peak:.3f} TFLOP/s in bfloat16, {device.single:.3f} in float32"
     return _lines(
+        f"{f'Measured here: {limits}. ' if device.waits else ''}"
         "GiB a device. Sharded: parameters, gradients and moments (FSDP2). Assumed: products reach"
         f" {factors.matmul:.0%} of the peak, other kernels {factors.stream:.0%} of the bandwidth, decoding"
         f" {factors.decode:.0%};"
         f" {wanted[0].device.operation * 1e6:.0f} microseconds to launch an operation. Loading, checkpoints and"
-        f" downloads are not counted. {prices}Write over what you know better: --plan A10G:price=0.6,{example}"
+        f" downloads are not counted. {elsewhere}{prices}Write over what you know better: --plan A10G:price=0.6,{example}"
     )
 
 

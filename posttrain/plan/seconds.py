@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from posttrain.config import StarPORun
 from posttrain.config.suites import Suite
-from posttrain.plan.devices import Fleet
+from posttrain.plan.devices import OPERATIONS, Fleet
 from posttrain.plan.episodes import Plan, checkpointed
 from posttrain.plan.parts import FLOAT, Numbers, OfAToken
 from posttrain.plan.rows import Settings
@@ -32,10 +32,6 @@ class Factors(NamedTuple):
     decode: float = 0.5
 
 
-# Operations that Python launches for one layer of a forward pass: 1,106 over 24 layers of Qwen2.5-0.5B, counted by
-# benchmarks/launches.py. Qwen's published 49.9 tokens a second of Qwen2-0.5B on an A100, one by one, are 20 ms of
-# waiting for them: 18 microseconds each, `Device.operation`. A backward pass is launched in C++, at half of that.
-OPERATIONS = 46
 # What a block writes for its backward pass is written once, read by the next operation, read again by the backward
 # pass, and has a gradient that is written and read; where activations are recomputed, written and read once more.
 PASSES, PASSES_AGAIN = 5, 7
@@ -69,12 +65,16 @@ class Cost:
         self.shape, self.numbers, self.fleet, self.device = shape, numbers, fleet, fleet.device
         own = {key: value for key, value in fleet.known.items() if key in Factors._fields}
         self.factors = Factors(**own)
-        self.flops = self.device.peak * 1e12 * self.factors.matmul
+        peak = self.device.peak if numbers.computed < FLOAT else self.device.single
+        self.flops = peak * 1e12 * self.factors.matmul
         self.stream = self.device.bandwidth * 1e9 * self.factors.stream
         self.moved = OfAToken.of(shape, numbers).moved
 
     def with_launches(self, work: float, operations: float) -> float:
-        """A GPU works while the next operations are launched; a CPU does one after the other."""
+        """A GPU works while the next operations are launched; a CPU does one after the other.
+
+        A backward pass has twice the operations, launched in C++ at half the price.
+        """
         launches = operations * self.device.operation
         return work + launches if self.device.waits else max(work, launches)
 
@@ -176,7 +176,7 @@ def of_episodes(shape: Shape, cfg: StarPORun, fleet: Fleet, work: Episodes, plan
     def plays(conversations: float, samples: float) -> float:
         return rollout(cost, work, conversations, samples, plan.slots, compiled)
 
-    groups = math.ceil(work.groups / fleet.count)
+    groups = math.ceil(work.groups / (len(cfg.rollout.servers) or fleet.count))  # a server plays as one device does
     playing = plays(groups * work.samples, work.samples)
     learning = update(cost, cfg, work, plan.micro_batch_tokens)
 
@@ -184,7 +184,8 @@ def of_episodes(shape: Shape, cfg: StarPORun, fleet: Fleet, work: Episodes, plan
     levels = math.ceil(cfg.evaluation.episodes / count) * len(cfg.envs)
     evaluation = plays(levels, 1) + sum(_asked(cost, suite, plan.slots, compiled) for suite in _suites(cfg))
     looks = 1 + steps // every + bool(steps % every)
-    run = steps * (playing + learning) + looks * evaluation
+    # episodes of older weights are played while others are learned from
+    run = steps * (max if cfg.rollout.max_staleness else sum)((playing, learning)) + looks * evaluation
     run += plays(math.ceil(cfg.evaluation.final_episodes / count) * len(cfg.envs), 1)
     if cfg.distillation is not None:  # the first model's answers, before the first step
         answers = sum(source.rows or 10_000 for source in cfg.distillation.sources) / count
