@@ -219,6 +219,19 @@ def test_a_model_too_large_for_one_device_is_sharded_over_eight() -> None:
     assert one.seconds is None and one.problem and eight.sharded and eight.seconds is not None and not eight.problem
 
 
+def test_servers_play_side_by_side_and_ahead_of_the_learner() -> None:
+    def planned(**rollout: Any) -> report.Planned:
+        clip = {"importance_sampling_clip_max": 2.0}
+        cfg = config(rollout={"groups": 8, **rollout}, algorithm=clip, trainer={"max_steps": 10, "bf16": True})
+        return report.plan(SHAPE, cfg, Fleet(devices.DEVICES[4]))
+
+    two: Any = {"engine": "server", "servers": ["http://a:1", "http://b:1"]}
+    alone, served, ahead = planned(), planned(**two), planned(**two, max_staleness=1)
+    assert alone.seconds and served.seconds and ahead.seconds and "KV cache" not in served.parts["playing"]
+    assert served.seconds.parts["rollout"] <= alone.seconds.parts["rollout"]
+    assert ahead.seconds.run < served.seconds.run
+
+
 def test_the_seconds_of_a_plain_case() -> None:
     """Decoding reads two bytes of every weight and of the cache; a forward pass takes two operations a weight."""
     cost = seconds.Cost(SHAPE, Numbers(4, 2, "full", False, False), Fleet(GPU._replace(operation=0.0)))

@@ -218,7 +218,7 @@ def _told(cfg: Any, wanted: Sequence[Fleet]) -> str:
     factors = Factors(**{key: value for key, value in wanted[0].known.items() if key in Factors._fields})
     example = "new=30,turns=5" if isinstance(cfg, StarPORun) else "rows=20000,tokens=300"
     servers = len(cfg.rollout.servers) if isinstance(cfg, StarPORun) else 0
-    elsewhere = f"{servers} servers play, each as one such device; theirs come on top. " if servers else ""
+    elsewhere = f"Played by servers ({servers}), each one such device more. " if servers else ""
     prices = f"{devices.PRICED}. " if any(fleet.price is not None for fleet in wanted) else ""
     device = wanted[0].device
     limits = f"{device.bandwidth:.1f} GB/s, {device.peak:.3f} TFLOP/s in bfloat16, {device.single:.3f} in float32"
@@ -228,7 +228,8 @@ def _told(cfg: Any, wanted: Sequence[Fleet]) -> str:
         f" {factors.matmul:.0%} of the peak, other kernels {factors.stream:.0%} of the bandwidth, decoding"
         f" {factors.decode:.0%};"
         f" {wanted[0].device.operation * 1e6:.0f} microseconds to launch an operation. Loading, checkpoints and"
-        f" downloads are not counted. {elsewhere}{prices}Write over what you know better: --plan A10G:price=0.6,{example}"
+        f" downloads are not counted. {elsewhere}{prices}Write over what you know better: --plan"
+        f" A10G:price=0.6,{example}"
     )
 
 
