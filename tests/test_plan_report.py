@@ -84,6 +84,8 @@ def test_the_hours_in_the_config_files_are_those_of_the_plan(
     head, row = printed.split("\n\n")[1].splitlines()
     assert told in head and "at most, at one time" in printed and not out.exists()
     hours = row.split()[-2]
+    if script is phase3:  # the example of the documentation
+        assert printed.strip() in (ROOT / "docs" / "config.md").read_text()
     assert f"computed {float(hours):.1f} h" in (ROOT / "configs" / f"{file}.yaml").read_text()
 
 

@@ -178,6 +178,8 @@ def of_episodes(shape: Shape, cfg: StarPORun, fleet: Fleet, work: Episodes, plan
 
     groups = math.ceil(work.groups / (len(cfg.rollout.servers) or fleet.count))  # a server plays as one device does
     playing = plays(groups * work.samples, work.samples)
+    if shards > 1:  # weights are gathered once for a rollout
+        playing += (shards - 1) / shards * FLOAT * shape.parameters / fleet.wire
     learning = update(cost, cfg, work, plan.micro_batch_tokens)
 
     every, steps, count = cfg.evaluation.every, cfg.trainer.max_steps, fleet.count
