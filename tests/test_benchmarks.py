@@ -298,6 +298,7 @@ def test_the_time_to_the_target_is_compared_where_ours_arrives() -> None:
     assert "TRL takes at least **12.4x** (6.0-16.7) of our time (2 of 2 seeds)." in target.markdown(rows)
 
 
+@pytest.mark.slow
 def test_the_plan_is_compared_with_published_figures(rollout, tmp_path, monkeypatch, capsys):
     plan, figures = loaded(FILE.parent / "plan.py"), tmp_path / "figures.json"
     monkeypatch.setattr(sys, "argv", ["plan.py", "published", "--json", str(figures)])

@@ -38,7 +38,7 @@ from posttrain import (
     trl_arguments,
 )
 from posttrain.chat import Chat
-from posttrain.config import SFTRun, load, resolve
+from posttrain.config import SFTRun, load, resolve, training_flags
 from posttrain.types import UserError
 
 
@@ -611,7 +611,7 @@ def test_resume_on_another_number_of_processes_that_do_not_divide_a_batch_is_ref
         train(file, "--resume")
     assert snapshot(tmp_path / "run") == kept
     monkeypatch.setenv("WORLD_SIZE", "1")
-    cfg, _ = load(SFTRun, "", ["--config", str(file)], train_phase1_sft.add_flags)
+    cfg, _ = load(SFTRun, "", ["--config", str(file)], training_flags)
     for damaged in ("", "[]", '{"processes": "x"}', "{}"):  # no reason to refuse
         (tmp_path / "run" / "checkpoint-4" / training.COUNTS).write_text(damaged)
         assert run_identity.same_batches(tmp_path / "run", cfg) is cfg
