@@ -336,6 +336,7 @@ class Chat:
                 if pieces[:-1] != whole[:said] or pieces[-1] != whole[said][: len(pieces[-1])]:
                     self._refuse(
                         "writes earlier turns differently once later ones follow, so what was sampled can't stay as is"
+                        + self._about_thoughts()
                     )
                 if roles[said] == "assistant" and self._literal_ids(roles[:said], True) != whole[: said + 1]:
                     self._refuse(
@@ -371,6 +372,14 @@ class Chat:
                 "rewrites what was said (many remove <think>...</think> from earlier answers), so training and "
                 "sampling would see different tokens"
             )
+
+    def _about_thoughts(self) -> str:
+        thought = "The ice is left."
+        says = ("Which way?", f"<think>\n{thought}\n</think>\n\nRight", "And now?")
+        dialogue = [
+            {"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), says, strict=True)
+        ]
+        return "" if thought in self._render(dialogue, True) else " (it removes the thoughts of earlier answers)"
 
     def _refuse(self, reason: str) -> NoReturn:
         raise UserError(f"{self._origin} {reason}. {REMEDY}")

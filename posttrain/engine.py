@@ -25,24 +25,31 @@ def open_engine(
     longest: int | None = None,
     vllm_memory: float = 0.3,
 ) -> Sampler:
-    """The engine asked for; `auto` takes the slot engine where a self-test on this very model proves it right.
+    """The engine asked for; `auto` takes the slot engine where a self-test on this very model proves it right, else
+    the one that replays, which must pass the same test.
 
     longest: the tokens that no conversation exceeds, where that is known. vllm_memory: vLLM's share of the device.
     """
     if engine == "vllm":
         return VLLMSampler(model, stop_ids, longest, vllm_memory)
-    if engine == "replay":
-        return ReplaySampler(model, stop_ids, pad_id)
-    cause = why_unfit(model, stop_ids, pad_id)
-    if cause is None:
-        return SlotSampler(model, stop_ids, pad_id, longest)
     name = type(model).__name__
+    cause = None if engine == "replay" else why_unfit(model, stop_ids, pad_id)
+    if cause is None and engine != "replay":
+        return SlotSampler(model, stop_ids, pad_id, longest)
     if engine == "slots":
         raise UserError(
             f"engine=slots keeps the KV cache across turns, which {name} does not allow: {cause}. Write engine=replay,"
             " or engine=auto to let the self-test choose."
         )
-    warnings.warn(f"{name} replays its history in every turn (slower), without a kept KV cache: {cause}", stacklevel=2)
+    if (wrong := why_unfit(model, stop_ids, pad_id, ReplaySampler)) is not None:
+        also = "" if cause is None else f" Nor is there another way: {cause}."
+        raise UserError(
+            f"{name} cannot be sampled by replaying its history: {wrong}.{also} Take a model of another architecture."
+        )
+    if cause is not None:
+        warnings.warn(
+            f"{name} replays its history in every turn (slower), without a kept KV cache: {cause}", stacklevel=2
+        )
     return ReplaySampler(model, stop_ids, pad_id)
 
 

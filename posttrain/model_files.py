@@ -92,6 +92,13 @@ def load_weights(model: ModelSection, dtype: torch.dtype, **more: Any) -> PreTra
             raise UserError(
                 f"model.attn_implementation={model.attn_implementation} cannot be used here: {one_line(error)}"
             ) from error
+        except ValueError as error:
+            if "does not support" not in str(error) or "attention" not in str(error).lower():
+                raise
+            raise UserError(
+                f"model.attn_implementation={model.attn_implementation} is nothing that {config.model_type} has: write"
+                " model.attn_implementation=eager."
+            ) from error
     net, found = loaded
     _check_weights(model.name_or_path, net, found)
     return net
@@ -118,10 +125,8 @@ def _check_sizes(model: ModelSection, config: PreTrainedConfig) -> None:
         if isinstance(value, int) and _SIZE.fullmatch(key) and value > most:
             held = f"{numbers:,} numbers in {tensors} tensors"
             raise UserError(f"{model.name_or_path}: {key} is {value:,}, but the weight files hold {held}. {remedy}")
-    try:
-        with torch.device("meta"):
-            net = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
-    except Exception:  # some architectures cannot be built without memory; whatever else is wrong is said when it loads
+    net = _without_memory(config, model.trust_remote_code)
+    if net is None:
         return
     described = sum(parameter.numel() for parameter in net.parameters())
     if described > 16 * numbers:  # packed weights hold up to 8 in a number
@@ -154,6 +159,27 @@ def _check_weights(name: str, net: PreTrainedModel, found: dict[str, Any]) -> No
             " What is missing would be random numbers. Get a whole copy of the model (download it again, or take"
             " another checkpoint), or the config.json that belongs to these weights."
         )
+
+
+def _without_memory(config: PreTrainedConfig, trust_remote_code: bool) -> Any:
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception:  # some architectures cannot be built without memory; whatever else is wrong is said when it loads
+        return None
+
+
+def learned_positions(config: PreTrainedConfig, trust_remote_code: bool = False) -> int | None:
+    """How many positions the model has an embedding for, and no more tokens can stand in a row; None without such."""
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(most, int):
+        return None
+    net = _without_memory(config, trust_remote_code)
+    if net is None:
+        return None
+    tables = [layer for layer in net.modules() if isinstance(layer, torch.nn.Embedding)]
+    others = [layer.num_embeddings for layer in tables if layer is not net.get_input_embeddings()]
+    return most if any(most <= count <= most + 2 for count in others) else None  # OPT has two rows for padding
 
 
 @contextlib.contextmanager

@@ -49,7 +49,8 @@ def check_run(cfg: Any, *, resume: bool = False, kept: Path | None = None, data_
     found = [model for model in sections if passes(lambda model=model: model_files.check_source(model))]
     if passes(lambda: check_hub(found, [*data_paths, *data_sets])):
         for model in found:
-            passes(lambda model=model: models.load_chat(model, cfg.chat.template))
+            if passes(lambda model=model: models.load_chat(model, cfg.chat.template)):
+                passes(lambda model=model: check_positions(cfg, model))
         if hasattr(cfg, "trainer"):
             passes(lambda: _check_kernels(cfg))
             passes(lambda: checkpoint.needs_free_space(Path(cfg.output_dir), sum(_room(cfg, model) for model in found)))
@@ -160,6 +161,26 @@ def _check_data_path(path: str) -> None:
         )
     if os.path.isfile(path):
         files.must_be_readable(path, "A data file (data.sources)")
+
+
+def longest_row(cfg: Any) -> tuple[str, int] | None:
+    """The key that says how many tokens a row of a training run may have, and its value."""
+    if hasattr(cfg, "rollout"):
+        return "rollout.max_context", cfg.rollout.max_context
+    return ("data.max_length", cfg.data.max_length) if hasattr(cfg, "trainer") else None
+
+
+def check_positions(cfg: Any, model: ModelSection) -> None:
+    """UserError where rows may be longer than the model has embeddings of positions for."""
+    asked, config = longest_row(cfg), model_files.load_config(model)
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if asked is None or not isinstance(limit, int) or asked[1] <= limit:
+        return
+    if model_files.learned_positions(config, model.trust_remote_code) is not None:
+        raise UserError(
+            f"{asked[0]}={asked[1]}, but {model.name_or_path} has an embedding for each of {limit} positions and cannot"
+            f" read more tokens than that: write {asked[0]}={limit} or less."
+        )
 
 
 def check_hub(wanted: list[ModelSection], data_paths: list[str]) -> None:

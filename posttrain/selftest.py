@@ -4,7 +4,7 @@ check_it_runs               it computes, and its logits are finite
 without_noise               in training mode it computes what it computes in evaluation mode
 head_agrees                 log-probs from its states and its output layer are those of its own logits
 can_share_prefixes          rows that continue a prefilled prefix get the states of whole rows
-why_unfit                   with a kept KV cache it samples with the log-probs of a full forward pass
+why_unfit                   with a kept KV cache it samples with the log-probs of a full forward pass; or by replaying
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from posttrain import compat
 from posttrain.head import head_logprobs
 from posttrain.policy import read, trained_states
 from posttrain.prefixes import Prefixes
+from posttrain.sampler.replay import ReplaySampler
 from posttrain.sampler.slots import SlotSampler
 from posttrain.types import Completion, SamplingParams, UserError, one_line
 
@@ -28,6 +29,8 @@ from posttrain.types import Completion, SamplingParams, UserError, one_line
 UNFIT = (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 # RuntimeErrors that tell of the device instead: no self-test may take them for an answer
 DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
+
+Engine = type[SlotSampler] | type[ReplaySampler]
 
 
 @torch.no_grad()
@@ -101,11 +104,11 @@ def head_agrees(model: PreTrainedModel) -> bool:
     model.eval()
     try:
         with torch.no_grad():
-            largest = model(input_ids=ids_1T).logits.abs().max().clamp(min=1e-6).item()
+            largest = model(input_ids=ids_1T, use_cache=False).logits.abs().max().clamp(min=1e-6).item()
             if not math.isfinite(largest):  # the weights are at fault, as the sampler's check and an evaluation say
                 return True
             factor = 100.0 / largest if asked else 1.0  # some use the layer's weights without asking the layer
-            own_TV = model(input_ids=ids_1T).logits[0, :-1].float()
+            own_TV = model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float()
             states_TD = read(model, predicts_1T, input_ids=ids_1T, use_cache=False) * factor
             said_T, _ = head_logprobs(model, states_TD, ids_1T[0, 1:])
     finally:
@@ -161,17 +164,18 @@ def agrees_with_full_forward(model: PreTrainedModel, stop_ids: Sequence[int], pa
     return difference <= tolerance
 
 
-def why_unfit(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int) -> str | None:
-    """Why the slot engine cannot be used for this model, in words; None where it can.
+def why_unfit(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, engine: Engine = SlotSampler) -> str | None:
+    """Why this engine, ours with a kept cache or the one that replays, cannot be used for this model, in words.
 
-    What tells of the device and not of the model (no memory left, a CUDA error) is raised. A UserError where the model
-    gives no numbers.
+    None where it can. What tells of the device and not of the model (no memory left, a CUDA error) is raised. A
+    UserError where the model gives no numbers.
     """
-    if not attends_to_all(model):
+    keeps = engine is SlotSampler
+    if keeps and not attends_to_all(model):
         return "not every layer attends to all tokens before it (sliding windows, or positions that depend on others)"
     was_training = model.training
     try:
-        difference, tolerance = _compare(model, stop_ids, pad_id)
+        difference, tolerance = _compare(model, stop_ids, pad_id, engine)
     except DEVICE_ERRORS:
         raise
     except UNFIT as error:
@@ -180,10 +184,13 @@ def why_unfit(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int) -> s
         model.train(was_training)
     if difference <= tolerance:
         return None
-    return f"with a kept cache its log-probs differ from those of a full forward pass by up to {difference:.2g} nats"
+    how = "with a kept cache" if keeps else "in rows that are padded on the left"
+    return f"{how} its log-probs differ from those of a full forward pass by up to {difference:.2g} nats"
 
 
-def _compare(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int) -> tuple[float, float]:
+def _compare(
+    model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, engine: Engine = SlotSampler
+) -> tuple[float, float]:
     """The largest difference of a log-prob in the self-test, and the largest that is rounding.
 
     Computed in float32, without autocast: bfloat16 alone makes differences of .2 nats. Of weights in half precision a
@@ -191,8 +198,8 @@ def _compare(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int) -> tu
     """
     with torch.autocast(model.device.type, enabled=False):
         if _can_copy(model):
-            return _largest_difference(copy.deepcopy(model).float(), stop_ids, pad_id), 1e-3
-        return _largest_difference(model, stop_ids, pad_id), 1e-3 if model.dtype == torch.float32 else 0.25
+            return _largest_difference(copy.deepcopy(model).float(), stop_ids, pad_id, engine), 1e-3
+        return _largest_difference(model, stop_ids, pad_id, engine), 1e-3 if model.dtype == torch.float32 else 0.25
 
 
 def _can_copy(model: PreTrainedModel) -> bool:
@@ -205,8 +212,8 @@ def _can_copy(model: PreTrainedModel) -> bool:
     return needed < torch.cuda.mem_get_info(model.device)[0]
 
 
-def _largest_difference(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int) -> float:
-    sampler = SlotSampler(model, stop_ids, pad_id)
+def _largest_difference(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, engine: Engine) -> float:
+    sampler = engine(model, stop_ids, pad_id)
     plain = [token for token in range(model.config.get_text_config().vocab_size) if token not in set(stop_ids)][:64]
     handles = sampler.open([plain[:5], plain[3:15], plain[:5]])
     params = SamplingParams(max_new_tokens=4)
@@ -222,7 +229,7 @@ def _largest_difference(model: PreTrainedModel, stop_ids: Sequence[int], pad_id:
     with torch.no_grad():
         for row, handle in enumerate(handles):
             ids_1T = torch.tensor([sampler._ids[handle]], device=model.device)
-            logprobs_TV = model(input_ids=ids_1T).logits[0].float().log_softmax(-1)
+            logprobs_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float().log_softmax(-1)
             if logprobs_TV.isnan().any():
                 raise UserError(
                     f"{type(model).__name__} gives probabilities that are no numbers (NaN), so its weights are damaged:"

@@ -97,7 +97,8 @@ def make_learner(cfg: StarPORun, model: Any, chat: Chat) -> Learner:
             model = get_peft_model(model, adapter)
         models.adapters_in_float32(model)
     if cfg.trainer.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        with trl_arguments.refusals_in_words():
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if cfg.model.tuning != "full":
             model.enable_input_require_grads()
     return Learner(cfg, model, reference)

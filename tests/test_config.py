@@ -49,7 +49,7 @@ RUNS: dict[str, Any] = {
     "evaluate": EvaluateRun,
     "chat": ChatRun,
 }
-FOLDERS = {"envs": StarPORun, "models": StarPORun}
+FOLDERS = {"envs": StarPORun}
 SCRIPTS = {
     "train_phase1_sft": "phase1_sft",
     "train_phase2_dpo": "phase2_dpo",
@@ -62,6 +62,8 @@ RUN_FILES = [file for file in FILES if file.parent.name not in ("presets", "acce
 
 
 def schema_of(file: Path) -> Any:
+    if file.parent.name == "models":  # a base model begins with phase 1, one that talks may begin with phase 3
+        return StarPORun if "envs" in read_yaml(file) else SFTRun
     return (
         FOLDERS.get(file.parent.name)
         or {**RUNS, "variants": EvaluateRun, "pairs": PairsRun, "mixture": StarPORun}[file.stem]

@@ -54,10 +54,10 @@ LAYERS = [
     [f"posttrain.{name}" for name in ("data", "report", "critic", "prefixes", "sampler", "prepared_rows")],
     ["posttrain.trl_arguments", "posttrain.selftest"],
     [f"posttrain.{name}" for name in ("models", "cross_score", "engine", "learner", "gguf")],
-    [f"posttrain.{name}" for name in ("training", "preflight", "rollout", "run_state")],
+    [f"posttrain.{name}" for name in ("training", "preflight", "rollout", "run_state", "model_trials")],
     [f"posttrain.{name}" for name in ("monitoring", "plan", "distillation", "inference")],
     [f"posttrain.{name}" for name in ("evaluation", "starpo_run", "web_chat", "rollout_engine")],
-    [f"posttrain.{name}" for name in ("pairs", "harness", "publish", "serve", "rollout_worker")],
+    [f"posttrain.{name}" for name in ("pairs", "harness", "publish", "serve", "rollout_worker", "check_model")],
     ["posttrain.rollout_server"],
     SCRIPTS,
 ]

@@ -447,11 +447,12 @@ def test_the_cause_of_a_fallback_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
     with monkeypatch.context() as patch:
         patch.setattr(model.model, "forward", fail)
-        with pytest.warns(UserWarning, match="its self-test raised TypeError: past_key_values has no layers"):
+        both = "its self-test raised TypeError: past_key_values has no layers"
+        with pytest.raises(UserError, match=rf"by replaying its history: {both}\. Nor is there another way: {both}"):
             open_engine(model, [STOP], PAD, "auto")
         with pytest.raises(UserError, match=r"engine=slots .* raised TypeError"):
             open_engine(model, [STOP], PAD, "slots")
-    model.config.layer_types = ["sliding_attention", "full_attention"]
+    model.config.layer_types, model.config.sliding_window = ["sliding_attention", "full_attention"], 4096
     with pytest.warns(UserWarning, match="not every layer attends to all tokens"):
         open_engine(model, [STOP], PAD, "auto")
 

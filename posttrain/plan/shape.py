@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM
 
-from posttrain import models
+from posttrain import models, trl_arguments
 from posttrain.config import ModelSection
 from posttrain.convgpt import ConvGPTModel
 from posttrain.selftest import UNFIT
@@ -77,7 +77,8 @@ class Shape(NamedTuple):
             return shape
         from peft import get_peft_model
 
-        adapted = get_peft_model(net, settings)
+        with trl_arguments.refusals_in_words():
+            adapted = get_peft_model(net, settings)
         return shape._replace(adapter=sum(p.numel() for p in adapted.parameters() if p.requires_grad))
 
 
