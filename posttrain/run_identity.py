@@ -16,7 +16,13 @@ from posttrain.types import UserError
 TrainingConfig = TypeVar("TrainingConfig", bound=TrainingRun)
 
 COUNTS = "counts.json"  # in each checkpoint of phases 1 and 2: what TRL counts and does not save
-FREE_TO_CHANGE = ("output_dir", "run_name", "report_to", "hardware")  # what a resumed run may have otherwise
+FREE_TO_CHANGE = (
+    "output_dir",
+    "run_name",
+    "report_to",
+    "hardware",
+    "rollout.servers",
+)  # what a resumed run may have otherwise
 
 
 def same_run(output_dir: Path, settings: dict[str, Any]) -> None:
@@ -31,7 +37,7 @@ def same_run(output_dir: Path, settings: dict[str, Any]) -> None:
     if not begun.exists():  # a new run, or one killed before its first step
         return
     before, now = _flat(_read_begun(begun)), _flat(settings)
-    keys = [key for key in sorted(before | now) if key.split(".")[0] not in FREE_TO_CHANGE]
+    keys = [key for key in sorted(before | now) if not {key, key.split(".")[0]} & {*FREE_TO_CHANGE}]
     differing = [key for key in keys if before.get(key) != now.get(key)]
     changed = [f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in differing]
     if changed:

@@ -228,8 +228,8 @@ def test_a_run_that_falls_silent_leaves_nothing_behind(tiny_chat: Chat, monkeypa
             sampler.servers.live[0].still_here()
 
 
-def until(condition: Any) -> None:
-    end = time.monotonic() + 20
+def until(condition: Any, seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)

@@ -3,12 +3,16 @@
 # pyright: reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_phase3 import rows, settings, train, weights
-from test_rollout_server import Running, llama, running
+from test_rollout_server import Running, llama, running, until
+from tiny_runs import ROOT, python
 
 from posttrain import checkpoint
 from posttrain.chat import Chat
@@ -119,3 +123,44 @@ def test_wrong_configs_are_told(player: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="There is no rollout server at http://localhost:1"):
         train(file)
     assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+@pytest.mark.slow
+def test_two_processes_with_a_server_each_make_the_same_run(
+    here: Path, player: Path, tmp_path: Path, tiny_chat: Chat
+) -> None:
+    with running(tiny_chat, 2) as servers:
+        file = run_of(tmp_path, player, **elsewhere(servers))
+        launched = ["-m", "posttrain.parallel", "--standalone", "--nproc_per_node", "2", "train_phase3_starpo.py"]
+        result = python(*launched, "--config", str(file))
+        assert result.returncode == 0, result.stderr
+        assert all(server.engine.version >= 3 for server in servers)
+        result = python(
+            *launched,
+            "--config",
+            str(file),
+            "output_dir=" + str(tmp_path / "other"),
+            f"rollout.servers=[{servers[0].url}]",
+        )
+        assert result.returncode == 2 and "names 1 servers for 2 processes" in " ".join(result.stderr.split())
+    check_equal(here, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_run_that_plays_ahead_stops_at_a_signal_and_goes_on(player: Path, tmp_path: Path, tiny_chat: Chat) -> None:
+    with running(tiny_chat, 2) as servers:
+        file = run_of(tmp_path, player, **elsewhere(servers, max_staleness=1))
+        command = [sys.executable, "train_phase3_starpo.py", "--config", str(file), "trainer.max_steps=12"]
+        command += ["evaluation.every=20", "checkpoint.every=20"]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        until(lambda: metrics.exists() and '"step": 3' in metrics.read_text(), 120)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=60)[1]
+        assert process.returncode == 143, said
+        (left,) = (tmp_path / "run").glob("checkpoint-*")
+        stopped = int(left.name.split("-")[1])
+        train(file, *command[4:], f"rollout.servers=[{servers[1].url}]", "--resume")
+    table = {row["step"]: row for row in rows(tmp_path / "run") if "rollout/staleness" in row}
+    assert list(table) == list(range(1, 13)) and stopped < 11
+    assert table[stopped + 1]["rollout/staleness"] == 0, "what was played ahead is played again"
