@@ -79,8 +79,9 @@ def main(argv: list[str] | None = None) -> None:
 
     model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template)
     learner = starpo_run.make_learner(cfg, model, chat)
-    sampler = sampler_of(cfg, learner.policy, chat)
-    with learner.autocast(), model_files.no_bars():  # while the policy is the model that it starts from
+    with learner.whole():
+        sampler = sampler_of(cfg, learner.policy, chat)
+    with learner.whole(), learner.autocast(), model_files.no_bars():  # while the policy is what it starts from
         distillation = Distillation.start(learner, sampler, chat) if cfg.distillation else None
     former_tasks = FormerTasks(cfg, chat)
     state = starpo_run.first_state(setup, learner, chat)
@@ -96,14 +97,15 @@ def main(argv: list[str] | None = None) -> None:
         for step in range(state.step + 1, cfg.trainer.max_steps + 1) if not state.stopped_early else ():
             started_at = time.perf_counter()
             monitor.raised.clear()
-            with learner.autocast():
+            with learner.whole(), learner.autocast():
                 groups = rollout(cfg, sampler, chat, step, state.joined, worker)
             played_at = time.perf_counter()
             scored = score_and_filter(cfg, groups, learner)
             metrics = describe(groups, scored.std, scored.kept)
             metrics |= worker.staleness([t for group in groups for t in group]) if worker else {}
             if due(cfg.diagnostics.every, step) and cfg.protocol.think:
-                metrics |= thoughts_and_prompts(cfg, learner, chat, groups, step, state.collapse, monitor.say)
+                with learner.whole():
+                    metrics |= thoughts_and_prompts(cfg, learner, chat, groups, step, state.collapse, monitor.say)
             scored_at = time.perf_counter()
             state.empty_steps = 0 if scored.kept else state.empty_steps + 1
             experience = collect(cfg, learner, groups, scored) if scored.kept else None
@@ -137,7 +139,7 @@ def main(argv: list[str] | None = None) -> None:
         # what is saved is the policy that did best on the validation levels; the test levels see only that one
         broken = not_finite(state.alarms)  # the same in all processes, which see the same rows
         run_state.load(setup.best(state), learner)
-        with learner.autocast(), stop.at_once("the closing evaluation"):
+        with learner.whole(), learner.autocast(), stop.at_once("the closing evaluation"):
             final = evaluate(cfg, sampler, chat, "test", cfg.evaluation.final_episodes, name="final")
         monitor.report(state, cfg.trainer.max_steps, final)
     monitor.close()
@@ -301,8 +303,8 @@ def update(
     """
     import torch
 
-    from posttrain import parallel
-    from posttrain.learner import CRITIC, POLICY, objective_settings, schedule
+    from posttrain import sharding
+    from posttrain.learner import POLICY, objective_settings, schedule
     from posttrain.monitoring import UpdateFigures, advantage_figures
     from posttrain.rollout import most_turns
     from posttrain.starpo import losses
@@ -318,7 +320,7 @@ def update(
     longest = cfg.rollout.max_completion_length * most_turns(cfg.envs, cfg.protocol)  # sampled tokens of an episode
     lengths_B = torch.bincount(batch.episode_S, minlength=len(batch.episodes)) * experience.trains_B
     figures = UpdateFigures()
-    learner.model.train()
+    learner.train()
     for epoch in range(algorithm.num_iterations):
         for number, chosen_B in enumerate(experience.minibatches(algorithm.minibatches, cfg.seed, step, epoch)):
             counted_B = lengths_B * chosen_B
@@ -333,34 +335,40 @@ def update(
                     logprobs_S=new_S,
                     old_S=new_S.detach() if on_policy else forward.take(measured.old_S),
                     advantages_S=forward.take(experience.advantages_S).float(),
-                    weights_S=forward.take(weights_S),
+                    weights_S=forward.weights(weights_S),
                     importance_weights_S=forward.take(importance_weights_S),
                     entropy_S=forward.entropy_S,
                     reference_S=None if measured.reference_S is None else forward.take(measured.reference_S),
                     contexts_S=forward.take(batch.context_S),
                 )
                 objective = losses.objective(tokens, settings)
-                figures.policy(tokens, objective, forward.take(batch.sampler_S))
+                if forward.counts:
+                    figures.policy(tokens, objective, forward.take(batch.sampler_S))
                 loss = None if warming_up else objective.loss
                 if critic is not None and critic.kind == "shared":  # one trunk: one backward pass for both
                     value = learner.value_loss(forward, experience, tokens.weights_S)
-                    figures.critic(value)
+                    if forward.counts:
+                        figures.critic(value)
                     (value.loss if loss is None else loss + value.loss).backward()
                     continue
                 if loss is not None:
                     loss.backward()
                 if critic is not None:
                     value = learner.value_loss(forward, experience, tokens.weights_S)
-                    figures.critic(value)
+                    if forward.counts:
+                        figures.critic(value)
                     value.loss.backward()
             prefixes.backward()
             if distillation is not None and distillation.coef and not warming_up:
                 figures.distillation(*distillation.backward(step, epoch * algorithm.minibatches + number))
 
-            parallel.sum_gradients(learner.trainable[POLICY] + learner.trainable[CRITIC])
+            learner.sum_gradients()
             for parameter in learner.trainable[POLICY] if warming_up else ():
                 parameter.grad = None  # not even the optimizer's moments learn from the critic's loss
-            norms = [torch.nn.utils.clip_grad_norm_(own, cfg.trainer.max_grad_norm).item() for own in learner.trainable]
+            norms = [
+                sharding.number(torch.nn.utils.clip_grad_norm_(own, cfg.trainer.max_grad_norm))
+                for own in learner.trainable
+            ]
             finite = all(map(math.isfinite, norms))
             if finite:
                 learner.optimizer.step()
@@ -411,7 +419,7 @@ def validate(parts: Parts, state: RunState, step: int) -> None:
     cfg, learner, monitor, started_at = parts.cfg, parts.learner, parts.monitor, time.perf_counter()
     won: dict[str, list[bool]] = {}
     seen: list[Trajectory] = []
-    with learner.autocast():
+    with learner.whole(), learner.autocast():
         metrics = evaluate(cfg, parts.sampler, parts.chat, "validation", cfg.evaluation.episodes, won=won, seen=seen)
     better, compared = monitor.compare_with_best(state, step, won)
     for title in state.join(cfg.envs, won):
@@ -419,7 +427,7 @@ def validate(parts: Parts, state: RunState, step: int) -> None:
     metrics |= compared
     if parts.distillation is not None:
         metrics["evaluation/distillation_kl"] = parts.distillation.measure()
-    with learner.autocast():
+    with learner.whole(), learner.autocast():
         metrics |= parts.former_tasks.measure(parts.sampler, learner, state.first_answers)
     monitor.report(state, step, metrics | {"seconds/evaluation": time.perf_counter() - started_at})
     if better:

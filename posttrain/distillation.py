@@ -134,7 +134,7 @@ class Distillation:
     """
 
     def __init__(self, learner: Learner, rows: Sequence[Answered]) -> None:
-        self.learner, self.teacher = learner, learner.reference
+        self.learner, self.teacher = learner, learner.trained.reference
         self.rows = [row for row in rows if not row.held_out]
         self.held_out = [row for row in rows if row.held_out]
         self.order = cache(self._order)
@@ -171,20 +171,38 @@ class Distillation:
         """The mean KL of the held-out rows' tokens, in nats, over all processes."""
         with torch.no_grad():
             found = parallel.total(self._kl(self.held_out, None), self.learner.device)
+        self.learner.release()
         return found / max(1, sum(len(row.completion_ids) for row in self.held_out))
 
     def _kl(self, rows: Sequence[Answered], weight: float | None) -> float:
         """The sum of this process's rows, dealt out by length; rows of similar length share a micro-batch."""
-        learner, total = self.learner, 0.0
-        own = sorted(rows, key=lambda row: -len(row.ids))[parallel.rank() :: parallel.size()]
-        budget = learner.cfg.trainer.micro_batch_tokens or math.inf
-        for micro in microbatches([len(row.ids) for row in own], budget):
-            ids, masks = [own[n].ids for n in micro], [own[n].mask for n in micro]
-            without_adapter = nullcontext() if self.teacher is not None else learner.model.disable_adapter()
-            teacher = learner.policy if self.teacher is None else self.teacher
-            with torch.no_grad(), without_adapter, learner.autocast():
-                teacher_SD, _ = trained_states(teacher, ids, masks)
+        learner, policy, total = self.learner, self.learner.trained.policy, 0.0
+        teacher = policy if self.teacher is None else self.teacher
+        for micro, counts in self._micro_batches(rows):
+            ids, masks = [row.ids for row in micro], [row.mask for row in micro]
+
+            def states(ids: list[list[int]] = ids, masks: list[list[bool]] = masks) -> tuple[torch.Tensor, ...]:
+                without_adapter = nullcontext() if self.teacher is not None else learner.trained.model.disable_adapter()
+                with torch.no_grad(), without_adapter, learner.autocast():
+                    teacher_SD, _ = trained_states(teacher, ids, masks)
+                with learner.autocast():
+                    return teacher_SD, trained_states(policy, ids, masks)[0]
+
             with learner.autocast():
-                hidden_SD, _ = trained_states(learner.policy, ids, masks)
-                total += kl_backward(learner.policy, hidden_SD, teacher, teacher_SD, weight)
+                teacher_SD, hidden_SD = learner.compute(states)
+                kl = kl_backward(policy, hidden_SD, teacher, teacher_SD, weight if counts or weight is None else 0.0)
+            total += kl if counts else 0.0
         return total
+
+    def _micro_batches(self, rows: Sequence[Answered]) -> list[tuple[list[Answered], bool]]:
+        """This process's micro-batches, and whether they count: where the model is sharded, all have equally many."""
+        budget, size = self.learner.cfg.trainer.micro_batch_tokens or math.inf, parallel.size()
+        longest_first = sorted(rows, key=lambda row: -len(row.ids))
+        shares = [longest_first[rank::size] for rank in range(size)]
+        dealt = [
+            [[own[n] for n in micro] for micro in microbatches([len(row.ids) for row in own], budget)] for own in shares
+        ]
+        found = [(micro, True) for micro in dealt[parallel.rank()]]
+        if self.learner.shards is not None:
+            found += [(longest_first[-1:], False)] * (max(map(len, dealt)) - len(found))
+        return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any, Literal
 
-from posttrain.types import UserError
+from posttrain.types import UserError, one_line
 
 Sharding = Literal["none", "fsdp2", "zero1", "zero2", "zero3"]
 # What `accelerate launch` sets where its config file or its flags ask for a sharded model, beside FSDP and DeepSpeed.
@@ -46,6 +46,19 @@ def sharding() -> Sharding:
     return "none"
 
 
+def lost(error: BaseException) -> str | None:
+    """What to say where this process cannot reach another one any more; None for any other error."""
+    kinds = {each.__name__ for each in type(error).__mro__}
+    unreachable = kinds & {"DistBackendError", "DistNetworkError", "DistStoreError"} or "gloo/transport" in str(error)
+    if processes() == 1 or not unreachable:
+        return None
+    return (
+        f"Process {os.environ.get('RANK', '0')} of {processes()} has lost the others: one has ended, and said why above"
+        " unless it was killed, or has not answered for longer than trainer.ddp_timeout. Checkpoints that were complete"
+        f" still are: go on with the same command and --resume. ({one_line(error)})"
+    )
+
+
 def check(cfg: Any) -> None:
     """UserError for a launch that would start too little, or ask for what no phase does with this config.
 
@@ -74,7 +87,7 @@ def check(cfg: Any) -> None:
             f"{trainer['optim']} of bitsandbytes cannot be. Write trainer.optim=adamw_torch."
         )
     if hasattr(cfg, "algorithm"):
-        _check_starpo(kind)
+        _check_starpo(kind, cfg)
     _check_fsdp() if kind == "fsdp2" else _check_deepspeed(kind)
 
 
@@ -89,15 +102,19 @@ def _check_processes() -> None:
         )
 
 
-def _check_starpo(kind: Sharding) -> None:
+def _check_starpo(kind: Sharding, cfg: Any) -> None:
     if kind != "fsdp2":
         raise UserError(
             f"The launcher asks for DeepSpeed ({kind}), which phases 1 and 2 take. Phase 3 shards with FSDP2:"
             f" accelerate launch --config_file {FILES}/fsdp2.yaml train_phase3_starpo.py."
         )
-    raise UserError("Phase 3 does not shard a model yet: start a copy on each GPU (configs/accelerate/multi_gpu.yaml).")
     if is_on("FSDP_OFFLOAD_PARAMS"):
         raise UserError("Phase 3 keeps its shards on the device: write fsdp_offload_params: false.")
+    if cfg.diagnostics.gradients_every:
+        raise UserError(
+            "diagnostics.gradients_every computes on one process, which has no whole model where it is sharded. Leave"
+            " it out (diagnostics.gradients_every=0)."
+        )
 
 
 def _check_fsdp() -> None:

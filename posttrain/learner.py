@@ -8,13 +8,15 @@ out the micro-batches, whoever played their episodes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from posttrain import parallel
+from posttrain import launcher, parallel
 from posttrain.config import StarPORun
 from posttrain.critic import Critic
 from posttrain.experience import Batch, BatchRow, Experience, Measured
@@ -22,6 +24,7 @@ from posttrain.head import head_logprobs
 from posttrain.policy import microbatches, trained_states
 from posttrain.prefixes import Prefixes, can_share, prefix_of, worth_sharing
 from posttrain.selftest import can_share_prefixes, head_agrees
+from posttrain.sharding import Shards, load_whole_state
 from posttrain.starpo import losses
 from posttrain.types import Trajectory, UserError
 
@@ -45,6 +48,33 @@ class Forward(NamedTuple):
         """What a tensor over the batch has for these tokens, on their device."""
         return values_S[self.index_S].to(self.logprobs_S.device)
 
+    @property
+    def counts(self) -> bool:
+        return not isinstance(self.rows, StandIn)
+
+    def weights(self, weights_S: torch.Tensor) -> torch.Tensor:
+        """What these tokens count in the loss."""
+        return self.take(weights_S) if self.counts else torch.zeros_like(self.logprobs_S)
+
+
+class StandIn(list[BatchRow]):
+    """A micro-batch that another process has as well; this one reads it, with weight 0, to keep pace.
+
+    Under FSDP2 all processes gather a layer together, as often as the one with most micro-batches needs it.
+    """
+
+
+class Trained(NamedTuple):
+    """The models that learn and are asked: those of the learner, or their twins in shards.
+
+    model: `policy`, or peft's wrapper around it.
+    """
+
+    model: Any
+    policy: Any
+    critic: Critic | None
+    reference: Any
+
 
 class ValueLoss(NamedTuple):
     """The critic's share of a micro-batch's loss, and what it is made of, each (S,)."""
@@ -66,12 +96,8 @@ class Learner:
     def __init__(self, cfg: StarPORun, model: Any, reference: Any = None) -> None:
         self.cfg, self.model, self.reference = cfg, model, reference
         self.critic = Critic(cfg.algorithm.critic.kind, model) if cfg.algorithm.critical else None
-        of_critic = self.critic.own_parameters() if self.critic else []
-        known = {id(parameter) for parameter in of_critic}
-        self.trainable = [[p for p in model.parameters() if p.requires_grad and id(p) not in known], of_critic]
-        self.optimizer = self._optimizer()
         self.adapted = hasattr(model, "get_base_model")
-        self.policy: Any = model.get_base_model() if self.adapted else model  # an adapter's layers sit inside it
+        self.policy: Any = self._base(model)  # an adapter's layers sit inside it
         if hasattr(self.policy.get_output_embeddings(), "lora_A"):
             raise UserError(
                 "Phase 3 computes log-probs from the output layer's own weight, without an adapter: leave the output"
@@ -87,10 +113,52 @@ class Learner:
                 f"{type(model).__name__} does more to its logits than posttrain/policy.py knows: log-probs of sampled"
                 " tokens would be wrong. Choose a model of another architecture."
             )
-        self.shares = can_share(cfg) and can_share_prefixes(self.policy)
+        sharded = launcher.sharding() == "fsdp2"
+        # a prefix that some processes have and others do not would be gathered for by some and not by others
+        self.shares = not sharded and can_share(cfg) and can_share_prefixes(self.policy)
         # sampler and trainer round alike in float32 alone
         our_engine = cfg.rollout.engine in ("auto", "slots", "replay")
         self.exact = our_engine and self.policy.dtype == torch.float32 and not cfg.trainer.bf16
+        self.shards: Shards | None = None
+        self.trained = Trained(model, self.policy, self.critic, reference)
+        if sharded:
+            parts = {"model": model, "critic": self.critic, "reference": reference}
+            self.shards = Shards({name: part for name, part in parts.items() if part is not None}, device)
+            twins = {name: self.shards.part(name) if part is not None else None for name, part in parts.items()}
+            self.trained = Trained(policy=self._base(twins["model"]), **twins)
+        of_critic = self.trained.critic.own_parameters() if self.trained.critic else []
+        of_policy = [p for p in self.trained.model.parameters() if p.requires_grad]
+        self.trainable = [of_policy, of_critic]
+        self.optimizer = self._optimizer()
+
+    def _base(self, model: Any) -> Any:
+        return model.get_base_model() if self.adapted else model
+
+    def train(self) -> None:
+        self.trained.model.train()
+
+    @contextmanager
+    def whole(self, critic: bool = False, write: bool = False) -> Iterator[None]:
+        """Within it `model` and `policy` have all their weights in every process, to play, to be asked and saved.
+
+        Only a run with a sharded model ever lacks them; then it is for all processes together. critic: those of the
+        critic as well. write: what is written into them is trained on.
+        """
+        if self.shards is None:
+            yield
+            return
+        names = ["model", "critic"] if critic and self.critic else ["model"]
+        with self.shards.gathered(*names, write=write):
+            yield
+
+    def compute(self, run: Callable[[], Any]) -> Any:
+        """`run()`, which computes with what is trained; all processes do so equally often."""
+        return run() if self.shards is None else self.shards(run)
+
+    def release(self) -> None:
+        """After passes without gradient: let go of what they have gathered."""
+        if self.shards is not None:
+            self.shards.release()
 
     # ----------------------------------------------------------------------------------------- before the update
 
@@ -98,7 +166,7 @@ class Learner:
         """Every sampled token without gradient; what is not needed is not computed."""
         beta, found = self.cfg.algorithm.beta, {}
         if not self.exact:
-            found["old"] = self._measured(batch, lambda rows: self._logprobs(self.policy, rows))
+            found["old"] = self._measured(batch, lambda rows: self._head(self.trained.policy, rows)[0])
         if beta > 0:
             found["reference"] = self._measured(batch, self._reference_logprobs)
         if self.critic:
@@ -110,7 +178,7 @@ class Learner:
 
         One more pass over the episodes of a rollout; of the policy in the learner's precision, whatever engine sampled.
         """
-        return self._measured(batch, lambda rows: self._head(self.policy, rows)[1])
+        return self._measured(batch, lambda rows: self._head(self.trained.policy, rows)[1])
 
     def mean_entropies(self, episodes: Sequence[Trajectory]) -> torch.Tensor:
         """The mean of `entropies` over each episode's tokens, (B,)."""
@@ -123,8 +191,12 @@ class Learner:
     def _measured(self, batch: Batch, measure: Callable[[list[BatchRow]], torch.Tensor]) -> torch.Tensor:
         found = []
         for rows in self.micro_batches(batch.rows):
-            parts = measure(rows).float().cpu().split([row.tokens.stop - row.tokens.start for row in rows])
+            measured_S = self.compute(partial(measure, rows))
+            if isinstance(rows, StandIn):
+                continue
+            parts = measured_S.float().cpu().split([row.tokens.stop - row.tokens.start for row in rows])
             found += [(row.tokens, part) for row, part in zip(rows, parts, strict=True)]
+        self.release()
         out_S = torch.empty_like(batch.sampler_S)
         for tokens, part in parallel.gather(found):
             out_S[tokens] = part
@@ -135,29 +207,28 @@ class Learner:
             states = trained_states(model, [row.ids for row in rows], [row.mask for row in rows])
             return head_logprobs(model, *states, self.cfg.rollout.temperature)
 
-    def _logprobs(self, model: Any, rows: list[BatchRow]) -> torch.Tensor:
-        return self._head(model, rows)[0]
-
     def _reference_logprobs(self, rows: list[BatchRow]) -> torch.Tensor:
-        if self.reference is not None:
-            return self._logprobs(self.reference, rows)
-        with self.model.disable_adapter():
-            return self._logprobs(self.policy, rows)
+        if self.trained.reference is not None:
+            return self._head(self.trained.reference, rows)[0]
+        with self.trained.model.disable_adapter():
+            return self._head(self.trained.policy, rows)[0]
 
     def _values(self, rows: list[BatchRow]) -> torch.Tensor:
-        assert self.critic
+        critic = self.trained.critic
+        assert critic
         ids, masks = [row.ids for row in rows], [row.mask for row in rows]
         with self.autocast():
-            if self.critic.kind == "shared":
-                return self.critic.of(trained_states(self.policy, ids, masks)[0])
-            return self.critic.values(ids, masks)
+            if critic.kind == "shared":
+                return critic.of(trained_states(self.trained.policy, ids, masks)[0])
+            return critic.values(ids, masks)
 
     # ------------------------------------------------------------------------------------------------ the update
 
     def micro_batches(self, rows: list[BatchRow], shared: Sequence[tuple[int, ...]] = ()) -> list[list[BatchRow]]:
         """This process's share of the rows as micro-batches; all have the same number of them, or one less.
 
-        Prefixes that are `shared` do not count.
+        Prefixes that are `shared` do not count. Where the model is sharded, a `StandIn` takes the place of the missing
+        one.
         """
         known = set(shared)
 
@@ -166,7 +237,10 @@ class Learner:
             return len(row.ids) - (len(begins) if begins in known else 0)
 
         chosen = list(microbatches([length(row) for row in rows], self._budget))
-        return [[rows[i] for i in batch] for batch in chosen[parallel.rank() :: parallel.size()]]
+        own = [[rows[i] for i in batch] for batch in chosen[parallel.rank() :: parallel.size()]]
+        if self.shards is not None and len(own) < math.ceil(len(chosen) / parallel.size()):
+            own.append(StandIn(rows[i] for i in chosen[-1]))
+        return own
 
     def prefill(self, rows: list[BatchRow]) -> tuple[Prefixes, list[list[BatchRow]]]:
         """This process's micro-batches of these rows, and the prefixes that rows share, prefilled."""
@@ -174,24 +248,31 @@ class Learner:
         micro_batches = self.micro_batches(rows, shared)
         needed = {prefix_of(row.ids, row.mask) for micro in micro_batches for row in micro}
         with self.autocast():
-            return Prefixes(self.policy, [key for key in shared if key in needed]), micro_batches
+            return Prefixes(self.trained.policy, [key for key in shared if key in needed]), micro_batches
 
     def forward(self, rows: list[BatchRow], prefixes: Prefixes) -> Forward:
         """One micro-batch through the policy, behind prefixes that were read before."""
         index_S = torch.cat([torch.arange(row.tokens.start, row.tokens.stop) for row in rows])
-        with self.autocast():
+
+        def run() -> tuple[torch.Tensor, ...]:
+            policy, temperature = self.trained.policy, self.cfg.rollout.temperature
             states_SD, tokens_S = prefixes.states([row.ids for row in rows], [row.mask for row in rows])
-            logprobs_S, entropy_S = head_logprobs(self.policy, states_SD, tokens_S, self.cfg.rollout.temperature)
+            return *head_logprobs(policy, states_SD, tokens_S, temperature), states_SD
+
+        with self.autocast():
+            logprobs_S, entropy_S, states_SD = self.compute(run)
         return Forward(rows, index_S, logprobs_S.float(), entropy_S.float(), states_SD)
 
     def value_loss(self, forward: Forward, experience: Experience, weights_S: torch.Tensor) -> ValueLoss:
         """VALUE_COEF * sum over S of weight_S * `losses.value_loss`, with gradient."""
-        assert self.critic and experience.measured.values_S is not None and experience.returns_S is not None
-        if self.critic.kind == "shared":
-            values_S = self.critic.of(forward.states_SD)
+        critic = self.trained.critic
+        assert critic and experience.measured.values_S is not None and experience.returns_S is not None
+        if critic.kind == "shared":
+            values_S = critic.of(forward.states_SD)
         else:
+            ids, masks = [row.ids for row in forward.rows], [row.mask for row in forward.rows]
             with self.autocast():
-                values_S = self.critic.values([row.ids for row in forward.rows], [row.mask for row in forward.rows])
+                values_S = self.compute(lambda: critic.values(ids, masks))
         returns_S, old_S = forward.take(experience.returns_S).float(), forward.take(experience.measured.values_S)
         clip = self.cfg.algorithm.critic.clip or math.inf
         loss_S, clipped_S = losses.value_loss(values_S.float(), old_S, returns_S, clip)
@@ -222,18 +303,15 @@ class Learner:
         kind = AdamW8bit if trainer.optim == "adamw_8bit" else PagedAdamW8bit
         return kind(groups, **options)
 
-    def save(self, folder: Path) -> None:
-        """What a resumed run needs beside the policy's weights."""
-        torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
-        if self.critic:
-            self.critic.save(folder)
+    def sum_gradients(self) -> None:
+        """Add up what all processes have found; FSDP2 does so after each micro-batch."""
+        if self.shards is None:
+            parallel.sum_gradients(self.trainable[POLICY] + self.trainable[CRITIC])
 
-    def load(self, folder: Path) -> None:
-        """Optimizer and critic of a checkpoint; the weights of the policy are already there."""
-        self.optimizer.state.clear()  # or the old moments would be there beside the new ones
-        self.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location=self.device, weights_only=True))
-        if self.critic:
-            self.critic.load(folder)
+    def load_optimizer(self, folder: Path) -> None:
+        """Of a checkpoint, whose weights are already there."""
+        place = "cpu" if self.shards is not None else self.device
+        load_whole_state(self.optimizer, torch.load(folder / "optimizer.pt", map_location=place, weights_only=True))
 
 
 def schedule(cfg: StarPORun, step: int) -> float:

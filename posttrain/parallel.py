@@ -9,13 +9,17 @@ for a batch another does not have.
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+
+from posttrain.types import UserError
 
 TIMEOUT = 6 * 3600  # seconds that processes wait for each other: one streams a large source, or writes to a slow disk
 SHUTDOWN = 3600  # seconds after a signal that a step may still take, with its checkpoint
@@ -28,11 +32,29 @@ def start(device: torch.device, timeout: float = TIMEOUT) -> None:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         patience = timedelta(seconds=timeout)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-            dist.init_process_group("nccl", timeout=patience, device_id=device)
-        else:
-            dist.init_process_group("gloo", timeout=patience)
+        with port_in_words():
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+                dist.init_process_group("nccl", timeout=patience, device_id=device)
+            else:
+                dist.init_process_group("gloo", timeout=patience)
+
+
+@contextmanager
+def port_in_words() -> Iterator[None]:
+    """UserError where the first process cannot listen on the port at which all of them meet."""
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error) and "failed to listen" not in str(error):
+            raise
+        found = re.search(r"port: (\d+)", str(error))
+        port = found[1] if found else os.environ.get("MASTER_PORT", "29500")
+        raise UserError(
+            f"Port {port}, at which the processes of the run would meet, is in use on this machine. Choose another:"
+            " --master_port of torchrun, --main_process_port of accelerate launch; or, on one machine, let one be"
+            " chosen (--standalone; --main_process_port 0)."
+        ) from None
 
 
 def stop() -> None:
@@ -99,7 +121,11 @@ def launch(argv: list[str] | None = None) -> NoReturn:
     if "--shutdown-timeout" not in " ".join(sys.argv).replace("_", "-"):
         given.shutdown_timeout = SHUTDOWN
     try:
-        run.run(given)
+        with port_in_words():
+            run.run(given)
+    except UserError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)
     except SignalException as stopped:
         sys.exit(128 + stopped.sigval)
     except ChildFailedError as failed:

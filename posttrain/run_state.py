@@ -11,12 +11,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypedDict
 
+import torch
 from safetensors.torch import load_file
 
 from posttrain import checkpoint, files, parallel, runlog
 from posttrain.chat import Chat
 from posttrain.config import StarPORun, TrainingEnvSection
 from posttrain.learner import Learner
+from posttrain.sharding import whole_state
 from posttrain.types import UserError
 
 FILE = "state.json"
@@ -91,31 +93,39 @@ def changed(cfg: StarPORun, changes: dict[str, Any]) -> StarPORun:
 def save(folder: Path, learner: Learner, chat: Chat, state: RunState) -> None:
     """A checkpoint that a run resumes from bit by bit, and that transformers (or peft) can load as it is."""
 
+    optimizer = whole_state(learner.optimizer)
+
     def write(out: Path) -> None:
         learner.model.save_pretrained(out, **({"selected_adapters": ["default"]} if learner.adapted else {}))
         chat.save(out)
-        learner.save(out)
+        torch.save(optimizer, out / "optimizer.pt")
+        if learner.critic:
+            learner.critic.save(out)
         (out / FILE).write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
 
-    if runlog.is_main_process():
-        checkpoint.save(folder, write, chat_template_sha256=chat.hash, phase=3, step=state.step)
+    with learner.whole(critic=True):
+        if runlog.is_main_process():
+            checkpoint.save(folder, write, chat_template_sha256=chat.hash, phase=3, step=state.step)
     parallel.barrier()
 
 
 def load(folder: Path, learner: Learner) -> RunState:
     """Put a checkpoint's weights, critic and optimizer in place and return where the run was."""
     checkpoint.verify(folder)
-    if learner.adapted:  # read into the CPU's memory: the device need not hold all of it twice
-        from peft import set_peft_model_state_dict
+    with learner.whole(critic=True, write=True):
+        if learner.adapted:  # read into the CPU's memory: the device need not hold all of it twice
+            from peft import set_peft_model_state_dict
 
-        set_peft_model_state_dict(learner.model, load_file(folder / "adapter_model.safetensors"))
-    else:
-        shards = [load_file(file) for file in checkpoint.weight_files(folder)]
-        weights = {key: value for shard in shards for key, value in shard.items()}
-        missing = learner.model.load_state_dict(weights, strict=False)
-        assert not missing.unexpected_keys, missing.unexpected_keys
+            set_peft_model_state_dict(learner.model, load_file(folder / "adapter_model.safetensors"))
+        else:
+            shards = [load_file(file) for file in checkpoint.weight_files(folder)]
+            weights = {key: value for shard in shards for key, value in shard.items()}
+            missing = learner.model.load_state_dict(weights, strict=False)
+            assert not missing.unexpected_keys, missing.unexpected_keys
+        if learner.critic:
+            learner.critic.load(folder)
     state = read(folder)
-    learner.load(folder)
+    learner.load_optimizer(folder)
     return state
 
 

@@ -70,7 +70,7 @@ def set_up(cfg: StarPORun, *, resume: bool, data_sets: list[str]) -> Setup:
         checkpoint.claim(out, resume)
         run_identity.remember_run(out, settings, resume)
     device = hardware.resolve_device(given.device)
-    parallel.start(device)
+    parallel.start(device, given.trainer.ddp_timeout)
     set_seed(given.seed)  # for new adapters; whatever is drawn later has a seed of its own
 
     found = run_state.resume_from(out, runlog.say) if resume else None
@@ -197,8 +197,9 @@ def finish(setup: Setup, learner: Learner, chat: Chat, state: RunState, metrics:
 
     broken: why, or "". metrics: of the closing evaluation.
     """
-    if runlog.is_main_process():
-        export(setup, learner, chat, state, metrics, broken)
+    with learner.whole():
+        if runlog.is_main_process():
+            export(setup, learner, chat, state, metrics, broken)
     parallel.barrier()
     parallel.stop()
     if broken:

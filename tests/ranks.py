@@ -1,7 +1,7 @@
 """What happens in several processes?  `ranks.py N [NAME=VALUE ...] SCRIPT ...` forks N that have imported everything.
 
 As torchrun, without its seconds of imports: what it was started with is loaded already (tests/preloaded.py). The exit
-code is that of the first process that fails; the others then have a minute to end by themselves.
+code is that of the first process that fails; the others then have PATIENCE, a minute, to end by themselves.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import socket
 import sys
 import time
 import traceback
-
-PATIENCE = 60.0
 
 
 def main(count: int, words: list[str]) -> int:
@@ -33,7 +31,7 @@ def main(count: int, words: list[str]) -> int:
             running.discard(child)
             code = code or os.waitstatus_to_exitcode(status)
             if code:
-                until = min(until, time.monotonic() + PATIENCE)
+                until = min(until, time.monotonic() + float(os.environ.get("PATIENCE", "60")))
         elif time.monotonic() > until:
             for late in running:
                 os.kill(late, signal.SIGKILL)

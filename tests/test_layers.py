@@ -19,8 +19,8 @@ LAYERS = [
     ["envs"],
     ["posttrain.types"],
     ["posttrain.files"],
-    ["posttrain.config", "posttrain.template_limits"],
     ["posttrain.launcher"],
+    ["posttrain.config", "posttrain.template_limits"],
     ["posttrain.compat", "posttrain.hardware"],
     [
         f"posttrain.{name}"

@@ -8,10 +8,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -21,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import train_phase1_sft
 import train_phase2_dpo
-from posttrain import checkpoint, hardware, launcher, run_identity
+from posttrain import checkpoint, hardware, launcher, parallel, run_identity
 from posttrain.config import SFTRun
 from posttrain.types import UserError
 
@@ -175,6 +181,111 @@ def test_deepspeed_equal_to_one_process(
     assert done.returncode == 2 and "DeepSpeed's checkpoints hold one file for each process" in done.stderr
 
 
+# --------------------------------------------------------------------------------------------------------- phase 3
+
+UPDATES = {
+    "full": {"algorithm": {"minibatches": 2}},
+    "tied": {"algorithm": {}, "tied": True},
+    "lora": {"algorithm": {"beta": 0.1}, "tuning": "lora"},
+    "reference": {"algorithm": {"beta": 0.1}},
+    "shared critic": {"algorithm": {"advantage": "gae", "critic": {"kind": "shared"}}},
+    "separate critic": {"algorithm": {"advantage": "gae", "critic": {"kind": "separate", "warmup_steps": 1}}},
+    "recomputed layers": {"algorithm": {}, "trainer": {"gradient_checkpointing": True}},
+    "distillation": {"algorithm": {}, "distillation": True},
+    "lora, distillation": {"algorithm": {}, "distillation": True, "tuning": "lora"},
+    "uneven": {
+        "algorithm": {"loss_type": "gspo", "aggregation": "sequence_mean", "epsilon": 3e-4, "epsilon_high": 4e-4},
+        "groups": 5,
+        "members": 3,
+    },
+    "nothing for some": {"algorithm": {}, "groups": 1, "members": 2, "trainer": {"micro_batch_tokens": 4096}},
+}
+
+
+def updated(folder: Path, count: int, asked: dict[str, Any]) -> dict[str, Any]:
+    """tests/sharded_updates.py in `count` processes; one is a plain run."""
+    asked = {"groups": 3, "members": 4, "trainer": {"micro_batch_tokens": 48}} | asked
+    asked["trainer"] = {"micro_batch_tokens": 48} | asked["trainer"]
+    file = folder / f"{count}.pt"
+    done = launched(count, "tests/sharded_updates.py", str(file), json.dumps(asked), env=FSDP2 if count > 1 else {})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(file, weights_only=True)
+
+
+def most(one: Any, other: Any) -> float:
+    """The largest difference between two equal trees of tensors and numbers."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        return max((most(one[key], other[key]) for key in one), default=0.0)
+    if isinstance(one, list):
+        assert len(one) == len(other)
+        return max((most(a, b) for a, b in zip(one, other, strict=True)), default=0.0)
+    if isinstance(one, torch.Tensor):
+        assert one.shape == other.shape
+        return (one - other).abs().max().item()
+    return abs(one - other)
+
+
+def equal_updates(folder: Path, name: str, count: int) -> None:
+    one, several = (updated(folder, each, UPDATES[name]) for each in (1, count))
+    assert several["resumed"] and one["resumed"]
+    assert several["share"] <= 1 / count + 0.05, "each process holds its share alone"
+    assert len(one["gradients"]) >= 5
+    apart = [most(one[key], several[key]) for key in ("figures", "gradients", "weights", "played")]
+    print(f"| phase 3, {name}, FSDP2 | {count} | {' | '.join(f'{value:.1e}' for value in apart[:3])} |")
+    assert max(apart) < 1e-5
+
+
+def test_a_sharded_update_with_nothing_for_some_processes_is_equal_to_that_of_one(tmp_path: Path) -> None:
+    equal_updates(tmp_path, "nothing for some", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_sharded_update_is_equal_to_that_of_one_process(tmp_path: Path, name: str, count: int) -> None:
+    equal_updates(tmp_path, name, count)
+
+
+# ------------------------------------------------------------------------------------------- processes that are lost
+
+
+@pytest.mark.parametrize("way", ["dies", "hangs"])
+def test_a_process_that_loses_another_says_so_in_bounded_time(way: str) -> None:
+    began = time.monotonic()
+    done = launched(2, "PATIENCE=3", "tests/lost_process.py", way, env={})
+    assert time.monotonic() - began < 30
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert "error: Process 0 of 2 has lost the others: one has ended" in done.stderr
+    assert "trainer.ddp_timeout" in done.stderr and "--resume" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+def test_a_run_ends_that_loses_a_process_and_goes_on(tmp_path: Path, files: SimpleNamespace, number: int) -> None:
+    """After the first checkpoint one of two processes is gone; --resume comes to the end that would have been."""
+    file = config_in(tmp_path, files, "sft", {}, ddp_timeout=10)
+    train_phase1_sft.main(["--config", str(file), f"output_dir={tmp_path}/one"])
+    command = [script("sft"), "--config", str(file), "trainer.gradient_accumulation_steps=2"]
+    settings = [f"{key}={value}" for key, value in (FSDP2 | {"PATIENCE": "5"}).items()]
+    run = subprocess.Popen(
+        [sys.executable, "tests/ranks.py", "2", *settings, *command],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while not (tmp_path / "run" / "checkpoint-2" / checkpoint.MANIFEST).exists():
+        assert run.poll() is None
+        time.sleep(0.02)
+    max(psutil.Process(run.pid).children(), key=psutil.Process.create_time).send_signal(number)  # the second
+    began = time.monotonic()
+    said = run.communicate(timeout=120)[1]
+    assert time.monotonic() - began < 60 and run.returncode != 0
+    assert "error: Process 0 of 2 has lost the others" in said and "Traceback" not in said
+    done = launched(2, *command, "--resume")
+    assert done.returncode == 0, done.stderr[-3000:]
+    equal(f"phase 1, full, FSDP2, a process that {'dies' if number == signal.SIGKILL else 'hangs'} | 2",
+          tmp_path / "one", tmp_path / "run")  # fmt: skip
+
+
 # ------------------------------------------------------------------------------------------------------- bad input
 
 
@@ -324,3 +435,20 @@ def test_a_resumed_run_keeps_its_batches_or_says_why_not(tmp_path: Path, monkeyp
     begun(2, "fsdp2")
     with pytest.raises(UserError, match=r"sharding fsdp2 and would go on with none.*fsdp2.yaml --num_processes 2"):
         run_identity.same_batches(tmp_path, six)
+
+
+def test_a_port_in_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        rank = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for key, value in rank.items():
+            monkeypatch.setenv(key, value)
+        with pytest.raises(UserError, match=rf"Port {port}, at which the processes.*in use.*--main_process_port"):
+            parallel.start(torch.device("cpu"), timeout=5)
+        with pytest.raises(SystemExit) as end:
+            parallel.launch(
+                ["--master_addr", "127.0.0.1", "--master_port", str(port), "--nproc_per_node", "2", "none.py"]
+            )
+        assert end.value.code == 2

@@ -6,6 +6,7 @@ from typing import Any
 
 import train_phase3_starpo as phase3
 from posttrain.config import StarPORun
+from posttrain.distillation import Distillation
 from posttrain.learner import Learner
 from posttrain.types import Trajectory
 
@@ -16,8 +17,9 @@ def learn(
     groups: list[list[Trajectory]],
     step: int = 1,
     scored: Any = None,
+    distillation: Distillation | None = None,
 ) -> dict[str, float]:
     """Score and filter, advantages, update."""
     scored = scored or phase3.score_and_filter(cfg, groups, learner)
     experience = phase3.collect(cfg, learner, groups, scored)
-    return phase3.update(cfg, learner, experience, step)
+    return phase3.update(cfg, learner, experience, step, distillation)

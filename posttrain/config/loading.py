@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import os
 import re
 import sys
 import types
@@ -21,6 +22,7 @@ from posttrain.config.shared import Section, hint
 from posttrain.config.trl_fields import NOT_SUPPORTED, SET_BY_SCRIPTS, TRLFields
 from posttrain.config.yaml_file import parse_yaml, read_yaml
 from posttrain.files import failed_write
+from posttrain.launcher import lost
 from posttrain.types import UserError
 
 Config = TypeVar("Config", bound=Section)
@@ -60,7 +62,10 @@ REMOVED = {  # keys of former versions that nothing took the place of, by sectio
 
 
 def run(main: Callable[[], None]) -> NoReturn:
-    """Call `main`; what the user can fix becomes one paragraph on stderr and exit code 2, Ctrl-C exit code 130."""
+    """Call `main`; what the user can fix becomes one paragraph on stderr and exit code 2, Ctrl-C exit code 130.
+
+    A process that has lost the others says so and exits with 1.
+    """
     try:
         main()
     except UserError as problem:
@@ -70,10 +75,14 @@ def run(main: Callable[[], None]) -> NoReturn:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
-        if (words := failed_write(error)) is None:
+        if (words := failed_write(error)) is not None:
+            print(f"error: {words}", file=sys.stderr)
+            sys.exit(2)
+        if (words := lost(error)) is None:
             raise
         print(f"error: {words}", file=sys.stderr)
-        sys.exit(2)
+        sys.stderr.flush()
+        os._exit(1)  # an orderly end would wait for the others as well
     sys.exit(0)
 
 

@@ -136,6 +136,9 @@ class StarPOTrainerSection(Section):
         None,
         ge=1,
     )
+    ddp_timeout: int = Field(
+        "seconds that processes wait for one that does not answer, before the run ends", 3600, ge=1
+    )
     optim: Literal["adamw_torch", "adamw_8bit", "paged_adamw_8bit"] = Field(
         "optimizer; 8 bits need bitsandbytes", "adamw_torch"
     )
