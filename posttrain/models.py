@@ -39,7 +39,7 @@ def load(
         compat.keep_freed_memory()
     chat = load_chat(model, chat_template)
     if launcher.sharding() == "zero3":
-        from transformers.integrations import unset_hf_deepspeed_config
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
         unset_hf_deepspeed_config()  # or every process would be given a part; Trainer sets it again
     dtype = torch.float32 if model.dtype == "auto" else getattr(torch, model.dtype)

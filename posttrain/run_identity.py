@@ -83,7 +83,7 @@ def same_batches(output_dir: Path, cfg: TrainingConfig) -> TrainingConfig:
     return cfg.model_copy(update={"trainer": trainer | {"gradient_accumulation_steps": steps * before // now}})
 
 
-def begun_processes(cfg: TrainingConfig, args: Any) -> int:
+def begun_processes(cfg: TrainingRun, args: Any) -> int:
     """How many processes the accumulation of this config is meant for. args: as transformers trains with them."""
     trainer: dict[str, Any] = cfg.trainer  # type: ignore[attr-defined]
     return args.world_size * args.gradient_accumulation_steps // trainer.get("gradient_accumulation_steps", 1)

@@ -414,10 +414,14 @@ def test_a_critic_is_saved_to_the_last_bit(kind: str, tmp_path: Path) -> None:
     groups = played(policy())
     learn(cfg, model, groups, learner)
     batch = Batch.of([t for group in groups for t in group])
-    learner.save(tmp_path)
+    assert learner.critic is not None
+    learner.critic.save(tmp_path)
+    torch.save(learner.optimizer.state_dict(), tmp_path / "optimizer.pt")
     _, _, fresh = critic_run(kind)
     fresh.policy.load_state_dict(learner.policy.state_dict())
-    fresh.load(tmp_path)
+    assert fresh.critic is not None
+    fresh.critic.load(tmp_path)
+    fresh.load_optimizer(tmp_path)
     expected, found = learner.measure(batch).values_S, fresh.measure(batch).values_S
     assert expected is not None and found is not None and expected.abs().max() > 0
     assert torch.equal(found, expected)
