@@ -15,7 +15,7 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
-from posttrain import model_files, parallel
+from posttrain import launcher, model_files, parallel
 from posttrain.config import ModelSection, StarPORun
 from posttrain.head import KL_TILE, VOCABULARY_CHUNK
 from posttrain.plan import parts
@@ -266,4 +266,5 @@ def make(cfg: StarPORun, device: torch.device) -> Plan:
     free, held = min(parallel.gather([free])), max(parallel.gather([held]))
     vllm = round(total * cfg.rollout.vllm_gpu_memory_utilization) if cfg.rollout.engine == "vllm" else 0
     shape = Shape.of(model_files.load_config(cfg.model), cfg.model)
-    return choose(shape, cfg, Place(free, held, vllm, cuda, parallel.size()))
+    sharded = launcher.sharding() == "fsdp2"
+    return choose(shape, cfg, Place(free, held, vllm, cuda, parallel.size(), sharded))
