@@ -1,6 +1,7 @@
 """Do several processes, each with a share of the model, compute what one computes?  And is what cannot be done told?
 
-The figures of docs/config.md ("Equal to one process"): python -m pytest tests/test_sharding.py -m "" -k "equal or goes_on" -rP
+The figures of docs/config.md ("Several GPUs"):
+    python -m pytest tests/test_sharding.py -m "" -k "equal or goes_on" -rP
 """
 
 from __future__ import annotations
