@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from test_phase3 import rows, settings, train, weights
 from test_rollout_server import Running, llama, running, until
-from tiny_runs import ROOT, python
+from test_sharding import FSDP2, launched
+from tiny_runs import ROOT
 
 from posttrain import checkpoint
 from posttrain.chat import Chat
@@ -91,7 +92,7 @@ def test_a_server_that_dies_changes_nothing_of_the_run(
     check_equal(here, tmp_path / "run")
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("ahead", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_that_plays_ahead_learns_from_nothing_that_is_older_than_asked(
     player: Path, tmp_path: Path, tiny_chat: Chat, ahead: int
 ) -> None:
@@ -126,22 +127,17 @@ def test_wrong_configs_are_told(player: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sharding", [{}, FSDP2], ids=["copies", "fsdp2"])
 def test_two_processes_with_a_server_each_make_the_same_run(
-    here: Path, player: Path, tmp_path: Path, tiny_chat: Chat
+    here: Path, player: Path, tmp_path: Path, tiny_chat: Chat, sharding: dict[str, str]
 ) -> None:
     with running(tiny_chat, 2) as servers:
         file = run_of(tmp_path, player, **elsewhere(servers))
-        launched = ["-m", "posttrain.parallel", "--standalone", "--nproc_per_node", "2", "train_phase3_starpo.py"]
-        result = python(*launched, "--config", str(file))
+        command = ("train_phase3_starpo.py", "--config", str(file))
+        result = launched(2, *command, env=sharding)
         assert result.returncode == 0, result.stderr
         assert all(server.engine.version >= 3 for server in servers)
-        result = python(
-            *launched,
-            "--config",
-            str(file),
-            "output_dir=" + str(tmp_path / "other"),
-            f"rollout.servers=[{servers[0].url}]",
-        )
+        result = launched(2, *command, f"output_dir={tmp_path / 'other'}", f"rollout.servers=[{servers[0].url}]")
         assert result.returncode == 2 and "names 1 servers for 2 processes" in " ".join(result.stderr.split())
     check_equal(here, tmp_path / "run")
 
