@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import settings as bounds
 from hypothesis import strategies as st
 from test_plan import SHAPE, config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import train_phase1_sft as phase1
 import train_phase2_dpo as phase2
@@ -46,9 +48,9 @@ def training_configs() -> list[tuple[type[SFTRun] | type[DPORun] | type[StarPORu
     found = []
     for file in sorted((ROOT / "configs").rglob("*.yaml")):
         content = yaml.safe_load(file.read_text())
-        kinds = {"phase1": SFTRun, "phase2": DPORun}
+        kind = StarPORun if "data" not in content else DPORun if "phase2" in file.name else SFTRun
         if "output_dir" in content and "model" in content and ("algorithm" in content or "trainer" in content):
-            found.append((kinds.get(file.name[:6], StarPORun), file))
+            found.append((kind, file))
     return found
 
 
@@ -130,6 +132,27 @@ def test_this_machine_is_measured_and_float32_has_a_peak_of_its_own() -> None:
     assert limits.bandwidth > 0.1 and 0 < limits.operation < 0.01 and limits.peak > 0.0001 and limits.single > 0.0001
     half, whole = (seconds.Cost(SHAPE, Numbers(4, size, "full", False, False), Fleet(GPU)) for size in (2, 4))
     assert half.flops / whole.flops == pytest.approx(GPU.peak / GPU.single)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("mkurman/ConvGPT-0.2B-SYNTH-250B-EC", 163_952_769),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", 134_515_008),
+        ("Qwen/Qwen2.5-0.5B-Instruct", 494_032_768),
+        ("Qwen/Qwen3-0.6B", 596_049_920),
+        ("google/gemma-3-270m-it", 268_098_176),
+        ("meta-llama/Llama-3.2-1B-Instruct", 1_235_814_400),
+        ("microsoft/Phi-4-mini-instruct", 3_836_021_760),
+        ("HuggingFaceTB/SmolLM3-3B", 3_075_098_624),
+        ("openai-community/gpt2", 124_439_808),
+        ("state-spaces/mamba-130m-hf", 129_135_360),
+    ],
+)
+def test_published_models_have_as_many_parameters_as_their_cards_say(name: str, parameters: int) -> None:
+    kind, sizes = known_models.PUBLISHED[name]
+    with torch.device("meta"):
+        assert AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).num_parameters() == parameters
 
 
 def test_an_unknown_model_is_asked_for(tmp_path: Path) -> None:
