@@ -6,6 +6,7 @@ There are no proxies and no redirects: what is sent, a key included, goes to the
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import json
 import socket
 import time
@@ -41,6 +42,18 @@ def is_address(url: str) -> bool:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # a port that is none, half of a bracket
+        return False
+
+
+def is_loopback(name: str | None) -> bool:
+    """Whether only this machine is reached under the name.
+
+    >>> is_loopback("localhost"), is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("a.example")
+    (True, True, True, False)
+    """
+    try:
+        return name == "localhost" or ipaddress.ip_address(name or "").is_loopback
+    except ValueError:
         return False
 
 

@@ -253,12 +253,13 @@ def _use(model_type: str, adapter: bool) -> str:
             lines.insert(0, "import posttrain.convgpt  # from the training code: transformers does not know ConvGPT")
     else:
         if own:
-            lines[-1] = lines[-1].replace('")', '", trust_remote_code=True)')
+            lines[-1] = lines[-1].replace('")', '",\n                trust_remote_code=True, revision="COMMIT")')
         lines.append('print(chat([{"role": "user", "content": "Hello!"}])[0]["generated_text"][-1])')
     text = "\n".join(["```python", *lines, "```", ""])
     if own and not adapter:
         text += (
-            f"\n`trust_remote_code` runs `modeling_convgpt.py`, which lies beside the weights: read it first. It was "
+            "\n`trust_remote_code` runs `modeling_convgpt.py`, which lies beside the weights: read it first, and write "
+            "for `COMMIT` the commit that you have read (a local folder has none: leave `revision` out). It was "
             f"written for transformers {version('transformers')}.\n"
         )
     return text

@@ -206,6 +206,8 @@ def save(
             net = adapter.merge_and_unload()
         _require_finite(folder, net)
     _own_special_tokens(net, chat)
+    for config_of in (net.config, net.config.get_text_config()):
+        config_of.use_cache = True  # transformers' Trainer turns it off, in the model's config
 
     def write(out: Path) -> None:
         with no_bars():

@@ -82,9 +82,9 @@ def main(argv: list[str] | None = None) -> None:
 
     import uvicorn
 
+    from envs.web import is_loopback
     from posttrain import models
     from posttrain.preflight import check_hub
-    from posttrain.web_chat.guard import is_loopback
 
     section = ModelSection(name_or_path=arguments.model, dtype=arguments.dtype)
     check_hub([section], [])

@@ -464,16 +464,17 @@ def test_an_evaluation_that_breaks_off_pays_for_nothing_twice(
     assert list(json.loads((out / "results.json").read_text())["checkpoints"]) == ["base"]
     first = len(server.asked)
     broken.set()
+    mine["renamed"] = mine.pop("gpt")
     evaluate(tmp_path, mine, "--resume", suites=SUITES, report=False)  # type: ignore[arg-type]
     results = json.loads((out / "results.json").read_text())
-    paid = results["endpoints"]["gpt"]
+    paid = results["endpoints"]["renamed"]
     distinct = {json.dumps(body, sort_keys=True) for body in server.asked}
     assert paid["replies"] == len(distinct) and len(server.asked) > first
     assert paid["prompt_tokens"] == 10 * len(distinct) and paid["completion_tokens"] == 4 * len(distinct)
     assert paid["cost"] == pytest.approx((2.0 * 10 + 10.0 * 4) * len(distinct) / 1e6)
     assert not (out / "evaluation_rows").exists()
-    assert f"gpt: {len(distinct)} replies, {10 * len(distinct)} tokens of prompts" in capsys.readouterr().out
-    lake = results["checkpoints"]["gpt"]["envs"]["frozen_lake"]
+    assert f"renamed: {len(distinct)} replies, {10 * len(distinct)} tokens of prompts" in capsys.readouterr().out
+    lake = results["checkpoints"]["renamed"]["envs"]["frozen_lake"]
     assert lake["episodes"] == 3 and lake["invalid_turns"] == 0 and lake["crashed"] == 0
 
 
@@ -533,7 +534,12 @@ def test_what_is_wrong_in_the_config_is_told_before_any_work(
 
     monkeypatch.delenv("NO_KEY", raising=False)
     small = {"math": SUITES["math"]}
-    assert "checkpoints.gpt: the environment variable NO_KEY" in problem(small, api_key_env="NO_KEY")
+    assert "checkpoints.gpt: the environment variable NO_KEY" in problem(
+        small, api_key_env="NO_KEY", endpoint="https://h/v1"
+    )
+    monkeypatch.setenv("A_KEY", "a")
+    for place in ("http://h/v1", "http://127.0.0.1.example/v1"):
+        assert "could be read on its way" in problem(small, api_key_env="A_KEY", endpoint=place)
     assert "checkpoints.gpt.endpoint: this is no address" in problem(small, endpoint="h/v1")
     assert "checkpoints.gpt.modle: unknown key; did you mean `model`?" in problem(small, modle="m")
     wrong = {"preferences": {"n": 2, "reference": "gpt"}}
@@ -545,6 +551,8 @@ def test_without_a_local_checkpoint_repetition_is_left_out(serving: Any, tmp_pat
     suites = {"math": SUITES["math"], "repetition": SUITES["repetition"], "envs": SUITES["envs"]}
     out = evaluate(tmp_path, {"gpt": served(server), "other": served(server)}, suites=suites)  # type: ignore[arg-type]
     results = json.loads((out / "results.json").read_text())
+    assert results["endpoints"]["gpt"] == results["endpoints"]["other"]  # each was asked for itself
+    assert len(server.asked) == 2 * results["endpoints"]["gpt"]["replies"]
     for name in ("gpt", "other"):
         assert set(results["checkpoints"][name]) == {"math", "envs"}
         assert results["endpoints"][name]["left_out"].keys() == {"repetition"}

@@ -58,7 +58,8 @@ def test_a_card_tells_of_base_data_settings_results_and_commit() -> None:
         "| phase1 | held-out rows: loss | 1.23 | 204 |",
         "0.8 \\[0.739, 0.85]",
         str(model_card.commit()),
-        'pipeline("text-generation", "FOLDER_OR_HUB_NAME", trust_remote_code=True)',
+        'pipeline("text-generation", "FOLDER_OR_HUB_NAME",',
+        'trust_remote_code=True, revision="COMMIT")',
         "No training row was longer than 2,048 tokens.",
     ):
         assert told in card.text, told

@@ -51,7 +51,9 @@ def logits(net: Any) -> torch.Tensor:
 def test_save_then_load_gives_the_same_logits_and_template(base: Path, tmp_path: Path) -> None:
     net, chat = load(base)
     section = ModelSection(name_or_path=str(base))
+    net.config.use_cache = False  # as after training
     folder = models.save(tmp_path / "final", net, chat, {"seed": 3}, source=section, phase="phase1", step=7)
+    assert json.loads((folder / "config.json").read_text())["use_cache"] is True
     again, chat_again = load(folder)
     assert torch.equal(logits(net), logits(again))
     assert again.dtype == torch.float32

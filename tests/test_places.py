@@ -111,6 +111,10 @@ def test_the_first_cell_can_run_again_and_clones_once(tmp_path: Path, monkeypatc
         exec(compile(cell, "cell", "exec"), {})
         assert Path.cwd() == tmp_path / "posttrain"
     assert not (tmp_path / "posttrain" / "posttrain").exists()
+    (tmp_path / "elsewhere").mkdir()
+    os.chdir(tmp_path / "elsewhere")
+    with pytest.raises(SystemExit, match="Write the address of the git repository"):
+        exec(compile(cells()[0], "cell", "exec"), {})
 
 
 def test_what_is_said_of_resume_fits_the_commands(

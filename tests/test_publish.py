@@ -391,6 +391,9 @@ def test_secrets_that_only_this_machine_knows(run: Path, monkeypatch: pytest.Mon
         (r"D:\work\ana\rows.csv or \\server\ana\base", "rows.csv or base"),
         ("/home/ana or /Users/ana or ~ana/", "home or home or home"),
         ("/home/müller/geheim/rows.jsonl", "rows.jsonl"),
+        ("data at /home/ana maria/rows.jsonl and /home/bo/My Drive/x y", "data at rows.jsonl and x y"),
+        (r"in C:\Users\Ana Maria\rows.csv now", "in rows.csv now"),
+        ("é/home/ana/x or x:/home/ana or ana@host:/home/ana/x", "éx or home or ana@host:x"),
         ("(1+2)/3/4 and 3 / 4 and \\frac{1}{2} and //cdn", None),
         ("https://huggingface.co/home/x and runs/home/x and 1/2 or and/or", None),
         ("| runs/quickstart/base | ./data/x | </data> <answer>/</answer>", None),
@@ -416,6 +419,17 @@ def test_paths_are_cut_to_their_last_part(text: str, left: str | None) -> None:
         ("https://hooks.slack.com/services/T0/B0/x", "a token of Slack"),
         ("machine api.wandb.ai\n  login user\n  password a1a1a1a1", r"a password of \.netrc"),
         ("-----BEGIN OPENSSH PRIVATE KEY-----", "a private key"),
+        ("-----BEGIN PGP PRIVATE KEY BLOCK-----", "a private key"),
+        ("hf_oauth_eyJ" + "a" * 30, "a token of the Hub"),
+        ("x_eyJ" + "a" * 20 + ".eyJ" + "b" * 20 + ".c", "a web token"),
+        ("dckr_pat_" + "a" * 27, "an access token"),
+        ("SG." + "a" * 22 + "." + "b" * 43, "an access token"),
+        ("AWS_SECRET_ACCESS_KEY=wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "a secret after its name"),
+        ("AccountKey=" + "a" * 86 + "==", "a secret after its name"),
+        ("wandb: " + "a1" * 20, "a secret after its name"),
+        ('api_key = "0123456789abcdef"', "a secret after its name"),
+        ("Authorization: Bearer abcdefghijklmnop123456", "a secret after its name"),
+        ("password: hunter2", "a password"),
         ('it is sk/test"key-12', "the value of the variable MYKEY"),
         (json.dumps({"a": 'sk/test"key-12'}), "the value of the variable MYKEY"),
         (json.dumps({"a": "hf_" + "Q" * 34}).replace("hf_", "\\u0068f_"), "a token of the Hub"),
@@ -431,6 +445,18 @@ def test_text_is_checked_by_its_content(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / name).write_text(f"\n{text}\n")
         with pytest.raises(UserError, match=rf"{name} holds {what}.*\(line [23]\)"):
             privacy.check(name, tmp_path / name)
+
+
+def test_words_about_tokens_are_no_secrets() -> None:
+    settings = {"eos_token": "<|im_end|>", "token": "Ġinternational", "api_key_env": "MY_KEY", "tokens": "12,345"}
+    settings |= {
+        "tokens_field": "max_completion_tokens",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "commit": "a1" * 20,
+    }
+    prose = "The secret: practice. Password: one with 3 letters. wandb: off, key = past_key_values[0], bearer of news"
+    for text in (json.dumps(settings), yaml.safe_dump(settings), prose):
+        privacy.refuse_secrets("a.txt", text.encode())
 
 
 def test_what_is_neither_text_nor_a_picture_is_refused_and_pictures_are_pixels(run: Path) -> None:

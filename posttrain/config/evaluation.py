@@ -129,6 +129,18 @@ class Endpoint(Section):
             )
         return value
 
+    @model_validator(mode="after")
+    def _key_in_private(self) -> Endpoint:
+        from envs.web import is_loopback
+
+        place = urlsplit(self.endpoint)
+        if self.api_key_env is not None and place.scheme == "http" and not is_loopback(place.hostname):
+            raise wrong(
+                f"with {self.endpoint} the key in {self.api_key_env} could be read on its way: write an address of "
+                "https, or of this machine (http://127.0.0.1:...), to which a tunnel may lead"
+            )
+        return self
+
 
 # A folder or Hub name as text, an endpoint as a section.
 Checkpoint = Annotated[

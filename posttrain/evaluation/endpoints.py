@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from posttrain.config import EvaluateRun
 from posttrain.evaluation.tasks import Task
@@ -35,13 +35,29 @@ def counting_chat(cfg: EvaluateRun) -> Chat | None:
 
 
 def replies_file(cfg: EvaluateRun, name: str, task: Task) -> Path:
-    """Where the replies to a task are kept until the evaluation has ended, whatever becomes of its other items."""
+    """Where the replies to a task are kept until the evaluation has ended, whatever becomes of its other items.
+
+    The file's name says who was asked what, so that a checkpoint may get another name.
+    """
+    facts = [task.suite, task.source, task.part, task.setting]
+    return _folder(cfg) / f"replies-{_who(cfg, name)}-{_digest(facts)}.jsonl"
+
+
+def _folder(cfg: EvaluateRun) -> Path:
     from posttrain.evaluation.store import ROWS
 
-    endpoint = cfg.endpoints[name]
-    facts = [name, endpoint.endpoint, endpoint.model, task.suite, task.source, task.part, task.setting]
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
-    return Path(cfg.output_dir) / ROWS / f"replies-{digest}.jsonl"
+    return Path(cfg.output_dir) / ROWS
+
+
+def _who(cfg: EvaluateRun, name: str) -> str:
+    """A digest of the server and the model; one that is asked twice, under two names, gives two answers."""
+    asked = [(one.endpoint, one.model) for one in cfg.endpoints.values()]
+    place = list(cfg.endpoints).index(name)
+    return _digest([*asked[place], asked[:place].count(asked[place])])
+
+
+def _digest(facts: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
 def costs(cfg: EvaluateRun, tasks: Sequence[Task]) -> dict[str, Record]:
@@ -50,7 +66,7 @@ def costs(cfg: EvaluateRun, tasks: Sequence[Task]) -> dict[str, Record]:
 
     found: dict[str, Record] = {}
     for name, endpoint in cfg.endpoints.items():
-        paid = [spent(replies_file(cfg, name, task)) for task in tasks if not left_out(cfg, task)]
+        paid = [spent(file) for file in sorted(_folder(cfg).glob(f"replies-{_who(cfg, name)}-*.jsonl"))]
         replies, prompt, answers, unknown = (sum(column) for column in zip(*paid, strict=True)) if paid else (0,) * 4
         one: Record = {"replies": replies, "prompt_tokens": prompt, "completion_tokens": answers, "cost": None}
         one["replies_without_tokens"] = unknown

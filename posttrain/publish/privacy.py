@@ -16,16 +16,23 @@ from huggingface_hub import get_token
 
 from posttrain.types import UserError
 
+VALUE = r"[\"']?(?:(?=[\w+/-]*\d)[\w+/=-]{16,}|[\w+/=-]{32,})"  # what is chosen by a machine
 SECRETS = {
-    "a token of the Hub": r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}",
+    "a token of the Hub": r"\b(?:hf|api_org)_(?:[a-z]+_)?[A-Za-z0-9]{20,}",
     "an API key": r"\b(?:sk-|xai-|nvapi-|pypi-|gsk_|npm_|r8_|[sr]k_(?:live|test)_|ya29\.|wandb_v\d_)[\w-]{16,}",
-    "a token of GitHub or GitLab": r"\b(?:gh[pousr]_|github_pat_|glpat-)[\w-]{20,}",
+    "a token of GitHub or GitLab": r"\b(?:gh[pousr]_|glpat-)[\w-]{20,}",
+    "an access token": r"\b[a-z]+_pat_[\w-]{20,}|\bSG\.[\w-]{16,}\.[\w-]{16,}",
     "a key of a cloud": r"\b(?:A[KS]IA[0-9A-Z]{16}|AIza[\w-]{35})\b",
     "a token of Slack": r"\bxox[a-z]-[\w-]{10,}|hooks\.slack\.com/services/\w+",
     "a password of .netrc": r"\blogin\s+\S+\s+password\s+\S+",
-    "a web token": r"\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.",
-    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
+    "a web token": r"(?<![A-Za-z0-9])eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.",
+    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----",
     "a password in an address": r"://[^/\s:@]+:[^/\s:@]+@",
+    "a password": r"(?i)passw(?:or)?d[\"']?[ \t]*[:=][ \t]*[\"']?(?=\S*\d)[^\s\"',<>()\[\]{}]{6,}",
+    "a secret after its name": (
+        r"(?i)(?:(?:(?:api|access|account|private|secret|auth)[_-]?key|token|secret|credentials?|wandb)[\"']?[ \t]*[:=]"
+        rf"|\bbearer)[ \t]*{VALUE}"
+    ),
 }
 NAMES_A_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.I)
 CHUNK, OVERLAP = 1 << 26, 1 << 12  # of a large file, in bytes
@@ -33,13 +40,19 @@ VOCABULARY = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")  # word
 END = r"[^\s\"'`<>|,:;*?()\[\]{}\\/]+"
 POSIX = rf"(?:file:/*/|(?<![\w./~:)\]}}])/+|(?<=:)/(?!/)){END}(?:/+{END})+/?"
 HOMES = rf"(?<![\w./])~(?:[a-z][\w-]*/(?:{END}/*)*|/(?:{END}/*)+)|(?<![\w./])(?:\.\./)+(?:{END}/*)+"
+# The folder of a user, and what is in it, may have spaces in their names: words up to the next slash belong to one.
+SPACED = rf"(?:{END}(?: (?!~){END}){{1,3}}(?=[\\/])|{END})"
+USERS = (
+    rf"(?:\b[A-Za-z]:|(?<![A-Za-z0-9_.~)\]}}-]))/+(?:home\w*|Users)(?:/+{SPACED})+/?"
+    rf"|\b[A-Za-z]:[\\/]+Users(?:[\\/]+{SPACED})+"
+)
 # Two backslashes, for in text that is no JSON a single one may stand for a line break ("Q:\nWho?")
 WINDOWS = r"\b[A-Za-z]:(?:\\+|/)[^\s\"'<>|]+|(?<![\w\\])\\\\[\w.-]+\\+[^\s\"'<>|]+"
-PATHS = re.compile(f"{POSIX}|{HOMES}|{WINDOWS}")
-IN_CODE = re.compile(rf"{POSIX}|{HOMES}|\b[A-Za-z]:\\+Users\\+[^\s\"'<>|]+")  # where "Q:\n" is a line break
+PATHS = re.compile(f"{USERS}|{POSIX}|{HOMES}|{WINDOWS}")
+IN_CODE = re.compile(f"{USERS}|{POSIX}|{HOMES}")  # where "Q:\n" is a line break
 WHOLE = re.compile(r"(?:file:/*)?/[^/\s][^/]*/.|~[\w.-]*/|\.\./|[A-Za-z]:[\\/]|\\\\\w")
 HOME = re.compile(
-    r"(?:file:/*)?(?:/(?:[\w.-]+/)*(?:home\w*|Users)/[^/]+/?|~[\w.-]*/?|[A-Za-z]:[\\/]+Users[\\/]+[^\\/]+[\\/]*)"
+    r"(?:file:/*|[A-Za-z]:)?(?:/(?:[\w.-]+/)*(?:home\w*|Users)/[^/]+/?|~[\w.-]*/?|[A-Za-z]:[\\/]+Users[\\/]+[^\\/]+[\\/]*)"
 )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,20 +11,10 @@ from fastapi import HTTPException
 from fastapi.datastructures import Headers
 from fastapi.responses import PlainTextResponse
 
+from envs.web import is_loopback
+
 WRONG = 1.0  # seconds that a wrong password takes
 MOST_GUESSES = 10  # that wait; further ones are refused unread, so that a flood is over ten seconds after it ends
-
-
-def is_loopback(name: str | None) -> bool:
-    """Whether only this machine is reached under the name.
-
-    >>> is_loopback("localhost"), is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("a.example")
-    (True, True, True, False)
-    """
-    try:
-        return name == "localhost" or ipaddress.ip_address(name or "").is_loopback
-    except ValueError:
-        return False
 
 
 def host_of(address: str) -> str | None:

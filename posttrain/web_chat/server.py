@@ -71,7 +71,8 @@ def build_app(generators: dict[str, Generator], cfg: ChatRun, password: str | No
     from posttrain.web_chat.playing import PlayTab
     from posttrain.web_chat.talking import ChatTab
 
-    with gradio.Blocks(title=f"Chat: {next(iter(generators))}", analytics_enabled=False) as page:
+    title = "Chat" if password is not None else f"Chat: {next(iter(generators))}"  # which is shown before the password
+    with gradio.Blocks(title=title, analytics_enabled=False) as page:
         with gradio.Tab("Chat"):
             ChatTab(generators, cfg).build()
         with gradio.Tab("Play"):
@@ -82,6 +83,7 @@ def build_app(generators: dict[str, Generator], cfg: ChatRun, password: str | No
         FastAPI(docs_url=None, redoc_url=None, openapi_url=None),
         page,
         "/",
+        app_kwargs={"openapi_url": None},
         auth=Password(password).allows if password is not None else None,
         auth_message="Any user name will do.",
         footer_links=[],
@@ -119,7 +121,7 @@ def serve(generators: dict[str, Generator], cfg: ChatRun, listening: socket.sock
     """Until Ctrl-C."""
     import uvicorn
 
-    from posttrain.web_chat.guard import is_loopback
+    from envs.web import is_loopback
 
     host, port = listening.getsockname()[:2]
     app = build_app(generators, cfg, password, local=is_loopback(host))
