@@ -23,7 +23,7 @@ from huggingface_hub import ModelCard
 from PIL import Image, PngImagePlugin
 from safetensors.torch import load_file, save_file
 from test_evaluate import tiny_model
-from tiny_runs import python
+from tiny_runs import ROOT, python
 
 from posttrain import checkpoint, model_card, models
 from posttrain.chat import Chat
@@ -154,6 +154,8 @@ def test_a_dry_run_asks_nobody_and_lists_each_file_with_its_size(
         *(".eval_results/gsm8k.yaml", ".eval_results/gsm8k-exact_match-strict-match.yaml", "headline.png"),
     }
     assert f"of {made}/phase3/final" in told and "Nothing was sent" in told and hub.log == []
+    shown = (ROOT / "docs" / "serving.md").read_text()  # a listing of the quickstart, which has no benchmarks
+    assert all(f"\n    {name} " in shown for name in sizes if not name.startswith(".eval_results"))
 
 
 def test_what_arrives_is_what_was_listed_private_and_can_be_loaded(made: Path, hub: Hub, tmp_path: Path) -> None:
