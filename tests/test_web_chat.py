@@ -618,7 +618,7 @@ def test_a_password_is_guessed_once_a_second_and_its_cookie_stays_here(
         assert HTTP.get(f"{address}/openapi.json", headers=named).status_code in (401, 404)
         told = HTTP.get(f"{address}/manifest.json", headers=named)
         assert told.status_code == 200 and "model 1" not in told.text
-        assert "Chat: model 1" not in HTTP.get(address, headers=named).text
+        assert "model 1" not in HTTP.get(address, headers=named).text
 
         def guess(password: str) -> httpx.Response:
             typed = {"username": "me", "password": password}

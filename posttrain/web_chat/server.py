@@ -78,6 +78,8 @@ def build_app(generators: dict[str, Generator], cfg: ChatRun, password: str | No
         with gradio.Tab("Play"):
             PlayTab(generators, cfg).build()
     one_place_a_page(page, ONE_AT_A_TIME["concurrency_id"])
+    if password is not None:  # the page that asks for it would list every event, with the models' names
+        page.get_api_info = lambda *_, **__: {"named_endpoints": {}, "unnamed_endpoints": {}}
 
     app = gradio.mount_gradio_app(
         FastAPI(docs_url=None, redoc_url=None, openapi_url=None),
