@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import yaml
-from tiny_runs import tiny_base
+from tiny_runs import python, tiny_base
 
 import envs
 from envs.protocol import Protocol
@@ -560,3 +560,18 @@ def test_what_came_first_in_a_collapse(capsys: pytest.CaptureFixture[str]) -> No
     table = capsys.readouterr().out.splitlines()
     assert table[2] == "| sokoban | bonus | 3 | 0.50 | 0.10 | 24 | 14 | 14 |"
     assert table[4:] == ["1 of the 2 runs that did not lose half their reward raised an alarm."]
+
+
+@pytest.mark.slow
+def test_a_run_stays_as_light_as_it_began(tmp_path):
+    """Sixty iterations, stopped and resumed twice, under the bounds of the long soak."""
+    script = FILE.parent / "long" / "soak.py"
+    done = python(str(script), "--out", str(tmp_path), "--steps", "60", "--json", str(tmp_path / "f.json"), timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "f.json").read_text())
+    assert (
+        found["figures"]["steps"] >= 50 and found["figures"]["resume_cpu_seconds"]
+    )  # the last stretch may be too short
+    assert found["figures"]["handles"] <= 0 and found["figures"]["threads"] <= 0 and found["broken"] == []
+    lighter = loaded(script).broken(found["figures"] | {"memory_mib": 65.0, "threads": 1})
+    assert [words.split()[0] for words in lighter] == ["memory_mib", "threads"]
