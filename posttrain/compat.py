@@ -128,6 +128,23 @@ def write_no_model_card(trainer: Any) -> None:
     trainer.create_model_card = lambda *_, **__: None
 
 
+def streamer_for_whole_answers(handler: Any) -> Any:
+    """This handler of transformers' server, which gives its `streamer` to answers that are not streamed as well.
+
+    A streamer can end what is being generated. Until transformers ends it by itself once the client has gone.
+    """
+
+    class Streamed(handler):
+        async def _non_streaming(
+            self, name: str, model: Any, processor: Any, title: str, inputs: Any, *rest: Any, **more: Any
+        ) -> Any:
+            return await super()._non_streaming(
+                name, model, processor, title, {**inputs, "streamer": self.streamer}, *rest, **more
+            )
+
+    return Streamed
+
+
 def shard_on_cpus() -> None:
     """Let accelerate shard over processes on CPUs, where it silently trains a copy in each instead.
 

@@ -14,6 +14,7 @@ import copy
 import json
 import socket
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -210,6 +211,8 @@ def handlers(model: PreTrainedModel, chat: Chat, tokenizer: Any) -> tuple[Any, A
     from transformers.cli.serving.utils import Modality
     from transformers.generation.streamers import BaseStreamer
 
+    from posttrain import compat
+
     text_config = model.config.get_text_config()
     context = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
 
@@ -231,14 +234,14 @@ def handlers(model: PreTrainedModel, chat: Chat, tokenizer: Any) -> tuple[Any, A
     class Checked:
         """What a request asks for is done or refused, with status 400."""
 
-        request: Request
+        streamer: Watched
 
         def length(self, body: dict[str, Any]) -> int:
             """Tokens of its prompt."""
             raise NotImplementedError
 
         async def answer(self, request: Request) -> Any:
-            self.request = request
+            self.streamer = Watched()
             try:
                 body = await request.json()
                 if not isinstance(body, dict):
@@ -248,34 +251,29 @@ def handlers(model: PreTrainedModel, chat: Chat, tokenizer: Any) -> tuple[Any, A
                 settings = generation_config(body, chat, text_config.vocab_size)
                 fit(body, settings, self.length(body), context)
                 body["generation_config"] = json.dumps(settings)
-                return await self.handle_request(body, request.state.request_id)  # type: ignore[attr-defined]
+                answer = self.handle_request(body, request.state.request_id)  # type: ignore[attr-defined]
+                return await self.while_wanted(request, answer)
+            except Gone:
+                return Response(status_code=499)  # nobody reads it
             except UserError as error:
                 raise HTTPException(400, str(error)) from error
             except (ValueError, TypeError, LookupError, AttributeError) as error:
                 raise HTTPException(400, one_line(error)) from error
 
-        async def _non_streaming(
-            self, request_id: str, model: Any, processor: Any, model_id: str, inputs: Any, *rest: Any, **more: Any
-        ) -> Any:
-            watched = Watched()
-            given = (request_id, model, processor, model_id, {**inputs, "streamer": watched}, *rest)
-            answering = asyncio.ensure_future(super()._non_streaming(*given, **more))  # type: ignore[misc]
-            leaving = asyncio.ensure_future(hung_up(self.request))
+        async def while_wanted(self, request: Request, answer: Coroutine[Any, Any, Any]) -> Any:
+            answering, leaving = asyncio.ensure_future(answer), asyncio.ensure_future(hung_up(request))
             try:
                 await asyncio.wait([answering, leaving], return_when=asyncio.FIRST_COMPLETED)
             finally:
-                watched.unwanted = not answering.done()
+                self.streamer.unwanted = not answering.done()
                 leaving.cancel()
-            try:
-                return await answering
-            except Gone:
-                return Response(status_code=499)  # nobody reads it
+            return await answering
 
-    class Chats(Checked, ChatCompletionHandler):
+    class Chats(Checked, compat.streamer_for_whole_answers(ChatCompletionHandler)):
         def length(self, body: dict[str, Any]) -> int:
             return len(chat.prompt(self.get_processor_inputs_from_messages(body["messages"], Modality.LLM)))
 
-    class Texts(Checked, CompletionHandler):
+    class Texts(Checked, compat.streamer_for_whole_answers(CompletionHandler)):
         def length(self, body: dict[str, Any]) -> int:
             if not isinstance(body.get("prompt"), str):
                 raise UserError("prompt must be a string.")

@@ -232,6 +232,17 @@ def test_write_no_model_card(trainer: Any, arguments: Any) -> None:
     written.create_model_card(model_name="x")
 
 
+def test_streamer_for_whole_answers() -> None:
+    """That an answer ends with it is in test_serve.py."""
+    from transformers.cli.serving.chat_completion import ChatCompletionHandler
+    from transformers.cli.serving.completion import CompletionHandler
+
+    for handler in (ChatCompletionHandler, CompletionHandler):
+        names = list(inspect.signature(handler._non_streaming).parameters)
+        assert names[1:6] == ["request_id", "model", "processor", "model_id", "inputs"]
+        assert "disconnected" not in source(handler._non_streaming), "it watches its clients now"
+
+
 def test_ignore_renamed_argument(tmp_path: Path) -> None:
     def warned() -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
