@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from posttrain import parallel
-from posttrain.sampler import RemoteSampler, ReplaySampler, Sampler, SlotSampler, VLLMSampler
+from posttrain.sampler import CompiledSampler, RemoteSampler, ReplaySampler, Sampler, SlotSampler, VLLMSampler
 from posttrain.sampler.remote import Policy
 from posttrain.sampler.slot_server import SlotServer, SlotServers
 from posttrain.sampler.vllm_server import VLLMServer, VLLMServers
@@ -24,18 +24,26 @@ def open_engine(
     engine: str = "auto",
     longest: int | None = None,
     vllm_memory: float = 0.3,
+    compiled: bool = False,
 ) -> Sampler:
     """The engine asked for; `auto` takes the slot engine where a self-test on this very model proves it right, else
     the one that replays, which must pass the same test.
 
     longest: the tokens that no conversation exceeds, where that is known. vllm_memory: vLLM's share of the device.
+    compiled: decode with the compiled step of the slot engine, and with nothing else.
     """
     if engine == "vllm":
         return VLLMSampler(model, stop_ids, longest, vllm_memory)
     name = type(model).__name__
-    cause = None if engine == "replay" else why_unfit(model, stop_ids, pad_id)
+    slots = CompiledSampler if compiled else SlotSampler
+    cause = None if engine == "replay" else why_unfit(model, stop_ids, pad_id, slots)
     if cause is None and engine != "replay":
-        return SlotSampler(model, stop_ids, pad_id, longest)
+        return slots(model, stop_ids, pad_id, longest)
+    if compiled:
+        raise UserError(
+            f"rollout.compile=true decodes with a kept KV cache, which {name} does not allow: {cause}. Leave"
+            " rollout.compile out."
+        )
     if engine == "slots":
         raise UserError(
             f"engine=slots keeps the KV cache across turns, which {name} does not allow: {cause}. Write engine=replay,"

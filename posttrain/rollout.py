@@ -64,16 +64,18 @@ def open_sampler(
     engine: str = "auto",
     max_context: int | None = None,
     vllm_memory: float = 0.3,
+    compiled: bool = False,
 ) -> Sampler:
     """An engine for this model that stops where this chat's turns end."""
-    return open_engine(model, [chat.stop_id], chat.pad_id, engine, max_context, vllm_memory)
+    return open_engine(model, [chat.stop_id], chat.pad_id, engine, max_context, vllm_memory, compiled)
 
 
 def sampler_of(cfg: StarPORun, model: PreTrainedModel, chat: Chat) -> Sampler:
     """The engine of a run of phase 3: here, or on the servers that its config names."""
     wanted = cfg.rollout
     if not wanted.servers:
-        return open_sampler(model, chat, wanted.engine, wanted.max_context, wanted.vllm_gpu_memory_utilization)
+        memory = wanted.vllm_gpu_memory_utilization
+        return open_sampler(model, chat, wanted.engine, wanted.max_context, memory, wanted.compile)
     policy = Policy(model, chat.tokenizer, [chat.stop_id], chat.pad_id, wanted.max_context)
     return open_servers(policy, wanted.engine, wanted.servers, Path(cfg.output_dir))
 

@@ -170,7 +170,7 @@ def why_unfit(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, engi
     None where it can. What tells of the device and not of the model (no memory left, a CUDA error) is raised. A
     UserError where the model gives no numbers.
     """
-    keeps = engine is SlotSampler
+    keeps = issubclass(engine, SlotSampler)
     if keeps and not attends_to_all(model):
         return "not every layer attends to all tokens before it (sliding windows, or positions that depend on others)"
     was_training = model.training

@@ -60,6 +60,11 @@ class RolloutSection(Section):
         " use_vllm); server is `python -m posttrain.rollout_server`, vllm_server is `vllm serve`, both in `servers`",
         "auto",
     )
+    compile: bool = Field(
+        "the slot engine decodes with a compiled step (torch.compile; on a GPU CUDA graphs replay it); compiling takes"
+        " seconds to minutes at the beginning of a run",
+        False,
+    )
     servers: list[str] = Field(
         "engines server and vllm_server: addresses, each with http:// and its port (TRL's vllm_server_base_url)", []
     )
@@ -79,6 +84,8 @@ class RolloutSection(Section):
         if self.groups * self.num_generations > 2**20:
             episodes = self.groups * self.num_generations
             raise wrong(f"groups times num_generations is {episodes} episodes in a step: at most {2**20}")
+        if self.compile and self.engine not in ("auto", "slots"):
+            raise wrong("`rollout.compile` is for the slot engine in this process alone: write `rollout.engine: auto`")
         if self.max_completion_length >= self.max_context:
             raise wrong("max_completion_length (one turn) must be smaller than max_context (all of its context)")
         return self

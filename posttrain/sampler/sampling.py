@@ -77,7 +77,7 @@ def _draw_in_blocks(probs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Te
     lower_B1 = torch.where(block_B1 > 0, cdf_BN.gather(-1, (block_B1 - 1).clamp_(min=0)), 0.0)
     target_B1 = uniform_B[:, None] * cdf_BN[:, -1:]
     rest_B1 = (target_B1 - lower_B1) / (upper_B1 - lower_B1)  # uniform again, inside the block
-    inside_BK = blocks_BNK.take_along_dim(block_B1[:, :, None], dim=1).squeeze(1)
+    inside_BK = blocks_BNK.gather(1, block_B1[:, :, None].expand(-1, 1, BLOCK)).squeeze(1)
     tokens_B = block_B1.squeeze(-1) * BLOCK + _invert(inside_BK.double().cumsum(-1), rest_B1.squeeze(-1))
     return tokens_B.clamp_(max=probs_BV.shape[-1] - 1)  # of logits that are no numbers the last token, and no crash
 

@@ -86,7 +86,7 @@ class _SlotLayer(CacheLayer):
         return self.visible, 0
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """One row a slot: what the model is fed next, what it has written so far in this turn."""
 
     token_B: torch.Tensor
@@ -98,7 +98,24 @@ class _Rows(NamedTuple):
     seen_BV: torch.Tensor  # without a repetition penalty it has no columns
 
 
-class _Writing:
+def write_token(
+    rows: Rows, done_B: torch.Tensor, logits_BV: torch.Tensor, params: SamplingParams, stop_ids: torch.Tensor
+) -> torch.Tensor:
+    """One more token in each row that is not done yet; which rows are done now."""
+    place_B1 = rows.length_B[:, None]
+    next_B, logprob_B = sample_tokens(logits_BV, params, rows.uniform_BN.gather(1, place_B1).squeeze(1), rows.seen_BV)
+    rows.tokens_BN.scatter_(1, place_B1, next_B[:, None])
+    rows.logprobs_BN.scatter_(1, place_B1, logprob_B[:, None])
+    if rows.seen_BV.shape[1]:
+        rows.seen_BV.scatter_(1, next_B[:, None], True)
+    going_B = ~done_B
+    rows.token_B.copy_(torch.where(done_B, rows.token_B, next_B))
+    rows.position_B.add_(going_B)
+    rows.length_B.add_(going_B)
+    return done_B | torch.isin(next_B, stop_ids) | (rows.length_B == rows.tokens_BN.shape[1] - 1)
+
+
+class Writing:
     """The turns that are being written, each in the row of its slot."""
 
     def __init__(self, params: SamplingParams, vocabulary: int, stop_ids: list[int], device: torch.device) -> None:
@@ -108,25 +125,28 @@ class _Writing:
         self.rows = self._fresh(0)
         self.slots: set[int] = set()  # those whose turn is not done
 
-    def _fresh(self, count: int) -> _Rows:
+    def _fresh(self, count: int) -> Rows:
         def zeros(*shape: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
             return torch.zeros(count, *shape, dtype=dtype, device=self.device)
 
         size = self.params.max_new_tokens + 1  # a row that is done writes behind its end
         written = zeros(size), zeros(size, dtype=torch.float32)
         uniform = zeros(size, dtype=widest(self.device))
-        return _Rows(zeros(), zeros(), uniform, zeros(), *written, zeros(self.seen_size, dtype=torch.bool))
+        return Rows(zeros(), zeros(), uniform, zeros(), *written, zeros(self.seen_size, dtype=torch.bool))
 
     @property
     def width(self) -> int:
         """How many rows take part in a forward pass."""
         return 1 + max(self.slots)
 
+    def _grow(self, count: int) -> None:
+        missing = count - len(self.rows.token_B)
+        if missing > 0:
+            self.rows = Rows._make(map(torch.cat, zip(self.rows, self._fresh(missing), strict=True)))
+
     def begin(self, slots: Sequence[int], ids: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
         """Turns behind these ids."""
-        missing = 1 + max(slots) - len(self.rows.token_B)
-        if missing > 0:
-            self.rows = _Rows._make(map(torch.cat, zip(self.rows, self._fresh(missing), strict=True)))
+        self._grow(1 + max(slots))
         slot_N, rows = torch.tensor(slots, device=self.device), self.rows
         rows.token_B[slot_N] = torch.tensor([row[-1] for row in ids], device=self.device)
         rows.position_B[slot_N] = torch.tensor([len(row) - 1 for row in ids], device=self.device)
@@ -139,35 +159,23 @@ class _Writing:
                 rows.seen_BV[slot, row] = True
         self.slots |= set(slots)
 
-    def inputs(self, free: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views of the tokens (B, 1) to be fed and their positions (B, 1); which rows are done, (B,).
+    def ready(self, free: Sequence[int]) -> tuple[torch.Tensor, int]:
+        """Make the first rows ready, as many as `free`: which of them are done, (B,), and the positions they see.
 
         A row that nobody writes in is fed something at the first position that its slot does not need, `free[slot]`.
         """
-        width = self.width
+        width = len(free)
+        self._grow(width)
         idle = [slot for slot in range(width) if slot not in self.slots]
         done_B = torch.zeros(width, dtype=torch.bool, device=self.device)
         done_B[idle] = True
         unneeded = torch.tensor([free[slot] for slot in idle], dtype=torch.long, device=self.device)
         self.rows.position_B[idle] = unneeded
-        return self.rows.token_B[:width, None], self.rows.position_B[:width, None], done_B
+        return done_B, int(self.rows.position_B[:width].max()) + 1
 
-    def write(self, logits_BV: torch.Tensor, done_B: torch.Tensor) -> torch.Tensor:
-        """One more token in each row that is not done yet; which rows are done now."""
-        rows = _Rows._make(each[: len(done_B)] for each in self.rows)
-        place_B1 = rows.length_B[:, None]
-        next_B, logprob_B = sample_tokens(
-            logits_BV, self.params, rows.uniform_BN.gather(1, place_B1).squeeze(1), rows.seen_BV
-        )
-        rows.tokens_BN.scatter_(1, place_B1, next_B[:, None])
-        rows.logprobs_BN.scatter_(1, place_B1, logprob_B[:, None])
-        if self.seen_size:
-            rows.seen_BV.scatter_(1, next_B[:, None], True)
-        going_B = ~done_B
-        rows.token_B.copy_(torch.where(done_B, rows.token_B, next_B))
-        rows.position_B.add_(going_B)
-        rows.length_B.add_(going_B)
-        return done_B | torch.isin(next_B, self.stop_ids) | (rows.length_B == self.params.max_new_tokens)
+    def first(self, count: int) -> Rows:
+        """Views of the first rows."""
+        return Rows._make(each[:count] for each in self.rows)
 
     def move(self, target: Sequence[int], source: Sequence[int]) -> None:
         target_N, source_N = torch.tensor(target, device=self.device), torch.tensor(source, device=self.device)
@@ -239,7 +247,7 @@ class SlotSampler(Sampler):
         was_training = self.model.training
         self.model.eval()
         vocabulary = self.model.config.get_text_config().vocab_size
-        writing = _Writing(params, vocabulary, self.stop_ids, self.model.device)
+        writing = Writing(params, vocabulary, self.stop_ids, self.model.device)
         with fused(self.model):  # no weight changes before the last turn is written
             while turns or writing.slots:
                 if turns:
@@ -267,7 +275,7 @@ class SlotSampler(Sampler):
         for layer in self._layers:
             layer.copy_rows(target_N, source_N, length)
 
-    def _gather(self, writing: _Writing) -> None:
+    def _gather(self, writing: Writing) -> None:
         """Move the rows that are being written into the first slots, and who waits there out of the way."""
         count = len(writing.slots)
         holes = [slot for slot in range(count) if slot not in writing.slots]
@@ -350,21 +358,34 @@ class SlotSampler(Sampler):
 
     # ------------------------------------------------------------------ writing
 
-    def _write(self, writing: _Writing) -> list[tuple[int, Completion]]:
+    def _write(self, writing: Writing) -> list[tuple[int, Completion]]:
         """Write on until many of the turns are done, and return these."""
         owner = {slot: handle for handle, slot in self._slot.items()}
-        free = [self._cached[owner[slot]] if slot in owner else 0 for slot in range(writing.width)]
-        token_B1, position_B1, done_B = writing.inputs(free)
-        rows, visible = slice(0, len(done_B)), int(position_B1.max()) + 1
-        count = going = len(writing.slots)
-        while going >= max(1.0, REFILL_BELOW * count):
-            inputs = self._inputs(token_B1, position_B1, rows, visible)
-            done_B = writing.write(self.model(**inputs, logits_to_keep=1).logits[:, -1], done_B)
-            going = len(done_B) - int(done_B.sum())
-            visible = min(visible + 1, self._layers[0].length)
+        free = [self._cached[owner[slot]] if slot in owner else 0 for slot in range(self._width(writing))]
+        done_B, visible = writing.ready(free)
+        done_B = self._decode(writing, done_B, visible, max(1.0, REFILL_BELOW * len(writing.slots)))
         slots = [slot for slot, done in enumerate(done_B.tolist()) if done and slot in writing.slots]
         finished = [(owner[slot], completion) for slot, completion in zip(slots, writing.end(slots), strict=True)]
         for handle, completion in finished:
             self._cached[handle] = len(self._ids[handle]) + len(completion.ids) - 1
             self._ids[handle].extend(completion.ids)
         return finished
+
+    def _width(self, writing: Writing) -> int:
+        """How many rows a forward pass has."""
+        return writing.width
+
+    def _decode(self, writing: Writing, done_B: torch.Tensor, visible: int, enough: float) -> torch.Tensor:
+        """Tokens for as long as there are enough rows that are not done; which rows are done then."""
+        going = enough
+        while going >= enough:
+            done_B = self._step(writing, done_B, visible)
+            going = len(done_B) - int(done_B.sum())
+            visible = min(visible + 1, self._layers[0].length)
+        return done_B
+
+    def _step(self, writing: Writing, done_B: torch.Tensor, visible: int) -> torch.Tensor:
+        rows = writing.first(len(done_B))
+        inputs = self._inputs(rows.token_B[:, None], rows.position_B[:, None], slice(0, len(done_B)), visible)
+        logits_BV = self.model(**inputs, logits_to_keep=1).logits[:, -1]
+        return write_token(rows, done_B, logits_BV, writing.params, writing.stop_ids)
