@@ -7,7 +7,7 @@ these conversations none does: the nearest draw is many times as far from a bord
 # pyright: reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +15,11 @@ import torch
 import torch._dynamo
 from peft import LoraConfig, get_peft_model
 from test_phase3 import rows as metrics
-from test_phase3 import settings, train
+from test_phase3 import settings, taught, train
 from test_sampler import PAD, PROMPTS, REPLIES, STOP, VOCABULARY, build, conversation, serve
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from posttrain.config import StarPORun, resolve
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.engine import open_engine
 from posttrain.sampler import CompiledSampler, SlotSampler, compiled, slots
@@ -217,6 +218,7 @@ def test_a_model_that_is_no_graph_is_refused_in_one_paragraph() -> None:
         open_engine(model, [STOP], PAD, compiled=True)
 
 
+@pytest.mark.slow
 def test_a_missing_compiler_is_said_in_one_paragraph(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import compile_fx, exc
 
@@ -236,15 +238,22 @@ def test_a_model_without_a_kept_cache_is_refused() -> None:
         open_engine(model, [STOP], PAD, compiled=True)
 
 
+def test_an_engine_without_a_step_of_ours_is_refused() -> None:
+    with pytest.raises(UserError, match=r"engine replay has no step that could be compiled: leave compile out"):
+        resolve(StarPORun, Path("configs/phase3_starpo.yaml"), ["rollout.engine=replay", "rollout.compile=true"])
+
+
 @pytest.mark.slow
 def test_a_training_run_says_what_it_compiles_and_learns_as_without(
-    player: Any, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+    tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figures = []
+    figures, player = [], taught(tmp_path / "player" / "final", tiny_tokenizer, 30)
     for name, compile_step in (("plain", False), ("compiled", True)):
         (tmp_path / name).mkdir()
         file = settings(tmp_path / name / "run.yaml", player, rollout={"compile": compile_step})
         train(file, f"output_dir={tmp_path / name / 'run'}", "trainer.max_steps=2")
-        figures.append([row["rollout/reward"] for row in metrics(tmp_path / name / "run")])
-    assert figures[0] == figures[1] and not any(map(math.isnan, figures[0]))
+        figures.append([row for row in metrics(tmp_path / name / "run") if "rollout/tokens" in row])
+    assert len(figures[0]) == 2
+    for plain, ours in zip(*figures, strict=True):
+        assert ours == pytest.approx(plain, rel=1e-3, abs=1e-5)
     assert "The decoding step was compiled in" in capsys.readouterr().err

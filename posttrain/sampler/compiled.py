@@ -21,7 +21,7 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from posttrain import runlog
-from posttrain.compat import CacheLayer
+from posttrain.compat import CacheLayer, grouped_queries
 from posttrain.policy import attention_mask
 from posttrain.sampler.base import Then, TurnRequest
 from posttrain.sampler.slots import Rows, SlotSampler, Writing, write_token
@@ -128,7 +128,7 @@ class CompiledSampler(SlotSampler):
 
     def converse(self, turns: Sequence[TurnRequest], params: SamplingParams, then: Then) -> None:
         try:
-            with converted_once(self.model):
+            with grouped_queries(), converted_once(self.model):
                 super().converse(turns, params, then)
         finally:  # they hold the cache, and on a GPU the addresses of weights
             self._steps.clear()
@@ -181,9 +181,10 @@ class CompiledSampler(SlotSampler):
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except Exception as error:  # dynamo, inductor, the compiler, the driver: each fails in its own way
+            cause = one_line(error).partition(" Set TORCHDYNAMO_VERBOSE")[0]
             raise UserError(
                 f"rollout.compile=true: the decoding step of {type(self.model).__name__} cannot be compiled for"
-                f" {self.model.device.type} ({one_line(error)}). It takes a C++ compiler on a CPU (`sudo apt-get"
+                f" {self.model.device.type} ({cause}). It takes a C++ compiler on a CPU (`sudo apt-get"
                 " install g++`), Triton and a C compiler on a GPU, and a model that torch.compile reads as one graph."
                 " Without these leave rollout.compile out."
             ) from error
