@@ -436,6 +436,22 @@ def has_hooks(module: torch.nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+def compile_for_all_sizes(tensor: torch.Tensor, *dims: int) -> None:
+    """Let torch.compile make one graph for all sizes of these dimensions. Until it is told so by a public name."""
+    torch._dynamo.mark_dynamic(tensor, list(dims))
+
+
+def compiled_graphs() -> int:
+    """How many graphs torch has compiled in this process. Until torch can be asked."""
+    return importlib.import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"]
+
+
+def graphs_allowed(count: int) -> Any:
+    """Within it torch.compile keeps so many graphs of a function instead of 8. Until requirements ask for torch 2.13,
+    whose `compile` takes it."""
+    return torch._dynamo.config.patch(recompile_limit=count)
+
+
 def keep_freed_memory() -> None:
     """Let glibc hand out again what this process has freed, instead of giving it back to the system.
 

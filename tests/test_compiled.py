@@ -19,6 +19,7 @@ from test_phase3 import settings, taught, train
 from test_sampler import PAD, PROMPTS, REPLIES, STOP, VOCABULARY, build, conversation, serve
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from posttrain.compat import compiled_graphs
 from posttrain.config import StarPORun, resolve
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.engine import open_engine
@@ -100,7 +101,7 @@ def test_the_same_tokens_from_one_graph_whatever_the_sizes_and_the_weights(
         return honest(self, writing, rows, end)
 
     monkeypatch.setattr(CompiledSampler, "_prepared", prepared)
-    params, before = SamplingParams(max_new_tokens=14), compiled.graphs()
+    params, before = SamplingParams(max_new_tokens=14), compiled_graphs()
     heard, ours_heard = play(model, sampler, params, 6)
     assert heard == ours_heard, "on a CPU rows are looked at after every token, as without compiling"
     assert len({rows for rows, _, _ in seen}) > 2 and len({end for _, end, _ in seen}) > 2
@@ -110,7 +111,7 @@ def test_the_same_tokens_from_one_graph_whatever_the_sizes_and_the_weights(
     play(model, sampler, SamplingParams(max_new_tokens=20), 9, most=7)
     assert len({length for *_, length in seen}) > 2, "the cache has grown"
     # one for a step that reads less than the whole cache, and at most one for a step that reads all of it
-    made = compiled.graphs() - before
+    made = compiled_graphs() - before
     assert 1 <= made <= 2
     assert capsys.readouterr().err.count("The decoding step was compiled in") == made
 
@@ -125,7 +126,7 @@ def test_the_same_tokens_from_one_graph_whatever_the_sizes_and_the_weights(
     sampler._gpu = True
     seen.clear()
     play(model, sampler, params, 6)
-    assert len(recorded) == len(seen) and compiled.graphs() - before == made
+    assert len(recorded) == len(seen) and compiled_graphs() - before == made
     assert not sampler._steps, "they would hold the cache"
 
 
@@ -201,14 +202,14 @@ def test_adapters_that_change_are_compiled_once() -> None:
     torch.manual_seed(1)
     wanted = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     model: Any = get_peft_model(build("llama"), wanted).base_model.model
-    sampler, params, before = CompiledSampler(model, STOPS, PAD), SamplingParams(max_new_tokens=14), compiled.graphs()
+    sampler, params, before = CompiledSampler(model, STOPS, PAD), SamplingParams(max_new_tokens=14), compiled_graphs()
     play(model, sampler, params, 6)
-    made = compiled.graphs() - before
+    made = compiled_graphs() - before
     optimizer = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], lr=0.1)
     model(input_ids=torch.tensor([PROMPTS[1]])).logits.square().mean().backward()
     optimizer.step()
     play(model, sampler, params, 6)
-    assert compiled.graphs() - before == made
+    assert compiled_graphs() - before == made
 
 
 def test_a_model_that_is_no_graph_is_refused_in_one_paragraph() -> None:
@@ -239,7 +240,7 @@ def test_a_model_without_a_kept_cache_is_refused() -> None:
 
 
 def test_an_engine_without_a_step_of_ours_is_refused() -> None:
-    with pytest.raises(UserError, match=r"engine replay has no step that could be compiled: leave compile out"):
+    with pytest.raises(UserError, match=r"`rollout.compile` is for the slot engine in this process"):
         resolve(StarPORun, Path("configs/phase3_starpo.yaml"), ["rollout.engine=replay", "rollout.compile=true"])
 
 

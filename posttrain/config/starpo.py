@@ -61,8 +61,8 @@ class RolloutSection(Section):
         "auto",
     )
     compile: bool = Field(
-        "the slot engine decodes with a compiled step (torch.compile; on a GPU CUDA graphs replay it); compiling takes"
-        " seconds to minutes at the beginning of a run",
+        "the slot engine decodes with a compiled step (torch.compile; on a GPU CUDA graphs replay it; verl's"
+        " enforce_eager=False); compiling takes seconds to minutes at the beginning of a run",
         False,
     )
     servers: list[str] = Field(

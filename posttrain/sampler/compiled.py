@@ -21,7 +21,7 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from posttrain import runlog
-from posttrain.compat import CacheLayer, grouped_queries
+from posttrain.compat import CacheLayer, compile_for_all_sizes, compiled_graphs, graphs_allowed, grouped_queries
 from posttrain.policy import attention_mask
 from posttrain.sampler.base import Then, TurnRequest
 from posttrain.sampler.slots import Rows, SlotSampler, Writing, write_token
@@ -85,13 +85,6 @@ def _compiled() -> Callable[..., None]:
     return torch.compile(_step, fullgraph=True)
 
 
-def graphs() -> int:
-    """How many graphs torch has compiled in this process."""
-    from torch._dynamo.utils import counters
-
-    return counters["stats"]["unique_graphs"]
-
-
 @contextmanager
 def converted_once(model: PreTrainedModel) -> Iterator[None]:
     """Under autocast linear layers hold, within it, the weights that autocast would make in every compiled step."""
@@ -134,9 +127,9 @@ class CompiledSampler(SlotSampler):
             self._steps.clear()
             self._rows = None
 
-    def _reserve(self, length: int) -> None:
+    def reserve(self, length: int) -> None:
         before = self._sizes()
-        super()._reserve(length)
+        super().reserve(length)
         for layer in self._layers:
             layer.slots = max(layer.slots, 2)  # torch compiles for one row alone what serves all other numbers
         if self._sizes() != before:
@@ -173,9 +166,9 @@ class CompiledSampler(SlotSampler):
             step()
             return
         step = self._prepared(writing, rows, end)
-        before, start = graphs(), time.perf_counter()
+        before, start = compiled_graphs(), time.perf_counter()
         try:
-            with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
+            with graphs_allowed(MOST_GRAPHS):
                 step()
             self._steps[rows, end] = _recorded(step) if self._gpu else step
         except (torch.OutOfMemoryError, torch.AcceleratorError):
@@ -188,19 +181,22 @@ class CompiledSampler(SlotSampler):
                 " install g++`), Triton and a C compiler on a GPU, and a model that torch.compile reads as one graph."
                 " Without these leave rollout.compile out."
             ) from error
-        if graphs() > before:
-            runlog.say(f"The decoding step was compiled in {time.perf_counter() - start:.0f} s (graph {graphs()}).")
+        if compiled_graphs() > before:
+            runlog.say(
+                f"The decoding step was compiled in {time.perf_counter() - start:.0f} s (graph {compiled_graphs()})."
+            )
 
     def _prepared(self, writing: Writing, count: int, end: int) -> Step:
         rows, index_L, done_B = writing.first(count), torch.arange(end, device=self.model.device), self._done_S[:count]
         windows = [_Window(layer, rows.position_B, index_L) for layer in self._layers]
         for each in (*rows, index_L, done_B):
-            torch._dynamo.mark_dynamic(each, 0)
+            compile_for_all_sizes(each, 0)
         for each in (rows.uniform_BN, rows.tokens_BN, rows.logprobs_BN):
-            torch._dynamo.mark_dynamic(each, 1)
+            compile_for_all_sizes(each, 1)
         for window in windows:
-            torch._dynamo.mark_dynamic(window.keys, [0, 2])
-            torch._dynamo.mark_dynamic(window.values, [0, 2])
+            assert window.keys is not None and window.values is not None
+            compile_for_all_sizes(window.keys, 0, 2)
+            compile_for_all_sizes(window.values, 0, 2)
         kept: Any = Cache(layers=list(windows))
         params = replace(writing.params, max_new_tokens=0)  # which the shape of the rows tells
         return partial(_compiled(), self.model, kept, rows, index_L, done_B, params, writing.stop_ids)

@@ -253,7 +253,7 @@ class SlotSampler(Sampler):
                 if turns:
                     handles = [handle for handle, _ in turns]
                     ids = [self._ids[handle] for handle in handles]
-                    self._reserve(max(map(len, ids)) + params.max_new_tokens)
+                    self.reserve(max(map(len, ids)) + params.max_new_tokens)
                     self._prefill(handles)
                     writing.begin([self._slot[handle] for handle in handles], ids, [seed for _, seed in turns])
                 if len(writing.slots) < REFILL_BELOW * writing.width:
@@ -263,7 +263,7 @@ class SlotSampler(Sampler):
 
     # ------------------------------------------------------------------ the cache
 
-    def _reserve(self, length: int) -> None:
+    def reserve(self, length: int) -> None:
         for layer in self._layers:
             layer.slots = max(layer.slots, len(self._slot) + len(self._vacant))
             if layer.length < length:
