@@ -492,6 +492,28 @@ def test_keep_four_bit_layout() -> None:
     assert layer.support_avx512bf16_for_cpu is False
 
 
+def test_compile_for_all_sizes() -> None:
+    torch._dynamo.reset()
+    double, before = torch.compile(lambda x: x[:, :2] + 1, backend="eager", fullgraph=True), compat.compiled_graphs()
+    for size in (3, 4, 5):
+        x = torch.zeros(size, size + 1)
+        compat.compile_for_all_sizes(x, 0, 1)
+        assert double(x).shape == (size, 2)
+    assert compat.compiled_graphs() == before + 1
+
+
+def test_compiled_graphs() -> None:
+    assert not hasattr(torch.compiler, "compiled_graphs")
+    assert isinstance(compat.compiled_graphs(), int)
+
+
+def test_graphs_allowed() -> None:
+    before = torch._dynamo.config.recompile_limit
+    with compat.graphs_allowed(before + 1):
+        assert torch._dynamo.config.recompile_limit == before + 1
+    assert torch._dynamo.config.recompile_limit == before
+
+
 def test_has_hooks() -> None:
     module = torch.nn.Linear(2, 2)
     assert not compat.has_hooks(module)
