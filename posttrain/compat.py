@@ -4,8 +4,8 @@ CHECKED says with which versions. For everything here tests/test_compat.py fails
 gone, an argument is another one) and as soon as the library does the same by itself. Each docstring ends with what has
 to happen until it can go. Not here: reading TRL's dataclasses without importing them (posttrain/config/trl_fields.py)
 and importing transformers' chat templates alone (posttrain/template_limits.py), which must load without torch; vLLM's
-engine (posttrain/sampler/vllm.py); what only envs/ needs, which imports no posttrain: gym-sokoban's room generator
-(envs/sokoban/rooms.py) and OpenEnv's socket (envs/adapters/openenv_client.py).
+engine and torch's compiler (posttrain/sampler/); what only envs/ needs, which imports no posttrain: gym-sokoban's room
+generator (envs/sokoban/rooms.py) and OpenEnv's socket (envs/adapters/openenv_client.py).
 """
 
 from __future__ import annotations
@@ -434,22 +434,6 @@ def no_task_code(own: bool, run_answers: Iterable[str]) -> Iterator[None]:
 def has_hooks(module: torch.nn.Module) -> bool:
     """Whether somebody looks at what goes into a module or comes out, or changes it. Until torch can be asked."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
-def compile_for_all_sizes(tensor: torch.Tensor, *dims: int) -> None:
-    """Let torch.compile make one graph for all sizes of these dimensions. Until it is told so by a public name."""
-    torch._dynamo.mark_dynamic(tensor, list(dims))
-
-
-def compiled_graphs() -> int:
-    """How many graphs torch has compiled in this process. Until torch can be asked."""
-    return importlib.import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"]
-
-
-def graphs_allowed(count: int) -> Any:
-    """Within it torch.compile keeps so many graphs of a function instead of 8. Until requirements ask for torch 2.13,
-    whose `compile` takes it."""
-    return torch._dynamo.config.patch(recompile_limit=count)
 
 
 def keep_freed_memory() -> None:

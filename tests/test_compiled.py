@@ -19,11 +19,11 @@ from test_phase3 import settings, taught, train
 from test_sampler import PAD, PROMPTS, REPLIES, STOP, VOCABULARY, build, conversation, serve
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from posttrain.compat import compiled_graphs
 from posttrain.config import StarPORun, resolve
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.engine import open_engine
 from posttrain.sampler import CompiledSampler, SlotSampler, compiled, slots
+from posttrain.sampler.compiled import compiled_graphs
 from posttrain.sampler.sampling import uniforms
 from posttrain.types import Completion, SamplingParams, UserError
 

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from posttrain import runlog
-from posttrain.compat import CacheLayer, compile_for_all_sizes, compiled_graphs, graphs_allowed, grouped_queries
+from posttrain.compat import CacheLayer, grouped_queries
 from posttrain.policy import attention_mask
 from posttrain.sampler.base import Then, TurnRequest
 from posttrain.sampler.slots import Rows, SlotSampler, Writing, write_token
@@ -83,6 +83,18 @@ class _Window(CacheLayer):
 def _compiled() -> Callable[..., None]:
     # not mode="reduce-overhead", whose CUDA graphs are never dropped when the memory that they point at is another
     return torch.compile(_step, fullgraph=True)
+
+
+def for_all_sizes(tensor: torch.Tensor, *dims: int) -> None:
+    """Let torch.compile make one graph for all sizes of these dimensions."""
+    torch._dynamo.mark_dynamic(tensor, list(dims))
+
+
+def compiled_graphs() -> int:
+    """How many graphs torch has compiled in this process."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
 
 
 @contextmanager
@@ -168,7 +180,7 @@ class CompiledSampler(SlotSampler):
         step = self._prepared(writing, rows, end)
         before, start = compiled_graphs(), time.perf_counter()
         try:
-            with graphs_allowed(MOST_GRAPHS):
+            with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
                 step()
             self._steps[rows, end] = _recorded(step) if self._gpu else step
         except (torch.OutOfMemoryError, torch.AcceleratorError):
@@ -190,13 +202,13 @@ class CompiledSampler(SlotSampler):
         rows, index_L, done_B = writing.first(count), torch.arange(end, device=self.model.device), self._done_S[:count]
         windows = [_Window(layer, rows.position_B, index_L) for layer in self._layers]
         for each in (*rows, index_L, done_B):
-            compile_for_all_sizes(each, 0)
+            for_all_sizes(each, 0)
         for each in (rows.uniform_BN, rows.tokens_BN, rows.logprobs_BN):
-            compile_for_all_sizes(each, 1)
+            for_all_sizes(each, 1)
         for window in windows:
             assert window.keys is not None and window.values is not None
-            compile_for_all_sizes(window.keys, 0, 2)
-            compile_for_all_sizes(window.values, 0, 2)
+            for_all_sizes(window.keys, 0, 2)
+            for_all_sizes(window.values, 0, 2)
         kept: Any = Cache(layers=list(windows))
         params = replace(writing.params, max_new_tokens=0)  # which the shape of the rows tells
         return partial(_compiled(), self.model, kept, rows, index_L, done_B, params, writing.stop_ids)
