@@ -126,10 +126,9 @@ def training_flags(parser: argparse.ArgumentParser) -> None:
 
 def _plan_of_all(argv: Sequence[str]) -> list[str]:
     """`--plan seed=1` names no device: what follows is an override."""
-    follows = [*argv[1:], ""]
     return [
-        "--plan=all" if text == "--plan" and "=" in after.partition(":")[0] else text
-        for text, after in zip(argv, follows, strict=True)
+        "--plan=all" if text == "--plan" and "=" in "".join(argv[place : place + 1]).partition(":")[0] else text
+        for place, text in enumerate(argv, start=1)
     ]
 
 
