@@ -132,6 +132,8 @@ def gymnasiums_api(subject: Subject) -> Iterator[str]:
         except AssertionError as error:
             yield f"gymnasium's check_env fails: {error}"
     for warning in caught:
+        if issubclass(warning.category, ResourceWarning):  # of any object that is collected meanwhile
+            continue
         told = re.sub(r"\x1b\[\d+m|WARN: ", "", str(warning.message))  # gymnasium's colours
         yield f"gymnasium's check_env warns: {told}"
     if "ansi" not in subject.make().metadata["render_modes"]:

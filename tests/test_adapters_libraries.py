@@ -7,6 +7,7 @@ import copy
 import random
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,20 @@ class Cards(GymnasiumText):
 @pytest.mark.parametrize("kind", [Cab, Cliff, Cards])
 def test_environments_of_gymnasium_keep_every_promise(kind: type[GymnasiumText], broken) -> None:
     assert not broken(kind.name, kind)
+
+
+class Littered(Cards):
+    """What is collected in a step is not the environment's doing."""
+
+    name = "littered"
+
+    def describe(self, state: Any) -> str:
+        warnings.warn("unclosed <socket.socket fd=9>", ResourceWarning, stacklevel=1)
+        return super().describe(state)
+
+
+def test_what_is_collected_meanwhile_is_no_breach(broken) -> None:
+    assert not broken(Littered.name, Littered)
 
 
 def test_a_step_is_that_of_gymnasium() -> None:

@@ -49,6 +49,8 @@ ENVS: dict[str, str] = {
     "frozen-lake": "envs=[frozen_lake]",
     "slippery": "envs=[{name: frozen_lake, options: {slippery: true, success_rate: 0.8}}]",
     "sokoban": "envs=[{name: sokoban, options: {reward: sparse, deadlock_ends: true}}]",
+    "frozen-lake-seen": "envs=[{name: frozen_lake, options: {observation: coordinates}}]",
+    "sokoban-seen": "envs=[{name: sokoban, options: {observation: coordinates, reward: sparse, deadlock_ends: true}}]",
 }
 
 
