@@ -395,6 +395,7 @@ def test_secrets_that_only_this_machine_knows(run: Path, monkeypatch: pytest.Mon
         ("/home/müller/geheim/rows.jsonl", "rows.jsonl"),
         ("data at /home/ana maria/rows.jsonl and /home/bo/My Drive/x y", "data at rows.jsonl and x y"),
         (r"in C:\Users\Ana Maria\rows.csv now", "in rows.csv now"),
+        ("cc -I/home/ana/x", "cc -Ix"),
         ("é/home/ana/x or x:/home/ana or ana@host:/home/ana/x", "éx or home or ana@host:x"),
         ("(1+2)/3/4 and 3 / 4 and \\frac{1}{2} and //cdn", None),
         ("https://huggingface.co/home/x and runs/home/x and 1/2 or and/or", None),
@@ -432,6 +433,16 @@ def test_paths_are_cut_to_their_last_part(text: str, left: str | None) -> None:
         ('api_key = "0123456789abcdef"', "a secret after its name"),
         ("Authorization: Bearer abcdefghijklmnop123456", "a secret after its name"),
         ("password: hunter2", "a password"),
+        ("DB_PASS=hunter22", "a password"),
+        ("pwd = 'hunter-22'", "a password"),
+        ("redis://:secretpw@h:6379", "a password in an address"),
+        ("https://0123456789abcdef01@host/x", "a password in an address"),
+        ("xapp-1-A0123-12345-abcdef", "a token of Slack"),
+        ("KAGGLE_KEY=a1b2c3d4", "a secret after its name"),
+        ('{"username": "ana", "key": "0123456789abcdef0123456789abcdef"}', "a secret after its name"),
+        ("secret_key_base: 1234567890abcdef1234", "a secret after its name"),
+        ("Authorization: Token 1234567890abcdef1234", "a secret after its name"),
+        ("Authorization: Basic YW5hOmh1bnRlcjI=", "a secret after its name"),
         ('it is sk/test"key-12', "the value of the variable MYKEY"),
         (json.dumps({"a": 'sk/test"key-12'}), "the value of the variable MYKEY"),
         (json.dumps({"a": "hf_" + "Q" * 34}).replace("hf_", "\\u0068f_"), "a token of the Hub"),
@@ -457,8 +468,34 @@ def test_words_about_tokens_are_no_secrets() -> None:
         "commit": "a1" * 20,
     }
     prose = "The secret: practice. Password: one with 3 letters. wandb: off, key = past_key_values[0], bearer of news"
-    for text in (json.dumps(settings), yaml.safe_dump(settings), prose):
+    names = "wandb: posttrain-quickstart-phase-3\ntoken: mkurman/ConvGPT-0.2B\nkey: gsm8k/main-2026-11-23\n"
+    numbers = '"token": 12345678901234567890, "kl_per_token": 1.23456789e-05, "pass": 0.12345678\nPWD=/app/run-12345'
+    for text in (json.dumps(settings), yaml.safe_dump(settings), prose, names, numbers):
         privacy.refuse_secrets("a.txt", text.encode())
+
+
+def test_nothing_that_is_written_here_is_taken_for_a_secret() -> None:
+    files = [path for kind in ("*.md", "docs/*.md", "configs/**/*.yaml") for path in ROOT.glob(kind) if path.is_file()]
+    assert len(files) > 60
+    for path in files:
+        privacy.refuse_secrets(path.name, path.read_bytes())
+
+
+def test_a_vocabulary_is_read_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its strings times its lines are 400 million; the line of a string is looked for where there is something."""
+    calls, line = [], privacy._line
+    monkeypatch.setattr(privacy, "_line", lambda *given: calls.append(given) or line(*given))
+    vocabulary: dict[str, Any] = {f"word{number}": number for number in range(20_000)}
+    vocabulary |= {"resetPassword": 123456, "login": 7, "token": 12345678901234567}
+    whole = {"model": {"vocab": vocabulary}}
+    privacy.check("tokenizer.json", json.dumps(whole, indent=2).encode())
+    privacy.check("vocab.json", json.dumps(vocabulary, indent=2).encode())
+    assert not calls
+    monkeypatch.setenv("MYKEY", 'sk/test"key-12')
+    vocabulary['sk/test"key-12'] = 8
+    with pytest.raises(UserError, match=r"holds the value of the variable MYKEY \(line 20007\)"):
+        privacy.check("tokenizer.json", json.dumps(whole, indent=2).encode())
+    assert len(calls) == 1
 
 
 def test_what_is_neither_text_nor_a_picture_is_refused_and_pictures_are_pixels(run: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -16,22 +17,33 @@ from huggingface_hub import get_token
 
 from posttrain.types import UserError
 
-VALUE = r"[\"']?(?:(?=[\w+/-]*\d)[\w+/=-]{16,}|[\w+/=-]{32,})"  # what is chosen by a machine
-SECRETS = {
+# What a machine has chosen, unlike words, names and numbers: "posttrain-phase-3", "a/ConvGPT-0.2B", 1.5e-05
+IN_VALUE = r"[A-Za-z0-9_+/=.~-]"
+WORD = r"(?>\d++[A-Za-z]?(?![A-Za-z0-9])|[A-Za-z]{0,31}+(?!\d)|[A-Za-z]{0,23}+\d{1,4}+[A-Za-z]?+)"
+CHOSEN = rf"(?!(?:{WORD}[_+/=.~-]){{0,50}}+{WORD}(?!{IN_VALUE})){IN_VALUE}"
+IS = r"[\"']?[ \t]*[:=][ \t]*[\"']?"
+FORMS = {
     "a token of the Hub": r"\b(?:hf|api_org)_(?:[a-z]+_)?[A-Za-z0-9]{20,}",
     "an API key": r"\b(?:sk-|xai-|nvapi-|pypi-|gsk_|npm_|r8_|[sr]k_(?:live|test)_|ya29\.|wandb_v\d_)[\w-]{16,}",
     "a token of GitHub or GitLab": r"\b(?:gh[pousr]_|glpat-)[\w-]{20,}",
     "an access token": r"\b[a-z]+_pat_[\w-]{20,}|\bSG\.[\w-]{16,}\.[\w-]{16,}",
     "a key of a cloud": r"\b(?:A[KS]IA[0-9A-Z]{16}|AIza[\w-]{35})\b",
-    "a token of Slack": r"\bxox[a-z]-[\w-]{10,}|hooks\.slack\.com/services/\w+",
-    "a password of .netrc": r"\blogin\s+\S+\s+password\s+\S+",
+    "a token of Slack": r"\bx(?:ox[a-z]|app-\d)-[\w-]{10,}|hooks\.slack\.com/services/\w+",
     "a web token": r"(?<![A-Za-z0-9])eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.",
     "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----",
-    "a password in an address": r"://[^/\s:@]+:[^/\s:@]+@",
-    "a password": r"(?i)passw(?:or)?d[\"']?[ \t]*[:=][ \t]*[\"']?(?=\S*\d)[^\s\"',<>()\[\]{}]{6,}",
+    "a password in an address": rf"://[^/\s:@]*:[^/\s:@]+@|://{CHOSEN}{{16,}}@",
+}
+NAMED = {
+    "a password of .netrc": r"\blogin\s+\S+\s+password\s+\S+",
+    "a password": (
+        rf"(?i)(?:passw(?:or)?d{IS}(?=\S{{0,99}}\d)[^\s\"',<>()\[\]{{}}]{{6,}}"
+        # neither a number nor a folder (PWD)
+        rf"|(?<![a-z])(?:pass(?:phrase)?|pwd){IS}(?![/~$%.\\-]|[a-z]:|\d[\d.e+-]*\b)"
+        rf"(?=\S{{0,99}}\d)[^\s\"',<>()\[\]{{}}]{{8,}})"
+    ),
     "a secret after its name": (
-        r"(?i)(?:(?:(?:api|access|account|private|secret|auth)[_-]?key|token|secret|credentials?|wandb)[\"']?[ \t]*[:=]"
-        rf"|\bbearer)[ \t]*{VALUE}"
+        rf"(?i)(?:(?:token|secret|credentials?|wandb){IS}{CHOSEN}{{16,}}|key(?:[_-]base)?{IS}{CHOSEN}{{8,}}"
+        rf"|(?:\bbearer|authorization{IS}(?:basic|token))[ \t]+{CHOSEN}{{16,}})"
     ),
 }
 NAMES_A_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.I)
@@ -43,7 +55,7 @@ HOMES = rf"(?<![\w./])~(?:[a-z][\w-]*/(?:{END}/*)*|/(?:{END}/*)+)|(?<![\w./])(?:
 # The folder of a user, and what is in it, may have spaces in their names: words up to the next slash belong to one.
 SPACED = rf"(?:{END}(?: (?!~){END}){{1,3}}(?=[\\/])|{END})"
 USERS = (
-    rf"(?:\b[A-Za-z]:|(?<![A-Za-z0-9_.~)\]}}-]))/+(?:home\w*|Users)(?:/+{SPACED})+/?"
+    rf"(?:\b[A-Za-z]:|(?<=(?<![\w-])-[A-Za-z])|(?<![A-Za-z0-9_.~)\]}}-]))/+(?:home\w*|Users)(?:/+{SPACED})+/?"
     rf"|\b[A-Za-z]:[\\/]+Users(?:[\\/]+{SPACED})+"
 )
 # Two backslashes, for in text that is no JSON a single one may stand for a line break ("Q:\nWho?")
@@ -97,14 +109,15 @@ def cut_values(value: Any) -> Any:
 
 def refuse_secrets(name: str, content: bytes | Path) -> None:
     """UserError where a file holds a secret. Of weights the header is read: tensors are numbers."""
+    forms = FORMS if Path(name).name in VOCABULARY else FORMS | NAMED  # there a word's number follows it
+    mine = [(what, re.escape(secret)) for what, secret in _secrets()]
+    looked_for = [(what, re.compile(pattern)) for what, pattern in (*mine, *forms.items())]
     for text in _texts(content):
         for part, line in ((text, 1), *_values(name, text)[0]):
-            for what, secret in _secrets():
-                if secret in part:
-                    raise UserError(_refusal(name, line + part.count("\n", 0, part.index(secret)), what))
-            for what, pattern in SECRETS.items():
-                if found := re.search(pattern, part):
-                    raise UserError(_refusal(name, line + part.count("\n", 0, found.start()), what))
+            for what, pattern in looked_for:
+                if found := pattern.search(part):
+                    start = line or _line(text, part)
+                    raise UserError(_refusal(name, start + part.count("\n", 0, found.start()), what))
 
 
 def check(name: str, content: bytes | Path) -> None:
@@ -117,7 +130,8 @@ def check(name: str, content: bytes | Path) -> None:
         if Path(name).name in VOCABULARY or not _is_text(content):
             continue
         values, whole = _values(name, text)  # without the escapes of JSON, which could hide or feign a path
-        lines = [line for value, line in values if cut_values(value) != value]
+        first = next(((value, line) for value, line in values if cut_values(value) != value), None)
+        lines = [first[1] or _line(text, first[0])] if first else []
         if not whole:
             found = (IN_CODE if Path(name).suffix in (".py", ".jinja") else PATHS).search(text)
             lines += [1 + text.count("\n", 0, found.start())] if found else []
@@ -141,31 +155,37 @@ def _is_text(content: bytes | Path) -> bool:
 
 
 def _values(name: str, text: str) -> tuple[list[tuple[str, int]], bool]:
-    """Every string in a text that is JSON, JSON lines or YAML, with its line; and whether nothing else is in it."""
-    lines, found, rest = text.split("\n"), [], False
-    for number, line in enumerate(lines, 1):
+    """Every string in a text that is JSON, JSON lines or YAML, and whether nothing else is in it.
+
+    With its line, or 0 where only a search (`_line`) tells it: a vocabulary has too many strings to search for each.
+    """
+    found, rest = [], False
+    for number, line in enumerate(text.split("\n"), 1):
         try:
             found += [(value, number) for value in _strings(json.loads(line))] if line.strip() else []
         except (ValueError, RecursionError):
             rest = True
     if not rest:
         return found, True
+    is_yaml = Path(name).suffix in (".yaml", ".yml")  # which has comments
     try:
-        whole = yaml.safe_load(text) if Path(name).suffix in (".yaml", ".yml") else json.loads(text)
+        return [(value, 0) for value in _strings(yaml.safe_load(text) if is_yaml else json.loads(text))], not is_yaml
     except (ValueError, RecursionError, yaml.YAMLError):
         return found, False
-    found = []
-    for value in _strings(whole):
-        written = (json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], value)
-        found.append((value, next((n for n, line in enumerate(lines, 1) if any(one in line for one in written)), 1)))
-    return found, Path(name).suffix not in (".yaml", ".yml")  # comments
+
+
+def _line(text: str, value: str) -> int:
+    """The first line that holds this string, written in one of the ways of JSON; 1 where it is written otherwise."""
+    written = (json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], value)
+    places = [text.index(one) for one in written if one in text]
+    return 1 + text.count("\n", 0, min(places, default=0))
 
 
 def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
-        for inner in [*value, *value.values()] if isinstance(value, dict) else value:
+        for inner in itertools.chain.from_iterable(value.items()) if isinstance(value, dict) else value:
             yield from _strings(inner)
 
 
