@@ -224,7 +224,7 @@ def judge_simulated(groups: int, samples: int, seeds: range) -> None:
     assert len(missed) <= 0.05 * len(COLLAPSING) * len(seeds), missed
 
 
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("batch", [BATCHES[0], *(pytest.param(batch, marks=pytest.mark.slow) for batch in BATCHES[1:])])
 def test_simulated_runs_are_told_apart(batch: tuple[int, int]) -> None:
     judge_simulated(*batch, range(8))
 

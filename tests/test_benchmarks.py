@@ -65,6 +65,7 @@ def test_rollout_measures_engines_on_equal_work(rollout, tmp_path, monkeypatch, 
     assert [line.count("|") for line in table] == [8] * (2 + 2 * 4) + [7] * (2 + 4)
 
 
+@pytest.mark.slow
 def test_every_engine_writes_the_same_tokens_after_the_same_contexts(rollout):
     model, chat = rollout._measure.model_of("llama", NARROW).eval(), rollout._measure.words(512)
     said = rollout.script(3, 3)
@@ -397,6 +398,7 @@ def test_a_decoded_token_takes_few_operations(rollout, tmp_path, monkeypatch, ca
     assert len(table) == 2 + len(rows) and len({line.count("|") for line in table}) == 1
 
 
+@pytest.mark.slow
 def test_phases_do_the_same_work_as_trl_and_read_less_padding(rollout, tmp_path, monkeypatch, capsys):
     from transformers import LlamaModel
 

@@ -76,6 +76,7 @@ def test_every_flipped_byte_and_every_cut_is_noticed(tmp_path: Path) -> None:
     checkpoint.verify(folder)
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_of_the_manifest_is_noticed(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "checkpoint-1", write_files)
     folder = checkpoint.save(tmp_path / "checkpoint-2", write_files, phase="phase1")

@@ -505,6 +505,7 @@ def test_has_hooks() -> None:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
+@pytest.mark.slow
 def test_keep_freed_memory() -> None:
     """The same memory is asked for again and again: the system provides it once, where it did so each time."""
     program = """

@@ -96,6 +96,7 @@ def in_a_process(program: str, place: Path, *arguments: str, **variables: str) -
     return subprocess.run(command, cwd=ROOT, env=kept | home | variables, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_a_killed_and_resumed_run_has_each_step_once(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     pytest.importorskip("wandb")
     pytest.importorskip("tensorboard")

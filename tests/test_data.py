@@ -597,6 +597,7 @@ def rows_of_the_embedded_sources() -> str:
     return f"{sum(map(len, rows))} {hashlib.sha256(json.dumps(rows).encode()).hexdigest()}"
 
 
+@pytest.mark.slow
 def test_the_same_rows_under_any_hash_seed() -> None:
     code = "import sys; sys.path.insert(0, 'tests'); import test_data; print(test_data.rows_of_the_embedded_sources())"
     env = {**os.environ, "PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1", "RANK": "1"}  # rank 1 prints no table

@@ -282,6 +282,7 @@ def test_resuming_reads_the_same_rows(whole: Path, player: Path, tmp_path: Path)
         train(file, "--resume")
 
 
+@pytest.mark.slow
 def test_an_adapter_is_distilled_from_the_model_under_it(player: Path, tmp_path: Path) -> None:
     adapter = {"tuning": "lora", "lora": {"r": 4, "alpha": 8}}
     file = settings(

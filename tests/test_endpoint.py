@@ -409,6 +409,7 @@ def served(server: Server, **more: Any) -> dict[str, Any]:
     return {"endpoint": server.url, "model": "m", "timeout": 5, "concurrency": 4, **more}
 
 
+@pytest.mark.slow
 def test_a_served_model_has_the_rows_of_the_local_one(
     address: str,
     final: Path,

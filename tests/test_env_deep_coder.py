@@ -268,6 +268,7 @@ def test_flawed_programs_are_other_programs():
 
 
 @needs_sandbox
+@pytest.mark.slow
 def test_the_expert_wins_in_one_turn_and_nobody_else_does_often():
     won = dict.fromkeys(("expert", "random", "off_by_one", "no_edge_cases"), 0)
     levels = [(split, seed) for split in SPLITS for seed in range(4)]

@@ -302,6 +302,7 @@ def test_all_that_is_wrong_is_said_before_any_work(tmp_path: Path, checkpoints: 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_without_a_network_all_names_are_told_at_once(tmp_path: Path) -> None:
     unplugged = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
     done = python("evaluate_model.py", "device=cpu", f"output_dir={tmp_path}/out", env=unplugged)
@@ -568,6 +569,7 @@ def test_two_evaluators_never_share_a_folder(tmp_path: Path, checkpoints: dict[s
     assert "Traceback" not in done.stderr and [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
 
 
+@pytest.mark.slow
 def test_every_visible_gpu_has_a_process_of_its_own(
     tmp_path: Path, checkpoints: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -791,6 +791,7 @@ class Listener:
             self.read()
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_ends_it_quietly(folder: Path) -> None:
     """As in `... --prompt TEXT | head`."""
     started = program(*always(folder), "--prompt", "Hi", "--preset", "plain", "max_new_tokens=600",

@@ -156,6 +156,7 @@ def test_the_rows_are_what_phase_2_reads(run: Path, tiny_chat: Any):
     assert len(loaded.train) + len(loaded.eval) == len(pairs) > 0
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_and_gives_the_same(run: Path):
     whole = python("-m", "posttrain.pairs", "--config", str(run))
     assert whole.returncode == 0, whole.stderr[-2000:]
@@ -264,6 +265,7 @@ def test_prompts_that_are_cut_off_are_not_fewer_prompts(tmp_path: Path):
             read_and_used(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_damaged_row_or_absent_settings_when_a_run_goes_on(run: Path):
     assert python("-m", "posttrain.pairs", "--config", str(run)).returncode == 0
     out = run.parent / "pairs"

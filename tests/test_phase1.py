@@ -124,7 +124,9 @@ TINY: dict[str, Any] = dict(vocab_size=512, intermediate_size=32, num_hidden_lay
 TINY |= dict(hidden_size=64, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True)
 
 
-@pytest.mark.parametrize("kind", ["convgpt", "llama", "qwen2"])
+@pytest.mark.parametrize(
+    "kind", ["convgpt", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "qwen2"))]
+)
 @pytest.mark.parametrize("script", ["train_phase1_sft", "train_phase2_dpo"])
 @pytest.mark.usefixtures("cuda_path")
 def test_the_reference_settings_attend_without_a_mask_on_a_gpu(
@@ -359,6 +361,7 @@ def test_a_run_that_diverges_at_once_hands_nothing_over(tmp_path: Path, files: S
     assert len(rows_of(tmp_path / "run", "learning_rate")) < 4  # not to the end
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_exits_with_an_error_in_words(tmp_path: Path, files: SimpleNamespace) -> None:
     done = python("train_phase1_sft.py", "--config", str(config_in(tmp_path, files)), "trainer.learning_rate=1e30")
     assert done.returncode == 2 and done.stderr.count("error: The run stopped at step") == 1
@@ -489,7 +492,10 @@ def test_after_a_kill_in_the_middle_of_a_save_resume_takes_the_older_checkpoint(
     checkpoint.verify(tmp_path / "run" / "checkpoint-8")
 
 
-@pytest.mark.parametrize("damage", ["none", "a byte", "a leftover", "other settings"])
+@pytest.mark.parametrize(
+    "damage",
+    ["a byte", "other settings", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("none", "a leftover"))],
+)
 def test_resume_reads_no_source_again_unless_the_kept_rows_are_damaged(
     tmp_path: Path,
     files: SimpleNamespace,
@@ -677,6 +683,7 @@ def test_the_command_line_says_it_in_one_paragraph_with_code_2(tmp_path: Path, f
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_without_a_network_the_reference_run_says_what_to_do(tmp_path: Path) -> None:
     """HF_HUB_OFFLINE stands in for a cable that is not plugged in."""
     unplugged = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
@@ -705,6 +712,7 @@ def test_help_and_print_config_import_nothing_heavy(script: str) -> None:
 # -------------------------------------------------------------------------------------------- network, many processes
 
 
+@pytest.mark.slow
 def test_no_network_call_and_a_local_tracker(tmp_path: Path, files: SimpleNamespace) -> None:
     """A whole run with an adapter and two dashboards, every socket call recorded; figures reach both, in groups."""
     program = textwrap.dedent(

@@ -229,7 +229,7 @@ def test_a_stopped_run_goes_on_exactly_and_asks_the_reference_once(
     assert one == other
 
 
-@pytest.mark.parametrize("damaged", ["data-*.arrow", "cache-*.arrow"])
+@pytest.mark.parametrize("damaged", ["data-*.arrow", pytest.param("cache-*.arrow", marks=pytest.mark.slow)])
 def test_damaged_pairs_or_reference_log_probs_are_made_again(
     tmp_path: Path, files: SimpleNamespace, whole: Path, capsys: pytest.CaptureFixture[str], damaged: str
 ) -> None:

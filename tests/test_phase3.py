@@ -274,6 +274,7 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_loaded(
     checkpoint.in_use(tmp_path / "run", resume=False)  # nothing is there that another try would overwrite
 
 
+@pytest.mark.slow
 def test_a_run_cut_before_its_first_checkpoint_begins_anew(player: Path, tmp_path: Path) -> None:
     """What it had called its best is of no run any more, and must not outlive the best of this one."""
     changes = {"trainer": {"learning_rate": 1e-12}, "checkpoint": {"every": 4}}
@@ -494,7 +495,9 @@ def test_an_episode_counts_once_in_however_many_contexts_it_was_sampled(player: 
     assert told["rollout/reward"] == 0.0 and told["rollout/turns"] == 1.5 and told["rollout/context_tokens"] == 5
 
 
-@pytest.mark.parametrize("context", [{"context": "last_k", "context_turns": 2}, {"max_context": 160}])
+@pytest.mark.parametrize(
+    "context", [{"context": "last_k", "context_turns": 2}, pytest.param({"max_context": 160}, marks=pytest.mark.slow)]
+)
 def test_resuming_changes_nothing_in_contexts_of_several_segments(
     player: Path, tmp_path: Path, context: dict[str, Any]
 ) -> None:
@@ -673,6 +676,7 @@ def test_environments_share_the_groups_by_weight(player: Path, tmp_path: Path) -
         assert (names.count("frozen_lake"), names.count("sokoban")) == (3, 5)
 
 
+@pytest.mark.slow
 def test_an_environment_joins_once_the_one_before_it_is_won(
     player: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -737,11 +741,13 @@ def test_groups_that_score_alike_stop_the_run(player: Path, tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("levels_won", "chosen"),
     [
-        ([2, 3, 2], 0),  # one level more is within one standard error, and the last wins no more than the first
-        ([2, 3, 3], 3),  # within it, too, but in the last step
+        pytest.param(
+            [2, 3, 2], 0, marks=pytest.mark.slow
+        ),  # one level more is within one standard error, and the last is no better
+        pytest.param([2, 3, 3], 3, marks=pytest.mark.slow),  # within it, too, but in the last step
         ([2, 5, 4], 2),  # three levels more are beyond it: sqrt(3 / 8 * 5 / 8 / 7) = .18 of .375
         ([2, 5, 5], 2),  # a tie
-        ([2, 1, 0], 0),
+        pytest.param([2, 1, 0], 0, marks=pytest.mark.slow),
     ],
 )
 def test_the_best_policy_wins_more_of_the_same_levels(
@@ -775,7 +781,7 @@ def test_the_best_policy_wins_more_of_the_same_levels(
         assert checkpoint.verify(run / "final")["meta"]["step"] == chosen
 
 
-@pytest.mark.parametrize("updates", [1, 4])
+@pytest.mark.parametrize("updates", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_run_that_diverges_fails_with_its_best_policy_saved(
     player: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], updates: int
 ) -> None:

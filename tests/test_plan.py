@@ -235,7 +235,7 @@ def test_the_tiles_of_the_output_layer(bonus: float, cap: float | None) -> None:
 
 @pytest.mark.parametrize("bonus", [0.0, 0.01], ids=["", "entropy"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["llama", "convgpt-tied"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("convgpt-tied", marks=pytest.mark.slow)])
 def test_the_peaks_of_playing_and_learning(kind: str, bf16: bool, bonus: float) -> None:
     """All tensors of a rollout that fills its contexts, and of an update: at most a quarter below the plan."""
     rows = 8

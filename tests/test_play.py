@@ -94,6 +94,7 @@ def test_a_server_that_is_dead_is_told_in_one_paragraph(command, typed, says, mo
     assert says in told.err and told.err.count("\n") == 1 and "broken" not in told.out
 
 
+@pytest.mark.slow
 def test_a_pipe_of_bytes_and_a_terminal_that_is_interrupted() -> None:
     command = [sys.executable, "-m", "envs.play", "frozen_lake", "frozen=1.0"]
     done = subprocess.run(command, cwd=ROOT, input=b"\xff\xfe\x00\nLeft\n", capture_output=True, timeout=60)

@@ -93,6 +93,7 @@ def test_a_server_that_dies_changes_nothing_of_the_run(
 
 
 @pytest.mark.parametrize("ahead", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_run_that_plays_ahead_learns_from_nothing_that_is_older_than_asked(
     player: Path, tmp_path: Path, tiny_chat: Chat, ahead: int
 ) -> None:

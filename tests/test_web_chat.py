@@ -300,6 +300,7 @@ def test_it_streams_stops_and_goes_on(alone: str, visit: Callable[..., Any], mod
 
 
 @in_browser
+@pytest.mark.slow
 def test_presets_sliders_and_system_message_are_what_is_sampled_with(
     alone: str, visit: Callable[..., Any], model: Script
 ) -> None:
@@ -327,6 +328,7 @@ def test_presets_sliders_and_system_message_are_what_is_sampled_with(
 
 
 @in_browser
+@pytest.mark.slow
 def test_two_models_side_by_side_and_the_exported_file(
     pair: str, visit: Callable[..., Any], model: Script, both: list[Scripted], tmp_path: Path
 ) -> None:
@@ -380,6 +382,7 @@ def test_what_a_model_writes_is_never_html_and_errors_are_told(
 
 
 @in_browser
+@pytest.mark.slow
 def test_texts_are_shown_as_they_were_written(alone: str, visit: Callable[..., Any], model: Script) -> None:
     code = "\n  def f(x):\n    if x:\n\treturn  1\n    return 0\n\n"
     model.text = lambda: code
@@ -466,6 +469,7 @@ def test_it_plays_a_level_to_the_end_one_turn_a_click(
 
 
 @in_browser
+@pytest.mark.slow
 def test_a_turn_that_is_stopped_was_not_played(alone: str, visit: Callable[..., Any], model: Script) -> None:
     model.text, model.pause = lambda: "<think>" + "so " * 60, 0.05
     page = visit(alone)
@@ -483,6 +487,7 @@ def test_a_turn_that_is_stopped_was_not_played(alone: str, visit: Callable[..., 
 
 
 @in_browser
+@pytest.mark.slow
 def test_a_turn_belongs_to_the_level_it_was_asked_for(
     alone: str, visit: Callable[..., Any], model: Script, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -643,7 +648,7 @@ def test_a_password_is_guessed_once_a_second_and_its_cookie_stays_here(
 
 
 @in_browser
-@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (390, "dark")])
+@pytest.mark.parametrize(("width", "scheme"), [pytest.param(1200, "light", marks=pytest.mark.slow), (390, "dark")])
 def test_the_page_is_readable_on_any_screen(
     pair: str, visit: Callable[..., Any], model: Script, width: int, scheme: str
 ) -> None:
