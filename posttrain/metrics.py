@@ -115,24 +115,60 @@ def pass_at(k: int, size: int, won: int) -> float:
     return 1 - math.comb(size - won, k) / math.comb(size, k)
 
 
-def bootstrap_mean(values: Sequence[float], seed: int, rounds: int = 4000, tail: float = 0.025) -> Interval:
-    """The mean and its percentile bootstrap interval at 95 %: `rounds` resamples, the same for the same seed.
-
-    tail: what is left out at each end; a fraction of it where several intervals have to hold together.
-    """
+def bootstrap_mean(values: Sequence[float], seed: int, rounds: int = 4000) -> Interval:
+    """The mean and its percentile bootstrap interval at 95 %: `rounds` resamples, the same for the same seed."""
     sample, rng = np.asarray(values, dtype=float), np.random.default_rng(seed)
     assert sample.ndim == 1 and len(sample) > 0
     means = [sample[rng.integers(len(sample), size=(100, len(sample)))].mean(1) for _ in range(max(1, rounds // 100))]
-    low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
+    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
     return Interval(float(sample.mean()), float(low), float(high))
 
 
-def paired_bootstrap(
+def paired_interval(
     before: Sequence[float], after: Sequence[float], seed: int, rounds: int = 4000, tail: float = 0.025
 ) -> Interval:
-    """mean(after) - mean(before), and its interval when the same item i was given to both (items are resampled)."""
-    assert len(before) == len(after)
-    return bootstrap_mean(np.subtract(after, before, dtype=float).tolist(), seed, rounds, tail)
+    """mean(after) - mean(before), the same item i given to both, and an interval that is sound for few items as well.
+
+    It leaves zero out only where an exact test at the same level rejects it. tail: what is left out at each end; a
+    fraction of it where several intervals have to hold together. seed, rounds: for means of values other than 0 and 1.
+    """
+    assert len(before) == len(after) > 0
+    changes = np.subtract(after, before, dtype=float)
+    if {*before, *after} <= {0, 1}:
+        return _paired_shares(int((changes > 0).sum()), int((changes < 0).sum()), len(changes), tail)
+    return _paired_means(changes, float(np.ptp([*before, *after])), seed, rounds, tail)
+
+
+def _paired_shares(up: int, down: int, n: int, tail: float) -> Interval:
+    """The interval of Bonett and Price (2012), widened to hold zero where McNemar's exact test does not reject it.
+
+    up, down: items that were gained and lost. Their interval counts one more of each.
+    """
+    gained, lost = (up + 1) / (n + 2), (down + 1) / (n + 2)
+    half = NormalDist().inv_cdf(1 - tail) * math.sqrt((gained + lost - (gained - lost) ** 2) / (n + 2))
+    low, high = max(-1.0, gained - lost - half), min(1.0, gained - lost + half)
+    tosses = up + down  # of a fair coin, one for each item that changed
+    if sum(math.comb(tosses, heads) for heads in range(max(up, down), tosses + 1)) > tail * 2**tosses:
+        low, high = min(low, 0.0), max(high, 0.0)
+    return Interval((up - down) / n, low, high)
+
+
+def _paired_means(changes: np.ndarray, reach: float, seed: int, rounds: int, tail: float) -> Interval:
+    """The interval of the sign-flip permutation test: quantiles of the means of random subsets (Hartigan, 1969).
+
+    Equal models flip the sign of any item's change as often as not. An empty subset says nothing about the mean, which
+    then lies anywhere within the range of the values (`reach`).
+    """
+    rng, lows, highs = np.random.default_rng(seed), [], []
+    for _ in range(math.ceil(max(rounds, 2 / tail) / 100)):
+        taken = rng.integers(2, size=(100, len(changes)))
+        sizes = taken.sum(1)
+        means = np.round(taken @ changes / np.maximum(sizes, 1), 12)  # what cancels out is zero
+        lows.append(np.where(sizes, means, -reach))
+        highs.append(np.where(sizes, means, reach))
+    low, high = np.sort(np.concatenate(lows)), np.sort(np.concatenate(highs))
+    left_out = math.floor(tail * (len(low) + 1))  # the signs as they are count as one more
+    return Interval(round(float(changes.mean()), 12), float(low[left_out - 1]), float(high[-left_out]))
 
 
 def paired_difference(

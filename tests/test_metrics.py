@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 
 import numpy as np
@@ -17,8 +18,8 @@ from posttrain.metrics import (
     bootstrap_mean,
     distinct_n,
     longest_repeat,
-    paired_bootstrap,
     paired_difference,
+    paired_interval,
     repetition,
     seq_rep_n,
     wilson,
@@ -121,10 +122,60 @@ def test_pairing_sharpens_a_difference() -> None:
     rng = np.random.default_rng(1)
     before = rng.normal(0, 1, size=200)
     after = before + 0.1 + rng.normal(0, 0.05, size=200)
-    interval = paired_bootstrap(before.tolist(), after.tolist(), seed=0)
+    interval = paired_interval(before.tolist(), after.tolist(), seed=0)
     assert 0.08 < interval.low < interval.value < interval.high < 0.12
     with pytest.raises(AssertionError):
-        paired_bootstrap([1.0], [1.0, 2.0], seed=0)
+        paired_interval([1.0], [1.0, 2.0], seed=0)
+
+
+def flipped(changes: np.ndarray) -> float:
+    """The slow reference: of all ways to flip signs, the share whose sum is as large as this one, or larger."""
+    sums = np.array([*itertools.product((1, -1), repeat=len(changes))]) @ changes
+    return float(np.mean(sums >= abs(changes.sum()) - 1e-9))
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_an_interval_leaves_zero_out_only_where_every_way_to_flip_the_signs_says_so(shares: bool) -> None:
+    """Of ten items, in every number of gains and losses; the bootstrap's is [1, 1] where one item was gained."""
+    rng = np.random.default_rng(0)
+    told = []
+    for gains, losses in ((g, n - g) for n in range(11) for g in range(n + 1)):
+        changes = np.array([1] * gains + [-1] * losses + [0] * (10 - gains - losses), dtype=float)
+        changes *= 1 if shares else rng.uniform(0.1, 1, size=10)
+        before, after = np.maximum(-changes, 0), np.maximum(changes, 0)
+        found = paired_interval(before.tolist(), after.tolist(), 0, 2000, 0.025)
+        chance = flipped(changes)
+        assert found.low <= found.value <= found.high and found.value == pytest.approx(changes.mean())
+        told.append(not found.low <= 0 <= found.high)
+        if shares or not 0.015 < chance < 0.035:  # where the random subsets are sure
+            assert not told[-1] or chance <= 0.025
+            assert told[-1] or chance > 0.025 or (shares and gains + losses < 8)
+    assert 6 <= sum(told) <= 30
+    for n in range(1, 8):  # no few items tell anything at the level of six figures
+        values = [1.0] * n if shares else rng.uniform(0.5, 1, size=n).tolist()
+        low, high = paired_interval([0.0] * n, values, 0, 10_000, 0.025 / 6)[1:]
+        assert low <= 0 < high
+
+
+def test_six_figures_of_equal_models_are_told_apart_in_at_most_one_of_twenty() -> None:
+    """Of the chances of each number of gains and losses, for shares; by simulation for means with many zeros."""
+    tail, rng = 0.025 / 6, np.random.default_rng(0)
+    for n, moved in ((4, 0.9), (8, 0.9), (16, 0.6), (30, 0.4)):
+        wrong = 0.0
+        for changed in range(n + 1):
+            for gains in range(changed + 1):
+                after = [1] * gains + [0] * (n - gains)
+                before = [0] * gains + [1] * (changed - gains) + [0] * (n - changed)
+                low, high = paired_interval(before, after, 0, tail=tail)[1:]
+                ways = math.comb(n, changed) * math.comb(changed, gains) / 2**changed
+                wrong += (not low <= 0 <= high) * ways * moved**changed * (1 - moved) ** (n - changed)
+        assert 1 - (1 - wrong) ** 6 <= 0.05, n
+    told = 0
+    for trial in range(100):
+        before, after = rng.beta(0.5, 3, size=(2, 16)) * (rng.random((2, 16)) < 0.5)
+        low, high = paired_interval(before.tolist(), after.tolist(), trial, 1000, tail)[1:]
+        told += not low <= 0 <= high
+    assert told <= 3
 
 
 def test_a_paired_difference_has_the_error_of_its_pairs() -> None:

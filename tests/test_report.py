@@ -916,7 +916,8 @@ def test_the_items_that_are_needed_do_tell() -> None:
         pairs = [({"accuracy": rng.random() < 0.5}, {"accuracy": rng.random() < 0.56}) for _ in range(n)]
         return verdict._compared(column, pairs, 0.025, 4)
 
-    exact = 2 * (1.96 + 0.8416) ** 2 * 0.25 / 0.06**2  # of two independent coins, the variance of a difference is .5
+    # Of two independent coins a share of .5 changes: Connor's formula (1987), and half a step of the test.
+    exact = ((1.96 * 0.5**0.5 + 0.8416 * (0.5 - 0.06**2) ** 0.5) / 0.06) ** 2 + 1 / 0.06
     small = [played(300, seed) for seed in range(40)]
     assert sum(each.verdict == "cannot tell" for each in small) > 20
     told = [played(round(exact), seed).verdict for seed in range(40)]
@@ -932,12 +933,26 @@ def test_where_no_difference_is_seen_the_levels_are_told_that_would_show_five_po
     pairs = [({"success": number % 2 == 0}, {"success": number % 2 == 1}) for number in range(60)]
     pairs += [({"success": True}, {"success": True})] * 240
     found = verdict._compared(column, pairs, 0.025, 4)
-    exact = ((1.96 + 0.8416) / 0.05) ** 2 * 60 / 299  # the variance of a difference
+    exact = ((1.96 * 0.2**0.5 + 0.8416 * (0.2 - 0.05**2) ** 0.5) / 0.05) ** 2 + 1 / 0.05
     assert found.change.value == 0 and found.needed == pytest.approx(exact, abs=2)
     words = f": no difference seen; about {found.needed} levels needed to tell one of 5 points, 300 compared"
     assert comparison.needed(found) == words
     few = found._replace(change=found.change._replace(value=1e-4), needed=10**7)
     assert comparison.needed(few) == ": more than 100,000 levels needed to tell this difference, 300 compared"
+
+
+@pytest.mark.parametrize("n", [1, 3, 7])
+def test_few_items_tell_nothing_and_say_how_many_would(n: int) -> None:
+    """Even where every one of them changed for the better: six figures are looked at."""
+    for metric, suite in (("success", "envs"), ("seq_rep_4", "repetition")):
+        column = tables.Column("Lake", "", suite, "lake", metric, "")
+        pairs: list[Any] = [({metric: 0.5 if suite != "envs" else False}, {metric: 1.0})] * n
+        found = verdict._compared(column, pairs, 0.025 / 6, 4)
+        assert found.verdict == "cannot tell" and found.change.low <= 0 <= found.change.high
+        assert found.change.low < found.change.value
+        assert 8 <= found.needed < 20 and f": about {found.needed} " in comparison.needed(found)
+        many = verdict._compared(column, pairs[:1] * found.needed, 0.025 / 6, 4)
+        assert many.verdict == ("better" if suite == "envs" else "worse")
 
 
 def test_what_to_type_next_is_meant_for_this_run(results: dict[str, Any]) -> None:

@@ -167,7 +167,7 @@ class EvaluateRun(Run):
     )
     settings: list[NamedSampling] = Field("sampling settings, one column each", min_length=1)
     suites: SuitesSection = Field("what is measured")
-    bootstrap_samples: int = Field("resamples behind each interval of a difference", 2000, ge=100, le=1_000_000)
+    bootstrap_samples: int = Field("resamples behind each interval that is no share's", 2000, ge=100, le=1_000_000)
     goals: bool = Field("check the results against the quickstart's goals", False)
     report: bool = Field("write report.html, one file with curves, table and episodes", True)
     workers: int = Field(

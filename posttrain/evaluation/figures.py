@@ -150,7 +150,7 @@ def compare(cfg: EvaluateRun, rows: dict[str, list[Record]]) -> list[Record]:
             after = by_task[new][suite, part, setting]
             for metric in COMPARED[suite]:
                 left, right = _values(metric, before, after)
-                interval = metrics.paired_bootstrap(left, right, seed, cfg.bootstrap_samples)
+                interval = metrics.paired_interval(left, right, seed, cfg.bootstrap_samples)
                 where = {"from": old, "to": new, "suite": suite, "part": part, "setting": setting, "metric": metric}
                 figures = {"before": fmean(left), "after": fmean(right), **interval._asdict(), "n": len(left)}
                 differences.append(where | figures)

@@ -27,9 +27,9 @@ ITEMS = {"envs": "levels", "preferences": "pairs", "math": "questions", "recall"
 NOTE = (
     "The verdict is about these models, not about how they were made: the same recipe with another seed gives another "
     "model. To judge a recipe, compare several seeds of each. Intervals of changes are paired, item by item, and hold "
-    "together at 95 % for all figures of a comparison; where one holds zero the verdict is “cannot tell”. The number "
-    "of items is what it takes to tell a difference as large as the one seen, or of 5 points where none was seen, with "
-    "a chance of 80 %."
+    "together at 95 % for all figures of a comparison; each leaves zero out only where an exact test rejects it, and "
+    "where one holds zero the verdict is “cannot tell”. The number of items is what it takes to tell a difference as "
+    "large as the one seen, or of 5 points where none was seen, with a chance of 80 %."
 )
 
 

@@ -133,8 +133,9 @@ def provenance(results: Results) -> str:
             f"{setting['name']}: " + ", ".join(f"{knob.replace('_', ' ')} {setting[knob]:g}" for knob in knobs)
             for setting in config["settings"]
         ),
-        "Intervals": "95 %: Wilson for shares, bootstrap over items for repetition and paired differences; "
-        "those of the headline's changes hold together (Bonferroni)",
+        "Intervals": "95 %: Wilson for shares, bootstrap over items for repetition; those of paired differences hold "
+        "zero where an exact test (McNemar's, sign flips) does not reject it, and those of the headline's changes hold "
+        "together (Bonferroni)",
         "Repetition": "seq-rep-4 on token ids without the stop token: 1 - distinct 4-grams / all 4-grams",
         "Commit": results["commit"] or "not a git checkout",
         "Seed": config["seed"],

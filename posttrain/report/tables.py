@@ -119,7 +119,7 @@ def markdown(results: Results) -> str:
     )
     for name, reason in results.get("failed", {}).items():
         lines += ["", f"{name} could not be measured: {' '.join(reason.split())}"]
-    lines += ["", "## Paired differences", "", "Same items, same seeds; bootstrap over items, 95 %.", ""]
+    lines += ["", "## Paired differences", "", "Same items, same seeds; each 95 % by itself.", ""]
     lines += _table(
         ["from", "to", "what", "setting", "before", "after", "difference", "interval", "n"],
         (

@@ -1,10 +1,10 @@
 """Is one model better than another?  Better, worse or cannot tell, item by item on what both were given.
 
 Every figure of the headline table that two models have is compared on the items that both were given, in report.html
-and comparison.html alike. The intervals
-are paired bootstrap intervals that hold together at 95 % (Bonferroni), so that looking at six figures is no six chances
-to be wrong. Where an interval holds zero, the number of items is told that a difference as large as the one seen would
-need, or one of 5 points where none was seen: a normal approximation, 80 % power.
+and comparison.html alike. The intervals are paired and hold together at 95 % (Bonferroni), so that looking at six
+figures is no six chances to be wrong. That is so on few items as well: each leaves zero out only where an exact test
+rejects it (`metrics.paired_interval`). Where an interval holds zero, the number of items is told that a difference as
+large as the one seen would need, or one of 5 points where none was seen: a normal approximation, 80 % power.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import NormalDist, fmean, stdev
+from statistics import NormalDist, fmean
 from typing import NamedTuple
 
 from posttrain import metrics
@@ -23,7 +23,7 @@ from posttrain.types import Record, UserError, derive_seed
 
 POWER = 0.8
 UNSEEN = 0.05  # the difference that is asked about where none was seen
-ROUNDS = 10_000  # of the bootstrap: the tails of several intervals at once are thin
+ROUNDS = 10_000  # of the random subsets: the tails of several intervals at once are thin
 
 
 class Model(NamedTuple):
@@ -118,22 +118,33 @@ def _items(model: Model, column: Column) -> dict[str, Record]:
 
 def _compared(column: Column, pairs: list[tuple[Record, Record]], tail: float, most: int) -> Comparison:
     old, new = ([float(pair[side][column.metric]) for pair in pairs] for side in (0, 1))
-    seed, n = derive_seed("comparison", column.suite, column.part), len(pairs)
-    change = Figure(*metrics.paired_bootstrap(old, new, seed, ROUNDS, tail))
+    seed = derive_seed("comparison", column.suite, column.part)
+    change = Figure(*metrics.paired_interval(old, new, seed, ROUNDS, tail))
     differences = [b - a for a, b in zip(old, new, strict=True)]
-    deviation = stdev(differences) if n > 1 else 0.0
-    reach = (NormalDist().inv_cdf(1 - tail) + NormalDist().inv_cdf(POWER)) * deviation
-    needed = math.ceil((reach / (change.value or UNSEEN)) ** 2)
-    if change.value and deviation:
-        needed = max(n + 1, needed)
     return Comparison(
         column=column,
         values=(_figure(column, old), _figure(column, new)),
         change=change,
-        n=n,
-        needed=needed,
+        n=len(pairs),
+        needed=_needed(differences, change.value, tail),
         examples=_examples(pairs, differences, most),
     )
+
+
+def _needed(differences: Sequence[float], value: float, tail: float) -> int:
+    """Items that would tell this difference with the chance POWER, by Connor's formula for McNemar's test (1987).
+
+    For means it is that of the sign-flip test. `min(changed) / aim`: an exact test moves in steps.
+    """
+    n, changed = len(differences), [abs(each) for each in differences if each]
+    if not changed:
+        return 0
+    aim, square = abs(value) or UNSEEN, math.fsum(each * each for each in changed) / n
+    unsure, sure = NormalDist().inv_cdf(1 - tail), NormalDist().inv_cdf(POWER)
+    reach = unsure * math.sqrt(square) + sure * math.sqrt(max(0.0, square - aim * aim))
+    items = (reach / aim) ** 2 + min(changed) / aim
+    least = n / len(changed) * math.ceil(-math.log2(tail))  # fewer changes tell nothing, even if all have one sign
+    return max(math.ceil(items), math.ceil(least), n + 1 if value else 0)
 
 
 def _figure(column: Column, values: Sequence[float]) -> Figure:
