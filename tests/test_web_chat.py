@@ -50,6 +50,7 @@ in_browser = pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium is installed (on Debian: apt-get install chromium)"
 )
 expect = playwright.expect
+expect.set_options(timeout=20_000)  # other tests share the machine
 HTTP = httpx.Client(verify=False)  # nothing here is encrypted, and reading the certificates takes its time
 WHITE_SPACE = """(message) => {
   const texts = document.createTreeWalker(message, NodeFilter.SHOW_TEXT);
@@ -205,6 +206,18 @@ def send(page: Any, text: str) -> None:
     page.keyboard.press("Enter")
 
 
+def longest_answer(page: Any, tokens: str) -> None:
+    """Set in the settings, again where a page that was still being built has put its own number back."""
+    page.get_by_text("Settings").click()
+    for _ in range(3):
+        page.get_by_label("number input for Longest answer, in tokens").fill(tokens)
+        page.keyboard.press("Tab")
+        page.wait_for_timeout(200)
+        if page.get_by_label("range slider for Longest answer, in tokens").input_value() == tokens:
+            return
+    raise AssertionError("the page does not take the number")
+
+
 def said(page: Any, side: str = "A", who: str = "bot") -> Any:
     """The messages of a side."""
     return page.locator(f"#side-{side}").get_by_test_id(who)
@@ -275,9 +288,7 @@ def test_a_conversation_by_keyboard_is_that_of_the_terminal(
 def test_it_streams_stops_and_goes_on(alone: str, visit: Callable[..., Any], model: Script) -> None:
     model.text, model.pause = lambda: "apples and " * 200, 0.03
     page = visit(alone)
-    page.get_by_text("Settings").click()
-    page.get_by_label("number input for Longest answer, in tokens").fill("900")
-    page.keyboard.press("Tab")
+    longest_answer(page, "900")
     send(page, "Count.")
     expect(said(page, who="user")).to_have_text("Count.")
     seen = set()
@@ -367,9 +378,7 @@ def test_what_a_model_writes_is_never_html_and_errors_are_told(
 ) -> None:
     model.text = lambda: HOSTILE
     page = visit(alone, allowed="too long")
-    page.get_by_text("Settings").click()
-    page.get_by_label("number input for Longest answer, in tokens").fill("900")
-    page.keyboard.press("Tab")
+    longest_answer(page, "900")
     send(page, HOSTILE)
     expect(said(page)).to_have_text(HOSTILE)
     expect(said(page, who="user")).to_have_text(HOSTILE)
@@ -570,9 +579,7 @@ def test_a_closed_tab_frees_its_slot_and_its_place_in_the_queue(
 ) -> None:
     model.text, model.pause = lambda: "on " * 1000 if len(model.begun) == 1 else "done", 0.05
     busy, waiting, last = (visit(alone) for _ in range(3))
-    busy.get_by_text("Settings").click()
-    busy.get_by_label("number input for Longest answer, in tokens").fill("1000")
-    busy.keyboard.press("Tab")
+    longest_answer(busy, "1000")
     send(busy, "first")
     wait_for(lambda: model.begun)
     for page, text in ((waiting, "second"), (last, "third")):
