@@ -14,7 +14,7 @@ import copy
 import json
 import socket
 import sys
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +63,9 @@ LIMITS: dict[str, tuple[type, float, float]] = {
     "seed": (int, 0, (1 << 64) - 1),
 }
 GENERATION = ("max_new_tokens", "temperature", "top_p", *EXTENSIONS)  # of transformers' many settings
-MOST_BIAS = 100  # as OpenAI's
+COLDEST = 1e-5  # of temperatures above 0: a smaller one divides logits until they are infinite
+MOST_BIAS, MOST_STOPS = 100, 4  # as OpenAI's
+LONGEST_STOP = 64  # characters: transformers compares each with the whole vocabulary before it generates
 LONGEST = 1024  # new tokens where a request names no limit, as in transformers
 
 
@@ -191,12 +193,15 @@ def build_app(model: PreTrainedModel, chat: Chat, name: str, *, local: bool = Tr
     app.add_route("/v1/completions", completion, ["POST"])
     app.add_route("/v1/models/{asked:path}", one_model)
 
-    async def refuse(_: Any, error: Any) -> JSONResponse:  # in the form that clients show
-        told = {"message": error.detail, "type": "invalid_request_error", "param": None, "code": error.status_code}
-        return JSONResponse({"error": told}, error.status_code)
+    async def refuse(_: Any, error: Any) -> JSONResponse:
+        return JSONResponse(told(error.detail, error.status_code), error.status_code)
+
+    async def fail(_: Any, error: Exception) -> JSONResponse:
+        return JSONResponse(told(one_line(error), 500), 500)
 
     for kind in (HTTPException, 404, 405):
         app.add_exception_handler(kind, refuse)
+    app.add_exception_handler(Exception, fail)
 
     if local:
         app.add_middleware(OwnPagesOnly, local=True)
@@ -243,22 +248,24 @@ def handlers(model: PreTrainedModel, chat: Chat, tokenizer: Any) -> tuple[Any, A
         async def answer(self, request: Request) -> Any:
             self.streamer = Watched()
             try:
-                body = await request.json()
-                if not isinstance(body, dict):
-                    raise UserError("The request is no JSON object.")
+                body = parsed("The request", await request.body())
                 if problem := refusal(body):
                     raise UserError(problem)
                 settings = generation_config(body, chat, text_config.vocab_size)
                 fit(body, settings, self.length(body), context)
                 body["generation_config"] = json.dumps(settings)
-                answer = self.handle_request(body, request.state.request_id)  # type: ignore[attr-defined]
-                return await self.while_wanted(request, answer)
-            except Gone:
-                return Response(status_code=499)  # nobody reads it
             except UserError as error:
                 raise HTTPException(400, str(error)) from error
-            except (ValueError, TypeError, LookupError, AttributeError) as error:
-                raise HTTPException(400, one_line(error)) from error
+            except RecursionError as error:
+                raise HTTPException(400, "The request is nested too deeply.") from error
+            answer = self.handle_request(body, request.state.request_id)  # type: ignore[attr-defined]
+            try:
+                response = await self.while_wanted(request, answer)
+            except Gone:
+                return Response(status_code=499)  # nobody reads it
+            if body.get("stream"):
+                response.body_iterator = with_errors_told(response.body_iterator)
+            return response
 
         async def while_wanted(self, request: Request, answer: Coroutine[Any, Any, Any]) -> Any:
             answering, leaving = asyncio.ensure_future(answer), asyncio.ensure_future(hung_up(request))
@@ -271,6 +278,11 @@ def handlers(model: PreTrainedModel, chat: Chat, tokenizer: Any) -> tuple[Any, A
 
     class Chats(Checked, compat.streamer_for_whole_answers(ChatCompletionHandler)):
         def length(self, body: dict[str, Any]) -> int:
+            messages = body.get("messages")
+            if problem := not_text(messages):
+                raise UserError(problem)
+            # Nothing else of them: with a list of `tool_calls`, an empty one too, transformers drops the content.
+            body["messages"] = [{"role": each["role"], "content": each["content"]} for each in messages]
             return len(chat.prompt(self.get_processor_inputs_from_messages(body["messages"], Modality.LLM)))
 
     class Texts(Checked, compat.streamer_for_whole_answers(CompletionHandler)):
@@ -288,6 +300,31 @@ async def hung_up(request: Request) -> None:
         pass
 
 
+def told(message: str, status: int) -> dict[str, Any]:
+    """An error in the form that clients of OpenAI's interface show."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+async def with_errors_told(pieces: AsyncIterator[str]) -> AsyncIterator[str]:
+    """A stream of transformers, whose own message of an error in the middle is no JSON where it has a quote."""
+    async for piece in pieces:
+        before, error, words = piece.partition('data: {"error": "')  # within JSON each quote has a backslash
+        yield before + (f"data: {json.dumps(told(' '.join(words[:-4].split()), 500))}\n\n" if error else "")
+
+
+def parsed(what: str, text: Any) -> dict[str, Any]:
+    """The JSON object in a text; UserError where there is none, or half a surrogate pair in it."""
+    try:
+        found = json.loads(text)
+        json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{what} cannot be read as a JSON object: {one_line(error)}.") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{what} is no JSON object.")
+    return found
+
+
 def refusal(body: dict[str, Any]) -> str | None:
     """Why a request cannot be answered; None where it can."""
     for key, harmless in REFUSED.items():
@@ -296,12 +333,15 @@ def refusal(body: dict[str, Any]) -> str | None:
     if type(body.get("stream")) not in (bool, type(None)):
         return f"stream is {body['stream']!r:.40}, neither true nor false."
     stop = body.get("stop")
-    if stop is not None and not all(
-        isinstance(one, str) and one for one in (stop if isinstance(stop, list) else [stop])
-    ):
+    stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
+    if not all(isinstance(one, str) and one for one in stops):
         return "stop is neither a text with a character in it nor a list of such texts."
-    body["stop"] = stop or None
-    return beyond_limits(body) or ("messages" in body and not_text(body["messages"])) or None
+    if len(stops) > MOST_STOPS:
+        return f"stop holds {len(stops)} texts, more than {MOST_STOPS}."
+    if (longest := max(map(len, stops), default=0)) > LONGEST_STOP:
+        return f"stop holds a text of {longest} characters, more than {LONGEST_STOP}."
+    body["stop"] = stops or None
+    return beyond_limits(body)
 
 
 def beyond_limits(given: dict[str, Any]) -> str | None:
@@ -311,6 +351,9 @@ def beyond_limits(given: dict[str, Any]) -> str | None:
         if value is not None and not (type(value) in (int, kind) and low <= value <= high):
             number = "a whole number" if kind is int else "a number"
             return f"{key} is {value!r:.40}, not {number} from {low:g} to {high:g}."
+    cold = given.get("temperature")
+    if cold and cold < COLDEST:
+        return f"temperature is {cold}: write 0, which takes the likeliest token, or a number from {COLDEST:g} on."
     return None
 
 
@@ -319,6 +362,8 @@ def not_text(messages: Any) -> str | None:
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         return "messages is no list of messages."
     for message in messages:
+        if not isinstance(message.get("role"), str):
+            return f"messages holds one whose role is {message.get('role')!r:.40}, not a text."
         parts = message.get("content")
         if not isinstance(parts, str | list) or parts == []:
             return f"messages holds one whose content is {parts!r:.40}, not a text."
@@ -366,12 +411,8 @@ def generation_config(body: dict[str, Any], chat: Chat, vocabulary: int) -> dict
     A model's own config may sample greedily, or from the 50 likeliest tokens, whatever temperature is asked for.
     Where the request names no longest answer, `max_new_tokens` is None.
     """
-    try:
-        given = json.loads(body.get("generation_config") or "{}")
-    except (ValueError, TypeError) as error:
-        raise UserError(f"generation_config is no JSON object: {one_line(error)}.") from error
-    if not isinstance(given, dict):
-        raise UserError("generation_config is no JSON object.")
+    given = body.get("generation_config")
+    given = {} if given is None else parsed("generation_config", given)
     if unknown := [key for key in given if key not in GENERATION]:
         raise UserError(f"generation_config: {unknown[0]!r:.40} is not taken here, only {', '.join(GENERATION)}.")
     given = {name: body.pop(name) for name in EXTENSIONS if name in body} | given
@@ -396,7 +437,7 @@ def sequence_bias(biases: Any, vocabulary: int) -> list[tuple[list[int], float]]
         raise UserError('logit_bias is no object of tokens and numbers, such as {"5": -100}.')
     found = []
     for token, bias in biases.items():
-        if not (token.isdecimal() and int(token[:20]) < vocabulary):
+        if not (token.isascii() and token.isdecimal() and int(token[:20]) < vocabulary):
             raise UserError(f"logit_bias: {token!r:.40} is no token of this model, a whole number below {vocabulary}.")
         if type(bias) not in (int, float) or not -MOST_BIAS <= bias <= MOST_BIAS:
             raise UserError(f"logit_bias: {bias!r:.40} is no number from -{MOST_BIAS} to {MOST_BIAS}.")

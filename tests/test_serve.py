@@ -166,6 +166,15 @@ def test_it_samples_as_asked(client: openai.OpenAI, final: Path) -> None:
         ({"extra_body": {"logit_bias": [[5, 1]]}}, "logit_bias is no object"),
         ({"logit_bias": {"512": 1}}, "'512' is no token of this model, a whole number below 512"),
         ({"logit_bias": {"5": 101}}, "101 is no number from -100 to 100"),
+        ({"temperature": 1e-30}, r"temperature is 1e-30: write 0, .* or a number from 1e-05"),
+        ({"extra_body": {"generation_config": '{"temperature": 1e-6}'}}, "generation_config: temperature is 1e-06"),
+        ({"extra_body": {"generation_config": []}}, "generation_config .*JSON object"),
+        ({"extra_body": {"generation_config": "[" * 100_000}}, "nested too deeply"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "stop holds 5 texts, more than 4"),
+        ({"stop": "a" * 65}, "stop holds a text of 65 characters, more than 64"),
+        ({"logit_bias": {"٥": 1}}, "'٥' is no token of this model"),
+        ({"messages": [{"content": "x"}]}, "role is None, not a text"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "role is .*, not a text"),
         ({"messages": [{"role": "user"}]}, "content is None, not a text"),
         ({"messages": [{"role": "user", "content": 5}]}, "content is 5, not a text"),
     ],
@@ -186,6 +195,17 @@ def test_a_request_that_is_none_is_said(client: openai.OpenAI, final: Path) -> N
         ask(client, final, extra_body={"stream": "yes"})
     with pytest.raises(openai.BadRequestError, match="no JSON object"):
         client.post("/completions", cast_to=object, body=["a"])
+    for route in ("/chat/completions", "/completions"):
+        for raw, words in (
+            (b"{", "The request cannot be read as a JSON object"),
+            (b"[" * 100_000, "nested too deeply"),
+            (rb'{"prompt": "a\ud800", "messages": []}', "surrogates not allowed"),
+            (b"{}", "messages is no list" if "chat" in route else "prompt must be a string"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=words):
+                client.post(
+                    route, cast_to=object, content=raw, options={"headers": {"Content-Type": "application/json"}}
+                )
     with pytest.raises(openai.NotFoundError) as caught:
         client.get("/elsewhere", cast_to=object)
     assert isinstance(caught.value.body, dict) and caught.value.body["message"] == "Not Found"
@@ -212,10 +232,40 @@ def test_no_website_reaches_it(client: openai.OpenAI) -> None:
             client.models.list(extra_headers=headers)
 
 
-def test_nothing_is_computed_for_a_client_that_has_gone(final: Path) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_that_fails_is_told_as_a_fault_of_the_server(final: Path, stream: bool) -> None:
+    """With words that break the JSON of transformers' own message."""
+    from fastapi.testclient import TestClient
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError('no "memory"\nleft')
+
     section = ModelSection(name_or_path=str(final), dtype="float32")
     model, chat = models.load(section, device="cpu", chat_template=None, training=False)
-    asked = {"messages": QUESTION, "max_tokens": 1500, "logit_bias": {str(chat.stop_id): -100}}
+    broken = model.eval().register_forward_pre_hook(fail)
+    app = TestClient(serve.build_app(model, chat, str(final)), "http://localhost", raise_server_exceptions=False)
+    client = openai.OpenAI(base_url="http://localhost/v1", api_key="none", max_retries=0, http_client=app)
+    with pytest.raises(openai.APIError, match='no "memory" left') as caught:
+        list(ask(client, final, stream=stream))
+    assert isinstance(caught.value.body, dict)
+    assert caught.value.body["type"] == "server_error" and caught.value.body["code"] == 500
+    broken.remove()
+    assert list(ask(client, final, stream=stream))
+
+
+def test_what_else_stands_in_a_message_changes_nothing(client: openai.OpenAI, final: Path) -> None:
+    """A client may send an answer back with the fields that it came with."""
+    fields: dict[str, Any] = {"name": "a", "tool_calls": [], "tool_call_id": "b", "refusal": None}
+    told = ask(client, final, messages=[{**QUESTION[0], **fields}])
+    assert told.choices == ask(client, final).choices
+    assert ask(client, final, messages=[{**QUESTION[0], "tool_calls": None}]).choices == told.choices
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_is_computed_for_a_client_that_has_gone(final: Path, stream: bool) -> None:
+    section = ModelSection(name_or_path=str(final), dtype="float32")
+    model, chat = models.load(section, device="cpu", chat_template=None, training=False)
+    asked = {"messages": QUESTION, "max_tokens": 1500, "logit_bias": {str(chat.stop_id): -100}, "stream": stream}
     calls, sent = [], []
     model.register_forward_hook(lambda *_: calls.append(None))
 
