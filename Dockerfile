@@ -4,8 +4,9 @@
 #   mkdir -p runs                                                     else Docker makes it, for root alone
 #   docker run --rm -v "$PWD/runs:/app/runs" posttrain                the quickstart; its results lie in runs/
 #   docker run --rm -it -v "$PWD/runs:/app/runs" posttrain python train_phase1_sft.py --help
-# The chat in the browser, then at http://127.0.0.1:7860 of this machine:
-#   docker run --rm -p 127.0.0.1:7860:7860 -v "$PWD/runs:/app/runs" posttrain python inference_with_improved_settings.py --config configs/quickstart/chat.yaml --web --host 0.0.0.0
+# The chat in the browser, then at http://127.0.0.1:7860 of this machine; other containers reach it too, so it asks for a
+# password, which is typed at the start:
+#   docker run --rm -it -p 127.0.0.1:7860:7860 -v "$PWD/runs:/app/runs" posttrain python inference_with_improved_settings.py --config configs/quickstart/chat.yaml --web --host 0.0.0.0 --password
 # Inside it is user 1000, who must be able to write to what is mounted; other users: --user "$(id -u)" -e HOME=/tmp.
 # deep_coder runs programs in bubblewrap, which needs namespaces of its own: --security-opt seccomp=unconfined (where
 # AppArmor is on, apparmor=unconfined as well); without them it refuses to start. All else needs no such option.

@@ -278,7 +278,7 @@ def handlers(model: PreTrainedModel, chat: Chat, tokenizer: Any) -> tuple[Any, A
 
     class Chats(Checked, compat.streamer_for_whole_answers(ChatCompletionHandler)):
         def length(self, body: dict[str, Any]) -> int:
-            messages = body.get("messages")
+            messages: Any = body.get("messages")
             if problem := not_text(messages):
                 raise UserError(problem)
             # Nothing else of them: with a list of `tool_calls`, an empty one too, transformers drops the content.

@@ -160,6 +160,12 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 # --------------------------------------------------------------------------------------------------------- Dockerfile
 
 
+def test_a_chat_that_listens_everywhere_asks_for_a_password() -> None:
+    head = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^#   (docker run .* --host 0\.0\.0\.0.*)$", head, re.M)
+    assert " --web " in command and " --password" in command and " -it " in command  # it is typed at the start
+
+
 def instructions() -> list[tuple[str, str]]:
     lines = [line.partition(" ") for line in DOCKERFILE.splitlines() if line.strip()]
     return [(name, re.sub(r"\s+", " ", rest).strip()) for name, _, rest in lines]

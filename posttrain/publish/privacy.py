@@ -46,7 +46,7 @@ NAMED = {
         rf"|(?:\bbearer|authorization{IS}(?:basic|token))[ \t]+{CHOSEN}{{16,}})"
     ),
 }
-NAMES_A_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.I)
+NAMES_A_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|_PWD|CREDENTIAL", re.I)  # PWD is a folder
 CHUNK, OVERLAP = 1 << 26, 1 << 12  # of a large file, in bytes
 VOCABULARY = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")  # words of theirs may look like a path
 END = r"[^\s\"'`<>|,:;*?()\[\]{}\\/]+"
