@@ -240,6 +240,7 @@ def test_differences_follow_from_the_rows(results: dict[str, Any], rows: list[di
     assert found["after"] == pytest.approx(sum(metrics.seq_rep_n(b) for _, b in cut) / 3)
 
 
+@pytest.mark.slow
 def test_number_of_workers_changes_nothing(
     measured: Path, tmp_path: Path, checkpoints: dict[str, str], results: dict[str, Any]
 ) -> None:

@@ -461,6 +461,7 @@ def test_the_model_card_is_part_of_the_result(whole: Path) -> None:
     assert not (whole / "README.md").exists()  # TRL's
 
 
+@pytest.mark.slow
 def test_after_a_kill_in_the_middle_of_a_save_resume_takes_the_older_checkpoint(
     tmp_path: Path, files: SimpleNamespace, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -495,9 +495,8 @@ def test_an_episode_counts_once_in_however_many_contexts_it_was_sampled(player: 
     assert told["rollout/reward"] == 0.0 and told["rollout/turns"] == 1.5 and told["rollout/context_tokens"] == 5
 
 
-@pytest.mark.parametrize(
-    "context", [{"context": "last_k", "context_turns": 2}, pytest.param({"max_context": 160}, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("context", [{"context": "last_k", "context_turns": 2}, {"max_context": 160}])
 def test_resuming_changes_nothing_in_contexts_of_several_segments(
     player: Path, tmp_path: Path, context: dict[str, Any]
 ) -> None:
