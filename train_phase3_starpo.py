@@ -81,6 +81,7 @@ def main(argv: list[str] | None = None) -> None:
     learner = starpo_run.make_learner(cfg, model, chat)
     with learner.whole():
         sampler = sampler_of(cfg, learner.policy, chat)
+    learner.exact = learner.exact and parallel.total(not sampler.exact, setup.device) == 0
     with learner.whole(), learner.autocast(), model_files.no_bars():  # while the policy is what it starts from
         distillation = Distillation.start(learner, sampler, chat) if cfg.distillation else None
     former_tasks = FormerTasks(cfg, chat)

@@ -19,12 +19,21 @@ from safetensors.torch import load
 from posttrain.chat import Chat
 from posttrain.sampler import TurnRequest
 from posttrain.sampler.remote import CHUNK
-from posttrain.sampler.slot_server import LEASE, LONG_POLL, PROTOCOL, WEIGHTS_PATIENCE, digest, vocabulary_of
+from posttrain.sampler.slot_server import (
+    LEASE,
+    LONG_POLL,
+    PROTOCOL,
+    WEIGHTS_PATIENCE,
+    digest,
+    precision,
+    vocabulary_of,
+)
 from posttrain.types import Completion, SamplingParams, one_line
 
 MOST_CONVERSATIONS = 65536
 LONGEST = 1 << 24  # tokens of a conversation
 IDLE = 3600.0  # seconds after which a conversation that nobody goes on with is dropped
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of weights that may be sent
 LOOK = 5.0  # seconds between two looks for what is to be dropped
 
 
@@ -171,12 +180,13 @@ class Engine:
             "protocol": PROTOCOL,
             "model": self.name,
             "vocabulary": self.tokens,
-            "dtype": str(self.sampler.model.dtype),
+            "precision": precision(self.sampler.model),
             "engine": type(self.sampler).__name__,
             "weight_version": str(self.version),
         }
 
-    def begin_session(self, wanted: Any, session: str) -> dict[str, str]:
+    def begin_session(self, wanted: Any, session: str, former: str = "") -> dict[str, str]:
+        """former: what the run was known by, if it is one that begins anew."""
         shapes = {name: list(parameter.shape) for name, parameter in self.parameters.items()}
         if not isinstance(wanted, dict):
             raise Refused(400, "init_info is no JSON object")
@@ -192,7 +202,7 @@ class Engine:
             raise Refused(400, f"longest is no number from 1 to {LONGEST}")
         with self._changed:
             silent = time.monotonic() - self._heard
-            if self._session and silent <= LEASE:
+            if self._session not in ("", former) and silent <= LEASE:
                 raise Refused(409, f"another run has this server, which it asked {silent:.0f} s ago")
             self._until_nothing_is_written()
             self._end()
@@ -341,6 +351,8 @@ class Engine:
         for name, tensor in tensors.items():
             if name not in self.parameters or tensor.shape != self.parameters[name].shape:
                 raise Refused(400, f"{name:.100} is no tensor of this model, or has another shape")
+            if tensor.dtype not in FLOATS or not tensor.isfinite().all():
+                raise Refused(400, f"{name:.100} has nan or infinite numbers in it, or is of {tensor.dtype}")
         with self._changed:
             self._check(session)
             if self._received is None:
@@ -350,7 +362,7 @@ class Engine:
 
     def finish_weight_update(self, session: str, version: Any) -> dict[str, str]:
         """The tensors replace those in use once the turns that are being written have ended."""
-        if not (isinstance(version, str) and version.isdecimal() and len(version) < 16):
+        if not (isinstance(version, str) and version.isascii() and version.isdecimal() and len(version) < 16):
             raise Refused(400, "weight_version is no number, as text")
         with self._changed:
             self._check(session)
@@ -379,7 +391,8 @@ def _params(given: Any) -> SamplingParams:
         value = getattr(params, each.name)
         if type(value) is not int and (each.type == "int" or type(value) is not float):
             raise TypeError(f"{each.name} is {value!r:.40}")
-    inside = params.max_new_tokens > 0 and params.top_k >= 0 and 0 <= params.temperature < 1e6
+    inside = params.max_new_tokens > 0 and params.top_k >= 0
+    inside = inside and (params.temperature == 0 or 1e-5 <= params.temperature < 1e6)  # below it logits overflow
     if not (inside and 0 < params.top_p <= 1 and 0 < params.repetition_penalty < 1e6):
         raise ValueError("sampling parameters beyond their limits")
     return params

@@ -114,7 +114,7 @@ class Handler(BaseHTTPRequestHandler):
             given = self.headers.get("Authorization", "").encode()
             if self.server.token and not hmac.compare_digest(token, given):
                 raise Refused(401, "the token is missing or another one")
-            status, said = 200, do(urlsplit(self.path))
+            status, said = 200, do(self._url())
         except Refused as error:
             status, said = error.status, {"error": str(error)}
         except OSError:  # the caller has gone
@@ -131,6 +131,12 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
         except OSError:
             self.close_connection = True
+
+    def _url(self) -> Any:
+        try:
+            return urlsplit(self.path)
+        except ValueError as error:  # half of a bracket
+            raise Refused(400, "the address is none") from error
 
     def _get(self, url: Any) -> Any:
         engine = self.server.engine
@@ -158,7 +164,7 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(400, "the body is no JSON object")
         match url.path:
             case "/init_weight_transfer_engine":
-                return engine.begin_session(given.get("init_info"), secrets.token_hex(16))
+                return engine.begin_session(given.get("init_info"), secrets.token_hex(16), session)
             case "/shutdown_weight_transfer_engine":
                 return engine.end_session(session)
             case "/renew":
@@ -181,7 +187,7 @@ class Handler(BaseHTTPRequestHandler):
     def _body(self, most: int, kind: str) -> bytes:
         """As many bytes as are announced, and no more than may be."""
         length = self.headers.get("Content-Length", "0")
-        if not length.isdecimal() or int(length) > most:
+        if not (length.isascii() and length.isdecimal()) or int(length) > most:
             raise Refused(413, f"a request may have {most} bytes")
         if int(length) and self.headers.get_content_type() != kind:
             raise Refused(415, f"the body is not {kind}")

@@ -18,6 +18,7 @@ from envs.protocol import Episode
 from posttrain.chat import Chat
 from posttrain.config import StarPORun
 from posttrain.sampler import RemoteSampler, Sampler
+from posttrain.sampler.remote import LOOK
 from posttrain.starpo_run import play_all
 from posttrain.types import Trajectory
 
@@ -63,7 +64,8 @@ class RolloutWorker:
     def take(self, step: int) -> list[Trajectory]:
         """The episodes of this step, in their order, when the last one has ended."""
         with self._changed:
-            self._changed.wait_for(lambda: step in self.rollout_buffer or self._error)
+            while not self._changed.wait_for(lambda: step in self.rollout_buffer or self._error, LOOK):
+                self.servers.rescue()  # the weights are whole here, and do not change
             self.check_health()
             episodes = self.rollout_buffer.pop(step)
         oldest = min((version for each in episodes for version in each.versions), default=self.servers.version)
@@ -90,6 +92,7 @@ class RolloutWorker:
 
     def stop(self) -> None:
         """Begin nothing more, and wait for the episodes that are under way."""
+        self.servers.leave_alone()
         with self._changed:
             self._allowed = -1
             self._changed.notify_all()

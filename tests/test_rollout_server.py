@@ -210,6 +210,66 @@ def test_a_server_that_dies_costs_nothing_but_reading_its_conversations_again(
             serve(sampler, PARAMS, 8, ROWS, TURNS)
 
 
+def test_a_server_that_hangs_costs_its_turns_alone(tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a SIGSTOP: it takes requests and answers none. The other one hears of the run meanwhile."""
+    monkeypatch.setattr(SlotServer._ask, "__defaults__", (1.5,))
+    monkeypatch.setattr("posttrain.sampler.remote.HEARTBEAT", 0.1)
+    monkeypatch.setattr(rollout_engine, "LEASE", 1.0)
+    monkeypatch.setattr(rollout_engine, "LOOK", 0.05)
+    model, goes_on = llama(), threading.Event()
+    expected = serve(local(tiny_chat, model), PARAMS, 8, ROWS, TURNS)[0]
+    with running(tiny_chat, 2) as servers:
+        sampler = connected(tiny_chat, model, servers)
+        for name in ("converse", "renew"):
+            monkeypatch.setattr(servers[0].engine, name, lambda *_: goes_on.wait())
+        begun, long = sampler._begin, []
+
+        def begin(turns: Any) -> None:
+            if not long:
+                long.append(time.sleep(1.5))  # an environment that takes longer than the lease
+            begun(turns)
+
+        sampler._begin = begin
+        same(serve(sampler, PARAMS, 8, ROWS, TURNS)[0], expected, 1e-5)
+        assert [server.url for server in sampler.servers.live] == [servers[1].url]
+        goes_on.set()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_run_that_was_paused_for_long_goes_on(
+    tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ahead: bool
+) -> None:
+    """As after a laptop's sleep: both servers have forgotten the run in the middle of a rollout."""
+    monkeypatch.setattr(rollout_engine, "LOOK", 0.05)
+    model = llama()
+    expected = serve(local(tiny_chat, model), PARAMS, 8, ROWS, TURNS)[0]
+    with running(tiny_chat, 2) as servers:
+        sampler = connected(tiny_chat, model, servers)
+        sampler.ahead = ahead
+        sampler.servers.renew()
+        begun, told, over = sampler._begin, [], threading.Event()
+
+        def begin(turns: Any) -> None:
+            told.append(len(turns))
+            if len(told) == 3:
+                for server in servers:
+                    server.engine.end_session(server.engine._session)
+            begun(turns)
+
+        def rescue() -> None:  # as the thread does that learns
+            while ahead and not over.wait(0.05):
+                sampler.servers.rescue()
+
+        sampler._begin = begin
+        learner = threading.Thread(target=rescue)
+        learner.start()
+        same(serve(sampler, PARAMS, 8, ROWS, TURNS)[0], expected, 1e-5)
+        over.set()
+        learner.join()
+        assert len(sampler.servers.live) == 2 and capsys.readouterr().err.count("is back") == 2
+        assert [server.engine.version for server in servers] == [1, 1], "with the weights of the run"
+
+
 def test_a_run_that_falls_silent_leaves_nothing_behind(tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_engine, "LOOK", 0.05)
     monkeypatch.setattr("posttrain.sampler.remote.HEARTBEAT", 1e9)

@@ -28,6 +28,11 @@ class Sampler(Protocol):
         """Add tokens the model did not sample (the environment's reply) to a conversation."""
         ...
 
+    @property
+    def exact(self) -> bool:
+        """Whether it computes to the bit as the learner does, where both do so in float32; of our own engines."""
+        return True
+
     def converse(self, turns: Sequence[TurnRequest], params: SamplingParams, then: Then) -> None:
         """Let the model write these turns, and those that follow, until there are none.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from transformers import PreTrainedModel
 
+from envs.web import FAILURES, BadStatus, ask
 from posttrain import runlog
 from posttrain.compat import merged_weights
 from posttrain.sampler.base import Histories, Then, TurnRequest
@@ -28,10 +30,16 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 CHUNK = 128 << 20  # bytes of weights that are sent together, or one tensor that is larger
 MOST_REQUESTS = 512  # under way at a time
 HEARTBEAT = 5.0  # seconds
+BRIEF = 5.0  # seconds for an answer for which nothing has to be computed
+LOOK = 0.5  # seconds between two looks for servers that are all lost
 
 
 class Lost(Exception):
-    """A server that cannot be used any more, and why."""
+    """A server that cannot be used as it is, and why. forgot: it knows nothing of this run, or something else of it."""
+
+    def __init__(self, why: str, forgot: bool = False) -> None:
+        super().__init__(why)
+        self.forgot = forgot
 
 
 class Turn(NamedTuple):
@@ -73,6 +81,7 @@ class Server(Protocol):
 
     url: str
     keeps: bool  # whether it keeps conversations: then one request at a time has all that is new
+    exact: bool  # whether it computes to the bit as this process does, where both do so in float32
 
     def connect(self, policy: Policy) -> None:
         """Make it play for this run; a UserError where it cannot."""
@@ -106,18 +115,21 @@ S = TypeVar("S", bound=Server)
 class Servers(Generic[S]):
     """All servers of this process. The five methods of the protocol `weight_transfer` of TRL's async_grpo, and `renew`.
 
-    version: of the weights that they hold, a number that grows by one with each change.
+    version: of the weights that they hold, a number that grows by one with each change. `renew` and `rescue` read the
+    policy's weights, so they are for the thread that changes them.
     """
 
     def __init__(self, servers: Sequence[S], policy: Policy) -> None:
         self.policy, self.live = policy, list(servers)
-        self.lost: dict[str, tuple[S, str]] = {}  # by address, and why
+        self.lost: dict[str, tuple[S, Lost]] = {}  # by address, and why
         self.version = 0
+        self._rescued: set[str] = set()  # addresses that were tried again and have written nothing since
         self._sent: list[int] = []
-        self._lock, self._over = threading.Lock(), threading.Event()
+        self._lock, self._over, self._left_alone = threading.Lock(), threading.Event(), threading.Event()
 
     def init_weight_transfer(self) -> None:
         """Make all of them play for this run; a UserError where one does not answer or does not fit."""
+        atexit.register(self.destroy)
         for server in self.live:
             try:
                 server.connect(self.policy)
@@ -126,28 +138,28 @@ class Servers(Generic[S]):
                     f"There is no rollout server at {server.url} ({error}). Start it, as docs/serving.md says, or take"
                     " it out of rollout.servers."
                 ) from error
-        threading.Thread(target=self._beat, daemon=True).start()
-        atexit.register(self.destroy)
+            self._keep(server)
 
-    def _beat(self) -> None:
-        while not self._over.wait(HEARTBEAT):
-            for server in list(self.live):
+    def _keep(self, server: S) -> None:
+        """Say regularly that the run goes on; in a thread of its own, as a server may hang."""
+
+        def beat() -> None:
+            while not self._over.wait(HEARTBEAT) and server in self.live:
                 with suppress(Lost):  # the next request to it says what is wrong
                     server.still_here()
 
-    def lose(self, server: S, why: str) -> None:
-        """Go on without this server; a UserError where it was the last one."""
+        threading.Thread(target=beat, daemon=True).start()
+
+    def lose(self, server: S, why: Lost) -> None:
+        """Go on without this server, for now at least."""
         with self._lock:
             if server in self.live:
                 self.live.remove(server)
                 self.lost[server.url] = (server, why)
                 runlog.say(f"The rollout server at {server.url} is lost ({why}). {len(self.live)} are left.")
-            if not self.live:
-                reasons = "; ".join(f"{url}: {why}" for url, (_, why) in self.lost.items())
-                raise UserError(
-                    f"No rollout server is left ({reasons}). Start them again, then go on from the last checkpoint with"
-                    " --resume."
-                )
+
+    def has_written(self, server: S) -> None:
+        self._rescued.discard(server.url)
 
     def renew(self) -> None:
         """Send the policy's weights where they have changed since they were last sent."""
@@ -157,43 +169,100 @@ class Servers(Generic[S]):
                 self.version += 1
                 self.send_weights(merged_weights(self.policy.model))
                 self._sent = found
+        self.rescue()
 
     def send_weights(self, iterator: Weights) -> None:
         """Give them all these weights. A server that was lost and answers again is one of them."""
-        for url, (server, _) in list(self.lost.items()):
-            server = copy.copy(server)  # of its conversations it knows nothing any more
+        self._connect_again(list(self.lost))
+        self._send(iterator, self.live)
+
+    def rescue(self) -> None:
+        """Try servers once again that have forgotten this run, or all if none is left; a UserError if none is then.
+
+        A pause of this process that is longer than LEASE makes them forget it.
+        """
+        untried = [url for url in list(self.lost) if url not in self._rescued]
+        urls = [url for url in untried if not self.live or self.lost[url][1].forgot]
+        if urls:
+            self._rescued.update(urls)
+            if back := self._connect_again(urls):
+                with torch.autocast(self.policy.model.device.type, enabled=False):
+                    self._send(merged_weights(self.policy.model), back)
+        if not self.live:
+            raise self._none_left()
+
+    def _none_left(self) -> UserError:
+        reasons = "; ".join(f"{url}: {why}" for url, (_, why) in list(self.lost.items()))
+        return UserError(
+            f"No rollout server is left ({reasons}). Start them again, then go on from the last checkpoint with"
+            " --resume."
+        )
+
+    def wait(self) -> None:
+        """Until the thread that changes the weights has rescued a server; a UserError where it will not any more."""
+        while not self.live:
+            if self._left_alone.wait(LOOK):
+                raise self._none_left()
+
+    def leave_alone(self) -> None:
+        """From now on nobody rescues servers for those who `wait`."""
+        self._left_alone.set()
+
+    def _connect_again(self, urls: Sequence[str]) -> list[S]:
+        """Those of these lost servers that answer and can play for this run, as new ones without conversations."""
+        back = []
+        with ThreadPoolExecutor(max(1, len(urls))) as pool:
+            answering = [url for url, answers in zip(urls, pool.map(_answers, urls), strict=True) if answers]
+        for url in answering:
+            server = copy.copy(self.lost[url][0])
             with suppress(Lost, UserError):
                 server.connect(self.policy)
-                del self.lost[url]
-                self.live.append(server)
+                with self._lock:
+                    del self.lost[url]
+                    self.live.append(server)
+                self._keep(server)
+                back.append(server)
                 runlog.say(f"The rollout server at {url} is back.")
-        self._send(iterator)
+        return back
 
-    def _send(self, weights: Weights) -> None:
+    def _send(self, weights: Weights, servers: Sequence[S]) -> None:
         raise NotImplementedError
 
     def pause(self) -> None:
-        self._all(lambda server: server.pause())
+        self._all(lambda server: server.pause(), self.live)
 
     def resume(self) -> None:
-        self._all(lambda server: server.resume())
+        self._all(lambda server: server.resume(), self.live)
 
     def destroy(self) -> None:
         """Leave the servers to other runs."""
         self._over.set()
+        self._left_alone.set()
         for server in self.live:
             with suppress(Lost):
                 server.disconnect()
         self.live = []
 
-    def _all(self, do: Callable[[S], None]) -> None:
-        """This with each server, side by side; one with which it cannot be done is lost."""
-        with ThreadPoolExecutor(max(1, len(self.live))) as pool:
-            for server, done in [(server, pool.submit(do, server)) for server in self.live]:
+    def _all(self, do: Callable[[S], None], servers: Sequence[S]) -> None:
+        """This with each of them that is not lost, side by side; one with which it cannot be done is lost."""
+        servers = [server for server in servers if server in self.live]
+        with ThreadPoolExecutor(max(1, len(servers))) as pool:
+            for server, done in [(server, pool.submit(do, server)) for server in servers]:
                 try:
                     done.result()
                 except Lost as error:
-                    self.lose(server, str(error))
+                    self.lose(server, error)
+
+
+def _answers(url: str) -> bool:
+    """Whether something is there that does not hang."""
+    try:
+        ask(f"{url}/health", None, BRIEF)
+    except BadStatus:
+        return True
+    except FAILURES:
+        return False
+    return True
 
 
 def fingerprint(model: PreTrainedModel) -> list[int]:
@@ -201,6 +270,12 @@ def fingerprint(model: PreTrainedModel) -> list[int]:
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = [p.detach().view(kinds[p.element_size()]).sum(dtype=torch.int64) for p in model.parameters()]
     return torch.stack(sums).tolist()
+
+
+def check_logprobs(said: Completion) -> None:
+    """`Lost` where a log-prob is none: the update that it goes into would be nan."""
+    if not all(-math.inf < logprob <= 1e-3 for logprob in said.logprobs):  # rounding may leave one above 0
+        raise Lost("a log-prob in its answer is nan, infinite or above 0")
 
 
 def chunks(weights: Weights) -> Iterator[dict[str, torch.Tensor]]:
@@ -232,6 +307,10 @@ class RemoteSampler(Histories):
         self._work: defaultdict[Server, Work] = defaultdict(Work)
         self._conversing = False
 
+    @property
+    def exact(self) -> bool:
+        return all(server.exact for server in self.servers.live)
+
     def open(self, prompts: Sequence[Sequence[int]]) -> list[int]:
         handles = super().open(prompts)
         self._settle(handles)
@@ -260,6 +339,8 @@ class RemoteSampler(Histories):
             with ThreadPoolExecutor(MOST_REQUESTS) as pool:
                 self._begin(turns)
                 while self._turns:
+                    if not self.ahead:
+                        self.servers.rescue()
                     self._move()
                     for server in list(self.servers.live):
                         for work in self._requests(server, server in asked.values()):
@@ -278,7 +359,12 @@ class RemoteSampler(Histories):
 
     def _settle(self, handles: Sequence[int]) -> None:
         """A server for each of these conversations, so that all have as many, neighbours at the same one."""
-        load = dict.fromkeys(self.servers.live, 0)
+        while not (live := list(self.servers.live)):
+            if self.ahead:
+                self.servers.wait()
+            else:
+                self.servers.rescue()
+        load = dict.fromkeys(live, 0)
         for server in self._home.values():
             if server in load:
                 load[server] += 1
@@ -320,8 +406,10 @@ class RemoteSampler(Histories):
         try:
             found = request.result()
         except Lost as error:
-            self.servers.lose(server, str(error))
+            self.servers.lose(server, error)
             return []
+        if found:
+            self.servers.has_written(server)
         written = []
         for handle, completion in found:
             if handle in self._turns and self._home[handle] is server:  # or another server writes it by now
@@ -337,5 +425,5 @@ class RemoteSampler(Histories):
                 try:
                     server.ask(work, None, False)
                 except Lost as error:
-                    self.servers.lose(server, str(error))
+                    self.servers.lose(server, error)
                 self._work[server] = Work()

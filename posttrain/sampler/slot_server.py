@@ -9,18 +9,22 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from safetensors.torch import save
+from transformers import PreTrainedModel
 
 from envs.web import FAILURES, BadStatus, ask
-from posttrain.sampler.remote import Lost, Policy, Servers, Weights, Work, chunks
+from posttrain import runlog
+from posttrain.sampler.remote import BRIEF, Lost, Policy, Servers, Weights, Work, check_logprobs, chunks
 from posttrain.types import Completion, SamplingParams, UserError, one_line
 
 PROTOCOL = 1  # changes with what is said between a run and its servers
 TOKEN = "ROLLOUT_SERVER_TOKEN"  # the environment variable with the password of the servers
 SESSION, CHECKSUM = "X-Session", "X-Checksum"
-LEASE = 30.0  # seconds after which a server forgets a run that says nothing
+LEASE = 120.0  # seconds after which a server forgets a run that says nothing; longer than one request may take
 LONG_POLL = 10.0  # seconds after which it answers that nothing is written yet
 PATIENCE = 60.0  # seconds for an answer, and for weights:
 WEIGHTS_PATIENCE = 1800.0
@@ -37,19 +41,30 @@ def digest(body: bytes) -> str:
     return hashlib.sha256(body).hexdigest()
 
 
+def precision(model: PreTrainedModel) -> list[str]:
+    """Two processes that say the same compute the same, as far as one can know."""
+    return [str(model.dtype), model.device.type, torch.__version__]
+
+
 class SlotServer:
     """One rollout server; `session` is what it knows this run by."""
 
-    keeps = True
+    keeps, exact = True, False
 
     def __init__(self, url: str) -> None:
         self.url, self.session = url.rstrip("/"), ""
 
     def connect(self, policy: Policy) -> None:
-        about = self._ask("/server_info", None)
+        why = ""
+        try:
+            about = self._ask("/server_info", None)
+        except Lost as error:
+            if not isinstance(error.__cause__, ValueError):  # it has answered, with another status or no JSON
+                raise
+            about, why = None, f" ({error})"
         if not isinstance(about, dict) or about.get("program") != "posttrain.rollout_server":
             raise UserError(
-                f"{self.url} is no rollout server of this project. Name the address that python -m"
+                f"{self.url} is no rollout server of this project{why}. Name the address that python -m"
                 " posttrain.rollout_server printed; for vLLM's servers write rollout.engine=vllm_server."
             )
         if about.get("protocol") != PROTOCOL:
@@ -62,10 +77,15 @@ class SlotServer:
                 f"The rollout server at {self.url} has another vocabulary: it serves {about.get('model')}. Start it"
                 " with --model and the folder that this run starts from (model.name_or_path)."
             )
+        exact = about.get("precision") == precision(policy.model)
+        if self.session and exact != self.exact:
+            raise UserError(f"The rollout server at {self.url} was restarted with another device, precision or torch.")
+        self.exact = exact
         wanted = {
             "shapes": policy.shapes(), "stop_ids": policy.stop_ids, "pad_id": policy.pad_id, "longest": policy.longest
         }  # fmt: skip
-        until = time.monotonic() + LEASE + 5  # a run that was killed a moment ago still has it
+        # a run that was killed a moment ago still has it; a server that this run had is its own, or not waited for
+        until, told = time.monotonic() + (0 if self.session else LEASE + 5), False
         while True:
             try:
                 self.session = self._ask("/init_weight_transfer_engine", {"init_info": wanted})["session"]
@@ -73,6 +93,9 @@ class SlotServer:
             except Lost as error:
                 refused = getattr(error.__cause__, "status", 0)
                 if refused == 409 and time.monotonic() < until:
+                    if not told:
+                        runlog.say(f"Waiting for the rollout server at {self.url}, at most {LEASE:.0f} s: {error}.")
+                    told = True
                     time.sleep(1.0)
                 elif 400 <= refused < 500:
                     raise UserError(f"The rollout server at {self.url} cannot play for this run: {error}.") from error
@@ -83,7 +106,7 @@ class SlotServer:
         self._ask("/shutdown_weight_transfer_engine", {}, FAREWELL)
 
     def still_here(self) -> None:
-        self._ask("/renew", {})
+        self._ask("/renew", {}, BRIEF)
 
     def pause(self) -> None:
         self._ask("/pause?mode=wait", {}, WEIGHTS_PATIENCE)
@@ -112,12 +135,15 @@ class SlotServer:
         }
         reply = self._ask("/converse", told)
         try:
-            return [
+            written = [
                 (int(handle), Completion(list(map(int, ids)), list(map(float, logprobs)), bool(finished), int(version)))
                 for handle, ids, logprobs, finished, version in reply["written"]
             ]
         except (TypeError, ValueError, KeyError) as error:
             raise Lost(f"its answer is none: {one_line(error)}") from error
+        for _, said in written:
+            check_logprobs(said)
+        return written
 
     def _ask(self, path: str, content: Any, timeout: float = PATIENCE) -> Any:
         headers = {SESSION: self.session}
@@ -137,7 +163,7 @@ class SlotServer:
                     f"The rollout server at {self.url} asks for its token: set the environment variable {TOKEN} here to"
                     " what it is set to there."
                 ) from error
-            raise Lost(_said(error)) from error
+            raise Lost(_said(error), forgot=error.status == 409) from error
         except FAILURES as error:
             raise Lost(one_line(error)) from error
 
@@ -153,9 +179,9 @@ def _said(error: BadStatus) -> str:
 class SlotServers(Servers[SlotServer]):
     """Rollout servers of this project: each gets the tensors themselves."""
 
-    def _send(self, weights: Weights) -> None:
-        self._all(lambda server: server.start_weight_update())
+    def _send(self, weights: Weights, servers: Sequence[SlotServer]) -> None:
+        self._all(lambda server: server.start_weight_update(), servers)
         for chunk in chunks(weights):
             body = save(chunk)
-            self._all(lambda server, body=body: server.update_weights(body))
-        self._all(lambda server: server.finish_weight_update(self.version))
+            self._all(lambda server, body=body: server.update_weights(body), servers)
+        self._all(lambda server: server.finish_weight_update(self.version), servers)

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 
 from envs.web import FAILURES, BadStatus, ask
 from posttrain.compat import merged_weights
-from posttrain.sampler.remote import Lost, Policy, Servers, Weights, Work, chunks
+from posttrain.sampler.remote import Lost, Policy, Servers, Weights, Work, check_logprobs, chunks
 from posttrain.types import Completion, SamplingParams, UserError, one_line
 
 KEY = "VLLM_API_KEY"  # the environment variable that vLLM's servers read their key from
@@ -34,7 +35,7 @@ HOW = (
 class VLLMServer:
     """One `vllm serve`; `name` is what it calls its model."""
 
-    keeps = False
+    keeps = exact = False
 
     def __init__(self, url: str) -> None:
         self.url, self.name = url.rstrip("/"), ""
@@ -50,8 +51,7 @@ class VLLMServer:
             settings, caches = about["model_config"], about["cache_config"]["enable_prefix_caching"]
             modes = settings["logprobs_mode"], settings["generation_config"]
         except (KeyError, TypeError, ValueError, Lost) as error:
-            status = getattr(error.__cause__, "status", 200)
-            if isinstance(error, Lost) and status not in (401, 404):
+            if isinstance(error, Lost) and not isinstance(error.__cause__, ValueError):  # nobody has answered
                 raise
             raise UserError(f"{self.url} is no vLLM server in development mode ({one_line(error)}). {HOW}") from error
         if not caches or modes != ("processed_logprobs", "vllm"):
@@ -151,7 +151,9 @@ class VLLMServer:
             raise Lost(f"its answer is none: {one_line(error)}") from error
         if not ids or len(ids) != len(logprobs):
             raise Lost(f"its answer has {len(ids)} tokens and {len(logprobs)} log-probs")
-        return [(turn.handle, Completion(ids, logprobs, ids[-1] in self.stop_ids, version))]
+        said = Completion(ids, logprobs, ids[-1] in self.stop_ids, version)
+        check_logprobs(said)
+        return [(turn.handle, said)]
 
     def _ask(self, path: str, content: Any) -> Any:
         headers = {"Content-Type": "application/json"}
@@ -161,9 +163,17 @@ class VLLMServer:
         try:
             return json.loads(ask(self.url + path, body, PATIENCE, headers, MOST_REPLY) or b"{}")
         except BadStatus as error:
-            raise Lost(f"{error}: {' '.join(error.reply.split())[:300]}") from error
+            raise Lost(f"{error}{_said(error.reply)}") from error
         except FAILURES as error:
             raise Lost(one_line(error)) from error
+
+
+def _said(reply: str) -> str:
+    """What vLLM says about a request that it refuses; nothing of what another program's page says."""
+    try:
+        return f": {' '.join(str(json.loads(reply)['error']['message']).split())[:300]}"
+    except (ValueError, TypeError, KeyError):
+        return ""
 
 
 class VLLMServers(Servers[VLLMServer]):
@@ -173,11 +183,11 @@ class VLLMServers(Servers[VLLMServer]):
         super().__init__(servers, policy)
         self.folder = folder.resolve()
 
-    def _send(self, weights: Weights) -> None:
-        if any(server.nccl is None for server in self.live):
+    def _send(self, weights: Weights, servers: Sequence[VLLMServer]) -> None:
+        if any(server.nccl is None for server in servers):
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
             for number, chunk in enumerate(chunks(weights)):
                 save_file(chunk, self.folder / f"part-{number}.safetensors")
-        self._all(lambda server: server.update(self.folder, self.version))
+        self._all(lambda server: server.update(self.folder, self.version), servers)
         shutil.rmtree(self.folder, ignore_errors=True)
