@@ -23,7 +23,7 @@ from posttrain.config import SFTRun
 def main(argv: list[str] | None = None) -> None:
     # 1. What to do. Heavy imports wait until the config stands, so that --help and every mistake answer at once.
     cfg, flags = config.load(SFTRun, "configs/phase1_sft.yaml", argv, config.training_flags)
-    if flags.plan:
+    if flags.plan is not None:
         from posttrain import plan
 
         return plan.show(cfg, flags.plan, flags.config)

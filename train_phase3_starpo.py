@@ -58,7 +58,7 @@ class Parts(NamedTuple):
 
 def main(argv: list[str] | None = None) -> None:
     cfg, args = load(StarPORun, "configs/phase3_starpo.yaml", argv, training_flags)
-    if args.plan:
+    if args.plan is not None:
         from posttrain import plan
 
         return plan.show(cfg, args.plan, args.config)

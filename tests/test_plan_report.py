@@ -116,6 +116,29 @@ def test_what_is_no_device_is_said_in_words(asked: str) -> None:
         devices.fleets(asked)
 
 
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        *((f"{key}=0", "above 0") for key in ("memory", "bandwidth", "peak", "single", "link", "network", "matmul")),
+        ("matmul=1.01", "at most 1"), ("kept=2", "at most 1"), ("turns=0.5", "1 or more"), ("rows=0", "1 or more"),
+        ("price=1,price=2", "twice"),
+    ],
+)  # fmt: skip
+def test_a_fact_that_cannot_be_is_refused(written: str, words: str) -> None:
+    with pytest.raises(UserError, match=rf"^--plan A10G:.*{words}"):
+        devices.fleets(f"A10G:{written}")
+    (free,) = devices.fleets("A10G:price=0,padding=0,prompt=0,reply=0,stream=1")
+    assert free.price == 0
+
+
+@pytest.mark.parametrize("script", [phase1, phase2, phase3])
+@pytest.mark.parametrize("asked", [["--plan", ""], ["--plan="]])
+def test_an_empty_plan_starts_no_run(script: Any, asked: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^--plan \(empty\) names no device"):
+        script.main([*asked, f"output_dir={tmp_path / 'run'}"])
+    assert not (tmp_path / "run").exists()
+
+
 def test_devices_by_name_number_and_facts() -> None:
     assert len(devices.fleets("all")) == 18
     (two,) = devices.fleets("2x8xH100:price=2.5,new=30")

@@ -91,6 +91,9 @@ OF_DEVICES = ("memory", "bandwidth", "peak", "single", "link", "network", "price
 OF_FACTORS = ("matmul", "stream", "decode")
 OF_WORK = ("rows", "tokens", "trained", "padding", "prompt", "new", "reply", "turns", "kept")
 KNOWN = (*OF_DEVICES, *OF_FACTORS, *OF_WORK)
+SHARES = (*OF_FACTORS, "trained", "kept")  # above 0, 1 at most
+COUNTS = ("rows", "tokens", "new", "turns")  # 1 at least
+ZERO_TOO = ("price", "padding", "prompt", "reply")
 
 
 def fleets(asked: str) -> list[Fleet]:
@@ -124,7 +127,13 @@ def _known(asked: str, written: str) -> dict[str, float]:
                 f"--plan {asked}: `{part}` is not KEY=NUMBER with one of the keys {', '.join(KNOWN)}. GB, GB/s, TFLOP/s"
                 " and dollars an hour for devices; shares of the peak and the bandwidth; counts of what is trained on."
             )
-        known[key] = float(value)
+        if key in known:
+            raise UserError(f"--plan {asked}: `{key}` is written twice. Write it once.")
+        known[key] = number = float(value)
+        too_small = number < 1 if key in COUNTS else number == 0 and key not in ZERO_TOO
+        if too_small or (key in SHARES and number > 1):
+            wanted = "a share above 0, at most 1" if key in SHARES else "1 or more" if key in COUNTS else "above 0"
+            raise UserError(f"--plan {asked}: `{part}` cannot be. `{key}` is {wanted}.")
     return known
 
 
@@ -135,8 +144,8 @@ def _with(fleet: Fleet, known: dict[str, float]) -> Fleet:
 
 def _what_there_is(asked: str) -> str:
     return (
-        f"--plan {asked} names no device: write one of {', '.join(device.name for device in DEVICES)}, cpu (this"
-        " machine, measured in a few seconds), 8xH100 for eight of them, 2x8xH100 for two hosts of eight, or nothing"
+        f"--plan {asked or '(empty)'} names no device: write one of"
+        f" {', '.join(device.name for device in DEVICES)}, cpu (this machine, measured in a few seconds), 8xH100 for eight of them, 2x8xH100 for two hosts of eight, or nothing"
         " for all. Facts can be written over (H100:price=2.1), and of a device that is not in the table they are"
         " needed: RTX4090:memory=24,bandwidth=1008,peak=165 (GB, GB/s, TFLOP/s in bfloat16)."
     )
