@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_phase3 import rows, settings, train, weights
 from test_rollout_server import Running, llama, running, until
 from test_sharding import FSDP2, launched
@@ -72,6 +73,13 @@ def test_two_servers_and_this_process_make_the_same_run(
     check_equal(here, tmp_path / "run")
     gaps = [row["policy/sampler_gap"] for row in rows(tmp_path / "run") if "policy/loss" in row]
     assert len(gaps) == 3 and max(gaps) < 1e-4
+
+
+def test_one_server_makes_the_same_run_to_the_bit(here: Path, player: Path, tmp_path: Path, tiny_chat: Chat) -> None:
+    with running(tiny_chat) as servers:
+        train(run_of(tmp_path, player, **elsewhere(servers)))
+    ours, theirs = (weights(run / "checkpoint-3") for run in (tmp_path / "run", here))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_a_server_that_dies_changes_nothing_of_the_run(

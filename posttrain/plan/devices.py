@@ -145,8 +145,9 @@ def _with(fleet: Fleet, known: dict[str, float]) -> Fleet:
 def _what_there_is(asked: str) -> str:
     return (
         f"--plan {asked or '(empty)'} names no device: write one of"
-        f" {', '.join(device.name for device in DEVICES)}, cpu (this machine, measured in a few seconds), 8xH100 for eight of them, 2x8xH100 for two hosts of eight, or nothing"
-        " for all. Facts can be written over (H100:price=2.1), and of a device that is not in the table they are"
+        f" {', '.join(device.name for device in DEVICES)}, cpu (this machine, measured in a few seconds), 8xH100 for"
+        " eight of them, 2x8xH100 for two hosts of eight, or nothing for all. Facts can be written over"
+        " (H100:price=2.1), and of a device that is not in the table they are"
         " needed: RTX4090:memory=24,bandwidth=1008,peak=165 (GB, GB/s, TFLOP/s in bfloat16)."
     )
 
