@@ -283,6 +283,39 @@ def test_a_process_that_loses_another_says_so_in_bounded_time(way: str) -> None:
     assert "trainer.ddp_timeout" in done.stderr and "--resume" in done.stderr
 
 
+def lose_the_second(command: list[str], saved: Path, number: int) -> None:
+    """Two processes, of which the second gets this signal after this checkpoint: the first says so, and ends soon."""
+    run = subprocess.Popen(
+        [sys.executable, "tests/ranks.py", "2", *command],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while not (saved / checkpoint.MANIFEST).exists():
+        assert run.poll() is None
+        time.sleep(0.02)
+    max(psutil.Process(run.pid).children(), key=psutil.Process.create_time).send_signal(number)
+    began = time.monotonic()
+    said = run.communicate(timeout=120)[1]
+    assert time.monotonic() - began < 60 and run.returncode != 0
+    assert re.search("error: Process [01] of 2 has lost the others", said) and "Traceback" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+def test_phase_3_ends_that_loses_a_process_and_goes_on(
+    tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, number: int
+) -> None:
+    player = test_phase3.taught(tmp_path / "player" / "final", tiny_tokenizer, 60)
+    trainer = {"max_steps": 12, "ddp_timeout": 10}
+    file = test_phase3.settings(tmp_path / "run.yaml", player, trainer=trainer, checkpoint={"every": 2})
+    lose_the_second(
+        ["PATIENCE=5", "train_phase3_starpo.py", "--config", str(file)], tmp_path / "run" / "checkpoint-2", number
+    )
+    done = launched(2, "train_phase3_starpo.py", "--config", str(file), "--resume", env={})
+    assert done.returncode == 0, done.stderr[-3000:]
+    trained = [row["step"] for row in test_phase3.rows(tmp_path / "run") if "policy/loss" in row]
+    assert trained == list(range(1, 13))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
 def test_a_run_ends_that_loses_a_process_and_goes_on(tmp_path: Path, files: SimpleNamespace, number: int) -> None:
@@ -291,18 +324,7 @@ def test_a_run_ends_that_loses_a_process_and_goes_on(tmp_path: Path, files: Simp
     train_phase1_sft.main(["--config", str(file), f"output_dir={tmp_path}/one"])
     command = [script("sft"), "--config", str(file), "trainer.gradient_accumulation_steps=2"]
     settings = [f"{key}={value}" for key, value in (FSDP2 | {"PATIENCE": "5"}).items()]
-    run = subprocess.Popen(
-        [sys.executable, "tests/ranks.py", "2", *settings, *command],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    while not (tmp_path / "run" / "checkpoint-20" / checkpoint.MANIFEST).exists():
-        assert run.poll() is None
-        time.sleep(0.02)
-    max(psutil.Process(run.pid).children(), key=psutil.Process.create_time).send_signal(number)  # the second
-    began = time.monotonic()
-    said = run.communicate(timeout=120)[1]
-    assert time.monotonic() - began < 60 and run.returncode != 0
-    assert re.search("error: Process [01] of 2 has lost the others", said) and "Traceback" not in said
+    lose_the_second([*settings, *command], tmp_path / "run" / "checkpoint-20", number)
     done = launched(2, *command, "--resume")
     assert done.returncode == 0, done.stderr[-3000:]
     equal(f"phase 1, full, FSDP2, a process that {'dies' if number == signal.SIGKILL else 'hangs'} | 2",
