@@ -5,7 +5,9 @@ Three ways to play are told apart, after which the update is the same:
     lockstep      all conversations of a device write their turn, then all environments answer; nobody goes ahead
     refilled      the slot engine: a row that is done makes room while the others go on (posttrain/sampler/slots.py)
     asynchronous  some devices play all the time and others learn; the groups of a step are learnt from in that step,
-                  `staleness` updates after they were begun at most (bounded staleness, AReaL, arXiv 2505.24298)
+                  `staleness` updates after they were begun at most (bounded staleness, AReaL, arXiv 2505.24298).
+                  Every turn is written by one version: players end those under way before they take up new weights,
+                  and the learners wait for that (posttrain/sampler/remote.py)
 
 The first two end in a barrier: every device waits for the one that plays longest. Time is that of the engine's calls: a
 device reads what is new, then writes until enough of its rows are done, as the engine does. Nothing here imports torch.
@@ -134,7 +136,7 @@ def hear(player: _Player) -> list[int]:
     """After a call: rows that are done go on to their next turn or leave; the steps of those that left."""
     left = []
     for row in player.rows:
-        if row.left == 0:
+        if row.left == 0 and not row.unread:
             row.at, row.unread = row.at + 1, True
             if row.at == len(row.turns):
                 left.append(row.step)
@@ -207,6 +209,16 @@ def _asynchronous(iterations: Sequence[Sequence[Group]], costs: Costs, layout: L
     step_begun_at: list[int] = []  # the version of the weights when a step's first episode began
     version, learning, work = 0, False, 0.0
     ended, work_then = [0.0], [0.0]
+    outdated: set[int] = set()  # players that have not taken up the newest weights
+
+    def take_up(who: int) -> float:
+        """Seconds of a call that ends the turns under way before the weights change; 0 when none is left to end."""
+        rows = [row for row in players[who].rows if row.left]
+        if rows:
+            return call(_Player(rows=rows), deque(), 0, costs, lockstep=True)
+        outdated.discard(who)
+        players[who].delay += costs.transfer
+        return 0.0
 
     def start() -> None:
         """Everybody who can do something does."""
@@ -216,12 +228,17 @@ def _asynchronous(iterations: Sequence[Sequence[Group]], costs: Costs, layout: L
             waiting.extend(_Row(step, episode) for group in iterations[step] for episode in group)
             step_begun_at.append(version)
         for who, player in enumerate(players):
-            if not player.calling and (player.rows or waiting):
+            if player.calling:
+                continue
+            if who in outdated and (taken := take_up(who)):
+                clock.begin(who, taken)
+                player.calling, work = True, work + taken
+            elif player.rows or waiting:
                 # an even share of what waits, so that the last episodes are not all on one device
                 slots = min(layout.slots, len(player.rows) + math.ceil(len(waiting) / len(players)))
                 clock.begin(who, taken := call(player, waiting, slots, costs, lockstep=False))
                 player.calling, work = True, work + taken
-        if not learning and version < len(iterations) and playing[version] == 0:
+        if not learning and not outdated and version < len(iterations) and playing[version] == 0:
             tokens = sum(map(tokens_of, iterations[version]))
             clock.begin(learner, taken := costs.learn * tokens / layout.learners + costs.update)
             learning, work = True, work + taken * layout.learners
@@ -233,8 +250,7 @@ def _asynchronous(iterations: Sequence[Sequence[Group]], costs: Costs, layout: L
             version, learning = version + 1, False
             ended.append(clock.now)
             work_then.append(work)
-            for player in players:
-                player.delay += costs.transfer
+            outdated = set(range(len(players)))
         else:
             players[who].calling = False
             for step in hear(players[who]):

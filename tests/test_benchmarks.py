@@ -552,6 +552,21 @@ def test_the_tables_of_the_results_are_those_of_their_figures(
     assert table in (FILE.parent / "RESULTS.md").read_text(encoding="utf-8")
 
 
+def test_the_tables_of_the_readme_are_those_of_the_results(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = loaded(FILE.parent / "tables.py")
+    monkeypatch.setattr(sys, "argv", ["tables.py"])
+    tables.main()
+    text = (FILE.parent.parent / "README.md").read_text(encoding="utf-8")
+    found = capsys.readouterr().out.strip().split("\n\n")
+    assert len(found) == len(tables.TABLES)
+    assert all(f"\n\n{table}\n\n" in text for table in found)
+    monkeypatch.setattr(sys, "argv", ["tables.py", "other"])
+    with pytest.raises(SystemExit):
+        tables.main()
+
+
 def test_what_came_first_in_a_collapse(capsys: pytest.CaptureFixture[str]) -> None:
     learning = loaded(FILE.parent / "long" / "learning.py")
     std = [0.4] * 10 + [0.1] * 20

@@ -125,3 +125,11 @@ def test_a_row_that_is_there_is_not_made_again(levels: ModuleType, tmp_path: Pat
     assert table[2].startswith("| slippery | 0.24 | 0.47 | 0.46 | 0.88 | sampled | 0.50 [0.44, 0.56], 0.75 [")
     assert "| 0.625 | 0.94 [" in table[2] and "| 0.977 |" in table[3]
     assert table[3].endswith("| 0.978 | 1.23M | 22 |") and len(table) == 4
+
+
+def test_the_table_of_the_committed_rows_stands_in_the_documentation(levels: ModuleType) -> None:
+    folder = FILE.parent.parent
+    rows = levels.read_rows(folder / "results" / "ragen_levels.jsonl")
+    assert levels.show(rows) in (folder / "README.md").read_text(encoding="utf-8")
+    wanted = {(label, seed) for label in levels.GAMES for seed in range(1 if label in levels.ONE_SEED else 3)}
+    assert {(row["env"], row["seed"]) for row in rows} == wanted

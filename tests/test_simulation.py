@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import scale_out
+from benchmarks import _scale_runs, scale_out
 from benchmarks.simulation import REFILL_BELOW, Costs, Group, Layout, Mode, Turn, simulate
 
 COSTS = Costs(step=0.01, row=0.001, context=1e-5, read=1e-4, turn=2e-4, update=0.5, learn=1e-5, transfer=0.1)
@@ -85,6 +85,15 @@ def test_without_staleness_an_asynchronous_run_waits_and_with_it_playing_hides_b
     assert overlaps.seconds == pytest.approx(max(playing, learning), rel=0.05) and overlaps.stalest == 1
 
 
+def test_new_weights_wait_for_the_turns_under_way() -> None:
+    """Three steps of one episode each, begun together; the last writes a long turn when the first update ends."""
+    steps = [[[[Turn(0, 5)]]], [[[Turn(0, 5)]]], [[[Turn(0, 100)]]]]
+    costs = Costs(step=1.0, update=10.0)
+    found = simulate("asynchronous", steps, costs, Layout(2, learners=1, staleness=2), skip=1)
+    # the first update is from 5 to 15; the second could begin at 15 and waits for the turn that ends at 100
+    assert found.seconds == pytest.approx((120 - 15) / 2)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
@@ -118,7 +127,7 @@ def test_an_engine_has_to_read_and_write_every_token_of_an_episode_once() -> Non
         segment.write(1, Completion([9], [0.0], True))
         return Trajectory(segments=[segment], turn_rewards=[0.0, 0.0])
 
-    first, second = scale_out.turns_of([played(), played()])
+    first, second = _scale_runs.turns_of([played(), played()])
     assert list(first) == [Turn(3, 2), Turn(3, 1)]
     assert list(second) == [Turn(0, 2, copied=3), Turn(3, 1)]
 
