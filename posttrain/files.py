@@ -57,11 +57,11 @@ def read_json(file: Path, remedy: str) -> dict[str, Any]:
     return found
 
 
-def read_json_lines(file: Path, remedy: str) -> list[dict[str, Any]]:
-    """The objects of a JSON Lines file that is appended to.
+def read_json_lines(file: Path, remedy: str, appended: bool = True) -> list[dict[str, Any]]:
+    """The objects of a JSON Lines file, which a run appends to unless said otherwise.
 
     What a kill or a power failure leaves at its end, a row torn in two or zero bytes, is left out; a damaged row with
-    whole ones after it is an error.
+    whole ones after it is an error. A last row without its line end is torn, too, where a run may go on behind it.
     """
     try:
         lines = Path(file).read_bytes().split(b"\n")
@@ -69,7 +69,10 @@ def read_json_lines(file: Path, remedy: str) -> list[dict[str, Any]]:
         raise UserError(f"{file} cannot be read ({error.strerror}). {remedy}") from None
     rows: list[dict[str, Any]] = []
     damaged = ""
-    for number, line in enumerate(lines[:-1], 1):  # the last part has no line end yet
+    last = lines.pop()  # has no line end
+    if last and not appended:
+        lines.append(last)
+    for number, line in enumerate(lines, 1):
         try:
             row = parse_json(line.decode())
             if not isinstance(row, dict):

@@ -341,7 +341,7 @@ def test_a_number_that_is_none_leaves_the_page_whole(run: Path, tmp_path: Path, 
     row |= {"messages": [{"role": "assistant", "content": "ab"}], "turn_rewards": [bad], "return": 0.5}
     row |= {"anything": bad, "group": bad}
     file = tmp_path / "transcripts.jsonl"
-    lines = [row, row | {"return": bad} if isinstance(bad, float) else row]
+    lines = [row, row | {"return": bad} if isinstance(bad, float | int) else row]
     file.write_text("".join(json.dumps(each) + "\n" for each in lines))
     (code,) = re.findall(r'id="data">([^<]+)</script>', transcripts_page.build(file).read_text())
 
@@ -351,7 +351,7 @@ def test_a_number_that_is_none_leaves_the_page_whole(run: Path, tmp_path: Path, 
     first, second = json.loads(gzip.decompress(base64.b64decode(code)), parse_constant=refused)["rows"]
     assert first["rewards"] == [None] and first["reward"] == 0.5 and first["invalid"] is None
     assert [first["tokens"][0][name][0] for name in ("logprob", "entropy", "advantage")] == [None] * 3
-    if isinstance(bad, float):
+    if isinstance(bad, float | int):
         assert second["reward"] is None and "the reward is not a finite number" in second["facts"]
     else:
         assert "not a finite" not in second["facts"]
@@ -432,7 +432,7 @@ def test_animation_shows_the_same_levels_side_by_side(run: Path, results: dict[s
     assert len(shown) == sum(longest)
     assert [duration for _, duration in shown].count(animation.LAST) == 2
 
-    out = tmp_path / "played.gif"
+    out = tmp_path / "pictures" / "played.gif"  # in a folder that is not there yet
     done = subprocess.run(
         [sys.executable, "-m", "posttrain.report", str(run), "--gif", str(out)],
         cwd=Path(__file__).parents[1],
@@ -810,14 +810,25 @@ def test_an_episode_whose_environment_has_changed_is_shown_without_pictures(tmp_
 
 def test_a_line_that_is_no_episode_is_named(tmp_path: Path) -> None:
     file = tmp_path / "transcripts.jsonl"
-    lines = {'{"messages": [7]}\n': "Line 1 of .* is not an episode", "": "is empty", "{\n{}\n": "damaged"}
-    for line, told in lines.items():
+    with pytest.raises(UserError, match=r"There is no file .*transcripts.jsonl"):
+        transcripts_page.build(file)
+    lines = {'{"messages": [7]}\n': "Line 1 of .* is not an episode", "": "no whole row", "{\n{}\n": "damaged"}
+    for line, told in (lines | {"[1]\n": "no whole row"}).items():
         file.write_text(line)
         with pytest.raises(UserError, match=told):
             transcripts_page.build(file)
-    file.write_text('{"whatever": 1}\n')
-    (row,) = data_of(transcripts_page.build(file).read_text())["rows"]
-    assert (row["env"], row["won"], row["reward"], row["turns"]) == ("episode", None, None, 0)
+    for last in ("", "\n", '\n{"torn'):  # a whole row counts without its line end
+        file.write_text('{"whatever": 1}' + last)
+        (row,) = data_of(transcripts_page.build(file).read_text())["rows"]
+        assert (row["env"], row["won"], row["reward"], row["turns"]) == ("episode", None, None, 0)
+
+
+def test_figures_of_other_tokens_than_the_text_shade_nothing(tmp_path: Path) -> None:
+    token = {"text": ["a", "b"], "logprob": [-1.0], "entropy": [0.5, 0.1], "advantage": [1, 1], "loss": [1, 1]}
+    row = {"messages": [{"role": "assistant", "content": "ab"}], "tokens": [token]}
+    file = tmp_path / "transcripts.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    assert data_of(transcripts_page.build(file).read_text())["rows"][0]["tokens"] is None
 
 
 @pytest.mark.parametrize("low, high", [(0, 1), (0.213, 0.219), (-3.2, 11), (5, 5), (0, 0), (1e-6, 3e-6), (-0.7, 1234)])
@@ -990,6 +1001,11 @@ def test_what_was_not_asked_alike_is_not_compared(run: Path, other: Path, tmp_pa
     changed["config"]["settings"][0]["temperature"] = 0.3  # what the headlines were sampled with
     mine = comparison.open_model(str(other))._replace(results=changed)
     assert [each.column.suite for each in verdict.compare(before, mine)] == ["preferences"]
+    for suite, limit in (("math", "max_new_tokens"), ("envs", "max_completion_length")):
+        changed = json.loads((other / "results.json").read_text())
+        changed["config"]["suites"][suite][limit] += 1
+        found = {each.column.suite for each in verdict.compare(before, mine._replace(results=changed))}
+        assert suite not in found and "recall" in found
     rows = [row | {"index": row["index"] + 1000} for row in mine.rows]
     with pytest.raises(UserError, match=r"have no figure in common .* same suites, settings and seed"):
         verdict.compare(before, mine._replace(rows=rows))

@@ -46,6 +46,7 @@ def main() -> None:
             f"The animation shows the checkpoints {', '.join(SHOWN)}, but {folder} has evaluated only"
             f" {', '.join(results['checkpoints'])}."
         )
+    given.gif.parent.mkdir(parents=True, exist_ok=True)
     given.gif.write_bytes(gif(results, rows, shown))
     print(given.gif)
 

@@ -13,6 +13,7 @@ import base64
 import gzip
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -57,11 +58,11 @@ def entry(row: Record) -> Record:
     turns = sum(message["role"] == "assistant" for message in messages)
     rewards, penalties = row.get("turn_rewards"), row.get("turn_penalties")
     tokens = _tokens(row, turns)
-    reward = row.get("return")
-    if reward is not None:
-        reward += row.get("penalties", 0.0)
+    reward = None
+    if row.get("return") is not None:
+        reward = _sum([row["return"], row.get("penalties", 0.0)])
     elif isinstance(rewards, list):
-        reward = sum(rewards) + sum(penalties or ())
+        reward = _sum([*rewards, *(penalties or ())])
     length = row.get("tokens")
     if tokens is not None:
         length = sum(value is not None for turn in tokens for value in turn["logprob"])
@@ -127,6 +128,8 @@ def _tokens(row: Record, turns: int) -> list[Record] | None:
     found = row.get("tokens")
     if not isinstance(found, list) or len(found) != turns:
         return None
+    if any(len(turn[figure]) != len(turn["text"]) for turn in found for figure in TOKEN_FIGURES):
+        return None
     return [{"text": list(map(str, turn["text"]))} | {k: _numbers(turn[k]) for k in TOKEN_FIGURES} for turn in found]
 
 
@@ -143,6 +146,14 @@ def _end(row: Record, won: bool | None) -> str:
 def _number(value: Any) -> float | None:
     """None for what is no finite number: a browser could neither read nor draw it."""
     return value if isinstance(value, int | float) and abs(value) <= sys.float_info.max else None
+
+
+def _sum(values: Iterable[Any]) -> float:
+    """Infinite where an integer is beyond any float."""
+    try:
+        return sum(values)
+    except OverflowError:
+        return math.inf
 
 
 def _numbers(values: Any) -> list[float | None] | None:

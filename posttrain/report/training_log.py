@@ -109,7 +109,7 @@ def recorded(file: Path, pictures: Pictures) -> list[Record]:
 
     UserError for a line that is neither an episode nor an answer.
     """
-    rows, found = files.read_json_lines(file, REMEDY), list[Record]()
+    rows, found = files.read_json_lines(file, REMEDY, appended=False), list[Record]()
     for number, row in enumerate(rows, 1):
         try:
             found.append(entry(row))

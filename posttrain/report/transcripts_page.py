@@ -17,10 +17,14 @@ from posttrain.types import UserError
 
 def build(file: Path) -> Path:
     """Write the page beside the transcripts, with their name, and return its path."""
+    if not file.is_file():
+        raise UserError(
+            f"There is no file {file}. Name a transcripts.jsonl of phase 3 or of evaluate_model.py."
+        )
     pictures = Pictures()
     found = recorded(file, pictures)
     if not found:
-        raise UserError(f"{file} is empty: there is no episode to show.")
+        raise UserError(f"{file} holds no whole row: there is no episode to show.")
     body = (
         f'<header><p class="kicker">{text(file.resolve().parent.name)}</p><h1>Transcripts</h1>'
         f'<p class="lead">{len(found):,} rows of {text(file.name)}. Arrow keys walk through the list; in the turns of '

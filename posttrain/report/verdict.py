@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import NormalDist, fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from posttrain import metrics
 from posttrain.report.tables import Column, Figure, Results, columns, less_is_better
@@ -23,6 +23,7 @@ from posttrain.types import Record, UserError, derive_seed
 
 POWER = 0.8
 UNSEEN = 0.05  # the difference that is asked about where none was seen
+DECIDES = ("max_new_tokens", "max_completion_length", "max_context", "context", "context_turns", "protocol")
 ROUNDS = 10_000  # of the random subsets: the tails of several intervals at once are thin
 
 
@@ -76,7 +77,7 @@ def steps(folder: Path, results: Results, rows: Sequence[Record]) -> dict[tuple[
 def _in_common(before: Model, after: Model, most_examples: int) -> list[Comparison]:
     wanted = {(c.suite, c.part): c for c in columns(after.results)}
     shared = [(c, wanted[c.suite, c.part]) for c in columns(before.results) if (c.suite, c.part) in wanted]
-    common = [(c, pairs) for c, other in shared if c.setting == other.setting and _alike(before, after, c.setting)
+    common = [(c, pairs) for c, other in shared if c.setting == other.setting and _asked(before, c) == _asked(after, c)
               if (pairs := _pairs(before, after, c))]  # fmt: skip
     return [_compared(column, pairs, 0.025 / len(common), most_examples) for column, pairs in common]
 
@@ -91,10 +92,13 @@ def overall(found: Sequence[Comparison]) -> tuple[str, str]:
     return word, "; ".join(f"{kind} in {', '.join(titles)}" for kind, titles in names.items() if titles)
 
 
-def _alike(before: Model, after: Model, setting: str) -> bool:
-    """Whether a sampling setting means the same in both runs."""
-    found = [[each for each in m.results["config"]["settings"] if each["name"] == setting] for m in (before, after)]
-    return found[0] == found[1]
+def _asked(model: Model, column: Column) -> list[Any]:
+    """What decides, besides the model and the item, how an answer or an episode comes about."""
+    config = model.results["config"]
+    suite = config["suites"][column.suite]
+    setting = [each for each in config["settings"] if each["name"] == column.setting]
+    options = [each["options"] for each in suite.get("envs", []) if (each["label"] or each["name"]) == column.part]
+    return [setting, options, [suite.get(key) for key in DECIDES]]
 
 
 def _pairs(before: Model, after: Model, column: Column) -> list[tuple[Record, Record]]:
