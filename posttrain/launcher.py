@@ -16,6 +16,7 @@ Sharding = Literal["none", "fsdp2", "zero1", "zero2", "zero3"]
 OTHERS = ("ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG")
 SWITCHED_ON = ("1", "true", "t", "yes", "y", "on")  # what accelerate and transformers take for it
 FILES = "configs/accelerate"
+ONE_PROCESS = "rollout.engine=vllm runs in one process alone: write rollout.engine=auto for several."
 
 
 def processes() -> int:
@@ -74,35 +75,48 @@ def check(cfg: Any) -> None:
     kind = sharding()
     if kind == "none":
         return
+    if hasattr(cfg, "algorithm"):
+        _check_starpo(kind)
+    if whole := not_sharded(cfg):
+        raise UserError(f"The launcher asks for a sharded model ({kind}). {whole}")
+    _check_fsdp() if kind == "fsdp2" else _check_deepspeed(kind)
+
+
+def not_sharded(cfg: Any) -> str:
+    """Why a run with this config cannot shard its model, and what to write instead; empty where it can."""
     trainer = cfg.trainer if isinstance(cfg.trainer, dict) else cfg.trainer.model_dump()
     if cfg.model.tuning == "qlora":
-        raise UserError(
-            f"The launcher asks for a sharded model ({kind}), and model.tuning=qlora keeps 4-bit weights, which are"
-            " not sharded. Write model.tuning=lora, or start a copy on each GPU"
-            f" ({FILES}/multi_gpu.yaml)."
+        return (
+            "model.tuning=qlora keeps 4-bit weights, which are not sharded. Write model.tuning=lora, or start a copy on"
+            f" each GPU ({FILES}/multi_gpu.yaml)."
         )
     if "8bit" in str(trainer.get("optim")):
-        raise UserError(
-            f"The launcher asks for a sharded model ({kind}), whose optimizer is sharded as well; trainer.optim="
-            f"{trainer['optim']} of bitsandbytes cannot be. Write trainer.optim=adamw_torch."
+        return (
+            f"The optimizer is sharded with the model, and trainer.optim={trainer['optim']} of bitsandbytes cannot be."
+            " Write trainer.optim=adamw_torch."
         )
-    if hasattr(cfg, "algorithm"):
-        _check_starpo(kind, cfg)
-    _check_fsdp() if kind == "fsdp2" else _check_deepspeed(kind)
+    if hasattr(cfg, "algorithm") and cfg.diagnostics.gradients_every:
+        return (
+            "diagnostics.gradients_every computes on one process, which has no whole model where it is sharded. Leave"
+            " it out (diagnostics.gradients_every=0)."
+        )
+    return ""
 
 
 def _check_processes() -> None:
     """accelerate starts ONE process where it is told to use CPUs, whatever `--num_processes` says."""
-    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
-    if by_accelerate and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ and "WORLD_SIZE" not in os.environ
+    address = os.environ.get("MASTER_ADDR", "")  # set where several were asked for, or by a cluster for every job
+    if by_accelerate and address and (is_on("ACCELERATE_USE_CPU") or address == "127.0.0.1"):
         raise UserError(
             "`accelerate launch` was asked for several processes and has started one: with --cpu, use_cpu: true or"
             f" MULTI_CPU it starts no others. Use --config_file {FILES}/two_cpu.yaml (distributed_type: MULTI_GPU only"
-            " chooses the launcher) with device=cpu, or torchrun --nproc_per_node N."
+            " chooses the launcher) with device=cpu, or torchrun --nproc_per_node N. If one is what you want, unset"
+            " MASTER_ADDR."
         )
 
 
-def _check_starpo(kind: Sharding, cfg: Any) -> None:
+def _check_starpo(kind: Sharding) -> None:
     if kind != "fsdp2":
         raise UserError(
             f"The launcher asks for DeepSpeed ({kind}), which phases 1 and 2 take. Phase 3 shards with FSDP2:"
@@ -110,11 +124,6 @@ def _check_starpo(kind: Sharding, cfg: Any) -> None:
         )
     if is_on("FSDP_OFFLOAD_PARAMS"):
         raise UserError("Phase 3 keeps its shards on the device: write fsdp_offload_params: false.")
-    if cfg.diagnostics.gradients_every:
-        raise UserError(
-            "diagnostics.gradients_every computes on one process, which has no whole model where it is sharded. Leave"
-            " it out (diagnostics.gradients_every=0)."
-        )
 
 
 def _check_fsdp() -> None:

@@ -265,6 +265,17 @@ def test_a_model_too_large_for_one_device_is_sharded_over_eight() -> None:
     large = SHAPE._replace(parameters=7_600_000_000, blocks=6_500_000_000, layers=28, hidden=3584, states=3584)
     one, eight = (report.plan(large, cfg, Fleet(devices.DEVICES[4], each=each)) for each in (1, 8))
     assert one.seconds is None and one.problem and eight.sharded and eight.seconds is not None and not eight.problem
+    whole = cfg.model_copy(update={"trainer": cfg.trainer | {"optim": "adamw_8bit"}})  # which cannot be sharded
+    eight = report.plan(large._replace(parameters=30_000_000_000), whole, Fleet(devices.DEVICES[4], each=8))
+    assert not eight.sharded and "optim=adamw_8bit of bitsandbytes cannot be" in eight.problem
+
+
+def test_vllm_in_the_process_is_planned_for_one_device_alone() -> None:
+    cfg = config(rollout={"engine": "vllm"}, trainer={"bf16": True})
+    one, eight = (report.plan(SHAPE, cfg, Fleet(devices.DEVICES[4], each=each)) for each in (1, 8))
+    assert one.seconds is not None and not one.problem
+    assert eight.seconds is None and "runs in one process alone" in eight.problem
+    assert "cannot run" in report.table([eight], cfg)
 
 
 def test_servers_play_side_by_side_and_ahead_of_the_learner() -> None:
@@ -278,6 +289,8 @@ def test_servers_play_side_by_side_and_ahead_of_the_learner() -> None:
     assert alone.seconds and served.seconds and ahead.seconds and "KV cache" not in served.parts["playing"]
     assert served.seconds.parts["rollout"] <= alone.seconds.parts["rollout"]
     assert ahead.seconds.run < served.seconds.run
+    assert alone.dollars == pytest.approx(alone.seconds.run / 3600 * 4.5)
+    assert served.dollars == pytest.approx(served.seconds.run / 3600 * 4.5 * 3)
 
 
 def test_the_seconds_of_a_plain_case() -> None:

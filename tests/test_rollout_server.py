@@ -235,6 +235,27 @@ def test_a_server_that_hangs_costs_its_turns_alone(tiny_chat: Chat, monkeypatch:
         goes_on.set()
 
 
+def test_a_server_that_hangs_while_it_takes_up_weights_is_lost_soon(
+    tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may wait half an hour for a turn to end, but shows a sign of life meanwhile."""
+    monkeypatch.setattr("posttrain.sampler.remote.HEARTBEAT", 0.1)
+    monkeypatch.setattr("posttrain.sampler.remote.SILENCE", 1.0)
+    monkeypatch.setattr("posttrain.sampler.slot_server.BRIEF", 0.3)
+    model, goes_on = llama(), threading.Event()
+    with running(tiny_chat, 2) as servers:
+        sampler = connected(tiny_chat, model, servers)
+        for name in ("finish_weight_update", "renew"):
+            monkeypatch.setattr(servers[0].engine, name, lambda *_: goes_on.wait())
+        honest = servers[1].engine.finish_weight_update
+        slow = lambda *given: (time.sleep(2.0), honest(*given))[1]  # noqa: E731
+        monkeypatch.setattr(servers[1].engine, "finish_weight_update", slow)
+        sampler.servers.renew()
+        assert [server.url for server in sampler.servers.live] == [servers[1].url], "slow is not lost"
+        assert servers[1].engine.version == 1
+        goes_on.set()
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_run_that_was_paused_for_long_goes_on(
     tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ahead: bool

@@ -441,7 +441,12 @@ def test_fewer_processes_than_asked_are_told(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv(key, made[key])
     with pytest.raises(UserError, match=r"asked for several processes and has started one.*two_cpu.yaml"):
         hardware.settle(some_run())
-    monkeypatch.delenv("MASTER_ADDR")  # one was asked for
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "False")
+    with pytest.raises(UserError, match="started one"):  # a machine without a GPU, --cpu forgotten
+        hardware.settle(some_run())
+    monkeypatch.setenv("MASTER_ADDR", "node17")  # one was asked for, in a job of a cluster
+    hardware.settle(some_run())
+    monkeypatch.delenv("MASTER_ADDR")
     hardware.settle(some_run())
 
 

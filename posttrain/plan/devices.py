@@ -122,7 +122,7 @@ def _known(asked: str, written: str) -> dict[str, float]:
     known = {}
     for part in filter(None, written.split(",")):
         key, _, value = part.partition("=")
-        if key not in KNOWN or not re.fullmatch(r"\d+(\.\d+)?", value):
+        if key not in KNOWN or not re.fullmatch(r"\d{1,15}(\.\d{1,15})?", value):
             raise UserError(
                 f"--plan {asked}: `{part}` is not KEY=NUMBER with one of the keys {', '.join(KNOWN)}. GB, GB/s, TFLOP/s"
                 " and dollars an hour for devices; shares of the peak and the bandwidth; counts of what is trained on."

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from posttrain import hardware
+from posttrain import hardware, launcher
 from posttrain.config import StarPORun
 from posttrain.plan import devices, episodes, known_models, rows, seconds
 from posttrain.plan.devices import Fleet
@@ -43,6 +43,7 @@ class Planned(NamedTuple):
     settings: str  # the largest that fits, as the table shows it
     seconds: Seconds | None  # None where nothing fits
     problem: str = ""  # why the run does not fit with its own numbers
+    servers: int = 0  # that play for it, a device each
 
     @property
     def hours(self) -> float | None:
@@ -50,7 +51,8 @@ class Planned(NamedTuple):
 
     @property
     def dollars(self) -> float | None:
-        return None if self.hours is None or self.fleet.price is None else self.hours * self.fleet.price
+        one = self.fleet.device.price
+        return None if self.hours is None or one is None else self.hours * one * (self.fleet.count + self.servers)
 
 
 def show(cfg: Any, asked: str, file: str) -> None:
@@ -76,8 +78,12 @@ def plan(shape: Shape, cfg: Any, fleet: Fleet) -> Planned:
     cfg = settled(cfg, fleet)
     make = _of_episodes if isinstance(cfg, StarPORun) else _of_rows
     whole = make(shape, cfg, fleet, _place(cfg, fleet, sharded=False))
+    if fleet.count > 1 and isinstance(cfg, StarPORun) and cfg.rollout.engine == "vllm":
+        return whole._replace(seconds=None, settings="cannot run", problem=_on(fleet, launcher.ONE_PROCESS))
     if not whole.problem or fleet.count == 1:
         return whole
+    if why := launcher.not_sharded(cfg):
+        return whole._replace(problem=f"{whole.problem} {why}")
     shared = make(shape, cfg, fleet, _place(cfg, fleet, sharded=True))
     return whole if shared.problem and whole.seconds is not None else shared
 
@@ -124,7 +130,8 @@ def _of_episodes(shape: Shape, cfg: StarPORun, fleet: Fleet, place: Place) -> Pl
     told = f"{found.slots} slots, {found.micro_batch_tokens} tokens"
     told += ", recomputed" if found.gradient_checkpointing else ""
     taken = seconds.of_episodes(shape, cfg, fleet, work, found, place.shards)
-    return Planned(fleet, place.sharded, found.parts, memory, told, taken, _on(fleet, problem) if problem else "")
+    problem, servers = _on(fleet, problem) if problem else "", len(cfg.rollout.servers)
+    return Planned(fleet, place.sharded, found.parts, memory, told, taken, problem, servers)
 
 
 def _of_rows(shape: Shape, cfg: Any, fleet: Fleet, place: Place) -> Planned:
@@ -164,7 +171,9 @@ def table(planned: Sequence[Planned], cfg: Any) -> str:
             *(f"{sizes[name] / 2**30:.1f}" for name in COLUMNS),
         ]
         if one.seconds is None:
-            lines.append([*cells, "", f"{one.memory / 2**30:.1f}", "does not fit", *["" for _ in names], "", ""])
+            lines.append(
+                [*cells, "", f"{one.memory / 2**30:.1f}", one.settings or "does not fit", *["" for _ in names], "", ""]
+            )
             continue
         told = one.settings + (" (not as written)" if one.problem else "")
         cells += [f"{most(one.parts) / 2**30:.1f}", f"{one.memory / 2**30:.1f}", told]
@@ -218,7 +227,7 @@ def _told(cfg: Any, wanted: Sequence[Fleet]) -> str:
     factors = Factors(**{key: value for key, value in wanted[0].known.items() if key in Factors._fields})
     example = "new=30,turns=5" if isinstance(cfg, StarPORun) else "rows=20000,tokens=300"
     servers = len(cfg.rollout.servers) if isinstance(cfg, StarPORun) else 0
-    elsewhere = f"Played by servers ({servers}), each one such device more. " if servers else ""
+    elsewhere = f"Played by servers ({servers}), each one such device, in the price. " if servers else ""
     prices = f"{devices.PRICED}. " if any(fleet.price is not None for fleet in wanted) else ""
     device = wanted[0].device
     limits = f"{device.bandwidth:.1f} GB/s, {device.peak:.3f} TFLOP/s in bfloat16, {device.single:.3f} in float32"

@@ -18,9 +18,7 @@ from posttrain.types import UserError
 def build(file: Path) -> Path:
     """Write the page beside the transcripts, with their name, and return its path."""
     if not file.is_file():
-        raise UserError(
-            f"There is no file {file}. Name a transcripts.jsonl of phase 3 or of evaluate_model.py."
-        )
+        raise UserError(f"There is no file {file}. Name a transcripts.jsonl of phase 3 or of evaluate_model.py.")
     pictures = Pictures()
     found = recorded(file, pictures)
     if not found:

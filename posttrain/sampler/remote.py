@@ -10,6 +10,7 @@ import atexit
 import copy
 import math
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -30,6 +31,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 CHUNK = 128 << 20  # bytes of weights that are sent together, or one tensor that is larger
 MOST_REQUESTS = 512  # under way at a time
 HEARTBEAT = 5.0  # seconds
+SILENCE = 60.0  # seconds after which a server that shows no sign of life is lost, whatever else it was asked
 BRIEF = 5.0  # seconds for an answer for which nothing has to be computed
 LOOK = 0.5  # seconds between two looks for servers that are all lost
 
@@ -144,9 +146,14 @@ class Servers(Generic[S]):
         """Say regularly that the run goes on; in a thread of its own, as a server may hang."""
 
         def beat() -> None:
+            heard = time.monotonic()
             while not self._over.wait(HEARTBEAT) and server in self.live:
-                with suppress(Lost):  # the next request to it says what is wrong
+                try:
                     server.still_here()
+                    heard = time.monotonic()
+                except Lost as error:  # most often the next request to it says so first
+                    if time.monotonic() - heard >= SILENCE:
+                        self.lose(server, error)
 
         threading.Thread(target=beat, daemon=True).start()
 
@@ -245,9 +252,20 @@ class Servers(Generic[S]):
 
     def _all(self, do: Callable[[S], None], servers: Sequence[S]) -> None:
         """This with each of them that is not lost, side by side; one with which it cannot be done is lost."""
-        servers = [server for server in servers if server in self.live]
-        with ThreadPoolExecutor(max(1, len(servers))) as pool:
-            for server, done in [(server, pool.submit(do, server)) for server in servers]:
+        asked: dict[S, Future[None]] = {server: Future() for server in servers if server in self.live}
+
+        def settle(server: S, done: Future[None]) -> None:
+            try:
+                done.set_result(do(server))
+            except BaseException as error:
+                done.set_exception(error)
+
+        for each in asked.items():  # threads that nobody has to wait for: a server may hang
+            threading.Thread(target=settle, args=each, daemon=True).start()
+        for server, done in asked.items():
+            while server in self.live and not wait([done], LOOK).done:
+                pass
+            if done.done():
                 try:
                     done.result()
                 except Lost as error:
@@ -345,7 +363,7 @@ class RemoteSampler(Histories):
                     for server in list(self.servers.live):
                         for work in self._requests(server, server in asked.values()):
                             asked[pool.submit(server.ask, work, params, not self.ahead)] = server
-                    done = wait(asked, return_when=FIRST_COMPLETED).done
+                    done = wait(asked, LOOK, FIRST_COMPLETED).done  # or a server has been lost meanwhile
                     written: list[tuple[int, Completion]] = []
                     for request in [request for request in asked if request in done]:
                         written += self._written(asked.pop(request), request)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from posttrain import parallel
+from posttrain import launcher, parallel
 from posttrain.compat import merged_weights
 from posttrain.sampler.base import Histories, Then, TurnRequest
 from posttrain.types import Completion, SamplingParams, UserError
@@ -34,7 +34,7 @@ class VLLMSampler(Histories):
     ) -> None:
         super().__init__()
         if parallel.size() > 1:
-            raise UserError("rollout.engine=vllm runs in one process alone: write rollout.engine=auto for several.")
+            raise UserError(launcher.ONE_PROCESS)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         try:

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from envs.web import FAILURES, BadStatus, ask
 from posttrain.compat import merged_weights
-from posttrain.sampler.remote import Lost, Policy, Servers, Weights, Work, check_logprobs, chunks
+from posttrain.sampler.remote import BRIEF, Lost, Policy, Servers, Weights, Work, check_logprobs, chunks
 from posttrain.types import Completion, SamplingParams, UserError, one_line
 
 KEY = "VLLM_API_KEY"  # the environment variable that vLLM's servers read their key from
@@ -102,7 +102,11 @@ class VLLMServer:
             self._ask("/shutdown_weight_transfer_engine", {})
 
     def still_here(self) -> None:
-        """vLLM forgets nobody: it keeps nothing of a run but its weights."""
+        """Ask for a sign of life. vLLM forgets nobody: it keeps nothing of a run but its weights."""
+        try:
+            ask(f"{self.url}/health", None, BRIEF)
+        except FAILURES as error:
+            raise Lost(one_line(error)) from error
 
     def pause(self) -> None:
         self._ask("/pause?mode=wait", {})
