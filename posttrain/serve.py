@@ -129,7 +129,7 @@ def listen(host: str, port: int) -> socket.socket:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(place)
         listening.listen()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # of a name that can be no host's
         raise UserError(
             f"Nothing can listen at {host}, port {port} ({one_line(error)}). Where another program has the port, "
             "choose another one: --port 8001, or --port 0 for any that is free."

@@ -806,6 +806,11 @@ def test_an_episode_whose_environment_has_changed_is_shown_without_pictures(tmp_
     first, second = data_of(transcripts_page.build(file).read_text())["rows"]
     assert first["facts"].startswith("cannot be played again: ") and second["facts"].startswith("cannot be played")
     assert "frames" not in first and (first["reward"], first["end"], first["won"]) == (0.4, "hole", False)
+    (tmp_path / "run_config.yaml").write_text("envs: [")
+    with pytest.raises(
+        UserError, match=r"run_config.yaml is damaged: .*Remove it, then the episodes are shown without"
+    ):
+        transcripts_page.build(file)
 
 
 def test_a_line_that_is_no_episode_is_named(tmp_path: Path) -> None:

@@ -141,8 +141,11 @@ def _stages(file: Path) -> Callable[[Record], Stage] | None:
     """How the episodes of phase 3 (run_config.yaml) or of the evaluator (results.json) were set up, if known."""
     config, results = file.with_name("run_config.yaml"), file.with_name("results.json")
     if config.is_file():
-        settings = parse_yaml(files.read_text(config, "Remove it, then the episodes are shown without pictures."))
-        return partial(training_stage, settings)
+        remedy = "Remove it, then the episodes are shown without pictures."
+        try:
+            return partial(training_stage, parse_yaml(files.read_text(config, remedy)))
+        except ValueError as error:
+            raise UserError(f"{config} is damaged: {one_line(error)}. {remedy}") from None
     if results.is_file():
         return partial(evaluation_stage, files.read_json(results, "Remove it, then there are no pictures."))
     return None
