@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from posttrain import parallel
+from posttrain import launcher, parallel
 from posttrain.sampler import CompiledSampler, RemoteSampler, ReplaySampler, Sampler, SlotSampler, VLLMSampler
 from posttrain.sampler.remote import Policy
 from posttrain.sampler.slot_server import SlotServer, SlotServers
@@ -66,11 +66,8 @@ def open_servers(policy: Policy, kind: str, urls: Sequence[str], folder: Path) -
 
     folder: where weights may lie until vLLM has read them. A UserError where one is not there, or does not fit.
     """
-    if len(urls) < parallel.size():
-        raise UserError(
-            f"rollout.servers names {len(urls)} servers for {parallel.size()} processes, each of which needs one of its"
-            " own: start more servers, or fewer processes."
-        )
+    if few := launcher.servers_for(parallel.size(), list(urls)):
+        raise UserError(few)
     mine = urls[parallel.rank() :: parallel.size()]
     if kind == "server":
         servers = SlotServers([SlotServer(url) for url in mine], policy)

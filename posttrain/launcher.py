@@ -103,6 +103,16 @@ def not_sharded(cfg: Any) -> str:
     return ""
 
 
+def servers_for(processes: int, servers: list[str]) -> str:
+    """Why so many rollout servers are too few for so many processes; empty where they are enough, or none."""
+    if not servers or len(servers) >= processes:
+        return ""
+    return (
+        f"rollout.servers names {len(servers)} servers for {processes} processes, each of which needs one of its own:"
+        " start more servers, or fewer processes."
+    )
+
+
 def _check_processes() -> None:
     """accelerate starts ONE process where it is told to use CPUs, whatever `--num_processes` says."""
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ and "WORLD_SIZE" not in os.environ

@@ -270,12 +270,15 @@ def test_a_model_too_large_for_one_device_is_sharded_over_eight() -> None:
     assert not eight.sharded and "optim=adamw_8bit of bitsandbytes cannot be" in eight.problem
 
 
-def test_vllm_in_the_process_is_planned_for_one_device_alone() -> None:
+def test_what_several_processes_cannot_do_is_not_planned_for_them() -> None:
     cfg = config(rollout={"engine": "vllm"}, trainer={"bf16": True})
     one, eight = (report.plan(SHAPE, cfg, Fleet(devices.DEVICES[4], each=each)) for each in (1, 8))
     assert one.seconds is not None and not one.problem
     assert eight.seconds is None and "runs in one process alone" in eight.problem
     assert "cannot run" in report.table([eight], cfg)
+    cfg = config(rollout={"engine": "server", "servers": ["http://a:1"]}, trainer={"bf16": True})
+    eight = report.plan(SHAPE, cfg, Fleet(devices.DEVICES[4], each=8))
+    assert eight.seconds is None and "names 1 servers for 8 processes" in eight.problem
 
 
 def test_servers_play_side_by_side_and_ahead_of_the_learner() -> None:

@@ -371,6 +371,17 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def test_a_server_that_comes_back_with_another_token_is_lost(tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(client.TOKEN, "first")
+    with running(tiny_chat, token="first") as servers:
+        server = connected(tiny_chat, llama(), servers).servers.live[0]
+        servers[0].server.token = "second"
+        with pytest.raises(Lost, match="token is missing or another one"):
+            server.still_here()
+        with pytest.raises(UserError, match=f"asks for its token: set the environment variable {client.TOKEN}"):
+            connected(tiny_chat, llama(), servers)
+
+
 def test_a_request_is_done_as_a_whole_or_refused(tiny_chat: Chat) -> None:
     with running(tiny_chat) as servers:
         server = connected(tiny_chat, llama(), servers).servers.live[0]

@@ -100,6 +100,33 @@ def test_a_server_that_dies_changes_nothing_of_the_run(
     check_equal(here, tmp_path / "run")
 
 
+@pytest.mark.slow
+def test_a_server_process_that_is_killed_changes_nothing_of_the_run(
+    here: Path, player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes as the documentation starts them; one gets SIGKILL in the middle of the second step."""
+    command = [sys.executable, "-m", "posttrain.rollout_server", "--model", str(player), "--port", "0"]
+    command += ["--device", "cpu", "--dtype", "float32"]
+    servers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)]
+    honest = RemoteSampler._begin
+
+    def begin(self: RemoteSampler, turns: Any) -> None:
+        if self.servers.version == 2 and servers[1].poll() is None and len(self._turns) > 2:
+            servers[1].kill()
+        honest(self, turns)
+
+    monkeypatch.setattr(RemoteSampler, "_begin", begin)
+    try:
+        urls = [str(server.stdout.readline()).split()[-1] for server in servers if server.stdout]
+        train(run_of(tmp_path, player, engine="server", servers=urls))
+        assert servers[1].wait() == -signal.SIGKILL and servers[0].poll() is None
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
+    check_equal(here, tmp_path / "run")
+
+
 @pytest.mark.parametrize("ahead", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.slow
 def test_a_run_that_plays_ahead_learns_from_nothing_that_is_older_than_asked(

@@ -219,7 +219,7 @@ def choose(shape: Shape, cfg: StarPORun, place: Place) -> Plan:
         "stepping": stepping(shape, cfg, cuda, shards),
     }
     if slots is None or tokens is None:
-        raise UserError(too_much(cfg, slots or 1, tokens or context, found, budget))
+        raise UserError(too_much(cfg, slots or 1, tokens or context, found, budget, place.sharded))
     warnings = []
     if most(found) > held + free:
         warnings.append(
@@ -233,7 +233,9 @@ def checkpointed(cfg: StarPORun, on: bool) -> StarPORun:
     return cfg.model_copy(update={"trainer": cfg.trainer.model_copy(update={"gradient_checkpointing": on})})
 
 
-def too_much(cfg: StarPORun, slots: int, tokens: int, found: Mapping[str, Mapping[str, int]], budget: float) -> str:
+def too_much(
+    cfg: StarPORun, slots: int, tokens: int, found: Mapping[str, Mapping[str, int]], budget: float, sharded: bool
+) -> str:
     """The paragraph for a run that cannot fit: what takes how much, and what to lower."""
     full = cfg.model.tuning == "full"
     remedies = {
@@ -241,7 +243,7 @@ def too_much(cfg: StarPORun, slots: int, tokens: int, found: Mapping[str, Mappin
         "algorithm.beta=0 (no reference model)": full and cfg.algorithm.beta > 0 and cfg.distillation is None,
         "distillation=null (no teacher)": full and cfg.algorithm.beta == 0 and cfg.distillation is not None,
         "trainer.gradient_checkpointing=true": not cfg.trainer.gradient_checkpointing,
-        "trainer.optim=adamw_8bit": full and cfg.trainer.optim == "adamw_torch",
+        "trainer.optim=adamw_8bit": full and cfg.trainer.optim == "adamw_torch" and not sharded,
         "model.tuning=lora": full,
         f"a rollout.max_context below {cfg.rollout.max_context}": True,
         "a smaller model": True,

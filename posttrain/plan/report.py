@@ -78,8 +78,11 @@ def plan(shape: Shape, cfg: Any, fleet: Fleet) -> Planned:
     cfg = settled(cfg, fleet)
     make = _of_episodes if isinstance(cfg, StarPORun) else _of_rows
     whole = make(shape, cfg, fleet, _place(cfg, fleet, sharded=False))
-    if fleet.count > 1 and isinstance(cfg, StarPORun) and cfg.rollout.engine == "vllm":
-        return whole._replace(seconds=None, settings="cannot run", problem=_on(fleet, launcher.ONE_PROCESS))
+    if fleet.count > 1 and isinstance(cfg, StarPORun):
+        servers = cfg.rollout.servers
+        why = launcher.ONE_PROCESS if cfg.rollout.engine == "vllm" else launcher.servers_for(fleet.count, servers)
+        if why:
+            return whole._replace(seconds=None, settings="cannot run", problem=_on(fleet, why))
     if not whole.problem or fleet.count == 1:
         return whole
     if why := launcher.not_sharded(cfg):
@@ -228,6 +231,8 @@ def _told(cfg: Any, wanted: Sequence[Fleet]) -> str:
     example = "new=30,turns=5" if isinstance(cfg, StarPORun) else "rows=20000,tokens=300"
     servers = len(cfg.rollout.servers) if isinstance(cfg, StarPORun) else 0
     elsewhere = f"Played by servers ({servers}), each one such device, in the price. " if servers else ""
+    again = "Rollouts keep the KV cache; a model that cannot (posttrain.check_model) reads its history every turn. "
+    elsewhere += again if isinstance(cfg, StarPORun) and not servers else ""
     prices = f"{devices.PRICED}. " if any(fleet.price is not None for fleet in wanted) else ""
     device = wanted[0].device
     limits = f"{device.bandwidth:.1f} GB/s, {device.peak:.3f} TFLOP/s in bfloat16, {device.single:.3f} in float32"

@@ -149,7 +149,7 @@ def too_much(shape: Shape, cfg: Any, place: Place, where: str) -> str:
     remedies = {
         smaller: best is not None and best < settings.rows,
         "trainer.gradient_checkpointing=true": not again,
-        "trainer.optim=adamw_8bit": full and "8bit" not in settings.optim,
+        "trainer.optim=adamw_8bit": full and "8bit" not in settings.optim and not place.sharded,
         "model.tuning=lora": full,
         f"a data.max_length below {settings.longest}": True,
         "a smaller model": best is None,

@@ -158,7 +158,7 @@ class SlotServer:
         try:
             return json.loads(ask(self.url + path, body, timeout, headers, MOST_REPLY))
         except BadStatus as error:
-            if error.status == 401:
+            if error.status == 401 and not self.session:  # later it is a server that was restarted with another token
                 raise UserError(
                     f"The rollout server at {self.url} asks for its token: set the environment variable {TOKEN} here to"
                     " what it is set to there."
