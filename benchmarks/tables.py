@@ -1,6 +1,8 @@
 """Which tables does the README show?  Each from a file in results/.
 
-    python benchmarks/tables.py ragen    # results/ragen_levels.jsonl, by long/ragen_levels.py; all without a name
+    python benchmarks/tables.py            # all of them
+    python benchmarks/tables.py smollm2    # results/smollm2.json and smollm2-envs.json, of configs/smollm2/evaluate.yaml
+    python benchmarks/tables.py ragen      # results/ragen_levels.jsonl, by long/ragen_levels.py
 
 A test compares them with the README.
 """
@@ -8,16 +10,26 @@ A test compares them with the README.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks._measure import table
 from benchmarks.long import ragen_levels
+from posttrain.metrics import wilson
+from posttrain.report.tables import percent
+from posttrain.types import Record
 
 RESULTS = Path(__file__).resolve().parent / "results"
+ROWS = {
+    "base": "base",
+    "phase1": "phase 1: SFT",
+    "phase2": "phase 2: DPO",
+}
 TITLES = {
     "frozen-lake": "FrozenLake",
     "slippery": "FrozenLake, slippery",
@@ -27,6 +39,49 @@ TITLES = {
     "2048": "2048, to 32",
     "rubiks-cube": "Rubik's cube 2x2",
 }
+
+
+class Column(NamedTuple):
+    """Column("Sokoban", "envs.sokoban", "success"): a figure of each checkpoint, a share that is counted or a mean."""
+
+    title: str
+    place: str  # within a checkpoint's part of results.json
+    metric: str
+
+    def cell(self, checkpoint: Record) -> str:
+        entry = checkpoint
+        for key in self.place.split("."):
+            if key not in entry:
+                return "not measured"
+            entry = entry[key]
+        value = entry[self.metric]
+        if self.metric in ("accuracy", "success", "seq_rep_4"):  # the figures that the intervals belong to
+            low, high = entry["low"], entry["high"]
+        elif self.metric == "last_number":
+            low, high = wilson(round(value * entry["n"]), entry["n"])
+        else:
+            return percent(value)
+        return f"{percent(value)} [{100 * low:.0f}, {100 * high:.0f}]"
+
+
+SMOLLM2 = (
+    Column("GSM8K: in a box", "math.gsm8k_held_out", "accuracy"),
+    Column("GSM8K: last number", "math.gsm8k_held_out", "last_number"),
+    Column("repeated 4-grams", "repetition", "seq_rep_4"),
+    Column("of the first 128 tokens", "repetition", "seq_rep_4_first"),
+    Column("FrozenLake", "envs.frozen_lake", "success"),
+    Column("Sokoban", "envs.sokoban", "success"),
+)
+
+
+def of_checkpoints(names: Sequence[str], columns: Sequence[Column]) -> str:
+    """A row for each checkpoint, from one results.json or several of the same checkpoints."""
+    checkpoints: dict[str, Record] = {}
+    for name in names:
+        for key, entry in json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["checkpoints"].items():
+            checkpoints[key] = checkpoints.get(key, {}) | entry
+    cells = [[ROWS[key], *(column.cell(entry) for column in columns)] for key, entry in checkpoints.items()]
+    return table(["", *(column.title for column in columns)], cells)
 
 
 def ragen() -> str:
@@ -52,7 +107,10 @@ def _mean(shares: Sequence[float]) -> str:
     return f"{fmean(shares):.2f}{spread}"
 
 
-TABLES = {"ragen": ragen}
+TABLES: dict[str, Callable[[], Any]] = {
+    "smollm2": lambda: of_checkpoints(("smollm2", "smollm2-envs"), SMOLLM2),
+    "ragen": ragen,
+}
 
 
 def main() -> None:
