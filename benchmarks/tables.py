@@ -1,7 +1,7 @@
 """Which tables does the README show?  Each from a file in results/.
 
     python benchmarks/tables.py            # all of them
-    python benchmarks/tables.py smollm2    # results/smollm2.json and smollm2-envs.json, of configs/smollm2/evaluate.yaml
+    python benchmarks/tables.py smollm2    # results/smollm2.json, smollm2-envs.json: configs/smollm2/evaluate.yaml
     python benchmarks/tables.py ragen      # results/ragen_levels.jsonl, by long/ragen_levels.py
 
 A test compares them with the README.
