@@ -127,11 +127,11 @@ def serve(out: str) -> None:
 def engine() -> tuple[Any, Any, Any]:
     """A small Llama of random weights, the slot engine around it, and a chat of words."""
     from benchmarks import _measure
-    from posttrain import compat
+    from posttrain import hardware
     from posttrain.sampler import SlotSampler
 
     _measure.threads()
-    compat.keep_freed_memory()  # as a script does that loads a model
+    hardware.keep_freed_memory()  # as a script does that loads a model
     model = _measure.model_of("llama", _measure.SHAPES["tiny"]["llama"])
     return model, SlotSampler(model, range(VOCABULARY - STOPS, VOCABULARY), _measure.PAD), _measure.words(VOCABULARY)
 

@@ -23,7 +23,7 @@ import _measure
 from _measure import PAD, SHAPES
 
 import train_phase3_starpo as phase3
-from posttrain import compat, models
+from posttrain import hardware, models
 from posttrain.chat import Chat
 from posttrain.config import ModelSection, StarPORun, resolve
 from posttrain.sampler import SlotSampler
@@ -70,7 +70,7 @@ def won(sample: int) -> float:
 
 def ours(cfg: StarPORun, model: Any, chat: Chat) -> Callable[[int], Iteration]:
     """Iteration 1, 2, ... of phase 3, its model being the policy."""
-    compat.keep_freed_memory()  # as a script does that loads a model
+    hardware.keep_freed_memory()  # as a script does that loads a model
     learner = make_learner(cfg, model, chat)
     sampler = SlotSampler(learner.policy, [model.config.vocab_size], PAD)  # no token ends a turn
 

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import _measure
 from _measure import PAD, SHAPES
 
-from posttrain import compat
+from posttrain import hardware
 from posttrain.chat import Chat
 from posttrain.sampler import ReplaySampler, Sampler, SlotSampler, TurnRequest, VLLMSampler
 from posttrain.types import Completion, SamplingParams, derive_seed
@@ -387,7 +387,7 @@ def main() -> None:
     stop = STOP if given.ragged else None
     _measure.threads()
     if given.device == "cpu":
-        compat.keep_freed_memory()  # as every script does there; here all engines gain by it
+        hardware.keep_freed_memory()  # as every script does there; here all engines gain by it
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)  # it warns of what is meant here
     dtype = torch.bfloat16 if given.device == "cuda" else torch.float32
 

@@ -64,13 +64,13 @@ def conversations(count: int, turns: int, new_tokens: int, vocabulary: int) -> l
 def ours(model: Any, episodes: list[Trajectory], micro_batch_tokens: int, **trainer: Any) -> Callable[[], float]:
     """One update of phase 3; the norm of its gradient. `trainer` has more of its settings."""
     import train_phase3_starpo as phase3
-    from posttrain import compat
+    from posttrain import hardware
     from posttrain.config import StarPORun
     from posttrain.experience import Batch, Experience
     from posttrain.learner import Learner
     from posttrain.starpo.advantages import grpo
 
-    compat.keep_freed_memory()  # as a script does that loads a model
+    hardware.keep_freed_memory()  # as a script does that loads a model
     cfg = StarPORun.model_validate(
         {
             "output_dir": "unused",

@@ -10,10 +10,8 @@ generator (envs/sokoban/rooms.py) and OpenEnv's socket (envs/adapters/openenv_cl
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
-import platform
 import struct
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -434,16 +432,3 @@ def no_task_code(own: bool, run_answers: Iterable[str]) -> Iterator[None]:
 def has_hooks(module: torch.nn.Module) -> bool:
     """Whether somebody looks at what goes into a module or comes out, or changes it. Until torch can be asked."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
-def keep_freed_memory() -> None:
-    """Let glibc hand out again what this process has freed, instead of giving it back to the system.
-
-    Each training step needs the memory of the last one. Virtual machines in particular take long to provide it. Until
-    torch has an allocator on CPUs that keeps what is freed, as it has on GPUs.
-    """
-    if platform.libc_ver()[0] == "glibc":
-        trim_threshold, mmap_max = -1, -4  # as in malloc.h
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(trim_threshold, -1)  # never give anything back
-        mallopt(mmap_max, 0)  # nor take large pieces straight from the system, which go back when they are freed

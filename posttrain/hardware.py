@@ -1,9 +1,11 @@
-"""Which device does a run compute on, and in which precision?"""
+"""Which device does a run compute on, in which precision, and who keeps the memory that it frees?"""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
+import platform
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -98,3 +100,22 @@ def settle(cfg: TrainingConfig) -> TrainingConfig:
 def trainer_field(cfg: Any, name: str) -> Any:
     """A key of the section `trainer`, which is TRL's dict in phases 1 and 2 and our own section in phase 3."""
     return cfg.trainer.get(name) if isinstance(cfg.trainer, dict) else getattr(cfg.trainer, name, None)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc hand out again what this process has freed, instead of giving it back to the system.
+
+    Each training step needs the memory of the last one, and virtual machines in particular take long to provide it.
+    Rows of many lengths leave pieces too small to be used again: see `release_freed_memory`.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        trim_threshold, mmap_max = -1, -4  # as in malloc.h
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(trim_threshold, -1)  # never give anything back
+        mallopt(mmap_max, 0)  # nor take large pieces straight from the system, which go back when they are freed
+
+
+def release_freed_memory() -> None:
+    """Give what this process has freed back to the system, however small the pieces, whatever glibc was told before."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))

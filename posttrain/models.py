@@ -36,7 +36,7 @@ def load(
     """
     place = hardware.resolve_device(device)
     if place.type == "cpu" and not torch.cuda.is_available():
-        compat.keep_freed_memory()
+        hardware.keep_freed_memory()
     chat = load_chat(model, chat_template)
     if launcher.sharding() == "zero3":
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config

@@ -11,7 +11,6 @@ import dataclasses
 import inspect
 import json
 import os
-import platform
 import re
 import struct
 import subprocess
@@ -502,32 +501,6 @@ def test_has_hooks() -> None:
     module.register_forward_pre_hook(lambda *_: None)
     assert compat.has_hooks(module)
     assert public(dir(module), "has", "hook") == [], "torch can be asked"
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
-@pytest.mark.slow
-def test_keep_freed_memory() -> None:
-    """The same memory is asked for again and again: the system provides it once, where it did so each time."""
-    program = """
-import resource, torch
-from posttrain import compat
-
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(20):
-        torch.ones(2**24)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-without = faults()
-compat.keep_freed_memory()
-faults()
-print(without, faults())
-"""
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
-    command = [sys.executable, "-c", program]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=plain).stdout
-    without, kept = map(int, printed.split())
-    assert without > 100 + 10 * kept
 
 
 # ---------------------------------------------------------------------------------------------------- trackio and wandb

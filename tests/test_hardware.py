@@ -1,7 +1,11 @@
-"""Is a device that is not there refused in words, and is nothing asked of a Mac's GPU that it does not have?"""
+"""Are missing devices refused in words, is a Mac asked for nothing that it does not have, and is freed memory kept?"""
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +100,55 @@ def test_tokens_are_drawn_by_the_cpu_where_a_gpu_has_no_double_precision(
     expected = sample_tokens(logits_BV, settings, here.float().double(), seen_BV)
     assert torch.equal(tokens_B, expected[0]) and torch.equal(logprobs_B, expected[1])
     assert [tensor.dtype for tensor in there] == [torch.float32, torch.long, torch.float32]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
+@pytest.mark.slow
+def test_keep_freed_memory() -> None:
+    """The same memory is asked for again and again: the system provides it once, where it did so each time."""
+    program = """
+import resource, torch
+from posttrain import hardware
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.ones(2**24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+without = faults()
+hardware.keep_freed_memory()
+faults()
+print(without, faults())
+"""
+    without, kept = measured(program)
+    assert without > 100 + 10 * kept
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
+def test_release_freed_memory() -> None:
+    """Every second piece of memory is freed: no piece of twice the size fits, and all of them can be given back."""
+    program = """
+import resource, torch
+from posttrain import hardware
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() >> 20
+
+hardware.keep_freed_memory()
+pieces = [torch.ones(2**18) for _ in range(200)]
+before = resident()
+del pieces[::2]
+kept = resident()
+hardware.release_freed_memory()
+print(before - kept, before - resident())
+"""
+    kept_free, given_back = measured(program)
+    assert kept_free < 5 and given_back > 80, "100 pieces of 1 MiB"
+
+
+def measured(program: str) -> list[int]:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    command = [sys.executable, "-c", program]
+    return [*map(int, subprocess.run(command, capture_output=True, text=True, check=True, env=plain).stdout.split())]
