@@ -201,10 +201,9 @@ class Engine:
         if not (type(longest) is int and 0 < longest <= LONGEST):
             raise Refused(400, f"longest is no number from 1 to {LONGEST}")
         with self._changed:
-            silent = time.monotonic() - self._heard
-            if self._session not in ("", former) and silent <= LEASE:
-                raise Refused(409, f"another run has this server, which it asked {silent:.0f} s ago")
+            self._refuse_if_taken(former)
             self._until_nothing_is_written()
+            self._refuse_if_taken(former)  # by a run that waited as well
             self._end()
             self._session, self._heard, self._longest = session, time.monotonic(), longest
             if hasattr(self.sampler, "longest"):
@@ -231,6 +230,11 @@ class Engine:
         if not session or session != self._session:
             raise Refused(409, "it does not know this run: it was restarted, or heard nothing of the run for too long")
         self._heard = time.monotonic()
+
+    def _refuse_if_taken(self, former: str) -> None:
+        silent = time.monotonic() - self._heard
+        if self._session not in ("", former) and silent <= LEASE:
+            raise Refused(409, f"another run has this server, which it asked {silent:.0f} s ago")
 
     def _until_nothing_is_written(self) -> None:
         if not self._changed.wait_for(lambda: not self._writing or self.failure, WEIGHTS_PATIENCE):

@@ -329,6 +329,32 @@ def test_a_server_plays_for_one_run_until_that_has_ended(tiny_chat: Chat, monkey
         )
 
 
+def test_of_two_runs_that_wait_for_a_free_server_one_gets_it(tiny_chat: Chat) -> None:
+    model = llama()
+    engine = rollout_engine.Engine(SlotSampler(model, [tiny_chat.stop_id], tiny_chat.pad_id), tiny_chat, "tiny")
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    wanted = {"shapes": shapes, "stop_ids": [tiny_chat.stop_id], "pad_id": tiny_chat.pad_id, "longest": 64}
+    outcomes: list[str] = []
+
+    def begin(session: str) -> None:
+        try:
+            outcomes.append(engine.begin_session(wanted, session)["session"])
+        except rollout_engine.Refused as error:
+            outcomes.append(str(error))
+
+    engine._writing = {0}  # the last turn of a run before them
+    both = [threading.Thread(target=begin, args=(session,)) for session in ("a", "b")]
+    for run in both:
+        run.start()
+    until(lambda: len(engine._changed._waiters) == 2)
+    with engine._changed:
+        engine._writing.clear()
+        engine._changed.notify_all()
+    for run in both:
+        run.join()
+    assert engine._session == outcomes[0] and "another run has this server" in outcomes[1]
+
+
 def test_what_does_not_fit_is_said_before_anything_is_played(tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(tiny_chat, token="open sesame") as servers:
         with pytest.raises(UserError, match="asks for its token: set the environment variable ROLLOUT_SERVER_TOKEN"):
