@@ -346,7 +346,7 @@ def test_of_two_runs_that_wait_for_a_free_server_one_gets_it(tiny_chat: Chat) ->
     both = [threading.Thread(target=begin, args=(session,)) for session in ("a", "b")]
     for run in both:
         run.start()
-    until(lambda: len(engine._changed._waiters) == 2)
+    until(lambda: len(engine._changed._waiters) == 2)  # type: ignore[attr-defined]
     with engine._changed:
         engine._writing.clear()
         engine._changed.notify_all()
