@@ -1,7 +1,7 @@
 """Which tables does the README show?  Each from a file in results/.
 
     python benchmarks/tables.py            # all of them
-    python benchmarks/tables.py smollm2    # results/smollm2.json, smollm2-envs.json: configs/smollm2/evaluate.yaml
+    python benchmarks/tables.py smollm2    # results/smollm2*.json, by configs/smollm2/evaluate.yaml
     python benchmarks/tables.py ragen      # results/ragen_levels.jsonl, by long/ragen_levels.py
 
 A test compares them with the README.
@@ -28,7 +28,9 @@ RESULTS = Path(__file__).resolve().parent / "results"
 ROWS = {
     "base": "base",
     "phase1": "phase 1: SFT",
+    "coin": "phase 2 with labels by a coin",
     "phase2": "phase 2: DPO",
+    "phase3": "phase 3: StarPO",
 }
 TITLES = {
     "frozen-lake": "FrozenLake",
@@ -64,13 +66,13 @@ class Column(NamedTuple):
         return f"{percent(value)} [{100 * low:.0f}, {100 * high:.0f}]"
 
 
+PLAY = (Column("FrozenLake", "envs.frozen_lake", "success"), Column("Sokoban", "envs.sokoban", "success"))
 SMOLLM2 = (
     Column("GSM8K: in a box", "math.gsm8k_held_out", "accuracy"),
     Column("GSM8K: last number", "math.gsm8k_held_out", "last_number"),
     Column("repeated 4-grams", "repetition", "seq_rep_4"),
     Column("of the first 128 tokens", "repetition", "seq_rep_4_first"),
-    Column("FrozenLake", "envs.frozen_lake", "success"),
-    Column("Sokoban", "envs.sokoban", "success"),
+    *PLAY,
 )
 
 
@@ -80,7 +82,8 @@ def of_checkpoints(names: Sequence[str], columns: Sequence[Column]) -> str:
     for name in names:
         for key, entry in json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["checkpoints"].items():
             checkpoints[key] = checkpoints.get(key, {}) | entry
-    cells = [[ROWS[key], *(column.cell(entry) for column in columns)] for key, entry in checkpoints.items()]
+    entries = [(label, checkpoints[key]) for key, label in ROWS.items() if key in checkpoints]
+    cells = [[label, *(column.cell(entry) for column in columns)] for label, entry in entries]
     return table(["", *(column.title for column in columns)], cells)
 
 
@@ -108,7 +111,8 @@ def _mean(shares: Sequence[float]) -> str:
 
 
 TABLES: dict[str, Callable[[], Any]] = {
-    "smollm2": lambda: of_checkpoints(("smollm2", "smollm2-envs"), SMOLLM2),
+    # the later file counts: in the first two, phase 2 is the one trained at 2e-5
+    "smollm2": lambda: of_checkpoints([f"smollm2{part}" for part in ("", "-envs", "-phase2", "-coin")], SMOLLM2),
     "ragen": ragen,
 }
 
