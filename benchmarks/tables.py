@@ -112,7 +112,7 @@ def _mean(shares: Sequence[float]) -> str:
 
 TABLES: dict[str, Callable[[], Any]] = {
     # the later file counts: in the first two, phase 2 is the one trained at 2e-5
-    "smollm2": lambda: of_checkpoints([f"smollm2{part}" for part in ("", "-envs", "-phase2", "-coin")], SMOLLM2),
+    "smollm2": lambda: of_checkpoints([f"smollm2{of}" for of in ("", "-envs", "-phase2", "-coin", "-base")], SMOLLM2),
     "ragen": ragen,
 }
 
