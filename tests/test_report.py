@@ -576,16 +576,25 @@ def test_report_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent, timeout=60)
 
 
+def test_a_last_row_without_its_line_end_is_a_row(run: Path, tmp_path: Path) -> None:
+    shutil.copy(run / "results.json", tmp_path)
+    (tmp_path / "transcripts.jsonl").write_text((run / "transcripts.jsonl").read_text().removesuffix("\n"))
+    assert comparison.open_model(str(tmp_path)).rows == comparison.open_model(str(run)).rows
+
+
 def test_damaged_results_are_refused(run: Path, tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text((run / "results.json").read_text()[:500])
     (tmp_path / "transcripts.jsonl").write_text("")
     with pytest.raises(UserError, match="--overwrite"):
         report.build(tmp_path)
     whole = json.loads((run / "results.json").read_text())
-    for damaged in ({"checkpoints": {}}, whole | {"checkpoints": {}}):
+    wrong = [whole | {part: 5} for part in ("checkpoints", "differences", "baselines", "config")]
+    for damaged in ({"checkpoints": {}}, whole | {"checkpoints": {}}, *wrong):
         (tmp_path / "results.json").write_text(json.dumps(damaged))
         with pytest.raises(UserError, match="damaged or not what"):
             report.build(tmp_path)
+        with pytest.raises(UserError, match="damaged or not what"):
+            comparison.open_model(str(tmp_path))
     assert not (tmp_path / "report.html").exists()
 
 

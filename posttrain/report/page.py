@@ -91,8 +91,9 @@ def read(folder: Path) -> tuple[Results, list[Record]]:
             )
     remedy = f"Measure again: python evaluate_model.py output_dir={folder} --overwrite"
     results = files.read_json(folder / "results.json", remedy)
-    transcripts = files.read_json_lines(folder / "transcripts.jsonl", remedy)
-    if not {"checkpoints", "differences", "baselines", "config"} <= set(results) or not results["checkpoints"]:
+    transcripts = files.read_json_lines(folder / "transcripts.jsonl", remedy, appended=False)
+    parts = {"checkpoints": dict, "differences": list, "baselines": dict, "config": dict}
+    if not all(isinstance(results.get(part), kind) for part, kind in parts.items()) or not results["checkpoints"]:
         raise UserError(_damaged(folder))
     return results, transcripts
 
