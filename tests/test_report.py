@@ -1009,6 +1009,13 @@ def test_several_intervals_hold_together(run: Path, other: Path) -> None:
     assert found.change.value == alone.change.value
 
 
+def test_transcripts_of_one_damaged_row_are_no_empty_ones(run: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(run, tmp_path / "broken"))
+    (broken / "transcripts.jsonl").write_text("{torn")
+    with pytest.raises(UserError, match=r"The files in .*broken are damaged .* Measure again"):
+        comparison.open_model(str(broken))
+
+
 def test_what_was_not_asked_alike_is_not_compared(run: Path, other: Path, tmp_path: Path) -> None:
     before = comparison.open_model(str(run))
     changed = json.loads((other / "results.json").read_text())

@@ -93,7 +93,9 @@ def read(folder: Path) -> tuple[Results, list[Record]]:
     results = files.read_json(folder / "results.json", remedy)
     transcripts = files.read_json_lines(folder / "transcripts.jsonl", remedy, appended=False)
     parts = {"checkpoints": dict, "differences": list, "baselines": dict, "config": dict}
-    if not all(isinstance(results.get(part), kind) for part, kind in parts.items()) or not results["checkpoints"]:
+    whole = all(isinstance(results.get(part), kind) for part, kind in parts.items()) and results["checkpoints"]
+    torn = not transcripts and (folder / "transcripts.jsonl").stat().st_size > 0
+    if torn or not whole:
         raise UserError(_damaged(folder))
     return results, transcripts
 
