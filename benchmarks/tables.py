@@ -1,8 +1,9 @@
 """Which tables does the README show?  Each from a file in results/.
 
-    python benchmarks/tables.py            # all of them
-    python benchmarks/tables.py smollm2    # results/smollm2*.json, by configs/smollm2/evaluate.yaml
-    python benchmarks/tables.py ragen      # results/ragen_levels.jsonl, by long/ragen_levels.py
+    python benchmarks/tables.py               # all of them
+    python benchmarks/tables.py quickstart    # results/quickstart.json, the results.json of `make quickstart`
+    python benchmarks/tables.py smollm2       # results/smollm2*.json, by configs/smollm2/evaluate.yaml
+    python benchmarks/tables.py ragen         # results/ragen_levels.jsonl, by long/ragen_levels.py
 
 A test compares them with the README.
 """
@@ -30,6 +31,7 @@ ROWS = {
     "phase1": "phase 1: SFT",
     "coin": "phase 2 with labels by a coin",
     "phase2": "phase 2: DPO",
+    "phase3": "phase 3: StarPO",
 }
 TITLES = {
     "frozen-lake": "FrozenLake",
@@ -65,13 +67,20 @@ class Column(NamedTuple):
         return f"{percent(value)} [{100 * low:.0f}, {100 * high:.0f}]"
 
 
+PLAY = (Column("FrozenLake", "envs.frozen_lake", "success"), Column("Sokoban", "envs.sokoban", "success"))
+QUICKSTART = (
+    Column("math", "math.embedded", "accuracy"),
+    Column("recall", "recall", "accuracy"),
+    Column("pairs ranked right", "preferences", "accuracy"),
+    Column("repeated 4-grams", "repetition", "seq_rep_4"),
+    *PLAY,
+)
 SMOLLM2 = (
     Column("GSM8K: in a box", "math.gsm8k_held_out", "accuracy"),
     Column("GSM8K: last number", "math.gsm8k_held_out", "last_number"),
     Column("repeated 4-grams", "repetition", "seq_rep_4"),
     Column("of the first 128 tokens", "repetition", "seq_rep_4_first"),
-    Column("FrozenLake", "envs.frozen_lake", "success"),
-    Column("Sokoban", "envs.sokoban", "success"),
+    *PLAY,
 )
 
 
@@ -110,6 +119,7 @@ def _mean(shares: Sequence[float]) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "quickstart": lambda: of_checkpoints(("quickstart",), QUICKSTART),
     # the later file counts: in the first two, phase 2 is the one trained at 2e-5
     "smollm2": lambda: of_checkpoints([f"smollm2{of}" for of in ("", "-envs", "-phase2", "-coin", "-base")], SMOLLM2),
     "ragen": ragen,

@@ -129,16 +129,19 @@ def test_fsdp2_equal_to_one_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sharded", "before", "after"), [(False, 2, 1), (False, 1, 2), (False, 2, 4), (True, 2, 2), (True, 2, 4)]
-)
+    ("phase", "tuning", "sharded", "before", "after"),
+    [("sft", "full", sharded, *counts) for sharded, *counts in
+     ((False, 2, 1), (False, 1, 2), (False, 2, 4), (True, 2, 2), (True, 2, 4))]
+    + [("sft", "lora", True, 2, 4), ("dpo", "full", True, 2, 4), ("dpo", "lora", True, 2, 4)],
+)  # fmt: skip
 def test_resumed_equal_to_one_process(
-    tmp_path: Path, files: SimpleNamespace, sharded: bool, before: int, after: int
+    tmp_path: Path, files: SimpleNamespace, phase: str, tuning: str, sharded: bool, before: int, after: int
 ) -> None:
     """The accumulation makes up for the processes: each step has the rows that it would have had."""
-    file = config_in(tmp_path, files, "sft", {})
-    train_phase1_sft.main(["--config", str(file), f"output_dir={tmp_path}/one"])
+    file = config_in(tmp_path, files, phase, LORA if tuning == "lora" else {})
+    SCRIPTS[phase].main(["--config", str(file), f"output_dir={tmp_path}/one"])
     env = FSDP2 if sharded else {}
-    command = [script("sft"), "--config", str(file), f"trainer.gradient_accumulation_steps={4 // before}"]
+    command = [script(phase), "--config", str(file), f"trainer.gradient_accumulation_steps={4 // before}"]
     done = launched(before, *command, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     for folder in ("checkpoint-4", "checkpoint-5", "final"):
@@ -147,8 +150,8 @@ def test_resumed_equal_to_one_process(
     assert done.returncode == 0, done.stderr[-3000:]
     told = f"now on {after}: with gradient_accumulation_steps={4 // after} a step has the same 8 rows"
     assert "checkpoint-2" in done.stdout and (told in done.stdout) == (after != before)
-    kind = "FSDP2" if sharded else "copies"
-    equal(f"phase 1, full, {kind}, resumed at step 2 | {before}, then {after}", tmp_path / "one", tmp_path / "run")
+    what = f"phase {1 if phase == 'sft' else 2}, {tuning}, {'FSDP2' if sharded else 'copies'}, resumed at step 2"
+    equal(f"{what} | {before}, then {after}", tmp_path / "one", tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -301,17 +304,18 @@ def lose_the_second(command: list[str], saved: Path, number: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("env", [{}, FSDP2], ids=["copies", "fsdp2"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
 def test_phase_3_ends_that_loses_a_process_and_goes_on(
-    tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, number: int
+    tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, number: int, env: dict[str, str]
 ) -> None:
     player = test_phase3.taught(tmp_path / "player" / "final", tiny_tokenizer, 60)
     trainer = {"max_steps": 12, "ddp_timeout": 10}
     file = test_phase3.settings(tmp_path / "run.yaml", player, trainer=trainer, checkpoint={"every": 2})
-    lose_the_second(
-        ["PATIENCE=5", "train_phase3_starpo.py", "--config", str(file)], tmp_path / "run" / "checkpoint-2", number
-    )
-    done = launched(2, "train_phase3_starpo.py", "--config", str(file), "--resume", env={})
+    command = ["train_phase3_starpo.py", "--config", str(file)]
+    settings = [f"{key}={value}" for key, value in (env | {"PATIENCE": "5"}).items()]
+    lose_the_second([*settings, *command], tmp_path / "run" / "checkpoint-2", number)
+    done = launched(2, *command, "--resume", env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     trained = [row["step"] for row in test_phase3.rows(tmp_path / "run") if "policy/loss" in row]
     assert trained == list(range(1, 13))
