@@ -7,7 +7,6 @@ Only the first process of a run writes.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import signal
@@ -70,7 +69,6 @@ def keep_private(output_dir: Path) -> None:
         os.environ.setdefault("PYTORCH_ENABLE_MPS_FALLBACK", "1")
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # says at import that a CPU has no 4-bit GPU kernel
 
 
 class Progress:

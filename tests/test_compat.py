@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import copy
 import dataclasses
+import importlib
 import inspect
 import json
 import os
@@ -30,6 +31,7 @@ from accelerate.state import AcceleratorState
 from jinja2.sandbox import SandboxedEnvironment
 from peft import LoraConfig, get_peft_model
 from peft.utils.other import TrainableTokensWrapper
+from tiny_runs import python
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -479,6 +481,12 @@ def test_merged_weights() -> None:
     plain.load_state_dict(merged)
     ids = torch.arange(2, 30)[None]
     assert torch.allclose(plain(input_ids=ids).logits, tuned(input_ids=ids).logits, atol=1e-3)
+
+
+def test_bitsandbytes_says_nothing_at_import() -> None:
+    told = "import logging, posttrain.compat, bitsandbytes.backends.cpu.ops as ops; ops.logger.warning('told')"
+    assert not python("-c", told).stderr
+    assert "logger.warning" in source(importlib.import_module("bitsandbytes.backends.cpu.ops")), "it is quiet itself"
 
 
 def test_keep_four_bit_layout() -> None:

@@ -6,8 +6,10 @@ import itertools
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from tiny_runs import python
 
 from posttrain import checkpoint, embedded
 from posttrain.data import filters, load_preferences, load_sft
@@ -312,3 +314,9 @@ def test_splits_lie_on_both_sides():
     assert 0.7 < shares["train"] < 0.9
     assert min(shares.values()) > 0.05
     assert list(itertools.islice(embedded.openmathinstruct(5, 0), 5))
+
+
+def test_the_command_writes_the_base_model_and_says_one_line(tmp_path: Path) -> None:
+    done = python("-m", "posttrain.embedded", "--out", str(tmp_path / "base"))
+    assert (done.stdout, done.stderr) == (f"The base model lies in {tmp_path / 'base'}.\n", "")
+    assert checkpoint.is_whole(tmp_path / "base")

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from posttrain.embedded.base_model import build_base
+from posttrain.model_files import no_bars
 
 
 def main() -> None:
@@ -13,7 +14,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the new checkpoint")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    print(f"The base model lies in {build_base(arguments.out, arguments.seed)}.")
+    with no_bars():
+        print(f"The base model lies in {build_base(arguments.out, arguments.seed)}.")
 
 
 if __name__ == "__main__":
