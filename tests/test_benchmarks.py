@@ -539,8 +539,9 @@ def test_the_tables_of_the_learning_benchmark_are_those_of_its_rows(
 @pytest.mark.parametrize(
     ("script", "file"),
     [("rollout", f"rollout{size}") for size in ("", "-vllm", "-trl", "-ragged", "-40m", "-40m-20", "-164m")]
-    + [(script, f"{script}{size}") for script, size in (("iteration", ""), ("iteration", "-40m"), ("update", ""))]
-    + [("phases", "phases"), ("phases", "phases-65k"), ("scaling", "scaling"), ("device", "device"), ("envs", "envs")]
+    + [("iteration", f"iteration{size}") for size in ("", "-40m", "-smollm2")]
+    + [(script, script) for script in ("update", "phases", "scaling", "device", "envs")]
+    + [("phases", "phases-65k")]
     + [("launches", "launches-before"), ("launches", "launches")],
 )
 def test_the_tables_of_the_results_are_those_of_their_figures(

@@ -176,23 +176,26 @@ def of_episodes(shape: Shape, cfg: StarPORun, fleet: Fleet, work: Episodes, plan
     def plays(conversations: float, samples: float) -> float:
         return rollout(cost, work, conversations, samples, plan.slots, compiled)
 
-    groups = math.ceil(work.groups / (len(cfg.rollout.servers) or fleet.count))  # a server plays as one device does
-    playing = plays(groups * work.samples, work.samples)
-    if shards > 1:  # weights are gathered once for a rollout
-        playing += (shards - 1) / shards * FLOAT * shape.parameters / fleet.wire
+    players = len(cfg.rollout.servers) or fleet.count  # a server plays as one device does
+    playing = plays(math.ceil(work.groups / players) * work.samples, work.samples)
     learning = update(cost, cfg, work, plan.micro_batch_tokens)
+    moving = 0.0
+    if cfg.rollout.servers:  # each is sent the weights
+        moving = players * FLOAT * shape.parameters / (fleet.device.network * 1e9)
+    elif shards > 1:  # weights are gathered once for a rollout
+        moving = (shards - 1) / shards * FLOAT * shape.parameters / fleet.wire
 
-    every, steps, count = cfg.evaluation.every, cfg.trainer.max_steps, fleet.count
-    levels = math.ceil(cfg.evaluation.episodes / count) * len(cfg.envs)
-    evaluation = plays(levels, 1) + sum(_asked(cost, suite, plan.slots, compiled) for suite in _suites(cfg))
+    every, steps = cfg.evaluation.every, cfg.trainer.max_steps
+    levels = math.ceil(cfg.evaluation.episodes / players) * len(cfg.envs)
+    evaluation = plays(levels, 1) + sum(_asked(cost, suite, players, plan.slots, compiled) for suite in _suites(cfg))
     looks = 1 + steps // every + bool(steps % every)
     # episodes of older weights are played while others are learned from
-    run = steps * (max if cfg.rollout.max_staleness else sum)((playing, learning)) + looks * evaluation
-    run += plays(math.ceil(cfg.evaluation.final_episodes / count) * len(cfg.envs), 1)
+    run = steps * (moving + (max if cfg.rollout.max_staleness else sum)((playing, learning))) + looks * evaluation
+    run += plays(math.ceil(cfg.evaluation.final_episodes / players) * len(cfg.envs), 1)
     if cfg.distillation is not None:  # the first model's answers, before the first step
-        answers = sum(source.rows or 10_000 for source in cfg.distillation.sources) / count
+        answers = sum(source.rows or 10_000 for source in cfg.distillation.sources) / players
         run += _written(cost, answers, GUESSED_PROMPT, cfg.distillation.max_new_tokens, plan.slots, compiled)
-    return Seconds({"rollout": playing, "update": learning}, run)
+    return Seconds({"rollout": moving + playing, "update": learning}, run)
 
 
 def rollout(
@@ -240,10 +243,10 @@ def _suites(cfg: StarPORun) -> Iterable[Suite]:
     return [suite for suite in (suites.math, suites.repetition, suites.recall) if suite is not None]
 
 
-def _asked(cost: Cost, suite: Suite, slots: int, compiled: bool) -> float:
+def _asked(cost: Cost, suite: Suite, players: int, slots: int, compiled: bool) -> float:
     instruction = len(getattr(suite, "instruction", "")) / CHARACTERS
     prompt, questions = GUESSED_PROMPT + instruction, suite.n * len(getattr(suite, "sources", [1]))
-    return _written(cost, questions / cost.fleet.count, prompt, suite.max_new_tokens, slots, compiled)
+    return _written(cost, questions / players, prompt, suite.max_new_tokens, slots, compiled)
 
 
 def _written(cost: Cost, answers: float, prompt: float, new: float, slots: int, compiled: bool) -> float:
