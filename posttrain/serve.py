@@ -95,7 +95,8 @@ def main(argv: list[str] | None = None) -> None:
     host, port = listening.getsockname()[:2]
     app = build_app(model.eval(), chat, arguments.model, local=is_loopback(host))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
-    print(f"Serving {arguments.model} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
+    place, kind = f"[{host}]" if ":" in host else host, str(model.dtype).removeprefix("torch.")
+    print(f"Serving {arguments.model} at http://{place}:{port}/v1 in {kind} on {model.device.type}", flush=True)
     server.run(sockets=[listening])
 
 

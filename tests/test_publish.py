@@ -402,7 +402,8 @@ def test_secrets_that_only_this_machine_knows(run: Path, monkeypatch: pytest.Mon
         ("data at /home/ana maria/rows.jsonl and /home/bo/My Drive/x y", "data at rows.jsonl and x y"),
         (r"in C:\Users\Ana Maria\rows.csv now", "in rows.csv now"),
         ("cc -I/home/ana/x", "cc -Ix"),
-        ("é/home/ana/x or x:/home/ana or ana@host:/home/ana/x", "éx or home or ana@host:x"),
+        ("é/home/ana/x or x:/home/ana or ana@host:/home/ana/x", "éx or home or x"),
+        ("runs/../../../home/ana/x or a/../b/c or ana@gpu7.x:kunde/rows.jsonl", "x or c or rows.jsonl"),
         ("(1+2)/3/4 and 3 / 4 and \\frac{1}{2} and //cdn", None),
         ("https://huggingface.co/home/x and runs/home/x and 1/2 or and/or", None),
         ("| runs/quickstart/base | ./data/x | </data> <answer>/</answer>", None),
@@ -410,6 +411,11 @@ def test_secrets_that_only_this_machine_knows(run: Path, monkeypatch: pytest.Mon
 )
 def test_paths_are_cut_to_their_last_part(text: str, left: str | None) -> None:
     assert privacy.cut(text) == (text if left is None else left)
+
+
+def test_addresses_of_rollout_servers_are_left_out() -> None:
+    given = {"rollout": {"engine": "server", "servers": ["http://gpu7.intern:8200"]}}
+    assert privacy.cut_values(given) == {"rollout": {"engine": "server", "servers": []}}
 
 
 @pytest.mark.parametrize(

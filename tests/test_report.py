@@ -1022,6 +1022,9 @@ def test_what_was_not_asked_alike_is_not_compared(run: Path, other: Path, tmp_pa
     changed["config"]["settings"][0]["temperature"] = 0.3  # what the headlines were sampled with
     mine = comparison.open_model(str(other))._replace(results=changed)
     assert [each.column.suite for each in verdict.compare(before, mine)] == ["preferences"]
+    told = comparison.verdicts(before, [mine], [verdict.compare(before, mine)])
+    assert re.search("Not compared, .*: Math.*, Recall, .*Sokoban", told) and "Preferences" not in told.split("Not")[1]
+    assert "Not compared" not in comparison.verdicts(before, [before], [verdict.compare(before, before)])
     for suite, limit in (("math", "max_new_tokens"), ("envs", "max_completion_length")):
         changed = json.loads((other / "results.json").read_text())
         changed["config"]["suites"][suite][limit] += 1

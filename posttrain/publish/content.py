@@ -143,7 +143,9 @@ def _cut(name: str, raw: bytes, content: Content) -> bytes:
     else:
         cut = privacy.cut(text)
     if cut != text:
-        content.notes.append(f"{name}: paths of a machine are cut to their last part.")
+        content.notes.append(
+            f"{name}: paths of a machine are cut to their last part, and addresses of rollout servers left out."
+        )
     return cut.encode("utf-8", errors="surrogateescape")
 
 

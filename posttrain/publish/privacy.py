@@ -51,7 +51,11 @@ CHUNK, OVERLAP = 1 << 26, 1 << 12  # of a large file, in bytes
 VOCABULARY = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")  # words of theirs may look like a path
 END = r"[^\s\"'`<>|,:;*?()\[\]{}\\/]+"
 POSIX = rf"(?:file:/*/|(?<![\w./~:)\]}}])/+|(?<=:)/(?!/)){END}(?:/+{END})+/?"
-HOMES = rf"(?<![\w./])~(?:[a-z][\w-]*/(?:{END}/*)*|/(?:{END}/*)+)|(?<![\w./])(?:\.\./)+(?:{END}/*)+"
+HOMES = (
+    rf"(?<![\w./])~(?:[a-z][\w-]*/(?:{END}/*)*|/(?:{END}/*)+)"
+    rf"|(?<![\w./-])(?:\w[\w.-]*/+){{0,20}}(?:\.\./+)+(?:{END}/*)+"  # also runs/../../ana
+    rf"|(?<![\w.@-])[\w.-]{{1,64}}@[\w.-]{{1,99}}:/*(?:{END}/+)+{END}"  # of another host: ana@host:work/rows.jsonl
+)
 # The folder of a user, and what is in it, may have spaces in their names: words up to the next slash belong to one.
 SPACED = rf"(?:{END}(?: (?!~){END}){{1,3}}(?=[\\/])|{END})"
 USERS = (
@@ -99,11 +103,14 @@ def _last(path: str) -> str:
 
 
 def cut_values(value: Any) -> Any:
-    """`cut` for every string in what JSON can hold; one that is a path as a whole may have spaces in it."""
+    """`cut` for every string in what JSON can hold; one that is a path as a whole may have spaces in it.
+
+    Nor are the addresses of `rollout.servers` for others.
+    """
     if isinstance(value, str):
         return _last(value) if WHOLE.match(value) and "\n" not in value else cut(value)
     if isinstance(value, dict):
-        return {cut_values(key): cut_values(inner) for key, inner in value.items()}
+        return {cut_values(key): [] if key == "servers" else cut_values(inner) for key, inner in value.items()}
     return [cut_values(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 

@@ -19,7 +19,7 @@ from posttrain.report.markup import document, table, text
 from posttrain.report.page import read
 from posttrain.report.rows import Pictures, entry, packed, with_pictures
 from posttrain.report.tables import COLOURS, percent, readable, span
-from posttrain.report.verdict import UNSEEN, Comparison, Model, compare, overall
+from posttrain.report.verdict import UNSEEN, Comparison, Model, compare, not_compared, overall
 from posttrain.types import Record, UserError, one_line
 
 MANY = 100_000  # items: nobody will measure more
@@ -87,6 +87,11 @@ def verdicts(first: Model, others: Sequence[Model], found: Sequence[list[Compari
             f'<p class="verdict"><b class="{KINDS[word]}">{word[:1].upper()}{word[1:]}</b> '
             f"<span>{text(other.title)} against {text(first.title)}: {text(sentence)}.</span></p>"
         )
+        if apart := not_compared(first, other, compared):
+            shown += (
+                f'<p class="quiet">Not compared, for the two were not given the same or not sampled alike:'
+                f" {text(', '.join(apart))}.</p>"
+            )
     return shown
 
 

@@ -82,6 +82,14 @@ def _in_common(before: Model, after: Model, most_examples: int) -> list[Comparis
     return [_compared(column, pairs, 0.025 / len(common), most_examples) for column, pairs in common]
 
 
+def not_compared(before: Model, after: Model, found: Sequence[Comparison]) -> list[str]:
+    """Titles of the figures that both have, but of other items, or sampled otherwise."""
+    theirs = {(c.suite, c.part) for c in columns(after.results)} - {
+        (each.column.suite, each.column.part) for each in found
+    }
+    return [column.title for column in columns(before.results) if (column.suite, column.part) in theirs]
+
+
 def overall(found: Sequence[Comparison]) -> tuple[str, str]:
     """(better, worse, mixed or cannot tell; the sentence that says so)"""
     names = {kind: [c.column.title for c in found if c.verdict == kind] for kind in ("better", "worse", "cannot tell")}
