@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
         return plan.show(cfg, args.plan, args.config)
     runlog.keep_private(Path(cfg.output_dir))
 
-    from posttrain import hardware, model_files, models, parallel, run_state, starpo_run
+    from posttrain import model_files, models, parallel, run_state, starpo_run
     from posttrain.distillation import Distillation
     from posttrain.evaluation.forgetting import FormerTasks
     from posttrain.evaluation.tasks import hub_sets
@@ -130,7 +130,6 @@ def main(argv: list[str] | None = None) -> None:
             if last or stopping or step % cfg.checkpoint.every == 0:
                 run_state.save(setup.out / f"checkpoint-{step}", learner, chat, state)
                 run_state.drop_old(setup.out, cfg.checkpoint.keep)
-                hardware.release_freed_memory()  # as phases 1 and 2 do
             if stopping:
                 stop.leave()
             if last:

@@ -106,16 +106,10 @@ def keep_freed_memory() -> None:
     """Let glibc hand out again what this process has freed, instead of giving it back to the system.
 
     Each training step needs the memory of the last one, and virtual machines in particular take long to provide it.
-    Rows of many lengths leave pieces too small to be used again: see `release_freed_memory`.
+    Rows of many lengths leave pieces too small to be used again (docs/decisions.md, "SmolLM2").
     """
     if platform.libc_ver()[0] == "glibc":
         trim_threshold, mmap_max = -1, -4  # as in malloc.h
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(trim_threshold, -1)  # never give anything back
         mallopt(mmap_max, 0)  # nor take large pieces straight from the system, which go back when they are freed
-
-
-def release_freed_memory() -> None:
-    """Give what this process has freed back to the system, however small the pieces, whatever glibc was told before."""
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))

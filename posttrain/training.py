@@ -23,7 +23,6 @@ from posttrain import (
     compat,
     dashboards,
     files,
-    hardware,
     launcher,
     model_card,
     models,
@@ -370,7 +369,6 @@ class Reporter(TrainerCallback):
             folder = self.output_dir / f"checkpoint-{state.global_step}"
             (folder / COUNTS).write_text(json.dumps(self.counts()))
             checkpoint.seal(folder, step=state.global_step)
-        hardware.release_freed_memory()  # or rows of many lengths make it grow: to 20 GB in 75 steps of SmolLM2
 
     def close(self) -> None:
         """Whatever happened: leave the terminal and the dashboards in order."""

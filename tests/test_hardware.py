@@ -125,29 +125,6 @@ print(without, faults())
     assert without > 100 + 10 * kept
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
-def test_release_freed_memory() -> None:
-    """Every second piece of memory is freed: no piece of twice the size fits, and all of them can be given back."""
-    program = """
-import resource, torch
-from posttrain import hardware
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize() >> 20
-
-hardware.keep_freed_memory()
-pieces = [torch.ones(2**18) for _ in range(200)]
-before = resident()
-del pieces[::2]
-kept = resident()
-hardware.release_freed_memory()
-print(before - kept, before - resident())
-"""
-    kept_free, given_back = measured(program)
-    assert kept_free < 5 and given_back > 80, "100 pieces of 1 MiB"
-
-
 def measured(program: str) -> list[int]:
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
     command = [sys.executable, "-c", program]

@@ -28,7 +28,7 @@ import envs
 import train_phase3_starpo as phase3
 from envs.demos import demonstrate
 from envs.protocol import Protocol
-from posttrain import checkpoint, hardware, models, plan
+from posttrain import checkpoint, models, plan
 from posttrain.chat import Chat
 from posttrain.config import StarPORun, resolve
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
@@ -588,14 +588,11 @@ def test_a_group_that_nobody_finished_is_told(player: Path, tmp_path: Path, caps
     assert cut_short == [(1, 77), (2, 77)]
 
 
-def test_gradients_are_looked_at_when_asked(player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    released: list[int] = []
-    monkeypatch.setattr(hardware, "release_freed_memory", lambda: released.append(1))
+def test_gradients_are_looked_at_when_asked(player: Path, tmp_path: Path) -> None:
     asked = {"diagnostics": {"gradients_every": 2}, "trainer": {"max_steps": 2}}
     train(settings(tmp_path / "run.yaml", player, **asked))
     table = [row for row in rows(tmp_path / "run") if "policy/loss" in row]
     assert [row["step"] for row in table if "gradients/0/task" in row] == [2] and len(table) == 2
-    assert len(released) == 2, "at each checkpoint"
 
 
 def test_a_run_in_which_all_is_won_is_over(player: Path, tmp_path: Path) -> None:

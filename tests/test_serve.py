@@ -47,6 +47,7 @@ def address(final: Path) -> Iterator[str]:
             assert server.stdout is not None
             told = server.stdout.readline().split()
             assert told[:2] == ["Serving", str(final)], "it did not start; what it said stands above"
+            assert told[4:] == ["in", "float32", "on", "cpu"]
             yield told[3]
         finally:
             server.terminate()

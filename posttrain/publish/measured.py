@@ -97,10 +97,12 @@ def _benchmark(task: str, entry: Record, found: Measured) -> None:
         how = f"lm-evaluation-harness {entry['harness']}, version {entry['version']}, "
         how += "" if entry["fewshot"] is None else f"{entry['fewshot']} examples, "
         how += "chat template" if entry["chat_template"] else "plain text"
-        error = "" if metric["stderr"] is None else f" ± {metric['stderr']:.2g}"
+        how += f", {entry['dtype']}" if entry.get("dtype") else ""
+        error = f" ± {metric['stderr']:.2g}" if metric["stderr"] else ""  # 0 where all are alike: no estimate
+        value = f"{metric['value']:.3g}{error}{error and ' (standard error)'}"
         n = str(entry["n"]) if entry["n"] == entry["of"] else f"{entry['n']} of {entry['of']}"
         split = f"split {data.get('split')}, " if data.get("split") else ""
-        found.rows.append((f"{task}: {about} ({split}{how})", f"{metric['value']:.3g}{error} (standard error)", n))
+        found.rows.append((f"{task}: {about} ({split}{how})", value, n))
         if entry["n"] != entry["of"]:  # a part of a benchmark has no place beside the whole
             continue
         # of the Hub by the harness's own word: a folder here may have such a name; its test split, and all of that
