@@ -29,8 +29,8 @@ NOTE = (
     "model. To judge a recipe, compare several seeds of each. Intervals of changes are paired, item by item, and hold "
     "together at 95 % for all figures of a comparison; each leaves zero out only where an exact test rejects it, and "
     "where one holds zero the verdict is “cannot tell”. The number of items is what it takes to tell a difference as "
-    "large as the one seen, or of 5 points where none was seen, with a chance of 80 %; there is none where every item came "
-    "out the same."
+    "large as the one seen, or of 5 points where none was seen, with a chance of 80 %; there is none where every item "
+    "came out the same."
 )
 
 
