@@ -110,7 +110,10 @@ def cut_values(value: Any) -> Any:
     if isinstance(value, str):
         return _last(value) if WHOLE.match(value) and "\n" not in value else cut(value)
     if isinstance(value, dict):
-        return {cut_values(key): [] if key == "servers" else cut_values(inner) for key, inner in value.items()}
+        return {
+            cut_values(key): [] if key == "servers" and isinstance(inner, list) else cut_values(inner)
+            for key, inner in value.items()
+        }
     return [cut_values(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
