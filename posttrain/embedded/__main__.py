@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from transformers.utils.logging import disable_progress_bar
+
 from posttrain.embedded.base_model import build_base
-from posttrain.model_files import no_bars
 
 
 def main() -> None:
@@ -14,8 +15,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the new checkpoint")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    with no_bars():
-        print(f"The base model lies in {build_base(arguments.out, arguments.seed)}.")
+    disable_progress_bar()  # of writing a file of two megabytes
+    print(f"The base model lies in {build_base(arguments.out, arguments.seed)}.")
 
 
 if __name__ == "__main__":
