@@ -424,6 +424,10 @@ def test_addresses_of_rollout_servers_are_left_out() -> None:
     [
         ("gsk_" + "a" * 52, "an API key"),
         ("xai-" + "a" * 80, "an API key"),
+        ("pplx-" + "a" * 48, "an API key"),
+        ("dapi" + "a1" * 16, "an API key"),
+        ("dop_v1_" + "a1" * 32, "an API key"),
+        ("glrt-" + "a1" * 10, "a token of GitHub or GitLab"),
         ("nvapi-" + "a" * 64, "an API key"),
         ("wandb_v1_" + "a" * 40, "an API key"),
         ("pypi-" + "A" * 80, "an API key"),

@@ -24,8 +24,11 @@ CHOSEN = rf"(?!(?:{WORD}[_+/=.~-]){{0,50}}+{WORD}(?!{IN_VALUE})){IN_VALUE}"
 IS = r"[\"']?[ \t]*[:=][ \t]*[\"']?"
 FORMS = {
     "a token of the Hub": r"\b(?:hf|api_org)_(?:[a-z]+_)?[A-Za-z0-9]{20,}",
-    "an API key": r"\b(?:sk-|xai-|nvapi-|pypi-|gsk_|npm_|r8_|[sr]k_(?:live|test)_|ya29\.|wandb_v\d_)[\w-]{16,}",
-    "a token of GitHub or GitLab": r"\b(?:gh[pousr]_|glpat-)[\w-]{20,}",
+    "an API key": (
+        r"\b(?:sk-|xai-|nvapi-|pypi-|pplx-|tvly-|gsk_|npm_|r8_|[sr]k_(?:live|test)_|ya29\.|wandb_v\d_"
+        r"|tgp_v\d_|dop_v\d_|shpat_|lin_api_)[\w-]{16,}|\bdapi[0-9a-f]{32}"
+    ),
+    "a token of GitHub or GitLab": r"\b(?:gh[pousr]_|gl(?:pat|rt)-)[\w-]{20,}",
     "an access token": r"\b[a-z]+_pat_[\w-]{20,}|\bSG\.[\w-]{16,}\.[\w-]{16,}",
     "a key of a cloud": r"\b(?:A[KS]IA[0-9A-Z]{16}|AIza[\w-]{35})\b",
     "a token of Slack": r"\bx(?:ox[a-z]|app-\d)-[\w-]{10,}|hooks\.slack\.com/services/\w+",
