@@ -258,6 +258,15 @@ def test_what_is_sharded_is_divided_and_activations_are_not() -> None:
     assert shards["learning"]["activations"] == copied["learning"]["activations"]
 
 
+@pytest.mark.parametrize(
+    ("each", "told"), [(1, "16 x 4, at most 64"), (3, "7 x 3, at most 21, 63 a step"), (8, "8 x 1")]
+)
+def test_a_batch_that_devices_cannot_divide_is_named(each: int, told: str) -> None:
+    cfg = run_of(max_length=128, bf16=None, per_device_train_batch_size=16, gradient_accumulation_steps=4)
+    found = report.plan(SHAPE, cfg, Fleet(devices.DEVICES[4], each=each))
+    assert found.settings == told
+
+
 def test_a_model_too_large_for_one_device_is_sharded_over_eight() -> None:
     model = known_models.config_of(resolve(StarPORun, ROOT / "configs/models/qwen2.5-0.5b.yaml").model, ROOT)
     assert model.num_hidden_layers == 24
@@ -265,6 +274,7 @@ def test_a_model_too_large_for_one_device_is_sharded_over_eight() -> None:
     large = SHAPE._replace(parameters=7_600_000_000, blocks=6_500_000_000, layers=28, hidden=3584, states=3584)
     one, eight = (report.plan(large, cfg, Fleet(devices.DEVICES[4], each=each)) for each in (1, 8))
     assert one.seconds is None and one.problem and eight.sharded and eight.seconds is not None and not eight.problem
+    assert one.settings == "1 does not fit"
     whole = cfg.model_copy(update={"trainer": cfg.trainer | {"optim": "adamw_8bit"}})  # which cannot be sharded
     eight = report.plan(large._replace(parameters=30_000_000_000), whole, Fleet(devices.DEVICES[4], each=8))
     assert not eight.sharded and "optim=adamw_8bit of bitsandbytes cannot be" in eight.problem

@@ -140,13 +140,14 @@ def _of_episodes(shape: Shape, cfg: StarPORun, fleet: Fleet, place: Place) -> Pl
 def _of_rows(shape: Shape, cfg: Any, fleet: Fleet, place: Place) -> Planned:
     settings, memory = rows.Settings.of(cfg), float(place.held + place.free)
     share = settings.share(place.processes)
-    own, best = min(settings.rows, share), rows.largest_batch(shape, cfg, place)
+    own, best = rows.divisors(share, settings.rows)[-1], rows.largest_batch(shape, cfg, place)
     problem = "" if rows.fits(shape, cfg, place, own) else rows.too_much(shape, cfg, place, fleet.name)
     taken = own if not problem else best
     if taken is None:
-        return Planned(fleet, place.sharded, rows.memory(shape, cfg, place, 1), memory, "", None, problem)
+        return Planned(fleet, place.sharded, rows.memory(shape, cfg, place, 1), memory, "1 does not fit", None, problem)
     data = Rows.of(cfg, fleet.known)
-    told = f"{taken} x {-(-share // taken)}" + (f", at most {best}" if best is not None and best != taken else "")
+    told = f"{taken} x {share // taken}" + (f", at most {best}" if best is not None and best != taken else "")
+    told += f", {share * place.processes} a step" if share * place.processes != settings.batch else ""
     return Planned(
         fleet, place.sharded, rows.memory(shape, cfg, place, taken), memory, told,
         seconds.of_rows(shape, cfg, fleet, data, taken, place.shards), problem,

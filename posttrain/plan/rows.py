@@ -69,6 +69,11 @@ class Settings(NamedTuple):
         return max(1, self.batch // processes)
 
 
+def divisors(share: int, most: int) -> list[int]:
+    """Of a device's share of the batch, as sizes of a micro-batch: divisors(12, 5) is [1, 2, 3, 4]"""
+    return [count for count in range(1, min(share, most) + 1) if share % count == 0]
+
+
 def trained(shape: Shape, model: ModelSection) -> list[tuple[int, int]]:
     """Numbers that the optimizer moves, and bytes of each."""
     return [(shape.parameters if model.tuning == "full" else shape.adapter, FLOAT)]
@@ -125,9 +130,8 @@ def largest_batch(shape: Shape, cfg: Any, place: Place) -> int | None:
     """The most rows of a micro-batch that fit, of those that divide this device's share of the batch; None where not
     even one fits."""
     share = Settings.of(cfg).share(place.processes)
-    divisors = [count for count in range(1, share + 1) if share % count == 0]
     budget = place.held + place.free * (1 - MARGIN)
-    return parts.largest(divisors, budget, lambda rows: most(memory(shape, cfg, place, rows)))
+    return parts.largest(divisors(share, share), budget, lambda rows: most(memory(shape, cfg, place, rows)))
 
 
 def fits(shape: Shape, cfg: Any, place: Place, rows: int) -> bool:
