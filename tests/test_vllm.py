@@ -3,11 +3,14 @@
 # pyright: reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import openai
@@ -152,25 +155,51 @@ def test_the_command_of_the_docs_serves_what_the_model_writes(
     tied = ConvGPTConfig(**SIZES, vocab_size=words, hidden_size=256, head_dim=32, intermediate_size=96)
     model = llama(words) if kind == "llama" else ConvGPTForCausalLM(tied)
     final = models.save(tmp_path / "final", model, copy.deepcopy(tiny_chat), {}, source=ModelSection(name_or_path="x"))
+    with served(final, "--served-model-name", "mine", *more) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60)
+        told = ask(client, Path("mine"), max_tokens=16)
+    assert told.choices[0].message.content == local(final, QUESTION, 16)
+    assert told.usage.prompt_tokens == len(tiny_chat.prompt(QUESTION))
+
+
+def test_phase_3_learns_from_what_a_vllm_server_wrote(tmp_path: Path, tiny_chat: Chat) -> None:
+    pytest.importorskip("vllm")
+    model, chat = llama(len(tiny_chat.tokenizer), 512), copy.deepcopy(tiny_chat)
+    player = models.save(tmp_path / "player" / "final", model, chat, {}, source=ModelSection(name_or_path="x"))
+    told = ("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--enable-prefix-caching")
+    with served(player, *told, "--max-num-batched-tokens", "8192") as address:
+        file = settings(
+            tmp_path / "run.yaml",
+            player,
+            rollout={"engine": "vllm_server", "servers": [address]},
+            algorithm={"filter": {"strategy": "none", "keep_zero": True}, "advantage": "arpo"},
+            trainer={"max_steps": 2},
+        )
+        train(file)
+    trained = [row for row in rows(tmp_path / "run") if "policy/loss" in row]
+    assert len(trained) == 2 and all(0 < row["policy/sampler_gap"] < 1e-3 for row in trained)
+
+
+@contextlib.contextmanager
+def served(folder: Path, *more: str) -> Iterator[str]:
+    """The address of `vllm serve` for a model."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", VLLM, "serve", str(final), "--served-model-name", "mine", *more]
-    command += ["--dtype", "float32", "--port", str(port), "--gpu-memory-utilization", "0.2"]
+    command = [sys.executable, "-c", VLLM, "serve", str(folder), *more, "--dtype", "float32", "--port", str(port)]
+    command += ["--gpu-memory-utilization", "0.2"]
+    log = folder.parent / "vllm.log"
     with (
-        (tmp_path / "log").open("w") as log,
-        subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT) as server,
+        log.open("w") as told,
+        subprocess.Popen(command, env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"}, stdout=told, stderr=told) as server,
     ):
         try:
-            client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
-            while not answers(client):
-                assert server.poll() is None, (tmp_path / "log").read_text()[-3000:]
+            while not answers(openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)):
+                assert server.poll() is None, log.read_text()[-3000:]
                 time.sleep(1)
-            told = ask(client, Path("mine"), max_tokens=16)
+            yield f"http://127.0.0.1:{port}"
         finally:
             server.terminate()
-    assert told.choices[0].message.content == local(final, QUESTION, 16)
-    assert told.usage.prompt_tokens == len(tiny_chat.prompt(QUESTION))
 
 
 def answers(client: openai.OpenAI) -> bool:
