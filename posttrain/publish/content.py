@@ -143,9 +143,7 @@ def _cut(name: str, raw: bytes, content: Content) -> bytes:
     else:
         cut = privacy.cut(text)
     if cut != text:
-        content.notes.append(
-            f"{name}: paths of a machine are cut to their last part, and addresses of rollout servers left out."
-        )
+        content.notes.append(f"{name}: paths of a machine are cut to their last part, rollout servers are left out.")
     return cut.encode("utf-8", errors="surrogateescape")
 
 

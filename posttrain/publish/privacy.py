@@ -108,7 +108,7 @@ def _last(path: str) -> str:
 def cut_values(value: Any) -> Any:
     """`cut` for every string in what JSON can hold; one that is a path as a whole may have spaces in it.
 
-    Nor are the addresses of `rollout.servers` for others.
+    `rollout.servers` becomes empty: it holds addresses of a private network.
     """
     if isinstance(value, str):
         return _last(value) if WHOLE.match(value) and "\n" not in value else cut(value)
