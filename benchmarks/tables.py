@@ -1,7 +1,7 @@
 """Which tables does the README show?  Each from a file in results/.
 
     python benchmarks/tables.py               # all of them
-    python benchmarks/tables.py quickstart    # results/quickstart.json, the results.json of `make quickstart`
+    python benchmarks/tables.py quickstart    # results/quickstart.json: parts of the results.json of `make quickstart`
     python benchmarks/tables.py smollm2       # results/smollm2*.json, by configs/smollm2/evaluate.yaml
     python benchmarks/tables.py ragen         # results/ragen_levels.jsonl, by long/ragen_levels.py
 
