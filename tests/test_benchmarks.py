@@ -553,6 +553,12 @@ def test_the_tables_of_the_results_are_those_of_their_figures(
     assert table in (FILE.parent / "RESULTS.md").read_text(encoding="utf-8")
 
 
+def test_the_table_of_real_iterations_is_that_of_its_figures() -> None:
+    figures = json.loads((FILE.parent / "results" / "scale-out-check.json").read_text(encoding="utf-8"))
+    table = loaded(FILE.parent / "scale_out.py").checked(figures).split("\n\n")[-1]
+    assert table in (FILE.parent.parent / "docs" / "scaling.md").read_text(encoding="utf-8")
+
+
 def test_the_tables_of_the_readme_are_those_of_the_results(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
