@@ -224,7 +224,7 @@ def score_and_filter(cfg: StarPORun, groups: list[list[Trajectory]], learner: Le
 
 # -------------------------------------------------------------------------------------------------------- 3. advantages
 def collect(cfg: StarPORun, learner: Learner, groups: list[list[Trajectory]], scored: Scored) -> Experience:
-    """The kept groups' tokens, measured before the update, and what each of them was worth."""
+    """The kept groups' tokens, those of reference and critic measured, and what each of them was worth."""
     import torch
 
     from posttrain.experience import Batch, Experience
@@ -314,67 +314,72 @@ def update(
     warming_up = critic is not None and step <= algorithm.critic.warmup_steps  # the critic then learns alone
     rates = (0.0 if warming_up else cfg.learning_rate, algorithm.critic.learning_rate)
     learner.set_learning_rates(*(rate * schedule(cfg, step) for rate in rates))
-    importance_weights_S = losses.sampler_weights(
-        measured.old_S, batch.sampler_S, algorithm.importance_sampling_clip_max
-    )
     settings = objective_settings(cfg)
+    clip_max = None if learner.exact else algorithm.importance_sampling_clip_max
     longest = cfg.rollout.max_completion_length * most_turns(cfg.envs, cfg.protocol)  # sampled tokens of an episode
     lengths_B = torch.bincount(batch.episode_S, minlength=len(batch.episodes)) * experience.trains_B
+    count = algorithm.minibatches
+    minibatches = [
+        (number, counted_B)
+        for epoch in range(algorithm.num_iterations)
+        for number, chosen_B in enumerate(experience.minibatches(count, cfg.seed, step, epoch), epoch * count)
+        if (counted_B := lengths_B * chosen_B).sum() > 0
+    ]
+    # the first optimizer step finds the policy as it is; the others need what it was before that step
+    later_B = sum((counted_B for _, counted_B in minibatches[1:]), torch.zeros_like(lengths_B)) > 0
+    policy_S = learner.logprobs(batch, later_B)
     figures = UpdateFigures()
     learner.train()
-    for epoch in range(algorithm.num_iterations):
-        for number, chosen_B in enumerate(experience.minibatches(algorithm.minibatches, cfg.seed, step, epoch)):
-            counted_B = lengths_B * chosen_B
-            if counted_B.sum() == 0:
-                continue
-            weights_S = losses.token_weights(batch.episode_S, algorithm.aggregation, counted_B, longest)
-            prefixes, micro_batches = learner.prefill([row for row in batch.rows if counted_B[row.episode] > 0])
-            for rows in micro_batches:
-                forward = learner.forward(rows, prefixes)
-                new_S, on_policy = forward.logprobs_S, figures.steps == 0  # no step yet: the ratio is 1, to the bit
-                tokens = losses.Tokens(
-                    logprobs_S=new_S,
-                    old_S=new_S.detach() if on_policy else forward.take(measured.old_S),
-                    advantages_S=forward.take(experience.advantages_S).float(),
-                    weights_S=forward.weights(weights_S),
-                    importance_weights_S=forward.take(importance_weights_S),
-                    entropy_S=forward.entropy_S,
-                    reference_S=None if measured.reference_S is None else forward.take(measured.reference_S),
-                    contexts_S=forward.take(batch.context_S),
-                )
-                objective = losses.objective(tokens, settings)
+    for number, counted_B in minibatches:
+        weights_S = losses.token_weights(batch.episode_S, algorithm.aggregation, counted_B, longest)
+        prefixes, micro_batches = learner.prefill([row for row in batch.rows if counted_B[row.episode] > 0])
+        for rows in micro_batches:
+            forward = learner.forward(rows, prefixes)
+            new_S, sampler_S = forward.logprobs_S, forward.take(batch.sampler_S)
+            old_S = new_S.detach() if figures.steps == 0 else forward.take(policy_S)  # no step yet: the ratio is 1
+            tokens = losses.Tokens(
+                logprobs_S=new_S,
+                old_S=old_S,
+                advantages_S=forward.take(experience.advantages_S).float(),
+                weights_S=forward.weights(weights_S),
+                importance_weights_S=losses.sampler_weights(old_S, sampler_S, clip_max),
+                entropy_S=forward.entropy_S,
+                reference_S=None if measured.reference_S is None else forward.take(measured.reference_S),
+                contexts_S=forward.take(batch.context_S),
+            )
+            objective = losses.objective(tokens, settings)
+            if forward.counts:
+                figures.policy(tokens, objective, sampler_S)
+            loss = None if warming_up else objective.loss
+            if critic is not None and critic.kind == "shared":  # one trunk: one backward pass for both
+                value = learner.value_loss(forward, experience, tokens.weights_S)
                 if forward.counts:
-                    figures.policy(tokens, objective, forward.take(batch.sampler_S))
-                loss = None if warming_up else objective.loss
-                if critic is not None and critic.kind == "shared":  # one trunk: one backward pass for both
-                    value = learner.value_loss(forward, experience, tokens.weights_S)
-                    if forward.counts:
-                        figures.critic(value)
-                    (value.loss if loss is None else loss + value.loss).backward()
-                    continue
-                if loss is not None:
-                    loss.backward()
-                if critic is not None:
-                    value = learner.value_loss(forward, experience, tokens.weights_S)
-                    if forward.counts:
-                        figures.critic(value)
-                    value.loss.backward()
-            prefixes.backward()
-            if distillation is not None and distillation.coef and not warming_up:
-                figures.distillation(*distillation.backward(step, epoch * algorithm.minibatches + number))
+                    figures.critic(value)
+                (value.loss if loss is None else loss + value.loss).backward()
+                continue
+            if loss is not None:
+                loss.backward()
+            if critic is not None:
+                value = learner.value_loss(forward, experience, tokens.weights_S)
+                if forward.counts:
+                    figures.critic(value)
+                value.loss.backward()
+        prefixes.backward()
+        if distillation is not None and distillation.coef and not warming_up:
+            figures.distillation(*distillation.backward(step, number))
 
-            learner.sum_gradients()
-            for parameter in learner.trainable[POLICY] if warming_up else ():
-                parameter.grad = None  # not even the optimizer's moments learn from the critic's loss
-            norms = [
-                sharding.number(torch.nn.utils.clip_grad_norm_(own, cfg.trainer.max_grad_norm))
-                for own in learner.trainable
-            ]
-            finite = all(map(math.isfinite, norms))
-            if finite:
-                learner.optimizer.step()
-            learner.optimizer.zero_grad(set_to_none=True)
-            figures.step(norms, finite)
+        learner.sum_gradients()
+        for parameter in learner.trainable[POLICY] if warming_up else ():
+            parameter.grad = None  # not even the optimizer's moments learn from the critic's loss
+        norms = [
+            sharding.number(torch.nn.utils.clip_grad_norm_(own, cfg.trainer.max_grad_norm))
+            for own in learner.trainable
+        ]
+        finite = all(map(math.isfinite, norms))
+        if finite:
+            learner.optimizer.step()
+        learner.optimizer.zero_grad(set_to_none=True)
+        figures.step(norms, finite)
     return figures.row(learner) | advantage_figures(experience.advantages_S, experience.trains_B[batch.episode_S])
 
 

@@ -86,10 +86,10 @@ def ours(model: Any, episodes: list[Trajectory], micro_batch_tokens: int, **trai
     learner, batch = Learner(cfg, model), Batch.of(episodes)
     learner.exact = False  # nobody has sampled these tokens: their log-probs are the policy's own
     measured = learner.measure(batch)
-    batch = batch._replace(sampler_S=measured.old_S)
+    everyone = torch.ones(len(episodes), dtype=torch.bool)
+    batch = batch._replace(sampler_S=learner.logprobs(batch, everyone))
     rewards_B = torch.tensor([t.reward for t in episodes])
     advantages_S = grpo(rewards_B, batch.group_B)[batch.episode_S]
-    everyone = torch.ones(len(episodes), dtype=torch.bool)
     experience = Experience(batch, measured, advantages_S, None, everyone)
 
     def step() -> float:

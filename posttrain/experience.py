@@ -75,9 +75,8 @@ class Batch(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Every sampled token before the update, (S,): log-probs of the policy and the reference, the critic's values."""
+    """Every sampled token before the update, (S,): log-probs of the reference, the critic's values."""
 
-    old_S: torch.Tensor
     reference_S: torch.Tensor | None
     values_S: torch.Tensor | None
 

@@ -164,14 +164,19 @@ class Learner:
 
     def measure(self, batch: Batch) -> Measured:
         """Every sampled token without gradient; what is not needed is not computed."""
-        beta, found = self.cfg.algorithm.beta, {}
-        if not self.exact:
-            found["old"] = self._measured(batch, lambda rows: self._head(self.trained.policy, rows)[0])
-        if beta > 0:
-            found["reference"] = self._measured(batch, self._reference_logprobs)
-        if self.critic:
-            found["values"] = self._measured(batch, lambda rows: self._values(rows))
-        return Measured(found.get("old", batch.sampler_S), found.get("reference"), found.get("values"))
+        return Measured(
+            reference_S=self._measured(batch, self._reference_logprobs) if self.cfg.algorithm.beta > 0 else None,
+            values_S=self._measured(batch, self._values) if self.critic else None,
+        )
+
+    def logprobs(self, batch: Batch, needed_B: torch.Tensor) -> torch.Tensor:
+        """Of the sampled tokens of these episodes under the policy as it is now, (S,); NaN for the others.
+
+        needed_B: bool. The sampler's own, and none to compute, where it rounds as the learner does.
+        """
+        if self.exact:
+            return batch.sampler_S
+        return self._measured(batch, lambda rows: self._head(self.trained.policy, rows)[0], needed_B)
 
     def entropies(self, batch: Batch) -> torch.Tensor:
         """Entropy of the distribution that each sampled token was drawn from, nats, (S,).
@@ -188,16 +193,18 @@ class Learner:
         return sums_B / torch.tensor([t.tokens for t in episodes], dtype=torch.float64).clamp(min=1)
 
     @torch.no_grad()
-    def _measured(self, batch: Batch, measure: Callable[[list[BatchRow]], torch.Tensor]) -> torch.Tensor:
+    def _measured(
+        self, batch: Batch, measure: Callable[[list[BatchRow]], torch.Tensor], needed_B: torch.Tensor | None = None
+    ) -> torch.Tensor:
         found = []
-        for rows in self.micro_batches(batch.rows):
+        for rows in self.micro_batches([row for row in batch.rows if needed_B is None or needed_B[row.episode]]):
             measured_S = self.compute(partial(measure, rows))
             if isinstance(rows, StandIn):
                 continue
             parts = measured_S.float().cpu().split([row.tokens.stop - row.tokens.start for row in rows])
             found += [(row.tokens, part) for row, part in zip(rows, parts, strict=True)]
         self.release()
-        out_S = torch.empty_like(batch.sampler_S)
+        out_S = torch.full_like(batch.sampler_S, math.nan)
         for tokens, part in parallel.gather(found):
             out_S[tokens] = part
         return out_S

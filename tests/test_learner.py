@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import train_phase3_starpo as phase3
 from posttrain.config import StarPORun
-from posttrain.experience import Batch, Measured
+from posttrain.experience import Batch, BatchRow, Measured
 from posttrain.learner import Learner
 from posttrain.models import peft_config
 from posttrain.policy import token_logprobs
@@ -323,7 +324,7 @@ def test_statistics_of_a_batch_are_of_each_environment_alone(algorithm: dict[str
         batch = Batch.of([t for group in groups for t in group])
         values_S = torch.linspace(0, 0.5, len(batch.turn_S)) * (1 + (scale - 1) * (batch.group_B[batch.episode_S] > 0))
         everyone = torch.ones(len(batch.episodes), dtype=torch.bool)
-        return phase3.advantages(cfg, batch, Measured(batch.sampler_S, None, values_S), [1.0] * 3, everyone)[0]
+        return phase3.advantages(cfg, batch, Measured(None, values_S), [1.0] * 3, everyone)[0]
 
     assert torch.allclose(found(1.0), found(10.0), atol=1e-3)
     assert found(1.0).std() > 0.1
@@ -338,7 +339,7 @@ def test_a_token_that_the_reference_finds_far_likelier_does_not_cost_the_update(
     def measure(batch: Batch) -> Measured:
         measured = honest(batch)
         assert measured.reference_S is not None
-        measured.reference_S[0] = measured.old_S[0] + 95
+        measured.reference_S[0] = batch.sampler_S[0] + 95
         return measured
 
     learner.measure = measure  # type: ignore[method-assign]
@@ -406,6 +407,29 @@ def test_the_first_minibatch_is_on_policy_to_the_bit_in_bfloat16(micro_batch_tok
     learner, row = learn(cfg, model, played(model))
     assert learner.shares and not learner.exact
     assert row["policy/kl_to_old"] == 0 == row["policy/clip_fraction"] and row["policy/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(("minibatches", "num_iterations", "share"), [(1, 1, 0), (2, 1, 0.5), (4, 1, 0.75), (1, 2, 1)])
+def test_what_later_optimizer_steps_train_on_is_measured_before_the_first(
+    minibatches: int, num_iterations: int, share: float
+) -> None:
+    cfg = config(minibatches=minibatches, num_iterations=num_iterations, importance_sampling_clip_max=2.0)
+    learner = make_learner(cfg, model := policy(), None)  # type: ignore[arg-type]
+    learner.exact = False
+    groups, before = played(model, groups=4), [p.detach().clone() for p in model.parameters()]
+    for segment in (segment for group in groups for t in group for segment in t.segments):
+        segment.logprobs = [x - 0.5 for x in segment.logprobs]  # the sampler finds every token less likely
+    measured, honest = [], learner._head
+
+    def head(net: Any, rows: list[BatchRow]) -> tuple[torch.Tensor, torch.Tensor]:
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        measured.extend(row.episode for row in rows)
+        return honest(net, rows)
+
+    learner._head = head  # type: ignore[method-assign]
+    _, row = learn(cfg, model, groups, learner)
+    assert len(set(measured)) == share * sum(map(len, groups))
+    assert row["policy/importance_weight"] == pytest.approx(math.exp(0.5), rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["shared", "separate"])

@@ -488,7 +488,7 @@ def test_an_episode_counts_once_in_however_many_contexts_it_was_sampled(player: 
     assert scored.std == pytest.approx([std])
     batch = Batch.of(groups[0])
     everything = torch.ones(4, dtype=torch.bool)
-    value_S, _ = phase3.advantages(cfg, batch, Measured(batch.sampler_S, None, None), [1.0], everything)
+    value_S, _ = phase3.advantages(cfg, batch, Measured(None, None), [1.0], everything)
     assert batch.episode_S.bincount().tolist() == [9, 3, 3, 3]
     assert value_S[[0, 9, 12, 15]].tolist() == pytest.approx([r / (std + 1e-4) for r in rewards])
     told = describe(groups, scored.std, scored.kept)

@@ -492,7 +492,7 @@ def test_a_key_reaches_the_advantages(told: Callable[..., StarPORun], key: str, 
         return results(*worth(cfg, episodes, shares, trains, values))
 
     weights, cfg = [1.0, 0.5, 0.75, 0.25], told(*beside, key)
-    measured = Measured(*(torch.tensor(np.concatenate(part)) for part in (old, reference, values)))
+    measured = Measured(*(torch.tensor(np.concatenate(part)) for part in (reference, values)))
     found = phase3.advantages(cfg, Batch.of(episodes), measured, weights, torch.tensor(trains))
     arrays = [None if part is None else np.split(part.numpy(), ends) for part in found]
     reaches(key, results(*arrays), expected(*beside, key), expected(*beside))

@@ -218,11 +218,12 @@ def update(cost: Cost, cfg: StarPORun, work: Episodes, micro_batch_tokens: int) 
     sampled = episodes * min(work.turns * work.new, work.context)
     tokens, behind = episodes * work.context, work.context / 2
     pieces = math.ceil(tokens / micro_batch_tokens)
-    # log-probs again where they are rounded, the reference's, the critic's values
-    looks = bool(cfg.trainer.bf16) + (algorithm.beta > 0) + algorithm.critical
+    epochs = algorithm.num_iterations
+    # where log-probs are rounded, those again that later optimizer steps train on; the reference's, the critic's values
+    again = 1.0 if epochs > 1 else 1 - 1 / algorithm.minibatches
+    looks = bool(cfg.trainer.bf16) * again + (algorithm.beta > 0) + algorithm.critical
     seconds = looks * cost.reads(tokens, sampled, behind, pieces)
     shared = episodes * work.prompt * (1 - 1 / work.samples) if can_share(cfg) else 0.0
-    epochs = algorithm.num_iterations
     seconds += epochs * cost.learns(tokens - shared, sampled, behind, pieces)
     trained = cost.shape.parameters if cfg.model.tuning == "full" else cost.shape.adapter
     if algorithm.critical and algorithm.critic.kind != "shared":
