@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from posttrain import (
         checkpoint,
+        compat,
         data,
         hardware,
         models,
@@ -65,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
     # 4. TRL trains. The rows carry assistant_masks, from which TRL makes the labels: only those tokens have a loss.
     training.save_work(model, device)
     with trl_arguments.refusals_in_words():
-        trainer = SFTTrainer(
+        trainer = compat.weighs_held_out_rows(SFTTrainer)(
             model=model,
             args=args,
             train_dataset=rows["train"],

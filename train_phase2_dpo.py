@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     training.save_work(model, device)
     training.show_reference_progress()
     with trl_arguments.refusals_in_words():
-        trainer = compat.takes_token_ids(DPOTrainer)(
+        trainer = compat.weighs_held_out_rows(compat.takes_token_ids(DPOTrainer))(
             model=model,
             ref_model=training.reference_in_shards(model),
             args=args,

@@ -17,6 +17,7 @@ import struct
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from huggingface_hub.utils import httpx
 from jinja2.sandbox import SandboxedEnvironment
 from tokenizers import Tokenizer
 from torch.nn import functional
+from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -106,6 +108,44 @@ def takes_token_ids(trainer: type) -> Any:
 
     TokenTrainer.__name__ = trainer.__name__
     return TokenTrainer
+
+
+def weighs_held_out_rows(trainer: type) -> Any:
+    """TRL's SFTTrainer or DPOTrainer, whose `eval_*` depend neither on batches nor on the number of processes.
+
+    transformers takes means over batches: the only row of a last batch would count as much as all of another one, and
+    several processes would read some rows twice. Here every process reads all rows, which are few, and a batch counts
+    as much as its pairs or, in SFT, its tokens that have a label. Until transformers does so.
+    """
+
+    class WeighingTrainer(trainer):
+        def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+            shared = super().get_eval_dataloader(eval_dataset)
+            return DataLoader(shared.dataset, self.args.eval_batch_size, collate_fn=shared.collate_fn)
+
+        def prediction_step(self, model: Any, inputs: dict[str, Any], *more: Any, **named: Any) -> Any:
+            found = super().prediction_step(model, inputs, *more, **named)
+            labels = inputs.get("labels")
+            weight = len(inputs["input_ids"]) // 2 if labels is None else int((labels[:, 1:] != -100).sum())
+            self.weighed.append((weight, float(found[0])))
+            return found
+
+        def evaluation_loop(self, *given: Any, metric_key_prefix: str = "eval", **named: Any) -> Any:
+            self.weighed: list[tuple[int, float]] = []
+            found = super().evaluation_loop(*given, metric_key_prefix=metric_key_prefix, **named)
+            weights, losses = zip(*self.weighed, strict=True)
+
+            def mean(of_batches: Iterable[float]) -> float:
+                return sum(map(mul, weights, of_batches)) / sum(weights)
+
+            found.metrics[f"{metric_key_prefix}_loss"] = mean(losses)
+            for name, of_batches in self._metrics["eval"].items():
+                if len(of_batches) == len(weights):
+                    self._metrics["eval"][name] = [mean(of_batches)]
+            return found
+
+    WeighingTrainer.__name__ = trainer.__name__
+    return WeighingTrainer
 
 
 def trained_tokens(trainer: Any) -> int:

@@ -23,12 +23,15 @@ TABLE = "table.json"  # beside the prepared rows: what became of the rows of eac
 SOURCES = "sources.json"  # beside the prepared rows: what the model card says of each data set
 
 
-def in_length_pools(rows: Dataset, batch_size: int, seed: int, pool: int = 8) -> Dataset:
+def in_length_pools(rows: Dataset, batch_size: int, seed: int, pool: int = 8, side_by_side: int = 1) -> Dataset:
     """The rows in an order whose consecutive batches hold rows of similar length, for a sampler that keeps the order.
 
     Random rows, `pool` batches of them, sorted by length and cut into batches; then all batches shuffled. Short and
     long rows differ by ten times in mixed data, so random batches are half padding. transformers' own grouping sorts
     50 batches at a time, and batches that are all of one kind of row taught a small model less.
+
+    side_by_side: batches of an optimizer step, where processes share them. Each step has the rows that it has on one
+    process; within it, batches of similar length follow each other, which processes read at the same time.
     """
     rng = random.Random(derive_seed(seed, "length pools"))
     lengths = _lengths(rows)
@@ -39,6 +42,9 @@ def in_length_pools(rows: Dataset, batch_size: int, seed: int, pool: int = 8) ->
         batches += [similar[at : at + batch_size] for at in range(0, len(similar), batch_size)]
     full = [batch for batch in batches if len(batch) == batch_size]
     rng.shuffle(full)
+    for start in range(0, len(full), side_by_side):
+        step = slice(start, start + side_by_side)
+        full[step] = sorted(full[step], key=lambda batch: lengths[batch[-1]])
     rest = [row for batch in batches if len(batch) < batch_size for row in batch]
     return rows.select([row for batch in full for row in batch] + rest)
 
@@ -70,9 +76,11 @@ def prepare(
     if not parallel.gather([found])[0]:
         loaded = load(cfg.data, chat)
         if runlog.is_main_process():
-            batch_size = args.per_device_train_batch_size * args.world_size
-            pool = 8 if args.device.type == "cpu" else 32  # on a CPU `read_in_slices` cuts what padding is left
-            train = in_length_pools(loaded.train, batch_size, cfg.seed, pool) if grouped else loaded.train
+            train = loaded.train
+            if grouped:
+                pool = 8 if args.device.type == "cpu" else 32  # on a CPU `read_in_slices` cuts what padding is left
+                shared = args.gradient_accumulation_steps * args.world_size if args.world_size > 1 else 1
+                train = in_length_pools(train, args.per_device_train_batch_size, cfg.seed, pool, shared)
             rows = {"train": train, "eval": loaded.eval}
             told = {SOURCES: loaded.table.for_card(), TABLE: [asdict(each) for each in loaded.table.sources]}
             checkpoint.save(folder, lambda out: _write_rows(rows, told, out), made_with=made_with)

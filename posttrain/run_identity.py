@@ -71,8 +71,6 @@ def same_batches(output_dir: Path, cfg: TrainingConfig) -> TrainingConfig:
     why = ""
     if kind.startswith("zero"):
         why = "DeepSpeed's checkpoints hold one file for each process"
-    elif trainer.get("train_sampling_strategy") == "group_by_length":
-        why = "trainer.train_sampling_strategy=group_by_length sorts rows by the batches of a single process"
     elif steps * before % now:
         why = f"{steps * before} micro-batches a step (gradient_accumulation_steps {steps}) cannot be shared by {now}"
     if why:

@@ -209,6 +209,15 @@ def test_takes_token_ids(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     assert "is_processed" not in source(DPOTrainer._prepare_dataset), "DPOTrainer takes rows of token ids by itself"
 
 
+@pytest.mark.parametrize("trainer", [SFTTrainer, DPOTrainer])
+def test_weighs_held_out_rows(trainer: Any) -> None:
+    """That its figures are the same in any batches is in test_phase1.py and test_phase2.py."""
+    weighing = compat.weighs_held_out_rows(trainer)
+    assert issubclass(weighing, trainer) and weighing.__name__ == trainer.__name__
+    assert "sum(val) / len(val)" in source(trainer.log), "TRL weighs its batches"
+    assert "losses.repeat(batch_size)" in source(Trainer.evaluation_loop), "transformers weighs its batches"
+
+
 @pytest.mark.parametrize("module", [sft_trainer, dpo_trainer])
 def test_trained_tokens(module: Any) -> None:
     """That a resumed run goes on counting is in test_phase1.py."""

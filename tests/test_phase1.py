@@ -102,7 +102,17 @@ def test_the_loss_is_that_of_the_assistants_tokens_alone(whole: Path, files: Sim
             logprobs = net.eval()(ids[None]).logits[0, :-1].log_softmax(-1)
         picked = -logprobs.gather(1, ids[1:, None])[:, 0][mask[1:]]
         total, count = total + picked.sum().item(), count + len(picked)
-    assert rows_of(whole, "eval_loss")[12] == pytest.approx(total / count, abs=1e-3)
+    assert rows_of(whole, "eval_loss")[12] == pytest.approx(total / count, abs=1e-5)
+
+
+def test_the_figures_of_held_out_rows_do_not_depend_on_batches(tmp_path: Path, files: SimpleNamespace) -> None:
+    """Means over batches would: the last of 8 rows would count as much as seven others."""
+    found = []
+    for size in (8, 7, 1):
+        out = tmp_path / f"by-{size}"
+        train(config_in(tmp_path, files, max_steps=1, per_device_eval_batch_size=size), f"output_dir={out}")
+        found.append([rows_of(out, f"eval_{name}")[1] for name in ("loss", "entropy", "mean_token_accuracy")])
+    assert found[1] == pytest.approx(found[0], abs=1e-5) and found[2] == pytest.approx(found[0], abs=1e-5)
 
 
 @pytest.fixture
@@ -281,6 +291,21 @@ def test_length_pools_keep_every_row_once_and_halve_the_padding() -> None:
     assert padded(pooled) < real * 1.15 < real * 1.5 < padded(rows)
     assert pooled["input_ids"][:] == prepared_rows.in_length_pools(rows, 4, seed=1)["input_ids"][:]
     assert pooled["input_ids"][:] != prepared_rows.in_length_pools(rows, 4, seed=2)["input_ids"][:]
+
+
+def test_length_pools_give_each_step_the_rows_of_one_process() -> None:
+    """Of six batches in a step; those that two processes read at the same time are of similar length."""
+    draw = random.Random(3)
+    rows = Dataset.from_dict({"input_ids": [[n] * draw.choice([5, 20, 50]) for n in range(203)]})
+    one, shared = (prepared_rows.in_length_pools(rows, 4, seed=1, side_by_side=n)["input_ids"][:] for n in (1, 6))
+
+    def waits(order: list[list[int]]) -> int:
+        longest = [max(map(len, order[at : at + 4])) for at in range(0, 200, 4)]
+        return sum(max(pair) - min(pair) for pair in zip(longest[::2], longest[1::2], strict=True))
+
+    for start in range(0, 203, 24):
+        assert sorted(one[start : start + 24]) == sorted(shared[start : start + 24])
+    assert waits(shared) < waits(one) / 2
 
 
 def test_group_by_length_trains_in_the_pooled_order(tmp_path: Path, files: SimpleNamespace) -> None:

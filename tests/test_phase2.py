@@ -71,6 +71,19 @@ def test_a_run_starts_at_ln_2_learns_and_saves(whole: Path, tiny_chat: Chat) -> 
     assert meta == {"phase": "phase2", "step": 12, "chat_template_sha256": tiny_chat.hash}
 
 
+def test_the_figures_of_held_out_pairs_do_not_depend_on_batches(tmp_path: Path, files: SimpleNamespace) -> None:
+    """And the share of pairs in the model card is one of whole pairs."""
+    found, names = [], ("loss", "rewards/accuracies", "rewards/margins", "logps/chosen")
+    for size in (8, 7, 1):
+        out = tmp_path / f"by-{size}"
+        train(config_in(tmp_path, files, max_steps=1, per_device_eval_batch_size=size), f"output_dir={out}")
+        found.append([rows_of(out, f"eval_{name}")[1] for name in names])
+    assert found[1] == pytest.approx(found[0], abs=1e-5) and found[2] == pytest.approx(found[0], abs=1e-5)
+    (record,) = checkpoint.verify(out / "final")["meta"]["history"]
+    (wins,) = [one["value"] for one in record["results"] if "chosen answer" in one["name"]]
+    assert 8 * wins == pytest.approx(round(8 * wins), abs=1e-6)
+
+
 def test_the_reference_is_the_policy_and_not_what_its_name_says(
     tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,7 @@ def config_in(folder: Path, files: SimpleNamespace, phase: str, model: dict[str,
     """Five steps of eight rows on one process."""
     kind, data = ("messages", files.sft) if phase == "sft" else ("preferences", files.dpo)
     steps = {"max_steps": 5, "save_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    steps |= {"per_device_eval_batch_size": 3}  # eight rows are held out
     file = settings(folder / f"{phase}.yaml", kind, files.base, data, **(steps | trainer))
     config = yaml.safe_load(file.read_text())
     config["model"] |= model
@@ -92,6 +93,7 @@ def equal(what: str, one: Path, other: Path, figures: tuple[str, ...] = ("loss",
     apart.append(max((before[name] - after[name]).abs().max().item() for name in before))
     print(f"| {what} | {' | '.join(f'{value:.1e}' for value in apart)} |")
     assert max(apart) < 1e-5
+    assert rows_of(other, "eval_loss") == pytest.approx(rows_of(one, "eval_loss"), abs=1e-5)
 
 
 # -------------------------------------------------------------------------------------------------- phases 1 and 2
@@ -114,8 +116,11 @@ def test_fsdp2_trains_supervised_equal_to_one_process(tmp_path: Path, files: Sim
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("phase", "tuning"), [("sft", "lora"), ("dpo", "full"), ("dpo", "lora")])
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(
+    ("phase", "tuning", "count"),
+    [("sft", "full", 4), ("sft", "lora", 2), ("sft", "lora", 4)]
+    + [("dpo", tuning, count) for tuning in ("full", "lora") for count in (2, 4)],
+)
 def test_fsdp2_equal_to_one_process(
     tmp_path: Path, files: SimpleNamespace, phase: str, tuning: str, count: int
 ) -> None:
@@ -152,6 +157,20 @@ def test_resumed_equal_to_one_process(
     assert "checkpoint-2" in done.stdout and (told in done.stdout) == (after != before)
     what = f"phase {1 if phase == 'sft' else 2}, {tuning}, {'FSDP2' if sharded else 'copies'}, resumed at step 2"
     equal(f"{what} | {before}, then {after}", tmp_path / "one", tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_grouped_rows_equal_to_one_process(tmp_path: Path, files: SimpleNamespace) -> None:
+    """`group_by_length`, the reference configs' order; resumed on one process, then on two."""
+    file = config_in(tmp_path, files, "sft", {}, train_sampling_strategy="group_by_length")
+    train_phase1_sft.main(["--config", str(file), f"output_dir={tmp_path}/one"])
+    command = [script("sft"), "--config", str(file), "trainer.gradient_accumulation_steps=2"]
+    assert launched(2, *command, env={}).returncode == 0
+    for processes in (1, 2):
+        for folder in ("checkpoint-4", "checkpoint-5", "final"):
+            shutil.rmtree(tmp_path / "run" / folder)
+        assert launched(processes, *command, "--resume", env={}).returncode == 0
+        equal(f"phase 1, full, copies, grouped by length | 2, then {processes}", tmp_path / "one", tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -484,9 +503,6 @@ def test_a_resumed_run_keeps_its_batches_or_says_why_not(tmp_path: Path, monkeyp
     ):
         run_identity.same_batches(tmp_path, six)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    by_length = some_run(trainer={"train_sampling_strategy": "group_by_length"})
-    with pytest.raises(UserError, match="group_by_length sorts rows"):
-        run_identity.same_batches(tmp_path, by_length)
     begun(2, "fsdp2")
     with pytest.raises(UserError, match=r"sharding fsdp2 and would go on with none.*fsdp2.yaml --num_processes 2"):
         run_identity.same_batches(tmp_path, six)
