@@ -372,8 +372,7 @@ def update(
         for parameter in learner.trainable[POLICY] if warming_up else ():
             parameter.grad = None  # not even the optimizer's moments learn from the critic's loss
         norms = [
-            sharding.number(torch.nn.utils.clip_grad_norm_(own, cfg.trainer.max_grad_norm))
-            for own in learner.trainable
+            sharding.number(torch.nn.utils.clip_grad_norm_(own, cfg.trainer.max_grad_norm)) for own in learner.trainable
         ]
         finite = all(map(math.isfinite, norms))
         if finite:

@@ -24,6 +24,7 @@ from posttrain.sampler.slot_server import (
     LONG_POLL,
     PROTOCOL,
     WEIGHTS_PATIENCE,
+    architecture,
     digest,
     precision,
     vocabulary_of,
@@ -195,6 +196,11 @@ class Engine:
             other = sorted(set(theirs) ^ set(shapes)) if isinstance(theirs, dict) else []
             other = other or [name for name in shapes if isinstance(theirs, dict) and theirs[name] != shapes[name]]
             raise Refused(400, f"its model {self.name} has other weights ({', '.join(other[:3])[:200]})")
+        own, asked = architecture(self.sampler.model), wanted.get("architecture")
+        if own != asked:
+            asked = asked if isinstance(asked, dict) else {}
+            other = [key for key in sorted(own.keys() | asked.keys()) if own.get(key, ...) != asked.get(key, ...)]
+            raise Refused(400, f"its model {self.name} has another config.json ({', '.join(other[:3])[:200]})")
         if (wanted.get("stop_ids"), wanted.get("pad_id")) != ([self.chat.stop_id], self.chat.pad_id):
             raise Refused(400, f"the turns of its model {self.name} end with another token")
         longest = wanted.get("longest")

@@ -333,7 +333,10 @@ def test_of_two_runs_that_wait_for_a_free_server_one_gets_it(tiny_chat: Chat) ->
     model = llama()
     engine = rollout_engine.Engine(SlotSampler(model, [tiny_chat.stop_id], tiny_chat.pad_id), tiny_chat, "tiny")
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-    wanted = {"shapes": shapes, "stop_ids": [tiny_chat.stop_id], "pad_id": tiny_chat.pad_id, "longest": 64}
+    wanted = {
+        "architecture": client.architecture(model), "shapes": shapes, "stop_ids": [tiny_chat.stop_id],
+        "pad_id": tiny_chat.pad_id, "longest": 64,
+    }  # fmt: skip
     outcomes: list[str] = []
 
     def begin(session: str) -> None:
@@ -362,13 +365,17 @@ def test_what_does_not_fit_is_said_before_anything_is_played(tiny_chat: Chat, mo
         monkeypatch.setenv(client.TOKEN, "open sesame")
         with pytest.raises(UserError, match=r"has other weights \(model.embed_tokens.weight, lm_head.weight\)"):
             connected(tiny_chat, llama(vocabulary=600), servers)
+        otherwise = llama()
+        otherwise.config.rms_norm_eps = 0.1
+        with pytest.raises(UserError, match=r"cannot play for this run: .*another config.json \(rms_norm_eps\)"):
+            connected(tiny_chat, otherwise, servers)
         other = copy.copy(tiny_chat)
         other.tokenizer = copy.deepcopy(tiny_chat.tokenizer)
         other.tokenizer.add_tokens(["new"])
         with pytest.raises(UserError, match=r"has another vocabulary: it serves tiny\. Start it with --model"):
             connected(other, llama(), servers)
         monkeypatch.setattr(rollout_engine, "PROTOCOL", 7)
-        with pytest.raises(UserError, match=r"another version of this program \(it speaks protocol 7, this run 1\)"):
+        with pytest.raises(UserError, match=r"another version of this program \(it speaks protocol 7, this run 2\)"):
             connected(tiny_chat, llama(), servers)
         monkeypatch.setattr(rollout_engine.Engine, "about", lambda self: {"hello": 1})
         with pytest.raises(UserError, match="is no rollout server of this project"):

@@ -148,6 +148,7 @@ def test_wrong_configs_are_told(player: Path, tmp_path: Path) -> None:
         ({"servers": ["http://localhost:1"]}, "is for `rollout.engine: server`"),
         ({"engine": "server", "servers": ["localhost:1"]}, "which is no address such as http"),
         ({"engine": "server", "servers": ["http://a:1", "http://a:1/"]}, "names a server twice"),
+        ({"engine": "server", "servers": ["http://localhost:1", "http://127.0.0.1:1/"]}, "names a server twice"),
         ({"max_staleness": 1}, "above 0 needs `rollout.engine: server`"),
     ]:
         with pytest.raises(UserError, match=words):

@@ -102,7 +102,8 @@ class RolloutSection(Section):
 
             if not is_address(url):
                 raise wrong(f"`rollout.servers` has {url!r}, which is no address such as http://localhost:8200")
-        if len({url.rstrip("/") for url in self.servers}) < len(self.servers):
+        known = {url.rstrip("/").replace("//localhost:", "//127.0.0.1:") for url in self.servers}
+        if len(known) < len(self.servers):
             raise wrong("`rollout.servers` names a server twice")
         if self.max_staleness and not elsewhere:
             raise wrong("`rollout.max_staleness` above 0 needs `rollout.engine: server` or `vllm_server`")

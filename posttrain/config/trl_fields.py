@@ -82,6 +82,7 @@ LEAST = {
     "max_grad_norm": (0, True),
     "weight_decay": (0, True),
     "warmup_steps": (0, True),
+    "ddp_timeout": (1, True),
 }
 LARGEST_WHOLE_NUMBER = 2**31 - 1  # numpy and several libraries of the Hub count and seed in 32 bits
 LARGEST_NUMBER = 1e30  # float32 ends at 3.4e38

@@ -21,7 +21,7 @@ from posttrain import runlog
 from posttrain.sampler.remote import BRIEF, Lost, Policy, Servers, Weights, Work, check_logprobs, chunks
 from posttrain.types import Completion, SamplingParams, UserError, one_line
 
-PROTOCOL = 1  # changes with what is said between a run and its servers
+PROTOCOL = 2  # changes with what is said between a run and its servers
 TOKEN = "ROLLOUT_SERVER_TOKEN"  # the environment variable with the password of the servers
 SESSION, CHECKSUM = "X-Session", "X-Checksum"
 LEASE = 120.0  # seconds after which a server forgets a run that says nothing; longer than one request may take
@@ -32,9 +32,22 @@ FAREWELL = 5.0  # seconds that the end of a run may take
 MOST_REPLY = 256 << 20  # bytes
 
 
+# keys of a config.json that are the same thing under other names, or are compared by themselves
+SAYS_NOTHING = {
+    "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config",
+    "transformers_version", "use_cache",
+}  # fmt: skip
+
+
 def vocabulary_of(tokenizer: Any) -> str:
     """A digest of which number each token has."""
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+
+
+def architecture(model: PreTrainedModel) -> dict[str, Any]:
+    """What its config says of how it computes: two models with weights of the same shapes may differ in it."""
+    said = {key: value for key, value in model.config.to_dict().items() if key not in SAYS_NOTHING and key[0] != "_"}
+    return json.loads(json.dumps(said, default=str))
 
 
 def digest(body: bytes) -> str:
@@ -82,7 +95,8 @@ class SlotServer:
             raise UserError(f"The rollout server at {self.url} was restarted with another device, precision or torch.")
         self.exact = exact
         wanted = {
-            "shapes": policy.shapes(), "stop_ids": policy.stop_ids, "pad_id": policy.pad_id, "longest": policy.longest
+            "architecture": architecture(policy.model), "shapes": policy.shapes(), "stop_ids": policy.stop_ids,
+            "pad_id": policy.pad_id, "longest": policy.longest,
         }  # fmt: skip
         # a run that was killed a moment ago still has it; a server that this run had is its own, or not waited for
         until, told = time.monotonic() + (0 if self.session else LEASE + 5), False
