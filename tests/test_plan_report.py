@@ -110,6 +110,45 @@ def test_a_device_on_which_a_run_does_not_fit_is_refused(capsys: pytest.CaptureF
     assert table.count("(not as written)") < table.count("\n") and not (tmp_path / "run").exists()
 
 
+def test_what_helps_is_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """28.5 GiB of weights alone: no row is short enough."""
+    lora = ["--plan", "A10G", "model.name_or_path=Qwen/Qwen2.5-7B-Instruct", "model.tuning=lora"]
+    with pytest.raises(UserError, match=r"What helps: model.tuning=qlora, model.dtype=bfloat16, a smaller model\."):
+        phase1.main(lora)
+    assert "1 does not fit" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"What helps: trainer\.per_device_train_batch_size=4 "):
+        phase1.main([*lora[:-1], "model.tuning=qlora"])
+    one = "trainer.per_device_train_batch_size=1 trainer.gradient_accumulation_steps=64"
+    with pytest.raises(UserError, match=rf"What helps: {one}, "):
+        phase1.main([*lora, "model.dtype=bfloat16"])
+    phase1.main([*lora, "model.dtype=bfloat16", *one.split()])
+
+
+def test_devices_that_have_nothing_to_play_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    phase3.main(["--plan", "8xH100", "rollout.groups=3"])
+    assert "3 of 8 play" in capsys.readouterr().out
+    phase3.main(["--plan", "8xH100"])
+    assert " play" not in capsys.readouterr().out.split("\n\n")[1]
+
+
+def test_reading_the_history_in_every_turn_takes_longer() -> None:
+    kept, again = (
+        report.plan(SHAPE, config(rollout={"engine": engine}, trainer={"bf16": True}), Fleet(devices.DEVICES[0]))
+        for engine in ("slots", "replay")
+    )
+    assert kept.seconds and again.seconds and kept.seconds.parts["rollout"] < again.seconds.parts["rollout"]
+    assert kept.seconds.parts["update"] == again.seconds.parts["update"]
+
+
+def test_a_number_of_another_phase_or_above_the_longest_row_is_refused() -> None:
+    with pytest.raises(UserError, match="`new` is no number of this phase, which has rows, tokens, trained, padding"):
+        phase1.main(["--plan", "A10G:new=3"])
+    with pytest.raises(UserError, match="`rows` is no number of this phase, which has prompt, new, reply, turns, kept"):
+        phase3.main(["--plan", "all:rows=3"])
+    with pytest.raises(UserError, match="no row is longer than 2048 tokens"):
+        phase1.main(["--plan", "A10G:tokens=2049"])
+
+
 @pytest.mark.parametrize("asked", ["A10", "x8xH100", "0xH100", "H100:price", "H100:prise=2", "T4:memory=16", "all:x"])
 def test_what_is_no_device_is_said_in_words(asked: str) -> None:
     with pytest.raises(UserError, match=r"^--plan .*(A100-80|KEY=NUMBER)"):
@@ -204,7 +243,8 @@ def test_more_rows_or_longer_ones_take_more_and_more_memory_takes_more_rows(
 
     assert taken(cfg, batch, place) <= min(taken(cfg, 2 * batch, place), taken(longer, batch, place))
     best, more = (rows.largest_batch(shape, cfg, place._replace(free=each * GIB)) for each in (memory, 2 * memory))
-    assert best is None or (more is not None and more >= best and taken(cfg, best, place) <= 0.85 * memory * GIB)
+    assert best is None or (more is not None and more >= best)
+    assert best is None or taken(cfg, best, place) <= (1.0 if best == 1 else 0.85) * memory * GIB
     if processes > 1:
         assert taken(cfg, batch, place._replace(sharded=True)) < taken(cfg, batch, place) or tuning == "lora"
 

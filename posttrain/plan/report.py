@@ -6,14 +6,14 @@ Nothing of the model is loaded but its config, nothing is written, and no GPU is
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from posttrain import hardware, launcher
-from posttrain.config import StarPORun
+from posttrain.config import DPORun, StarPORun
 from posttrain.plan import devices, episodes, known_models, rows, seconds
 from posttrain.plan.devices import Fleet
 from posttrain.plan.episodes import Place
@@ -61,6 +61,7 @@ def show(cfg: Any, asked: str, file: str) -> None:
     UserError where one device is asked for, and the run does not fit there with its own numbers.
     """
     wanted = devices.fleets(asked)
+    _check_facts(asked, wanted[0].known, cfg)
     of_model = known_models.config_of(cfg.model, Path(file))
     shape = Shape.of(of_model, cfg.model)
     planned = [plan(shape, cfg, fleet) for fleet in wanted]
@@ -71,6 +72,16 @@ def show(cfg: Any, asked: str, file: str) -> None:
         print(f"\n{_by_part(one)}")
         if one.problem:
             raise UserError(one.problem)
+
+
+def _check_facts(asked: str, known: Mapping[str, float], cfg: Any) -> None:
+    """UserError for a number that this phase does not have, or not so large."""
+    own, other = (Episodes, Rows) if isinstance(cfg, StarPORun) else (Rows, Episodes)
+    if strange := sorted(known.keys() & set(other._fields) - set(own._fields)):
+        words = ", ".join(key for key in devices.OF_WORK if key in own._fields)
+        raise UserError(f"--plan {asked}: `{strange[0]}` is no number of this phase, which has {words}.")
+    if own is Rows and known.get("tokens", 0) > (longest := Rows.longest(cfg)):
+        raise UserError(f"--plan {asked}: no row is longer than {longest} tokens: raise data.max_length, too.")
 
 
 def plan(shape: Shape, cfg: Any, fleet: Fleet) -> Planned:
@@ -132,6 +143,8 @@ def _of_episodes(shape: Shape, cfg: StarPORun, fleet: Fleet, place: Place) -> Pl
         problem += f" trainer.micro_batch_tokens={found.micro_batch_tokens}."
     told = f"{found.slots} slots, {found.micro_batch_tokens} tokens"
     told += ", recomputed" if found.gradient_checkpointing else ""
+    players = len(cfg.rollout.servers) or fleet.count
+    told += f", {work.groups} of {players} play" if work.groups < players else ""
     taken = seconds.of_episodes(shape, cfg, fleet, work, found, place.shards)
     problem, servers = _on(fleet, problem) if problem else "", len(cfg.rollout.servers)
     return Planned(fleet, place.sharded, found.parts, memory, told, taken, problem, servers)
@@ -146,7 +159,7 @@ def _of_rows(shape: Shape, cfg: Any, fleet: Fleet, place: Place) -> Planned:
     if taken is None:
         return Planned(fleet, place.sharded, rows.memory(shape, cfg, place, 1), memory, "1 does not fit", None, problem)
     data = Rows.of(cfg, fleet.known)
-    told = f"{taken} x {share // taken}" + (f", at most {best}" if best is not None and best != taken else "")
+    told = f"{taken} x {share // taken}" + (f", at most {best}" if best is not None and best > taken else "")
     told += f", {share * place.processes} a step" if share * place.processes != settings.batch else ""
     return Planned(
         fleet, place.sharded, rows.memory(shape, cfg, place, taken), memory, told,
@@ -232,8 +245,13 @@ def _told(cfg: Any, wanted: Sequence[Fleet]) -> str:
     example = "new=30,turns=5" if isinstance(cfg, StarPORun) else "rows=20000,tokens=300"
     servers = len(cfg.rollout.servers) if isinstance(cfg, StarPORun) else 0
     elsewhere = f"Played by servers ({servers}), each one such device, in the price. " if servers else ""
-    again = "Rollouts keep the KV cache; a model that cannot (posttrain.check_model) reads its history every turn. "
-    elsewhere += again if isinstance(cfg, StarPORun) and not servers else ""
+    if isinstance(cfg, StarPORun) and not servers:
+        elsewhere += "Rollouts read the history again in every turn (rollout.engine: replay). "
+        if cfg.rollout.engine != "replay":
+            elsewhere = "Rollouts keep the KV cache; where a model cannot (posttrain.check_model), engine=replay. "
+    also = "evaluations"
+    also += ", the reference's log-probs" if isinstance(cfg, DPORun) else ""
+    also += ", the answers to distil" if isinstance(cfg, StarPORun) and cfg.distillation is not None else ""
     prices = f"{devices.PRICED}. " if any(fleet.price is not None for fleet in wanted) else ""
     device = wanted[0].device
     limits = f"{device.bandwidth:.1f} GB/s, {device.peak:.3f} TFLOP/s in bfloat16, {device.single:.3f} in float32"
@@ -242,9 +260,9 @@ def _told(cfg: Any, wanted: Sequence[Fleet]) -> str:
         "GiB a device. Sharded: parameters, gradients and moments (FSDP2). Assumed: products reach"
         f" {factors.matmul:.0%} of the peak, other kernels {factors.stream:.0%} of the bandwidth, decoding"
         f" {factors.decode:.0%};"
-        f" {wanted[0].device.operation * 1e6:.0f} microseconds to launch an operation. Loading, checkpoints and"
-        f" downloads are not counted. {elsewhere}{prices}Write over what you know better: --plan"
-        f" A10G:price=0.6,{example}"
+        f" {wanted[0].device.operation * 1e6:.0f} microseconds to launch an operation. Hours are all steps and"
+        f" {also}; loading, checkpoints and downloads are not counted. {elsewhere}{prices}Write over what you know"
+        f" better: --plan A10G:price=0.6,{example}"
     )
 
 

@@ -128,10 +128,11 @@ def memory(shape: Shape, cfg: Any, place: Place, rows: int) -> dict[str, Parts]:
 
 def largest_batch(shape: Shape, cfg: Any, place: Place) -> int | None:
     """The most rows of a micro-batch that fit, of those that divide this device's share of the batch; None where not
-    even one fits."""
+    even one fits, the margin used up."""
     share = Settings.of(cfg).share(place.processes)
     budget = place.held + place.free * (1 - MARGIN)
-    return parts.largest(divisors(share, share), budget, lambda rows: most(memory(shape, cfg, place, rows)))
+    found = parts.largest(divisors(share, share), budget, lambda rows: most(memory(shape, cfg, place, rows)))
+    return 1 if found is None and fits(shape, cfg, place, 1) else found
 
 
 def fits(shape: Shape, cfg: Any, place: Place, rows: int) -> bool:
@@ -150,12 +151,19 @@ def too_much(shape: Shape, cfg: Any, place: Place, where: str) -> str:
         if best is not None
         else ""
     )
+
+    def one_fits(**model: str) -> bool:
+        return fits(shape, cfg.model_copy(update={"model": cfg.model.model_copy(update=model)}), place, 1)
+
+    shortest = cfg.model_copy(update={"data": cfg.data.model_copy(update={"max_length": 8})})
     remedies = {
         smaller: best is not None and best < settings.rows,
         "trainer.gradient_checkpointing=true": not again,
         "trainer.optim=adamw_8bit": full and "8bit" not in settings.optim and not place.sharded,
         "model.tuning=lora": full,
-        f"a data.max_length below {settings.longest}": True,
+        "model.tuning=qlora": cfg.model.tuning == "lora" and place.cuda and one_fits(tuning="qlora"),
+        "model.dtype=bfloat16": cfg.model.tuning == "lora" and best is None and one_fits(dtype="bfloat16"),
+        f"a data.max_length below {settings.longest}": fits(shape, shortest, place, 1),
         "a smaller model": best is None,
     }
     return (

@@ -173,8 +173,10 @@ def of_episodes(shape: Shape, cfg: StarPORun, fleet: Fleet, work: Episodes, plan
     cost = Cost(shape, Numbers.of(cfg, shards), fleet)
     compiled = cfg.rollout.engine.startswith("vllm") or bool(getattr(cfg.rollout, "compile", False))
 
+    replays = cfg.rollout.engine == "replay"
+
     def plays(conversations: float, samples: float) -> float:
-        return rollout(cost, work, conversations, samples, plan.slots, compiled)
+        return rollout(cost, work, conversations, samples, plan.slots, compiled, replays)
 
     players = len(cfg.rollout.servers) or fleet.count  # a server plays as one device does
     playing = plays(math.ceil(work.groups / players) * work.samples, work.samples)
@@ -199,13 +201,26 @@ def of_episodes(shape: Shape, cfg: StarPORun, fleet: Fleet, work: Episodes, plan
 
 
 def rollout(
-    cost: Cost, work: Episodes, conversations: float, samples: float, slots: int, compiled: bool = False
+    cost: Cost,
+    work: Episodes,
+    conversations: float,
+    samples: float,
+    slots: int,
+    compiled: bool = False,
+    replays: bool = False,
 ) -> float:
-    """Prompts once for each group, each reply of an environment behind all that was said before, all sampled tokens."""
+    """Prompts once for each group, each reply of an environment behind all that was said before, all sampled tokens.
+
+    replays: without a kept cache, all that was said is read in every turn.
+    """
     turns = max(1.0, work.turns)
-    reading = cost.reads(conversations / samples * work.prompt, 0, work.prompt / 2)
-    replies = conversations * (turns - 1) * work.reply
-    reading += cost.reads(replies, 0, (work.prompt + work.context) / 2, turns - 1)
+    if replays:
+        half = (work.prompt + work.context) / 2  # of the tokens that are there, on average over the turns
+        reading = cost.reads(conversations * turns * half, 0, half / 2, turns)
+    else:
+        reading = cost.reads(conversations / samples * work.prompt, 0, work.prompt / 2)
+        replies = conversations * (turns - 1) * work.reply
+        reading += cost.reads(replies, 0, (work.prompt + work.context) / 2, turns - 1)
     at_once = min(slots, conversations)
     tokens = turns * work.new * conversations / at_once
     return reading + cost.decodes(tokens, at_once, (work.prompt + work.context) / 2, compiled)

@@ -53,11 +53,15 @@ class Rows(NamedTuple):
     def of(cls, cfg: Any, known: Mapping[str, float]) -> Rows:
         found = [_source(source) for source in cfg.data.sources]
         rows = sum(count for count, _ in found)
-        longest = cfg.data.max_length * (1 + isinstance(cfg, DPORun))
-        tokens = min(longest, sum(count * each for count, each in found) / max(1.0, rows))
+        tokens = min(cls.longest(cfg), sum(count * each for count, each in found) / max(1.0, rows))
         # chosen and rejected are padded to the longer one
         assumed = cls(rows, tokens, padding=0.22 if isinstance(cfg, DPORun) else 0.08)
         return assumed._replace(**{key: value for key, value in known.items() if key in cls._fields})
+
+    @staticmethod
+    def longest(cfg: Any) -> int:
+        """Tokens that a row may have; a pair has two."""
+        return cfg.data.max_length * (1 + isinstance(cfg, DPORun))
 
 
 def _source(source: Source) -> tuple[float, float]:
