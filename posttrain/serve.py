@@ -133,7 +133,7 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:  # of a name that can be no host's
         raise UserError(
             f"Nothing can listen at {host}, port {port} ({one_line(error)}). Where another program has the port, "
-            "choose another one: --port 8001, or --port 0 for any that is free."
+            f"choose another one: --port {(port + 1) % 65536}, or --port 0 for any that is free."
         ) from error
     return listening
 

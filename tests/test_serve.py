@@ -325,7 +325,7 @@ def test_mistakes_are_told_in_a_paragraph(final: Path, tmp_path: Path, monkeypat
         serve.main([str(tmp_path)])
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=rf"port {port} .*in use.*--port 8001"):
+        with pytest.raises(UserError, match=rf"port {port} .*in use.*--port {port + 1}"):
             serve.main([str(final), "--port", str(port)])
     for wrong, words in ((["--host", "127.0.0..1"], "Nothing can listen"), (["--port", "70000"], "no port")):
         with pytest.raises(UserError, match=words):

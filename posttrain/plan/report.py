@@ -231,7 +231,7 @@ def _head(shape: Shape, cfg: Any, fleet: Fleet) -> str:
         )
     else:
         data, settings = Rows.of(cfg, fleet.known), rows.Settings.of(cfg)
-        length = f"{settings.max_steps} steps" if settings.max_steps > 0 else f"{settings.epochs:g} epochs"
+        length = f"{settings.max_steps} steps" if settings.max_steps > 0 else f"{settings.epochs:g} epoch{'s' * (settings.epochs != 1)}"
         said = (
             f"{data.rows:,.0f} {'pairs' if settings.pairs else 'rows'} of {data.tokens:.0f} tokens,"
             f" {data.trained:.0%} of them with a label, {length} in batches of {settings.batch}."
