@@ -36,7 +36,6 @@ def main(argv: list[str] | None = None) -> None:
 
     from posttrain import (
         checkpoint,
-        compat,
         data,
         hardware,
         models,
@@ -44,6 +43,7 @@ def main(argv: list[str] | None = None) -> None:
         run_identity,
         training,
         trl_arguments,
+        trl_trainers,
     )
     from posttrain.preflight import check_run
 
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
     # 4. TRL trains. The rows carry assistant_masks, from which TRL makes the labels: only those tokens have a loss.
     training.save_work(model, device)
     with trl_arguments.refusals_in_words():
-        trainer = compat.weighs_held_out_rows(SFTTrainer)(
+        trainer = trl_trainers.weighs_held_out_rows(SFTTrainer)(
             model=model,
             args=args,
             train_dataset=rows["train"],

@@ -42,7 +42,6 @@ def main(argv: list[str] | None = None) -> None:
 
     from posttrain import (
         checkpoint,
-        compat,
         data,
         hardware,
         models,
@@ -50,6 +49,7 @@ def main(argv: list[str] | None = None) -> None:
         run_identity,
         training,
         trl_arguments,
+        trl_trainers,
     )
     from posttrain.preflight import check_run
 
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     training.save_work(model, device)
     training.show_reference_progress()
     with trl_arguments.refusals_in_words():
-        trainer = compat.weighs_held_out_rows(compat.takes_token_ids(DPOTrainer))(
+        trainer = trl_trainers.weighs_held_out_rows(trl_trainers.takes_token_ids(DPOTrainer))(
             model=model,
             ref_model=training.reference_in_shards(model),
             args=args,

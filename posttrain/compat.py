@@ -2,10 +2,11 @@
 
 CHECKED says with which versions. For everything here tests/test_compat.py fails as soon as it no longer fits (a name is
 gone, an argument is another one) and as soon as the library does the same by itself. Each docstring ends with what has
-to happen until it can go. Not here: reading TRL's dataclasses without importing them (posttrain/config/trl_fields.py)
-and importing transformers' chat templates alone (posttrain/template_limits.py), which must load without torch; vLLM's
-engine and torch's compiler (posttrain/sampler/); what only envs/ needs, which imports no posttrain: gym-sokoban's room
-generator (envs/sokoban/rooms.py) and OpenEnv's socket (envs/adapters/openenv_client.py).
+to happen until it can go. Not here: TRL's trainers (posttrain/trl_trainers.py), reading TRL's dataclasses without
+importing them (posttrain/config/trl_fields.py) and importing transformers' chat templates alone
+(posttrain/template_limits.py), which must load without torch; vLLM's engine and torch's compiler (posttrain/sampler/);
+what only envs/ needs, which imports no posttrain: gym-sokoban's room generator (envs/sokoban/rooms.py) and OpenEnv's
+socket (envs/adapters/openenv_client.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import struct
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,6 @@ from huggingface_hub.utils import httpx
 from jinja2.sandbox import SandboxedEnvironment
 from tokenizers import Tokenizer
 from torch.nn import functional
-from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -92,60 +91,6 @@ def replace_reference_bar(shown: Callable[..., Iterator[Any]]) -> None:
 
     assert hasattr(dpo_trainer, "tqdm"), "this TRL shows the reference's progress in another way"
     dpo_trainer.tqdm = shown  # pyright: ignore[reportPrivateImportUsage]
-
-
-def takes_token_ids(trainer: type) -> Any:
-    """TRL's DPOTrainer for rows that are token ids already, in the columns that its collator reads.
-
-    TRL would render and tokenise text here, and text of a data set could become a control token. Until DPOTrainer
-    leaves such rows alone, as SFTTrainer does.
-    """
-
-    class TokenTrainer(trainer):
-        def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
-            assert {"prompt_ids", "chosen_ids", "rejected_ids"} <= set(dataset.column_names)
-            return dataset
-
-    TokenTrainer.__name__ = trainer.__name__
-    return TokenTrainer
-
-
-def weighs_held_out_rows(trainer: type) -> Any:
-    """TRL's SFTTrainer or DPOTrainer, whose `eval_*` depend neither on batches nor on the number of processes.
-
-    transformers takes means over batches: the only row of a last batch would count as much as all of another one, and
-    several processes would read some rows twice. Here every process reads all rows, which are few, and a batch counts
-    as much as its pairs or, in SFT, its tokens that have a label. Until transformers does so.
-    """
-
-    class WeighingTrainer(trainer):
-        def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-            shared = super().get_eval_dataloader(eval_dataset)
-            return DataLoader(shared.dataset, self.args.eval_batch_size, collate_fn=shared.collate_fn)
-
-        def prediction_step(self, model: Any, inputs: dict[str, Any], *more: Any, **named: Any) -> Any:
-            found = super().prediction_step(model, inputs, *more, **named)
-            labels = inputs.get("labels")
-            weight = len(inputs["input_ids"]) // 2 if labels is None else int((labels[:, 1:] != -100).sum())
-            self.weighed.append((weight, float(found[0])))
-            return found
-
-        def evaluation_loop(self, *given: Any, metric_key_prefix: str = "eval", **named: Any) -> Any:
-            self.weighed: list[tuple[int, float]] = []
-            found = super().evaluation_loop(*given, metric_key_prefix=metric_key_prefix, **named)
-            weights, losses = zip(*self.weighed, strict=True)
-
-            def mean(of_batches: Iterable[float]) -> float:
-                return sum(map(mul, weights, of_batches)) / sum(weights)
-
-            found.metrics[f"{metric_key_prefix}_loss"] = mean(losses)
-            for name, of_batches in self._metrics["eval"].items():
-                if len(of_batches) == len(weights):
-                    self._metrics["eval"][name] = [mean(of_batches)]
-            return found
-
-    WeighingTrainer.__name__ = trainer.__name__
-    return WeighingTrainer
 
 
 def trained_tokens(trainer: Any) -> int:

@@ -53,7 +53,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 import posttrain.convgpt  # noqa: F401  registers ConvGPT with the Auto classes
 from envs.adapters.openenv_client import connection
-from posttrain import compat, template_limits, training
+from posttrain import compat, template_limits, training, trl_trainers
 from posttrain.types import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -91,7 +91,8 @@ def test_versions_are_those_that_were_checked() -> None:
 
 
 def test_everything_has_a_reason_an_end_and_a_test() -> None:
-    own = [thing for thing in vars(compat).values() if getattr(thing, "__module__", "") == compat.__name__]
+    found = [(thing, module) for module in (compat, trl_trainers) for thing in vars(module).values()]
+    own = [thing for thing, module in found if getattr(thing, "__module__", "") == module.__name__]
     names = {thing.__name__: thing for thing in own if callable(thing) and not thing.__name__.startswith("_")}
     assert len(names) > 20
     assert [name for name, thing in names.items() if "Until " not in " ".join((thing.__doc__ or "").split())] == []
@@ -200,7 +201,7 @@ def test_takes_token_ids(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     """A whole run with it is in test_data.py."""
     assert "self._prepare_dataset(" in source(DPOTrainer.__init__)
     rows: Any = SimpleNamespace(column_names=["prompt_ids", "chosen_ids", "rejected_ids"])
-    trainer: Any = compat.takes_token_ids(DPOTrainer)
+    trainer: Any = trl_trainers.takes_token_ids(DPOTrainer)
     assert trainer._prepare_dataset(None, rows, tiny_tokenizer, None, "train") is rows
     with pytest.raises(AssertionError):
         trainer._prepare_dataset(None, SimpleNamespace(column_names=["prompt"]), tiny_tokenizer, None, "train")
@@ -212,7 +213,7 @@ def test_takes_token_ids(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
 @pytest.mark.parametrize("trainer", [SFTTrainer, DPOTrainer])
 def test_weighs_held_out_rows(trainer: Any) -> None:
     """That its figures are the same in any batches is in test_phase1.py and test_phase2.py."""
-    weighing = compat.weighs_held_out_rows(trainer)
+    weighing = trl_trainers.weighs_held_out_rows(trainer)
     assert issubclass(weighing, trainer) and weighing.__name__ == trainer.__name__
     assert "sum(val) / len(val)" in source(trainer.log), "TRL weighs its batches"
     assert "losses.repeat(batch_size)" in source(Trainer.evaluation_loop), "transformers weighs its batches"

@@ -32,7 +32,6 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from posttrain import embedded, parallel
 from posttrain.chat import Chat
-from posttrain.compat import takes_token_ids
 from posttrain.config import DataSection, Source
 from posttrain.data import FilterTable, PreferenceData, SFTData, load_preferences, load_sft, reading
 from posttrain.data import contamination as contamination_module
@@ -40,6 +39,7 @@ from posttrain.data import loading as data_loading
 from posttrain.data.contamination import EvaluationQuestions, N, words
 from posttrain.data.filters import CHECKS, Example
 from posttrain.judge import MathJudge
+from posttrain.trl_trainers import takes_token_ids
 from posttrain.types import UserError
 
 ROOT = Path(__file__).parents[1]

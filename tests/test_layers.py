@@ -21,7 +21,7 @@ LAYERS = [
     ["posttrain.files"],
     ["posttrain.launcher"],
     ["posttrain.config", "posttrain.template_limits"],
-    ["posttrain.compat", "posttrain.hardware"],
+    ["posttrain.compat", "posttrain.trl_trainers", "posttrain.hardware"],
     [
         f"posttrain.{name}"
         for name in (

@@ -16,7 +16,7 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from posttrain import compat, plan, training
+from posttrain import plan, training, trl_trainers
 from posttrain.config import DPORun, SFTRun
 from posttrain.plan import rows
 from posttrain.plan.episodes import Place
@@ -43,7 +43,7 @@ def trainer_of(kind: Any, folder: Path, tokenizer: Any, name: str, bf16: bool, c
     parts = zip(columns, (slice(0, 4), slice(4, None), slice(4, None)), strict=True)
     data = Dataset.from_dict({column: [row[part] for row in ids] for column, part in parts})
     args = DPOConfig(precompute_ref_log_probs=True, precompute_ref_batch_size=1, **fixed)
-    return compat.takes_token_ids(DPOTrainer)(model, args=args, train_dataset=data, processing_class=tokenizer)
+    return trl_trainers.takes_token_ids(DPOTrainer)(model, args=args, train_dataset=data, processing_class=tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,8 @@ def _head(shape: Shape, cfg: Any, fleet: Fleet) -> str:
         )
     else:
         data, settings = Rows.of(cfg, fleet.known), rows.Settings.of(cfg)
-        length = f"{settings.max_steps} steps" if settings.max_steps > 0 else f"{settings.epochs:g} epoch{'s' * (settings.epochs != 1)}"
+        epochs = f"{settings.epochs:g} epoch{'s' if settings.epochs != 1 else ''}"
+        length = f"{settings.max_steps} steps" if settings.max_steps > 0 else epochs
         said = (
             f"{data.rows:,.0f} {'pairs' if settings.pairs else 'rows'} of {data.tokens:.0f} tokens,"
             f" {data.trained:.0%} of them with a label, {length} in batches of {settings.batch}."
@@ -246,9 +247,11 @@ def _told(cfg: Any, wanted: Sequence[Fleet]) -> str:
     servers = len(cfg.rollout.servers) if isinstance(cfg, StarPORun) else 0
     elsewhere = f"Played by servers ({servers}), each one such device, in the price. " if servers else ""
     if isinstance(cfg, StarPORun) and not servers:
-        elsewhere += "Rollouts read the history again in every turn (rollout.engine: replay). "
-        if cfg.rollout.engine != "replay":
-            elsewhere = "Rollouts keep the KV cache; where a model cannot (posttrain.check_model), engine=replay. "
+        elsewhere = (
+            "Rollouts read the history again in every turn (rollout.engine: replay). "
+            if cfg.rollout.engine == "replay"
+            else "Rollouts keep the KV cache; for a model that cannot (posttrain.check_model): rollout.engine=replay. "
+        )
     also = "evaluations"
     also += ", the reference's log-probs" if isinstance(cfg, DPORun) else ""
     also += ", the answers to distil" if isinstance(cfg, StarPORun) and cfg.distillation is not None else ""

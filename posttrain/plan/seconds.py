@@ -172,7 +172,6 @@ def of_episodes(shape: Shape, cfg: StarPORun, fleet: Fleet, work: Episodes, plan
     cfg = checkpointed(cfg, plan.gradient_checkpointing)
     cost = Cost(shape, Numbers.of(cfg, shards), fleet)
     compiled = cfg.rollout.engine.startswith("vllm") or bool(getattr(cfg.rollout, "compile", False))
-
     replays = cfg.rollout.engine == "replay"
 
     def plays(conversations: float, samples: float) -> float:
