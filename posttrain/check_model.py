@@ -6,7 +6,8 @@
 
 A line for each subject, with a mark: `ok`, `slower` (it works, at a price that is named), `does not work`. What depends
 on settings is checked for those of the config file and of KEY=VALUE; without a file those of the reference run of
-phase 3. Exit code 0 if the model can be trained so, 1 if something does not work, 2 for bad input.
+phase 3. Exit code 0 if the model can be trained so, 1 if something of it does not work or is damaged, 2 where there is
+no such model, or for other bad input.
 """
 
 from __future__ import annotations
