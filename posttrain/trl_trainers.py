@@ -44,6 +44,7 @@ def weighs_held_out_rows(trainer: type) -> Any:
         def prediction_step(self, model: Any, inputs: dict[str, Any], *more: Any, **named: Any) -> Any:
             found = super().prediction_step(model, inputs, *more, **named)
             labels = inputs.get("labels")
+            # a pair is two rows; a row's first token is predicted by none
             weight = len(inputs["input_ids"]) // 2 if labels is None else int((labels[:, 1:] != -100).sum())
             self.weighed.append((weight, float(found[0])))
             return found
@@ -58,7 +59,7 @@ def weighs_held_out_rows(trainer: type) -> Any:
 
             found.metrics[f"{metric_key_prefix}_loss"] = mean(losses)
             for name, of_batches in self._metrics["eval"].items():
-                if len(of_batches) == len(weights):
+                if len(of_batches) == len(weights):  # `num_tokens` is one number, of training
                     self._metrics["eval"][name] = [mean(of_batches)]
             return found
 

@@ -749,6 +749,7 @@ def test_mistakes_of_the_evaluator(change, remedy):
         ("trainer.learning_rate=-1.0", "should be above 0"),
         ("trainer.num_train_epochs=0", "should be above 0"),
         ("trainer.per_device_train_batch_size=0", "should be at least 1"),
+        ("trainer.ddp_timeout=0", "should be at least 1"),
         ("trainer.logging_steps=0", "should be above 0"),
     ],
 )

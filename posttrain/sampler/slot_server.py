@@ -33,7 +33,7 @@ MOST_REPLY = 256 << 20  # bytes
 
 
 # keys of a config.json that are the same thing under other names, or are compared by themselves
-SAYS_NOTHING = {
+NOT_COMPARED = {
     "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config",
     "transformers_version", "use_cache",
 }  # fmt: skip
@@ -46,7 +46,7 @@ def vocabulary_of(tokenizer: Any) -> str:
 
 def architecture(model: PreTrainedModel) -> dict[str, Any]:
     """What its config says of how it computes: two models with weights of the same shapes may differ in it."""
-    said = {key: value for key, value in model.config.to_dict().items() if key not in SAYS_NOTHING and key[0] != "_"}
+    said = {key: value for key, value in model.config.to_dict().items() if key not in NOT_COMPARED and key[0] != "_"}
     return json.loads(json.dumps(said, default=str))
 
 
