@@ -146,16 +146,15 @@ def of_rows(shape: Shape, cfg: Any, fleet: Fleet, data: Rows, rows: int, shards:
     steps = settings.max_steps
     if steps <= 0:
         steps = math.ceil(settings.epochs * data.rows / (share * fleet.count))
-    held_out = settings.held_out / fleet.count
     epochs = steps * share * fleet.count / max(1.0, data.rows)
     evaluations = epochs if settings.eval_steps is None else steps / _of_all(settings.eval_steps, steps)
 
     def read(count: float) -> float:
         return cost.reads(count * each, count * data.tokens * data.trained, behind, count / rows)
 
-    run = steps * (learning + stepping) + math.ceil(evaluations) * read(held_out)
+    run = steps * (learning + stepping) + math.ceil(evaluations) * read(settings.held_out)  # every device reads all
     if settings.pairs:  # the reference, asked once about every pair
-        run += read(data.rows / fleet.count + held_out)
+        run += read((data.rows + settings.held_out) / fleet.count)
     return Seconds({"passes": learning, "optimizer": stepping}, run)
 
 
