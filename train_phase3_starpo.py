@@ -224,7 +224,7 @@ def score_and_filter(cfg: StarPORun, groups: list[list[Trajectory]], learner: Le
 
 # -------------------------------------------------------------------------------------------------------- 3. advantages
 def collect(cfg: StarPORun, learner: Learner, groups: list[list[Trajectory]], scored: Scored) -> Experience:
-    """The kept groups' tokens, those of reference and critic measured, and what each of them was worth."""
+    """The kept groups' tokens, with the reference's log-probs and the critic's values, and what each was worth."""
     import torch
 
     from posttrain.experience import Batch, Experience
