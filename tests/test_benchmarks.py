@@ -559,6 +559,31 @@ def test_the_table_of_real_iterations_is_that_of_its_figures() -> None:
     assert table in (FILE.parent.parent / "docs" / "scaling.md").read_text(encoding="utf-8")
 
 
+def test_the_table_of_smollm2s_phase_3_is_that_of_its_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = loaded(FILE.parent / "long" / "smollm2_phase3.py")
+    monkeypatch.setattr(sys, "argv", ["smollm2_phase3.py"])
+    script.main()
+    assert capsys.readouterr().out.strip() in (FILE.parent / "README.md").read_text(encoding="utf-8")
+
+    run, results = tmp_path / "run", tmp_path / "rows.jsonl"
+    run.mkdir()
+    (run / "run_config.yaml").write_text("seed: 3\n")
+    won = {"success": 0.5, "low": 0.4, "high": 0.6}
+    step_6 = {f"evaluation/{game}/{key}": value for game in script.GAMES for key, value in won.items()}
+    lines = [{"step": 5, "loss": 1.0}, {"step": 6} | step_6]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    results.touch()
+    monkeypatch.setattr(script, "RESULTS", results)
+    monkeypatch.setattr(sys, "argv", ["smollm2_phase3.py", "--add", str(run), "--start", "games"])
+    for _ in range(2):  # the second time nothing is new
+        script.main()
+        (row,) = map(json.loads, results.read_text().splitlines())
+        assert (row["start"], row["seed"], row["step"], row["sokoban"]) == ("games", 3, 6, won)
+        assert "| games | 3 | Sokoban | 50 % |" in capsys.readouterr().out
+
+
 def test_the_tables_of_the_readme_are_those_of_the_results(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,71 @@
+"""What did phase 3 of SmolLM2 win?  The levels of each evaluation, from the metrics.jsonl of its runs.
+
+python benchmarks/long/smollm2_phase3.py --add runs/smollm2/phase3 --start "GSM8K and 2600 games"
+python benchmarks/long/smollm2_phase3.py    # the table
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks._measure import table
+from posttrain.report.tables import percent
+from posttrain.types import Record
+
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "smollm2-phase3.jsonl"
+GAMES = {"frozen_lake": "FrozenLake", "sokoban": "Sokoban"}
+LEVELS = {"evaluation": "validation, 64 each", "final": "test, 128 each, of the best step"}
+
+
+def rows_of(run: Path, start: str) -> list[Record]:
+    """A row for each evaluation of a run; `start` says what the model that it began with has imitated."""
+    seed = yaml.safe_load((run / "run_config.yaml").read_text(encoding="utf-8"))["seed"]
+    rows = []
+    for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        metrics = json.loads(line)
+        for prefix, levels in LEVELS.items():
+            if f"{prefix}/frozen_lake/success" in metrics:
+                figures = {
+                    game: {key: metrics[f"{prefix}/{game}/{key}"] for key in ("success", "low", "high")}
+                    for game in GAMES
+                }
+                rows.append({"start": start, "seed": seed, "step": metrics["step"], "levels": levels} | figures)
+    return rows
+
+
+def markdown(rows: list[Record]) -> str:
+    """A line for each run and game: validation levels won after each number of steps, then test levels."""
+    steps = sorted({row["step"] for row in rows})
+    cells = []
+    for start, seed in dict.fromkeys((row["start"], row["seed"]) for row in rows):
+        own = [row for row in rows if (row["start"], row["seed"]) == (start, seed)]
+        for game, title in GAMES.items():
+            won = {row["step"]: percent(row[game]["success"]) for row in own if row["levels"] == LEVELS["evaluation"]}
+            tested = [row[game] for row in own if row["levels"] == LEVELS["final"]]
+            last = [f"{percent(f['success'])} [{100 * f['low']:.0f}, {100 * f['high']:.0f}]" for f in tested]
+            cells.append([start, str(seed), title, *(won.get(step, "") for step in steps), *(last or [""])])
+    return table(["imitated", "seed", "game", *(f"{step} steps" for step in steps), "128 test levels"], cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--add", type=Path, help="the folder of a run, whose rows are added to the results first")
+    parser.add_argument("--start", help="with --add: what the model that it began with has imitated")
+    given = parser.parse_args()
+    if (given.add is None) != (given.start is None):
+        parser.error("--add and --start belong together")
+    rows = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+    if given.add:
+        rows += [row for row in rows_of(given.add, given.start) if row not in rows]
+        RESULTS.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    print(markdown(rows))
+
+
+if __name__ == "__main__":
+    main()
