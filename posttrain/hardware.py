@@ -106,10 +106,13 @@ def keep_freed_memory() -> None:
     """Let glibc hand out again what this process has freed, instead of giving it back to the system.
 
     Each training step needs the memory of the last one, and virtual machines in particular take long to provide it.
-    Rows of many lengths leave pieces too small to be used again (docs/decisions.md, "SmolLM2").
+    Rows of many lengths leave pieces too small to be used again (docs/decisions.md, "SmolLM2"). Where glibc's own
+    variable says which pieces are large, they do go back.
     """
     if platform.libc_ver()[0] == "glibc":
         trim_threshold, mmap_max = -1, -4  # as in malloc.h
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(trim_threshold, -1)  # never give anything back
+        if "MALLOC_MMAP_THRESHOLD_" in os.environ:
+            return
         mallopt(mmap_max, 0)  # nor take large pieces straight from the system, which go back when they are freed

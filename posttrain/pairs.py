@@ -293,7 +293,9 @@ def pairs_of(cfg: PairsRun, answers: list[Answer]) -> tuple[list[tuple[Answer, A
 def best(cfg: PairsRun, answers: Sequence[Answer]) -> tuple[Answer, Answer] | str:
     """The clearest pair of these answers, or why there is none (a key of ADVICE)."""
     if len(answers) < 2:
-        return "all answers the same or empty"
+        if not answers or answers[0].right is None:
+            return "all answers the same or empty"
+        return "all answers right" if answers[0].right and answers[0].finished else "all answers wrong"
     answers = [answer for answer in answers if answer.sentences]
     if not answers:
         return "no whole sentence"

@@ -571,17 +571,25 @@ def test_the_table_of_smollm2s_phase_3_is_that_of_its_rows(
     run.mkdir()
     (run / "run_config.yaml").write_text("seed: 3\n")
     won = {"success": 0.5, "low": 0.4, "high": 0.6}
-    step_6 = {f"evaluation/{game}/{key}": value for game in script.GAMES for key, value in won.items()}
-    lines = [{"step": 5, "loss": 1.0}, {"step": 6} | step_6]
+    measured = [(5, "evaluation", won), (10, "evaluation", won), (10, "final", won | {"success": 0.75})]
+    lines = [{"step": 4, "loss": 1.0}]
+    lines += [
+        {"step": step} | {f"{kind}/{game}/{key}": value for game in script.GAMES for key, value in figures.items()}
+        for step, kind, figures in measured
+    ]
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     results.touch()
     monkeypatch.setattr(script, "RESULTS", results)
     monkeypatch.setattr(sys, "argv", ["smollm2_phase3.py", "--add", str(run), "--start", "games"])
     for _ in range(2):  # the second time nothing is new
         script.main()
-        (row,) = map(json.loads, results.read_text().splitlines())
-        assert (row["start"], row["seed"], row["step"], row["sokoban"]) == ("games", 3, 6, won)
-        assert "| games | 3 | Sokoban | 50 % |" in capsys.readouterr().out
+        rows = [json.loads(line) for line in results.read_text().splitlines()]
+        assert [(row["seed"], row["step"], row["levels"][:4]) for row in rows] == [
+            (3, 5, "vali"),
+            (3, 10, "vali"),
+            (3, 5, "test"),
+        ]
+        assert "| games | 3 | Sokoban | 50 % | 50 % | 5 | 75 % [40, 60] |" in capsys.readouterr().out
 
 
 def test_the_tables_of_the_readme_are_those_of_the_results(

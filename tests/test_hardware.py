@@ -123,9 +123,16 @@ print(without, faults())
 """
     without, kept = measured(program)
     assert without > 100 + 10 * kept
+    _, large = measured(program, MALLOC_MMAP_THRESHOLD_=str(2**25))  # 64 MiB a piece: these go back
+    assert large > 100 + 10 * kept
 
 
-def measured(program: str) -> list[int]:
+def measured(program: str, **variables: str) -> list[int]:
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
     command = [sys.executable, "-c", program]
-    return [*map(int, subprocess.run(command, capture_output=True, text=True, check=True, env=plain).stdout.split())]
+    return [
+        *map(
+            int,
+            subprocess.run(command, capture_output=True, text=True, check=True, env=plain | variables).stdout.split(),
+        )
+    ]

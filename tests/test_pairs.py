@@ -122,6 +122,11 @@ def test_prompts_without_a_pair_are_counted_and_told_what_to_change():
     pairs, reasons = chosen(cfg(), answers)
     assert [better.prompt for better, _ in pairs] == [1]
     assert reasons == {"all answers the same or empty": 1, "all answers wrong": 1}
+    same = [answer("e", prompt=3, right=right, number=n) for right in (True, False) for n in (0, 1)]
+    assert [chosen(cfg(), same[:2])[1], chosen(cfg(), same[2:])[1]] == [
+        {"all answers right": 1},
+        {"all answers wrong": 1},
+    ]
     told = report(3, pairs, reasons)
     assert told.startswith("1 pairs of 3 prompts: 0 right against wrong, 1 by repetition.")
     assert all(f"{reason} 1 ({ADVICE[reason]})" in told for reason in reasons)

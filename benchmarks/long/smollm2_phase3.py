@@ -24,7 +24,10 @@ LEVELS = {"evaluation": "validation, 64 each", "final": "test, 128 each, of the 
 
 
 def rows_of(run: Path, start: str) -> list[Record]:
-    """A row for each evaluation of a run; `start` says what the model that it began with has imitated."""
+    """A row for each evaluation of a run; `start` says what the model that it began with has imitated.
+
+    The last one plays test levels with the policy that did best on the validation levels, the earliest of several.
+    """
     seed = yaml.safe_load((run / "run_config.yaml").read_text(encoding="utf-8"))["seed"]
     rows = []
     for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
@@ -36,7 +39,9 @@ def rows_of(run: Path, start: str) -> list[Record]:
                     for game in GAMES
                 }
                 rows.append({"start": start, "seed": seed, "step": metrics["step"], "levels": levels} | figures)
-    return rows
+    played = [row for row in rows if row["levels"] == LEVELS["evaluation"]]
+    best = max(played, key=lambda row: sum(row[game]["success"] for game in GAMES))
+    return [row | {"step": best["step"]} if row["levels"] == LEVELS["final"] else row for row in rows]
 
 
 def markdown(rows: list[Record]) -> str:
@@ -47,10 +52,14 @@ def markdown(rows: list[Record]) -> str:
         own = [row for row in rows if (row["start"], row["seed"]) == (start, seed)]
         for game, title in GAMES.items():
             won = {row["step"]: percent(row[game]["success"]) for row in own if row["levels"] == LEVELS["evaluation"]}
-            tested = [row[game] for row in own if row["levels"] == LEVELS["final"]]
-            last = [f"{percent(f['success'])} [{100 * f['low']:.0f}, {100 * f['high']:.0f}]" for f in tested]
-            cells.append([start, str(seed), title, *(won.get(step, "") for step in steps), *(last or [""])])
-    return table(["imitated", "seed", "game", *(f"{step} steps" for step in steps), "128 test levels"], cells)
+            last = ["", ""]
+            for row in own:
+                if row["levels"] == LEVELS["final"]:
+                    share, low, high = (row[game][key] for key in ("success", "low", "high"))
+                    last = [str(row["step"]), f"{percent(share)} [{100 * low:.0f}, {100 * high:.0f}]"]
+            cells.append([start, str(seed), title, *(won.get(step, "") for step in steps), *last])
+    header = ["imitated", "seed", "game", *(f"{step} steps" for step in steps), "best step", "its 128 test levels"]
+    return table(header, cells)
 
 
 def main() -> None:
