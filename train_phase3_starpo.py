@@ -430,7 +430,7 @@ def validate(parts: Parts, state: RunState, step: int) -> None:
     for title in state.join(cfg.envs, won):
         monitor.say(f"{title} joins: from the next step on it is trained in.")
     metrics |= compared
-    if parts.distillation is not None:
+    if parts.distillation is not None and parts.distillation.held_out:
         metrics["evaluation/distillation_kl"] = parts.distillation.measure()
     with learner.whole(), learner.autocast():
         metrics |= parts.former_tasks.measure(parts.sampler, learner, state.first_answers)

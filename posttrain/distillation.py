@@ -137,6 +137,11 @@ class Distillation:
         self.learner, self.teacher = learner, learner.trained.reference
         self.rows = [row for row in rows if not row.held_out]
         self.held_out = [row for row in rows if row.held_out]
+        if not self.held_out:
+            runlog.say(
+                f"distillation: {len(rows)} prompts are too few to hold any out, so there is no"
+                " evaluation/distillation_kl and no alarm for forgetting. Add prompts to distillation.sources."
+            )
         self.order = cache(self._order)
 
     @classmethod
@@ -168,7 +173,7 @@ class Distillation:
         return self._kl(rows, coef / tokens), tokens
 
     def measure(self) -> float:
-        """The mean KL of the held-out rows' tokens, in nats, over all processes."""
+        """The mean KL of the held-out rows' tokens, in nats, over all processes; there is at least one."""
         with torch.no_grad():
             found = parallel.total(self._kl(self.held_out, None), self.learner.device)
         self.learner.release()

@@ -282,6 +282,18 @@ def test_resuming_reads_the_same_rows(whole: Path, player: Path, tmp_path: Path)
         train(file, "--resume")
 
 
+def test_where_nothing_can_be_held_out_no_kl_is_claimed(
+    player: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = old_prompts(tmp_path)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(line + "\n" for line in file.read_text().splitlines()[:2]))
+    train(settings(tmp_path / "run.yaml", player, distillation=prompts, trainer={"max_steps": 1}))
+    assert "2 prompts are too few to hold any out" in capsys.readouterr().err
+    assert not list(kls(tmp_path / "run", "evaluation/distillation_kl"))
+    assert len(list(kls(tmp_path / "run", "distillation/kl"))) == 1
+
+
 @pytest.mark.slow
 def test_an_adapter_is_distilled_from_the_model_under_it(player: Path, tmp_path: Path) -> None:
     adapter = {"tuning": "lora", "lora": {"r": 4, "alpha": 8}}
