@@ -121,7 +121,9 @@ def _mean(shares: Sequence[float]) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "quickstart": lambda: of_checkpoints(("quickstart",), QUICKSTART),
     # the later file counts: in the first two, phase 2 is the one trained at 2e-5
-    "smollm2": lambda: of_checkpoints([f"smollm2{of}" for of in ("", "-envs", "-phase2", "-base", "-repetition")], SMOLLM2),
+    "smollm2": lambda: of_checkpoints(
+        [f"smollm2{of}" for of in ("", "-envs", "-phase2", "-base", "-repetition", "-coin-phase3")], SMOLLM2
+    ),
     "ragen": ragen,
 }
 
