@@ -133,7 +133,7 @@ class Stages:
         self.done: dict[str, dict[str, Any]] = json.loads(self.file.read_text()) if self.file.exists() else {}
 
     def run(self, stage: str, command: Sequence[str | Path]) -> None:
-        """One process of one thread; its CPU time counts whether or not it comes to its end."""
+        """One process of one thread; its CPU time counts however it ends, unless this process is killed first."""
         entry = self.done.setdefault(stage, {"seconds": 0.0, "finished": False})
         if entry["finished"]:
             return
@@ -150,7 +150,10 @@ class Stages:
         entry["finished"] = status == 0
         self.save()
         if status:
-            raise SystemExit(f"{self.folder.name}: {stage} did not end well, see {log}.")
+            raise SystemExit(
+                f"{self.folder.name}: {stage} did not end well, see {log}. If this script was killed before,"
+                " the process that it left may still be at work: wait for it."
+            )
 
     def save(self) -> None:
         part = self.file.with_suffix(".part")
