@@ -113,6 +113,5 @@ def keep_freed_memory() -> None:
         trim_threshold, mmap_max = -1, -4  # as in malloc.h
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(trim_threshold, -1)  # never give anything back
-        if "MALLOC_MMAP_THRESHOLD_" in os.environ:
-            return
-        mallopt(mmap_max, 0)  # nor take large pieces straight from the system, which go back when they are freed
+        if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+            mallopt(mmap_max, 0)  # nor take large pieces straight from the system, which go back when they are freed

@@ -130,9 +130,5 @@ print(without, faults())
 def measured(program: str, **variables: str) -> list[int]:
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
     command = [sys.executable, "-c", program]
-    return [
-        *map(
-            int,
-            subprocess.run(command, capture_output=True, text=True, check=True, env=plain | variables).stdout.split(),
-        )
-    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=plain | variables)
+    return [*map(int, done.stdout.split())]
