@@ -1,7 +1,9 @@
 """What did phase 3 of SmolLM2 win?  The levels of each evaluation, from the metrics.jsonl of its runs.
 
-python benchmarks/long/smollm2_phase3.py --add runs/smollm2/phase3 --start "GSM8K and 2600 games"
-python benchmarks/long/smollm2_phase3.py    # the table
+    python benchmarks/long/smollm2_phase3.py --add runs/smollm2/phase3 --start "GSM8K and 2600 games"
+    python benchmarks/long/smollm2_phase3.py    # the table
+
+A row is one evaluation of one run.
 """
 
 from __future__ import annotations
