@@ -4,7 +4,7 @@ Token in, token out: what was sampled stands in every later context as the ids t
 wrote is ever tokenised again. A turn is trained under exactly the context it was sampled under:
 
     full          the whole conversation grows, one segment; where the next prompt and its answer would not fit, the
-                  oldest turns leave and a new segment begins
+                  older half of the turns leaves and a new segment begins
     last_k        system, then the last k turns as a conversation, the coming one included: a segment a turn
     single_turn   system, then one user message that tells the last k - 1 turns in brief: a segment a turn
 """
@@ -268,15 +268,16 @@ class Game:
     def look(self) -> bool:
         """Make `segment` the context of the coming turn, at most `prompt_tokens` long; False where nothing fits."""
         segments, turn = self.trajectory.segments, len(self.said)
-        oldest = segments[-1].first_turn if segments else 0
+        oldest = start = segments[-1].first_turn if segments else 0
         if self.context.kind == "full":
             if segments and len(self.segment.ids) + len(self.coming) <= self.prompt_tokens:
                 self.segment.read(self.coming)
                 return True
+            start += (turn - oldest + 1) // 2  # if one turn left at a time, every later turn would begin a segment
         else:
             assert self.context.turns is not None
-            oldest = max(oldest, turn - self.context.turns + 1)
-        for first in range(oldest, turn + 1):
+            oldest = start = max(oldest, turn - self.context.turns + 1)
+        for first in range(start, turn + 1):
             ids = self.prompt(first)
             if len(ids) <= self.prompt_tokens:
                 segments.append(Segment(ids, first_turn=first))

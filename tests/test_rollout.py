@@ -224,22 +224,21 @@ def test_windows_show_what_they_should(tiny_chat: Chat) -> None:
         said.step(moves[0][turn])
 
 
-def test_oldest_turns_leave_a_full_context_and_are_counted(tiny_chat: Chat) -> None:
-    moves = [["<think>hm</think><answer>Jump</answer>"] * 6]
-    (roomy,) = play(Again(tiny_chat, moves), tiny_chat, episodes(1, max_turns=6), PARAMS, [0])
-    room = whole(roomy).turn_starts[3] + PARAMS.max_new_tokens - 1  # one token too few for the fourth turn
-    again, played = Again(tiny_chat, moves), episodes(1, max_turns=6)
-    (tight,) = play(again, tiny_chat, played, PARAMS, [0], context=Context(max_tokens=room))
-    assert len(tight.segments) > 1 and tight.dropped_turns == tight.segments[-1].first_turn
-    assert not roomy.dropped_turns and tight.turns == 6 and tight.sampled_ids == roomy.sampled_ids
-    for before, after in pairwise(tight.segments):
-        assert after.first_turn > before.first_turn and after.turns[0] == before.turns[-1] + 1
-        prompt = after.turn_starts[0]
-        assert prompt + PARAMS.max_new_tokens <= room
-        # dropping one turn less would not have fitted
-        user = [m for m in tight.messages if m["role"] == "user"][after.first_turn - 1]["content"]
-        turn = len(tiny_chat.extend(user)) + len(tiny_chat.content_ids(moves[0][0])) + 1
-        assert prompt + turn + PARAMS.max_new_tokens > room
+def test_the_older_half_of_the_turns_leaves_a_full_context_and_is_counted(tiny_chat: Chat) -> None:
+    turns = 16
+    moves = [["<think>hm</think><answer>Jump</answer>"] * turns]
+    (roomy,) = play(Again(tiny_chat, moves), tiny_chat, episodes(1, max_turns=turns), PARAMS, [0])
+    for fitting in (1, 2, 6):  # the room is one token too small for another turn
+        room = whole(roomy).turn_starts[fitting] + PARAMS.max_new_tokens - 1
+        played = episodes(1, max_turns=turns)
+        (tight,) = play(Again(tiny_chat, moves), tiny_chat, played, PARAMS, [0], context=Context(max_tokens=room))
+        assert len(tight.segments) > 1 and tight.dropped_turns == tight.segments[-1].first_turn
+        assert not roomy.dropped_turns and tight.turns == turns and tight.sampled_ids == roomy.sampled_ids
+        for before, after in pairwise(tight.segments):
+            earlier = after.turns[0] - before.first_turn
+            assert after.first_turn == before.first_turn + (earlier + 1) // 2
+            assert after.turns[0] == before.turns[-1] + 1 and len(before.turns) >= earlier // 2
+        assert all(segment.turn_starts[-1] + PARAMS.max_new_tokens <= room for segment in tight.segments)
 
 
 def test_greedy_play_is_the_same_in_both_engines(model: PreTrainedModel, tiny_chat: Chat) -> None:

@@ -166,7 +166,7 @@ CONTEXT = (
     " limited_multi_turn, single_turn)"
 )
 CONTEXT_TURNS = "k of last_k and single_turn: turns in context, the coming one included (RAGEN's max_context_window)"
-MAX_CONTEXT = "tokens of a context, prompt included; oldest turns are dropped to fit (RAGEN's max_model_len)"
+MAX_CONTEXT = "tokens of a context, prompt included; where it is full, its older turns leave (RAGEN's max_model_len)"
 
 
 def turns_where_counted(section: Any) -> Any:
