@@ -52,6 +52,7 @@ ENVS: dict[str, str] = {
     "frozen-lake-seen": "envs=[{name: frozen_lake, options: {observation: coordinates}}]",
     "sokoban-seen": "envs=[{name: sokoban, options: {observation: coordinates, reward: sparse, deadlock_ends: true}}]",
 }
+LONG_TURNS = ["rollout.max_completion_length=112", "rollout.max_context=2048"]  # room for the next state in a thought
 
 
 EASY_FIRST: dict[str, str] = {  # the second joins once half of the first one's validation levels are won
@@ -77,6 +78,7 @@ def run(out: Path, player: Path, arm: str, env: str, seed: int, steps: int) -> d
         f"model.name_or_path={player}",
     ]
     command += [f"output_dir={folder}", "report_to=none", "diagnostics.early_stop=false"]
+    command += LONG_TURNS if env.endswith("-seen") else []
     shutil.rmtree(folder, ignore_errors=True)
     log = out / f"{folder.name}.log"
     with log.open("w") as file:
