@@ -1,11 +1,12 @@
-"""Which tables does the README show?  Each from a file in results/.
+"""Which tables do the README and docs/decisions.md show?  Each from files in results/.
 
     python benchmarks/tables.py               # all of them
     python benchmarks/tables.py quickstart    # results/quickstart.json: parts of the results.json of `make quickstart`
+    python benchmarks/tables.py seeds         # that and results/quickstart-seed*.json, by "Another seed" of decisions
     python benchmarks/tables.py smollm2       # results/smollm2*.json, by configs/smollm2/evaluate.yaml
     python benchmarks/tables.py ragen         # results/ragen_levels.jsonl, by long/ragen_levels.py
 
-A test compares them with the README.
+A test compares them with these texts; the table of the seeds stands in docs/decisions.md.
 """
 
 from __future__ import annotations
@@ -51,12 +52,16 @@ class Column(NamedTuple):
     place: str  # within a checkpoint's part of results.json
     metric: str
 
-    def cell(self, checkpoint: Record) -> str:
-        entry = checkpoint
+    def entry(self, checkpoint: Record) -> Record | None:
+        found: Record | None = checkpoint
         for key in self.place.split("."):
-            if key not in entry:
-                return "not measured"
-            entry = entry[key]
+            found = found.get(key) if found else None
+        return found
+
+    def cell(self, checkpoint: Record) -> str:
+        entry = self.entry(checkpoint)
+        if entry is None:
+            return "not measured"
         value = entry[self.metric]
         if self.metric in ("accuracy", "success", "seq_rep_4"):  # the figures that the intervals belong to
             low, high = entry["low"], entry["high"]
@@ -84,15 +89,39 @@ SMOLLM2 = (
 )
 
 
+KEPT = QUICKSTART[:3]  # what phases 1 and 2 taught
+
+
+def read_checkpoints(name: str) -> dict[str, Record]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["checkpoints"]
+
+
 def of_checkpoints(names: Sequence[str], columns: Sequence[Column]) -> str:
     """A row for each checkpoint, from one results.json or several of the same checkpoints."""
     checkpoints: dict[str, Record] = {}
     for name in names:
-        for key, entry in json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["checkpoints"].items():
+        for key, entry in read_checkpoints(name).items():
             checkpoints[key] = checkpoints.get(key, {}) | entry
     entries = [(label, checkpoints[key]) for key, label in ROWS.items() if key in checkpoints]
     cells = [[label, *(column.cell(entry) for column in columns)] for label, entry in entries]
     return table(["", *(column.title for column in columns)], cells)
+
+
+def seeds() -> str:
+    """Phases 2 and 3 of each seed of the quickstart, and the means of phase 3."""
+    cells, finals = [], []
+    for seed, name in enumerate(("quickstart", "quickstart-seed1", "quickstart-seed2")):
+        before, after = (
+            {column.title: (column.entry(checkpoint) or {})[column.metric] for column in QUICKSTART}
+            for checkpoint in map(read_checkpoints(name).__getitem__, ("phase2", "phase3"))
+        )
+        kept = fmean(after[column.title] / before[column.title] for column in KEPT)
+        finals.append(after | {"kept": kept})
+        cells.append(["phase 2", str(seed), "", *map(percent, before.values())])
+        cells.append(["phase 3", str(seed), percent(kept), *map(percent, after.values())])
+    means = {name: f"{100 * fmean(final[name] for final in finals):.1f} %" for name in finals[0]}
+    cells.append(["phase 3", "mean", means.pop("kept"), *means.values()])
+    return table(["", "seed", "kept", *(column.title for column in QUICKSTART)], cells)
 
 
 def ragen() -> str:
@@ -120,6 +149,7 @@ def _mean(shares: Sequence[float]) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "quickstart": lambda: of_checkpoints(("quickstart",), QUICKSTART),
+    "seeds": seeds,
     # the later file counts: in the first two, phase 2 is the one trained at 2e-5
     "smollm2": lambda: of_checkpoints(
         [f"smollm2{of}" for of in ("", "-envs", "-phase2", "-base", "-repetition", "-coin-phase3")], SMOLLM2

@@ -519,7 +519,9 @@ def test_every_method_of_the_forgetting_benchmark_is_a_run(capsys: pytest.Captur
     row["play"] = {"frozen_lake": 0.8, "sokoban": 0.5}
     forgetting.show([row, row | {"seed": 0, "after": before}])
     told = "| none | 2 | 75, 100, 100 | 92 [100, 83] | 3.0 to 4.0 % | 0.0050 | 80 [80, 80] | 50 [50, 50] | 6.0 |"
-    assert capsys.readouterr().out.splitlines()[-1] == told
+    assert capsys.readouterr().out.splitlines()[-1] == f"{told} - |"
+    forgetting.show([row, row | {"seed": 0, "after": before}], [row | {"steps": 12, "seconds": 1.26}])
+    assert capsys.readouterr().out.splitlines()[-1] == f"{told} 1.3 |"
 
 
 @pytest.mark.parametrize("file", ["learning.jsonl", "learning-spa.jsonl"])
@@ -569,7 +571,7 @@ def test_the_table_of_smollm2s_phase_3_is_that_of_its_rows(
 
     run, results = tmp_path / "run", tmp_path / "rows.jsonl"
     run.mkdir()
-    (run / "run_config.yaml").write_text("seed: 3\n")
+    (run / "run_config.yaml").write_text("seed: 3\nevaluation: {episodes: 32, final_episodes: 100}\n")
     won = {"success": 0.5, "low": 0.4, "high": 0.6}
     measured = [(5, "evaluation", won), (10, "evaluation", won), (10, "final", won | {"success": 0.75})]
     lines = [{"step": 4, "loss": 1.0}]
@@ -584,21 +586,22 @@ def test_the_table_of_smollm2s_phase_3_is_that_of_its_rows(
     for _ in range(2):  # the second time nothing is new
         script.main()
         rows = [json.loads(line) for line in results.read_text().splitlines()]
-        assert [(row["seed"], row["step"], row["levels"][:4]) for row in rows] == [
-            (3, 5, "vali"),
-            (3, 10, "vali"),
-            (3, 5, "test"),
+        assert [(row["seed"], row["step"], row["levels"]) for row in rows] == [
+            (3, 5, "validation, 32 each"),
+            (3, 10, "validation, 32 each"),
+            (3, 5, "test, 100 each, of the best step"),
         ]
         assert "| games | 3 | Sokoban | 50 % | 50 % | 5 | 75 % [40, 60] |" in capsys.readouterr().out
 
 
-def test_the_tables_of_the_readme_are_those_of_the_results(
+def test_the_tables_of_readme_and_decisions_are_those_of_the_results(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = loaded(FILE.parent / "tables.py")
     monkeypatch.setattr(sys, "argv", ["tables.py"])
     tables.main()
-    text = (FILE.parent.parent / "README.md").read_text(encoding="utf-8")
+    root = FILE.parent.parent
+    text = "\n".join((root / name).read_text(encoding="utf-8") for name in ("README.md", "docs/decisions.md"))
     found = capsys.readouterr().out.strip().split("\n\n")
     assert len(found) == len(tables.TABLES)
     assert all(f"\n\n{table}\n\n" in text for table in found)

@@ -2,11 +2,14 @@
 
     make quickstart                                              # the player that all runs begin with
     python benchmarks/long/forgetting.py --steps 60 --json rows.jsonl
-    python benchmarks/long/forgetting.py --table benchmarks/results/forgetting.jsonl
+    python benchmarks/long/forgetting.py --steps 12 --seeds 0 --out runs/alone --json alone.jsonl  # alone
+    python benchmarks/long/forgetting.py --table benchmarks/results/forgetting.jsonl \\
+      --alone benchmarks/results/forgetting-alone.jsonl
 
 Hours. A run that is finished is not run again, one that was cut goes on from its last checkpoint; every row is written
 as it comes. `kept` is the mean of math, recall and pairs after the run over that before it, the same questions for all.
-CPU-minutes are those of a whole run, start and evaluations included.
+CPU-minutes are those of a whole run, start and evaluations included. Seconds a step are the median of rollout and
+update by the clock, taken from the rows of --alone.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +71,8 @@ def run(out: Path, player: str, arm: str, seed: int, steps: int) -> dict[str, An
         row[when]["kl"] = line["evaluation/distillation_kl"]
     row["play"] = {name: final[f"final/{name}/success"] for name in ("frozen_lake", "sokoban")}
     row["minutes"] = sum(map(float, spent.read_text().split())) / 60
+    timed = [line["seconds/rollout"] + line["seconds/update"] for line in table if "seconds/rollout" in line]
+    row["seconds"] = statistics.median(timed)  # by the clock
     done.write_text(json.dumps(row))
     return row
 
@@ -76,10 +82,12 @@ def kept(row: dict[str, Any]) -> float:
     return 100 * statistics.fmean(row["after"][name] / row["before"][name] for name in OLD)
 
 
-def show(rows: list[dict[str, Any]]) -> None:
+def show(rows: list[dict[str, Any]], alone: Sequence[dict[str, Any]] = ()) -> None:
+    """The table; `alone` are rows of shorter runs that had the machine to themselves, for the seconds a step."""
+    seconds = {row["arm"]: f"{row['seconds']:.1f}" for row in alone}
     named = "method | seeds | kept: math, recall, pairs | mean of the three [each seed] | repeated 4-grams | KL"
-    print(f"| {named} | FrozenLake [each seed] | Sokoban [each seed] | CPU-minutes |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(f"| {named} | FrozenLake [each seed] | Sokoban [each seed] | CPU-minutes | seconds a step |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for arm in dict.fromkeys([*ARMS, *(row["arm"] for row in rows)]):  # some are gone since their rows were made
         own = sorted((row for row in rows if row["arm"] == arm), key=lambda row: row["seed"])
         if not own:
@@ -89,7 +97,12 @@ def show(rows: list[dict[str, Any]]) -> None:
         before, after = (100 * statistics.fmean(r[when]["repetition"] for r in own) for when in ("before", "after"))
         cells += [f"{before:.1f} to {after:.1f} %", f"{statistics.fmean(r['after']['kl'] for r in own):.4f}"]
         cells += [mean_and_each([100 * r["play"][env] for r in own]) for env in ("frozen_lake", "sokoban")]
-        print("|", " | ".join([*cells, f"{statistics.fmean(r['minutes'] for r in own):.1f}"]), "|")
+        cells += [f"{statistics.fmean(r['minutes'] for r in own):.1f}", seconds.get(arm, "-")]
+        print("|", " | ".join(cells), "|")
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def mean_and_each(values: list[float]) -> str:
@@ -107,9 +120,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--json", type=Path, help="also write every row to this file, as it comes")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print the rows of such a file and run nothing")
+    parser.add_argument("--alone", type=Path, metavar="FILE", help="with --table: rows for the seconds a step")
     args = parser.parse_args()
+    if args.alone and not args.table:
+        parser.error("--alone goes with --table")
     if args.table:
-        show([json.loads(line) for line in args.table.read_text().splitlines()])
+        show(*(read(file) for file in (args.table, args.alone) if file))
         return
     args.out.mkdir(parents=True, exist_ok=True)
     rows = []

@@ -22,7 +22,6 @@ from posttrain.types import Record
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "smollm2-phase3.jsonl"
 GAMES = {"frozen_lake": "FrozenLake", "sokoban": "Sokoban"}
-LEVELS = {"evaluation": "validation, 64 each", "final": "test, 128 each, of the best step"}
 
 
 def rows_of(run: Path, start: str) -> list[Record]:
@@ -30,20 +29,23 @@ def rows_of(run: Path, start: str) -> list[Record]:
 
     The last one plays test levels with the policy that did best on the validation levels, the earliest of several.
     """
-    seed = yaml.safe_load((run / "run_config.yaml").read_text(encoding="utf-8"))["seed"]
+    config = yaml.safe_load((run / "run_config.yaml").read_text(encoding="utf-8"))
+    seed, evaluation = config["seed"], config["evaluation"]
+    validation = f"validation, {evaluation['episodes']} each"
+    test = f"test, {evaluation['final_episodes']} each, of the best step"
     rows = []
     for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         metrics = json.loads(line)
-        for prefix, levels in LEVELS.items():
+        for prefix, levels in (("evaluation", validation), ("final", test)):
             if f"{prefix}/frozen_lake/success" in metrics:
                 figures = {
                     game: {key: metrics[f"{prefix}/{game}/{key}"] for key in ("success", "low", "high")}
                     for game in GAMES
                 }
                 rows.append({"start": start, "seed": seed, "step": metrics["step"], "levels": levels} | figures)
-    played = [row for row in rows if row["levels"] == LEVELS["evaluation"]]
-    best = max(played, key=lambda row: sum(row[game]["success"] for game in GAMES))
-    return [row | {"step": best["step"]} if row["levels"] == LEVELS["final"] else row for row in rows]
+    steps = [row for row in rows if row["levels"] == validation]
+    best = max(steps, key=lambda row: sum(row[game]["success"] for game in GAMES))
+    return [row | {"step": best["step"]} if row["levels"] == test else row for row in rows]
 
 
 def markdown(rows: list[Record]) -> str:
@@ -53,14 +55,14 @@ def markdown(rows: list[Record]) -> str:
     for start, seed in dict.fromkeys((row["start"], row["seed"]) for row in rows):
         own = [row for row in rows if (row["start"], row["seed"]) == (start, seed)]
         for game, title in GAMES.items():
-            won = {row["step"]: percent(row[game]["success"]) for row in own if row["levels"] == LEVELS["evaluation"]}
+            won = {row["step"]: percent(row[game]["success"]) for row in own if row["levels"].startswith("validation")}
             last = ["", ""]
             for row in own:
-                if row["levels"] == LEVELS["final"]:
+                if row["levels"].startswith("test"):
                     share, low, high = (row[game][key] for key in ("success", "low", "high"))
                     last = [str(row["step"]), f"{percent(share)} [{100 * low:.0f}, {100 * high:.0f}]"]
             cells.append([start, str(seed), title, *(won.get(step, "") for step in steps), *last])
-    header = ["imitated", "seed", "game", *(f"{step} steps" for step in steps), "best step", "its 128 test levels"]
+    header = ["imitated", "seed", "game", *(f"{step} steps" for step in steps), "best step", "its test levels"]
     return table(header, cells)
 
 
