@@ -523,6 +523,10 @@ def test_every_method_of_the_forgetting_benchmark_is_a_run(capsys: pytest.Captur
     forgetting.show([row, row | {"seed": 0, "after": before}], [row | {"steps": 12, "seconds": 1.26}])
     assert capsys.readouterr().out.splitlines()[-1] == f"{told} 1.3 |"
 
+    results = FILE.parent / "results"
+    forgetting.show(*(forgetting.read(results / name) for name in ("forgetting.jsonl", "forgetting-alone.jsonl")))
+    assert capsys.readouterr().out in (FILE.parent / "README.md").read_text(encoding="utf-8")
+
 
 @pytest.mark.parametrize("file", ["learning.jsonl", "learning-spa.jsonl"])
 def test_the_tables_of_the_learning_benchmark_are_those_of_its_rows(
