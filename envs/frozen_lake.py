@@ -177,10 +177,15 @@ class FrozenLake(TextEnv):
         return tuple(d for d, (down, right) in MOVES.items() if down * way[0] + right * way[1] > 0)
 
     def cues(self) -> dict[str, tuple[str, ...]]:
-        """`safe`: moves onto a cell that is no hole. `goal`: those of them that come nearer."""
+        """`safe`: moves onto a cell that is no hole. `goal`: those of them that come nearer.
+
+        Where the cells beside the player are named, a thought names the safe ones first: each is read off its symbol,
+        and `goal` is what they have in common with the way.
+        """
         cells = {d: self._neighbour(d) for d in MOVES}
         safe = tuple(d for d, cell in cells.items() if cell is not None and self.cells[cell] != "H")
-        return {"goal": tuple(d for d in self._nearer() if d in safe), "safe": safe}
+        goal = tuple(d for d in self._nearer() if d in safe)
+        return {"safe": safe, "goal": goal} if self.observation == "neighbours" else {"goal": goal, "safe": safe}
 
     def players(self) -> dict[str, str]:
         """`nearer` walks to the goal blind to holes; `safe` avoids holes blind to the goal."""

@@ -220,8 +220,9 @@ def test_observations_read_as_documented():
     lake.begin(("SFHF", "FFFF", "FHFF", "FFFG"))
     lake.step("Right")
     assert lake.observe() == "Goal Down 3 Right 2 Left _ Down _ Right O Up #"
-    assert lake.thought() == "goal Down safe Left Down"
+    assert lake.thought() == "safe Left Down goal Down"
     lake.observation = "both"
+    assert lake.thought() == "goal Down safe Left Down"
     assert lake.observe() == "You 0 1 Goal 3 3 Holes 0 2 ; 2 1\n_ P O _\n_ _ _ _\n_ O _ _\n_ _ _ G"
     room = make("sokoban", size=5)
     room.reset(seed=0)
