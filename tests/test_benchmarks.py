@@ -524,11 +524,28 @@ def test_every_method_of_the_forgetting_benchmark_is_a_run(capsys: pytest.Captur
     assert capsys.readouterr().out.splitlines()[-1] == f"{told} 1.3 |"
 
     results = FILE.parent / "results"
-    forgetting.show(*(forgetting.read(results / name) for name in ("forgetting.jsonl", "forgetting-alone.jsonl")))
+    forgetting.show(*(forgetting.read_rows(results / name) for name in ("forgetting.jsonl", "forgetting-alone.jsonl")))
     assert capsys.readouterr().out in (FILE.parent / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("file", ["learning.jsonl", "learning-spa.jsonl"])
+@pytest.mark.parametrize(
+    "text, told",
+    [("", "has no rows"), ('{"arm"\n{}\n', "is damaged in line 1"), (None, "cannot be read")],
+)
+def test_a_file_without_rows_is_refused_in_words(
+    text: str | None, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    if text is not None:
+        file.write_text(text)
+    for name in ("learning", "forgetting"):
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", "--table", str(file)])
+        with pytest.raises(SystemExit, match="2"):
+            loaded(FILE.parent / "long" / f"{name}.py").main()
+        assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["learning.jsonl", "learning-spa-cues.jsonl", "learning-spa-next-state.jsonl"])
 def test_the_tables_of_the_learning_benchmark_are_those_of_its_rows(
     file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -584,7 +601,7 @@ def test_the_table_of_smollm2s_phase_3_is_that_of_its_rows(
         for step, kind, figures in measured
     ]
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    results.touch()
+    results.write_text(json.dumps({"start": "games", "seed": 3, "step": 0, "levels": "an older run"}) + "\n")
     monkeypatch.setattr(script, "RESULTS", results)
     monkeypatch.setattr(sys, "argv", ["smollm2_phase3.py", "--add", str(run), "--start", "games"])
     for _ in range(2):  # the second time nothing is new

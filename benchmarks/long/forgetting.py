@@ -24,7 +24,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks._rows import read_rows
+
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "quickstart" / "phase3_starpo.yaml"
 MATH, RECALL = "{kind: openmathinstruct, path: embedded, rows: 1800}", "{kind: capybara, path: embedded, rows: 1200}"
 ROWS = "eval_rows: 128, max_new_tokens: 80, batch_size: 16"
@@ -84,7 +87,9 @@ def kept(row: dict[str, Any]) -> float:
 
 def show(rows: list[dict[str, Any]], alone: Sequence[dict[str, Any]] = ()) -> None:
     """The table; `alone` are rows of shorter runs that had the machine to themselves, for the seconds a step."""
-    seconds = {row["arm"]: f"{row['seconds']:.1f}" for row in alone}
+    seconds = {
+        arm: statistics.median(r["seconds"] for r in alone if r["arm"] == arm) for arm in {r["arm"] for r in alone}
+    }
     named = "method | seeds | kept: math, recall, pairs | mean of the three [each seed] | repeated 4-grams | KL"
     print(f"| {named} | FrozenLake [each seed] | Sokoban [each seed] | CPU-minutes | seconds a step |")
     print("|---|---|---|---|---|---|---|---|---|---|")
@@ -97,12 +102,11 @@ def show(rows: list[dict[str, Any]], alone: Sequence[dict[str, Any]] = ()) -> No
         before, after = (100 * statistics.fmean(r[when]["repetition"] for r in own) for when in ("before", "after"))
         cells += [f"{before:.1f} to {after:.1f} %", f"{statistics.fmean(r['after']['kl'] for r in own):.4f}"]
         cells += [mean_and_each([100 * r["play"][env] for r in own]) for env in ("frozen_lake", "sokoban")]
-        cells += [f"{statistics.fmean(r['minutes'] for r in own):.1f}", seconds.get(arm, "-")]
+        cells += [
+            f"{statistics.fmean(r['minutes'] for r in own):.1f}",
+            f"{seconds[arm]:.1f}" if arm in seconds else "-",
+        ]
         print("|", " | ".join(cells), "|")
-
-
-def read(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def mean_and_each(values: list[float]) -> str:
@@ -125,7 +129,7 @@ def main() -> None:
     if args.alone and not args.table:
         parser.error("--alone goes with --table")
     if args.table:
-        show(*(read(file) for file in (args.table, args.alone) if file))
+        show(*(read_rows(file) for file in (args.table, args.alone) if file))
         return
     args.out.mkdir(parents=True, exist_ok=True)
     rows = []

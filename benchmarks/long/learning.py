@@ -22,7 +22,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks._rows import read_rows
+
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "quickstart" / "phase3_starpo.yaml"
 SMALL = ["algorithm.entropy_coef=0", "algorithm.num_iterations=2", "algorithm.minibatches=2", "algorithm.beta=0"]
 SMALL += ["rollout.groups=12"]  # the quickstart has 16 for each of its two environments
@@ -179,7 +182,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, metavar="FILE", help="print the rows of such a file and run nothing")
     args = parser.parse_args()
     if args.table:
-        rows = [json.loads(line) for line in args.table.read_text().splitlines()]
+        rows = read_rows(args.table)
         show(rows)
         show_collapse(rows)
         return

@@ -17,6 +17,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks._measure import table
+from benchmarks._rows import read_rows, stop
 from posttrain.report.tables import percent
 from posttrain.types import Record
 
@@ -29,13 +30,14 @@ def rows_of(run: Path, start: str) -> list[Record]:
 
     The last one plays test levels with the policy that did best on the validation levels, the earliest of several.
     """
+    if not (run / "run_config.yaml").exists():
+        stop(f"{run} is no folder of a run of phase 3: there is no run_config.yaml in it.")
     config = yaml.safe_load((run / "run_config.yaml").read_text(encoding="utf-8"))
     seed, evaluation = config["seed"], config["evaluation"]
     validation = f"validation, {evaluation['episodes']} each"
     test = f"test, {evaluation['final_episodes']} each, of the best step"
     rows = []
-    for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        metrics = json.loads(line)
+    for metrics in read_rows(run / "metrics.jsonl"):
         for prefix, levels in (("evaluation", validation), ("final", test)):
             if f"{prefix}/frozen_lake/success" in metrics:
                 figures = {
@@ -44,6 +46,8 @@ def rows_of(run: Path, start: str) -> list[Record]:
                 }
                 rows.append({"start": start, "seed": seed, "step": metrics["step"], "levels": levels} | figures)
     steps = [row for row in rows if row["levels"] == validation]
+    if not steps:
+        stop(f"{run} has not been evaluated yet: metrics.jsonl has no evaluation of {' and '.join(GAMES)}.")
     best = max(steps, key=lambda row: sum(row[game]["success"] for game in GAMES))
     return [row | {"step": best["step"]} if row["levels"] == test else row for row in rows]
 
@@ -68,15 +72,19 @@ def markdown(rows: list[Record]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--add", type=Path, help="the folder of a run, whose rows are added to the results first")
+    parser.add_argument("--add", type=Path, help="the folder of a run, whose rows take the place of older ones of it")
     parser.add_argument("--start", help="with --add: what the model that it began with has imitated")
     given = parser.parse_args()
     if (given.add is None) != (given.start is None):
         parser.error("--add and --start belong together")
-    rows = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+    rows = read_rows(RESULTS)
     if given.add:
-        rows += [row for row in rows_of(given.add, given.start) if row not in rows]
-        RESULTS.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+        new = rows_of(given.add, given.start)
+        run = {(row["start"], row["seed"]) for row in new}
+        rows = [row for row in rows if (row["start"], row["seed"]) not in run] + new
+        written = RESULTS.with_suffix(".tmp")
+        written.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+        written.replace(RESULTS)
     print(markdown(rows))
 
 
