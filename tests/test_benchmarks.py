@@ -539,9 +539,10 @@ def test_a_file_without_rows_is_refused_in_words(
     if text is not None:
         file.write_text(text)
     for name in ("learning", "forgetting"):
+        script = loaded(FILE.parent / "long" / f"{name}.py")
         monkeypatch.setattr(sys, "argv", [f"{name}.py", "--table", str(file)])
         with pytest.raises(SystemExit, match="2"):
-            loaded(FILE.parent / "long" / f"{name}.py").main()
+            script.config.run(script.main)
         assert told in capsys.readouterr().err
 
 

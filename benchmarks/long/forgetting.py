@@ -2,7 +2,7 @@
 
     make quickstart                                              # the player that all runs begin with
     python benchmarks/long/forgetting.py --steps 60 --json rows.jsonl
-    python benchmarks/long/forgetting.py --steps 12 --seeds 0 --out runs/alone --json alone.jsonl  # alone
+    python benchmarks/long/forgetting.py --steps 12 --seeds 0 --out runs/alone --json alone.jsonl  # idle
     python benchmarks/long/forgetting.py --table benchmarks/results/forgetting.jsonl \\
       --alone benchmarks/results/forgetting-alone.jsonl
 
@@ -26,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks._rows import read_rows
+from posttrain import config
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "quickstart" / "phase3_starpo.yaml"
@@ -75,7 +76,7 @@ def run(out: Path, player: str, arm: str, seed: int, steps: int) -> dict[str, An
     row["play"] = {name: final[f"final/{name}/success"] for name in ("frozen_lake", "sokoban")}
     row["minutes"] = sum(map(float, spent.read_text().split())) / 60
     timed = [line["seconds/rollout"] + line["seconds/update"] for line in table if "seconds/rollout" in line]
-    row["seconds"] = statistics.median(timed)  # by the clock
+    row["seconds"] = statistics.median(timed)
     done.write_text(json.dumps(row))
     return row
 
@@ -142,4 +143,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    config.run(main)

@@ -17,9 +17,10 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks._measure import table
-from benchmarks._rows import read_rows, stop
+from benchmarks._rows import read_rows
+from posttrain import config
 from posttrain.report.tables import percent
-from posttrain.types import Record
+from posttrain.types import Record, UserError
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "smollm2-phase3.jsonl"
 GAMES = {"frozen_lake": "FrozenLake", "sokoban": "Sokoban"}
@@ -31,9 +32,9 @@ def rows_of(run: Path, start: str) -> list[Record]:
     The last one plays test levels with the policy that did best on the validation levels, the earliest of several.
     """
     if not (run / "run_config.yaml").exists():
-        stop(f"{run} is no folder of a run of phase 3: there is no run_config.yaml in it.")
-    config = yaml.safe_load((run / "run_config.yaml").read_text(encoding="utf-8"))
-    seed, evaluation = config["seed"], config["evaluation"]
+        raise UserError(f"{run} is no folder of a run of phase 3: there is no run_config.yaml in it.")
+    settings = yaml.safe_load((run / "run_config.yaml").read_text(encoding="utf-8"))
+    seed, evaluation = settings["seed"], settings["evaluation"]
     validation = f"validation, {evaluation['episodes']} each"
     test = f"test, {evaluation['final_episodes']} each, of the best step"
     rows = []
@@ -47,7 +48,7 @@ def rows_of(run: Path, start: str) -> list[Record]:
                 rows.append({"start": start, "seed": seed, "step": metrics["step"], "levels": levels} | figures)
     steps = [row for row in rows if row["levels"] == validation]
     if not steps:
-        stop(f"{run} has not been evaluated yet: metrics.jsonl has no evaluation of {' and '.join(GAMES)}.")
+        raise UserError(f"{run} has not been evaluated yet: metrics.jsonl has no evaluation of {' and '.join(GAMES)}.")
     best = max(steps, key=lambda row: sum(row[game]["success"] for game in GAMES))
     return [row | {"step": best["step"]} if row["levels"] == test else row for row in rows]
 
@@ -89,4 +90,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    config.run(main)
