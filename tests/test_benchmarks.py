@@ -538,7 +538,7 @@ def test_a_file_without_rows_is_refused_in_words(
     file = tmp_path / "rows.jsonl"
     if text is not None:
         file.write_text(text)
-    for name in ("learning", "forgetting"):
+    for name in ("learning", "forgetting", "ragen_levels"):
         script = loaded(FILE.parent / "long" / f"{name}.py")
         monkeypatch.setattr(sys, "argv", [f"{name}.py", "--table", str(file)])
         with pytest.raises(SystemExit, match="2"):

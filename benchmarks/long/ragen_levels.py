@@ -31,6 +31,8 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import _measure
+from benchmarks._rows import read_rows
+from posttrain import config
 from posttrain.checkpoint import RUN_CONFIG
 from posttrain.metrics import wilson
 from posttrain.types import derive_seed
@@ -160,11 +162,11 @@ class Stages:
         part.write_text(json.dumps(self.done, indent=1))
         os.replace(part, self.file)
 
-    def train(self, stage: str, script: str, config: dict[str, Any]) -> None:
+    def train(self, stage: str, script: str, settings: dict[str, Any]) -> None:
         """A training script, from its last checkpoint if it has begun before."""
         out = self.folder / stage
         file = self.folder / f"{stage}.yaml"
-        file.write_text(yaml.safe_dump(config | {"output_dir": str(out)}, sort_keys=False))
+        file.write_text(yaml.safe_dump(settings | {"output_dir": str(out)}, sort_keys=False))
         begun = (out / RUN_CONFIG).exists()
         self.run(stage, [sys.executable, ROOT / script, "--config", file, *(["--resume"] if begun else [])])
 
@@ -287,7 +289,7 @@ def demonstrations(game: Game, seed: int, out: Path) -> list[str | Path]:
     return command + (["--options", *given] if given else [])
 
 
-def measure(config: Path, split: str) -> dict[str, Any]:
+def measure(file: Path, split: str) -> dict[str, Any]:
     """What the model of a config of phase 3 wins, sampled and greedy, by phase 3's own `evaluate`; its parameters."""
     import torch
 
@@ -299,7 +301,7 @@ def measure(config: Path, split: str) -> dict[str, Any]:
     _measure.threads()
     found: dict[str, Any] = {}
     for sampling, temperature in SAMPLINGS.items():
-        cfg = resolve(StarPORun, config, [f"evaluation.temperature={temperature}"])
+        cfg = resolve(StarPORun, file, [f"evaluation.temperature={temperature}"])
         model, chat = models.load(cfg.model, device="cpu", chat_template=None, training=False)
         sampler = open_sampler(model.eval(), chat, cfg.rollout.engine, cfg.rollout.max_context)
         won: dict[str, list[bool]] = {}
@@ -321,10 +323,10 @@ def run(out: Path, label: str, seed: int) -> dict[str, Any]:
     stages.train("rl", "train_phase3_starpo.py", phase3(game, seed, folder, folder / "sft" / "final"))
     row = {"env": label, "seed": seed}
     for stage in ("sft", "rl"):
-        config = folder / f"measure-{stage}.yaml"
+        file = folder / f"measure-{stage}.yaml"
         own = phase3(game, seed, folder, folder / stage / "final") | {"output_dir": str(folder / "unused")}
-        config.write_text(yaml.safe_dump(own, sort_keys=False))
-        stages.run(f"measure-{stage}", [*here, "--stage", "measure", config, folder / f"{stage}.json"])
+        file.write_text(yaml.safe_dump(own, sort_keys=False))
+        stages.run(f"measure-{stage}", [*here, "--stage", "measure", file, folder / f"{stage}.json"])
         row |= {stage: json.loads((folder / f"{stage}.json").read_text())}
     row["minutes"] = {stage: round(entry["seconds"] / 60, 2) for stage, entry in stages.done.items()}
     return row | baselines(game) | {key: _measure.surroundings()[key] for key in ("commit", "machine")}
@@ -403,16 +405,16 @@ def main() -> None:
         runs = [pool.submit(add_row, given.results, given.out.resolve(), label, seed) for label, seed in wanted]
     for each in runs:
         each.result()
-    print(show(read_rows(given.results)))
+    print(show(rows_so_far(given.results)))
 
 
-def read_rows(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+def rows_so_far(results: Path) -> list[dict[str, Any]]:
+    return read_rows(results) if results.exists() else []
 
 
 def add_row(results: Path, out: Path, label: str, seed: int) -> None:
     """A run whose row is not there yet."""
-    if STOPPED.is_set() or any((row["env"], row["seed"]) == (label, seed) for row in read_rows(results)):
+    if STOPPED.is_set() or any((row["env"], row["seed"]) == (label, seed) for row in rows_so_far(results)):
         return
     line = json.dumps(run(out, label, seed))
     with WRITING, results.open("a") as file:
@@ -430,4 +432,4 @@ def stage(name: str, *given: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    config.run(main)
