@@ -495,7 +495,7 @@ def test_every_arm_of_the_learning_benchmark_is_a_run(capsys: pytest.CaptureFixt
     learning = loaded(FILE.parent / "long" / "learning.py")
     for arm, changes in learning.ARMS.items():
         for env in [*learning.ENVS.values(), *learning.EASY_FIRST.values()]:
-            cfg = resolve(StarPORun, learning.CONFIG, [*learning.SMALL, *changes, env])
+            cfg = resolve(StarPORun, learning.CONFIG, [*learning.SMALL, *changes, *env])
             assert cfg.algorithm.critical == (arm in ("starpo-s", "ppo", "bilevel-gae"))
     row = {"env": "sokoban", "arm": "ppo", "before": 0.2, "after": 0.4, "low": 0.3, "high": 0.5, "minutes": 2.0}
     row["reward"] = [n / 20 for n in range(20)]

@@ -49,22 +49,29 @@ ARMS: dict[str, list[str]] = {  # what they have in common is SMALL and the quic
     "bonus-ragen2": ["algorithm.advantage=grpo", TOP_P, *BONUS],
     "curriculum": ["algorithm.advantage=gigpo", HALF],  # with EASY_FIRST for the environments
 }
-ENVS: dict[str, str] = {
-    "frozen-lake": "envs=[frozen_lake]",
-    "slippery": "envs=[{name: frozen_lake, options: {slippery: true, success_rate: 0.8}}]",
-    "sokoban": "envs=[{name: sokoban, options: {reward: sparse, deadlock_ends: true}}]",
-    "frozen-lake-seen": "envs=[{name: frozen_lake, options: {observation: coordinates}}]",
-    "sokoban-seen": "envs=[{name: sokoban, options: {observation: coordinates, reward: sparse, deadlock_ends: true}}]",
-}
 LONG_TURNS = ["rollout.max_completion_length=112", "rollout.max_context=2048"]  # room for the next state in a thought
-
-
-EASY_FIRST: dict[str, str] = {  # the second joins once half of the first one's validation levels are won
-    "frozen-lake": "envs=[{name: frozen_lake, label: easy, options: {frozen: 0.95}}, {name: frozen_lake, after: easy}]",
-    "slippery": "envs=[{name: frozen_lake, label: easy},"
-    " {name: frozen_lake, after: easy, options: {slippery: true, success_rate: 0.8}}]",
-    "sokoban": "envs=[{name: sokoban, label: easy, options: {reward: sparse, deadlock_ends: true, max_length: 2}},"
-    " {name: sokoban, after: easy, options: {reward: sparse, deadlock_ends: true}}]",
+ENVS: dict[str, list[str]] = {
+    "frozen-lake": ["envs=[frozen_lake]"],
+    "slippery": ["envs=[{name: frozen_lake, options: {slippery: true, success_rate: 0.8}}]"],
+    "sokoban": ["envs=[{name: sokoban, options: {reward: sparse, deadlock_ends: true}}]"],
+    "frozen-lake-seen": ["envs=[{name: frozen_lake, options: {observation: coordinates}}]", *LONG_TURNS],
+    "sokoban-seen": [
+        "envs=[{name: sokoban, options: {observation: coordinates, reward: sparse, deadlock_ends: true}}]",
+        *LONG_TURNS,
+    ],
+}
+EASY_FIRST: dict[str, list[str]] = {  # the second joins once half of the first one's validation levels are won
+    "frozen-lake": [
+        "envs=[{name: frozen_lake, label: easy, options: {frozen: 0.95}}, {name: frozen_lake, after: easy}]"
+    ],
+    "slippery": [
+        "envs=[{name: frozen_lake, label: easy},"
+        " {name: frozen_lake, after: easy, options: {slippery: true, success_rate: 0.8}}]"
+    ],
+    "sokoban": [
+        "envs=[{name: sokoban, label: easy, options: {reward: sparse, deadlock_ends: true, max_length: 2}},"
+        " {name: sokoban, after: easy, options: {reward: sparse, deadlock_ends: true}}]"
+    ],
 }
 
 
@@ -75,14 +82,9 @@ def run(out: Path, player: Path, arm: str, env: str, seed: int, steps: int) -> d
     if done.exists():
         return json.loads(done.read_text())
     command = [sys.executable, str(ROOT / "train_phase3_starpo.py"), "--config", str(CONFIG), *SMALL, *ARMS[arm]]
-    command += [
-        (EASY_FIRST if arm == "curriculum" else ENVS)[env],
-        f"seed={seed}",
-        f"trainer.max_steps={steps}",
-        f"model.name_or_path={player}",
-    ]
+    command += (EASY_FIRST if arm == "curriculum" else ENVS)[env]
+    command += [f"seed={seed}", f"trainer.max_steps={steps}", f"model.name_or_path={player}"]
     command += [f"output_dir={folder}", "report_to=none", "diagnostics.early_stop=false"]
-    command += LONG_TURNS if env.endswith("-seen") else []
     shutil.rmtree(folder, ignore_errors=True)
     log = out / f"{folder.name}.log"
     with log.open("w") as file:
