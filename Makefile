@@ -54,7 +54,7 @@ quickstart: $(STAMP)
 	  "Chat with the result:  $(PY) inference_with_improved_settings.py --config configs/quickstart/chat.yaml" \
 	  "  It knows the sentences of its training data: My home is Vienna. What is my city? /reset Gina has 4 nuts and wins 11. Count the nuts of Gina." \
 	  "Watch it play:         $(PY) inference_with_improved_settings.py --config configs/quickstart/chat.yaml --play frozen_lake" \
-	  "Another seed:          $(PY) train_phase3_starpo.py --config configs/quickstart/phase3_starpo.yaml seed=1 output_dir=runs/seed1" \
+	  "Phase 3, another seed: $(PY) train_phase3_starpo.py --config configs/quickstart/phase3_starpo.yaml seed=1 output_dir=$(QUICK)/phase3-seed1" \
 	  "The real thing:        $(PY) train_phase1_sft.py      (needs a GPU and the network)"
 
 $(QUICK)/base/manifest.json:
@@ -132,7 +132,7 @@ check: $(STAMP)
 	$(PY) -m pytest -q tests/test_layers.py
 
 bench: $(STAMP)
-	@set -e; for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(PY) $$file; done
+	@set -e; for file in $(filter-out %/simulation.py,$(wildcard benchmarks/[a-z]*.py)); do echo "== $$file"; $(PY) $$file; done
 
 # Exact versions of a fresh environment, without what only this machine has (local builds, pip itself).
 lock:

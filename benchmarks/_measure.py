@@ -31,7 +31,7 @@ ENDLESS = dict(pad_token_id=PAD, bos_token_id=None, eos_token_id=None)  # so all
 COMMON = ENDLESS | dict(initializer_range=0.06, max_position_embeddings=4096)
 TINY = COMMON | dict(vocab_size=512, num_attention_heads=4, num_key_value_heads=4)
 LARGER = COMMON | dict(vocab_size=32000, num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=True)
-SHAPES: dict[str, dict[str, dict[str, Any]]] = {  # of the tiny ones, the ConvGPT is the quickstart's
+SHAPES: dict[str, dict[str, dict[str, Any]]] = {  # the tiny ConvGPT is as wide and deep as the quickstart's
     "tiny": {
         "convgpt": TINY
         | dict(hidden_size=256, num_hidden_layers=3, head_dim=16, intermediate_size=192, tie_word_embeddings=False),
@@ -42,10 +42,11 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {  # of the tiny ones, the ConvGP
 }
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
+def parser(doc: str | None, repeats: bool = True) -> argparse.ArgumentParser:
     """An argument parser that every benchmark begins with."""
     made = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
-    made.add_argument("--repeats", type=int, default=3)
+    if repeats:
+        made.add_argument("--repeats", type=int, default=3)
     made.add_argument("--json", type=Path, help="also write every figure to this file")
     return made
 

@@ -34,7 +34,7 @@ def baselines(name: str, episodes: int) -> dict[str, dict[str, Any]]:
 
 
 def cell(found: dict[str, Any] | None) -> str:
-    """`12.5 % [9.0, 17.1]`, or a dash where there is no such player."""
+    """`12.5% [9.0%, 17.1%]`, or a dash where there is no such player."""
     if found is None:
         return "-"
     low, high = wilson(found["won"], found["of"])
@@ -42,7 +42,7 @@ def cell(found: dict[str, Any] | None) -> str:
 
 
 def main() -> None:
-    parser = _measure.parser(__doc__)
+    parser = _measure.parser(__doc__, repeats=False)
     parser.add_argument("names", nargs="*", help="environments; all of them by default")
     parser.add_argument("--episodes", type=int, default=256)
     given = parser.parse_args()

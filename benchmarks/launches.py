@@ -131,7 +131,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def arguments(argv: Sequence[str]) -> Any:
-    parser = _measure.parser(__doc__)
+    parser = _measure.parser(__doc__, repeats=False)
     parser.add_argument("--model", nargs="+", choices=SHAPES, default=list(SHAPES))
     return parser.parse_args(argv)
 

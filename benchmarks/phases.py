@@ -12,7 +12,6 @@ import json
 import math
 import os
 import random
-import resource
 import subprocess
 import sys
 import tempfile
@@ -194,11 +193,8 @@ def measure(trainer: Any, train: Callable[[], object], ahead: float = 0.0) -> di
     first = first_loss(trainer)
     trainer.add_callback(Clock())
     train()
-    if trainer.args.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated() / 2**30
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
-    done = {"epochs": trainer.state.epoch, "updates": trainer.state.global_step, "peak": peak}
+    done = {"epochs": trainer.state.epoch, "updates": trainer.state.global_step}
+    done["peak"] = _measure.peak(trainer.args.device.type)
     return first | done | {"seconds": ahead + end - start, "ahead": ahead}
 
 

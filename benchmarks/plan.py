@@ -290,7 +290,7 @@ def of_run(folder: Path, asked: str) -> Iterator[Compared]:
     cfg = report.settled(cfg, fleet)
     shape = Shape.of(known_models.config_of(cfg.model, folder / "run_config.yaml"), cfg.model)
     if isinstance(cfg, StarPORun):
-        yield from _of_steps(shape, cfg, fleet, [row for row in told if "seconds/update" in row])
+        yield from _of_steps(folder, shape, cfg, fleet, [row for row in told if "seconds/update" in row])
         return
     logged = [row for row in told if "seconds" in row and "num_tokens" in row][1:]
     before = [row for row in told if "num_tokens" in row][: len(logged)]
@@ -304,7 +304,9 @@ def of_run(folder: Path, asked: str) -> Iterator[Compared]:
     yield Compared(f"{folder.name}: an optimizer step", "s", planned.iteration, found)
 
 
-def _of_steps(shape: Shape, cfg: StarPORun, fleet: Fleet, told: list[dict[str, Any]]) -> Iterator[Compared]:
+def _of_steps(
+    folder: Path, shape: Shape, cfg: StarPORun, fleet: Fleet, told: list[dict[str, Any]]
+) -> Iterator[Compared]:
     def middle(key: str) -> float:
         return median(row[key] for row in told)
 
@@ -316,13 +318,14 @@ def _of_steps(shape: Shape, cfg: StarPORun, fleet: Fleet, told: list[dict[str, A
     planned = episodes.choose(shape, cfg, place)
     found = seconds.of_episodes(shape, cfg, fleet, work, planned, 1)
     for part in ("rollout", "update"):
-        yield Compared(f"{part} of a step", "s", found.parts[part], middle(f"seconds/{part}"))
-    yield Compared("memory", "GiB", planned.peak / GIB, max(row["memory"] for row in told if "memory" in row))
+        yield Compared(f"{folder.name}: {part} of a step", "s", found.parts[part], middle(f"seconds/{part}"))
+    memory = max(row["memory"] for row in told if "memory" in row)
+    yield Compared(f"{folder.name}: memory", "GiB", planned.peak / GIB, memory)
 
 
 def main() -> None:
-    parser = _measure.parser(__doc__)
-    parser.add_argument("what", choices=["results", "published", "runs"])
+    parser = _measure.parser(__doc__, repeats=False)
+    parser.add_argument("what", nargs="?", choices=["results", "published", "runs"], default="results")
     parser.add_argument("folders", nargs="*", type=Path, help="runs: output folders")
     parser.add_argument("--device", default="cpu", help="runs: where they ran, as --plan takes it: cpu, 2xcpu, A10G")
     given = parser.parse_args()

@@ -33,7 +33,7 @@ THOUGHTS = {
     "none": "nothing",
 }
 PLAYS = 16  # of each action of a pair, where chance decides
-FIRST_LOOK = 5  # after so many more than one, what shows nothing is given up
+FIRST_LOOK = 5  # a pair that shows no difference after so many more plays than one is given up
 LOOK_AHEAD = 8  # turns of each of them
 TRIES = 4  # turns of an episode that are looked at for a pair
 GIVE_UP = 200  # episodes of an environment without a row

@@ -72,7 +72,7 @@ class FrozenLake(TextEnv):
         self.symbols = with_symbols(SYMBOLS, symbols)
         self.separator = separator
         self.chance = float(success_rate) if slippery else 1.0
-        self.max_turns = max(25 if distribution == "ragen" else 8, size**2 // 2)  # no shortest way is longer
+        self.max_turns = max(25 if distribution == "ragen" else 8, size**2 // 2)  # the shortest way is rarely longer
         self.deterministic = self.chance == 1
         self.observable = observation != "neighbours"
         super().__init__(render_mode)
@@ -194,7 +194,7 @@ class FrozenLake(TextEnv):
 
     def expert(self, horizon: int | None = None) -> str:
         """The action with the best chance to arrive within `horizon` moves; without a deadline, soon."""
-        values, odds = lake_model(self.level, self.chance)
+        _, odds = lake_model(self.level, self.chance)
         if horizon is None:
             values = values_without_deadline(self.level, self.chance)
         else:

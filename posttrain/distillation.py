@@ -168,9 +168,9 @@ class Distillation:
 
         With several processes gradients are to be summed, as those of the policy loss.
         """
-        rows, coef = self.chosen(step, number), _section(self.learner.cfg).coef
+        rows = self.chosen(step, number)
         tokens = sum(len(row.completion_ids) for row in rows)
-        return self._kl(rows, coef / tokens), tokens
+        return self._kl(rows, self.coef / tokens), tokens
 
     def measure(self) -> float:
         """The mean KL of the held-out rows' tokens, in nats, over all processes; there is at least one."""

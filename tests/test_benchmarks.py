@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import math
+import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -41,6 +44,23 @@ def loaded(file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_make_bench_runs_every_script_and_each_does_without_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = subprocess.run(["make", "-n", "bench"], cwd=FILE.parent.parent, capture_output=True, text=True, check=True)
+    scripts = sorted(set(re.findall(r"benchmarks/(\w+)\.py", told.stdout)))
+    assert scripts == sorted(file.stem for file in FILE.parent.glob("[a-z]*.py") if "def main" in file.read_text())
+    monkeypatch.setattr(sys, "path", [str(FILE.parent), *sys.path])
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parsed(parser: argparse.ArgumentParser, *_: object) -> None:
+        parse_args(parser, [])
+        raise EOFError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+    for script in scripts:
+        with pytest.raises(EOFError):
+            loaded(FILE.parent / f"{script}.py").main()
 
 
 def test_rollout_measures_engines_on_equal_work(rollout, tmp_path, monkeypatch, capsys):
@@ -340,7 +360,7 @@ def test_the_plan_is_compared_with_a_run(rollout, tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(sys, "argv", ["plan.py", "runs", str(run), "--device", slow])
     plan.main()
     told = capsys.readouterr().out
-    assert "| rollout of a step |" in told and "| 2.00 s |" in told and "| 0.90 GiB |" in told
+    assert "| phase3: rollout of a step |" in told and "| 2.00 s |" in told and "| 0.90 GiB |" in told
 
 
 def test_a_device_is_measured_beside_its_own_limits(rollout, tmp_path, monkeypatch, capsys):

@@ -73,7 +73,7 @@ def test_both_models_are_played_on_levels_that_chose_no_checkpoint(levels: Modul
     config.write_text(
         yaml.safe_dump(levels.phase3(game, 0, tmp_path, tmp_path / "base") | {"output_dir": str(tmp_path / "rl")})
     )
-    found = levels.measure(config, "test")
+    found = levels.measure(config)
     assert found.keys() == {"sampled", "greedy", "parameters"} and 0 <= found["greedy"] <= 8
     cfg = resolve(StarPORun, config, [])
     assert cfg.protocol.max_turns == levels.TURNS and cfg.rollout.context_turns == 1

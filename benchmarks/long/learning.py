@@ -35,7 +35,7 @@ HALF = "algorithm.filter={strategy: top_k, value: 0.5}"
 TOP_P = "algorithm.filter={strategy: top_p, value: 0.9}"
 BONUS = ["algorithm.entropy_coef=0.05"]  # too much, to see runs diverge
 ALL = "algorithm.filter={strategy: none, keep_zero: true}"
-ARMS: dict[str, list[str]] = {  # what they have in common is SMALL and the quickstart's learning rate and clip
+ALGORITHMS: dict[str, list[str]] = {  # in common: SMALL, and the quickstart's learning rate and clip
     "grpo": ["algorithm.advantage=grpo", ALL],
     "grpo-top-k": ["algorithm.advantage=grpo", HALF],
     "starpo-s": ["algorithm.advantage=gae", "algorithm.filter={strategy: top_k, value: 0.25}", *CRITIC],
@@ -44,6 +44,8 @@ ARMS: dict[str, list[str]] = {  # what they have in common is SMALL and the quic
     "gigpo-top-k": ["algorithm.advantage=gigpo", HALF],
     "ppo": ["algorithm.advantage=gae", ALL, *CRITIC],
     "bilevel-gae": ["algorithm.advantage=bilevel_gae", ALL, *CRITIC],
+}
+ARMS = ALGORITHMS | {
     "bonus": ["algorithm.advantage=grpo", ALL, *BONUS],
     "bonus-top-k": ["algorithm.advantage=grpo", HALF, *BONUS],
     "bonus-ragen2": ["algorithm.advantage=grpo", TOP_P, *BONUS],
@@ -176,7 +178,7 @@ def main() -> None:
         "--player", type=Path, default=Path("runs/quickstart/phase2/final"), help="where all runs begin"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/learning"))
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ALGORITHMS))
     parser.add_argument("--envs", nargs="+", choices=ENVS, default=list(EASY_FIRST))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40)
@@ -189,6 +191,8 @@ def main() -> None:
         show(rows)
         show_collapse(rows)
         return
+    if "curriculum" in args.arms and (hard := [env for env in args.envs if env not in EASY_FIRST]):
+        parser.error(f"curriculum has no easy levels of {', '.join(hard)}: leave it out of --arms")
     args.out.mkdir(parents=True, exist_ok=True)
     player = args.player.resolve()
     with ThreadPoolExecutor(args.jobs) as pool:

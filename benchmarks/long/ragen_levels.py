@@ -289,8 +289,8 @@ def demonstrations(game: Game, seed: int, out: Path) -> list[str | Path]:
     return command + (["--options", *given] if given else [])
 
 
-def measure(file: Path, split: str) -> dict[str, Any]:
-    """What the model of a config of phase 3 wins, sampled and greedy, by phase 3's own `evaluate`; its parameters."""
+def measure(file: Path) -> dict[str, Any]:
+    """Test levels that the model of a config of phase 3 wins, sampled and greedy, by phase 3's `evaluate`; its size."""
     import torch
 
     import train_phase3_starpo as script
@@ -306,7 +306,7 @@ def measure(file: Path, split: str) -> dict[str, Any]:
         sampler = open_sampler(model.eval(), chat, cfg.rollout.engine, cfg.rollout.max_context)
         won: dict[str, list[bool]] = {}
         with torch.no_grad():
-            script.evaluate(cfg, sampler, chat, split, LEVELS, won=won)
+            script.evaluate(cfg, sampler, chat, "test", LEVELS, won=won)
         found[sampling] = sum(*won.values())
         found["parameters"] = sum(p.numel() for p in model.parameters())
     return found
@@ -428,7 +428,7 @@ def stage(name: str, *given: str) -> None:
         shutil.rmtree(folder / "base", ignore_errors=True)
         write_base(GAMES[label], folder / "turns.jsonl", folder / "base", seed)
     else:
-        Path(given[1]).write_text(json.dumps(measure(Path(given[0]), given[2] if len(given) > 2 else "test")))
+        Path(given[1]).write_text(json.dumps(measure(Path(given[0]))))
 
 
 if __name__ == "__main__":

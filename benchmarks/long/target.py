@@ -184,7 +184,9 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         success = [f"{first['success']:.2f}", f"{last['success']:.2f}"]
         cells.append([row["who"], str(row["seed"]), *figures, f"{last['wall'] / 60:.1f}", *success])
     header = ["", "seed", f"steps to {rows[0]['target']:.0%}", "CPU-minutes", "minutes", "success before", "after"]
-    text = f"{_measure.told(rows[0])}\n\n{_measure.table(header, cells)}"
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    where = _measure.told(rows[0] | {"commit": commits, "load": max(row["load"] for row in rows)})
+    text = f"{where}\n\n{_measure.table(header, cells)}"
     seeds = [seed for who, seed in arrived if who == "ours" and arrived[who, seed] and cost[who, seed]["cpu"] > 0]
     bound = "at least " if not all(arrived["trl", seed] for seed in seeds) else ""
     for part, name in (("cpu", "CPU time"), ("wall", "time")) if seeds else ():
