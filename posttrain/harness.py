@@ -1,9 +1,9 @@
 """How good is a model at standard benchmarks?  lm-evaluation-harness with a model of ours, and its figures beside ours.
 
-    python -m posttrain.harness runs/phase3/final --tasks gsm8k hellaswag --chat-template
-    python -m posttrain.harness runs/phase3/final --tasks mine.yaml --limit 20
+    python -m posttrain.harness runs/phase3/final --tasks gsm8k hellaswag --chat-template --out runs/evaluation
+    python -m posttrain.harness runs/phase3/final --tasks mine.yaml --limit 20 --out runs/evaluation
 
-The figures go into `benchmarks` of a run's results.json, and what the model answered beside it, into benchmarks/. Tasks
+The figures go into `benchmarks` of results.json in --out, and what the model answered beside it, into benchmarks/. Tasks
 are names of the harness (`lm-eval ls tasks`) or YAML files. No code of a task runs unless --run-task-code asks for it.
 """
 

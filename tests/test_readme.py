@@ -345,6 +345,7 @@ def test_every_metric_of_phase_3_is_explained():
         ("posttrain/monitoring/collapse.py", "thoughts_and_prompts|gradients_by_std"),
         ("posttrain/monitoring/updates.py", "policy|critic|row|advantage_figures"),
         ("posttrain/monitoring/monitor.py", "react|compare_with_best"),
+        ("posttrain/rollout_worker.py", "staleness"),
     ):
         for function in functions(file, names):
             written |= {key for key in written_keys(function) if "/" in key or key == "memory"}
