@@ -18,7 +18,6 @@ import importlib.metadata
 import json
 import platform
 from argparse import ArgumentParser
-from collections.abc import Iterable
 from pathlib import Path
 
 from posttrain import runlog
@@ -27,8 +26,9 @@ from posttrain.evaluation.endpoints import costs, in_words
 from posttrain.evaluation.figures import compare, summarise
 from posttrain.evaluation.scoring import play_baselines, run_task, section
 from posttrain.evaluation.store import ROWS, Store
-from posttrain.evaluation.tasks import build_tasks, headline_levels, hub_sets
+from posttrain.evaluation.tasks import build_tasks, headline_levels, hub_sets, raised
 from posttrain.evaluation.workers import run_tasks
+from posttrain.files import write_whole
 from posttrain.types import Record, UserError
 
 RESULTS = "results.json"
@@ -87,10 +87,10 @@ def main() -> None:
         if kept := benchmarks(out / RESULTS, results["digests"]):
             results["benchmarks"] = kept
         with checkpoint.full_disk_in_words(out):
-            write(out / "transcripts.jsonl", (json.dumps(row) for name in rows for row in rows[name]))
-            write(out / "results.md", [report.markdown(results)])
+            write_whole(out / "transcripts.jsonl", (f"{json.dumps(row)}\n" for name in rows for row in rows[name]))
+            write_whole(out / "results.md", [report.markdown(results), "\n"])
             report.plots(results, out / "plots")
-            write(out / RESULTS, [json.dumps(results, indent=1, allow_nan=False)])
+            write_whole(out / RESULTS, [json.dumps(results, indent=1, allow_nan=False), "\n"])
         report.show(results)
         for name, paid in results.get("endpoints", {}).items():
             print(f"{name}: {in_words(paid)}")
@@ -179,6 +179,8 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
             open_env(env)
         except (ValueError, TypeError) as error:
             problems.append(f"suites.envs.envs: {error}")
+        except (Exception, SystemExit) as error:  # an environment may raise anything
+            problems.append(str(raised(env.name, error)))
     if problems:
         raise UserError("\n  ".join(["The evaluation cannot start:", *problems] if len(problems) > 1 else problems))
     checkpoint.lock_folder(out)
@@ -195,14 +197,6 @@ def benchmarks(file: Path, digests: dict[str, str]) -> Record:
 
 def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
-
-
-def write(path: Path, lines: Iterable[str]) -> None:
-    """All of the file or none of it."""
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as out:
-        out.writelines(f"{line}\n" for line in lines)
-    partial.replace(path)
 
 
 if __name__ == "__main__":

@@ -270,19 +270,19 @@ def handle_command(line: str, conversation: Conversation, cfg: ChatRun) -> ChatR
             cfg = cfg.model_copy(update={"preset": rest})
             note(f"[{described(cfg, rest)}]")
         case "/save":
-            save(Path(rest).expanduser(), conversation) if rest else note("Name the file: /save FILE")
+            save(rest, conversation) if rest else note("Name the file: /save FILE")
         case _:
             note(f"There is no command {command}{hint(command, COMMANDS) or '.'} /help lists them.")
     return cfg
 
 
-def save(file: Path, conversation: Conversation) -> None:
+def save(file: str, conversation: Conversation) -> None:
     """Write the conversation to a new file; one that exists is left alone."""
     try:
-        with file.open("x", encoding="utf-8") as out:
+        with Path(file).expanduser().open("x", encoding="utf-8") as out:
             out.write(json.dumps({"messages": conversation.messages()}, ensure_ascii=False) + "\n")
-    except OSError as error:
-        note(f"Not saved: {file}: {error.strerror}. Name another file.")
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: ~NOBODY; ValueError: a zero byte
+        note(f"Not saved: {file}: {getattr(error, 'strerror', None) or error}. Name another file.")
     else:
         note(f"[{len(conversation.exchanges)} turns written to {file}]")
 

@@ -53,6 +53,16 @@ class Encoded(NamedTuple):
     mask: list[bool]
 
 
+def template_text(template: str | Path) -> str:
+    """The text of a template file, looked for in the project's folder as well: README's name works from any folder."""
+    path = Path(template)
+    if not os.path.isfile(path):
+        path = TEMPLATE_PATH.parent.parent / path
+    if not os.path.isfile(path):
+        raise UserError(f"chat.template={template}: there is no such file. {REMEDY}")
+    return read_text(path, REMEDY)
+
+
 def template_hash(text: str) -> str:
     """sha256 of a template, as the manifest of a checkpoint records it."""
     return hashlib.sha256(text.encode()).hexdigest()
@@ -114,12 +124,7 @@ class Chat:
                 f"masks need. Convert it with transformers' AutoTokenizer and save it beside the model."
             )
         if template is not None:
-            path = Path(template)
-            if not os.path.isfile(path):
-                path = TEMPLATE_PATH.parent.parent / path  # the name in the README works from any folder
-            if not os.path.isfile(path):
-                raise UserError(f"chat.template={template}: there is no such file. {REMEDY}")
-            text, origin = read_text(path, REMEDY), f"The chat template {template}"
+            text, origin = template_text(template), f"The chat template {template}"
         elif tokenizer.chat_template:
             text, origin = tokenizer.chat_template, f"The chat template of {tokenizer.name_or_path or 'the model'}"
             if not isinstance(text, str):

@@ -123,7 +123,6 @@ class _Loaded(NamedTuple):
     line: Line
     net: Any = None
     chat: Any = None
-    section: Any = None
 
 
 def _load(section: ModelSection, device: str, template: str | None) -> _Loaded:
@@ -137,10 +136,10 @@ def _load(section: ModelSection, device: str, template: str | None) -> _Loaded:
         if "attn_implementation=eager" not in str(problem) or section.attn_implementation == "eager":
             return _Loaded(Line(BROKEN, "weights", str(problem)))
         net, chat = models.load(plain, device=device, chat_template=template)
-        return _Loaded(Line(BROKEN, "attention", f"{problem} The lines below are for that."), net, chat, plain)
+        return _Loaded(Line(BROKEN, "attention", f"{problem} The lines below are for that."), net, chat)
     count = sum(parameter.numel() for parameter in net.parameters())
     words = f"{type(net).__name__}, {count / 1e6:.2f} M parameters, safetensors, whole and finite, computed with once"
-    return _Loaded(Line(OK, "weights", words), net, chat, section)
+    return _Loaded(Line(OK, "weights", words), net, chat)
 
 
 def _template(chat: Chat, asked: str | None) -> Line:

@@ -40,8 +40,9 @@ class Critic(torch.nn.Module):
         return self.of(trained_states(self.copy, rows, masks)[0])
 
     def of(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """V from the states of the trunk, (S,)."""
-        return self.head(hidden_SD.to(self.head.weight.dtype))[:, 0]
+        """V from the states of the trunk, (S,), in the head's own precision: GAE takes differences of values."""
+        with torch.autocast(hidden_SD.device.type, enabled=False):
+            return self.head(hidden_SD.to(self.head.weight.dtype))[:, 0]
 
     def own_parameters(self) -> list[torch.nn.Parameter]:
         """Everything the critic learns beside the policy's parameters."""

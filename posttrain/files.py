@@ -9,7 +9,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,14 @@ def read_json_lines(file: Path, remedy: str, appended: bool = True) -> list[dict
             raise UserError(f"{file} is damaged {damaged}. {remedy}")
         rows.append(row)
     return rows
+
+
+def write_whole(file: Path, lines: Iterable[str]) -> None:
+    """Write a text file; if that fails, or is cut off, the file is as it was before. Lines bring their own ends."""
+    partial = file.with_name(f"{file.name}.partial")
+    with partial.open("w", encoding="utf-8") as out:
+        out.writelines(lines)
+    partial.replace(file)
 
 
 def failed_write(error: BaseException) -> str | None:

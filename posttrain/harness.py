@@ -3,8 +3,8 @@
     python -m posttrain.harness runs/phase3/final --tasks gsm8k hellaswag --chat-template --out runs/evaluation
     python -m posttrain.harness runs/phase3/final --tasks mine.yaml --limit 20 --out runs/evaluation
 
-The figures go into `benchmarks` of results.json in --out, and what the model answered beside it, into benchmarks/. Tasks
-are names of the harness (`lm-eval ls tasks`) or YAML files. No code of a task runs unless --run-task-code asks for it.
+The figures go into `benchmarks` of results.json in --out, and what the model answered beside it, into benchmarks/.
+Tasks are names of the harness (`lm-eval ls tasks`) or YAML files. No code of a task runs unless --run-task-code asks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Any
 
 from posttrain import runlog
 from posttrain.config import ModelSection, run
-from posttrain.types import Record, UserError, one_line
+from posttrain.files import write_whole
+from posttrain.types import HUB_NAME, Record, UserError, one_line
 
 RESULTS = "results.json"
 SAMPLES = "benchmarks"  # the folder of what was asked and answered
@@ -81,7 +82,6 @@ def main(argv: list[str] | None = None) -> None:
 
 def check(given: argparse.Namespace) -> Path:
     """The folder for the results; UserError where something is known to be wrong before anything is loaded."""
-    from posttrain.model_files import HUB_NAME
 
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
@@ -266,7 +266,6 @@ def origins(task: Any) -> dict[str, Record]:
     They are the Hub's where the name is one of the Hub, no file or folder here has it, and the task names no files. A
     task may ask fewer items than its split has.
     """
-    from posttrain.model_files import HUB_NAME
 
     found: dict[str, Record] = {}
     for leaf in task.get_all_tasks() if hasattr(task, "get_all_tasks") else [task]:
@@ -317,8 +316,8 @@ def keep(file: Path, model: str, digest: str, entries: dict[str, Record]) -> str
     file.parent.mkdir(parents=True, exist_ok=True)
     with checkpoint.full_disk_in_words(file.parent):
         if "checkpoints" in results:
-            replace(file.with_name("results.md"), report.markdown(results))
-        replace(file, json.dumps(results, indent=1, allow_nan=False))
+            write_whole(file.with_name("results.md"), [report.markdown(results), "\n"])
+        write_whole(file, [json.dumps(results, indent=1, allow_nan=False), "\n"])
     return name
 
 
@@ -335,18 +334,11 @@ def name_of(model: str, digest: str, evaluated: dict[str, str], benchmarks: dict
     return next(name for name in names if name and name not in taken | evaluated)
 
 
-def replace(file: Path, text: str) -> None:
-    """All of the file or none of it."""
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(f"{text}\n", encoding="utf-8")
-    partial.replace(file)
-
-
 def write_samples(file: Path, rows: Sequence[Record]) -> None:
     """What was asked and answered, a line for each item."""
     file.parent.mkdir(parents=True, exist_ok=True)
     kept = [{key: row[key] for key in (*KEPT, *row["metrics"])} for row in rows]
-    replace(file, "\n".join(json.dumps(row, default=str) for row in kept))
+    write_whole(file, (f"{json.dumps(row, default=str)}\n" for row in kept))
 
 
 def show(name: str, entries: dict[str, Record]) -> None:

@@ -110,7 +110,7 @@ class Learner:
         )
         if not head_agrees(self.policy):
             raise UserError(
-                f"{type(model).__name__} does more to its logits than posttrain/policy.py knows: log-probs of sampled"
+                f"{type(model).__name__} does more to its logits than phase 3 knows: log-probs of sampled"
                 " tokens would be wrong. Choose a model of another architecture."
             )
         sharded = launcher.sharding() == "fsdp2"

@@ -6,7 +6,6 @@ settings, results, commit. The card of a model tells of all phases that made it,
 
 from __future__ import annotations
 
-import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,9 +19,8 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from posttrain import checkpoint
 from posttrain.compat import HTTP_ERROR
-from posttrain.types import UserError
+from posttrain.types import HUB_NAME, UserError
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 LOCAL = (".jsonl", ".parquet")  # data files; one may be gone when the card is written
 METHODS = {
     "phase1": ("SFT", "supervised fine-tuning on the assistant's tokens"),

@@ -17,9 +17,8 @@ from transformers.utils import logging as transformers_logging
 import posttrain.convgpt  # noqa: F401  registers ConvGPT with the Auto classes
 from posttrain import checkpoint, compat, files
 from posttrain.config import ModelSection
-from posttrain.types import UserError, one_line
+from posttrain.types import HUB_NAME, UserError, one_line
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 MOST_LABELS = 1_000_000
 _SIZE = re.compile(r"num_.*|n_(layer|head|embd|inner)|.*_(size|dim|heads|layers)")  # keys of a config.json
 

@@ -125,11 +125,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def write_rows(file: Path, rows: Iterator[dict[str, Any]]) -> None:
-    """All of them or none."""
-    part = file.with_suffix(".partial")
-    with part.open("w", encoding="utf-8") as lines:
-        lines.writelines(json.dumps(row) + "\n" for row in rows)
-    part.replace(file)
+    files.write_whole(file, (json.dumps(row) + "\n" for row in rows))
 
 
 # -- what a run keeps -------------------------------------------------------------------------------------------------

@@ -117,8 +117,9 @@ def launch(argv: list[str] | None = None) -> NoReturn:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    given = run.parse_args(sys.argv[1:] if argv is None else argv)
-    if "--shutdown-timeout" not in " ".join(sys.argv).replace("_", "-"):
+    argv = sys.argv[1:] if argv is None else argv
+    given = run.parse_args(argv)
+    if "--shutdown-timeout" not in " ".join(argv).replace("_", "-"):
         given.shutdown_timeout = SHUTDOWN
     try:
         with port_in_words():

@@ -14,7 +14,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, Revi
 
 from posttrain import checkpoint, compat, files, hardware, model_files, models
 from posttrain.config import ModelSection
-from posttrain.types import UserError, one_line
+from posttrain.types import HUB_NAME, UserError, one_line
 
 DASHBOARDS = {"tensorboard": "tensorboard>=2.20,<3", "wandb": "wandb>=0.31,<1"}  # those that only some have
 
@@ -151,7 +151,7 @@ def try_output_layer(device: torch.device) -> None:
 
 def _check_data_path(path: str) -> None:
     """A local data file must be there; "embedded" needs nothing and a Hub name is checked with the Hub."""
-    local = model_files.HUB_NAME.fullmatch(path) is None or Path(path).suffix in {".jsonl", ".parquet"}
+    local = HUB_NAME.fullmatch(path) is None or Path(path).suffix in {".jsonl", ".parquet"}
     if path != "embedded" and local and not os.path.exists(path):
         raise UserError(f"The data file {path} (data.sources) does not exist.")
     if os.path.isdir(path):
@@ -187,7 +187,7 @@ def check_hub(wanted: list[ModelSection], data_paths: list[str]) -> None:
     """Every model and data set that has to come from the Hub must be on this disk already or within reach."""
     asked = [("model", model.name_or_path, model.revision) for model in wanted]
     asked += [("dataset", path, None) for path in dict.fromkeys(data_paths) if path != "embedded"]
-    asked = [one for one in asked if model_files.HUB_NAME.fullmatch(one[1]) and not Path(one[1]).exists()]
+    asked = [one for one in asked if HUB_NAME.fullmatch(one[1]) and not Path(one[1]).exists()]
     asked = [one for one in asked if not _in_cache(*one)]
     for kind, name, revision in asked:
         try:

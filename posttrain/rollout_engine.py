@@ -1,7 +1,7 @@
 """What does a rollout server do between two requests?  One thread writes turns and takes up weights between them.
 
-Requests only leave word of what they want, under one lock, and wait for what was written. So the engine is touched by
-one thread, and weights change when no turn is being written: every turn was written by one version.
+Requests only leave word of what they want, under one lock, and wait for what was written. So one thread at
+a time touches the engine, and weights change when no turn is being written: every turn was written by one version.
 """
 
 from __future__ import annotations

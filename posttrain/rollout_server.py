@@ -26,7 +26,7 @@ from posttrain.config import ModelSection, run
 from posttrain.rollout_engine import Engine, Refused
 from posttrain.sampler.slot_server import CHECKSUM, SESSION, TOKEN
 from posttrain.serve import listen
-from posttrain.types import UserError
+from posttrain.types import HUB_NAME, UserError
 
 MOST_JSON = 256 << 20  # bytes of a request
 SPARE = 1 << 20  # bytes that a chunk of weights may have beside its tensors
@@ -73,7 +73,6 @@ def main(argv: list[str] | None = None) -> None:
 
 def check_model(model: str) -> None:
     """UserError where MODEL is none; the Hub itself is not asked."""
-    from posttrain.model_files import HUB_NAME
 
     if not (Path(model) / "config.json").is_file() and (Path(model).exists() or not HUB_NAME.fullmatch(model)):
         raise UserError(f"--model {model} is no model: name a folder with a config.json, or a model of the Hub.")

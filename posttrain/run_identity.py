@@ -131,9 +131,7 @@ def remember_run(output_dir: Path, settings: dict[str, Any], resume: bool) -> No
     """Write the settings that `same_run` compares with, unless this goes on with a run that has."""
     begun = Path(output_dir) / checkpoint.RUN_CONFIG
     if not (resume and begun.exists()):
-        unnamed = begun.with_suffix(".partial")
-        unnamed.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
-        unnamed.rename(begun)
+        files.write_whole(begun, [yaml.safe_dump(settings, sort_keys=False)])
 
 
 def _flat(tree: Any, path: str = "") -> dict[str, Any]:

@@ -166,9 +166,7 @@ class MetricsFile:
             kept = [row for row in kept if not any(key.startswith(but_not) for key in row)]
         if is_main_process():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            unnamed = self.path.with_name(f"{self.path.name}.partial")
-            unnamed.write_text("".join(_row(row) for row in kept), encoding="utf-8")
-            unnamed.replace(self.path)
+            files.write_whole(self.path, map(_row, kept))
 
     def write(self, row: Mapping[str, Any], step: int) -> None:
         """Append one row; it is in the file when this returns."""

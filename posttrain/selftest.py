@@ -158,12 +158,6 @@ def can_share_prefixes(model: PreTrainedModel) -> bool:
     return bool((whole_SD - shared_SD).abs().max() <= tolerance * whole_SD.abs().max())
 
 
-def agrees_with_full_forward(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int) -> bool:
-    """A self-test before a run: ragged rows, two turns, each sampled log-prob against one plain forward pass."""
-    difference, tolerance = _compare(model, stop_ids, pad_id)
-    return difference <= tolerance
-
-
 def why_unfit(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, engine: Engine = SlotSampler) -> str | None:
     """Why this engine, ours with a kept cache or the one that replays, cannot be used for this model, in words.
 

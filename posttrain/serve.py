@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain import runlog
 from posttrain.config import ModelSection, run
-from posttrain.types import UserError, one_line
+from posttrain.types import HUB_NAME, UserError, one_line
 
 if TYPE_CHECKING:
     from fastapi import Request
@@ -103,8 +103,6 @@ def main(argv: list[str] | None = None) -> None:
 def check(model: str) -> None:
     """UserError where the packages of the server are missing, or MODEL is none; the Hub itself is not asked."""
     from transformers.utils.import_utils import is_serve_available
-
-    from posttrain.model_files import HUB_NAME
 
     if not is_serve_available():
         raise UserError(

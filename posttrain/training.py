@@ -128,7 +128,10 @@ def read_in_slices(net: Any) -> None:
 
 
 class NotFinite(UserError):
-    """A loss, a gradient or a weight is inf or nan in optimizer step `step`; so were the weights after `updates`."""
+    """A loss, a gradient or a weight is inf or nan in optimizer step `step`.
+
+    updates: checkpoints of so many updates or more are not trusted.
+    """
 
     def __init__(self, step: int, what: str, updates: int) -> None:
         super().__init__(
@@ -326,6 +329,7 @@ class Reporter(TrainerCallback):
         self.stopped, self.logged_at = False, 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.logged = state.global_step
         self.metrics = runlog.MetricsFile(self.output_dir / "metrics.jsonl", after_step=state.global_step or None)
         self.boards.catch_up(state.global_step or None)
         self.progress = runlog.Progress(state.max_steps, self.title, start=state.global_step)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # OWNER/NAME of a model or a data set of the Hub
 Record = dict[str, Any]  # a row of transcripts.jsonl (one answer, pair or episode), or a part of results.json
 
 

@@ -81,7 +81,6 @@ def settings(folder: Path, checkpoints: dict[str, str], **changes: Any) -> dict[
     return {
         "output_dir": str(folder / "out"),
         "device": "cpu",
-        "report_to": "none",
         "workers": 1,
         "batch_size": 8,
         "dtype": "float32",  # rows are the same in any batch, on any CPU
@@ -348,6 +347,25 @@ def test_an_environment_that_does_not_exist_is_refused(tmp_path: Path, checkpoin
     suites = {"envs": {"envs": [{"name": "frozen_lake", "options": {"sizes": 4}}], "episodes": 2}}
     with pytest.raises(UserError, match="size"):
         evaluate(tmp_path, checkpoints, suites=suites)
+
+
+def test_an_environment_that_raises_when_it_is_made_is_told_before_any_work(
+    tmp_path: Path, checkpoints: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: Any) -> None:
+        raise RuntimeError("no such board")
+
+    monkeypatch.setattr("posttrain.rollout.open_env", broken)
+    with pytest.raises(UserError, match="frozen_lake raised RuntimeError: no such board"):
+        evaluate(tmp_path, checkpoints, suites={"envs": {"envs": [{"name": "frozen_lake"}], "episodes": 2}})
+
+
+def test_a_template_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = ROOT / "configs" / "quickstart" / "evaluate.yaml"
+    cfg = config.resolve(EvaluateRun, file, ["chat.template=posttrain/chatml.jinja"])
+    task: Any = SimpleNamespace(suite="recall", part="recall")
+    assert "im_start" in store.conditions(cfg, task, local=True)["chat"]
 
 
 def test_an_evaluation_of_nothing_is_refused(tmp_path: Path, checkpoints: dict[str, str]) -> None:

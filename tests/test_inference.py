@@ -314,7 +314,8 @@ def test_every_command(says: Says, answers: Callable[..., Any], tmp_path: Path, 
     file = tmp_path / "talk.jsonl"
     lines = [
         "/help", "Hi", "And you?", f"/save {file}", "/reset", "Again", "/system Be brief.", "Now?", "/preset",
-        "/preset plain", "More", "/preset wild", f"/save {file}", "/save", "/save /no/such/folder/x", "/rest", "",
+        "/preset plain", "More", "/preset wild", f"/save {file}", "/save", "/save /no/such/folder/x",
+        "/save ~nobody-of-this-name/x", "/rest", "",
         "   ", " /etc is a path", "/system", "Bare", "/reset", "/quit", "never read",
     ]  # fmt: skip
     said = says(stdin="\n".join(lines))
@@ -335,7 +336,7 @@ def test_every_command(says: Says, answers: Callable[..., Any], tmp_path: Path, 
         "  greedy: greedy\n",
         "[plain: temperature 1]", "There is no preset `wild`, only improved, plain, greedy",
         f"Not saved: {file}: File exists. Name another file.", "Name the file: /save FILE",
-        "Not saved: /no/such/folder/x: No such file or directory",
+        "Not saved: /no/such/folder/x: No such file or directory", "Not saved: ~nobody-of-this-name/x: Could not",
         "There is no command /rest; did you mean `/reset`? /help lists them.", "[no system message]",
     ):  # fmt: skip
         assert words in said.err, words
@@ -588,6 +589,10 @@ def test_every_cell_of_an_environment_has_a_colour_and_an_environment_without_a_
         (["--play", "frozen_lak"], 'frozen_lak: There is no environment "frozen_lak". Did you mean "frozen_lake"?'),
         (["--play", "sokoban", "envs=[{name: sokoban, options: {sise: 5}}]"], 'Did you mean "size"?'),
         (["--play", "sokoban", "envs=[{name: sokoban, options: {size: big}}]"], "--play sokoban: "),
+        (
+            ["--play", "sokoban", "envs=[{name: sokoban, options: {size: 5, boxes: 8}}]"],
+            "sokoban could not open level 1",
+        ),
         (["--play", "sokoban", "--compare"], "Leave one out"),
         (["--compare", "presets={plain: {temperature: 1.0}}", "preset=plain"], "needs two presets"),
         (["--prompt", ""], "--prompt is empty"),

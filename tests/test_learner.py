@@ -376,6 +376,16 @@ def test_critics_learn_values_and_warm_up_alone(kind: str) -> None:
     assert not torch.allclose(before, token_logprobs(learner.policy, rows, masks)[0], atol=1e-4)
 
 
+def test_values_keep_the_precision_of_the_head_under_autocast() -> None:
+    _, _, learner = critic_run("shared")
+    assert learner.critic is not None
+    torch.nn.init.normal_(learner.critic.head.weight)
+    states_SD = torch.randn(5, learner.critic.head.in_features)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        values_S = learner.critic.of(states_SD)
+    assert values_S.dtype == torch.float32 and torch.equal(values_S, learner.critic.of(states_SD))
+
+
 def test_a_critic_beside_trained_rows_of_the_embedding() -> None:
     """Where the chat had to add tokens, peft wraps embedding and output layer."""
 

@@ -120,6 +120,7 @@ def test_crashed_groups_have_no_std_and_pass_at_k_counts_samples() -> None:
     scored = phase3.score_and_filter(config(), groups)
     row = describe(groups, scored.std, scored.kept)
     assert row["rollout/in_group_std"] == pytest.approx(sum(scored.std[1:]) / 2)
+    assert row["rollout/frozen_lake/in_group_std"] == row["rollout/in_group_std"]
     assert row["rollout/zero_variance_groups"] == 0
     assert [row["rollout/pass_at_2"], row["rollout/pass_at_4"]] == pytest.approx([(0.5 + 0.5) / 3, 2 / 3])
     assert "rollout/pass_at_8" not in row

@@ -16,8 +16,10 @@ from test_fuzz import damaged, no_hang
 from tiny_runs import ROOT, python, taught, tiny_base
 
 from posttrain import config
-from posttrain.config import PairsRun
-from posttrain.data import Question
+from posttrain.config import DataSection, PairsRun
+from posttrain.config.data import Source
+from posttrain.data import Question, loading
+from posttrain.data.filters import CHECKS
 from posttrain.metrics import seq_rep_n
 from posttrain.pairs import ADVICE, Answer, best, chosen, kept_answers, kept_questions, length_ratio, report, row
 from posttrain.types import UserError
@@ -46,6 +48,20 @@ def prompts(file: Path, count: int = 6) -> None:
     rows: list[dict[str, Any]] = [{"prompt": f"Tell me about {n}."} for n in range(count)]
     rows += [{"messages": [{"role": "user", "content": f"{n} + 1 = ?"}], "answer": n + 1} for n in range(2)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_known_answer_may_be_zero_and_an_empty_one_is_none() -> None:
+    source: Any = Source(kind="prompts", path="mine.jsonl")
+    judge: Any = None
+    for answer, known in ((0, "0"), (2.5, "2.5"), (" 7 ", "7"), ("", None), (" ", None), (None, None)):
+        found = CHECKS["prompts"]({"prompt": "3 - 3 = ?", "answer": answer}, source, judge)
+        assert not isinstance(found, str) and found.answer == known
+
+
+def test_prompts_that_were_not_checked_are_told() -> None:
+    data = DataSection(sources=[Source(kind="prompts", path="mine.jsonl")], decontaminate=False)
+    notes = loading._evaluation_questions(data, "sources", "decontaminate").notes
+    assert notes == ["NOT checked against any evaluation set: decontaminate is false."]
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:

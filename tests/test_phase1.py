@@ -418,6 +418,17 @@ def test_a_run_that_diverges_later_saves_its_last_healthy_checkpoint(
     assert finite(tmp_path / "run" / "checkpoint-7")  # finite, and broken
 
 
+def test_a_resumed_run_trusts_the_checkpoints_before_the_one_it_resumed_from(tmp_path: Path) -> None:
+    parts: Any = SimpleNamespace(catch_up=lambda step: None, log=lambda row, step: None)
+    reporter = training.Reporter("phase 1", tmp_path, parts, parts, dict)
+    state = SimpleNamespace(global_step=200, max_steps=400)
+    reporter.on_train_begin(None, state, None)
+    state.global_step = 210
+    with pytest.raises(training.NotFinite) as found:
+        reporter.on_log(None, state, None, logs={"loss": math.nan})
+    assert found.value.updates == 200
+
+
 def test_a_checkpoint_with_weights_that_are_not_finite_is_not_sealed(
     tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -565,9 +565,17 @@ def test_a_step_in_which_every_environment_crashed_teaches_nothing(player: Path,
     groups = [[trajectory(0.0, crashed="ValueError: no")] * 2] * 2
     scored = phase3.score_and_filter(cfg, groups)
     assert scored.kept == [] and scored.trains == [[False, False]] * 2
-    assert describe(groups, scored.std, scored.kept)["rollout/crashed"] == 4
+    row = describe(groups, scored.std, scored.kept)
+    assert row["rollout/crashed"] == 4 and "rollout/frozen_lake/in_group_std" not in row  # it would read as a collapse
     never_begun = [[Trajectory(env="frozen_lake", crashed="OSError: no")] * 2] * 2
     assert describe(never_begun, scored.std, scored.kept)["rollout/turns"] == 0
+
+
+def test_an_episode_is_written_once_whatever_the_reasons(player: Path, tmp_path: Path) -> None:
+    cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, transcripts={"every": 1}))
+    groups = [[trajectory(0.0, crashed="ValueError: no"), trajectory(1.0)], [trajectory(0.0, crashed="ValueError: no")]]
+    written = transcripts.chosen(cfg, groups, 1)
+    assert [id(each) for each in written] == [id(each) for group in groups for each in group]
 
 
 def test_a_group_that_nobody_finished_is_told(player: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

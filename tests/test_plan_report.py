@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import train_phase1_sft as phase1
 import train_phase2_dpo as phase2
 import train_phase3_starpo as phase3
+from envs.protocol import Protocol
 from posttrain import plan
 from posttrain.config import DPORun, SFTRun, StarPORun, resolve
-from posttrain.plan import devices, known_models, report, rows, seconds
+from posttrain.plan import devices, known_models, report, rows, seconds, work
 from posttrain.plan.devices import Device, Fleet
 from posttrain.plan.episodes import Place
 from posttrain.plan.parts import Numbers
@@ -220,6 +222,26 @@ def test_published_models_have_as_many_parameters_as_their_cards_say(name: str, 
 def test_an_unknown_model_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no config file says which model"):
         phase3.main(["--plan", f"model.name_or_path={tmp_path}/phase2/final"])
+
+
+@pytest.mark.parametrize(
+    "beside", ["output_dir: {saved}", "output_dir: {saved}\nmodel: null", "model: 3\noutput_dir: []"]
+)
+def test_files_beside_a_config_that_name_no_model_are_passed_over(tmp_path: Path, beside: str) -> None:
+    (tmp_path / "phase2.yaml").write_text(beside.format(saved=tmp_path / "phase2"))
+    file = tmp_path / "phase3.yaml"
+    model = {"name_or_path": f"{tmp_path}/phase2/final"}
+    file.write_text(yaml.safe_dump({"output_dir": "x", "envs": ["frozen_lake"], "model": model}))
+    with pytest.raises(UserError, match="no config file says which model"):
+        phase3.main(["--plan", "--config", str(file)])
+
+
+def test_an_environment_that_raises_in_a_step_does_not_stop_the_plan() -> None:
+    def broken(_: str) -> None:
+        raise OSError("gone")
+
+    episode: Any = SimpleNamespace(env=SimpleNamespace(actions=["Left"]), protocol=Protocol(), step=broken)
+    assert work._reply(episode, 7.0) == 7.0
 
 
 # ------------------------------------------------------------------------------------------------------ properties

@@ -706,7 +706,7 @@ def test_a_change_is_called_one_only_where_its_interval_leaves_zero_out(run: Pat
     (math,) = [column for column in tables.columns(results) if column.suite == "math"]
     steps = verdict.steps(run, *read(run))
     assert re.search(r'class="change good">\+\d+\.\d \(\+.*<br>better</i>', figures.change(steps, "phase1", math))
-    unsure = tables.Figure(0.01, -0.1, 0.1)
+    unsure = metrics.Interval(0.01, -0.1, 0.1)
     steps = {step: [each._replace(change=unsure) for each in compared] for step, compared in steps.items()}
     assert "(-10.0 to +10.0)<br>cannot tell</i>" in figures.change(steps, "phase1", math)
     assert figures.change(steps, "base", math) == ""

@@ -27,7 +27,7 @@ from posttrain.engine import open_engine
 from posttrain.fused import fused
 from posttrain.sampler import ReplaySampler, SlotSampler, slots
 from posttrain.sampler.sampling import sample_tokens, uniforms
-from posttrain.selftest import agrees_with_full_forward
+from posttrain.selftest import why_unfit
 from posttrain.types import SamplingParams, UserError
 
 VOCABULARY = 61
@@ -256,9 +256,9 @@ def test_autocast_keeps_the_cache_in_its_own_precision(model: PreTrainedModel) -
 
 def test_self_test_accepts_good_and_rejects_a_broken_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
-    assert agrees_with_full_forward(model, [STOP], PAD)
+    assert why_unfit(model, [STOP], PAD) is None
     monkeypatch.setattr(slots._SlotLayer, "copy_rows", lambda *args: None)
-    assert not agrees_with_full_forward(model, [STOP], PAD)
+    assert why_unfit(model, [STOP], PAD) is not None
 
 
 def test_sliding_windows_go_to_the_replay_engine() -> None:
@@ -469,8 +469,8 @@ def test_the_self_test_compares_in_float32(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(selftest, "_largest_difference", compared)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert agrees_with_full_forward(model, [STOP], PAD)
-        assert agrees_with_full_forward(build("convgpt"), [STOP], PAD)
+        assert why_unfit(model, [STOP], PAD) is None
+        assert why_unfit(build("convgpt"), [STOP], PAD) is None
     assert seen == [torch.float32] * 2 and model.dtype == torch.bfloat16
 
 

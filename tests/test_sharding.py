@@ -523,3 +523,16 @@ def test_a_port_in_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
                 ["--master_addr", "127.0.0.1", "--master_port", str(port), "--nproc_per_node", "2", "none.py"]
             )
         assert end.value.code == 2
+
+
+@pytest.mark.parametrize("given, seconds", [([], parallel.SHUTDOWN), (["--shutdown-timeout", "5"], 5)])
+def test_processes_have_long_to_end_unless_the_command_line_says_otherwise(
+    given: list[str], seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed import run
+
+    asked: list[Any] = []
+    monkeypatch.setattr(run, "run", asked.append)
+    with pytest.raises(SystemExit):
+        parallel.launch([*given, "--nproc_per_node", "1", "none.py"])
+    assert asked[0].shutdown_timeout == seconds

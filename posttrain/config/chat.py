@@ -33,7 +33,7 @@ class ChatRun(Section):
     hardware: str = Field("free text: what this file was written for", "")
     system: str | None = Field("system message; null sends none", None)
     max_new_tokens: int = Field("longest answer", 512, ge=1)
-    preset: str = Field("the preset that answers unless --compare asks for two", "improved")
+    preset: str = Field("the preset that answers; under --compare, whose answer stays in the conversation", "improved")
     presets: dict[str, SamplingSection] = Field(
         "sampling settings by name",
         {

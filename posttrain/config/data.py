@@ -10,7 +10,6 @@ from posttrain.config.shared import Field, Section, wrong
 
 SFT_KINDS = ("openmathinstruct", "gsm8k", "capybara", "messages", "demonstrations")
 DPO_KINDS = ("ultrafeedback", "preferences")
-PROMPT_KINDS = (*SFT_KINDS, *DPO_KINDS, "prompts")  # of which phase 3 takes the prompts alone
 _KIND_OPTIONS: dict[str, dict[str, Any]] = {
     "openmathinstruct": {"code": "drop", "max_per_question": 4},
     "gsm8k": {},

@@ -213,14 +213,7 @@ class Run(Section):
     output_dir: str = Field("folder of this run; one in use is never overwritten", min_length=1)
     seed: int = Field("everything random is derived from it", 0, ge=0)
     device: Device = Field(DEVICE, "auto")
-    run_name: str | None = Field(
-        "name on the dashboard, as TRL's; null takes the name of output_dir", None, max_length=128
-    )
     hardware: str = Field("free text: what this file was written for and how long it takes there", "")
-    report_to: Annotated[list[Dashboard], BeforeValidator(dashboards)] = Field(
-        "dashboards, one or several of trackio (local, no network), tensorboard (local) and wandb; none is none",
-        ["trackio"],
-    )
 
 
 def trl_trainer(config: str, rates: dict[str, float]) -> Any:
@@ -235,8 +228,15 @@ def trl_trainer(config: str, rates: dict[str, float]) -> Any:
 
 
 class TrainingRun(Run):
-    """What the three phases share: weights that the optimizer can move, and a learning rate that fits them."""
+    """What the three phases share: dashboards, weights that the optimizer can move, and a learning rate that fits."""
 
+    run_name: str | None = Field(
+        "name on the dashboard, as TRL's; null takes the name of output_dir", None, max_length=128
+    )
+    report_to: Annotated[list[Dashboard], BeforeValidator(dashboards)] = Field(
+        "dashboards, one or several of trackio (local, no network), tensorboard (local) and wandb; none is none",
+        ["trackio"],
+    )
     model: ModelSection = Field(
         "the model that is trained; its reference or teacher is what it is at first (under names of TRL's ModelConfig)"
     )

@@ -125,8 +125,8 @@ def prompt(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | s
     messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else _plain(asked)
     if reason := fault([*messages, {"role": "assistant", "content": "its answer, to come"}]):
         return "does not end with the user" if reason == "roles do not alternate" else reason
-    answer = row.get("answer")
-    return Example("\n".join(message["content"] for message in messages), [messages], answer and str(answer))
+    answer = str(found) if (found := row.get("answer")) is not None else ""
+    return Example("\n".join(message["content"] for message in messages), [messages], answer.strip() or None)
 
 
 CHECKS: dict[str, Check] = {

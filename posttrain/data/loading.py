@@ -109,7 +109,7 @@ def load_prompts(data: DataSection, chat: Chat) -> PromptData:
 
 def load_questions(data: DataSection, chat: Chat) -> tuple[list[Question], FilterTable]:
     """Prompts as messages, with the answer where a source tells it; prints the table, UserError where none is left."""
-    known = evaluation_questions(data.sources, data.seed, "sources") if data.decontaminate else EvaluationQuestions()
+    known = _evaluation_questions(data, "sources", "decontaminate")
     table = FilterTable(notes=known.notes, title="Prompts", trained="answers to come")
     questions: list[Question] = []
     with MathJudge() as judge:
@@ -140,6 +140,15 @@ def load_questions(data: DataSection, chat: Chat) -> tuple[list[Question], Filte
     return questions, table
 
 
+def _evaluation_questions(data: DataSection, sources: str, key: str) -> EvaluationQuestions:
+    """What the rows must not contain. sources, key: where the config names the sources and `decontaminate`."""
+    if data.decontaminate:
+        return evaluation_questions(data.sources, data.seed, sources)
+    known = EvaluationQuestions()
+    known.notes.append(f"NOT checked against any evaluation set: {key} is false.")
+    return known
+
+
 def _load(
     data: DataSection,
     chat: Chat,
@@ -150,9 +159,8 @@ def _load(
     section: str = "data",
 ) -> tuple[Dataset, Dataset, FilterTable]:
     key = f"{section}.sources"
-    known = evaluation_questions(data.sources, data.seed, key) if data.decontaminate else EvaluationQuestions()
-    unchecked = ["NOT checked against any evaluation set: data.decontaminate is false."]
-    table = FilterTable(notes=known.notes or unchecked, title=title, trained=trained)
+    known = _evaluation_questions(data, key, f"{section}.decontaminate")
+    table = FilterTable(notes=known.notes, title=title, trained=trained)
     kept: list[list[tuple[str, Sample]]] = []
     for report, samples in _read_all(data, chat, encode, known, section):
         table.sources.append(report)

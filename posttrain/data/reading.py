@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,10 +26,9 @@ from posttrain.config import Source
 from posttrain.data import gsm8k
 from posttrain.data.filters import fault, is_text, whole_dialogue
 from posttrain.runlog import Progress
-from posttrain.types import UserError, one_line
+from posttrain.types import HUB_NAME, UserError, one_line
 
 EMBEDDED = "embedded"
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_ERRORS = (OSError, ValueError, HTTP_ERROR, DatasetsError)  # what load_dataset raises for a set it cannot read
 
 

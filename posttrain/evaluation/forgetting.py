@@ -11,7 +11,7 @@ from posttrain import parallel
 from posttrain.chat import Chat
 from posttrain.config import EvaluateRun, StarPORun
 from posttrain.evaluation.figures import summarise
-from posttrain.evaluation.scoring import score_answers, score_pairs
+from posttrain.evaluation.scoring import NotFinite, score_answers, score_pairs
 from posttrain.evaluation.tasks import Task, build_tasks
 from posttrain.judge import MathJudge
 from posttrain.metrics import paired_difference
@@ -55,7 +55,7 @@ class FormerTasks:
                 mine = task.only(parallel.mine(len(task.items)))
                 try:
                     own = self._rows(mine, sampler, learner, judge)
-                except ValueError:  # log-probs are not finite, of which the levels' own log-probs tell
+                except NotFinite:  # of which the levels' own log-probs tell
                     own = []
                 whole = parallel.gather(own)
                 if len(whole) == len(task.items):

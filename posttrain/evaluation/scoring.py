@@ -133,10 +133,14 @@ def rows_at_once(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, longes
     return rows
 
 
+class NotFinite(ValueError):
+    """A log-prob is NaN or infinite: what was sampled then says nothing about the checkpoint."""
+
+
 def finite(logprobs: Iterable[float]) -> None:
-    """ValueError where one is not: what was sampled then says nothing about the checkpoint."""
+    """NotFinite where one is not."""
     if not all(map(math.isfinite, logprobs)):
-        raise ValueError("a log-prob is NaN or infinite")
+        raise NotFinite("a log-prob is NaN or infinite")
 
 
 def answer(cfg: EvaluateRun, section: ModelSection, loaded: Loaded, task: Task, tick: Tick) -> list[Record]:

@@ -123,6 +123,7 @@ def digest(name_or_path: str) -> str:
 def conditions(cfg: EvaluateRun, task: Task, *, local: bool) -> dict[str, Any]:
     """What the rows of a part depend on besides its items: not how many processes or rows at a time there were."""
     from posttrain import hardware
+    from posttrain.chat import template_text
 
     suite = getattr(cfg.suites, task.suite).model_dump(mode="json")
     for key in ("n", "n_others", "episodes", "episodes_others", "settings", "headline", "reference"):
@@ -131,7 +132,7 @@ def conditions(cfg: EvaluateRun, task: Task, *, local: bool) -> dict[str, Any]:
         suite["envs"] = [env_section(cfg, task.part).model_dump(mode="json")]
     if not local:
         return {"suite": suite}
-    template = cfg.chat.template and Path(cfg.chat.template).read_text(encoding="utf-8")
+    template = cfg.chat.template and template_text(cfg.chat.template)
     device = hardware.resolve_device(cfg.device).type
     return {"suite": suite, "dtype": cfg.dtype, "attention": cfg.attn_implementation, "chat": template, "on": device}
 

@@ -164,7 +164,7 @@ def env_section(cfg: EvaluateRun, title: str) -> EnvSection:
 def math_items(cfg: EvaluateRun) -> list[tuple[str, str, list[dict[str, Any]]]]:
     """(source, part, problems) of every part; embedded has two: new questions, and operands never seen together."""
     from posttrain import embedded
-    from posttrain.data.gsm8k import HELD_OUT
+    from posttrain.data.gsm8k import HELD_OUT, final
 
     suite = cfg.suites.math
     assert suite is not None
@@ -176,8 +176,7 @@ def math_items(cfg: EvaluateRun) -> list[tuple[str, str, list[dict[str, Any]]]]:
             parts += [(source, split, embedded.math_problems(most(suite), cfg.seed, split)) for split in splits]
         elif source == "gsm8k":
             rows = hub_rows(source, "math.sources")
-            golds = [row["answer"].split("####")[-1].strip().replace(",", "") for row in rows]
-            asked = [{"question": row["question"], "answer": gold} for row, gold in zip(rows, golds, strict=True)]
+            asked = [{"question": row["question"], "answer": final(row["answer"])} for row in rows]
             parts.append((source, source, asked))
         elif source.partition("=")[0] == HELD_OUT:
             parts.append((HELD_OUT, HELD_OUT, gsm8k_held_out(source, most(suite))))

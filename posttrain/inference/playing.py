@@ -13,7 +13,7 @@ from rich.text import Text
 from posttrain.config import ChatRun, EnvSection, SamplingSection
 from posttrain.inference import display
 from posttrain.inference.display import escape_control_characters, in_words, note, stream
-from posttrain.types import Completion, UserError, derive_seed
+from posttrain.types import Completion, UserError, derive_seed, one_line
 
 if TYPE_CHECKING:
     from envs import TextEnv
@@ -57,11 +57,14 @@ class Level:
 
     def __init__(self, generator: Generator, env: TextEnv, cfg: ChatRun, setting: SamplingSection, number: int) -> None:
         from envs.protocol import Episode, Protocol
-        from posttrain.rollout import Context, Game
+        from posttrain.rollout import RAISED, Context, Game
 
         self.generator, self.setting, self.budget = generator, setting, cfg.max_completion_length
         seed = derive_seed(cfg.seed, env.name, number)
-        self.episode = Episode(env, Protocol.of(env, **cfg.protocol.model_dump()), seed, SPLIT)
+        try:
+            self.episode = Episode(env, Protocol.of(env, **cfg.protocol.model_dump()), seed, SPLIT)
+        except RAISED as error:
+            raise UserError(f"{env.name} could not open level {number + 1}: {one_line(error)}") from error
         context = Context(cfg.context, cfg.context_turns, generator.context)
         self.game = Game(generator.chat, self.episode, context, self.budget)
         self.over = not self.game.look()

@@ -117,7 +117,8 @@ def describe(groups: list[list[Trajectory]], std: list[float], kept: list[int]) 
         figures, numbers = aggregate(own), [n for n, group in enumerate(groups) if group[0].env == env]
         out[f"rollout/{env}/success"] = figures["success"]
         out[f"rollout/{env}/invalid_turns"] = figures["invalid_turns"]
-        out[f"rollout/{env}/in_group_std"] = sum(std[n] for n in numbers) / len(numbers)
+        if stds := [std[n] for n in numbers if alive[n]]:
+            out[f"rollout/{env}/in_group_std"] = sum(stds) / len(stds)
         out[f"rollout/{env}/kept_groups"] = sum(n in kept for n in numbers)
         for failure, share in failure_shares(own).items():
             out[f"rollout/{env}/{failure}"] = share

@@ -31,7 +31,8 @@ def record(
     say: Callable[[str], None],
     tokens: list[list[Turn]] | None = None,
 ) -> None:
-    """Transcripts and pictures of the first group and a group that nobody finished, where due; crashes, always.
+    """Transcripts and pictures: of the first group every so many steps, of a group that nobody finished when `due`, of
+    crashes always.
 
     tokens: figures of the episodes that are `chosen`.
     """
@@ -93,8 +94,8 @@ def _chosen(cfg: StarPORun, groups: list[list[Trajectory]], step: int) -> tuple[
     """Those that are shown with pictures, and those that something is wrong with."""
     crashed = [trajectory for group in groups for trajectory in group if trajectory.crashed]
     to_read = groups[0][:COUNT] if step % cfg.transcripts.every == 0 else []
-    unfinished = [group[0] for group in _unfinished(cfg, groups, step)[:1] if group[0] not in to_read]
-    return to_read, crashed[:COUNT] + unfinished
+    more = crashed[:COUNT] + [group[0] for group in _unfinished(cfg, groups, step)[:1]]
+    return to_read, [each for each in more if not any(each is other for other in to_read)]
 
 
 def _unfinished(cfg: StarPORun, groups: list[list[Trajectory]], step: int) -> list[list[Trajectory]]:

@@ -16,30 +16,25 @@ from posttrain.plan.episodes import (
     Place,
     Plan,
     always,
-    checkpointed,
     choose,
     learning,
     make,
     output_tiles,
     playing,
     rows_at_once,
-    stepping,
 )
-from posttrain.plan.parts import MARGIN, Numbers, conversations, gib, most
+from posttrain.plan.parts import Numbers, gib, most
 from posttrain.plan.report import show
 from posttrain.plan.shape import Shape
 
 __all__ = [
-    "MARGIN",
     "MOST_TOKENS",
     "Numbers",
     "Place",
     "Plan",
     "Shape",
     "always",
-    "checkpointed",
     "choose",
-    "conversations",
     "gib",
     "learning",
     "make",
@@ -48,5 +43,4 @@ __all__ = [
     "playing",
     "rows_at_once",
     "show",
-    "stepping",
 ]

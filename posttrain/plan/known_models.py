@@ -15,7 +15,7 @@ from posttrain import convgpt, model_files
 from posttrain.config import ModelSection
 from posttrain.config.yaml_file import read_yaml
 from posttrain.embedded.base_model import SHAPE, VOCABULARY
-from posttrain.types import UserError
+from posttrain.types import HUB_NAME, UserError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART = (convgpt.ConvGPTConfig.model_type, SHAPE | {"vocab_size": VOCABULARY})
@@ -143,7 +143,7 @@ def config_of(model: ModelSection, beside: Path) -> PreTrainedConfig:
         kind, sizes = PUBLISHED[name]
         return AutoConfig.for_model(kind, **sizes)
     found = model.model_copy(update={"name_or_path": name}) if seen else model
-    if Path(name).is_dir() or (model_files.HUB_NAME.fullmatch(name) and not _is_of_a_phase(name)):
+    if Path(name).is_dir() or (HUB_NAME.fullmatch(name) and not _is_of_a_phase(name)):
         model_files.check_source(found)
         return model_files.load_config(found)
     raise UserError(
@@ -165,6 +165,8 @@ def _phase_that_saves(folder: str, beside: Path) -> str | None:
     files = [*sorted(beside.parent.glob("phase*.yaml")), *sorted(CONFIGS.rglob("phase*.yaml"))]
     for file in files:
         content = read_yaml(file)
-        if Path(content.get("output_dir", "")) == Path(folder).parent:
-            return content["model"]["name_or_path"]
+        model, saved = content.get("model"), content.get("output_dir")
+        begins_with = model.get("name_or_path") if isinstance(model, dict) else None
+        if isinstance(begins_with, str) and isinstance(saved, str) and Path(saved) == Path(folder).parent:
+            return begins_with
     return None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from envs.protocol import Episode, answer
 from posttrain.config import DPORun, StarPORun
 from posttrain.config.data import Source
-from posttrain.rollout import most_turns, new_episode
+from posttrain.rollout import RAISED, most_turns, new_episode
 from posttrain.types import Trajectory
 
 CHARACTERS = (
@@ -124,5 +124,8 @@ def _texts(cfg: StarPORun, number: int) -> tuple[float, float]:
 
 def _reply(episode: Episode, otherwise: float) -> float:
     listed = list(episode.env.actions or ["1"])
-    turn = episode.step(answer("x", [random.Random(0).choice(listed)], episode.protocol))
+    try:
+        turn = episode.step(answer("x", [random.Random(0).choice(listed)], episode.protocol))
+    except RAISED:
+        return otherwise
     return float(len(turn.user)) if turn.user else otherwise

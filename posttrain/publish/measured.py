@@ -18,9 +18,8 @@ from huggingface_hub import EvalResult, EvalResultEntry, eval_result_entries_to_
 from PIL import Image, ImageSequence
 
 from posttrain.data.reading import HELD_OUT
-from posttrain.model_files import HUB_NAME
 from posttrain.report import animation, tables
-from posttrain.types import Record, UserError, one_line
+from posttrain.types import HUB_NAME, Record, UserError, one_line
 
 FOLDER = ".eval_results"
 TASKS = {"gsm8k": "gsm8k", "math500": "math_500"}  # what the Hub calls the tasks of these two data sets

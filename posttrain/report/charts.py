@@ -9,7 +9,7 @@ import html
 import math
 from collections.abc import Sequence
 
-from posttrain.report.tables import Figure
+from posttrain.metrics import Interval
 from posttrain.types import Record
 
 Line = list[tuple[float, float]]  # (step, value), ...
@@ -20,7 +20,7 @@ MANY = 30  # points from which on a line is drawn faintly, with its moving avera
 _SVG = '<svg class="bar" viewBox="{box}" preserveAspectRatio="none" aria-hidden="true">'
 
 
-def bar(figure: Figure, colour: str) -> str:
+def bar(figure: Interval, colour: str) -> str:
     """A track from 0 to 100 % with the interval as a band and the value as a mark."""
     low, high, value = (100 * min(1.0, max(0.0, x)) for x in (figure.low, figure.high, figure.value))
     return (
@@ -30,7 +30,7 @@ def bar(figure: Figure, colour: str) -> str:
     )
 
 
-def forest(figure: Figure, reach: float) -> str:
+def forest(figure: Interval, reach: float) -> str:
     """A difference and its interval on a scale from -reach to reach, zero in the middle."""
     low, high, value = (50 + 48 * x / reach for x in (figure.low, figure.high, figure.value))
     band = f'x="{low:.2f}" y="2" width="{max(0.8, high - low):.2f}" height="4" rx="2"'

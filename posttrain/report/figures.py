@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
+from posttrain.metrics import Interval
 from posttrain.report import charts
 from posttrain.report.markup import badge, chip, table, text
 from posttrain.report.tables import (
     BENCHMARKS,
     NOT_ASKED,
     Column,
-    Figure,
     Results,
     benchmark_rows,
     colour,
@@ -210,7 +210,7 @@ def environments(results: Results) -> str:
     return blocks and f'<div class="halves">{blocks}</div>'
 
 
-def env_row(label: str, figure: Figure, paint: str, note: str) -> str:
+def env_row(label: str, figure: Interval, paint: str, note: str) -> str:
     return (
         f'<tr><td>{label}</td><td class="num"><b>{percent(figure.value)}</b></td>'
         f"<td>{charts.bar(figure, paint)}<small>{text(note).replace(' %', '&nbsp;%')}</small></td></tr>"

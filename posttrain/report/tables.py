@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from posttrain import runlog
+from posttrain.metrics import Interval
 from posttrain.types import Record
 
 Results = dict[str, Any]  # results.json as evaluate_model.py writes it
@@ -21,14 +22,6 @@ COLOURS = ("#8b8f98", "#2f7fd1", "#d9822b", "#1f9d6b", "#a45bd1", "#c94f6d")  # 
 # ------------------------------------------------------------------------------------------------------- the table
 
 
-class Figure(NamedTuple):
-    """Figure(value=0.62, low=0.55, high=0.68)"""
-
-    value: float
-    low: float
-    high: float
-
-
 @dataclass(frozen=True)
 class Column:
     """Column("GSM8K", "answers right", "math", "gsm8k", "accuracy", "greedy"): a figure of every checkpoint."""
@@ -40,7 +33,7 @@ class Column:
     metric: str
     setting: str
 
-    def get(self, entry: Record) -> Figure | None:
+    def get(self, entry: Record) -> Interval | None:
         """The figure, from a checkpoint's part of results.json; None of an endpoint that is not asked this suite."""
         return figure_of(self.found(entry), self.metric) if self.suite in entry else None
 
@@ -76,9 +69,9 @@ def math_title(source: str) -> str:
     return MATH_TITLES.get(source, f"Math ({source})")
 
 
-def figure_of(found: Record, key: str) -> Figure:
+def figure_of(found: Record, key: str) -> Interval:
     """A value of results.json with its interval; one without an interval, such as an optimum, is its own."""
-    return Figure(found[key], found.get("low", found[key]), found.get("high", found[key]))
+    return Interval(found[key], found.get("low", found[key]), found.get("high", found[key]))
 
 
 def less_is_better(metric: str) -> bool:
@@ -94,7 +87,7 @@ def percent(value: float) -> str:
     return f"{100 * value:.0f} %" if abs(value) >= 0.095 or value == 0 else f"{100 * value:.1f} %"
 
 
-def span(figure: Figure) -> str:
+def span(figure: Interval) -> str:
     return f"{100 * figure.low:.0f} to {100 * figure.high:.0f}"
 
 
@@ -164,7 +157,7 @@ def what(difference: Record) -> str:
     return f"{subject}: {names.get(difference['metric'], difference['metric'].replace('_', ' '))}"
 
 
-def every_setting(results: Results) -> Iterator[tuple[str, str, str, Figure, int]]:
+def every_setting(results: Results) -> Iterator[tuple[str, str, str, Interval, int]]:
     """(checkpoint, which figure, sampling setting, figure, n) for every one there is."""
     for name, entry in results["checkpoints"].items():
         for suite, figures in entry.items():
@@ -280,7 +273,7 @@ def plots(results: Results, folder: Path) -> None:
     _save(figure, folder / "settings.png")
 
 
-def _error_bar(axis: Any, place: float, figure: Figure, paint: str) -> None:
+def _error_bar(axis: Any, place: float, figure: Interval, paint: str) -> None:
     reach = [[max(0.0, figure.value - figure.low)], [max(0.0, figure.high - figure.value)]]
     axis.errorbar([place], [figure.value], yerr=reach, fmt="o", color=paint, capsize=3, markersize=5)
 

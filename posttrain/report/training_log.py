@@ -203,11 +203,11 @@ def cost(results: Results, folders: dict[str, Path | None]) -> str:
         total += seconds
         tokens = max((row.get("tokens") or row.get("num_tokens") or 0 for row in found), default=0)
         memory = max((row.get("memory") or 0.0 for row in found), default=0.0)
-        split = ", ".join(f"{key} {clock(value)}" for key, value in parts.items() if value)
+        split = ", ".join(f"{key} {spent(value)}" for key, value in parts.items() if value)
         cells = {
             "optimizer steps": f"{max((row['step'] for row in found), default=0):,}",
             "tokens": f"{int(tokens):,}" + (" sampled" if parts["rollout"] else " read") if tokens else "not recorded",
-            "time": clock(seconds) + (f"<small>{split}</small>" if split else "") if seconds else "not recorded",
+            "time": spent(seconds) + (f"<small>{split}</small>" if split else "") if seconds else "not recorded",
             "memory": f"{memory:.1f} GiB" if memory else "not recorded",
         }
         body = "".join(f'<td data-label="{label}">{cell}</td>' for label, cell in cells.items())
@@ -217,7 +217,7 @@ def cost(results: Results, folders: dict[str, Path | None]) -> str:
     head = "<th></th><th>optimizer steps</th><th>tokens</th><th>time</th><th>memory, at most</th>"
     hardware = results["config"].get("hardware")
     on = f" on {text(hardware)}" if hardware else ""
-    words = f"Together {clock(total)} of training{on}, as far as it was recorded."
+    words = f"Together {spent(total)} of training{on}, as far as it was recorded."
     return f'{table(head, rows, "cards")}<p class="quiet">{words}</p>'
 
 
@@ -226,7 +226,7 @@ def _seconds(row: Record, part: str) -> float:
     return float(found) if isinstance(found, int | float) else 0.0
 
 
-def clock(seconds: float) -> str:
+def spent(seconds: float) -> str:
     """75 -> 1:15 min, 4000 -> 1:06 h"""
     if seconds < 60:
         return f"{seconds:.0f} s"

@@ -18,12 +18,14 @@ from statistics import NormalDist, fmean
 from typing import Any, NamedTuple
 
 from posttrain import metrics
-from posttrain.report.tables import Column, Figure, Results, columns, less_is_better
+from posttrain.metrics import Interval
+from posttrain.report.tables import Column, Results, columns, less_is_better
 from posttrain.types import Record, UserError, derive_seed
 
 POWER = 0.8
 UNSEEN = 0.05  # the difference that is asked about where none was seen
 DECIDES = ("max_new_tokens", "max_completion_length", "max_context", "context", "context_turns", "protocol")
+MOST_EXAMPLES = 4  # of a figure
 ROUNDS = 10_000  # of the random subsets: the tails of several intervals at once are thin
 
 
@@ -45,8 +47,8 @@ class Comparison(NamedTuple):
     """
 
     column: Column
-    values: tuple[Figure, Figure]
-    change: Figure
+    values: tuple[Interval, Interval]
+    change: Interval
     n: int
     needed: int
     examples: list[tuple[Record, Record]]
@@ -58,9 +60,9 @@ class Comparison(NamedTuple):
         return "better" if (self.change.value > 0) != less_is_better(self.column.metric) else "worse"
 
 
-def compare(before: Model, after: Model, most_examples: int = 4) -> list[Comparison]:
+def compare(before: Model, after: Model) -> list[Comparison]:
     """Every figure that both have, of the same items and sampled alike; UserError where there is none."""
-    if found := _in_common(before, after, most_examples):
+    if found := _in_common(before, after, MOST_EXAMPLES):
         return found
     raise UserError(
         f"{before.title} and {after.title} have no figure in common that was measured on the same prompts and"
@@ -131,7 +133,7 @@ def _items(model: Model, column: Column) -> dict[str, Record]:
 def _compared(column: Column, pairs: list[tuple[Record, Record]], tail: float, most: int) -> Comparison:
     old, new = ([float(pair[side][column.metric]) for pair in pairs] for side in (0, 1))
     seed = derive_seed("comparison", column.suite, column.part)
-    change = Figure(*metrics.paired_interval(old, new, seed, ROUNDS, tail))
+    change = metrics.paired_interval(old, new, seed, ROUNDS, tail)
     differences = [b - a for a, b in zip(old, new, strict=True)]
     return Comparison(
         column=column,
@@ -159,11 +161,11 @@ def _needed(differences: Sequence[float], value: float, tail: float) -> int:
     return max(math.ceil(items), math.ceil(least), n + 1 if value else 0)
 
 
-def _figure(column: Column, values: Sequence[float]) -> Figure:
+def _figure(column: Column, values: Sequence[float]) -> Interval:
     """A model's own figure on the common items, with its interval as in the headline table."""
     if column.metric == "seq_rep_4":
-        return Figure(*metrics.bootstrap_mean(values, derive_seed("comparison", column.suite)))
-    return Figure(fmean(values), *metrics.wilson(round(sum(values)), len(values)))
+        return metrics.bootstrap_mean(values, derive_seed("comparison", column.suite))
+    return Interval(fmean(values), *metrics.wilson(round(sum(values)), len(values)))
 
 
 def _examples(

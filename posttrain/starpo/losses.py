@@ -193,12 +193,13 @@ def value_loss(
 
 
 def token_weights(
-    segment_S: torch.Tensor, aggregation: str, lengths_B: torch.Tensor, max_length: int | None = None
+    episode_S: torch.Tensor, aggregation: str, lengths_B: torch.Tensor, max_length: int | None = None
 ) -> torch.Tensor:
     """What each token counts in the loss of the optimizer step, shape (S,).
 
     lengths_B: sampled tokens of every episode of the step, in all micro-batches of all processes, 0 where none counts.
-    segment_S: each token's place in `lengths_B`. Parts of an episode may so be in different micro-batches.
+    episode_S: each token's episode, as its place in `lengths_B`. Parts of an episode may so be in different
+    micro-batches.
 
     `token_mean`: every token alike (DAPO, arXiv 2503.14476, eq. 8). `sequence_mean`: the mean over episodes of the mean
     over their tokens (GRPO, arXiv 2402.03300, eq. 3). `dr_grpo`: a constant, 1 / (episodes * max_length) (Dr. GRPO,
@@ -210,12 +211,12 @@ def token_weights(
     episodes = (lengths_B > 0).sum()
     match aggregation:
         case "token_mean":
-            return (1 / lengths_B.sum()).expand(len(segment_S))
+            return (1 / lengths_B.sum()).expand(len(episode_S))
         case "sequence_mean":
-            return 1 / (lengths_B[segment_S] * episodes)
+            return 1 / (lengths_B[episode_S] * episodes)
         case "dr_grpo":
             assert max_length is not None
-            return (1 / (episodes * max_length)).expand(len(segment_S))
+            return (1 / (episodes * max_length)).expand(len(episode_S))
         case name:
             raise ValueError(f"unknown aggregation {name!r}: token_mean, sequence_mean or dr_grpo")
 

@@ -13,7 +13,6 @@ from typing import Any
 import gradio
 
 import envs
-from envs.web import NoAnswer
 from posttrain.config import ChatRun, SamplingSection
 from posttrain.inference.generation import Generator
 from posttrain.inference.playing import Level, open_env, outcome
@@ -85,7 +84,7 @@ class PlayTab:
         setting = SamplingSection() if preset == ROLLOUTS else self.cfg.presets[preset]
         try:
             opened = Level(self.generators[model], open_env(self.cfg, env), self.cfg, setting, level - 1)
-        except (UserError, ValueError, NoAnswer) as problem:
+        except UserError as problem:
             raise gradio.Error(str(problem), print_exception=False) from problem
         seat.opened += 1  # before the level: a turn that begins right now finds either its own level or that it is void
         seat.turns, seat.level = [], opened
