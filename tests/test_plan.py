@@ -393,10 +393,10 @@ def test_the_plan_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     planned = plan.make(cfg, torch.device("cpu"))
     assert planned.slots == 16 and planned.micro_batch_tokens == 2048
     assert 0 < planned.parts["always"]["held already"] < planned.available
-    rollout = {"engine": "vllm", "vllm_gpu_memory_utilization": 0.25}
+    rollout = {"engine": "vllm", "vllm_gpu_memory_utilization": 0.05}  # little: a busy machine has no more
     rented = config(model={"name_or_path": str(tmp_path)}, rollout=rollout)
     vllm = plan.make(rented, torch.device("cpu")).parts["always"]["vLLM"]
-    assert vllm == round(0.25 * psutil.virtual_memory().total)
+    assert vllm == round(0.05 * psutil.virtual_memory().total)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # which share the memory
     assert plan.make(cfg, torch.device("cpu")).available < planned.available / 2
 
