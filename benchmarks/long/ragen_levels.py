@@ -34,6 +34,7 @@ from benchmarks import _measure
 from benchmarks._rows import read_rows
 from posttrain import config
 from posttrain.checkpoint import RUN_CONFIG
+from posttrain.files import write_whole
 from posttrain.metrics import wilson
 from posttrain.types import derive_seed
 
@@ -158,9 +159,7 @@ class Stages:
             )
 
     def save(self) -> None:
-        part = self.file.with_suffix(".part")
-        part.write_text(json.dumps(self.done, indent=1))
-        os.replace(part, self.file)
+        write_whole(self.file, [json.dumps(self.done, indent=1)])
 
     def train(self, stage: str, script: str, settings: dict[str, Any]) -> None:
         """A training script, from its last checkpoint if it has begun before."""

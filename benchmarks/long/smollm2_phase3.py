@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks._measure import table
 from benchmarks._rows import read_rows
 from posttrain import config
+from posttrain.files import write_whole
 from posttrain.report.tables import percent
 from posttrain.types import Record, UserError
 
@@ -83,9 +84,7 @@ def main() -> None:
         new = rows_of(given.add, given.start)
         run = {(row["start"], row["seed"]) for row in new}
         rows = [row for row in rows if (row["start"], row["seed"]) not in run] + new
-        written = RESULTS.with_suffix(".tmp")
-        written.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-        written.replace(RESULTS)
+        write_whole(RESULTS, (f"{json.dumps(row)}\n" for row in rows))
     print(markdown(rows))
 
 
