@@ -7,6 +7,7 @@ import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +23,8 @@ from posttrain.config import DataSection, StarPORun, load
 from posttrain.data import load_prompts
 from posttrain.distillation import Answered, Distillation
 from posttrain.evaluation.figures import summarise
-from posttrain.evaluation.forgetting import as_evaluation
-from posttrain.evaluation.scoring import Loaded, run_task
+from posttrain.evaluation.forgetting import FormerTasks, as_evaluation
+from posttrain.evaluation.scoring import Loaded, NotFinite, run_task
 from posttrain.evaluation.tasks import build_tasks
 from posttrain.learner import Learner
 from posttrain.starpo_run import make_learner
@@ -387,3 +388,18 @@ def test_the_plan_counts_the_teacher_and_the_logits_of_both() -> None:
     layers = [plan.learning(shape, cfg, 512, cuda=False)["the layer at work"] for cfg in (without, full)]
     in_flight = 2 * 4 * 10**5 * 8
     assert layers[1] == max(layers[0], 6 * 4 * head.KL_TILE["cpu"] + in_flight)
+
+
+def test_only_log_probs_that_are_not_finite_leave_a_suite_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    former: Any = object.__new__(FormerTasks)
+    former.config, former.tasks = None, [SimpleNamespace(items=[1], only=lambda mine: None)]
+    problem: list[ValueError] = [NotFinite("nan"), ValueError("a mistake of the code")]
+
+    def broken(*_: Any) -> None:
+        raise problem.pop(0)
+
+    monkeypatch.setattr(former, "_rows", broken, raising=False)
+    nobody: Any = None
+    assert former.measure(nobody, nobody, {}) == {}
+    with pytest.raises(ValueError, match="a mistake of the code"):
+        former.measure(nobody, nobody, {})
