@@ -21,7 +21,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: setup quickstart smollm2 test check bench lock
 .PRECIOUS: $(QUICK)/base/manifest.json $(patsubst %,$(QUICK)/%/final/manifest.json,phase1 phase2 phase3)
-.PRECIOUS: $(SMOL)/base/manifest.json $(SMOL)/demos.jsonl $(SMOL)/pairs/pairs.jsonl
+.PRECIOUS: $(SMOL)/base/manifest.json $(SMOL)/demos.jsonl $(SMOL)/answers/best.jsonl $(SMOL)/pairs/pairs.jsonl
 .PRECIOUS: $(patsubst %,$(SMOL)/%/final/manifest.json,phase1 phase2 coin phase3)
 
 setup: $(STAMP)
@@ -100,7 +100,11 @@ $(SMOL)/demos.jsonl:
 	$(PY) -m envs.demos frozen_lake=2 sokoban=3 --n 2600 --player expert:0.9,random:0.1 --thought cues --out $@ \
 	  --options frozen_lake.distribution=ragen sokoban.distribution=ragen sokoban.deadlock_ends=true
 
-$(SMOL)/phase1/final/manifest.json: | $(if $(MODEL),,$(SMOL)/base/manifest.json) $(SMOL)/demos.jsonl
+$(SMOL)/answers/best.jsonl: | $(if $(MODEL),,$(SMOL)/base/manifest.json)
+	$(ON_CORES) -m posttrain.pairs --config configs/smollm2/answers.yaml $(if $(MODEL),model.name_or_path=$(MODEL)) \
+	  $(call smol_on,answers)
+
+$(SMOL)/phase1/final/manifest.json: | $(SMOL)/answers/best.jsonl $(SMOL)/demos.jsonl
 	$(ON_CORES) train_phase1_sft.py --config configs/smollm2/phase1_sft.yaml $(if $(MODEL),model.name_or_path=$(MODEL)) \
 	  $(call at_file,data.sources.0.path) $(call smol_on,phase1)
 

@@ -11,7 +11,8 @@ length (with a known answer) or furthest apart in repetition (without) are writt
 off is written up to its last whole sentence, since phase 2 puts the stop token behind it; it is never taken for right.
 
 `output_dir` gets prompts.jsonl, answers.jsonl (a row as each answer comes) and, at the end, pairs.jsonl:
-{"prompt": [...], "chosen": [{"role": "assistant", ...}], "rejected": [...], "score_chosen": 1, "score_rejected": -.3}.
+{"prompt": [...], "chosen": [{"role": "assistant", ...}], "rejected": [...], "score_chosen": 1, "score_rejected": -.3},
+and best.jsonl, {"messages": [...]}: the best answer of each prompt, which phase 1 can imitate (rejection sampling).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from posttrain.judge import MathJudge
     from posttrain.sampler import Sampler
 
-PROMPTS, ANSWERS, PAIRS = "prompts.jsonl", "answers.jsonl", "pairs.jsonl"
+PROMPTS, ANSWERS, BEST, PAIRS = "prompts.jsonl", "answers.jsonl", "best.jsonl", "pairs.jsonl"
 SENTENCE_END = re.compile(r"[.!?][\"')\]]*(?=\s)")
 MESSAGE = ("role", "content")
 ADVICE = {  # why a prompt gave no pair, and what to change when none did
@@ -114,10 +115,15 @@ def main(argv: list[str] | None = None) -> None:
         answers = answered(cfg, model, chat, questions, judge)
     pairs, reasons = chosen(cfg, answers)
     told = report(len(questions), pairs, reasons)
+    imitated = best_answers(answers)
+    write_rows(out / BEST, (dialogue(questions[answer.prompt], answer) for answer in imitated))
     if not pairs:
         raise UserError(told)
     write_rows(out / PAIRS, (row(questions[better.prompt], better, worse) for better, worse in pairs))
-    print(f"{told}\nRead them with data.sources: [{{kind: preferences, path: {out / PAIRS}}}]")
+    print(
+        f"{told}\nRead them with data.sources: [{{kind: preferences, path: {out / PAIRS}}}]\n"
+        f"The best answers, of {len(imitated):,} prompts, are for phase 1: [{{kind: messages, path: {out / BEST}}}]"
+    )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -328,6 +334,21 @@ def row(question: Question, better: Answer, worse: Answer) -> dict[str, Any]:
         | {side: [{"role": "assistant", "content": answer.sentences}] for side, answer in sides.items()}
         | {f"score_{side}": round(answer.score, 6) for side, answer in sides.items()}
     )
+
+
+def best_answers(answers: Sequence[Answer]) -> list[Answer]:
+    """The answer with the highest score of each prompt that has a good one, in the order of the prompts.
+
+    Good is a right and finished answer, or, where nobody knows what is right, one with a whole sentence.
+    """
+    good = [a for a in answers if (a.sentences.strip() if a.right is None else a.right and a.finished)]
+    by_prompt = groupby(sorted(good, key=lambda a: (a.prompt, a.number)), lambda a: a.prompt)
+    return [max(several, key=lambda answer: answer.score) for _, several in by_prompt]
+
+
+def dialogue(question: Question, answer: Answer) -> dict[str, Any]:
+    """A row as phase 1 reads it."""
+    return {"messages": [*question.messages, {"role": "assistant", "content": answer.sentences}]}
 
 
 def report(prompts: int, pairs: Sequence[tuple[Answer, Answer]], reasons: Counter[str]) -> str:

@@ -66,7 +66,7 @@ def schema_of(file: Path) -> Any:
         return StarPORun if "envs" in read_yaml(file) else SFTRun
     return (
         FOLDERS.get(file.parent.name)
-        or {**RUNS, "variants": EvaluateRun, "pairs": PairsRun, "mixture": StarPORun}[file.stem]
+        or {**RUNS, "variants": EvaluateRun, "pairs": PairsRun, "answers": PairsRun, "mixture": StarPORun}[file.stem]
     )
 
 

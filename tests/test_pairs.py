@@ -21,7 +21,19 @@ from posttrain.config.data import Source
 from posttrain.data import Question, loading
 from posttrain.data.filters import CHECKS
 from posttrain.metrics import seq_rep_n
-from posttrain.pairs import ADVICE, Answer, best, chosen, kept_answers, kept_questions, length_ratio, report, row
+from posttrain.pairs import (
+    ADVICE,
+    Answer,
+    best,
+    best_answers,
+    chosen,
+    dialogue,
+    kept_answers,
+    kept_questions,
+    length_ratio,
+    report,
+    row,
+)
 from posttrain.types import UserError
 
 
@@ -156,7 +168,22 @@ def test_several_pairs_of_a_prompt_share_no_answer():
     assert all(length_ratio(*pair) == 1 for pair in pairs)
 
 
-def test_the_rows_are_what_phase_2_reads(run: Path, tiny_chat: Any):
+def test_the_best_answer_of_a_prompt_is_right_or_repeats_itself_least():
+    open_ones = [answer(LOOP, prompt=4), answer(f"{FRESH}. And", number=1, prompt=4, finished=False)]
+    cut = [answer("No end", prompt=1, finished=False), answer(" ", prompt=1, number=1)]
+    math = [
+        answer(LOOP, right=True),
+        answer(FRESH, right=True, number=1),
+        answer(f"{FRESH}.", right=True, number=2, finished=False),
+        answer("z", right=False, number=3),
+    ]
+    wrong = [answer("z", right=False, prompt=2), answer("y.", right=True, prompt=2, number=1, finished=False)]
+    assert best_answers([*open_ones, *cut, *math, *wrong]) == [math[1], open_ones[1]]
+    written = dialogue(Question([{"role": "user", "content": "?"}], [1], None), open_ones[1])
+    assert [message["content"] for message in written["messages"]] == ["?", f"{FRESH}."]
+
+
+def test_the_rows_are_what_phase_2_and_phase_1_read(run: Path, tiny_chat: Any):
     done = python("-m", "posttrain.pairs", "--config", str(run))
     assert done.returncode == 0, done.stderr[-2000:]
     out = run.parent / "pairs"
@@ -169,12 +196,19 @@ def test_the_rows_are_what_phase_2_reads(run: Path, tiny_chat: Any):
     assert all(pair["score_chosen"] > pair["score_rejected"] for pair in pairs)
 
     from posttrain.config import DataSection
-    from posttrain.data import load_preferences
+    from posttrain.data import load_preferences, load_sft
 
-    source = {"kind": "preferences", "path": str(out / "pairs.jsonl")}
-    section = DataSection.model_validate({"sources": [source], "max_length": 256, "decontaminate": False})
-    loaded = load_preferences(section, tiny_chat)
-    assert len(loaded.train) + len(loaded.eval) == len(pairs) > 0
+    imitated = rows_of(out / "best.jsonl")
+    assert len(imitated) >= len({json.dumps(pair["prompt"]) for pair in pairs})
+    assert f"The best answers, of {len(imitated)} prompts" in done.stdout
+    for kind, name, load, rows in (
+        ("preferences", "pairs.jsonl", load_preferences, pairs),
+        ("messages", "best.jsonl", load_sft, imitated),
+    ):
+        source = {"kind": kind, "path": str(out / name)}
+        section = DataSection.model_validate({"sources": [source], "max_length": 256, "decontaminate": False})
+        loaded = load(section, tiny_chat)
+        assert len(loaded.train) + len(loaded.eval) == len(rows) > 0
 
 
 @pytest.mark.slow
@@ -207,7 +241,8 @@ def test_a_run_that_was_killed_goes_on_and_gives_the_same(run: Path):
         for folder in (out, killed)
     ]
     assert by_place[0] == by_place[1]
-    assert rows_of(out / "pairs.jsonl") == rows_of(killed / "pairs.jsonl")
+    for name in ("pairs.jsonl", "best.jsonl"):
+        assert rows_of(out / name) == rows_of(killed / name)
 
 
 ASKED = {"messages": [{"role": "user", "content": "1 + 1 = ?"}], "ids": [5, 9], "answer": "2"}
@@ -224,9 +259,11 @@ def kept(folder: Path) -> None:
 
 def read_and_used(folder: Path) -> None:
     questions = kept_questions(folder / "prompts.jsonl", vocabulary=512, longest=80)
-    pairs, reasons = chosen(cfg(), kept_answers(folder / "answers.jsonl", questions, 4))
+    answers = kept_answers(folder / "answers.jsonl", questions, 4)
+    pairs, reasons = chosen(cfg(), answers)
     report(len(questions), pairs, reasons)
     json.dumps([row(questions[better.prompt], better, worse) for better, worse in pairs])
+    json.dumps([dialogue(questions[answer.prompt], answer) for answer in best_answers(answers)])
 
 
 @pytest.mark.parametrize("name", ["prompts.jsonl", "answers.jsonl"])

@@ -29,7 +29,9 @@ SCHEMAS: dict[str, Any] = {
 REPORT = "runs/smollm2/report.html"
 SMALL = {  # what makes each command take seconds
     "train_phase1_sft.py": "data.decontaminate=false data.eval_rows=4 trainer.max_steps=4 trainer.bf16=false",
-    "posttrain.pairs": "decontaminate=false sources.0.rows=4 sources.1.rows=6 num_generations=8 temperatures=[1.0]"
+    "answers.yaml": "decontaminate=false sources.0.rows=6 num_generations=8 temperatures=[1.0] max_new_tokens=48"
+    " min_repetition=0.01 min_length_ratio=0.1",
+    "pairs.yaml": "decontaminate=false sources.0.rows=4 sources.1.rows=6 num_generations=8 temperatures=[1.0]"
     " max_new_tokens=48 min_repetition=0.01 min_length_ratio=0.1",
     "train_phase2_dpo.py": "data.eval_rows=1 trainer.max_steps=2 trainer.bf16=false",
     "train_phase3_starpo.py": "protocol.max_turns=2 rollout.groups=2 rollout.num_generations=2 trainer.max_steps=1"
@@ -71,7 +73,8 @@ def test_every_command_is_understood(tmp_path: Path):
                 file = ROOT / words[words.index("--config") + 1]
                 overrides = [word for word in words[words.index("--config") + 2 :] if not word.startswith("--")]
                 runs.append(config.resolve(SCHEMAS[script], file, overrides))
-        phase1, pairs, phase2, phase3, coin, evaluation = runs
+        answers, phase1, pairs, phase2, phase3, coin, evaluation = runs
+        assert answers.model == phase1.model and phase1.data.sources[2].path == f"{answers.output_dir}/best.jsonl"
         assert phase2.data.sources[0].path == f"{pairs.output_dir}/pairs.jsonl"
         assert coin.data.flip_labels and coin.data.sources == phase2.data.sources and coin.trainer == phase2.trainer
         made = [phase1.model.name_or_path, *(f"{run.output_dir}/final" for run in (phase1, coin, phase2, phase3))]
@@ -90,7 +93,9 @@ def test_every_command_is_understood(tmp_path: Path):
 def test_what_is_finished_is_left_and_what_was_begun_goes_on(tmp_path: Path):
     for begun in ("phase1/final", "pairs"):
         (tmp_path / "runs/smollm2" / begun).mkdir(parents=True)
-    (tmp_path / "runs/smollm2/demos.jsonl").touch()
+    (tmp_path / "runs/smollm2/answers").mkdir()
+    for made in ("demos.jsonl", "answers/best.jsonl"):
+        (tmp_path / "runs/smollm2" / made).touch()
     (tmp_path / "runs/smollm2/phase1/final/manifest.json").touch()
     (tmp_path / "runs/smollm2/pairs/answers.jsonl").touch()
     left = commands(tmp_path, "MODEL=some/model")
