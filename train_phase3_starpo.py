@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
         return plan.show(cfg, args.plan, args.config)
     runlog.keep_private(Path(cfg.output_dir))
 
-    from posttrain import model_files, models, parallel, run_state, starpo_run
+    from posttrain import hardware, model_files, models, parallel, run_state, starpo_run
     from posttrain.distillation import Distillation
     from posttrain.evaluation.forgetting import FormerTasks
     from posttrain.evaluation.tasks import hub_sets
@@ -112,10 +112,11 @@ def main(argv: list[str] | None = None) -> None:
             experience = collect(cfg, learner, groups, scored) if scored.kept else None
             tokens = monitor.tokens(learner, chat, groups, step, experience)
             if experience is not None:
-                if cfg.diagnostics.gradients_every and step % cfg.diagnostics.gradients_every == 0:
-                    unfiltered = collect(cfg, learner, groups, scored.unfiltered())
-                    metrics |= gradients_by_std(learner, unfiltered, scored.std, objective_settings(cfg))
-                metrics |= update(cfg, learner, experience, step, distillation)
+                with hardware.one_order(learner.one_order):
+                    if cfg.diagnostics.gradients_every and step % cfg.diagnostics.gradients_every == 0:
+                        unfiltered = collect(cfg, learner, groups, scored.unfiltered())
+                        metrics |= gradients_by_std(learner, unfiltered, scored.std, objective_settings(cfg))
+                    metrics |= update(cfg, learner, experience, step, distillation)
             state.step, state.tokens = step, state.tokens + int(metrics["rollout/tokens"])
             learning = time.perf_counter() - scored_at
             metrics |= costs(metrics, state.tokens, played_at - started_at, learning, setup.device)

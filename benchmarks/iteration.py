@@ -4,6 +4,7 @@ The functions of phase 3, and `GRPOTrainer.train` with a `rollout_func`: the sam
 and weights, the same number of turns and sampled tokens, one optimizer step each.
     python benchmarks/iteration.py [--size 40m] [--groups 8] [--num-generations 16] [--turns 5] [--json FILE]
     python benchmarks/iteration.py --model runs/smollm2/base          # a pretrained model, bfloat16 on both sides
+    python benchmarks/iteration.py --size convgpt-164m --device cuda  # bfloat16 on both sides
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import torch
 from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -68,6 +70,11 @@ def won(sample: int) -> float:
     return float(sample % 2)
 
 
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def ours(cfg: StarPORun, model: Any, chat: Chat) -> Callable[[int], Iteration]:
     """Iteration 1, 2, ... of phase 3, its model being the policy."""
     hardware.keep_freed_memory()  # as a script does that loads a model
@@ -78,12 +85,14 @@ def ours(cfg: StarPORun, model: Any, chat: Chat) -> Callable[[int], Iteration]:
         start = time.perf_counter()
         with learner.autocast():
             groups = phase3.rollout(cfg, sampler, chat, step)
-        played = time.perf_counter()
+        played = time.perf_counter()  # tokens have come from the device, so it has nothing left to do
         for group in groups:
             for sample, trajectory in enumerate(group):
                 trajectory.turn_rewards[-1] = won(sample)
-        experience = phase3.collect(cfg, learner, groups, phase3.score_and_filter(cfg, groups))
-        phase3.update(cfg, learner, experience, step)
+        with hardware.one_order(learner.one_order):
+            experience = phase3.collect(cfg, learner, groups, phase3.score_and_filter(cfg, groups))
+            phase3.update(cfg, learner, experience, step)
+        synchronize()
         end = time.perf_counter()
         episodes = [trajectory for group in groups for trajectory in group]
         work = (sum(t.turns for t in episodes), sum(t.tokens for t in episodes), sum(t.context for t in episodes))
@@ -115,6 +124,7 @@ def theirs(cfg: StarPORun, model: Any, chat: Chat, iterations: int, batch_size: 
             began = time.perf_counter()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
+            synchronize()
             found.append(Iteration(rollout, time.perf_counter() - began - rollout, *work))
 
     steps = range(1, iterations + 1)
@@ -141,16 +151,20 @@ def theirs(cfg: StarPORun, model: Any, chat: Chat, iterations: int, batch_size: 
     return found
 
 
+def in_bf16(given: Any) -> bool:
+    return given.model is not None or given.device == "cuda"
+
+
 def one(given: Any) -> None:
     """In a process of its own: time and memory of one contestant, as JSON."""
     _measure.threads()
     if given.model:
-        model, chat = models.load(ModelSection(name_or_path=given.model), device="cpu", chat_template=None)
+        model, chat = models.load(ModelSection(name_or_path=given.model), device=given.device, chat_template=None)
     else:
         shape = SHAPES[given.size][given.kind]
-        model, chat = _measure.model_of(given.kind, shape), _measure.words(shape["vocab_size"])
+        model, chat = _measure.model_of(given.kind, shape, given.device), _measure.words(shape["vocab_size"])
     sizes = (given.groups, given.num_generations, given.turns, given.new_tokens, given.micro_batch_tokens)
-    cfg = config(*sizes, bf16=given.model is not None)
+    cfg = config(*sizes, bf16=in_bf16(given))
     if given.only == "ours":
         iteration = ours(cfg, model, chat)
         found = [iteration(step) for step in range(1, given.iterations + 1)]
@@ -158,7 +172,9 @@ def one(given: Any) -> None:
         found = theirs(cfg, model, chat, given.iterations, given.batch_size)
     assert len(found) == given.iterations
     counted = [each._asdict() for each in found[1:] or found]
-    print(json.dumps({"iterations": counted, "parameters": model.num_parameters(), "peak": _measure.peak("cpu")}))
+    print(
+        json.dumps({"iterations": counted, "parameters": model.num_parameters(), "peak": _measure.peak(given.device)})
+    )
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -193,6 +209,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=2, help="of a process; the first of several is not counted")
     parser.add_argument("--batch-size", type=int, default=8, help="TRL: episodes in a micro-batch")
     parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="ours: padded tokens in a micro-batch")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda is timed in bfloat16")
     parser.add_argument("--only", choices=["ours", "trl"], help="one contestant alone, figures as JSON")
     parser.add_argument("--kind", help="with --only: which model of the size")
     parser.add_argument("--model", help="a model's folder instead, which has not learnt to play; in bfloat16")
@@ -217,9 +234,9 @@ def main() -> None:
         if work["ours"] != work["trl"]:
             sys.exit(f"{kind}: turns, sampled tokens and tokens in all differ, it was not the same work: {work}.")
         rows.append({"model": kind} | found)
-    results = _measure.surroundings() | {
+    results = _measure.surroundings(given.device) | {
         **{key: value for key, value in vars(given).items() if key not in ("json", "only", "kind", "model")},
-        "bf16": given.model is not None,
+        "bf16": in_bf16(given),
         "rows": rows,
     }
     _measure.publish(results, markdown(results), given.json)

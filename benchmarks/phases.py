@@ -29,6 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import _measure
 
+from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.types import derive_seed
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -45,7 +46,7 @@ FRAME = 3  # tokens around a message: <|im_start|>, its role, <|im_end|>
 
 
 def make_model(folder: Path, size: str, vocabulary: int) -> None:
-    """A Llama of random numbers, and a tokenizer of whole words, so that both sides make the same tokens of a text.
+    """A Llama or ConvGPT of random numbers, and a tokenizer of whole words: both sides make the same tokens of a text.
 
     The numbers are large, so that each token has a log-prob of its own: a wrong mask shows in the loss.
     """
@@ -60,8 +61,12 @@ def make_model(folder: Path, size: str, vocabulary: int) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, eos_token=END, unk_token=UNKNOWN)
     Chat.load(tokenizer, None).save(folder)
     torch.manual_seed(0)
-    shape = LlamaConfig(vocab_size=vocabulary, tie_word_embeddings=True, initializer_range=0.06, **SHAPES[size])
-    LlamaForCausalLM(shape).save_pretrained(folder)
+    common = dict(vocab_size=vocabulary, tie_word_embeddings=True, initializer_range=0.06)
+    if size == "convgpt":  # in all else as published
+        ids = dict(pad_token_id=0, bos_token_id=None, eos_token_id=WORDS.index(END))
+        ConvGPTForCausalLM(ConvGPTConfig(**common, **ids)).save_pretrained(folder)
+    else:
+        LlamaForCausalLM(LlamaConfig(**common, **SHAPES[size])).save_pretrained(folder)
 
 
 def make_rows(file: Path, phase: str, count: int, vocabulary: int) -> None:
@@ -156,6 +161,7 @@ def theirs(phase: str, folder: Path, given: Any, **more: Any) -> dict[str, Any]:
     columns = ("messages",) if phase == "sft" else ("chosen", "rejected")
     data = Dataset.from_list([{name: row[name] for name in columns} for row in rows])
     settings = settings_of(phase, folder, given)
+    ConvGPTConfig.auto_map = None  # TRL reads it of every model that transformers has not
     trainer = settings["trainer"]
     equal = {
         "learning_rate": trainer["learning_rate"],
@@ -280,7 +286,7 @@ def markdown(results: dict[str, Any]) -> str:
 def main() -> None:
     parser = _measure.parser(__doc__)
     parser.add_argument("--phase", choices=PHASES, nargs="+", default=list(PHASES))
-    parser.add_argument("--size", choices=SHAPES, default="tiny")
+    parser.add_argument("--size", choices=[*SHAPES, "convgpt"], default="tiny")
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[1024, 8192])
     parser.add_argument("--rows", type=int, default=64, help="conversations, and pairs of answers")
     parser.add_argument("--epochs", type=float, help="epochs over the rows; unless given, those of the config")

@@ -34,7 +34,7 @@ from _measure import PAD, SHAPES
 
 from posttrain import hardware
 from posttrain.chat import Chat
-from posttrain.sampler import ReplaySampler, Sampler, SlotSampler, TurnRequest, VLLMSampler
+from posttrain.sampler import CompiledSampler, ReplaySampler, Sampler, SlotSampler, TurnRequest, VLLMSampler
 from posttrain.types import Completion, SamplingParams, derive_seed
 
 GROUP = 8  # the members of a group share their prompt, as they do in training
@@ -150,6 +150,7 @@ SAMPLERS: dict[str, type[SlotSampler | ReplaySampler]] = {
     "generate": GenerateSampler,
     "replay": ReplaySampler,
     "continuous-batching": ContinuousSampler,
+    "compiled": CompiledSampler,
 }
 
 
@@ -370,8 +371,14 @@ def markdown(results: dict[str, Any]) -> str:
 def main() -> None:
     parser = _measure.parser(__doc__)
     parser.add_argument("--size", choices=SHAPES, default="tiny")
-    engines = [*SAMPLERS, "trl-environment", "trl-rollout-func", *["vllm"] * (find_spec("vllm") is not None)]
-    parser.add_argument("--engines", nargs="+", choices=engines, default=engines, help="`slots` always plays")
+    engines = [
+        *(name for name in SAMPLERS if name != "compiled"),
+        "trl-environment",
+        "trl-rollout-func",
+        *["vllm"] * (find_spec("vllm") is not None),
+    ]
+    choices, only = [*engines, "compiled"], "`slots` always plays, `compiled` only if it is named"
+    parser.add_argument("--engines", nargs="+", choices=choices, default=engines, help=only)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda is timed in bfloat16")
     parser.add_argument("--turns", type=int, nargs="+", default=[2, 5, 10, 20], help="2 or more each")
     parser.add_argument("--conversations", type=int, default=32, help="played side by side")
@@ -383,7 +390,7 @@ def main() -> None:
     paged = {"continuous-batching", "vllm"} if given.ragged else set()
     if given.engines != engines and paged & set(given.engines):
         parser.error("--ragged: paged engines do not say where a token stands, leave them out")
-    given.engines = [name for name in engines if name in {"slots", *given.engines} - paged]
+    given.engines = [name for name in choices if name in {"slots", *given.engines} - paged]
     stop = STOP if given.ragged else None
     _measure.threads()
     if given.device == "cpu":
@@ -410,6 +417,8 @@ def main() -> None:
                 said = script(given.conversations, turns)
                 made = contestants(model, chat, said, given.new_tokens, given.engines, stop)
                 inside, work = cast(Inside, made["slots"]), {}
+                if "compiled" in made:  # compiling is no part of a rollout, recording CUDA graphs is
+                    made["compiled"](params)
                 seconds = _measure.alternating(
                     {name: partial(once, made, name, params, work) for name in made}, given.repeats
                 )

@@ -6,6 +6,8 @@ import ctypes
 import functools
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +36,7 @@ def resolve_device(device: str) -> torch.device:
         _check_mps()
     if device != "cuda":
         return torch.device(device)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # `one_order` needs it, from the first product on
     number, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if number >= there:
         raise UserError(
@@ -100,6 +103,23 @@ def settle(cfg: TrainingConfig) -> TrainingConfig:
 def trainer_field(cfg: Any, name: str) -> Any:
     """A key of the section `trainer`, which is TRL's dict in phases 1 and 2 and our own section in phase 3."""
     return cfg.trainer.get(name) if isinstance(cfg.trainer, dict) else getattr(cfg.trainer, name, None)
+
+
+@contextmanager
+def one_order(on: bool = True) -> Iterator[None]:
+    """Within it a GPU adds up gradients in one order: a resumed run is then the same to the bit, as on a CPU.
+
+    Without it the backward pass of attention adds in the order in which its threads happen to finish.
+    """
+    before, filled = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    if on:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # which only helps to find mistakes
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 def keep_freed_memory() -> None:

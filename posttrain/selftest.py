@@ -5,6 +5,7 @@ without_noise               in training mode it computes what it computes in eva
 head_agrees                 log-probs from its states and its output layer are those of its own logits
 can_share_prefixes          rows that continue a prefilled prefix get the states of whole rows
 why_unfit                   with a kept KV cache it samples with the log-probs of a full forward pass; or by replaying
+has_one_order               on a GPU all of its gradients can be added up in one order
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from posttrain import compat
+from posttrain import compat, hardware, launcher, runlog
 from posttrain.head import head_logprobs
 from posttrain.policy import read, trained_states
 from posttrain.prefixes import Prefixes
@@ -234,3 +235,23 @@ def _largest_difference(model: PreTrainedModel, stop_ids: Sequence[int], pad_id:
                     difference = abs(logprobs_TV[begin + n - 1, token].item() - logprob)
                     worst.append(math.inf if math.isnan(difference) else difference)
     return max(worst)
+
+
+def has_one_order(model: Any) -> bool:
+    """Whether `one_order` is needed and every operation of this model has one, by a backward pass of eight tokens."""
+    if model.device.type != "cuda" or launcher.sharding() != "none":
+        return False
+    training, ids = model.training, torch.zeros(1, 8, dtype=torch.long, device=model.device)
+    try:
+        with hardware.one_order():
+            model.eval()(input_ids=ids).logits.float().mean().backward()  # in training mode it could draw numbers
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        cause = str(error).partition(". ")[0]
+        runlog.say(f"After --resume this run will go on with gradients that are rounded in another order: {cause}.")
+        return False
+    finally:
+        model.zero_grad(set_to_none=True)
+        model.train(training)
+    return True

@@ -23,6 +23,7 @@ from posttrain import (
     compat,
     dashboards,
     files,
+    hardware,
     launcher,
     model_card,
     models,
@@ -38,6 +39,7 @@ from posttrain.metrics import wilson
 from posttrain.model_files import no_bars
 from posttrain.prepared_rows import SOURCES
 from posttrain.run_identity import COUNTS
+from posttrain.selftest import has_one_order
 from posttrain.trl_arguments import FIGURES
 from posttrain.types import UserError
 
@@ -188,7 +190,8 @@ def fit(
                 if newest is not None:
                     remedy = f"Remove {newest}: --resume then takes an older checkpoint."
                     compat.set_trained_tokens(trainer, files.read_json(newest / COUNTS, remedy)["num_tokens"])
-                with checkpoint.full_disk_in_words(output_dir):
+                one_order = hardware.one_order(has_one_order(trainer.model))
+                with checkpoint.full_disk_in_words(output_dir), one_order:
                     trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
             if reporter.stopped:
                 say(f"Stopped after step {trainer.state.global_step}. Go on with the same command and --resume.")

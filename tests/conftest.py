@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import re
 import signal
 from collections.abc import Iterator
 
@@ -40,6 +42,12 @@ def byte_level_tokenizer(*, chatml: bool = True) -> PreTrainedTokenizerFast:
     backend.train_from_iterator(CORPUS * 3, trainer)
     assert backend.get_vocab_size() == 512
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The default tests run on the CPU everywhere: a GPU rounds otherwise, and many tests at once would fill it."""
+    if not re.search(r"(?<!not )\bgpu\b", config.option.markexpr):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(autouse=True)

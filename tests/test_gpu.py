@@ -1,0 +1,232 @@
+"""Does a CUDA GPU compute what the CPU computes, in the three phases and in both precisions?
+
+    python -m pytest -m gpu tests/test_gpu.py
+The other tests run on the CPU, also where there is a GPU.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import test_phase1
+import test_phase2
+import test_phase3
+import torch
+from test_compiled import STOPS, equal, one_layer
+from test_phase3 import player  # noqa: F401  a fixture
+from test_plan import CONTEXT, KINDS, config, network, shape_of, update
+from test_sampler import PAD, PROMPTS, build, conversation, serve
+from tiny_runs import rows_of, settings, tiny_base
+from transformers import PreTrainedTokenizerFast
+
+from posttrain import plan
+from posttrain.convgpt import ConvGPTForCausalLM
+from posttrain.monitoring.alarm_limits import HALF_PRECISION_GAP
+from posttrain.policy import head_logprobs, trained_states
+from posttrain.sampler import CompiledSampler, SlotSampler
+from posttrain.selftest import has_one_order
+from posttrain.starpo_run import make_learner
+from posttrain.types import SamplingParams
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
+
+
+# ---------------------------------------------------------------------------------------------------------- sampling
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "convgpt", "convgpt-tied"])
+def test_the_tokens_are_those_of_the_cpu(kind: str, temperature: float) -> None:
+    params = SamplingParams(max_new_tokens=12, temperature=temperature)
+    ids, spans = conversation(SlotSampler(build(kind).cuda(), STOPS, PAD), params)
+    expected, there = conversation(SlotSampler(build(kind), STOPS, PAD), params)
+    assert ids == expected
+    for row, other in zip(spans, there, strict=True):
+        for (_, a), (_, b) in zip(row, other, strict=True):
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_a_compiled_step_is_replayed_with_the_same_tokens(temperature: float) -> None:
+    """CUDA graphs; weights that change between two rollouts, and caches of other sizes."""
+    model = one_layer(ConvGPTForCausalLM).cuda()
+    sampler = CompiledSampler(model, STOPS, PAD)
+    for places, length in ((6, 14), (9, 20)):
+        params = SamplingParams(max_new_tokens=length, temperature=temperature)
+        rows, turns = [PROMPTS[n % 5] for n in range(14)], [1 + n % 4 for n in range(14)]
+        plain, _ = serve(SlotSampler(model, STOPS, PAD), params, places, rows, turns)
+        ours, _ = serve(sampler, params, places, rows, turns)
+        equal(ours, plain)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1.2)
+
+
+@pytest.mark.parametrize("engine", [SlotSampler, CompiledSampler])
+@pytest.mark.parametrize("kind", ["qwen3", "convgpt-tied"])
+def test_the_log_probs_of_sampler_and_update_are_near_in_bfloat16(kind: str, engine: type[SlotSampler]) -> None:
+    """Both round, each in its own kernels; more than this raises an alarm in a run."""
+    model = build(kind).cuda()
+    with torch.autocast("cuda", torch.bfloat16):
+        ids, spans = conversation(engine(model, STOPS, PAD), SamplingParams(max_new_tokens=12))
+        for row, said in zip(ids, spans, strict=True):
+            mask = [False] * len(row)
+            for start, completion in said:
+                mask[start : start + len(completion.ids)] = [True] * len(completion.ids)
+            with torch.no_grad():
+                states_SD, tokens_S = trained_states(model, [row], [mask])
+                logprobs_S, _ = head_logprobs(model, states_SD, tokens_S)
+            sampled_S = torch.tensor([each for _, completion in said for each in completion.logprobs])
+            assert (logprobs_S.cpu() - sampled_S).abs().mean() < HALF_PRECISION_GAP
+
+
+# ------------------------------------------------------------------------------------------------- learning and memory
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "recomputed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_update_is_that_of_the_cpu(kind: str, checkpointing: bool) -> None:
+    after = []
+    for device in ("cpu", "cuda"):
+        cfg = config(trainer={"bf16": False, "gradient_checkpointing": checkpointing, "learning_rate": 1e-3})
+        model = network(kind).to(device)
+        update(make_learner(cfg, model, None), 8)
+        after.append({name: weight.detach().cpu() for name, weight in model.named_parameters()})
+    before = dict(network(kind).named_parameters())
+    for name, weight in after[0].items():
+        moved = (weight - before[name]).norm()
+        assert (weight - after[1][name]).norm() <= 1e-2 * moved + 1e-7, name
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "recomputed"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["llama", "convgpt-tied"])
+def test_an_update_takes_the_memory_that_was_planned(kind: str, bf16: bool, checkpointing: bool) -> None:
+    """Of a model whose activations are much more than the allocator rounds to."""
+    rows = 64
+    cfg = config(trainer={"bf16": bf16, "gradient_checkpointing": checkpointing, "micro_batch_tokens": rows * CONTEXT})
+    model = network(kind).cuda()
+    learner = make_learner(cfg, model, None)
+    update(learner, rows)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    update(learner, rows)
+    found = torch.cuda.max_memory_allocated() - before
+    planned = plan.learning(shape_of(model, cfg), cfg, rows * CONTEXT, cuda=True)
+    assert found <= 1.1 * (sum(planned.values()) - planned["shared prefixes"])
+
+
+def test_a_model_whose_gradients_have_no_order_is_trained_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert has_one_order(build("llama").cuda()) and not torch.are_deterministic_algorithms_enabled()
+    model = build("llama").cuda()
+    honest = model.model.forward
+
+    def pooled(*args: Any, **kwargs: Any) -> Any:
+        out = honest(*args, **kwargs)
+        states = out.last_hidden_state
+        out.last_hidden_state = states + torch.nn.functional.adaptive_avg_pool2d(states[:, None], 3).mean()
+        return out
+
+    model.model.forward = pooled
+    assert not has_one_order(model) and "adaptive_avg_pool2d" in capsys.readouterr().err
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+# --------------------------------------------------------------------------------------------------------- the phases
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast) -> SimpleNamespace:
+    """Rows of hundreds of tokens: a GPU rounds the sums of shorter ones in one order."""
+    folder = tmp_path_factory.mktemp("gpu")
+    rows, pairs = [], []
+    for n in range(80):
+        asked = {"role": "user", "content": f"{n} + 1 = ?"}
+        right, wrong = (" ".join(str(n * i % m) for i in range(100 + n)) for m in (7, 5))
+        rows.append({"messages": [asked, {"role": "assistant", "content": right}]})
+        answers = {"chosen": right, "rejected": wrong}
+        pair = {name: [asked, {"role": "assistant", "content": text}] for name, text in answers.items()}
+        pairs.append(pair | {"score_chosen": 8.0, "score_rejected": 2.0})
+    for name, content in (("rows", rows), ("pairs", pairs)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    base = tiny_base(folder / "base", tiny_tokenizer, width=64)
+    return SimpleNamespace(base=base, rows=folder / "rows.jsonl", pairs=folder / "pairs.jsonl")
+
+
+def cut(run: Path, step: int) -> None:
+    """As after a kill behind this checkpoint."""
+    shutil.rmtree(run / "final")
+    for folder in run.glob("checkpoint-*"):
+        if int(folder.name.split("-")[1]) > step:
+            shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("phase", [1, 2])
+def test_phases_1_and_2_learn_and_resume(tmp_path: Path, files: SimpleNamespace, phase: int, bf16: bool) -> None:
+    kind, data = ("messages", files.rows) if phase == 1 else ("ultrafeedback", files.pairs)
+    script = test_phase1 if phase == 1 else test_phase2
+    file = settings(tmp_path / "run.yaml", kind, files.base, data, bf16=bf16)
+    script.train(file, "device=cuda", "data.max_length=1024")
+    whole = rows_of(tmp_path / "run")
+    assert whole[12] < whole[1] - 0.1
+    cut(tmp_path / "run", 4)
+    script.train(file, "device=cuda", "data.max_length=1024", "--resume")
+    assert rows_of(tmp_path / "run") == whole
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["model.tuning=qlora", "trainer.learning_rate=1e-2"],
+        ["model.tuning=lora", "trainer.learning_rate=1e-2"],
+        ["trainer.optim=adamw_8bit"],
+        ["trainer.gradient_checkpointing=true"],
+    ],
+    ids=["qlora", "lora", "8 bits", "recomputed"],
+)
+def test_phase_1_learns_under_other_settings(tmp_path: Path, files: SimpleNamespace, changes: list[str]) -> None:
+    if "8bit" in changes[0] or "qlora" in changes[0]:
+        pytest.importorskip("bitsandbytes")
+    file = settings(tmp_path / "run.yaml", "messages", files.base, files.rows, bf16=True)
+    test_phase1.train(file, "device=cuda", "data.max_length=1024", *changes)
+    losses = rows_of(tmp_path / "run")
+    assert losses[12] < losses[1] - 0.1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"trainer": {"bf16": False}},
+        {},
+        {"trainer": {"gradient_checkpointing": True}},
+        {"rollout": {"compile": True}},
+        {"rollout": {"engine": "replay"}},
+        {"model": {"tuning": "qlora"}},
+    ],
+    ids=["float32", "bfloat16", "recomputed", "compiled", "replay", "qlora"],
+)
+def test_phase_3_learns_and_resumes(
+    tmp_path: Path,
+    player: Path,  # noqa: F811
+    changes: dict[str, Any],
+) -> None:
+    if "model" in changes:
+        pytest.importorskip("bitsandbytes")
+    trainer = {"bf16": True} | changes.get("trainer", {})
+    file = test_phase3.settings(tmp_path / "run.yaml", player, device="cuda", **changes | {"trainer": trainer})
+    run = tmp_path / "run"
+    test_phase3.train(file)
+    whole = test_phase3.rows(run)
+    gaps = [row["policy/sampler_gap"] for row in whole if "policy/sampler_gap" in row]
+    assert len(gaps) == 4 and max(gaps) < HALF_PRECISION_GAP
+    cut(run, 2)
+    test_phase3.train(file, "--resume")
+    assert test_phase3.rows(run) == whole
