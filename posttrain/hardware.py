@@ -36,7 +36,9 @@ def resolve_device(device: str) -> torch.device:
         _check_mps()
     if device != "cuda":
         return torch.device(device)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # `one_order` needs it, from the first product on
+    # what `one_order` asks of cuBLAS, from its first product on, and of flash-attn, where a model uses it
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
     number, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if number >= there:
         raise UserError(

@@ -19,7 +19,7 @@ from tiny_runs import python, tiny_base
 
 import envs
 from envs.protocol import Protocol
-from posttrain.config import StarPORun, resolve
+from posttrain.config import DPORun, SFTRun, StarPORun, resolve
 from posttrain.rollout import play, set_up
 from posttrain.sampler import ReplaySampler
 from posttrain.types import Completion, SamplingParams, derive_seed
@@ -679,3 +679,20 @@ def test_a_run_stays_as_light_as_it_began(tmp_path):
     assert found["figures"]["handles"] <= 0 and found["figures"]["threads"] <= 0 and found["broken"] == []
     lighter = loaded(script).broken(found["figures"] | {"memory_mib": 65.0, "threads": 1})
     assert [words.split()[0] for words in lighter] == ["memory_mib", "threads"]
+
+
+def test_the_reference_run_differs_from_its_configs_in_the_rows_alone(rollout, tmp_path, tiny_chat):
+    reference = loaded(FILE.parent / "long" / "reference.py")
+    for phase, (kind, name) in enumerate(((SFTRun, "1_sft"), (DPORun, "2_dpo"), (StarPORun, "3_starpo")), 1):
+        file = FILE.parent.parent / "configs" / f"phase{name}.yaml"
+        cfg, own = resolve(kind, file, reference.changes(phase, tmp_path, 8)), resolve(kind, file)
+        assert cfg.model.tuning == own.model.tuning and cfg.device == "cuda"
+        if phase == 3:
+            assert cfg.rollout == own.rollout and cfg.protocol == own.protocol and cfg.envs == own.envs
+            continue
+        assert cfg.data.max_length == own.data.max_length == reference.LENGTHS[phase]
+        same = ("per_device_train_batch_size", "gradient_accumulation_steps", "optim")
+        assert all(cfg.trainer[key] == own.trainer[key] for key in same)
+        row = reference.row(phase, 1, tiny_chat)
+        lengths = [len(tiny_chat.encode(said).ids) for said in row.values() if isinstance(said, list)]
+        assert all(0.95 * own.data.max_length < length <= own.data.max_length for length in lengths)
