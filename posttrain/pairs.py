@@ -113,16 +113,23 @@ def main(argv: list[str] | None = None) -> None:
             write_rows(kept, (question._asdict() for question in drawn))
         questions = kept_questions(kept, vocabulary=max(chat.tokenizer.get_vocab().values()) + 1, longest=longest)
         answers = answered(cfg, model, chat, questions, judge)
-    pairs, reasons = chosen(cfg, answers)
-    told = report(len(questions), pairs, reasons)
     imitated = best_answers(answers)
     write_rows(out / BEST, (dialogue(questions[answer.prompt], answer) for answer in imitated))
-    if not pairs:
-        raise UserError(told)
-    write_rows(out / PAIRS, (row(questions[better.prompt], better, worse) for better, worse in pairs))
+    if cfg.pairs_per_prompt:
+        pairs, reasons = chosen(cfg, answers)
+        told = report(len(questions), pairs, reasons)
+        if not pairs:
+            raise UserError(told)
+        write_rows(out / PAIRS, (row(questions[better.prompt], better, worse) for better, worse in pairs))
+        print(f"{told}\nRead them with data.sources: [{{kind: preferences, path: {out / PAIRS}}}]")
+    elif not imitated:
+        raise UserError(
+            f"No answer to {len(questions):,} prompts is good enough to imitate: none is right, or, where nobody knows"
+            " what is right, has a whole sentence. Raise max_new_tokens or num_generations, or take easier prompts."
+        )
     print(
-        f"{told}\nRead them with data.sources: [{{kind: preferences, path: {out / PAIRS}}}]\n"
-        f"The best answers, of {len(imitated):,} prompts, are for phase 1: [{{kind: messages, path: {out / BEST}}}]"
+        f"The best answers, of {len(imitated):,} of {len(questions):,} prompts, are for phase 1:"
+        f" [{{kind: messages, path: {out / BEST}}}]"
     )
 
 

@@ -200,7 +200,7 @@ def test_the_rows_are_what_phase_2_and_phase_1_read(run: Path, tiny_chat: Any):
 
     imitated = rows_of(out / "best.jsonl")
     assert len(imitated) >= len({json.dumps(pair["prompt"]) for pair in pairs})
-    assert f"The best answers, of {len(imitated)} prompts" in done.stdout
+    assert f"The best answers, of {len(imitated)} of 8 prompts" in done.stdout
     for kind, name, load, rows in (
         ("preferences", "pairs.jsonl", load_preferences, pairs),
         ("messages", "best.jsonl", load_sft, imitated),
@@ -356,6 +356,18 @@ def test_where_no_pair_is_left_the_end_says_what_to_change(run: Path):
     assert "0 pairs of 8 prompts" in told.stderr and "all answers the same or empty" in told.stderr
     assert ADVICE["all answers the same or empty"] in told.stderr
     assert not (run.parent / "pairs" / "pairs.jsonl").exists()
+
+
+def test_who_wants_the_best_answers_alone_needs_no_pair(run: Path):
+    same = ["--config", str(run), "num_generations=2", "temperatures=[0]", "pairs_per_prompt=0"]
+    told = python("-m", "posttrain.pairs", *same)
+    assert told.returncode == 0, told.stderr[-2000:]
+    out = run.parent / "pairs"
+    assert f"The best answers, of {len(rows_of(out / 'best.jsonl'))} of 8 prompts" in told.stdout
+    assert not (out / "pairs.jsonl").exists() and "pair" not in told.stdout.replace("/pairs/", "")
+    (run.parent / "prompts.jsonl").write_text(json.dumps({"prompt": "1 + 1 = ?", "answer": 50}) + "\n")
+    none = python("-m", "posttrain.pairs", *same, f"output_dir={run.parent}/none")
+    assert none.returncode == 2 and "No answer to 1 prompts is good enough" in none.stderr, none.stderr[-2000:]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,9 @@ class PairsRun(Section):
         None,
         ge=1,
     )
-    pairs_per_prompt: int = Field("most pairs of one prompt, which share no answer", 1, ge=1)
+    pairs_per_prompt: int = Field(
+        "most pairs of a prompt, which share no answer; 0 writes the best answers alone", 1, ge=0
+    )
     min_repetition: float = Field(
         "prompts without a known answer: by how much the repeated 4-grams of two answers differ at equal length",
         0.1,
