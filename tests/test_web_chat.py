@@ -22,6 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gradio
 import httpx
 import pytest
 import test_browser
@@ -308,6 +309,31 @@ def test_it_streams_stops_and_goes_on(alone: str, visit: Callable[..., Any], mod
     assert model.ended[1] < 400
     assert f"{shown}" in model.begun[1], "what was stopped stands in the history"
     expect(said(page)).to_have_count(0)
+
+
+def test_an_answer_that_a_new_conversation_ends_shows_nothing_more(both: list[Scripted], cfg: ChatRun) -> None:
+    """Whichever of the two waits for its end wakes up first: the page may get what this one shows after the other's."""
+    tab, talk = talking.ChatTab({"model": both[0]}, cfg), talking.Talk(busy=True)
+    conversation = talk.side(0, both[0], 40, "")
+    found: list[Any] = []
+    waits = threading.Thread(target=lambda: found.extend(tab.settle(talk)))
+    reset = threading.Thread(target=lambda: tab.reset(talk, False))
+    honest = talking.wait_until_idle
+
+    def late(what: Any) -> None:
+        honest(what)
+        if threading.current_thread() is reset:
+            waits.join()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(talking, "wait_until_idle", late)
+        for thread in (reset, waits):
+            thread.start()
+        wait_for(lambda: talk.unwanted)
+        conversation.exchanges.append(Exchange("Count.", [5], False, "one"))
+        talk.busy = False
+        reset.join()
+    assert not talk.sides[0] and all(each == gradio.skip() for each in found) and len(found) == 4
 
 
 @in_browser

@@ -236,6 +236,8 @@ class ChatTab:
     def settle(self, talk: Talk) -> tuple[Any, ...]:
         """The page after an answer, whole or stopped; a message that got none goes back where it was typed."""
         wait_until_idle(talk)
+        if talk.unwanted:  # `reset` shows an empty page, and what is shown here could arrive after it
+            return (gradio.skip(),) * 4
         talk.waiting = False
         return gradio.Textbox(talk.pending, submit_btn=SEND, stop_btn=False, interactive=True), *self.view(talk)
 
@@ -243,9 +245,8 @@ class ChatTab:
         """A new conversation, on one side or on both."""
         talk.unwanted = True
         wait_until_idle(talk)
-        talk.unwanted = False
         talk.sides, talk.settings, talk.answers, talk.number = [None, None], [[], []], {}, 0
-        talk.pending, talk.waiting = "", False
+        talk.pending, talk.waiting, talk.unwanted = "", False, False
         first = gradio.Chatbot([], label="A"), gradio.Chatbot([], label="B", visible=beside)
         typing = gradio.Textbox("", submit_btn=SEND, stop_btn=False, interactive=True)
         return typing, *first, self.figured(talk), gradio.Column(visible=beside)
