@@ -61,9 +61,9 @@ def make_model(folder: Path, size: str, vocabulary: int) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, eos_token=END, unk_token=UNKNOWN)
     Chat.load(tokenizer, None).save(folder)
     torch.manual_seed(0)
-    common = dict(vocab_size=vocabulary, tie_word_embeddings=True, initializer_range=0.06)
+    common: dict[str, Any] = dict(vocab_size=vocabulary, tie_word_embeddings=True, initializer_range=0.06)
     if size == "convgpt":  # in all else as published
-        ids = dict(pad_token_id=0, bos_token_id=None, eos_token_id=WORDS.index(END))
+        ids: dict[str, Any] = dict(pad_token_id=0, bos_token_id=None, eos_token_id=WORDS.index(END))
         ConvGPTForCausalLM(ConvGPTConfig(**common, **ids)).save_pretrained(folder)
     else:
         LlamaForCausalLM(LlamaConfig(**common, **SHAPES[size])).save_pretrained(folder)
@@ -161,7 +161,7 @@ def theirs(phase: str, folder: Path, given: Any, **more: Any) -> dict[str, Any]:
     columns = ("messages",) if phase == "sft" else ("chosen", "rejected")
     data = Dataset.from_list([{name: row[name] for name in columns} for row in rows])
     settings = settings_of(phase, folder, given)
-    ConvGPTConfig.auto_map = None  # TRL reads it of every model that transformers has not
+    setattr(ConvGPTConfig, "auto_map", None)  # noqa: B010  TRL reads it of every model that transformers has not
     trainer = settings["trainer"]
     equal = {
         "learning_rate": trainer["learning_rate"],

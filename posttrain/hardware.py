@@ -113,15 +113,16 @@ def one_order(on: bool = True) -> Iterator[None]:
 
     Without it the backward pass of attention adds in the order in which its threads happen to finish.
     """
-    before, filled = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic
+    before, filled = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     if on:
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # which only helps to find mistakes
+        settings.fill_uninitialized_memory = False  # which only helps to find mistakes
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        settings.fill_uninitialized_memory = filled
 
 
 def keep_freed_memory() -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -685,7 +686,8 @@ def test_the_reference_run_differs_from_its_configs_in_the_rows_alone(rollout, t
     reference = loaded(FILE.parent / "long" / "reference.py")
     for phase, (kind, name) in enumerate(((SFTRun, "1_sft"), (DPORun, "2_dpo"), (StarPORun, "3_starpo")), 1):
         file = FILE.parent.parent / "configs" / f"phase{name}.yaml"
-        cfg, own = resolve(kind, file, reference.changes(phase, tmp_path, 8)), resolve(kind, file)
+        cfg: Any = resolve(kind, file, reference.changes(phase, tmp_path, 8))
+        own: Any = resolve(kind, file)
         assert cfg.model.tuning == own.model.tuning and cfg.device == "cuda"
         if phase == 3:
             assert cfg.rollout == own.rollout and cfg.protocol == own.protocol and cfg.envs == own.envs
