@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> None:
         models,
         prepared_rows,
         run_identity,
+        selftest,
         training,
         trl_arguments,
         trl_trainers,
@@ -65,6 +66,7 @@ def main(argv: list[str] | None = None) -> None:
 
     # 4. TRL trains. The rows carry assistant_masks, from which TRL makes the labels: only those tokens have a loss.
     training.save_work(model, device)
+    one_order = selftest.has_one_order(model, args.bf16)
     with trl_arguments.refusals_in_words():
         trainer = trl_trainers.weighs_held_out_rows(SFTTrainer)(
             model=model,
@@ -75,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
             peft_config=models.peft_config(cfg.model, model, chat),
         )
     prepared_rows.seal(output_dir / "rows", cfg, chat)
-    outcome = training.fit(trainer, "phase 1", cfg, resume=flags.resume)
+    outcome = training.fit(trainer, "phase 1", cfg, resume=flags.resume, one_order=one_order)
 
     # 5. What phase 2 takes over.
     training.export(

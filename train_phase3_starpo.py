@@ -109,10 +109,10 @@ def main(argv: list[str] | None = None) -> None:
                     metrics |= thoughts_and_prompts(cfg, learner, chat, groups, step, state.collapse, monitor.say)
             scored_at = time.perf_counter()
             state.empty_steps = 0 if scored.kept else state.empty_steps + 1
-            experience = collect(cfg, learner, groups, scored) if scored.kept else None
-            tokens = monitor.tokens(learner, chat, groups, step, experience)
-            if experience is not None:
-                with hardware.one_order(learner.one_order):
+            with hardware.one_order(learner.one_order):
+                experience = collect(cfg, learner, groups, scored) if scored.kept else None
+                tokens = monitor.tokens(learner, chat, groups, step, experience)
+                if experience is not None:
                     if cfg.diagnostics.gradients_every and step % cfg.diagnostics.gradients_every == 0:
                         unfiltered = collect(cfg, learner, groups, scored.unfiltered())
                         metrics |= gradients_by_std(learner, unfiltered, scored.std, objective_settings(cfg))

@@ -70,11 +70,6 @@ def won(sample: int) -> float:
     return float(sample % 2)
 
 
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def ours(cfg: StarPORun, model: Any, chat: Chat) -> Callable[[int], Iteration]:
     """Iteration 1, 2, ... of phase 3, its model being the policy."""
     hardware.keep_freed_memory()  # as a script does that loads a model
@@ -92,7 +87,8 @@ def ours(cfg: StarPORun, model: Any, chat: Chat) -> Callable[[int], Iteration]:
         with hardware.one_order(learner.one_order):
             experience = phase3.collect(cfg, learner, groups, phase3.score_and_filter(cfg, groups))
             phase3.update(cfg, learner, experience, step)
-        synchronize()
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
         end = time.perf_counter()
         episodes = [trajectory for group in groups for trajectory in group]
         work = (sum(t.turns for t in episodes), sum(t.tokens for t in episodes), sum(t.context for t in episodes))
@@ -124,7 +120,8 @@ def theirs(cfg: StarPORun, model: Any, chat: Chat, iterations: int, batch_size: 
             began = time.perf_counter()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            synchronize()
+            if model.device.type == "cuda":
+                torch.cuda.synchronize()
             found.append(Iteration(rollout, time.perf_counter() - began - rollout, *work))
 
     steps = range(1, iterations + 1)

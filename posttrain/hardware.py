@@ -19,6 +19,10 @@ from posttrain.types import UserError
 
 TrainingConfig = TypeVar("TrainingConfig", bound=TrainingRun)
 
+# For `one_order`: before torch 2.10 the first product looks for the first of them, flash-attn always for the second.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
+
 
 def resolve_device(device: str) -> torch.device:
     """ "auto", "cpu", "cuda" or "mps" as this process's own device (torchrun numbers a machine's GPUs in LOCAL_RANK).
@@ -36,9 +40,6 @@ def resolve_device(device: str) -> torch.device:
         _check_mps()
     if device != "cuda":
         return torch.device(device)
-    # what `one_order` asks of cuBLAS, from its first product on, and of flash-attn, where a model uses it
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
     number, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if number >= there:
         raise UserError(
@@ -113,15 +114,17 @@ def one_order(on: bool = True) -> Iterator[None]:
 
     Without it the backward pass of attention adds in the order in which its threads happen to finish.
     """
+    if not on:
+        yield
+        return
     settings: Any = torch.utils.deterministic
-    before, filled = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
-    if on:
-        torch.use_deterministic_algorithms(True)
-        settings.fill_uninitialized_memory = False  # which only helps to find mistakes
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False  # it helps to find mistakes
+    torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before, warn_only=warns)
         settings.fill_uninitialized_memory = filled
 
 

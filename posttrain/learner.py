@@ -130,7 +130,7 @@ class Learner:
         of_policy = [p for p in self.trained.model.parameters() if p.requires_grad]
         self.trainable = [of_policy, of_critic]
         self.optimizer = self._optimizer()
-        self.one_order = has_one_order(model)
+        self.one_order = has_one_order(model, bool(cfg.trainer.bf16))
 
     def _base(self, model: Any) -> Any:
         return model.get_base_model() if self.adapted else model

@@ -114,7 +114,8 @@ def main(argv: list[str] | None = None) -> None:
         questions = kept_questions(kept, vocabulary=max(chat.tokenizer.get_vocab().values()) + 1, longest=longest)
         answers = answered(cfg, model, chat, questions, judge)
     imitated = best_answers(answers)
-    write_rows(out / BEST, (dialogue(questions[answer.prompt], answer) for answer in imitated))
+    if imitated:
+        write_rows(out / BEST, (dialogue(questions[answer.prompt], answer) for answer in imitated))
     if cfg.pairs_per_prompt:
         pairs, reasons = chosen(cfg, answers)
         told = report(len(questions), pairs, reasons)

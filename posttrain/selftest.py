@@ -237,21 +237,32 @@ def _largest_difference(model: PreTrainedModel, stop_ids: Sequence[int], pad_id:
     return max(worst)
 
 
-def has_one_order(model: Any) -> bool:
-    """Whether `one_order` is needed and every operation of this model has one, by a backward pass of eight tokens."""
-    if model.device.type != "cuda" or launcher.sharding() != "none":
+def has_one_order(model: Any, bf16: bool) -> bool:
+    """Whether a GPU can add up all gradients of this model in one order, by a training step of eight tokens.
+
+    False on a CPU, which always does, and for a sharded model. Operations that are not torch's own are not asked.
+    """
+    device = model.device
+    if device.type != "cuda" or launcher.sharding() != "none":
         return False
-    training, ids = model.training, torch.zeros(1, 8, dtype=torch.long, device=model.device)
+    training, ids = model.training, torch.zeros(1, 8, dtype=torch.long, device=device)
+    # also of a model whose weights are frozen, as those of 4 bits are before they get an adapter
+    hook = model.get_input_embeddings().register_forward_hook(lambda _module, _args, out: out.requires_grad_())
     try:
-        with hardware.one_order():
-            model.eval()(input_ids=ids).logits.float().mean().backward()  # in training mode it could draw numbers
+        with (
+            torch.random.fork_rng(devices=[device]),
+            torch.autocast(device.type, torch.bfloat16, enabled=bf16),
+            hardware.one_order(),
+        ):
+            model.train()(input_ids=ids, use_cache=False).logits.float().mean().backward()
+    except DEVICE_ERRORS:
+        raise
     except RuntimeError as error:
-        if "deterministic" not in str(error):
-            raise
-        cause = str(error).partition(". ")[0]
-        runlog.say(f"After --resume this run will go on with gradients that are rounded in another order: {cause}.")
+        cause = one_line(error).partition(" does not have")[0]
+        runlog.say(f"After --resume gradients will be added up in another order than without a stop ({cause}).")
         return False
     finally:
+        hook.remove()
         model.zero_grad(set_to_none=True)
         model.train(training)
     return True

@@ -39,7 +39,6 @@ from posttrain.metrics import wilson
 from posttrain.model_files import no_bars
 from posttrain.prepared_rows import SOURCES
 from posttrain.run_identity import COUNTS
-from posttrain.selftest import has_one_order
 from posttrain.trl_arguments import FIGURES
 from posttrain.types import UserError
 
@@ -151,12 +150,19 @@ class Outcome(NamedTuple):
 
 
 def fit(
-    trainer: Trainer, title: str, cfg: Any, *, resume: bool, check_first: Callable[[dict[str, Any]], None] | None = None
+    trainer: Trainer,
+    title: str,
+    cfg: Any,
+    *,
+    resume: bool,
+    one_order: bool = False,
+    check_first: Callable[[dict[str, Any]], None] | None = None,
 ) -> Outcome:
     """Train to the end and measure the held-out rows; a signal ends the process here, with a checkpoint.
 
     `check_first(figures)` sees the very first step of a run and may raise. A loss, gradient or weight that is not
     finite ends training: the outcome is then that of the last healthy checkpoint, or a UserError where there is none.
+    one_order: of `selftest.has_one_order`.
     """
     output_dir = Path(cfg.output_dir)
     settings = cfg.model_dump(mode="json")
@@ -169,7 +175,7 @@ def fit(
     boards = dashboards.start(cfg, settings, resume=resume, named=dashboards.as_transformers)
     models.adapters_in_float32(trainer.model)
     say(f"{title}: {models.describe(cfg, trainer.model, trainer.args.device)}")
-    with runlog.StopSignals() as stop, no_bars():
+    with runlog.StopSignals() as stop, no_bars(), hardware.one_order(one_order):
         begun = run_identity.begun_processes(cfg, trainer.args)
         if begun != trainer.args.world_size:
             rows: Any = trainer.train_dataset
@@ -190,8 +196,7 @@ def fit(
                 if newest is not None:
                     remedy = f"Remove {newest}: --resume then takes an older checkpoint."
                     compat.set_trained_tokens(trainer, files.read_json(newest / COUNTS, remedy)["num_tokens"])
-                one_order = hardware.one_order(has_one_order(trainer.model))
-                with checkpoint.full_disk_in_words(output_dir), one_order:
+                with checkpoint.full_disk_in_words(output_dir):
                     trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
             if reporter.stopped:
                 say(f"Stopped after step {trainer.state.global_step}. Go on with the same command and --resume.")

@@ -682,7 +682,7 @@ def test_a_run_stays_as_light_as_it_began(tmp_path):
     assert [words.split()[0] for words in lighter] == ["memory_mib", "threads"]
 
 
-def test_the_reference_run_differs_from_its_configs_in_the_rows_alone(rollout, tmp_path, tiny_chat):
+def test_the_reference_run_keeps_batches_lengths_and_rollouts_of_its_configs(rollout, tmp_path, tiny_chat):
     reference = loaded(FILE.parent / "long" / "reference.py")
     for phase, (kind, name) in enumerate(((SFTRun, "1_sft"), (DPORun, "2_dpo"), (StarPORun, "3_starpo")), 1):
         file = FILE.parent.parent / "configs" / f"phase{name}.yaml"

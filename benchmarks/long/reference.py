@@ -1,7 +1,7 @@
 """How long does a step of the reference run take on the GPU at hand, and how much memory, beside what `--plan` says?
 
 The three scripts with the configs that they read without arguments and a ConvGPT of the published shape. Its weights
-are random, and all rows are as long as the config allows. No more memory is used than a smaller GPU has.
+are random, all rows nearly as long as the config allows. No more memory is used than a smaller GPU has.
     python benchmarks/long/reference.py H100 [--memory 24] [--steps 8 8 3] [--json FILE]    # named as for --plan
 """
 
