@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
 
     # 4. TRL trains. The rows carry assistant_masks, from which TRL makes the labels: only those tokens have a loss.
     training.save_work(model, device)
-    one_order = selftest.has_one_order(model, args.bf16)
+    deterministic = selftest.can_be_deterministic(model, args.bf16)
     with trl_arguments.refusals_in_words():
         trainer = trl_trainers.weighs_held_out_rows(SFTTrainer)(
             model=model,
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
             peft_config=models.peft_config(cfg.model, model, chat),
         )
     prepared_rows.seal(output_dir / "rows", cfg, chat)
-    outcome = training.fit(trainer, "phase 1", cfg, resume=flags.resume, one_order=one_order)
+    outcome = training.fit(trainer, "phase 1", cfg, resume=flags.resume, deterministic=deterministic)
 
     # 5. What phase 2 takes over.
     training.export(

@@ -74,8 +74,8 @@ def main(argv: list[str] | None = None) -> None:
     #    loaded by name could be another model, and would take the memory of a second one.
     training.save_work(model, device)
     training.show_reference_progress()
-    one_order = selftest.has_one_order(model, args.bf16)  # then the reference computes as the policy does
-    with trl_arguments.refusals_in_words(), hardware.one_order(one_order):
+    deterministic = selftest.can_be_deterministic(model, args.bf16)  # then the reference computes as the policy does
+    with trl_arguments.refusals_in_words(), hardware.deterministic(deterministic):
         trainer = trl_trainers.weighs_held_out_rows(trl_trainers.takes_token_ids(DPOTrainer))(
             model=model,
             ref_model=training.reference_in_shards(model),
@@ -97,7 +97,9 @@ def main(argv: list[str] | None = None) -> None:
     def check_first(figures: dict[str, Any]) -> None:
         check_reference(figures, trainer.loss_types, trainer.loss_weights, margin)
 
-    outcome = training.fit(trainer, "phase 2", cfg, resume=flags.resume, one_order=one_order, check_first=check_first)
+    outcome = training.fit(
+        trainer, "phase 2", cfg, resume=flags.resume, deterministic=deterministic, check_first=check_first
+    )
 
     # 5. What phase 3 takes over.
     training.export(

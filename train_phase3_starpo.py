@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
                     metrics |= thoughts_and_prompts(cfg, learner, chat, groups, step, state.collapse, monitor.say)
             scored_at = time.perf_counter()
             state.empty_steps = 0 if scored.kept else state.empty_steps + 1
-            with hardware.one_order(learner.one_order):
+            with hardware.deterministic(learner.deterministic):
                 experience = collect(cfg, learner, groups, scored) if scored.kept else None
                 tokens = monitor.tokens(learner, chat, groups, step, experience)
                 if experience is not None:

@@ -84,7 +84,7 @@ def ours(cfg: StarPORun, model: Any, chat: Chat) -> Callable[[int], Iteration]:
         for group in groups:
             for sample, trajectory in enumerate(group):
                 trajectory.turn_rewards[-1] = won(sample)
-        with hardware.one_order(learner.one_order):
+        with hardware.deterministic(learner.deterministic):
             experience = phase3.collect(cfg, learner, groups, phase3.score_and_filter(cfg, groups))
             phase3.update(cfg, learner, experience, step)
         if model.device.type == "cuda":

@@ -19,7 +19,7 @@ from posttrain.types import UserError
 
 TrainingConfig = TypeVar("TrainingConfig", bound=TrainingRun)
 
-# For `one_order`: before torch 2.10 the first product looks for the first of them, flash-attn always for the second.
+# For `deterministic`. torch before 2.10 reads the first once, at its first product; the second is for flash-attn.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
 
@@ -109,10 +109,10 @@ def trainer_field(cfg: Any, name: str) -> Any:
 
 
 @contextmanager
-def one_order(on: bool = True) -> Iterator[None]:
-    """Within it a GPU adds up gradients in one order: a resumed run is then the same to the bit, as on a CPU.
+def deterministic(on: bool = True) -> Iterator[None]:
+    """Within it torch's deterministic algorithms: a resumed run is then the same to the bit on a GPU, as on a CPU.
 
-    Without it the backward pass of attention adds in the order in which its threads happen to finish.
+    Else the backward pass of attention adds up gradients in the order in which its threads happen to finish.
     """
     if not on:
         yield

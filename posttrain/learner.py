@@ -23,7 +23,7 @@ from posttrain.experience import Batch, BatchRow, Experience, Measured
 from posttrain.head import head_logprobs
 from posttrain.policy import microbatches, trained_states
 from posttrain.prefixes import Prefixes, can_share, prefix_of, worth_sharing
-from posttrain.selftest import can_share_prefixes, has_one_order, head_agrees
+from posttrain.selftest import can_be_deterministic, can_share_prefixes, head_agrees
 from posttrain.sharding import Shards, load_whole_state
 from posttrain.starpo import losses
 from posttrain.types import Trajectory, UserError
@@ -130,7 +130,7 @@ class Learner:
         of_policy = [p for p in self.trained.model.parameters() if p.requires_grad]
         self.trainable = [of_policy, of_critic]
         self.optimizer = self._optimizer()
-        self.one_order = has_one_order(model, bool(cfg.trainer.bf16))
+        self.deterministic = can_be_deterministic(model, bool(cfg.trainer.bf16))
 
     def _base(self, model: Any) -> Any:
         return model.get_base_model() if self.adapted else model

@@ -5,7 +5,7 @@ without_noise               in training mode it computes what it computes in eva
 head_agrees                 log-probs from its states and its output layer are those of its own logits
 can_share_prefixes          rows that continue a prefilled prefix get the states of whole rows
 why_unfit                   with a kept KV cache it samples with the log-probs of a full forward pass; or by replaying
-has_one_order               on a GPU all of its gradients can be added up in one order
+can_be_deterministic        on a GPU torch has a deterministic implementation of each of its operations
 """
 
 from __future__ import annotations
@@ -237,10 +237,10 @@ def _largest_difference(model: PreTrainedModel, stop_ids: Sequence[int], pad_id:
     return max(worst)
 
 
-def has_one_order(model: Any, bf16: bool) -> bool:
-    """Whether a GPU can add up all gradients of this model in one order, by a training step of eight tokens.
+def can_be_deterministic(model: Any, bf16: bool) -> bool:
+    """Whether this model trains under torch's deterministic algorithms on a GPU, by a training step of eight tokens.
 
-    False on a CPU, which always does, and for a sharded model. Operations that are not torch's own are not asked.
+    False on a CPU, which needs none, and for a sharded model. Operations that are not torch's own are not looked at.
     """
     device = model.device
     if device.type != "cuda" or launcher.sharding() != "none":
@@ -252,14 +252,14 @@ def has_one_order(model: Any, bf16: bool) -> bool:
         with (
             torch.random.fork_rng(devices=[device]),
             torch.autocast(device.type, torch.bfloat16, enabled=bf16),
-            hardware.one_order(),
+            hardware.deterministic(),
         ):
             model.train()(input_ids=ids, use_cache=False).logits.float().mean().backward()
     except DEVICE_ERRORS:
         raise
     except RuntimeError as error:
-        cause = one_line(error).partition(" does not have")[0]
-        runlog.say(f"After --resume gradients will be added up in another order than without a stop ({cause}).")
+        cause = one_line(error).partition(", but")[0]
+        runlog.say(f"Training is not deterministic on this GPU, so a resumed run will differ by rounding: {cause}.")
         return False
     finally:
         hook.remove()

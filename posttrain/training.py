@@ -155,14 +155,14 @@ def fit(
     cfg: Any,
     *,
     resume: bool,
-    one_order: bool = False,
+    deterministic: bool = False,
     check_first: Callable[[dict[str, Any]], None] | None = None,
 ) -> Outcome:
     """Train to the end and measure the held-out rows; a signal ends the process here, with a checkpoint.
 
     `check_first(figures)` sees the very first step of a run and may raise. A loss, gradient or weight that is not
     finite ends training: the outcome is then that of the last healthy checkpoint, or a UserError where there is none.
-    one_order: of `selftest.has_one_order`.
+    deterministic: of `selftest.can_be_deterministic`.
     """
     output_dir = Path(cfg.output_dir)
     settings = cfg.model_dump(mode="json")
@@ -175,7 +175,7 @@ def fit(
     boards = dashboards.start(cfg, settings, resume=resume, named=dashboards.as_transformers)
     models.adapters_in_float32(trainer.model)
     say(f"{title}: {models.describe(cfg, trainer.model, trainer.args.device)}")
-    with runlog.StopSignals() as stop, no_bars(), hardware.one_order(one_order):
+    with runlog.StopSignals() as stop, no_bars(), hardware.deterministic(deterministic):
         begun = run_identity.begun_processes(cfg, trainer.args)
         if begun != trainer.args.world_size:
             rows: Any = trainer.train_dataset

@@ -30,7 +30,7 @@ from posttrain.convgpt import ConvGPTForCausalLM
 from posttrain.monitoring.alarm_limits import HALF_PRECISION_GAP
 from posttrain.policy import head_logprobs, trained_states
 from posttrain.sampler import CompiledSampler, SlotSampler
-from posttrain.selftest import has_one_order
+from posttrain.selftest import can_be_deterministic
 from posttrain.starpo_run import make_learner
 from posttrain.types import SamplingParams
 
@@ -97,7 +97,7 @@ def test_an_update_is_that_of_the_cpu(kind: str, checkpointing: bool) -> None:
         cfg = config(trainer={"bf16": False, "gradient_checkpointing": checkpointing, "learning_rate": 1e-3})
         model = network(kind).to(device)
         learner = make_learner(cfg, model, None)
-        with hardware.one_order(learner.one_order):
+        with hardware.deterministic(learner.deterministic):
             update(learner, 8)
         after.append({name: weight.detach().cpu() for name, weight in model.named_parameters()})
     before = dict(network(kind).named_parameters())
@@ -115,7 +115,7 @@ def test_an_update_takes_at_most_the_memory_that_was_planned(kind: str, bf16: bo
     cfg = config(trainer={"bf16": bf16, "gradient_checkpointing": checkpointing, "micro_batch_tokens": rows * CONTEXT})
     model = network(kind).cuda()
     learner = make_learner(cfg, model, None)
-    with hardware.one_order(learner.one_order):
+    with hardware.deterministic(learner.deterministic):
         update(learner, rows)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -127,13 +127,13 @@ def test_an_update_takes_at_most_the_memory_that_was_planned(kind: str, bf16: bo
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
-def test_gradients_of_long_rows_are_added_up_in_one_order(bf16: bool) -> None:
+def test_gradients_of_long_rows_are_deterministic(bf16: bool) -> None:
     """16 rows of 512 tokens, several times: attention's backward pass takes them in many pieces."""
     model = network("llama").cuda()
-    assert has_one_order(model, bf16)
+    assert can_be_deterministic(model, bf16)
     ids_BT = torch.randint(300, (16, 512), generator=torch.Generator().manual_seed(0)).cuda()
     found = []
-    with hardware.one_order(), torch.autocast("cuda", torch.bfloat16, enabled=bf16):
+    with hardware.deterministic(), torch.autocast("cuda", torch.bfloat16, enabled=bf16):
         for _ in range(4):
             model.zero_grad()
             model(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss.backward()
@@ -142,8 +142,8 @@ def test_gradients_of_long_rows_are_added_up_in_one_order(bf16: bool) -> None:
         assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
 
 
-def test_a_model_whose_gradients_have_no_order_is_trained_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    assert has_one_order(build("llama").cuda(), False) and not torch.are_deterministic_algorithms_enabled()
+def test_a_model_that_cannot_be_deterministic_is_trained_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert can_be_deterministic(build("llama").cuda(), False) and not torch.are_deterministic_algorithms_enabled()
     model = build("llama").cuda()
     honest = model.model.forward
 
@@ -154,7 +154,7 @@ def test_a_model_whose_gradients_have_no_order_is_trained_all_the_same(capsys: p
         return out
 
     model.model.forward = pooled
-    assert not has_one_order(model, False) and "adaptive_avg_pool2d" in capsys.readouterr().err
+    assert not can_be_deterministic(model, False) and "adaptive_avg_pool2d" in capsys.readouterr().err
     assert all(weight.grad is None for weight in model.parameters())
 
 
@@ -163,7 +163,7 @@ def test_a_model_whose_gradients_have_no_order_is_trained_all_the_same(capsys: p
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast) -> SimpleNamespace:
-    """Rows of hundreds of tokens: a GPU rounds the sums of shorter ones in one order."""
+    """Rows of hundreds of tokens: those of shorter ones are deterministic on a GPU anyway."""
     folder = tmp_path_factory.mktemp("gpu")
     rows, pairs = [], []
     for n in range(80):
