@@ -163,7 +163,7 @@ def test_a_model_that_cannot_be_deterministic_is_trained_all_the_same(capsys: py
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast) -> SimpleNamespace:
-    """Rows of hundreds of tokens: those of shorter ones are deterministic on a GPU anyway."""
+    """Rows of hundreds of tokens: gradients of shorter rows are deterministic on a GPU anyway."""
     folder = tmp_path_factory.mktemp("gpu")
     rows, pairs = [], []
     for n in range(80):
