@@ -3,7 +3,7 @@
     python benchmarks/tables.py               # all of them
     python benchmarks/tables.py quickstart    # results/quickstart.json: parts of the results.json of `make quickstart`
     python benchmarks/tables.py seeds         # that and results/quickstart-seed*.json, by "Another seed" of decisions
-    python benchmarks/tables.py smollm2       # results/smollm2*.json, by configs/smollm2/evaluate.yaml
+    python benchmarks/tables.py smollm2       # results/smollm2.json, by configs/smollm2/evaluate.yaml
     python benchmarks/tables.py ragen         # results/ragen_levels.jsonl, by long/ragen_levels.py
 
 A test compares them with these texts; the table of the seeds stands in docs/decisions.md.
@@ -33,6 +33,8 @@ ROWS = {
     "coin": "phase 2 with labels by a coin",
     "phase2": "phase 2: DPO",
     "phase3": "phase 3: StarPO",
+    "phase3_last": "its last step",
+    "phase3_seed1_last": "its last step, seed 1",
 }
 TITLES = {
     "frozen-lake": "FrozenLake",
@@ -52,16 +54,13 @@ class Column(NamedTuple):
     place: str  # within a checkpoint's part of results.json
     metric: str
 
-    def entry(self, checkpoint: Record) -> Record | None:
-        found: Record | None = checkpoint
+    def entry(self, checkpoint: Record) -> Record:
         for key in self.place.split("."):
-            found = found.get(key) if found else None
-        return found
+            checkpoint = checkpoint[key]
+        return checkpoint
 
     def cell(self, checkpoint: Record) -> str:
         entry = self.entry(checkpoint)
-        if entry is None:
-            return "not measured"
         value = entry[self.metric]
         if self.metric in ("accuracy", "success", "seq_rep_4"):  # the figures that the intervals belong to
             low, high = entry["low"], entry["high"]
@@ -96,12 +95,9 @@ def read_checkpoints(name: str) -> dict[str, Record]:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["checkpoints"]
 
 
-def of_checkpoints(names: Sequence[str], columns: Sequence[Column]) -> str:
-    """A row for each checkpoint, from one results.json or several of the same checkpoints."""
-    checkpoints: dict[str, Record] = {}
-    for name in names:
-        for key, entry in read_checkpoints(name).items():
-            checkpoints[key] = checkpoints.get(key, {}) | entry
+def of_checkpoints(name: str, columns: Sequence[Column]) -> str:
+    """A row for each checkpoint of a results.json."""
+    checkpoints = read_checkpoints(name)
     entries = [(label, checkpoints[key]) for key, label in ROWS.items() if key in checkpoints]
     cells = [[label, *(column.cell(entry) for column in columns)] for label, entry in entries]
     return table(["", *(column.title for column in columns)], cells)
@@ -112,7 +108,7 @@ def seeds() -> str:
     cells, finals = [], []
     for seed, name in enumerate(("quickstart", "quickstart-seed1", "quickstart-seed2")):
         before, after = (
-            {column.title: (column.entry(checkpoint) or {})[column.metric] for column in QUICKSTART}
+            {column.title: column.entry(checkpoint)[column.metric] for column in QUICKSTART}
             for checkpoint in map(read_checkpoints(name).__getitem__, ("phase2", "phase3"))
         )
         kept = fmean(after[column.title] / before[column.title] for column in KEPT)
@@ -148,12 +144,9 @@ def _mean(shares: Sequence[float]) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "quickstart": lambda: of_checkpoints(("quickstart",), QUICKSTART),
+    "quickstart": lambda: of_checkpoints("quickstart", QUICKSTART),
     "seeds": seeds,
-    # the later file counts: in the first two, phase 2 is the one trained at 2e-5
-    "smollm2": lambda: of_checkpoints(
-        [f"smollm2{of}" for of in ("", "-envs", "-phase2", "-base", "-repetition", "-coin-phase3")], SMOLLM2
-    ),
+    "smollm2": lambda: of_checkpoints("smollm2", SMOLLM2),
     "ragen": ragen,
 }
 
