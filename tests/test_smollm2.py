@@ -60,6 +60,7 @@ def commands(folder: Path, *options: str) -> list[list[str]]:
 
 
 def test_every_command_is_understood(tmp_path: Path):
+    (tmp_path / "rows.jsonl").touch()
     given = [f"GSM8K={tmp_path / 'rows.jsonl'}", "MODEL=some/model", "CORES=3"]
     for options in ([], given):
         found = [[word for word in command if word != "v/bin/python"] for command in commands(tmp_path, *options)]
@@ -103,6 +104,11 @@ def test_what_is_finished_is_left_and_what_was_begun_goes_on(tmp_path: Path):
         "posttrain.pairs", "train_phase2_dpo.py", "train_phase3_starpo.py", "train_phase2_dpo.py", "evaluate_model.py"
     ]  # fmt: skip
     assert ["--resume" in command for command in left] == [True, False, False, False, False]
+
+
+def test_a_missing_file_of_questions_is_refused_before_hours_of_work(tmp_path: Path):
+    refused = make(tmp_path, "-n", "VENV=v", "GSM8K=none.jsonl")
+    assert refused.returncode == 2 and "GSM8K=none.jsonl is no file" in refused.stderr and not refused.stdout
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ GAMES = {"frozen_lake": "FrozenLake", "sokoban": "Sokoban"}
 def rows_of(run: Path, start: str) -> list[Record]:
     """A row for each evaluation of a run; `start` says what the model that it began with has imitated.
 
-    The last one plays test levels with the policy that did best on the validation levels, the earliest of several.
+    The last one plays test levels with the policy that the run kept as its best on the validation levels.
     """
     if not (run / "run_config.yaml").exists():
         raise UserError(f"{run} is no folder of a run of phase 3: there is no run_config.yaml in it.")
@@ -47,11 +47,12 @@ def rows_of(run: Path, start: str) -> list[Record]:
                     for game in GAMES
                 }
                 rows.append({"start": start, "seed": seed, "step": metrics["step"], "levels": levels} | figures)
-    steps = [row for row in rows if row["levels"] == validation]
-    if not steps:
+    if not any(row["levels"] == validation for row in rows):
         raise UserError(f"{run} has not been evaluated yet: metrics.jsonl has no evaluation of {' and '.join(GAMES)}.")
-    best = max(steps, key=lambda row: sum(row[game]["success"] for game in GAMES))
-    return [row | {"step": best["step"]} if row["levels"] == test else row for row in rows]
+    best = max((int(folder.name.removeprefix("best-")) for folder in run.glob("best-*")), default=None)
+    if best is None:
+        raise UserError(f"{run} has no folder best-STEP, which says after which step its test levels were played.")
+    return [row | {"step": best} if row["levels"] == test else row for row in rows]
 
 
 def markdown(rows: list[Record]) -> str:
