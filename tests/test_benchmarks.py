@@ -636,6 +636,9 @@ def test_the_table_of_smollm2s_phase_3_is_that_of_its_rows(
             (3, 5, "test, 100 each, of the best step"),
         ]
         assert "| games | 3 | Sokoban | 50 % | 51 % | 5 | 75 % [40, 60] |" in capsys.readouterr().out
+    (run / "best-5").rmdir()
+    with pytest.raises(script.UserError, match="has not been evaluated yet"):
+        script.main()
 
 
 def test_the_tables_of_readme_and_decisions_are_those_of_the_results(

@@ -47,12 +47,13 @@ def rows_of(run: Path, start: str) -> list[Record]:
                     for game in GAMES
                 }
                 rows.append({"start": start, "seed": seed, "step": metrics["step"], "levels": levels} | figures)
-    if not any(row["levels"] == validation for row in rows):
-        raise UserError(f"{run} has not been evaluated yet: metrics.jsonl has no evaluation of {' and '.join(GAMES)}.")
-    best = max((int(folder.name.removeprefix("best-")) for folder in run.glob("best-*")), default=None)
-    if best is None:
-        raise UserError(f"{run} has no folder best-STEP, which says after which step its test levels were played.")
-    return [row | {"step": best} if row["levels"] == test else row for row in rows]
+    best = [int(folder.name.removeprefix("best-")) for folder in run.glob("best-*")]
+    if not rows or not best:
+        raise UserError(
+            f"{run} has not been evaluated yet: there is no evaluation of {' and '.join(GAMES)} in metrics.jsonl, or no"
+            " folder best-STEP."
+        )
+    return [row | {"step": max(best)} if row["levels"] == test else row for row in rows]
 
 
 def markdown(rows: list[Record]) -> str:
