@@ -33,8 +33,8 @@ ROWS = {
     "coin": "phase 2 with labels by a coin",
     "phase2": "phase 2: DPO",
     "phase3": "phase 3: StarPO",
-    "phase3_last": "its last step",
-    "phase3_seed1_last": "its last step, seed 1",
+    "phase3_last": "phase 3, last step",
+    "phase3_seed1_last": "phase 3, last step, seed 1",
 }
 TITLES = {
     "frozen-lake": "FrozenLake",
