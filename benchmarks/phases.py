@@ -42,6 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 PAD, END, UNKNOWN = "<|endoftext|>", "<|im_end|>", "<unk>"
 WORDS = [PAD, "<|im_start|>", END, UNKNOWN, "system", "user", "assistant"]  # made-up ones follow
 LONGEST = 1024  # tokens of a row: TRL's own max_length, so that neither side cuts anything
+WARM = 3  # optimizer steps that `steady` leaves out
 FRAME = 3  # tokens around a message: <|im_start|>, its role, <|im_end|>
 
 
@@ -161,7 +162,7 @@ def theirs(phase: str, folder: Path, given: Any, **more: Any) -> dict[str, Any]:
     columns = ("messages",) if phase == "sft" else ("chosen", "rejected")
     data = Dataset.from_list([{name: row[name] for name in columns} for row in rows])
     settings = settings_of(phase, folder, given)
-    setattr(ConvGPTConfig, "auto_map", None)  # noqa: B010  TRL reads it of every model that transformers has not
+    let_trl_load_convgpt()
     trainer = settings["trainer"]
     equal = {
         "learning_rate": trainer["learning_rate"],
@@ -181,14 +182,25 @@ def theirs(phase: str, folder: Path, given: Any, **more: Any) -> dict[str, Any]:
     return measure(made, made.train)
 
 
+def let_trl_load_convgpt() -> None:
+    """TRL reads `auto_map` of a model that transformers does not have, and transformers searches in it."""
+    setattr(ConvGPTConfig, "auto_map", {})  # noqa: B010
+
+
 def measure(trainer: Any, train: Callable[[], object], ahead: float = 0.0) -> dict[str, Any]:
     """The loss of all rows under the first weights; then seconds and memory of the training, what is ahead included."""
     start, end = 0.0, 0.0
+    steps: list[tuple[float, int]] = []  # when each ended, and the tokens up to then
 
     class Clock(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             nonlocal start
             start = time.perf_counter()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if args.device.type == "cuda":
+                torch.cuda.synchronize()
+            steps.append((time.perf_counter(), int(trainer._total_train_tokens)))
 
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             nonlocal end
@@ -201,6 +213,9 @@ def measure(trainer: Any, train: Callable[[], object], ahead: float = 0.0) -> di
     train()
     done = {"epochs": trainer.state.epoch, "updates": trainer.state.global_step}
     done["peak"] = _measure.peak(trainer.args.device.type)
+    if len(steps) > WARM:  # the first steps load kernels and find their memory
+        (since, before), (until, after) = steps[WARM - 1], steps[-1]
+        done["steady"] = (after - before) / (until - since)
     return first | done | {"seconds": ahead + end - start, "ahead": ahead}
 
 
@@ -266,6 +281,7 @@ def contestant(name: str, phase: str, folder: Path, given: Any) -> dict[str, Any
 
 def markdown(results: dict[str, Any]) -> str:
     cells, sizes = [], {}
+    steady = all("steady" in each for row in results["rows"] for name in CONTESTANTS for each in row[name])
     for row in results["rows"]:
         seconds = {name: [each["seconds"] for each in row[name]] for name in CONTESTANTS}
         speeds = [f"{row['epochs'] * row['tokens'] / median(times):,.0f}" for times in seconds.values()]
@@ -273,12 +289,18 @@ def markdown(results: dict[str, Any]) -> str:
         ahead = f"{median(each['ahead'] for each in row['ours']) / median(seconds['ours']):.0%}"
         peaks = [f"{median(each['peak'] for each in row[name]):.2f}" for name in CONTESTANTS]
         cells.append([row["phase"], str(row["vocabulary"]), *speeds, *ratios, ahead, *peaks])
+        if steady:
+            rates = [[each["steady"] for each in row[name]] for name in CONTESTANTS]
+            cells[-1] += [f"{median(each):,.0f}" for each in rates]
+            cells[-1] += [_measure.ratio(rates[0], each) for each in rates[1:]]
         sizes[row["phase"]] = (
             f"{row['phase']} {row['tokens']:,} tokens in {results['count']} rows, {row['trained']:,} of them trained, "
             f"{row['epochs']:g} epoch(s)"
         )
     speeds, peaks = ([f"{told} {unit}" for told in CONTESTANTS.values()] for unit in ("tok/s", "GiB"))
     header = ["phase", "vocabulary", *speeds, "ours vs TRL", "ours vs TRL -gc", "ahead", *peaks]
+    if steady:
+        header += [f"{told} tok/s, steady" for told in CONTESTANTS.values()] + ["steady vs TRL", "steady vs TRL -gc"]
     size = f"{results['size']}; {'; '.join(sizes.values())}. Medians of {results['repeats']} processes each."
     return f"{_measure.told(results)}\n{size}\n\n{_measure.table(header, cells)}"
 

@@ -379,6 +379,33 @@ def test_a_device_is_measured_beside_its_own_limits(rollout, tmp_path, monkeypat
     assert results["work"]["prompt"] == 12 and capsys.readouterr().out.count("\n| ") == 3
 
 
+def test_a_gpu_is_measured_by_the_code_that_a_cpu_can_try(rollout, tmp_path, monkeypatch):
+    """Every part with two layers; what fails becomes a row with an error, so none may be there."""
+    gpu = loaded(FILE.parent / "gpu.py")
+    shape = dict(hidden_size=256, head_dim=16, intermediate_size=32)
+    monkeypatch.setattr(gpu, "MODELS", {"convgpt": ("convgpt", shape)})
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)  # takes a minute
+    options = ["--parts", "decode", "train", "profile", "--models", "convgpt", "--json", str(tmp_path / "figures.json")]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *options])
+    gpu.main()
+    rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    assert not [row for row in rows if "error" in row]
+    assert [row["way"] for row in rows if row["what"] == "decode"] == ["eager", "graph"]
+    ways = {(row["way"], row["recomputed"]) for row in rows if row["what"] == "train"}
+    assert {("eager", True), ("eager", False), ("compiled", False), ("lean", False)} <= ways
+    assert sum(row["what"] == "profile" for row in rows) == 2
+
+
+def test_trl_loads_convgpt_by_the_name_of_its_folder(rollout, tmp_path):
+    from trl.trainer.utils import create_model_from_path
+
+    phases = loaded(FILE.parent / "phases.py")
+    shape = dict(NARROW, hidden_size=256, head_dim=16, num_key_value_heads=2)
+    phases.ConvGPTForCausalLM(phases.ConvGPTConfig(**shape)).save_pretrained(tmp_path)
+    phases.let_trl_load_convgpt()
+    assert type(create_model_from_path(str(tmp_path))) is phases.ConvGPTForCausalLM
+
+
 def test_what_cannot_be_measured_is_said_before(rollout, monkeypatch, capsys):
     for script, options in {
         "update": ["--conversations", "4"],
@@ -586,7 +613,7 @@ def test_the_tables_of_the_learning_benchmark_are_those_of_its_rows(
     [("rollout", f"rollout{size}") for size in ("", "-vllm", "-trl", "-ragged", "-40m", "-40m-20", "-164m")]
     + [("iteration", f"iteration{size}") for size in ("", "-40m", "-smollm2")]
     + [(script, script) for script in ("update", "phases", "scaling", "device", "envs")]
-    + [("phases", "phases-65k")]
+    + [("phases", "phases-65k"), ("phases", "phases-dpo-h100"), ("gpu", "gpu-h100")]
     + [("launches", "launches-before"), ("launches", "launches")],
 )
 def test_the_tables_of_the_results_are_those_of_their_figures(
