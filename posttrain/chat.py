@@ -17,10 +17,11 @@ with a line break right after the "\\n" of its header, and where a template trim
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -73,6 +74,7 @@ class Chat:
 
     stop_id      the token that ends the assistant's turn, e.g. that of <|im_end|>
     control_ids  the tokens no content may become: all special ones and all added ones the template writes itself
+    start_ids    the special tokens that the tokenizer puts before plain text: Llama's <|begin_of_text|>, none for Qwen
     added_tokens how many ids were added to the tokenizer: the model's embeddings must grow by as many rows
     """
 
@@ -82,6 +84,7 @@ class Chat:
     stop_id: int
     pad_id: int
     control_ids: frozenset[int]
+    start_ids: list[int]
     added_tokens: int
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, origin: str, added_tokens: int) -> None:
@@ -97,6 +100,7 @@ class Chat:
         self._accepted: dict[tuple[tuple[str, ...], bool], list[list[int]]] = {}
 
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.start_ids = list(takewhile(special.__contains__, tokenizer("a")["input_ids"]))
         self._backend = plain_text_tokenizer(tokenizer, special)
         self._check_template()
 
@@ -112,11 +116,14 @@ class Chat:
         self.pad_id = self._choose_pad()
 
     @classmethod
-    def load(cls, tokenizer: PreTrainedTokenizerBase, template: str | Path | None) -> Chat:
+    def load(
+        cls, tokenizer: PreTrainedTokenizerBase, template: str | Path | None, trained_with: str | None = None
+    ) -> Chat:
         """The chat of a model. `template` is a file or None: then the model's own, or ours if it has none.
 
         The tokenizer is taken over: it gets the template, a padding token and, with our template, the two ChatML tokens
-        where it lacks them.
+        where it lacks them. A template that lacks what the tokenizer puts before plain text (`start_ids`) gets it, and
+        so does whoever serves the model; one of hash `trained_with`, as an earlier phase used it, stays as it is.
         """
         if not hasattr(tokenizer, "backend_tokenizer"):
             raise UserError(
@@ -134,7 +141,7 @@ class Chat:
         text = text.replace("\r\n", "\n")  # as it will be read back from the checkpoint: the hash must not change
 
         added = 0
-        if text == TEMPLATE_PATH.read_text(encoding="utf-8"):
+        if text.endswith(TEMPLATE_PATH.read_text(encoding="utf-8")):  # a start of text may stand before it
             before = len(tokenizer)
             tokens = [AddedToken(name, special=True, normalized=False) for name in ("<|im_start|>", "<|im_end|>")]
             tokenizer.add_tokens(tokens, special_tokens=True)  # type: ignore[arg-type]
@@ -146,6 +153,11 @@ class Chat:
             if text == text.rstrip():
                 raise
             text = text.rstrip()  # white space behind the last tag is printed after every dialogue: an editor's slip
+            chat = cls(tokenizer, text, origin, added)
+        if chat.hash != trained_with and not chat.writes_start():
+            start = "".join(tokenizer.convert_ids_to_tokens(chat.start_ids))
+            text = re.sub(r"^[ \t]+(?={[%#])", "", text)  # transformers leaves out spaces before a line's first block
+            text = "{{- " + json.dumps(start, ensure_ascii=False) + " }}" + text
             chat = cls(tokenizer, text, origin, added)
         tokenizer.chat_template = text
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(chat.pad_id)
@@ -210,6 +222,10 @@ class Chat:
         # Behind an anchor, because some decoders swallow a space at the start of what they are given.
         anchor = self._backend.decode([self.stop_id], skip_special_tokens=False)
         return self._backend.decode([self.stop_id, *ids], skip_special_tokens=False)[len(anchor) :]
+
+    def writes_start(self) -> bool:
+        """Whether the template writes what the tokenizer puts before plain text, in a dialogue of any shape."""
+        return not self.start_ids or any(self.start_ids[0] in pieces[0] for pieces in self._pieces.values())
 
     # The template as part of a checkpoint
 

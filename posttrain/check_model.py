@@ -65,6 +65,7 @@ def check(cfg: Any) -> Iterator[Line]:
         return
     if not template.refused:
         yield _template(loaded.chat, cfg.chat.template)
+    yield _start(loaded.chat)
     yield from _turns(loaded.chat)
     yield from _tokens(section, loaded.chat)
     yield from _computing(cfg, loaded)
@@ -144,7 +145,7 @@ def _load(section: ModelSection, device: str, template: str | None) -> _Loaded:
 
 def _template(chat: Chat, asked: str | None) -> Line:
     words = f"that of {asked}" if asked else "the model's own"
-    if chat.template.rstrip() == _text_of_ours():
+    if chat.template.rstrip().endswith(_text_of_ours()):
         added = f", whose {chat.added_tokens} tokens are added: phase 1 has to teach them" if chat.added_tokens else ""
         words = f"{'' if asked else 'the model has none, so '}{OURS}{added}"
     if "strftime_now" in chat.template:
@@ -156,6 +157,19 @@ def _text_of_ours() -> str:
     from posttrain.chat import TEMPLATE_PATH
 
     return TEMPLATE_PATH.read_text(encoding="utf-8").rstrip()
+
+
+def _start(chat: Chat) -> Line:
+    """What stands before the first word of a conversation, beside what the tokenizer puts before plain text."""
+    tokens = ", ".join(f"{chat.tokenizer.convert_ids_to_tokens(token)} ({token})" for token in chat.start_ids)
+    if not tokens:
+        return Line(OK, "start of text", "the tokenizer puts no token before plain text, and none is added")
+    puts = f"the tokenizer puts {tokens} before plain text"
+    if chat.prompt([{"role": "user", "content": "Hi"}])[: len(chat.start_ids)] == chat.start_ids:
+        return Line(OK, "start of text", f"{puts}, and the template writes it")
+    if chat.writes_start():
+        return Line(OK, "start of text", f"{puts}, but the template writes it only in some dialogues")
+    return Line(OK, "start of text", f"{puts}, but an earlier phase trained without it, so it stays out")
 
 
 def _turns(chat: Chat) -> Iterator[Line]:

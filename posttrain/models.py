@@ -75,8 +75,9 @@ def load_chat(model: ModelSection, chat_template: str | None) -> Chat:
             model.name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
         _check_ids(model.name_or_path, tokenizer, config)
-        chat = Chat.load(tokenizer, chat_template)  # what its settings hold may show only when it is used
-    chat.require_same_template(_previous_template(model), model.name_or_path)
+        previous = _previous_template(model)
+        chat = Chat.load(tokenizer, chat_template, previous)  # what its settings hold may show only when it is used
+    chat.require_same_template(previous, model.name_or_path)
     return chat
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import trl
 from conftest import CORPUS, byte_level_tokenizer
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 from trl.chat_template_utils import is_chat_template_prefix_preserving, is_chat_template_stop_token_trained
 
@@ -378,6 +378,81 @@ def test_our_template_adds_its_tokens_where_they_are_missing() -> None:
     assert chat.pad_id == 0 == tokenizer.pad_token_id
     assert {512, 513} <= chat.control_ids
     assert Chat.load(tokenizer, None).added_tokens == 0
+
+
+# The start of a text
+
+
+def starting_tokenizer(template: str | None = None, *, starts: str = "<s>") -> Any:
+    """As Llama's and Gemma's tokenizers: plain text begins with `starts`, special tokens that the vocabulary gets."""
+    tokenizer: Any = byte_level_tokenizer()
+    names = re.findall(r"<[^>]*>", starts)
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in ("<s>", "<mask>", "<sop>")])
+    tokenizer.bos_token = "<s>"
+    if names:
+        ids = [(name, tokenizer.convert_tokens_to_ids(name)) for name in names]
+        single = f"{' '.join(names)} $A"
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single, special_tokens=ids)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+BLOCK_FIRST = "  {% set said = messages %}" + CHATML.replace("in messages", "in said") + OPEN
+WRITES_START = "{{ bos_token }}" + CHATML + OPEN
+ONLY_WITH_SYSTEM = "{% if messages[0].role == 'system' %}{{ bos_token }}{% endif %}" + CHATML + OPEN
+
+
+@pytest.mark.parametrize(
+    ("own", "file", "starts"),
+    [
+        (None, None, "<s>"),
+        (CHATML + OPEN, "posttrain/chatml.jinja", "<s>"),
+        (QWEN25, None, "<s>"),
+        (BLOCK_FIRST, None, "<s>"),
+        (WRITES_START, None, "<s>"),
+        (None, None, "<mask><sop>"),
+    ],
+)
+def test_a_conversation_starts_as_plain_text_does(
+    tmp_path: Path, own: str | None, file: str | None, starts: str
+) -> None:
+    without = Chat.load(starting_tokenizer(own, starts=""), file)
+    chat = Chat.load(starting_tokenizer(own, starts=starts), file)
+    start = chat.tokenizer("Hi")["input_ids"][: starts.count("<")]
+    assert spelled(chat, start) == starts and chat.start_ids == start and not without.start_ids
+    written = start if own == WRITES_START else []
+    chat.save(tmp_path)
+    for messages in (dialogue("Hi"), dialogue("Hi", "Yes", "<s>Go"), dialogue("Hi", system="Play.")):
+        ids = chat.prompt(messages)
+        rest = without.prompt(messages)[len(written) :]
+        assert spelled(chat, ids) == starts + spelled(without, rest)
+        assert ids[: len(start)] == start and not set(start) & set(ids[len(start) :])
+        again = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+        text = again.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        assert text == starts + spelled(without, rest)
+    whole, mask = chat.encode(dialogue("Hi", "Yes"))
+    assert whole[: len(start)] == start and not any(mask[: len(start)])
+
+
+def test_no_start_of_text_where_the_tokenizer_puts_none_or_the_template_knows_of_it() -> None:
+    """Qwen and SmolLM2 have a token of that name and put it nowhere; a template may write it for some dialogues."""
+    chat = Chat.load(starting_tokenizer(starts=""), None)
+    assert chat.hash == template_hash(TEMPLATE_PATH.read_text(encoding="utf-8"))
+    assert chat.start_ids == [] and chat.tokenizer.bos_token_id not in chat.prompt(dialogue("Hi"))
+    assert Chat.load(starting_tokenizer(ONLY_WITH_SYSTEM), None).template == ONLY_WITH_SYSTEM
+
+
+def test_a_template_that_an_earlier_phase_trained_with_stays(tmp_path: Path) -> None:
+    """With or without the start of a text, and whether it is the model's own or named as a file."""
+    chat = Chat.load(starting_tokenizer(), None)
+    assert Chat.load(chat.tokenizer, None).hash == chat.hash
+    assert Chat.load(chat.tokenizer, TEMPLATE_PATH, chat.hash).hash == chat.hash
+    before = template_hash(TEMPLATE_PATH.read_text(encoding="utf-8"))
+    old = starting_tokenizer(TEMPLATE_PATH.read_text(encoding="utf-8"))
+    for template in (None, TEMPLATE_PATH):
+        chat = Chat.load(copy.deepcopy(old), template, before)
+        assert chat.hash == before and chat.prompt(dialogue("Hi"))[0] not in chat.start_ids
+        assert not chat.writes_start()
 
 
 # Rollouts: turns appended one by one

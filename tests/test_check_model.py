@@ -13,12 +13,13 @@ import torch
 import yaml
 from model_families import FAMILIES, GEMMA2
 from tiny_runs import ROOT, conversations, python, settings
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import processors
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train_phase1_sft as phase1
 import train_phase3_starpo as phase3
 from posttrain import check_model, checkpoint, config, model_files, model_trials, models, preflight
-from posttrain.chat import Chat
+from posttrain.chat import TEMPLATE_PATH, Chat, template_hash
 from posttrain.config import ModelSection, SFTRun, StarPORun
 from posttrain.engine import open_engine
 from posttrain.plan import Shape
@@ -129,6 +130,29 @@ def test_the_scripts_do_what_is_said(tmp_path: Path, name: str, tuning: str) -> 
     assert gap < 1e-4  # it learns from the log-probs that it sampled with
     assert str(chat.tokenizer.convert_ids_to_tokens(chat.stop_id)) in said["stop token"].words
     assert checkpoint.verify(tmp_path / "run" / "final") and checkpoint.verify(tmp_path / "phase3" / "final")
+
+
+def test_what_a_conversation_starts_with(tmp_path: Path) -> None:
+    folder = model_families.write(tmp_path, "gpt2")
+    words = lines(folder)["start of text"].words
+    assert words == "the tokenizer puts no token before plain text, and none is added"
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    start = processors.TemplateProcessing("<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    tokenizer.backend_tokenizer.post_processor = start
+    tokenizer.save_pretrained(folder)
+    found = lines(folder)
+    puts = "the tokenizer puts <|endoftext|> (0) before plain text"
+    assert found["start of text"].words == f"{puts}, and the template writes it"
+    assert "the model has none, so" in found["chat template"].words and not marks(found, "does not work")
+
+    checkpoint.seal(folder, phase="phase1", chat_template_sha256=template_hash(TEMPLATE_PATH.read_text()))
+    words = lines(folder)["start of text"].words
+    assert words == f"{puts}, but an earlier phase trained without it, so it stays out"
+    some = "{% if messages[0].role == 'system' %}{{ bos_token }}{% endif %}"
+    (folder / "chat_template.jinja").write_text(some + TEMPLATE_PATH.read_text())
+    checkpoint.seal(folder, phase="base")
+    words = lines(folder)["start of text"].words
+    assert words == f"{puts}, but the template writes it only in some dialogues"
 
 
 def test_a_template_without_system_messages(tmp_path: Path) -> None:
