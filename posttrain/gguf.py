@@ -60,6 +60,7 @@ def convert(file: str | Path, folder: str | Path) -> Path:
         )
     if not all(bool(torch.isfinite(weight).all()) for weight in net.parameters()):
         raise UserError(f"{file} holds weights that are not finite: it is damaged. Get it again.")
+    model_files.say_what_is_tied(str(file), net)
     # The weights are ordinary float32 now; with these left in place, the folder would be read as a GGUF model again.
     del net.config.quantization_config
     net.hf_quantizer, net.is_quantized = None, False

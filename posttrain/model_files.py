@@ -100,6 +100,7 @@ def load_weights(model: ModelSection, dtype: torch.dtype, **more: Any) -> PreTra
             ) from error
     net, found = loaded
     _check_weights(model.name_or_path, net, found)
+    say_what_is_tied(model.name_or_path, net, model.trust_remote_code)
     return net
 
 
@@ -158,6 +159,32 @@ def _check_weights(name: str, net: PreTrainedModel, found: dict[str, Any]) -> No
             " What is missing would be random numbers. Get a whole copy of the model (download it again, or take"
             " another checkpoint), or the config.json that belongs to these weights."
         )
+
+
+def say_what_is_tied(name: str, net: Any, trust_remote_code: bool = False) -> None:
+    """Let the config say that the output layer is not the embedding, where the files hold two different tensors.
+
+    transformers then loads both and leaves `tie_word_embeddings: true` in the config. Whoever believes it when the
+    model is saved and loaded again, or gets more rows, drops the output layer. UserError for an architecture that is
+    another one without the tie.
+    """
+    layer, embedding = net.get_output_embeddings(), net.get_input_embeddings()
+    if layer is None or layer.weight is embedding.weight or not net.config.tie_word_embeddings:
+        return
+    as_said = _without_memory(net.config, trust_remote_code)
+    for config in (net.config, net.config.get_text_config()):
+        config.tie_word_embeddings = False
+    as_held = _without_memory(net.config, trust_remote_code)
+    if as_said is not None and as_held is not None and _shapes(as_said) != _shapes(as_held):
+        raise UserError(
+            f"{name}: config.json says that the output layer is the embedding (tie_word_embeddings: true), but the"
+            f" weight files hold another output layer, which {type(net).__name__} has no place for beside such an"
+            " embedding. Get a whole copy of the model."
+        )
+
+
+def _shapes(net: Any) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in net.named_parameters(remove_duplicate=False)}
 
 
 def _without_memory(config: PreTrainedConfig, trust_remote_code: bool) -> Any:

@@ -101,9 +101,12 @@ def adapter_of(section: ModelSection, net: Any, chat: Chat) -> Adapter | str:
     """The adapter that `models.peft_config` asks for, put on, tried and taken off again; why not, in words."""
     if refused := _refused(section, net):
         return refused
+    try:
+        settings: Any = models.peft_config(section, net, chat)
+    except UserError as problem:
+        return str(problem).rstrip(".")
     kept = [(parameter, parameter.requires_grad) for parameter in net.parameters()]
     was_training = net.training
-    settings: Any = models.peft_config(section, net, chat)
     wrapped: Any = get_peft_model(net, settings)
     try:
         _loss(wrapped.train()).backward()

@@ -108,7 +108,7 @@ def peft_config(model: ModelSection, net: Any = None, chat: Chat | None = None) 
         heads += [] if net.config.tie_word_embeddings else [net.get_output_embeddings()]
         rows = {name: ids for name, module in net.named_modules() if any(module is head for head in heads)}
         compat.pass_on_bias()
-    return LoraConfig(
+    settings = LoraConfig(
         task_type="CAUSAL_LM",
         r=model.lora.r,
         lora_alpha=model.lora.alpha,
@@ -116,6 +116,31 @@ def peft_config(model: ModelSection, net: Any = None, chat: Chat | None = None) 
         target_modules=model.lora.target_modules,
         trainable_token_indices=rows,
     )
+    if net is not None:
+        _must_be_mergeable(model, settings, net)
+    return settings
+
+
+def _must_be_mergeable(model: ModelSection, settings: LoraConfig, net: Any) -> None:
+    """UserError for an adapter that cannot be merged: on an embedding that is the output layer, or rows of which train.
+
+    Merging adds what one layer has learnt to the weights of both, so that what is saved is another model.
+    """
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    heads = [net.get_input_embeddings(), net.get_output_embeddings()]
+    names = [name for name, module in net.named_modules() if any(module is head for head in heads)]
+    asked = [name for name in names if check_target_module_exists(settings, name)]
+    if net.config.tie_word_embeddings:
+        why = "the output layer is the embedding, and merging an adapter on one of them changes both"
+    else:
+        why = "rows of the tokens that the chat template adds are trained there, beside which peft takes no adapter"
+        asked = [name for name in asked if name in (settings.trainable_token_indices or {})]
+    if asked:
+        raise UserError(
+            f"model.lora.target_modules={model.lora.target_modules} puts an adapter on {' and '.join(asked)}, but"
+            f" {why}. Leave {'it' if len(asked) == 1 else 'them'} out."
+        )
 
 
 def adapters_in_float32(net: Any) -> None:

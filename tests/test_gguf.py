@@ -80,10 +80,10 @@ def write(file: Path, net: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast,
     out.add_token_merges([" ".join(merge) for merge in merges])
     out.add_eos_token_id(int(str(tokenizer.eos_token_id)))
     for name, weight in net.state_dict().items():
-        if name == "lm_head.weight" or name == without:
+        if (name == "lm_head.weight" and net.config.tie_word_embeddings) or name == without:
             continue
         short = name.removeprefix("model.").replace("layers.", "blk.").replace("embed_tokens", "token_embd")
-        short = "output_norm.weight" if short == "norm.weight" else short
+        short = {"norm.weight": "output_norm.weight", "lm_head.weight": "output.weight"}.get(short, short)
         for ours, theirs in NAMES.items():
             short = short.replace(ours, theirs)
         heads = {"attn_q.weight": 4, "attn_k.weight": 2}.get(short.partition(".")[2].partition(".")[2])
@@ -111,6 +111,22 @@ def test_the_folder_is_the_model_of_the_file(file: Path, net: LlamaForCausalLM, 
     ids = torch.tensor([[5, 17, 300, 42]])
     with torch.no_grad():
         assert torch.equal(again(ids).logits, net(ids).logits)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_config_says_whether_the_file_has_an_output_layer(
+    tiny_tokenizer: PreTrainedTokenizerFast, net: LlamaForCausalLM, tmp_path: Path, tied: bool
+) -> None:
+    torch.manual_seed(1)
+    config = copy.deepcopy(net.config)
+    config.tie_word_embeddings = tied
+    other = LlamaForCausalLM(config).eval()  # type: ignore[arg-type]
+    folder = convert(write(tmp_path / "one.gguf", other, copy.deepcopy(tiny_tokenizer)), tmp_path / "model")
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is tied
+    with torch.no_grad():
+        ids = torch.tensor([[5, 17, 300, 42]])
+        again, _ = load(ModelSection(name_or_path=str(folder)), device="cpu", chat_template=None)
+        assert torch.equal(again(ids).logits, other(ids).logits)
 
 
 def test_the_tokenizer_is_that_of_the_file(file: Path, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -23,7 +23,13 @@ from huggingface_hub import HfApi
 from huggingface_hub.utils import httpx  # the one it was built with, httpx or httpx2
 from safetensors.torch import load_file, save_file
 from tiny_runs import conversations, not_root, settings, tiny_base
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from posttrain import checkpoint, config, hardware, models, preflight
 from posttrain.chat import TEMPLATE_PATH, Chat
@@ -331,6 +337,94 @@ def test_tied_weights_that_are_stored_once_are_not_missing(base: Path, tmp_path:
     edit(tmp_path / "bare" / "config.json", tie_word_embeddings=False)
     with pytest.raises(UserError, match=r"1 missing: lm_head\.weight"):
         load(tmp_path / "bare")
+
+
+def own_output_layer(folder: Path, kind: str = "llama") -> Path:
+    """A model whose config.json ties the output layer to the embedding, while the file holds another output layer."""
+    net: Any
+    torch.manual_seed(2)
+    if kind == "convgpt":
+        net = tiny_convgpt(tied=True)
+    else:
+        config = LlamaConfig(
+            vocab_size=512, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+            tie_word_embeddings=True, dtype="float32",
+        )  # fmt: skip
+        net = LlamaForCausalLM(config)
+    net.save_pretrained(folder)
+    byte_level_tokenizer(chatml=False).save_pretrained(folder)
+    embedding = "model.embed_tokens.weight"
+    retensor(folder, lambda tensors: tensors.update({"lm_head.weight": torch.randn_like(tensors[embedding])}))
+    return folder
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora", "qlora"])
+def test_an_output_layer_of_its_own_is_kept_and_the_config_says_so(tmp_path: Path, tuning: str) -> None:
+    """Also after rows are added, which ties what the config calls tied."""
+    peft = pytest.importorskip("peft")
+    if tuning == "qlora":
+        pytest.importorskip("bitsandbytes")
+    base = own_output_layer(tmp_path / "base")
+    own = load_file(base / "model.safetensors")["lm_head.weight"]
+    section = ModelSection(name_or_path=str(base), tuning=tuning)  # type: ignore[arg-type]
+    net, chat = models.load(section, device="cpu", chat_template=None)
+    assert chat.added_tokens == 2
+    if tuning != "full":
+        net = peft.get_peft_model(net, models.peft_config(section, net, chat))
+    final = models.save(tmp_path / "final", net, chat, {}, source=section, phase="phase1")
+    assert json.loads((final / "config.json").read_text())["tie_word_embeddings"] is False
+    saved = load_file(final / "model.safetensors")
+    assert torch.equal(saved["lm_head.weight"][:512], own) and saved["lm_head.weight"].shape == (514, 64)
+    assert not torch.equal(saved["model.embed_tokens.weight"][:512], own)
+    assert (
+        {json.loads((final / "config.json").read_text())["dtype"]}
+        == {"float32"}
+        == {str(tensor.dtype).removeprefix("torch.") for tensor in saved.values()}
+    )
+
+
+def test_tied_weights_that_are_stored_twice_stay_tied(tmp_path: Path) -> None:
+    folder = own_output_layer(tmp_path / "base")
+    retensor(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    net, _ = load(folder)
+    assert net.config.tie_word_embeddings and net.lm_head.weight is net.model.embed_tokens.weight
+
+
+def test_an_output_layer_that_the_architecture_has_no_place_for_is_refused(tmp_path: Path) -> None:
+    """A ConvGPT scales its states up for tied embeddings alone."""
+    with pytest.raises(UserError, match=r"another output layer, which ConvGPTForCausalLM has no place for"):
+        load(own_output_layer(tmp_path, "convgpt"))
+
+
+@pytest.mark.parametrize("chatml", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("asked", [["q_proj", "lm_head"], ["q_proj", "embed_tokens"], r".*(q_proj|lm_head)"])
+def test_an_adapter_that_cannot_be_merged_is_refused(tmp_path: Path, asked: Any, tied: bool, chatml: bool) -> None:
+    """Merged into weights that two layers share it would change both; everywhere else it gives the same model."""
+    from peft import get_peft_model
+
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    byte_level_tokenizer(chatml=chatml).save_pretrained(tmp_path / "base")
+    section = ModelSection.model_validate(
+        {"name_or_path": str(tmp_path / "base"), "tuning": "lora", "lora": {"target_modules": asked}}
+    )
+    net, chat = models.load(section, device="cpu", chat_template=None)
+    if tied or not chatml:
+        words = "the output layer is the embedding" if tied else "rows of the tokens that the chat template adds"
+        with pytest.raises(UserError, match=rf"puts an adapter on (lm_head|model\.embed_tokens), but {words}"):
+            models.peft_config(section, net, chat)
+        return
+    net = get_peft_model(net, models.peft_config(section, net, chat))  # type: ignore[arg-type]
+    for weight in net.parameters():
+        if weight.requires_grad:
+            torch.nn.init.normal_(weight, std=0.1)
+    expected = logits(net)
+    final = models.save(tmp_path / "final", net, chat, {}, source=section, phase="phase1")
+    assert (logits(load(final)[0]) - expected).abs().max() < 1e-4
 
 
 def test_other_weights_that_lie_beside_are_not_looked_at(base: Path, tmp_path: Path) -> None:
