@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import find_adapter_config_file
 from transformers.utils import logging as transformers_logging
 
 import posttrain.convgpt  # noqa: F401  registers ConvGPT with the Auto classes
@@ -32,9 +34,15 @@ def check_source(model: ModelSection) -> None:
         )
     name, folder = model.name_or_path, Path(model.name_or_path)
     if os.path.isfile(name):
-        raise UserError(f"model.name_or_path={name} is a file. Name the folder that holds config.json and the weights.")
+        words = f"model.name_or_path={name} is a file. Name the folder that holds config.json and the weights."
+        if folder.suffix.lower() == ".gguf":
+            words += f" `python -m posttrain.gguf {shlex.quote(name)} FOLDER` makes such a folder of it."
+        raise UserError(words)
     if os.path.isdir(name):
+        _must_be_no_adapter(model)
         if not os.path.isfile(folder / "config.json"):
+            if os.path.isfile(folder / "final" / "config.json"):
+                raise UserError(f"model.name_or_path={name} is a run's folder. Name its result: {folder / 'final'}.")
             raise UserError(
                 f"model.name_or_path={name} is no checkpoint: it has no config.json. A phase saves the folder "
                 "`final` inside its output_dir; an unfinished phase has none yet (finish it with --resume)."
@@ -51,6 +59,31 @@ def check_source(model: ModelSection) -> None:
         )
 
 
+def _must_be_no_adapter(model: ModelSection) -> None:
+    """UserError for the folder or the Hub name of a PEFT adapter, also where a model lies beside it.
+
+    transformers would load the base model that the adapter names instead of what lies in the folder.
+    """
+    with errors_in_words(f"{model.name_or_path} is no checkpoint that can be loaded"):
+        found = find_adapter_config_file(model.name_or_path, revision=model.revision)
+    if found is None:
+        return
+    merged = Path(model.name_or_path).with_name("final")
+    base = files.read_json(Path(found), "Get a whole copy of the model.").get("base_model_name_or_path")
+    remedy = f"Name the folder in which it is merged: {merged}."
+    if not os.path.isfile(merged / "config.json"):
+        remedy = (
+            f"Merge it into its base model ({base!s:.200}) with peft (PeftModel.from_pretrained, merge_and_unload),"
+            " save that and the tokenizer with save_pretrained, and name that folder."
+        )
+        if os.path.isfile(Path(model.name_or_path) / "config.json"):
+            remedy += " If you mean the model that lies beside it, take the adapter's files away."
+    raise UserError(
+        f"{model.name_or_path} is an adapter: {Path(found).name} lies there. An adapter changes a model and is not one"
+        f" itself. {remedy}"
+    )
+
+
 def load_config(model: ModelSection) -> PreTrainedConfig:
     """The architecture and its sizes, without the weights."""
     file = Path(model.name_or_path) / "config.json"
@@ -59,6 +92,8 @@ def load_config(model: ModelSection) -> PreTrainedConfig:
         labels = content.get("num_labels")
         if isinstance(labels, int) and labels > MOST_LABELS:  # transformers would make a name for each
             raise UserError(f"{file} is damaged: num_labels is {labels:,}. Get a whole copy of the model.")
+    else:
+        _must_be_no_adapter(model)
     with errors_in_words(f"{model.name_or_path} is no checkpoint that can be loaded"):
         return AutoConfig.from_pretrained(
             model.name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code

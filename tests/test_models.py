@@ -339,6 +339,51 @@ def test_tied_weights_that_are_stored_once_are_not_missing(base: Path, tmp_path:
         load(tmp_path / "bare")
 
 
+def adapter_beside(base: Path, folder: Path) -> Path:
+    """folder/adapter, of peft alone."""
+    from peft import get_peft_model
+
+    section = ModelSection(name_or_path=str(base), tuning="lora")
+    net, chat = models.load(section, device="cpu", chat_template=None)
+    get_peft_model(net, models.peft_config(section, net, chat)).save_pretrained(folder / "adapter")  # type: ignore[arg-type]
+    return folder / "adapter"
+
+
+def test_an_adapter_is_no_model(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even beside a whole model, in whose place transformers would load the base model that the adapter names."""
+    adapter = adapter_beside(base, tmp_path)
+    with pytest.raises(UserError, match=rf"adapter is an adapter: .* Merge it into its base model \({base}\)"):
+        preflight.check_run(run_config(tmp_path, adapter))
+    shutil.copytree(base, tmp_path / "final")
+    with pytest.raises(UserError, match=rf"Name the folder in which it is merged: {tmp_path}/final\.$"):
+        preflight.check_run(run_config(tmp_path, adapter))
+    with pytest.raises(UserError, match=rf"is a run's folder. Name its result: {tmp_path}/final\.$"):
+        preflight.check_run(run_config(tmp_path, tmp_path))
+    both = tmp_path / "both"
+    shutil.copytree(base, both)
+    shutil.copytree(adapter, both, dirs_exist_ok=True)
+    edit(both / "adapter_config.json", base_model_name_or_path="somebody/else")
+    (tmp_path / "final").rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"base model \(somebody/else\) with peft.* take the adapter's files away\.$"):
+        load(both)
+
+    cached = tmp_path / "cache" / "models--who--what"
+    shutil.copytree(both, cached / "snapshots" / ("a" * 40))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("a" * 40)
+    for name, value in (("HF_HUB_CACHE", str(tmp_path / "cache")), ("HF_HUB_OFFLINE", True)):
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    with pytest.raises(UserError, match=r"^who/what is an adapter: .*somebody/else"):
+        load("who/what")
+
+
+def test_a_gguf_file_is_named_with_its_command(tmp_path: Path) -> None:
+    file = tmp_path / "a model.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=r"is a file\. .*`python -m posttrain.gguf '.*/a model\.gguf' FOLDER`"):
+        load(file)
+
+
 def own_output_layer(folder: Path, kind: str = "llama") -> Path:
     """A model whose config.json ties the output layer to the embedding, while the file holds another output layer."""
     net: Any
