@@ -27,6 +27,7 @@ from posttrain.types import UserError
 MANIFEST = "manifest.json"
 LOCK = ".lock"
 RUN_CONFIG = "run_config.yaml"
+OF_A_PHASE = (RUN_CONFIG, "counts.json", "state.json")  # only folders that a phase has written hold one of these
 DASHBOARDS = "dashboards.json"  # what the run is called on them
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"  # names the files of weights that are in several
@@ -123,6 +124,22 @@ def verify(folder: Path, *, weights: bool = True) -> dict[str, Any]:
         if changed:
             raise UserError(f"{folder} is damaged: the contents of {name} differ from its checksum. {_REMEDY}")
     return manifest
+
+
+def verify_if_sealed(folder: Path, *, weights: bool = True) -> None:
+    """`verify` for a model's folder, which may come from elsewhere and have no manifest.
+
+    UserError where one that a phase has written has lost it: any of its files may have changed, and nobody would know.
+    """
+    folder = Path(folder)
+    if os.path.exists(folder / MANIFEST):
+        verify(folder, weights=weights)
+    elif found := next((name for name in OF_A_PHASE if os.path.exists(folder / name)), None):
+        raise UserError(
+            f"{folder} was written by a phase ({found} lies in it), but its {MANIFEST} is missing, so nobody can tell"
+            " whether its files are whole. Copy the folder again with all its files. If you have changed it on purpose,"
+            f" take {found} away: then it is loaded unchecked, as a model from elsewhere."
+        )
 
 
 def is_whole(folder: Path) -> bool:

@@ -49,8 +49,7 @@ def check_source(model: ModelSection) -> None:
             )
         for file in (folder / "config.json", *checkpoint.weight_files(folder)):
             files.must_be_readable(file, f"model.name_or_path={name}")
-        if os.path.exists(folder / checkpoint.MANIFEST):
-            checkpoint.verify(folder, weights=False)
+        checkpoint.verify_if_sealed(folder, weights=False)
         return
     if not HUB_NAME.fullmatch(name) or folder.parts[-1] == "final" or os.path.isdir(folder.parent):
         raise UserError(
@@ -103,7 +102,7 @@ def load_config(model: ModelSection) -> PreTrainedConfig:
 def load_weights(model: ModelSection, dtype: torch.dtype, **more: Any) -> PreTrainedModel:
     """The model as its files say, every tensor checked; `more` goes to `from_pretrained`."""
     if os.path.isdir(model.name_or_path):
-        _verify_if_sealed(Path(model.name_or_path))
+        checkpoint.verify_if_sealed(Path(model.name_or_path))
     config = load_config(model)
     if os.path.isdir(model.name_or_path):
         _check_sizes(model, config)
@@ -137,12 +136,6 @@ def load_weights(model: ModelSection, dtype: torch.dtype, **more: Any) -> PreTra
     _check_weights(model.name_or_path, net, found)
     say_what_is_tied(model.name_or_path, net, model.trust_remote_code)
     return net
-
-
-def _verify_if_sealed(folder: Path) -> None:
-    """A checkpoint of ours must be whole; one that came from elsewhere has no manifest to check."""
-    if (folder / checkpoint.MANIFEST).exists():
-        checkpoint.verify(folder)
 
 
 def _check_sizes(model: ModelSection, config: PreTrainedConfig) -> None:

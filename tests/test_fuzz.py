@@ -139,10 +139,10 @@ def of_a_model(handed: Path, place: Path) -> tuple[Callable[[], object], list[Pa
     """Somebody else's: without a manifest, each file is taken as it is."""
     folder = place / "model"
     shutil.copytree(handed, folder)
-    (folder / checkpoint.MANIFEST).unlink()
+    for name in (checkpoint.MANIFEST, checkpoint.RUN_CONFIG):
+        (folder / name).unlink()
     section = ModelSection(name_or_path=str(folder))
-    read = [file for file in folder.iterdir() if file.name != checkpoint.RUN_CONFIG]
-    return lambda: models.load(section, device="cpu", chat_template=None), read
+    return lambda: models.load(section, device="cpu", chat_template=None), list(folder.iterdir())
 
 
 def of_a_handover(handed: Path, place: Path) -> tuple[Callable[[], object], list[Path]]:

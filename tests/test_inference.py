@@ -721,7 +721,8 @@ def test_in_a_terminal(folder: Path) -> None:
     place = Path(shutil.copytree(folder, folder.with_name("endless")))
     shape = json.loads((place / "config.json").read_text()) | {"max_position_embeddings": 10**6}
     (place / "config.json").write_text(json.dumps(shape))
-    (place / "manifest.json").unlink()
+    for name in ("manifest.json", "run_config.yaml"):
+        (place / name).unlink()
     args = [*always(place), "presets.improved.temperature=0.0", "max_new_tokens=100000"]
     ours, theirs = pty.openpty()
     started = program(

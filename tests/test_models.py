@@ -339,6 +339,23 @@ def test_tied_weights_that_are_stored_once_are_not_missing(base: Path, tmp_path:
         load(tmp_path / "bare")
 
 
+@pytest.mark.parametrize("mark", ["run_config.yaml", "counts.json", "state.json"])
+def test_a_folder_of_a_phase_that_has_lost_its_manifest_is_refused(base: Path, tmp_path: Path, mark: str) -> None:
+    """Even its weights might have changed. A model from elsewhere has no manifest, and loads."""
+    net, chat = load(base)
+    final = models.save(tmp_path / "final", net, chat, {}, source=ModelSection(name_or_path=str(base)), phase="phase1")
+    (final / "run_config.yaml").rename(final / mark)
+    (final / "manifest.json").unlink()
+    retensor(final, lambda tensors: tensors[UP].neg_())
+    words = rf"final was written by a phase \({mark} lies in it\), but its manifest.json is missing"
+    with pytest.raises(UserError, match=words):
+        preflight.check_run(run_config(tmp_path, final))
+    with pytest.raises(UserError, match=words):
+        load(final)
+    (final / mark).unlink()
+    load(final)
+
+
 def adapter_beside(base: Path, folder: Path) -> Path:
     """folder/adapter, of peft alone."""
     from peft import get_peft_model
