@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     training.save_work(model, device)
     deterministic = selftest.can_be_deterministic(model, args.bf16)
     with trl_arguments.refusals_in_words():
-        trainer = trl_trainers.weighs_held_out_rows(SFTTrainer)(
+        trainer = trl_trainers.groups_by_length(trl_trainers.weighs_held_out_rows(SFTTrainer))(
             model=model,
             args=args,
             train_dataset=rows["train"],

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import random
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -14,47 +12,13 @@ from typing import Any
 import datasets
 from datasets import Dataset
 
-from posttrain import checkpoint, parallel, runlog
+from posttrain import checkpoint, parallel, runlog, trl_trainers
 from posttrain.chat import Chat
 from posttrain.run_identity import FREE_TO_CHANGE
-from posttrain.types import UserError, derive_seed
+from posttrain.types import UserError
 
 TABLE = "table.json"  # beside the prepared rows: what became of the rows of each data set, for the report
 SOURCES = "sources.json"  # beside the prepared rows: what the model card says of each data set
-
-
-def in_length_pools(rows: Dataset, batch_size: int, seed: int, pool: int = 8, side_by_side: int = 1) -> Dataset:
-    """The rows in an order whose consecutive batches hold rows of similar length, for a sampler that keeps the order.
-
-    Random rows, `pool` batches of them, sorted by length and cut into batches; then all batches shuffled. Short and
-    long rows differ by ten times in mixed data, so random batches are half padding. transformers' own grouping sorts
-    50 batches at a time, and batches that are all of one kind of row taught a small model less.
-
-    side_by_side: batches of an optimizer step, where processes share them. Each step has the rows that it has on one
-    process; within it, batches of similar length follow each other, which processes read at the same time.
-    """
-    rng = random.Random(derive_seed(seed, "length pools"))
-    lengths = _lengths(rows)
-    order = rng.sample(range(len(rows)), len(rows))
-    batches = []
-    for start in range(0, len(order), batch_size * pool):
-        similar = sorted(order[start : start + batch_size * pool], key=lambda row: lengths[row])
-        batches += [similar[at : at + batch_size] for at in range(0, len(similar), batch_size)]
-    full = [batch for batch in batches if len(batch) == batch_size]
-    rng.shuffle(full)
-    for start in range(0, len(full), side_by_side):
-        step = slice(start, start + side_by_side)
-        full[step] = sorted(full[step], key=lambda batch: lengths[batch[-1]])
-    rest = [row for batch in batches if len(batch) < batch_size for row in batch]
-    return rows.select([row for batch in full for row in batch] + rest)
-
-
-def _lengths(rows: Dataset) -> list[int]:
-    """Tokens of each conversation, or of the longer half of each pair."""
-    if "input_ids" in rows.column_names:
-        return [len(ids) for ids in rows["input_ids"]]
-    columns = (rows[name] for name in ("prompt_ids", "chosen_ids", "rejected_ids"))
-    return [len(prompt) + max(len(chosen), len(rejected)) for prompt, chosen, rejected in zip(*columns, strict=True)]
 
 
 def prepare(
@@ -66,21 +30,17 @@ def prepare(
     large, and far away. TRL keeps beside them what it computes from them, reference log-probs above all, which
     `seal` adds to the checksums. Every process calls this; `load` shares the sources out.
 
-    args: a SFTConfig or DPOConfig, whose `group_by_length` becomes the order of the rows (`in_length_pools`).
+    args: a SFTConfig or DPOConfig. Under `group_by_length` the rows are kept in the order in which the first epoch
+    reads them, so that a reference that is asked in their order has little padding as well.
     """
-    grouped = args.train_sampling_strategy == "group_by_length"
-    if grouped:
-        args.train_sampling_strategy = "sequential"
     made_with = _made_with(cfg, chat)
     found = resume and runlog.is_main_process() and _still_whole(folder, made_with)
     if not parallel.gather([found])[0]:
         loaded = load(cfg.data, chat)
         if runlog.is_main_process():
             train = loaded.train
-            if grouped:
-                pool = 8 if args.device.type == "cpu" else 32  # on a CPU `read_in_slices` cuts what padding is left
-                shared = args.gradient_accumulation_steps * args.world_size if args.world_size > 1 else 1
-                train = in_length_pools(train, args.per_device_train_batch_size, cfg.seed, pool, shared)
+            if args.train_sampling_strategy == "group_by_length":
+                train = train.select(trl_trainers.length_pools(trl_trainers.lengths(train), args, epoch=0))
             rows = {"train": train, "eval": loaded.eval}
             told = {SOURCES: loaded.table.for_card(), TABLE: [asdict(each) for each in loaded.table.sources]}
             checkpoint.save(folder, lambda out: _write_rows(rows, told, out), made_with=made_with)
@@ -135,5 +95,4 @@ def _still_whole(folder: Path, made_with: str) -> bool:
 def _made_with(cfg: Any, chat: Chat) -> str:
     """sha256 of all that decides which rows there are, and in which order."""
     settings = {key: value for key, value in cfg.model_dump(mode="json").items() if key not in FREE_TO_CHANGE}
-    facts = [settings, chat.hash, os.environ.get("WORLD_SIZE", "1")]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([settings, chat.hash], sort_keys=True).encode()).hexdigest()

@@ -5,11 +5,14 @@ As in posttrain/compat.py: private parts of another library, which tests/test_co
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Iterator, Sequence
 from operator import mul
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
+
+from posttrain.types import derive_seed
 
 
 def takes_token_ids(trainer: type) -> Any:
@@ -65,3 +68,83 @@ def weighs_held_out_rows(trainer: type) -> Any:
 
     WeighingTrainer.__name__ = trainer.__name__
     return WeighingTrainer
+
+
+def groups_by_length(trainer: type) -> Any:
+    """TRL's SFTTrainer or DPOTrainer, whose `group_by_length` draws batches of similar length anew in each epoch.
+
+    transformers' own grouping sorts 50 batches at a time, and batches that are all of one kind of row taught a small
+    model less. The rows are kept in the order of the first epoch (`prepared_rows.prepare`). Until transformers groups
+    a few batches at a time.
+    """
+
+    class GroupingTrainer(trainer):
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            if self.args.train_sampling_strategy != "group_by_length":
+                return super()._get_train_sampler(train_dataset)
+            return PooledRows(self)
+
+    GroupingTrainer.__name__ = trainer.__name__
+    return GroupingTrainer
+
+
+class PooledRows(Sampler[int]):
+    """The places of a trainer's rows in the order of the epoch that begins.
+
+    The epoch is that of the trainer's state, which a checkpoint holds: after batches were skipped, `set_epoch` does not
+    reach a sampler that several processes share.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.lengths = lengths(trainer.train_dataset)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        epoch = int(self.trainer.state.epoch or 0)
+        order = length_pools(self.lengths, self.trainer.args, epoch) if epoch else list(range(len(self.lengths)))
+        return iter(side_by_side(order, self.lengths, self.trainer.args))
+
+
+def length_pools(lengths: Sequence[int], args: Any, epoch: int) -> list[int]:
+    """The rows of an epoch in an order whose consecutive batches hold rows of similar length.
+
+    Random rows, a few batches of them (a pool), sorted by length and cut into batches; then all batches shuffled. Short
+    and long rows differ by ten times in mixed data, so random batches are half padding.
+
+    args: a SFTConfig or DPOConfig.
+    """
+    size = args.per_device_train_batch_size
+    pool = 8 if args.device.type == "cpu" else 32  # on a CPU `read_in_slices` cuts what padding is left
+    rng = random.Random(derive_seed(args.seed, "length pools", *([epoch] if epoch else [])))
+    order = rng.sample(range(len(lengths)), len(lengths))
+    batches = []
+    for start in range(0, len(order), size * pool):
+        similar = sorted(order[start : start + size * pool], key=lambda row: lengths[row])
+        batches += [similar[at : at + size] for at in range(0, len(similar), size)]
+    full = [batch for batch in batches if len(batch) == size]
+    rng.shuffle(full)
+    rest = [row for batch in batches if len(batch) < size for row in batch]
+    return [row for batch in full for row in batch] + rest
+
+
+def side_by_side(order: Sequence[int], lengths: Sequence[int], args: Any) -> list[int]:
+    """The same rows in each optimizer step, where processes share its batches so that batches of similar length follow
+    each other: these are read at the same time."""
+    size, in_a_step = args.per_device_train_batch_size, args.gradient_accumulation_steps * args.world_size
+    if args.world_size == 1:
+        return list(order)
+    full = [order[at : at + size] for at in range(0, len(order) - size + 1, size)]
+    steps = [full[at : at + in_a_step] for at in range(0, len(full), in_a_step)]
+    batches = [batch for step in steps for batch in sorted(step, key=lambda batch: lengths[batch[-1]])]
+    return [row for batch in batches for row in batch] + list(order[len(full) * size :])
+
+
+def lengths(rows: Any) -> list[int]:
+    """Tokens of each conversation, or of the longer half of each pair."""
+    if "input_ids" in rows.column_names:
+        return [len(ids) for ids in rows["input_ids"]]
+    columns = (rows[name] for name in ("prompt_ids", "chosen_ids", "rejected_ids"))
+    return [len(prompt) + max(len(chosen), len(rejected)) for prompt, chosen, rejected in zip(*columns, strict=True)]

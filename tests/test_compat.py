@@ -219,6 +219,16 @@ def test_weighs_held_out_rows(trainer: Any) -> None:
     assert "losses.repeat(batch_size)" in source(Trainer.evaluation_loop), "transformers weighs its batches"
 
 
+@pytest.mark.parametrize("trainer", [SFTTrainer, DPOTrainer])
+def test_groups_by_length(trainer: Any) -> None:
+    """That each epoch has batches of its own, also after --resume, is in test_phase1.py and test_sharding.py."""
+    grouping = trl_trainers.groups_by_length(trainer)
+    assert issubclass(grouping, trainer) and grouping.__name__ == trainer.__name__
+    assert trainer._get_train_sampler is Trainer._get_train_sampler, "TRL chooses the sampler by itself"
+    assert "sampler_fn=self._get_train_sampler" in source(Trainer.get_train_dataloader)
+    assert "set_epoch(epoch)" in source(Trainer._run_epoch), "an epoch has another name now"
+
+
 @pytest.mark.parametrize("module", [sft_trainer, dpo_trainer])
 def test_trained_tokens(module: Any) -> None:
     """That a resumed run goes on counting is in test_phase1.py."""

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +21,15 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from datasets import Dataset
 from tiny_runs import ROOT, conversations, preferences, python, rows_of, settings, tiny_base
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+)
 
 import train_phase1_sft
 from posttrain import (
@@ -31,11 +38,11 @@ from posttrain import (
     models,
     parallel,
     preflight,
-    prepared_rows,
     run_identity,
     runlog,
     training,
     trl_arguments,
+    trl_trainers,
 )
 from posttrain.chat import Chat
 from posttrain.config import SFTRun, load, resolve, training_flags
@@ -277,35 +284,47 @@ def test_packing_on_a_gpu_is_refused_without_a_kernel_for_it(tmp_path: Path, fil
             arguments(device, "flash_attention_2", eval_packing=True)
 
 
+def pooled(lengths: list[int], *, seed: int = 1, epoch: int = 0, accumulated: int = 1, processes: int = 1) -> list[int]:
+    args = SimpleNamespace(
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=accumulated,
+        world_size=processes,
+        device=torch.device("cpu"),
+        seed=seed,
+    )
+    return trl_trainers.side_by_side(trl_trainers.length_pools(lengths, args, epoch), lengths, args)
+
+
 def test_length_pools_keep_every_row_once_and_halve_the_padding() -> None:
     draw = random.Random(3)
-    rows = Dataset.from_dict({"input_ids": [[n] * draw.choice([5, 20, 50]) for n in range(203)]})
+    lengths = [draw.choice([5, 20, 50]) for _ in range(203)]
 
-    def padded(order: Dataset) -> int:
-        lengths = [len(ids) for ids in order["input_ids"]]
-        return sum(4 * max(lengths[at : at + 4]) for at in range(0, 200, 4))
+    def padded(order: list[int]) -> int:
+        return sum(4 * max(lengths[row] for row in order[at : at + 4]) for at in range(0, 200, 4))
 
-    pooled = prepared_rows.in_length_pools(rows, 4, seed=1)
-    assert sorted(ids[0] for ids in pooled["input_ids"]) == list(range(203))
-    real = sum(len(ids) for ids in rows["input_ids"])
-    assert padded(pooled) < real * 1.15 < real * 1.5 < padded(rows)
-    assert pooled["input_ids"][:] == prepared_rows.in_length_pools(rows, 4, seed=1)["input_ids"][:]
-    assert pooled["input_ids"][:] != prepared_rows.in_length_pools(rows, 4, seed=2)["input_ids"][:]
+    for epoch in (0, 1, 2):
+        assert sorted(pooled(lengths, epoch=epoch)) == list(range(203))
+        assert padded(pooled(lengths, epoch=epoch)) < sum(lengths) * 1.15 < sum(lengths) * 1.5 < padded([*range(203)])
+    assert pooled(lengths) == pooled(lengths) != pooled(lengths, seed=2)
+    assert len({tuple(pooled(lengths, epoch=epoch)) for epoch in range(4)}) == 4
 
 
 def test_length_pools_give_each_step_the_rows_of_one_process() -> None:
     """Of six batches in a step; those that two processes read at the same time are of similar length."""
     draw = random.Random(3)
-    rows = Dataset.from_dict({"input_ids": [[n] * draw.choice([5, 20, 50]) for n in range(203)]})
-    one, shared = (prepared_rows.in_length_pools(rows, 4, seed=1, side_by_side=n)["input_ids"][:] for n in (1, 6))
+    lengths = [draw.choice([5, 20, 50]) for _ in range(203)]
 
-    def waits(order: list[list[int]]) -> int:
-        longest = [max(map(len, order[at : at + 4])) for at in range(0, 200, 4)]
+    def waits(order: list[int]) -> int:
+        longest = [max(lengths[row] for row in order[at : at + 4]) for at in range(0, 200, 4)]
         return sum(max(pair) - min(pair) for pair in zip(longest[::2], longest[1::2], strict=True))
 
-    for start in range(0, 203, 24):
-        assert sorted(one[start : start + 24]) == sorted(shared[start : start + 24])
-    assert waits(shared) < waits(one) / 2
+    waited = []
+    for epoch in range(4):
+        one, shared = pooled(lengths, epoch=epoch), pooled(lengths, epoch=epoch, accumulated=3, processes=2)
+        for start in range(0, 203, 24):
+            assert sorted(one[start : start + 24]) == sorted(shared[start : start + 24])
+        waited.append((waits(one), waits(shared)))
+    assert sum(shared for _, shared in waited) < sum(one for one, _ in waited) / 2, waited
 
 
 def test_group_by_length_trains_in_the_pooled_order(tmp_path: Path, files: SimpleNamespace) -> None:
@@ -314,6 +333,32 @@ def test_group_by_length_trains_in_the_pooled_order(tmp_path: Path, files: Simpl
     a_step = [after - before for before, after in zip([0, *tokens], tokens, strict=False)]
     assert sum(a_step) == tokens[-1]
     assert max(a_step) > 1.5 * min(a_step)  # batches of short rows, batches of long ones
+
+
+def test_group_by_length_draws_new_batches_in_each_epoch(
+    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row once in each of two epochs, in other batches; a run stopped in the second reads on in its order."""
+    seen: list[list[tuple[int, ...]]] = []
+    true_step = Trainer.training_step
+
+    def noted(trainer: Any, model: Any, inputs: Any, *more: Any) -> Any:
+        masks = inputs["attention_mask"].bool()
+        seen.append(sorted(tuple(ids[m].tolist()) for ids, m in zip(inputs["input_ids"], masks, strict=True)))
+        return true_step(trainer, model, inputs, *more)
+
+    monkeypatch.setattr(Trainer, "training_step", noted)
+    file = config_in(tmp_path, files, train_sampling_strategy="group_by_length", max_steps=36, save_steps=22)
+    train(file)
+    first, second = seen[:18], seen[18:]
+    assert len(second) == 18 and sorted(chain(*first)) == sorted(chain(*second))
+    assert len([batch for batch in second if batch in first]) < 9
+    whole = rows_of(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "final")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-36")
+    seen.clear()
+    train(file, "--resume")
+    assert seen == second[4:] and rows_of(tmp_path / "run") == whole
 
 
 def test_packing_trains_on_whole_conversations(tmp_path: Path, files: SimpleNamespace) -> None:
