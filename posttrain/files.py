@@ -15,6 +15,10 @@ from typing import Any
 
 from posttrain.types import UserError, one_line
 
+# Files of rows that posttrain/data/local.py reads, by the ends of their names.
+DATA_FILES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
+DATA_FILES_IN_WORDS = ".jsonl, .json, .csv (also .gz) or .parquet"
+
 # What libraries raise beside OSError when a write fails: safetensors and tokenizers quote the number of the system's
 # error, SQLite has words of its own, and torch's zip writer says only that it failed.
 _SYSTEM_ERROR = re.compile(r"\bos error (\d+)\b")

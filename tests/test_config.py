@@ -474,6 +474,23 @@ def test_an_environment_by_its_name_alone_has_no_keys_yet():
     assert [env.weight for env in written.envs] == [2, 1]
 
 
+def test_a_source_may_be_a_path_alone_and_has_the_kind_that_its_phase_reads() -> None:
+    sources = "[mine.jsonl, {path: a.csv, weight: 2}, {kind: auto, path: openai/gsm8k}]"
+    cfg = config.resolve(SFTRun, ROOT / "configs" / "phase1_sft.yaml", [f"data.sources={sources}"])
+    found = [(source.kind, source.path, source.weight) for source in cfg.data.sources]
+    assert found == [("messages", "mine.jsonl", 1), ("messages", "a.csv", 2), ("gsm8k", "openai/gsm8k", 1)]
+    cfg = config.resolve(DPORun, ROOT / "configs" / "phase2_dpo.yaml", ["data.sources=pairs.jsonl"])
+    assert [(source.kind, source.path) for source in cfg.data.sources] == [("preferences", "pairs.jsonl")]
+    cfg = config.resolve(StarPORun, ROOT / "configs" / "phase3_starpo.yaml", ["distillation.sources=[a.jsonl]"])
+    assert cfg.distillation is not None and cfg.distillation.sources[0].kind == "prompts"
+    cfg = config.resolve(PairsRun, ROOT / "configs" / "pairs.yaml", ["sources=[a.jsonl]", "output_dir=runs/x"])
+    assert cfg.sources[0].kind == "prompts"
+    said = complaint(SFTRun, ROOT / "configs" / "phase1_sft.yaml", "data.sources=[a.jsonl]", "data.sources.0.rows=5")
+    assert "Write `data.sources.0={path: a.jsonl, rows: ...}`." in said
+    for wrong in ("[3]", "3", "[{kind: auto}]", "[{path: 3}]", "[[a.jsonl]]", "[{kind: [], path: a}]"):
+        complaint(SFTRun, ROOT / "configs" / "phase1_sft.yaml", f"data.sources={wrong}")
+
+
 @pytest.mark.parametrize(
     "change, remedy",
     [

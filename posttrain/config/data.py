@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from posttrain.config.shared import Field, Section, wrong
+from posttrain.files import DATA_FILES_IN_WORDS
 
 SFT_KINDS = ("openmathinstruct", "gsm8k", "capybara", "messages", "demonstrations")
 DPO_KINDS = ("ultrafeedback", "preferences")
@@ -19,6 +20,13 @@ _KIND_OPTIONS: dict[str, dict[str, Any]] = {
     "preferences": {"min_margin": 0.0},
     "demonstrations": {"envs": [], "player": None, "thought": "cues"},
     "prompts": {},
+}
+# The sets on the Hub that have a kind of their own.
+HUB_KINDS = {
+    "nvidia/OpenMathInstruct-1": "openmathinstruct",
+    "openai/gsm8k": "gsm8k",
+    "trl-lib/Capybara": "capybara",
+    "HuggingFaceH4/ultrafeedback_binarized": "ultrafeedback",
 }
 
 
@@ -34,8 +42,12 @@ class Source(Section):
         "preferences",
         "demonstrations",
         "prompts",
-    ] = Field("the schema of its rows, which decides the loader and its filters")
-    path: str = Field("Hub id, a local .jsonl or .parquet file, or `embedded` (generated here)", min_length=1)
+    ] = Field(
+        "how its rows are read; messages, preferences and prompts recognise many formats. Left out: what the phase"
+        " reads, preferences in phase 2 and prompts in phase 3, or that of a known set on the Hub",
+        "messages",
+    )
+    path: str = Field(f"a local file ({DATA_FILES_IN_WORDS}), Hub id, or `embedded` (generated here)", min_length=1)
     rows: int | None = Field("rows kept after filtering, sampled by seed; null keeps all", None, ge=1)
     weight: float = Field("how often its rows are seen in one epoch: 2 twice, 0.5 half of them", 1.0, gt=0, le=1000)
     code: Literal["drop", "mask"] | None = Field(
@@ -80,6 +92,25 @@ class DataSection(Section):
     seed: int = Field("chooses rows and the held-out split; independent of the run's seed", 0, ge=0)
     decontaminate: bool = Field("drop rows that share 13 words in a row with an evaluation set", True)
     flip_labels: bool = Field("control run of phase 2: a coin decides which answer of a pair is the chosen one", False)
+
+
+def kinds_filled_in(otherwise: str) -> BeforeValidator:
+    """For a list of sources, or a section that has one: each may be a path alone, and may leave out its kind."""
+
+    def fill_one(given: Any) -> Any:
+        given = {"path": given} if isinstance(given, str) else given
+        if not isinstance(given, dict) or given.get("kind", "auto") != "auto":
+            return given
+        known = HUB_KINDS.get(given["path"]) if isinstance(given.get("path"), str) else None
+        return given | {"kind": known or ("demonstrations" if "envs" in given else otherwise)}
+
+    def fill(given: Any) -> Any:
+        if isinstance(given, dict):
+            return given | {"sources": fill(given["sources"])} if "sources" in given else given
+        given = [given] if isinstance(given, str) else given
+        return [fill_one(one) for one in given] if isinstance(given, list) else given
+
+    return BeforeValidator(fill)
 
 
 def _of_kind(*kinds: str) -> AfterValidator:

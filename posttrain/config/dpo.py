@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from posttrain.config.data import DPO_KINDS, DataSection, _of_kind
+from posttrain.config.data import DPO_KINDS, DataSection, _of_kind, kinds_filled_in
 from posttrain.config.shared import DPO_RATES, Field, TrainingRun, trl_trainer
 from posttrain.config.trl_fields import TRLFields
 
@@ -14,7 +14,7 @@ class DPORun(TrainingRun):
 
     rates = DPO_RATES
 
-    data: Annotated[DataSection, _of_kind(*DPO_KINDS)] = Field("the preference pairs")
+    data: Annotated[DataSection, kinds_filled_in("preferences"), _of_kind(*DPO_KINDS)] = Field("the preference pairs")
     trainer: Annotated[dict[str, Any], TRLFields("trl/trainer/dpo_config.py:DPOConfig")] = trl_trainer(
         "DPOConfig", DPO_RATES
     )

@@ -186,8 +186,9 @@ def _override(given: dict[str, Any], text: str) -> tuple[str, ...]:
             raise UserError(f"`{text}`: {above} is a list of {len(at)}, so `{name}` must be a number below {len(at)}.")
         if not isinstance(at, dict | list):
             instead = ""
-            if isinstance(at, str) and above.rpartition(".")[2].isdigit():  # an environment by its name alone
-                instead = f" Write `{above}={{name: {at}, {name}: ...}}`."
+            if isinstance(at, str) and above.rpartition(".")[2].isdigit():  # an environment or a file by its name alone
+                key = "path" if "sources" in path else "name"
+                instead = f" Write `{above}={{{key}: {at}, {name}: ...}}`."
             raise UserError(f"`{text}`: {above} is {_short(at)} and has no keys.{instead}")
         key_here: Any = int(name) if isinstance(at, list) else name
         if depth == len(path) - 1:

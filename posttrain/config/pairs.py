@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from posttrain.config.data import Source
+from typing import Annotated
+
+from posttrain.config.data import Source, kinds_filled_in
 from posttrain.config.shared import DEVICE, ChatSection, Device, Field, ModelSection, Section
 
 
@@ -15,7 +17,7 @@ class PairsRun(Section):
     hardware: str = Field("free text: what this file was written for and how long it takes there", "")
     model: ModelSection = Field("the model that answers, most often the one that phase 2 starts from")
     chat: ChatSection = Field("how messages become tokens; as in phase 2", ChatSection())
-    sources: list[Source] = Field(
+    sources: Annotated[list[Source], kinds_filled_in("prompts")] = Field(
         "where the prompts come from, as in phases 1 to 3; what is right is known in gsm8k, openmathinstruct, and rows"
         " of prompts with a column answer",
         min_length=1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from posttrain.config.data import SFT_KINDS, DataSection, _of_kind
+from posttrain.config.data import SFT_KINDS, DataSection, _of_kind, kinds_filled_in
 from posttrain.config.shared import SFT_RATES, Field, TrainingRun, trl_trainer
 from posttrain.config.trl_fields import TRLFields
 
@@ -14,7 +14,7 @@ class SFTRun(TrainingRun):
 
     rates = SFT_RATES
 
-    data: Annotated[DataSection, _of_kind(*SFT_KINDS)] = Field("what it is trained on")
+    data: Annotated[DataSection, kinds_filled_in("messages"), _of_kind(*SFT_KINDS)] = Field("what it is trained on")
     trainer: Annotated[dict[str, Any], TRLFields("trl/trainer/sft_config.py:SFTConfig")] = trl_trainer(
         "SFTConfig", SFT_RATES
     )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, model_validator
 
 from posttrain.config.algorithm import AlgorithmSection, presets
-from posttrain.config.data import Source
+from posttrain.config.data import Source, kinds_filled_in
 from posttrain.config.shared import (
     CONTEXT,
     CONTEXT_TURNS,
@@ -119,7 +119,7 @@ class DistillationSection(Section):
     """Generalized knowledge distillation (Agarwal et al., arXiv 2306.13649) with lmbda 0 and beta 0: the teacher is the
     model that phase 3 starts from, rows are its own answers, and the divergence is KL(teacher || policy)."""
 
-    sources: list[Source] = Field(
+    sources: Annotated[list[Source], kinds_filled_in("prompts")] = Field(
         "where the prompts come from, as in phases 1 and 2, `rows` of each; answers that stand there are not read",
         min_length=1,
     )
