@@ -36,7 +36,8 @@ from posttrain.types import UserError, one_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = dict[str, Any]  # {"role": "assistant", "content": "Left", "mask_spans": [[0, 2]]}, the last one optional
+# {"role": "assistant", "content": "Left"}; an answer may have "mask_spans": [[0, 2]], or "train": False, stop token too
+Message = dict[str, Any]
 
 TEMPLATE_PATH = Path(__file__).with_name("chatml.jinja")
 ROLES = ("system", "user", "assistant")  # a role is printed by many templates as it stands, so it is no free text
@@ -169,7 +170,8 @@ class Chat:
         """A whole conversation: ids, and a mask that is True exactly on the assistants' contents and stop tokens.
 
         An assistant's message may carry `mask_spans`, character ranges [start, end) of its content that are not trained
-        (e.g. what an interpreter printed). The content is cut there, so that no token lies on both sides.
+        (e.g. what an interpreter printed). The content is cut there, so that no token lies on both sides. With
+        `train: False` none of it is, nor its stop token.
         """
         return self.encode_batch([messages])[0]
 
@@ -427,6 +429,8 @@ class _Cut(NamedTuple):
 
 def _cut(message: Message) -> _Cut:
     role, content, spans = message["role"], message.get("content"), message.get("mask_spans")
+    if message.get("train") is False:
+        return _Cut([(content, False)], False)
     if spans is None or len(spans) == 0 or not isinstance(content, str):
         return _Cut([(content, role == "assistant")], role == "assistant")
     if role != "assistant":

@@ -19,9 +19,9 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from posttrain import checkpoint
 from posttrain.compat import HTTP_ERROR
+from posttrain.files import DATA_FILES
 from posttrain.types import HUB_NAME, UserError
 
-LOCAL = (".jsonl", ".parquet")  # data files; one may be gone when the card is written
 METHODS = {
     "phase1": ("SFT", "supervised fine-tuning on the assistant's tokens"),
     "phase2": ("DPO", "direct preference optimization (arXiv 2305.18290)"),
@@ -96,8 +96,8 @@ def record(
 
 
 def _published(name: str) -> bool:
-    """Whether a name is one of the Hub: of the form OWNER/NAME, and no file or folder here."""
-    return bool(HUB_NAME.fullmatch(name)) and not Path(name).exists() and Path(name).suffix not in LOCAL
+    """Whether a name is one of the Hub: of the form OWNER/NAME, not a file or folder here, nor a file that is gone."""
+    return bool(HUB_NAME.fullmatch(name)) and not Path(name).exists() and not name.endswith(DATA_FILES)
 
 
 def history(name_or_path: str) -> list[dict[str, Any]]:

@@ -151,13 +151,13 @@ def try_output_layer(device: torch.device) -> None:
 
 def _check_data_path(path: str) -> None:
     """A local data file must be there; "embedded" needs nothing and a Hub name is checked with the Hub."""
-    local = HUB_NAME.fullmatch(path) is None or Path(path).suffix in {".jsonl", ".parquet"}
+    local = HUB_NAME.fullmatch(path) is None or path.endswith(files.DATA_FILES)
     if path != "embedded" and local and not os.path.exists(path):
         raise UserError(f"The data file {path} (data.sources) does not exist.")
     if os.path.isdir(path):
         raise UserError(
-            f"The data source {path} (data.sources) is a folder. Name the .jsonl or .parquet files in it; several "
-            "files are several sources."
+            f"The data source {path} (data.sources) is a folder. Name the files in it ({files.DATA_FILES_IN_WORDS}); "
+            "several files are several sources."
         )
     if os.path.isfile(path):
         files.must_be_readable(path, "A data file (data.sources)")
@@ -204,7 +204,7 @@ def check_hub(wanted: list[ModelSection], data_paths: list[str]) -> None:
             raise UserError(
                 f"Hugging Face cannot be reached, and this run needs from it: {names} ({one_line(error)}). Connect "
                 "and start again; or download them elsewhere (`hf download NAME --local-dir FOLDER`, with "
-                "`--repo-type dataset` for data) and name the model's folder and the data's .jsonl or .parquet files "
+                "`--repo-type dataset` for data) and name the model's folder and the data's files "
                 "(model.name_or_path=..., data.sources); or try the whole pipeline offline: `make quickstart`."
             ) from error
 

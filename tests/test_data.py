@@ -140,7 +140,7 @@ BAD_MATH: dict[str, list[dict[str, Any]]] = {
     ],
     "box is not the expected answer": [math_row("six", "\\boxed{6}"), math_row("name", "\\boxed{five}")],
     "empty content": [math_row("empty", " \n"), math_row("", "\\boxed{5}")],
-    "content is no text": [math_row("null", None), math_row("half", "\ud800 \\boxed{5}")],  # type: ignore[arg-type]
+    "content is not text": [math_row("null", None), math_row("half", "\ud800 \\boxed{5}")],  # type: ignore[arg-type]
     "seen before": [GOOD_MATH[0], GOOD_MATH[0]],
 }
 
@@ -190,7 +190,7 @@ GOOD_TALKS = [
 ]
 BAD_TALKS: dict[str, list[dict[str, Any]]] = {
     "does not end with the assistant": [
-        {"messages": [user("Hi"), assistant("Hello"), user("Bye")]},
+        {"messages": [user("Hi")]},
         {"messages": []},
         {"messages": [{"role": "system", "content": "Alone"}]},
     ],
@@ -205,7 +205,7 @@ BAD_TALKS: dict[str, list[dict[str, Any]]] = {
         {"messages": [user("a"), {"role": "bot", "content": "c"}]},
     ],
     "empty content": [{"messages": [user("a"), assistant("")]}, {"messages": [user("  "), assistant("b")]}],
-    "content is no text": [{"messages": [user("a"), assistant(None)]}, {"messages": [user([{"text": "a"}])]}],
+    "content is not text": [{"messages": [user("a"), assistant(None)]}, {"messages": [user([{"text": "a"}])]}],
     "seen before": [GOOD_TALKS[0]],
 }
 
@@ -832,12 +832,14 @@ def test_wrong_columns_are_named_found_and_expected(tmp_path: Path, tiny_chat: C
     text = refusal(tmp_path, tiny_chat, row, "openmathinstruct")
     for part in ("data.sources.0", "line 1", "instruction, output", "question, generated_solution, expected_answer"):
         assert part in text
-    good = json.dumps(talks(1)[0])
-    assert "line 3" in refusal(tmp_path, tiny_chat, f"{good}\n\n{row}\n")
+    good, row = json.dumps(talks(1)[0]), json.dumps({"question": "a", "reply": "b"})
+    text = refusal(tmp_path, tiny_chat, f"{good}\n\n{row}\n")
+    for part in ("line 3", "question, reply", "conversations", "instruction and output", "prompt and completion"):
+        assert part in text
     assert "score_chosen" in refusal(tmp_path, tiny_chat, '{"chosen": [], "rejected": []}', "ultrafeedback")
 
 
-@pytest.mark.parametrize("value", ["text", None, [1], [{"from": "human", "value": "hi"}]])
+@pytest.mark.parametrize("value", ["text", None, [1], [{"from": "human", "said": "hi"}]])
 def test_messages_of_another_shape_are_shown(tmp_path: Path, tiny_chat: Chat, value: Any) -> None:
     text = refusal(tmp_path, tiny_chat, json.dumps({"messages": value}))
     assert "line 1" in text and "column messages" in text and repr(value)[:10] in text and '"role"' in text
@@ -885,11 +887,12 @@ def test_evaluation_reads_what_training_reads(tmp_path: Path) -> None:
         ("prompts", {"prompt": ["a"]}, "prompt should be text or a list"),
         ("prompts", {"prompt": " "}, "empty content"),
         ("recall", {"messages": None, "answer": "a"}, "column messages should be a list"),
-        ("recall", {"messages": [], "answer": "a"}, "roles do not alternate"),
-        ("recall", {"messages": [assistant("a")], "answer": "a"}, "roles do not alternate"),
-        ("recall", {"messages": [{"role": "user", "content": None}], "answer": "a"}, "content is no text"),
-        ("preferences", {"chosen": None, "rejected": "b"}, "column chosen should be a list"),
-        ("preferences", {"chosen": "a", "rejected": "b"}, "chosen: roles do not alternate; rejected"),
+        ("recall", {"messages": [], "answer": "a"}, "does not end with the user"),
+        ("recall", {"messages": [assistant("a")], "answer": "a"}, "does not end with the user"),
+        ("recall", {"messages": [{"role": "user", "content": None}], "answer": "a"}, "content is not text"),
+        ("preferences", {"chosen": None, "rejected": "b"}, "column chosen should be text or a list"),
+        ("preferences", {"chosen": "a", "rejected": "b"}, "chosen and rejected are text, and there is no prompt"),
+        ("preferences", {"chosen": [assistant("a")], "rejected": [assistant("b")]}, "no prompt before the answer"),
         ("preferences", {"prompt": "a", "chosen": "b", "rejected": "b"}, "both answers are the same"),
         (
             "preferences",
@@ -1042,12 +1045,12 @@ def test_broken_files_are_named_with_the_line(tmp_path: Path, tiny_chat: Chat) -
     assert "line 1" in refusal(tmp_path, tiny_chat, "[" * 100_000)
     assert "line 1" in refusal(tmp_path, tiny_chat, '{"messages": ' + "9" * 5001 + "}")
     assert "cannot be read" in refusal(tmp_path, tiny_chat, "no parquet", name="a.parquet")
-    assert "neither .jsonl nor .parquet" in refusal(tmp_path, tiny_chat, good, name="a.csv")
+    assert "is not a .jsonl, .json, .csv" in refusal(tmp_path, tiny_chat, good, name="a.txt")
     (tmp_path / "latin.jsonl").write_bytes(b'{"messages": "\xe9"}\n')
     for path, part in (
         (tmp_path / "latin.jsonl", "line 1 of .* is not UTF-8 text .byte 0xe9 at place 15"),
         (tmp_path / "missing.jsonl", "does not exist"),
-        (tmp_path, "neither .jsonl nor .parquet"),
+        (tmp_path, "is not a .jsonl, .json, .csv"),
         ("nonsense", "owner/name"),
     ):
         with pytest.raises(UserError, match=part):

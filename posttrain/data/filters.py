@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from posttrain.chat import Message
 from posttrain.config import Source
 from posttrain.data import gsm8k as gsm8k_rows
+from posttrain.data.formats import TEXT
+from posttrain.data.local import printable
 from posttrain.judge import MathJudge, last_boxed
 
 BOX = re.compile(r"\\boxed\s*\{")
@@ -21,16 +23,52 @@ AFTER_BOX = re.compile(r"[\s.$!]*+(\\[)\]])?+[\s.$!]*+")
 PRINTED = re.compile(r"<llm-code-output>(?:(?!</?llm-code-output>).)*+</llm-code-output>", re.DOTALL)
 
 
-LARGEST_SCORE = 1e100  # what is larger, or no number, is no score
+LARGEST_SCORE = 1e100  # what is larger, or not a number, is not a score
+
+# Which keys of a message, beside role and content, may say something else than its text does. A key without a value
+# says nothing. One that is on none of these lists is not known to be harmless: its row is dropped under its name.
+SWITCHES = ("weight", "train", "training", "loss")  # 0 or false: this answer is read, but not trained
+DROPPED = {
+    "calls of tools": ("tool_calls", "function_call", "tool_call_id", "tools", "functions", "tool_responses"),
+    "thoughts beside the content": ("reasoning_content", "reasoning", "reasoning_details", "thinking", "thoughts"),
+    "pictures, sound or files": (
+        "images", "image", "image_url", "videos", "video", "audios", "audio", "files", "attachments",
+    ),
+    "names of speakers": ("name",),
+    "refusals beside the content": ("refusal",),
+}  # fmt: skip
+ROW_COLUMNS = ("tools", "functions", "images", "image", "videos", "video", "audios", "audio")  # of DROPPED, also there
+IGNORED = {  # where a message comes from, and what somebody thinks of it
+    "id", "message_id", "msg_id", "uuid", "parent", "parent_id", "conversation_id", "index", "idx", "turn", "turn_id",
+    "turn_identifier", "timestamp", "time", "date", "create_time", "created", "created_at", "update_time", "updated_at",
+    "language", "lang", "model", "model_name", "provider", "source", "url", "country", "state", "header", "hashed_ip",
+    "toxic", "redacted", "score", "rating", "feedback", "tokens", "token_count", "num_tokens", "length", "metadata",
+    "annotations",
+}  # fmt: skip
+UNKNOWN = "unknown key of a message"
+REMEDIES = {  # what to do about rows that are dropped for these reasons, by how the reason begins
+    "calls of tools": "Calls of tools are not trained; remove such rows.",
+    "thoughts beside": "Write thoughts into the content (<think>...</think> before the answer) and remove the key.",
+    UNKNOWN: "Remove that key from the messages, if it does not change what they mean.",
+    "names of speakers": "Remove the key `name`, if the contents say enough without it.",
+    "no prompt before": "Add a column `prompt`, or begin both dialogues with it.",
+    "longer than": "Write a larger limit of tokens (data.max_length; in phase 3 rollout.max_context).",
+}
+_REASONS = {key: reason for reason, keys in DROPPED.items() for key in keys}
+_CALLERS = ("function_call", "tool_call")  # roles of ShareGPT's messages
+NO_TOOLS = ("[]", "{}", "null")  # a column of tools that says there are none
 
 
 class Example(NamedTuple):
-    """What is kept: one dialogue, or chosen and rejected; the question, which decides the side of the split; and what
-    the answer comes to, where the row says it."""
+    """What is kept: one dialogue, or chosen and rejected; the question, which decides the side of the split; what the
+    answer comes to, where the row says it; whether a last turn without an answer was cut off, and whether turns were
+    that are too long to be read."""
 
     question: str
     dialogues: list[list[Message]]
     answer: str | None = None
+    cut: bool = False
+    shortened: bool = False
 
 
 Check = Callable[[dict[str, Any], Source, MathJudge], Example | str]
@@ -83,17 +121,31 @@ def gsm8k(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | st
 def dialogue(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
     """User and assistant in turn, after a system message perhaps; the held-out split goes by the first user message.
 
-    It ends before an answer that was cut short, which the chat's files mark with "finished": false.
+    It ends before an answer that was cut short, which the chat's files mark with "finished": false, and before a last
+    message of the user that has no answer. Plain text is one message with a role of its own.
     """
-    cut = next((place for place, each in enumerate(row["messages"]) if each.get("finished") is False), None)
-    messages = _plain(row["messages"] if cut is None else row["messages"][: max(cut - 1, 0)])
-    if cut is not None and not any(message["role"] == "assistant" for message in messages):
+    if reason := _columns_that_matter(row):
+        return reason
+    given = row["messages"]
+    if [message["role"] for message in given] == [TEXT]:
+        return Example(given[0]["content"], [given]) if is_text(given[0]["content"]) else "empty content"
+    cut = next((place for place, each in enumerate(given) if each.get("finished") is False), None)
+    answered = given if cut is None else given[: max(cut - 1, 0)]
+    if cut is not None and not any(message["role"] == "assistant" for message in answered):
         return "an answer that was cut short"
+    kept = len(answered)
+    if any(message["role"] == "assistant" for message in answered):
+        while answered[kept - 1]["role"] == "user":
+            kept -= 1
+    messages = plain(answered[:kept])
+    if isinstance(messages, str):
+        return messages
     if reason := fault(messages):
         return reason
     if sum(message["role"] == "assistant" for message in messages) < (source.min_turns or 1):
         return f"fewer than {source.min_turns} answers"
-    return Example(next(message["content"] for message in messages if message["role"] == "user"), [messages])
+    question = next(message["content"] for message in messages if message["role"] == "user")
+    return Example(question, [messages], cut=kept < len(answered))
 
 
 def preference(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
@@ -101,12 +153,10 @@ def preference(row: dict[str, Any], source: Source, judge: MathJudge) -> Example
 
     A `prompt` beside whole dialogues, as UltraFeedback has it, is ignored: it repeats their first message as a string.
     """
-    chosen, rejected = (whole_dialogue(row[name], row.get("prompt")) for name in ("chosen", "rejected"))
-    for messages in (chosen, rejected):
-        if reason := fault(messages):
-            return reason
-    if chosen[:-1] != rejected[:-1]:
-        return "two different prompts"
+    found = dialogues_of_pair(row)
+    if isinstance(found, str):
+        return found
+    chosen, rejected = found
     if chosen[-1]["content"].strip() == rejected[-1]["content"].strip():
         return "identical answers"
     scores: list[Any] = [row.get("score_chosen"), row.get("score_rejected")]
@@ -119,14 +169,46 @@ def preference(row: dict[str, Any], source: Source, judge: MathJudge) -> Example
     return Example("\n".join(message["content"] for message in chosen[:-1]), [chosen, rejected])
 
 
+def dialogues_of_pair(row: dict[str, Any]) -> tuple[list[Message], list[Message]] | str:
+    """Two whole dialogues that differ in the last answer alone, or why a row does not have them."""
+    if reason := _columns_that_matter(row):
+        return reason
+    dialogues: list[list[Message]] = []
+    for name in ("chosen", "rejected"):
+        messages = plain(_whole(row[name], row.get("prompt")))
+        if isinstance(messages, str):
+            return messages
+        if messages and messages[0]["role"] == "assistant":
+            return "no prompt before the answer"
+        if reason := fault(messages):
+            return reason
+        if messages[-1].keys() != {"role", "content"}:
+            return "an answer that is not to be trained whole"
+        dialogues.append([{"role": each["role"], "content": each["content"]} for each in messages])
+    chosen, rejected = dialogues
+    return (chosen, rejected) if chosen[:-1] == rejected[:-1] else "two different prompts"
+
+
 def prompt(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
     """A prompt alone, as text or as messages of which the last is the user's (TRL's prompt-only format)."""
-    asked = row["prompt"]
-    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else _plain(asked)
-    if reason := fault([*messages, {"role": "assistant", "content": "its answer, to come"}]):
-        return "does not end with the user" if reason == "roles do not alternate" else reason
+    if reason := _columns_that_matter(row):
+        return reason
+    messages = asked(row["prompt"])
+    if isinstance(messages, str):
+        return messages
     answer = str(found) if (found := row.get("answer")) is not None else ""
     return Example("\n".join(message["content"] for message in messages), [messages], answer.strip() or None)
+
+
+def asked(given: str | list[Message]) -> list[Message] | str:
+    """A prompt's messages, the last one the user's, or why it has none that can be answered."""
+    messages = plain([{"role": "user", "content": given}] if isinstance(given, str) else given)
+    if isinstance(messages, str):
+        return messages
+    reason = fault([*messages, {"role": "assistant", "content": "its answer, to come"}])
+    if reason is not None:
+        return "does not end with the user" if reason == "roles do not alternate" else reason
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
 CHECKS: dict[str, Check] = {
@@ -142,10 +224,10 @@ CHECKS: dict[str, Check] = {
 
 
 def fault(messages: Sequence[Message]) -> str | None:
-    """Why these messages are no dialogue that can be trained on; None if they are one."""
+    """Why these messages are not a dialogue that can be trained on; None if they are one."""
     contents = [message["content"] for message in messages]
     if not all(isinstance(content, str) and _is_unicode(content) for content in contents):
-        return "content is no text"
+        return "content is not text"
     if not all(map(is_text, contents)):
         return "empty content"
     roles = [message["role"] for message in messages]
@@ -169,19 +251,58 @@ def _is_unicode(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _plain(messages: Sequence[dict[str, Any]]) -> list[Message]:
-    """Role, content and mask_spans; what else a set keeps in its messages would only be in the way."""
-    return [
-        {"role": message["role"], "content": message["content"]}
-        | ({"mask_spans": message["mask_spans"]} if message.get("mask_spans") else {})
-        for message in messages
-    ]
+def plain(messages: Sequence[dict[str, Any]]) -> list[Message] | str:
+    """Role and content, `mask_spans`, and `train: False` on an answer that is not trained; or the reason why a message
+    cannot be told in these."""
+    kept: list[Message] = []
+    for message in messages:
+        if message["role"] in _CALLERS:
+            return _REASONS["tool_calls"]
+        trained: bool | None = None
+        for key, value in message.items():
+            if key in ("role", "content", "mask_spans", "finished") or key in IGNORED or _is_nothing(value):
+                continue
+            if reason := _REASONS.get(key):
+                return reason
+            if key not in SWITCHES:
+                return f"{UNKNOWN}: {printable(key)}"
+            if value not in (0, 1):  # False and True among them
+                return f"{key} of a message is neither 0 nor 1"
+            trained = bool(value) and trained is not False
+        if trained and message["role"] != "assistant":
+            return "a message to be trained that is not an answer"
+        content = message["content"]
+        if isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content):
+            if not all(map(_is_text_part, content)):
+                return "content with parts that are not text"
+            content = "".join(part["text"] for part in content)
+        spans = {"mask_spans": message["mask_spans"]} if message.get("mask_spans") else {}
+        untrained = {"train": False} if trained is False and message["role"] == "assistant" else {}
+        kept.append({"role": message["role"], "content": content} | spans | untrained)
+    return kept
 
 
-def whole_dialogue(answer: Any, prompt: Any) -> list[Message]:
+def _is_nothing(value: Any) -> bool:
+    return value is None or value in ("", [], {})
+
+
+def _is_text_part(part: dict[str, Any]) -> bool:
+    """True for {"type": "text", "text": "Hi"}, also with the empty columns of other parts."""
+    others = [key for key, value in part.items() if key not in ("type", "text", "cache_control") and value is not None]
+    return part["type"] == "text" and isinstance(part.get("text"), str) and not others
+
+
+def _columns_that_matter(row: dict[str, Any]) -> str | None:
+    """Why the messages of a row are not all that its answers depend on."""
+    for name in ROW_COLUMNS:
+        if not _is_nothing(row.get(name)) and row[name] not in NO_TOOLS:
+            return _REASONS[name]
+    return None
+
+
+def _whole(answer: Any, prompt: Any) -> list[Message]:
     """A dialogue from any of: whole messages; a prompt and the last message; a prompt and an answer as strings."""
-    messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else _plain(answer)
-    if messages and messages[0]["role"] == "assistant" and prompt:
-        before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _plain(prompt)
-        return [*before, *messages]
+    messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    if messages and messages[0]["role"] == "assistant" and prompt is not None:
+        return [*([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt), *messages]
     return messages

@@ -11,11 +11,10 @@ from __future__ import annotations
 import hashlib
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import NamedTuple
 
-import numpy as np
 from datasets import Dataset, Features, List, Value
 
 from posttrain import parallel
@@ -23,16 +22,27 @@ from posttrain.chat import Chat, Message
 from posttrain.config import DataSection, Source
 from posttrain.data import reading
 from posttrain.data.contamination import EvaluationQuestions, evaluation_questions
-from posttrain.data.filters import CHECKS, Example
+from posttrain.data.encoding import (
+    NO_PROMPT,
+    Sample,
+    TokenRow,
+    asked,
+    encode_dialogues,
+    encode_pairs,
+    encode_prompts,
+    most_characters,
+    readable,
+)
+from posttrain.data.filters import CHECKS, REMEDIES, Example
 from posttrain.data.table import FilterTable, SourceReport
 from posttrain.judge import MathJudge
 from posttrain.runlog import console, is_main_process
 from posttrain.types import UserError, derive_seed
 
 ENCODE_AT_ONCE = 512
+CHARACTERS_AT_ONCE = 4_000_000  # a tokenizer takes some 200 bytes for each
 
-TokenRow = tuple[np.ndarray, ...]  # one row of the dataset, column by column
-Encode = Callable[[list[Example], Chat, int], list["Sample | str"]]
+Encode = Callable[[list[Example], Chat, int], list[Sample | str]]
 
 SFT_COLUMNS = Features({"input_ids": List(Value("int32")), "assistant_masks": List(Value("int8"))})
 PREFERENCE_COLUMNS = Features({name: List(Value("int32")) for name in ("prompt_ids", "chosen_ids", "rejected_ids")})
@@ -71,15 +81,6 @@ class Question(NamedTuple):
     answer: str | None
 
 
-class Sample(NamedTuple):
-    """A row as token ids, with what the table counts of it."""
-
-    columns: TokenRow
-    tokens: int
-    trained: int
-    truncated: bool = False
-
-
 def load_sft(data: DataSection, chat: Chat) -> SFTData:
     """Conversations for phase 1; prints the table, and raises UserError where nothing would be trained."""
     return SFTData(*_load(data, chat, encode_dialogues, SFT_COLUMNS))
@@ -116,8 +117,15 @@ def load_questions(data: DataSection, chat: Chat) -> tuple[list[Question], Filte
         for number, source in enumerate(data.sources):
             report = SourceReport(source.path, source.kind, reading.licence(source))
             rows, drawn = _chosen(source, f"sources.{number}", data.seed, judge, report), len(questions)
+            characters = most_characters(chat, data.max_length)
             for row in rows:
-                messages = _asked(row)
+                messages = asked(row)
+                if messages is None:
+                    report.drop(NO_PROMPT)
+                    continue
+                if sum(len(message["content"]) for message in messages) > characters:
+                    report.drop(f"longer than {data.max_length} tokens")
+                    continue
                 ids = chat.prompt(messages)
                 if source.rows is not None and len(questions) - drawn == source.rows:
                     report.drop("not drawn")
@@ -134,8 +142,8 @@ def load_questions(data: DataSection, chat: Chat) -> tuple[list[Question], Filte
     for number, report in enumerate(table.sources):
         if report.train == 0:
             raise UserError(
-                f"Nothing is left of sources.{number}: {report.summary()}. Check that `kind` and `path` fit, or remove"
-                " this source."
+                f"Nothing is left of sources.{number}: {report.summary()}. {_remedy(report)}Check that `kind` and "
+                "`path` fit, or remove this source."
             )
     return questions, table
 
@@ -176,6 +184,7 @@ def _load(
         train += [sample.columns for sample in epoch]
         report.train, report.held_out, report.per_epoch = len(mine), len(samples) - len(mine), len(epoch)
         report.truncated = sum(sample.truncated for _, sample in samples)
+        report.cut = sum(sample.cut for _, sample in samples)
         report.tokens = sum(sample.tokens for sample in epoch)
         report.trained_tokens = sum(sample.trained for sample in epoch)
     random.Random(derive_seed(data.seed, "mix")).shuffle(train)
@@ -218,13 +227,13 @@ def _chosen(source: Source, key: str, seed: int, judge: MathJudge, report: Sourc
     check, seen, arrival = CHECKS[source.kind], set(), count()
     most = 1 if source.kind == "ultrafeedback" else source.max_per_question
     queues: dict[object, list[tuple[int, int, Example]]] = {}  # per question, the last in order on top
-    for raw in reading.read(source, key, seed):
+    for raw in reading.read(source, key, seed, report):
         report.read += 1
         row = check(raw, source, judge)
         if isinstance(row, str):
             report.drop(row)
             continue
-        digest = _digest("\x1e".join(m["role"] + "\x1f" + m["content"] for one in row.dialogues for m in one))
+        digest = _digest("\x1e".join(map(_as_told, (message for one in row.dialogues for message in one))))
         if digest in seen:
             report.drop("seen before")
             continue
@@ -251,12 +260,14 @@ def _tokenise(
     """The first `rows` rows that are in no evaluation set and short enough, as (question, tokens)."""
     kept: list[tuple[str, Sample]] = []
     most = source.rows or len(rows)
-    for at in range(0, len(rows), ENCODE_AT_ONCE):
+    for batch in _batches(rows, most_characters(chat, max_length)):
         if len(kept) == most:
             break
         clean = []
-        for row in rows[at : at + ENCODE_AT_ONCE]:
-            if known.seen_in(row):
+        for row in batch:
+            if row is None:
+                report.drop(f"longer than {max_length} tokens")
+            elif known.seen_in(row):
                 report.drop("in an evaluation set")
             else:
                 clean.append(row)
@@ -266,83 +277,25 @@ def _tokenise(
             elif isinstance(sample, str):
                 report.drop(sample)
             else:
-                kept.append((" ".join(row.question.casefold().split()), sample))
+                kept.append((" ".join(row.question.casefold().split()), sample._replace(cut=row.cut)))
     report.drop("not drawn", max(0, report.read - sum(report.dropped.values()) - len(kept)))
     return kept
 
 
-# Token ids
-
-
-def encode_dialogues(rows: list[Example], chat: Chat, max_length: int) -> list[Sample | str]:
-    """Ids and mask; a row that is too long ends with the last answer that fits whole, or is dropped if none does."""
-    samples: list[Sample | str] = []
-    for encoded in chat.encode_batch([row.dialogues[0] for row in rows]):
-        ids, mask = np.array(encoded.ids, np.int32), np.array(encoded.mask, np.int8)
-        whole = len(ids)
-        if whole > max_length:
-            ends = np.flatnonzero((ids == chat.stop_id) & (mask == 1)) + 1
-            fitting = ends[ends <= max_length]
-            whole = int(fitting[-1]) if len(fitting) else 0
-        trained = int(mask[:whole].sum())
-        if whole == 0:
-            samples.append(f"longer than {max_length} tokens")
-        elif trained == 0:
-            samples.append("no trained token")
-        else:
-            samples.append(Sample((ids[:whole], mask[:whole]), whole, trained, whole < len(ids)))
-    return samples
-
-
-def encode_pairs(rows: list[Example], chat: Chat, max_length: int) -> list[Sample | str]:
-    """Ids of the prompt up to the header of the answer, and of both answers with their stop tokens; none is cut."""
-    encoded = iter(chat.encode_batch([messages for row in rows for messages in row.dialogues]))
-    samples: list[Sample | str] = []
-    for chosen, rejected in zip(encoded, encoded, strict=True):
-        prompt, better = _last_answer(chosen.ids, chosen.mask)
-        same_prompt, worse = _last_answer(rejected.ids, rejected.mask)
-        trained = len(better) + len(worse)
-        if min(len(better), len(worse)) == 0:
-            samples.append("no trained token")
-            continue
-        assert np.array_equal(prompt, same_prompt), "a template wrote the same prompt in two ways"
-        if len(prompt) + max(len(better), len(worse)) > max_length:
-            samples.append(f"longer than {max_length} tokens")
-        elif np.array_equal(better, worse):
-            samples.append("identical answers")
-        else:
-            samples.append(Sample((prompt, better, worse), 2 * len(prompt) + trained, trained))
-    return samples
-
-
-def encode_prompts(rows: list[Example], chat: Chat, max_length: int) -> list[Sample | str]:
-    """Ids of the messages before an answer, up to its header; none is cut."""
-    samples: list[Sample | str] = []
+def _batches(rows: list[Example], most: int) -> Iterator[list[Example | None]]:
+    """So many rows as may be tokenised at once; None for a row of more than `most` characters."""
+    batch: list[Example | None] = []
+    size = 0
     for row in rows:
-        ids = np.array(chat.prompt(_asked(row)), np.int32)
-        if len(ids) > max_length:
-            samples.append(f"longer than {max_length} tokens")
-        else:
-            samples.append(Sample((ids,), len(ids), trained=1))
-    return samples
-
-
-def _asked(row: Example) -> list[Message]:
-    """The messages before an answer of the row, or before the answer to come."""
-    messages = row.dialogues[0]
-    answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-    if messages[-1]["role"] == "assistant":
-        messages = messages[: answers[derive_seed("answer", *(m["content"] for m in messages)) % len(answers)]]
-    return messages
-
-
-def _last_answer(ids: list[int], mask: list[bool]) -> tuple[np.ndarray, np.ndarray]:
-    """Splits in front of the last run of trained tokens and drops what the template writes behind it."""
-    end = len(mask) - mask[::-1].index(True) if True in mask else len(mask)
-    start = end
-    while start > 0 and mask[start - 1]:
-        start -= 1
-    return np.array(ids[:start], np.int32), np.array(ids[start:end], np.int32)
+        short = readable(row, most)
+        length = sum(len(message["content"]) for messages in short.dialogues for message in messages) if short else 0
+        if batch and (len(batch) == ENCODE_AT_ONCE or size + length > CHARACTERS_AT_ONCE):
+            yield batch
+            batch, size = [], 0
+        batch.append(short)
+        size += length
+    if batch:
+        yield batch
 
 
 # The held-out split, and what an epoch sees
@@ -379,12 +332,11 @@ def _weighted(samples: list[Sample], weight: float) -> list[Sample]:
 
 def _require_something(table: FilterTable, section: str) -> None:
     """UserError where nothing is left; `section` is the one of the config that names the sources."""
-    limit = "data.max_length" if section == "data" else "rollout.max_context"
     for number, report in enumerate(table.sources):
         if report.train + report.held_out == 0:
             raise UserError(
-                f"Nothing is left of {section}.sources.{number}: {report.summary()}. Check that `kind` and `path` fit, "
-                f"and loosen the filter that took the rows (for long rows, {limit}), or remove this source."
+                f"Nothing is left of {section}.sources.{number}: {report.summary()}. {_remedy(report)}Check that "
+                "`kind` and `path` fit, loosen the filter that took the rows, or remove this source."
             )
     if sum(report.train for report in table.sources) == 0:
         held_out = sum(report.held_out for report in table.sources)
@@ -399,9 +351,18 @@ def _require_something(table: FilterTable, section: str) -> None:
         )
 
 
+def _remedy(report: SourceReport) -> str:
+    return "".join(f"{does} " for why, does in REMEDIES.items() if any(one.startswith(why) for one in report.dropped))
+
+
 def _dataset(rows: list[TokenRow], columns: Features) -> Dataset:
     """In memory: nothing is written to the user's Hugging Face cache."""
     return Dataset.from_dict({name: [row[n] for row in rows] for n, name in enumerate(columns)}, features=columns)
+
+
+def _as_told(message: Message) -> str:
+    """What makes two rows the same: roles, contents, and which answers are trained."""
+    return message["role"] + "\x1f" + message["content"] + "\x1funtrained" * (message.get("train") is False)
 
 
 def _digest(text: str) -> int:

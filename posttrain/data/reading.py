@@ -1,4 +1,4 @@
-"""Where do rows come from?  The Hub, a local .jsonl or .parquet file, or the project's own generators.
+"""Where do rows come from?  The Hub, a local file, or the project's own generators.
 
 Training (`read`) and evaluation (`evaluation_rows`) read files in the same way. A file that is damaged, or holds rows
 of another schema, is a UserError that names the file, the line and what is expected there.
@@ -6,9 +6,7 @@ of another schema, is a UserError that names the file, the line and what is expe
 
 from __future__ import annotations
 
-import json
 import math
-import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -17,14 +15,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import datasets
-import pyarrow.parquet as pq
 from datasets.exceptions import DatasetsError
 
 from posttrain import embedded
 from posttrain.compat import HTTP_ERROR
 from posttrain.config import Source
-from posttrain.data import gsm8k
-from posttrain.data.filters import fault, is_text, whole_dialogue
+from posttrain.data import filters, formats, gsm8k, local
+from posttrain.data.local import Placed, brief
+from posttrain.data.table import SourceReport
+from posttrain.files import DATA_FILES, DATA_FILES_IN_WORDS
 from posttrain.runlog import Progress
 from posttrain.types import HUB_NAME, UserError, one_line
 
@@ -69,32 +68,42 @@ HELD_OUT = {
     "ultrafeedback": HubSet("HuggingFaceH4/ultrafeedback_binarized", "MIT", "test_prefs", 2_000),
 }
 
-COLUMNS = {
+COLUMNS = {  # of the kinds whose rows have one form
     "openmathinstruct": ("question", "generated_solution", "expected_answer", "error_message", "is_correct"),
     "gsm8k": ("question", "answer"),
-    "capybara": ("messages",),
     "ultrafeedback": ("chosen", "rejected", "score_chosen", "score_rejected"),
-    "messages": ("messages",),
-    "preferences": ("chosen", "rejected"),
-    "demonstrations": ("messages",),
-    "prompts": ("prompt",),
     # what only evaluation reads
     "questions": ("question", "answer"),
     "recall": ("messages", "answer"),
 }
-Placed = tuple[str, dict[str, Any]]  # where a row stands in its file, "line 3" or "row 3", and the row
+FORMATS: dict[str, tuple[formats.Recognise, str]] = {  # of the others, and of pairs and messages
+    "capybara": (formats.dialogue, formats.DIALOGUE_FORMATS),
+    "messages": (formats.dialogue, formats.DIALOGUE_FORMATS),
+    "demonstrations": (formats.dialogue, formats.DIALOGUE_FORMATS),
+    "ultrafeedback": (formats.pair, formats.PAIR_FORMATS),
+    "preferences": (formats.pair, formats.PAIR_FORMATS),
+    "prompts": (formats.prompt, formats.PROMPT_FORMATS),
+    "recall": (formats.last_turn, formats.PROMPT_FORMATS),
+}
 
 
-def read(source: Source, key: str, seed: int) -> Iterator[dict[str, Any]]:
-    """The rows of a source, each with the columns of its kind; `key` says where the config names it.
+def read(source: Source, key: str, seed: int, report: SourceReport | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of a source as `filters` reads them; `key` says where the config names it.
 
-    The messages of `prompts` may stand in a column of either name.
+    report: is told in which format each row came, and which of its columns were not read.
     """
     for place, row in _open(source, key, seed):
-        if source.kind == "prompts" and "prompt" not in row and "messages" in row:
-            row["prompt"] = row["messages"]
-        _check(row, source.kind, f"{key}: {place} of {source.path}")
-        yield row
+        found = _recognised(row, source.kind, f"{key}: {place} of {source.path}")
+        if report is not None:
+            report.recognised(found.format, {name for name in row if row[name] is not None} - found.columns)
+        yield found.row
+
+
+def kind_of(path: str, key: str) -> Literal["messages", "preferences"]:
+    """What a file or a set on the Hub holds, by its first row; `key` says where it is named."""
+    for _, row in _open(Source(kind="messages", path=path), key, 0):
+        return "messages" if isinstance(formats.pair(row), str) else "preferences"
+    return "messages"
 
 
 def evaluation_rows(
@@ -106,96 +115,83 @@ def evaluation_rows(
     is the user's), {"chosen", "rejected"} for preferences (whole dialogues, equal but for the last answer). Columns
     that no suite needs are left out.
     """
-    if not _is_file(path):
-        raise UserError(f"{key}={path} is neither a name that is known here nor a .jsonl or .parquet file.")
+    if not path.endswith(DATA_FILES):
+        raise UserError(f"{key}={path} is neither a name that is known here nor a {DATA_FILES_IN_WORDS} file.")
     rows = []
-    for place, row in islice(_local(Path(path), key), most):
+    for place, row in islice(local.rows_of(Path(path), key), most):
         where = f"{key}: {place} of {path}"
-        _check(row, kind, where)
+        row = _recognised(row, kind, where).row
         rows.append(_preferences(row, where) if kind == "preferences" else _asked(row, kind, where))
     if not rows:
-        raise UserError(f"{key}: {path} is empty. It should have rows with the columns {', '.join(COLUMNS[kind])}.")
+        wanted = ", ".join(COLUMNS[kind]) if kind in COLUMNS else FORMATS[kind][1]
+        raise UserError(f"{key}: {path} is empty. It should have rows with the columns {wanted}.")
     return rows
 
 
 def _asked(row: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
     """A row of questions, prompts or recall, its columns alone."""
     asked: dict[str, Any] = {}
-    for name in COLUMNS[kind]:
+    if kind != "questions":
+        messages = filters.asked(row["prompt"])
+        if isinstance(messages, str):
+            raise UserError(
+                f"{where}: {messages}. The messages of a row are those of user and assistant in turn, the last one "
+                "the user's, each with a text as its content."
+            )
+        asked["messages"] = messages
+    for name in {"questions": ("question", "answer"), "recall": ("answer",)}.get(kind, ()):
         value = row[name]
-        if name in ("messages", "prompt"):
-            name, value = "messages", [{"role": "user", "content": value}] if isinstance(value, str) else value
-            value = [{"role": message["role"], "content": message["content"]} for message in value]
-            problem = fault([*value, {"role": "assistant", "content": "its answer, to come"}])
-            if problem is not None:
-                raise UserError(
-                    f"{where}: {problem}. The messages of a row are those of user and assistant in turn, the last one "
-                    "the user's, each with a text as its content."
-                )
-        elif name == "answer" and isinstance(value, int | float | Decimal) and not isinstance(value, bool):
+        if name == "answer" and isinstance(value, int | float | Decimal) and not isinstance(value, bool):
             if value != value or value in (math.inf, -math.inf):
                 raise UserError(f"{where}: answer is {value}. It should be text or a number.")
             value = str(value)
-        elif not is_text(value):
+        elif not filters.is_text(value):
             wanted = "text or a number" if name == "answer" else "text"
-            raise UserError(f"{where}: {name} should be {wanted}, but is {_brief(value)}.")
+            raise UserError(f"{where}: {name} should be {wanted}, but is {brief(value)}.")
         asked[name] = value
     return asked
 
 
 def _preferences(row: dict[str, Any], where: str) -> dict[str, Any]:
     """A pair as two whole dialogues."""
-    pair = {side: whole_dialogue(row[side], row.get("prompt")) for side in ("chosen", "rejected")}
-    pair = {
-        side: [{"role": message["role"], "content": message["content"]} for message in messages]
-        for side, messages in pair.items()
-    }
-    problems = [f"{side}: {problem}" for side, messages in pair.items() if (problem := fault(messages))]
-    if not problems and pair["chosen"][:-1] != pair["rejected"][:-1]:
-        problems = ["the two dialogues have different prompts"]
-    if not problems and pair["chosen"][-1]["content"] == pair["rejected"][-1]["content"]:
-        problems = ["both answers are the same"]
-    if problems:
+    found = filters.dialogues_of_pair(row)
+    if not isinstance(found, str) and found[0][-1]["content"] == found[1][-1]["content"]:
+        found = "both answers are the same"
+    if isinstance(found, str):
         raise UserError(
-            f"{where}: {'; '.join(problems)}. A pair is two dialogues that differ in the last answer alone, or "
-            "`prompt` with two answers."
+            f"{where}: {found}. A pair is two dialogues that differ in the last answer alone, or `prompt` with two "
+            "answers."
         )
-    return pair
+    return dict(zip(("chosen", "rejected"), found, strict=True))
 
 
-def _check(row: dict[str, Any], kind: str, where: str) -> None:
-    """UserError where a row does not have the columns of its kind, or something else stands in them."""
-    columns = COLUMNS[kind]
+def _recognised(row: dict[str, Any], kind: str, where: str) -> formats.Recognised:
+    """The row as its kind is read; UserError where a column is missing, or something else stands in it."""
+    has = f"{where} has the columns {', '.join(sorted(map(str, row)))[:300] or '(none)'}"
+    columns = COLUMNS.get(kind, ())
     if not set(columns) <= row.keys():
         raise UserError(
-            f"{where} has the columns {', '.join(sorted(map(str, row)))[:300] or '(none)'}; the kind {kind} needs "
-            f"{', '.join(columns)}. Rename the columns or choose the kind that fits."
+            f"{has}; the kind {kind} needs {', '.join(columns)}. Rename the columns or choose the kind that fits."
         )
-    prompt = row.get("prompt")
-    absent = prompt is None and "prompt" not in columns
-    asked = kind == "prompts" or "chosen" in columns
-    if asked and not (absent or isinstance(prompt, str) or _is_dialogue(prompt)):
+    if kind not in FORMATS:
+        return formats.Recognised(kind, row, set(columns))
+    recognise, understood = FORMATS[kind]
+    found = recognise(row)
+    if isinstance(found, str):
+        if found.startswith("column "):
+            raise UserError(f"{where}: {found}. Convert the file.")
         raise UserError(
-            f"{where}: column prompt should be text or a list of messages, but is {_brief(prompt)}. Convert the file."
+            f"{has}. {found or 'No format that is read here has these'}. The kind {kind} reads: {understood}. Rename "
+            "the columns, or choose the kind that fits."
         )
     for name in ("messages", "chosen", "rejected"):
-        plain_answer = kind == "preferences" and isinstance(row.get(name), str)
-        if name in columns and not plain_answer and not _is_dialogue(row[name]):
-            raise UserError(
-                f"{where}: column {name} should be a list of messages "
-                f'[{{"role": "user", "content": "..."}}, ...], but is {_brief(row[name])}. Convert the file.'
-            )
-        for message in row[name] if name in columns and not plain_answer else ():
+        for message in found.row[name] if isinstance(found.row.get(name), list) and name in found.columns else ():
             if not _spans_fit(message):
                 raise UserError(
-                    f"{where}: column {name}: mask_spans is {_brief(message['mask_spans'])}, but should be a list of "
-                    f"[start, end) characters inside the content {_brief(message['content'])}. Correct the file."
+                    f"{where}: column {name}: mask_spans is {brief(message['mask_spans'])}, but should be a list of "
+                    f"[start, end) characters inside the content {brief(message['content'])}. Correct the file."
                 )
-
-
-def _brief(value: object) -> str:
-    """The beginning of a value, however deep it is nested."""
-    return reprlib.repr(value)[:120]
+    return found
 
 
 def licence(source: Source) -> str:
@@ -205,32 +201,20 @@ def licence(source: Source) -> str:
     hub = TRAINING.get(source.kind)
     if hub is not None and hub.path == source.path:
         return hub.licence
-    return "your own file" if _is_file(source.path) else "see its page on the Hub"
+    return "your own file" if source.path.endswith(DATA_FILES) else "see its page on the Hub"
 
 
 def _open(source: Source, key: str, seed: int) -> Iterator[Placed]:
     if source.path == EMBEDDED:
-        return _numbered(_generated(source, key, seed))
-    if _is_file(source.path) or Path(source.path).exists():
-        return _local(Path(source.path), f"{key}.path")
+        return local.numbered(_generated(source, key, seed))
+    if source.path.endswith(DATA_FILES) or Path(source.path).exists():
+        return local.rows_of(Path(source.path), f"{key}.path")
     if not HUB_NAME.fullmatch(source.path):
         raise UserError(
-            f"{key}.path={source.path} is neither `embedded`, nor a .jsonl or .parquet file, nor a name on the Hugging "
-            "Face Hub (owner/name). Write one of them."
+            f"{key}.path={source.path} is neither `embedded`, nor a {DATA_FILES_IN_WORDS} file, nor a name on the "
+            "Hugging Face Hub (owner/name). Write one of them."
         )
-    return _numbered(_from_hub(source, key))
-
-
-def _numbered(rows: Iterator[dict[str, Any]]) -> Iterator[Placed]:
-    return ((f"row {number}", row) for number, row in enumerate(rows, 1))
-
-
-def _is_file(path: str) -> bool:
-    return path.endswith((".jsonl", ".parquet"))
-
-
-def _is_dialogue(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(m, dict) and "role" in m and "content" in m for m in value)
+    return local.numbered(_from_hub(source, key))
 
 
 def _spans_fit(message: Mapping[str, Any]) -> bool:
@@ -272,56 +256,9 @@ def _generated(source: Source, key: str, seed: int) -> Iterator[dict[str, Any]]:
     if source.kind not in generators:
         raise UserError(
             f"{key}: there is no embedded data of the kind {source.kind}, only of {', '.join(generators)} and "
-            "demonstrations. Name a .jsonl or .parquet file as path, or choose one of these kinds."
+            "demonstrations. Name a file as path, or choose one of these kinds."
         )
     yield from generators[source.kind](source.rows, seed)
-
-
-# Local files
-
-
-def _local(path: Path, key: str) -> Iterator[Placed]:
-    if not path.is_file() or path.suffix not in (".jsonl", ".parquet"):
-        what = "is neither .jsonl nor .parquet" if path.exists() else "does not exist"
-        raise UserError(f"{key}={path} {what}. Name one such file; several files are several sources.")
-    try:
-        yield from _jsonl(path, key) if path.suffix == ".jsonl" else _numbered(_parquet(path, key))
-    except OSError as error:
-        raise UserError(f"{key}={path} cannot be read: {one_line(error)}. Check the file.") from error
-
-
-def _jsonl(path: Path, key: str) -> Iterator[Placed]:
-    """A row a line. Only a line feed ends a line: U+2028 and other separators of str.splitlines stand inside texts."""
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            where = f"{key}: line {number} of {path}"
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{where} is not UTF-8 text (byte {line[error.start]:#04x} at place {error.start + 1}). Save the "
-                    "file as UTF-8, or repair or delete the line."
-                ) from None
-            if not text.strip():
-                continue
-            try:
-                row = json.loads(text)
-            except (ValueError, RecursionError) as error:  # no JSON, a number of thousands of digits, endless nesting
-                raise UserError(f"{where} is no JSON ({one_line(error)}). Repair or delete it.") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{where} is {_brief(row)}, not a JSON object {{...}}. Repair it.")
-            yield f"line {number}", row
-
-
-def _parquet(path: Path, key: str) -> Iterator[dict[str, Any]]:
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
-    except Exception as error:  # what pyarrow raises on a damaged file has no common class
-        raise UserError(
-            f"{key}={path} cannot be read as a parquet file: {one_line(error)}. Check the file or make it again."
-        ) from error
 
 
 # The Hub
@@ -349,6 +286,6 @@ def _from_hub(source: Source, key: str) -> Iterator[dict[str, Any]]:
         raise UserError(
             f"{key}: the data set {hub.path} could not be read from the Hugging Face Hub ({one_line(error)}). Connect "
             "and start again (a gated set needs `hf auth login`; sets loaded before are found in the cache, HF_HOME); "
-            f"or name a .jsonl or .parquet file with the same columns as {key}.path; or try the pipeline without a "
+            f"or name a {DATA_FILES_IN_WORDS} file with the same columns as {key}.path; or try the pipeline without a "
             "network on generated data, which is `path: embedded` or the whole of `make quickstart`."
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rich.console import Group
@@ -9,10 +10,19 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from posttrain.data.local import printable
+
+MOST_REASONS = 40
+MOST_COLUMNS = 8
+RECOGNISED = ("messages", "preferences", "prompts")  # kinds whose rows come in several formats
+
 
 @dataclass
 class SourceReport:
     """One source: SourceReport("trl-lib/Capybara", "capybara", "Apache-2.0", read=15806, dropped={"uses code": 3}).
+
+    `formats` counts the rows of each format, and `unread` are the columns that nothing was taken from. `cut` rows lost
+    a last turn of the user that nobody answered, `truncated` ones what was too long.
 
     `train` and `held_out` are different rows; `per_epoch`, `tokens` and `trained_tokens` count what one epoch sees, so
     with weight 2 each training row twice.
@@ -23,6 +33,9 @@ class SourceReport:
     licence: str
     read: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
+    formats: dict[str, int] = field(default_factory=dict)
+    unread: list[str] = field(default_factory=list)
+    cut: int = 0
     truncated: int = 0
     train: int = 0
     held_out: int = 0
@@ -31,14 +44,30 @@ class SourceReport:
     trained_tokens: int = 0
 
     def drop(self, reason: str, rows: int = 1) -> None:
-        """Count rows that go, for this reason."""
+        """Count rows that go, for this reason; a file may bring any number of its own reasons (names of keys)."""
         if rows:
+            reason = reason if reason in self.dropped or len(self.dropped) < MOST_REASONS else "other reasons"
             self.dropped[reason] = self.dropped.get(reason, 0) + rows
+
+    def recognised(self, form: str, unread: Iterable[str]) -> None:
+        """Count a row of this format; `unread` are columns of it that nothing is taken from."""
+        self.formats[form] = self.formats.get(form, 0) + 1
+        if len(self.unread) < MOST_REASONS:
+            self.unread += sorted(set(map(printable, unread)) - set(self.unread))
 
     def summary(self) -> str:
         """One line: "4 rows read from a.jsonl, dropped: 3 empty content, 1 uses code"."""
         dropped = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items()) or "none"
         return f"{self.read} rows read from {self.path}, dropped: {dropped}"
+
+    def note(self) -> str:
+        """What it is: "messages: a.jsonl, licence: your own file; ShareGPT, 1,204 rows; columns not read: id"."""
+        note = f"{self.kind}: {self.path}, licence: {self.licence}"
+        if self.kind in RECOGNISED:
+            note += "".join(f"; {name}, {rows:,} row{'s' * (rows != 1)}" for name, rows in self.formats.items())
+            more = [f"{len(self.unread) - MOST_COLUMNS} more"] if len(self.unread) > MOST_COLUMNS else []
+            note += f"; columns not read: {', '.join(self.unread[:MOST_COLUMNS] + more)}" if self.unread else ""
+        return note
 
 
 @dataclass
@@ -74,10 +103,12 @@ class FilterTable:
             line(f"- {reason}", [source.dropped.get(reason, 0) for source in self.sources], "dim")
         line("left to train on", [source.train for source in self.sources], "bold")
         line("left, held out by question", [source.held_out for source in self.sources])
-        line("  of them cut after a whole turn", [source.truncated for source in self.sources])
+        if any(source.cut for source in self.sources):
+            line("  of them cut: a last turn has no answer", [source.cut for source in self.sources])
+        line("  of them cut: too long", [source.truncated for source in self.sources])
         table.add_section()
         line("rows per epoch", [source.per_epoch for source in self.sources])
         line("tokens per epoch", [source.tokens for source in self.sources])
         line(f"  {self.trained}", [source.trained_tokens for source in self.sources], "bold")
-        notes = [f"[{n}] {one.kind}: {one.path}, licence: {one.licence}" for n, one in enumerate(self.sources, 1)]
+        notes = [f"[{n}] {one.note()}" for n, one in enumerate(self.sources, 1)]
         return Group(table, *map(Text, [*notes, *self.notes]))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import EnvSection, EvaluateRun, FormerSuites, NamedSampling, SampledSuite, SuitesSection
+from posttrain.files import DATA_FILES_IN_WORDS
 from posttrain.types import Record, SamplingParams, UserError, derive_seed, one_line
 
 
@@ -234,7 +235,7 @@ def hub_rows(source: str, key: str) -> list[dict[str, Any]]:
     except reading.HUB_ERRORS as error:
         raise UserError(
             f"The test set {hub.path} cannot be had ({one_line(error)}). Connect and start again (it is kept for"
-            f" later); or name a local .jsonl or .parquet file, or `embedded`, in suites.{key}."
+            f" later); or name a local file ({DATA_FILES_IN_WORDS}), or `embedded`, in suites.{key}."
         ) from error
 
 

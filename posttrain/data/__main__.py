@@ -1,0 +1,142 @@
+"""What is in a file of rows, and what would a phase train on?  Nothing is trained, and no weights are read.
+
+    python -m posttrain.data mine.jsonl
+    python -m posttrain.data mine.jsonl --model HuggingFaceTB/SmolLM2-135M-Instruct
+    python -m posttrain.data pairs.parquet --kind preferences --model runs/phase1/final --max-length 1024
+
+It prints the format that is recognised, how many rows are dropped and why, three rows as the model will see them, with
+what is trained between [[ and ]], and how long the rows are. The tokenizer and the chat template are those of --model;
+without one, the template is ChatML and lengths are counted in bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain import runlog
+from posttrain.config import DataSection, Source, run
+from posttrain.config.data import DPO_KINDS, HUB_KINDS, SFT_KINDS
+from posttrain.types import HUB_NAME, UserError
+
+if TYPE_CHECKING:
+    from posttrain.chat import Chat
+
+SHOWN_ROWS, SHOWN_CHARACTERS = 3, 3000
+QUANTILES = {"shortest": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1.0}
+LONGEST_IN_BYTES = 1_000_000
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m posttrain.data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("path", metavar="FILE", help="a file of rows, or the name of a set on the Hub")
+    parser.add_argument(
+        "--kind",
+        choices=("auto", *SFT_KINDS, *DPO_KINDS),
+        default="auto",
+        help="as in data.sources (default: by a row)",
+    )
+    parser.add_argument("--model", metavar="NAME", help="Hub id or folder, for its tokenizer and chat template")
+    parser.add_argument("--template", metavar="FILE", help="another chat template (chat.template)")
+    parser.add_argument("--max-length", type=int, metavar="TOKENS", help="data.max_length (default: 2048)")
+    parser.add_argument("--rows", type=int, metavar="N", help="look at so many rows that are kept (default: all)")
+    given = parser.parse_args(argv)
+    for name in ("max_length", "rows"):
+        if getattr(given, name) is not None and getattr(given, name) < 8:
+            parser.error(f"--{name.replace('_', '-')} should be at least 8")
+    runlog.keep_private(Path("runs"))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # rows may hold what the terminal cannot write
+
+    from posttrain.data import load_preferences, load_sft, reading
+
+    kind: Any = given.kind
+    if kind == "auto":
+        kind = HUB_KINDS.get(given.path) or reading.kind_of(given.path, "data.sources.0")
+    chat = _chat_of(given.model, given.template) if given.model else _chat_of_bytes(given.template)
+    longest = given.max_length or (2048 if given.model else LONGEST_IN_BYTES)
+    source = Source(kind=kind, path=given.path, rows=given.rows)
+    data = DataSection(sources=[source], max_length=longest, decontaminate=False, eval_fraction=1e-9)
+    found: Any = (load_preferences if kind in DPO_KINDS else load_sft)(data, chat)
+    for row in found.train.select(range(min(SHOWN_ROWS, len(found.train)))):
+        print(f"\n{_as_seen(row, chat)}".rstrip("\n"))
+    unit = "tokens" if given.model else "bytes (tokens with --model)"
+    print(f"\n{unit:32}" + "".join(f"{name:>12}" for name in QUANTILES))
+    for label, lengths in _lengths(found.train).items():
+        print(f"{label:32}" + "".join(f"{value:>12,}" for value in _quantiles(lengths)))
+
+
+def _chat_of(name: str, template: str | None) -> Chat:
+    """The tokenizer and template of a model, which needs no weights for that."""
+    from transformers import AutoTokenizer
+
+    from posttrain.chat import Chat
+    from posttrain.model_files import errors_in_words
+
+    if not Path(name).is_dir() and not HUB_NAME.fullmatch(name):
+        raise UserError(f"--model {name} is neither a folder nor a name on the Hugging Face Hub (owner/name).")
+    with errors_in_words(f"The tokenizer of {name} cannot be loaded"):
+        return Chat.load(AutoTokenizer.from_pretrained(name), template)
+
+
+def _chat_of_bytes(template: str | None) -> Chat:
+    """A tokenizer with a token for each byte, in ChatML."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from posttrain.chat import Chat
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return Chat.load(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>"), template)
+
+
+def _as_seen(row: dict[str, Any], chat: Chat) -> str:
+    """The text of a row's tokens, [[what is trained]] marked; of a pair, the prompt and both answers."""
+    if "input_ids" not in row:
+        answers = (f"{name}:\n[[{_text(row[f'{name}_ids'], chat)}]]" for name in ("chosen", "rejected"))
+        return "\n".join([f"prompt:\n{_text(row['prompt_ids'], chat)}", *answers])
+    spans: list[tuple[int, list[int]]] = []
+    for token, trained in zip(row["input_ids"], row["assistant_masks"], strict=True):
+        if not spans or spans[-1][0] != trained:
+            spans.append((trained, []))
+        spans[-1][1].append(token)
+    return _middle_left_out("".join(f"[[{_text(ids, chat)}]]" if on else _text(ids, chat) for on, ids in spans))
+
+
+def _text(ids: list[int], chat: Chat) -> str:
+    """What tokens say, control tokens too; what a terminal would act on is written out."""
+    text = chat.decode([*ids, chat.stop_id])  # which leaves out the last one
+    return "".join(each if each.isprintable() or each in "\n\t" else ascii(each)[1:-1] for each in text)
+
+
+def _middle_left_out(text: str) -> str:
+    half = SHOWN_CHARACTERS // 2
+    if len(text) <= SHOWN_CHARACTERS:
+        return text
+    return f"{text[:half]}\n... {len(text) - 2 * half:,} characters are left out here ...\n{text[-half:]}"
+
+
+def _lengths(rows: Any) -> dict[str, list[int]]:
+    if "input_ids" in rows.column_names:
+        trained = [sum(mask) for mask in rows["assistant_masks"]]
+        return {"a row": [len(ids) for ids in rows["input_ids"]], "  of it trained": trained}
+    names = {"prompt_ids": "a prompt", "chosen_ids": "  a chosen answer", "rejected_ids": "  a rejected answer"}
+    return {label: [len(ids) for ids in rows[name]] for name, label in names.items()}
+
+
+def _quantiles(lengths: list[int]) -> list[int]:
+    """The lengths that stand at these places of all, in order."""
+    ordered = sorted(lengths)
+    return [ordered[round(share * (len(ordered) - 1))] for share in QUANTILES.values()]
+
+
+if __name__ == "__main__":
+    run(main)

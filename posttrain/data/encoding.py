@@ -1,0 +1,147 @@
+"""How does a kept row become token ids?  A dialogue, plain text, a pair or a prompt; or the reason to drop it."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from posttrain.chat import Chat, Encoded, Message
+from posttrain.data.filters import Example
+from posttrain.data.formats import TEXT
+from posttrain.types import derive_seed
+
+TokenRow = tuple[np.ndarray, ...]  # one row of the dataset, column by column
+NO_PROMPT = "plain text has no prompt"
+
+
+class Sample(NamedTuple):
+    """A row as token ids, with what the table counts of it."""
+
+    columns: TokenRow
+    tokens: int
+    trained: int
+    truncated: bool = False
+    cut: bool = False
+
+
+def most_characters(chat: Chat, max_length: int) -> int:
+    """No text of more characters can have `max_length` tokens; at least a million, since a normaliser may drop some."""
+    return max(1_000_000, max_length * max(map(len, chat.tokenizer.get_vocab())))
+
+
+def readable(row: Example, most: int) -> Example | None:
+    """A row of at most so many characters, where need be up to an answer; None where nothing would be left of it.
+
+    What is longer takes memory without end while it is tokenised. A pair and a prompt stay whole.
+    """
+    if sum(len(message["content"]) for messages in row.dialogues for message in messages) <= most:
+        return row
+    messages = row.dialogues[0]
+    if _is_plain(row):
+        return row._replace(dialogues=[[messages[0] | {"content": messages[0]["content"][:most]}]])
+    if len(row.dialogues) > 1 or messages[-1]["role"] != "assistant":
+        fits = all(sum(len(message["content"]) for message in each) <= most for each in row.dialogues)
+        return row if fits else None
+    ends = accumulate(len(message["content"]) for message in messages)
+    kept = [at for at, end in enumerate(ends, 1) if end <= most and messages[at - 1]["role"] == "assistant"]
+    return row._replace(dialogues=[messages[: kept[-1]]], shortened=True) if kept else None
+
+
+def encode_dialogues(rows: list[Example], chat: Chat, max_length: int) -> list[Sample | str]:
+    """Ids and mask; a row that is too long ends with the last trained answer that fits whole, or is dropped if none
+    does. Plain text is trained whole, and cut anywhere."""
+    samples: list[Sample | str] = []
+    control = [name for name in chat.tokenizer.convert_ids_to_tokens(sorted(chat.control_ids)) if name]
+    talks = iter(chat.encode_batch([row.dialogues[0] for row in rows if not _is_plain(row)]))
+    for row in rows:
+        text = row.dialogues[0][0]["content"]
+        if _is_plain(row) and any(name in text for name in control):
+            samples.append("text with control tokens, as a template writes them")
+            continue
+        encoded = _encode_text(text, chat) if _is_plain(row) else next(talks)
+        ids, mask = np.array(encoded.ids, np.int32), np.array(encoded.mask, np.int8)
+        whole = len(ids)
+        if whole > max_length:
+            ends = np.flatnonzero((ids == chat.stop_id) & (mask == 1)) + 1
+            fitting = [max_length] if _is_plain(row) else ends[ends <= max_length]
+            whole = int(fitting[-1]) if len(fitting) else 0
+        trained = int(mask[:whole].sum())
+        if whole == 0:
+            samples.append(f"longer than {max_length} tokens")
+        elif trained == 0:
+            samples.append("no trained token")
+        else:
+            samples.append(Sample((ids[:whole], mask[:whole]), whole, trained, row.shortened or whole < len(ids)))
+    return samples
+
+
+def encode_pairs(rows: list[Example], chat: Chat, max_length: int) -> list[Sample | str]:
+    """Ids of the prompt up to the header of the answer, and of both answers with their stop tokens; none is cut."""
+    encoded = iter(chat.encode_batch([messages for row in rows for messages in row.dialogues]))
+    samples: list[Sample | str] = []
+    for chosen, rejected in zip(encoded, encoded, strict=True):
+        prompt, better = _last_answer(chosen.ids, chosen.mask)
+        same_prompt, worse = _last_answer(rejected.ids, rejected.mask)
+        trained = len(better) + len(worse)
+        if min(len(better), len(worse)) == 0:
+            samples.append("no trained token")
+            continue
+        assert np.array_equal(prompt, same_prompt), "a template wrote the same prompt in two ways"
+        if len(prompt) + max(len(better), len(worse)) > max_length:
+            samples.append(f"longer than {max_length} tokens")
+        elif np.array_equal(better, worse):
+            samples.append("identical answers")
+        else:
+            samples.append(Sample((prompt, better, worse), 2 * len(prompt) + trained, trained))
+    return samples
+
+
+def encode_prompts(rows: list[Example], chat: Chat, max_length: int) -> list[Sample | str]:
+    """Ids of the messages before an answer, up to its header; none is cut."""
+    samples: list[Sample | str] = []
+    for row in rows:
+        messages = asked(row)
+        if messages is None:
+            samples.append(NO_PROMPT)
+            continue
+        ids = np.array(chat.prompt(messages), np.int32)
+        if len(ids) > max_length:
+            samples.append(f"longer than {max_length} tokens")
+        else:
+            samples.append(Sample((ids,), len(ids), trained=1))
+    return samples
+
+
+def _encode_text(text: str, chat: Chat) -> Encoded:
+    """A text without a template, as a base model is trained on it: all of it and the end-of-sequence token."""
+    start: list[Any] = list(chat.tokenizer("")["input_ids"])[:1]
+    start = start if start == [chat.tokenizer.bos_token_id] else []
+    end: Any = chat.stop_id if chat.tokenizer.eos_token_id is None else chat.tokenizer.eos_token_id
+    ids = chat.content_ids(text)
+    return Encoded([*start, *ids, end], [False] * len(start) + [True] * (len(ids) + 1))
+
+
+def _is_plain(row: Example) -> bool:
+    return row.dialogues[0][0]["role"] == TEXT
+
+
+def asked(row: Example) -> list[Message] | None:
+    """The messages before an answer of the row, or before the answer to come; None for plain text."""
+    messages = row.dialogues[0]
+    if _is_plain(row):
+        return None
+    answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    if messages[-1]["role"] == "assistant":
+        messages = messages[: answers[derive_seed("answer", *(m["content"] for m in messages)) % len(answers)]]
+    return messages
+
+
+def _last_answer(ids: list[int], mask: list[bool]) -> tuple[np.ndarray, np.ndarray]:
+    """Splits in front of the last run of trained tokens and drops what the template writes behind it."""
+    end = len(mask) - mask[::-1].index(True) if True in mask else len(mask)
+    start = end
+    while start > 0 and mask[start - 1]:
+        start -= 1
+    return np.array(ids[:start], np.int32), np.array(ids[start:end], np.int32)

@@ -1,0 +1,268 @@
+"""Which of the formats that people have is a row in?  Recognised by its columns, and written as messages or as a pair.
+
+    dialogue({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]})
+        -> Recognised("ShareGPT", {"messages": [{"role": "user", "content": "Hi"}, ...], ...}, {"conversations"})
+
+Only the form of a row is changed here; what its messages say, and whether they can be trained on, is for `filters`.
+TRL's `maybe_convert_to_chatml` renames the keys of ShareGPT's messages, but not its roles, and knows no other format.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from posttrain.chat import Message
+from posttrain.data.local import brief
+
+TEXT = "plain text"  # role of the one message of a row that is not a dialogue
+ROLE_NAMES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "developer": "system",  # as OpenAI calls it now
+}
+CALLS = ("tool_calls", "function_call")  # a message that has one may lack a content
+DIALOGUES = ("messages", "conversations", "conversation")
+SYSTEM = ("system", "system_prompt")
+MESSAGES_IN_WORDS = 'a list of messages [{"role": "user", "content": "..."}, ...]'
+DIALOGUE_FORMATS = (
+    "messages or conversations (lists of role and content, or of ShareGPT's from and value); instruction and output "
+    "(Alpaca, also with input); prompt and completion (text or messages); text"
+)
+PAIR_FORMATS = (
+    "prompt, chosen and rejected (text or messages); chosen and rejected as whole dialogues, also as text with "
+    r'"\n\nHuman: ..." and "\n\nAssistant: ..." (HH); conversations, chosen and rejected (LLaMA-Factory); question, '
+    "chosen and rejected (Orca, also with system); instruction, chosen and rejected (also with input)"
+)
+PROMPT_FORMATS = "prompt (text or messages); messages or conversations whose last message is the user's"
+KTO = (
+    "This is KTO's format, one answer with a label that says whether it is good. Phase 2 compares two answers to a "
+    "prompt: write rows with prompt, chosen and rejected. Or train on good answers in phase 1: keep the rows whose "
+    "label is true and remove that column"
+)
+_HH = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
+
+
+class Recognised(NamedTuple):
+    """The name of a format, the row as `filters` reads it, and the columns that were read."""
+
+    format: str
+    row: dict[str, Any]
+    columns: set[str]
+
+
+Recognise = Callable[[dict[str, Any]], Recognised | str]  # or, in words, why the row is in no format
+
+
+def dialogue(row: dict[str, Any]) -> Recognised | str:
+    """The row with its `messages`; those of plain text are one with the role TEXT."""
+    given = _given(row)
+    if ("completion" in row and row.get("label") in (True, False)) or isinstance(row.get("kto_tag"), bool):
+        return KTO
+    if {"chosen", "rejected"} <= given and "messages" not in given:
+        return "These are pairs of answers: phase 2 reads them (kind: preferences)"
+    for there in (given, set(row)):  # a column without a value here may have one in other rows
+        if column := next((name for name in DIALOGUES if name in there), None):
+            messages = as_messages(row[column])
+            if messages is None:
+                return _not_messages(column, row[column], MESSAGES_IN_WORDS)
+            return _with_system(_name(column, row[column]), row, messages, {column})
+        if {"instruction", "output"} <= there:
+            earlier = _history(row.get("history"))
+            if earlier is None:
+                return f"column history should be a list of [question, answer], but is {brief(row['history'])}"
+            turn = [{"role": "user", "content": _instruction(row)}, {"role": "assistant", "content": row["output"]}]
+            used = {"instruction", "input", "output", "history"}
+            return _with_system("Alpaca", row, [*earlier, *turn], used)
+        if {"prompt", "completion"} <= there:
+            messages = []
+            for name, role in (("prompt", "user"), ("completion", "assistant")):
+                side = _side(row[name], role)
+                if side is None:
+                    return _not_messages(name, row[name], f"text or {MESSAGES_IN_WORDS}")
+                messages += side
+            return _with_system("prompt and completion", row, messages, {"prompt", "completion"})
+        if "text" in there:
+            return Recognised("text", row | {"messages": [{"role": TEXT, "content": row["text"]}]}, {"text"})
+    return ""
+
+
+def pair(row: dict[str, Any]) -> Recognised | str:
+    """The row with `chosen` and `rejected` as texts or messages, and the `prompt` where they do not begin with it."""
+    if not {"chosen", "rejected"} <= row.keys():
+        other = dialogue(row)
+        if isinstance(other, str):
+            return other if other == KTO else ""
+        return f"These are rows of one answer ({other.format}): phase 1 reads them (kind: messages)"
+    sides: dict[str, str | list[Message]] = {}
+    for name in ("chosen", "rejected"):
+        value = [row[name]] if isinstance(row[name], dict) else row[name]
+        side = value if isinstance(value, str) else as_messages(value)
+        if side is None:
+            return _not_messages(name, row[name], f"text or {MESSAGES_IN_WORDS}")
+        sides[name] = side
+    used = {"chosen", "rejected", "score_chosen", "score_rejected"}
+    if all(isinstance(side, list) and side[:1] and side[0]["role"] != "assistant" for side in sides.values()):
+        return _pair_of_dialogues("pairs of dialogues", row, sides, used)
+
+    prompt, form, columns = _prompt(row)
+    if prompt is None and all(isinstance(side, str) and _HH.search(side) for side in sides.values()):
+        dialogues = {name: _hh(side) for name, side in sides.items() if isinstance(side, str)}
+        return _pair_of_dialogues("HH dialogues", row, dialogues, used)
+    if prompt is None:
+        if texts := [name for name, side in sides.items() if isinstance(side, str)]:
+            are = "is" if len(texts) == 1 else "are"
+            return f"{' and '.join(texts)} {are} text, and there is no prompt beside: add a column prompt"
+        return Recognised("pairs of dialogues", row | sides, used)  # `filters` says what is missing
+    if isinstance(prompt, str) and _HH.search(prompt) and all(isinstance(side, str) for side in sides.values()):
+        before = _hh(prompt)
+        before = before[:-1] if before[-1] == {"role": "assistant", "content": ""} else before
+        return _with_prompt("HH dialogues", row, sides, before, used | columns)
+    before = prompt if isinstance(prompt, str) else as_messages(prompt)
+    if before is None:
+        return _not_messages(min(columns), prompt, f"text or {MESSAGES_IN_WORDS}")
+    return _with_prompt(form, row, sides, before, used | columns)
+
+
+def prompt(row: dict[str, Any]) -> Recognised | str:
+    """The row with a `prompt`, as text or as messages."""
+    return _asked(row, ("prompt", *DIALOGUES))
+
+
+def last_turn(row: dict[str, Any]) -> Recognised | str:
+    """The row with its dialogue as `prompt`, whatever else is called so there."""
+    return _asked(row, DIALOGUES)
+
+
+def _asked(row: dict[str, Any], names: Sequence[str]) -> Recognised | str:
+    given = _given(row)
+    for there in (given, set(row)):
+        if column := next((name for name in names if name in there), None):
+            text = column == "prompt"
+            asked = row[column] if text and isinstance(row[column], str) else as_messages(row[column])
+            if asked is None:
+                return _not_messages(column, row[column], "text or " * text + MESSAGES_IN_WORDS)
+            if isinstance(asked, str) and not given & set(SYSTEM):
+                return Recognised("prompts", row, {column, "answer"})
+            messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+            found = _with_system("prompts", row, messages, {column, "answer"})
+            return found._replace(row=row | {"prompt": found.row["messages"]})
+    return ""
+
+
+def as_messages(value: object) -> list[Message] | None:
+    """Messages with the keys role and content, and what else they had; None where the value is not a list of messages.
+
+    ShareGPT's keys and the names that others give to the three roles are written as here; other roles stay.
+    """
+    if not isinstance(value, list):
+        return None
+    messages: list[Message] = []
+    for each in value:
+        if not isinstance(each, dict):
+            return None
+        said, told = ("role", "from"), ("content", "value")
+        if not (any(key in each for key in said) and any(key in each for key in (*told, *CALLS))):
+            return None
+        role_key, content_key = (
+            next((key for key in keys if each.get(key) is not None), keys[0]) for keys in (said, told)
+        )
+        role = each.get(role_key)
+        message = {"role": ROLE_NAMES.get(role, role) if isinstance(role, str) else role}
+        message["content"] = each.get(content_key)
+        messages.append(message | {key: each[key] for key in each if key not in (role_key, content_key, *message)})
+    return messages
+
+
+def _given(row: dict[str, Any]) -> set[str]:
+    """The columns with a value. Parquet gives every row all columns of its file, and CSV all cells."""
+    return {name for name, value in row.items() if not (value is None or value in ("", [], {}))}
+
+
+def _not_messages(column: str, value: object, wanted: str) -> str:
+    return f"column {column} should be {wanted}, but is {brief(value)}"
+
+
+def _name(column: str, messages: list[dict[str, Any]]) -> str:
+    if messages and messages[0].get("from") is not None:
+        return "ShareGPT"
+    return "messages" if column == "messages" else f"messages in {column}"
+
+
+def _side(value: object, role: str) -> list[Message] | None:
+    """A text as one message, messages as they are; None for anything else. No value is a text that is missing."""
+    if value is None or isinstance(value, str):
+        return [{"role": role, "content": value}]
+    return as_messages([value] if isinstance(value, dict) else value)
+
+
+def _instruction(row: dict[str, Any]) -> Any:
+    """Alpaca's instruction and its input on lines of their own, as LLaMA-Factory joins them."""
+    instruction, more = row["instruction"], row.get("input")
+    if not more or not isinstance(instruction, str) or not isinstance(more, str):
+        return instruction
+    return f"{instruction}\n{more}" if instruction else more
+
+
+def _history(value: object) -> list[Message] | None:
+    """The turns before Alpaca's, as LLaMA-Factory has them: [["Hi", "Hello"], ...]."""
+    if value is None or value == "":
+        return []
+    if not isinstance(value, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in value):
+        return None
+    roles = ("user", "assistant")
+    return [{"role": role, "content": text} for turn in value for role, text in zip(roles, turn, strict=True)]
+
+
+def _begun(row: dict[str, Any], messages: list[Message]) -> tuple[list[Message], set[str]]:
+    """The messages behind what a column says for the system, and that column; one that repeats it is not added."""
+    column = next((name for name in SYSTEM if name in _given(row)), None)
+    if column is None:
+        return messages, set()
+    first = {"role": "system", "content": row[column]}
+    repeated = messages[:1] and {key: messages[0].get(key) for key in first} == first
+    return (messages if repeated else [first, *messages]), {column}
+
+
+def _with_system(form: str, row: dict[str, Any], messages: list[Message], used: set[str]) -> Recognised:
+    begun, column = _begun(row, messages)
+    return Recognised(form, row | {"messages": begun}, used | column)
+
+
+def _pair_of_dialogues(form: str, row: dict[str, Any], sides: dict[str, Any], used: set[str]) -> Recognised:
+    begun = {name: _begun(row, side) for name, side in sides.items()}
+    dialogues = {name: messages for name, (messages, _) in begun.items()}
+    return Recognised(form, row | dialogues, used.union(*(column for _, column in begun.values())))
+
+
+def _prompt(row: dict[str, Any]) -> tuple[Any, str, set[str]]:
+    """What stands before two answers, the name of the format, and the columns; None where nothing does."""
+    if row.get("prompt") is not None:
+        return row["prompt"], "prompt, chosen, rejected", {"prompt"}
+    if row.get("question") is not None:
+        return row["question"], "Orca pairs", {"question"}
+    if row.get("instruction") is not None:
+        return _instruction(row), "Alpaca pairs", {"instruction", "input"}
+    if column := next((name for name in DIALOGUES if row.get(name) is not None), None):
+        return row[column], "LLaMA-Factory pairs", {column}
+    return None, "", set()
+
+
+def _with_prompt(
+    form: str, row: dict[str, Any], sides: dict[str, Any], before: str | list[Message], used: set[str]
+) -> Recognised:
+    messages = [{"role": "user", "content": before}] if isinstance(before, str) else before
+    begun, column = _begun(row, messages)
+    return Recognised(form, row | sides | {"prompt": begun if column else before}, used | column)
+
+
+def _hh(text: str) -> list[Message]:
+    r"""[user, assistant, ...] of "\n\nHuman: Hi\n\nAssistant: Hello"; a text in front of them has no role."""
+    before, *turns = _HH.split(text)
+    roles = {"Human": "user", "Assistant": "assistant"}
+    found = [{"role": roles[name], "content": said.strip()} for name, said in zip(turns[::2], turns[1::2], strict=True)]
+    return [{"role": None, "content": before}, *found] if before.strip() else found
