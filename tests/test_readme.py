@@ -26,7 +26,7 @@ import yaml
 import envs
 from envs import check
 from posttrain import config
-from posttrain.config import ChatRun, DPORun, EvaluateRun, SFTRun, Source, StarPORun, loading
+from posttrain.config import ChatRun, DPORun, EvaluateRun, SFTRun, StarPORun, loading
 from posttrain.data import reading
 
 ROOT = Path(__file__).parents[1]
@@ -201,14 +201,11 @@ def test_the_readme_is_short():
     assert len(README.splitlines()) <= 200
 
 
-def test_data_of_the_readme_is_a_config(tmp_path):
-    (block,) = blocks("README.md", "yaml")
-    given = yaml.safe_load((ROOT / "configs/phase1_sft.yaml").read_text(encoding="utf-8"))
-    file = tmp_path / "mine.yaml"
-    file.write_text(yaml.safe_dump(given | yaml.safe_load(block)), encoding="utf-8")
-    assert [source.path for source in config.resolve(SFTRun, file).data.sources] == ["mine.jsonl", "trl-lib/Capybara"]
-    (pairs,) = re.findall(r"# phase 2: (\{.*\})", block)
-    assert Source.model_validate(yaml.safe_load(pairs)).kind == "preferences"
+def test_data_of_the_readme_is_a_config():
+    [override] = re.findall(r"'(data\.sources=.*)'", README)
+    cfg = config.resolve(SFTRun, ROOT / "configs/phase1_sft.yaml", [override])
+    found = [(source.kind, source.path, source.weight) for source in cfg.data.sources]
+    assert found == [("messages", "mine.jsonl", 1.0), ("capybara", "trl-lib/Capybara", 0.5)]
 
 
 def test_hours_are_those_of_the_config_files():
