@@ -290,6 +290,6 @@ def save(file: str, conversation: Conversation) -> None:
 if __name__ == "__main__":
     for pipe in (sys.stdin, sys.stdout, sys.stderr):
         pipe.reconfigure(errors="replace")  # type: ignore[union-attr]  no byte that comes or goes is a reason to stop
-    if hasattr(signal, "SIGPIPE"):
+    if hasattr(signal, "SIGPIPE") and "--web" not in sys.argv:  # a visitor of the page who hangs up must not end it
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this quietly
     run(main)

@@ -149,7 +149,7 @@ def build_app(model: PreTrainedModel, chat: Chat, name: str, *, local: bool = Tr
     from transformers.cli.serving.utils import GenerationState
     from transformers.utils import logging
 
-    from posttrain.web_chat.guard import OwnPagesOnly
+    from envs.guard import OwnPagesOnly
 
     tokenizer = served_tokenizer(chat)
 

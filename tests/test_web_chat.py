@@ -10,7 +10,9 @@ import copy
 import io
 import json
 import re
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -33,6 +35,7 @@ from tiny_runs import ROOT, python
 
 import envs
 import inference_with_improved_settings as script
+from envs.guard import patient_protocol
 from envs.protocol import Episode, Protocol
 from posttrain import config, models
 from posttrain.chat import Chat
@@ -138,7 +141,8 @@ def outside() -> Iterator[list[Any]]:
 
 @contextmanager
 def in_thread(app: Any) -> Iterator[str]:
-    running = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+    config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1, http=patient_protocol())
+    running = uvicorn.Server(config)
     listening = listen("127.0.0.1", 0)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listening]})
     thread.start()
@@ -675,6 +679,49 @@ def test_a_password_is_guessed_once_a_second_and_its_cookie_stays_here(
         ] * 2
         named["Origin"] = "https://evil.example"
         assert guess("right").status_code == 403
+
+
+def test_nothing_is_read_of_who_has_not_logged_in(
+    cfg: ChatRun, both: list[Scripted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "WRONG", 0.1)
+    app = server.build_app({"model 1": both[0]}, cfg, "right")
+    with in_thread(app) as address, httpx.Client(base_url=address, timeout=60) as visitor:
+        places = ("queue/join", "run/chat", "call/chat", "cancel", "reset", "component_server", "upload", "stream/a")
+        for place in places:
+            answer = visitor.post(f"/gradio_api/{place}", content=b'{"data": ["' + b"x" * 5_000_000)
+            assert (answer.status_code, answer.json()) == (401, {"detail": "Log in first."})
+        for path in ("/login", "/login/"):
+            answer = visitor.post(path, data={"username": "me", "password": "x" * 20_000})
+            assert answer.status_code == 413
+        assert visitor.post("/login", content=b"\xff" * 100).status_code in (400, 422)
+        assert visitor.post("/login", data={"username": "me", "password": "right"}).status_code == 200
+        cancel = {"session_hash": "a", "fn_index": 0, "event_id": "b"}
+        assert visitor.post("/gradio_api/cancel", json=cancel).status_code == 200
+        assert visitor.post("/gradio_api/queue/join", content=b"[" * 2_000_000).status_code == 413
+        visitor.get("/logout")
+        assert visitor.post("/gradio_api/cancel", json=cancel).status_code == 401
+
+
+@pytest.mark.slow
+def test_a_visitor_who_hangs_up_does_not_end_it(both: list[Scripted], tmp_path: Path) -> None:
+    """Before the answers to several requests are written."""
+    folder = models.save(tmp_path / "a", both[0].model, both[0].chat, {}, source=ModelSection(name_or_path="nothing"))
+    command = [sys.executable, str(ROOT / "inference_with_improved_settings.py")]
+    command += ["--config", str(ROOT / "configs/quickstart/chat.yaml"), f"model.name_or_path={folder}"]
+    with subprocess.Popen([*command, "--web", "--port", "0"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as page:
+        try:
+            assert page.stdout is not None
+            address = page.stdout.readline().split()[-1]
+            host, _, port = address.removeprefix("http://").partition(":")
+            for number in range(20):
+                with socket.create_connection((host, int(port))) as visitor:
+                    visitor.sendall(f"GET / HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode() * 8)
+                    time.sleep(0.003 * number)
+            page.send_signal(signal.SIGPIPE)  # as a write to such a connection does
+            assert httpx.get(address, timeout=60).status_code == 200 and page.poll() is None
+        finally:
+            page.terminate()
 
 
 # ---------------------------------------------------------------------------------------------------------- the page

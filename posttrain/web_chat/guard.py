@@ -1,68 +1,18 @@
-"""Whose requests does the page answer, and how many?  Those of its own pages and of programs, a place for each."""
+"""Who may use the page, and how much?  Those who know its password, with requests of bounded size, a place for each."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 from typing import Any
-from urllib.parse import urlsplit
 
-from fastapi import HTTPException
-from fastapi.datastructures import Headers
-from fastapi.responses import PlainTextResponse
+from fastapi import HTTPException, Request
 
-from envs.web import is_loopback
+from envs.guard import refuse
 
+LOGIN_BYTES, MOST_BYTES = 16 << 10, 1 << 20  # of a request: with a password, and any other
 WRONG = 1.0  # seconds that a wrong password takes
 MOST_GUESSES = 10  # that wait; further ones are refused unread, so that a flood is over ten seconds after it ends
-
-
-def host_of(address: str) -> str | None:
-    """The host of `http://host:port` or `//host:port`, without the port."""
-    try:
-        return urlsplit(address).hostname
-    except ValueError:
-        return None
-
-
-class OwnPagesOnly:
-    """Refuses what a browser sends for another website; takes back what gradio allows such a website.
-
-    local: the page is for this machine alone and asks for no password. Then a name that leads here is refused as well,
-    unless it is this machine's own: the owner of a website can let its name lead to 127.0.0.1 (DNS rebinding), and the
-    browser takes the page for a part of that website. With a password such a website is not logged in.
-    """
-
-    def __init__(self, app: Any, local: bool) -> None:
-        self.app, self.local = app, local
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        host, origin = headers.get("host", ""), headers.get("origin")
-        if self.local and not is_loopback(host_of(f"//{host}")):
-            await PlainTextResponse("This page is served to this machine alone.", 403)(scope, receive, send)
-        elif origin is not None and origin.lower().partition("://")[2] != host.lower():
-            await PlainTextResponse("This page takes no requests of other websites.", 403)(scope, receive, send)
-        else:
-            await self.app(scope, receive, own_headers(send))
-
-
-def own_headers(send: Any) -> Any:
-    """Sends no word of other websites, and cookies for this one alone."""
-
-    async def sending(message: Any) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [
-                (name, value.replace(b"SameSite=none", b"SameSite=lax") if name == b"set-cookie" else value)
-                for name, value in message.get("headers", ())
-                if not name.lower().startswith(b"access-control-")
-            ]
-        await send(message)
-
-    return sending
 
 
 class Password:
@@ -83,6 +33,34 @@ class Password:
                 return right
         finally:
             self.waiting -= 1
+
+
+def most_bytes(scope: Any) -> int:
+    """How large the body of a request may be: no page sends more than a message and its settings."""
+    return LOGIN_BYTES if scope["path"].rstrip("/") == "/login" else MOST_BYTES
+
+
+class Visitors:
+    """Refuses what somebody sends who has not logged in, unread, except for the password itself.
+
+    gradio asks whether a visitor is logged in when it has read and parsed the request, and for some requests never.
+    gradio_app: the application that keeps who is logged in.
+    """
+
+    def __init__(self, app: Any, gradio_app: Any) -> None:
+        self.app, self.gradio_app = app, gradio_app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        reads_nothing = scope["type"] == "http" and scope["method"] in ("GET", "HEAD", "OPTIONS")
+        if scope["type"] == "lifespan" or reads_nothing or scope["path"].rstrip("/") == "/login":
+            await self.app(scope, receive, send)
+            return
+        cookies = Request(scope).cookies if scope["type"] == "http" else {}
+        names = [f"access-token-{kind}{self.gradio_app.cookie_id}" for kind in ("", "unsecure-")]
+        if any(cookies.get(name) in self.gradio_app.tokens for name in names):
+            await self.app(scope, receive, send)
+        else:
+            await refuse(scope, send, 401, "Log in first.")
 
 
 def one_place_a_page(page: Any, queue_name: str) -> None:

@@ -67,7 +67,8 @@ def build_app(generators: dict[str, Generator], cfg: ChatRun, password: str | No
     import gradio
     from fastapi import FastAPI
 
-    from posttrain.web_chat.guard import OwnPagesOnly, Password, one_place_a_page
+    from envs.guard import OwnPagesOnly, WholeRequests
+    from posttrain.web_chat.guard import Password, Visitors, most_bytes, one_place_a_page
     from posttrain.web_chat.playing import PlayTab
     from posttrain.web_chat.talking import ChatTab
 
@@ -98,6 +99,9 @@ def build_app(generators: dict[str, Generator], cfg: ChatRun, password: str | No
         theme=theme(),
         css=STYLE,
     )
+    app.add_middleware(WholeRequests, most=most_bytes)  # the last one that is added sees a request first
+    if password is not None:
+        app.add_middleware(Visitors, gradio_app=app.routes[-1].app)  # type: ignore[attr-defined]
     app.add_middleware(OwnPagesOnly, local=local and password is None)
     return app
 
@@ -123,11 +127,13 @@ def serve(generators: dict[str, Generator], cfg: ChatRun, listening: socket.sock
     """Until Ctrl-C."""
     import uvicorn
 
+    from envs.guard import patient_protocol
     from envs.web import is_loopback
 
     host, port = listening.getsockname()[:2]
     app = build_app(generators, cfg, password, local=is_loopback(host))
     # Each open page holds a connection: at the end they are not waited for, nor told of one by one.
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+    config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1, http=patient_protocol())
+    server = uvicorn.Server(config)
     print(f"Chat with {', '.join(generators)} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
     server.run(sockets=[listening])
