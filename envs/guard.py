@@ -154,7 +154,6 @@ def patient_protocol(seconds: float = REQUEST_SECONDS) -> Any:
     that is not complete, its body included, after so many seconds closes the connection, and so does a client that
     reads nothing for as long. Heads of more than 16 kB are refused by h11. Until uvicorn has such limits.
     """
-    from h11 import IDLE, SEND_BODY
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Patient(H11Protocol):
@@ -170,7 +169,7 @@ def patient_protocol(seconds: float = REQUEST_SECONDS) -> Any:
 
         def owes_a_request(self) -> bool:
             upgraded = self.transport.get_protocol() is not self  # type: ignore[attr-defined]
-            return not upgraded and self.conn.their_state in (IDLE, SEND_BODY)
+            return not upgraded and self.conn.their_state.__name__ in ("IDLE", "SEND_BODY")
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)

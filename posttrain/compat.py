@@ -112,21 +112,24 @@ def write_no_model_card(trainer: Any) -> None:
     trainer.create_model_card = lambda *_, **__: None
 
 
-def streamer_for_whole_answers(handler: Any) -> Any:
-    """This handler of transformers' server, which gives its `streamer` to answers that are not streamed as well.
+def tokenizer_of_each_request(handler: Any) -> Any:
+    """This handler of transformers' server, which reads and writes with its own `tokenizer`, whatever model it has.
 
-    A streamer can end what is being generated. Until transformers ends it by itself once the client has gone.
+    Until transformers reads prompts beside its event loop: the whole server waits for it.
     """
 
-    class Streamed(handler):
-        async def _non_streaming(
-            self, name: str, model: Any, processor: Any, title: str, inputs: Any, *rest: Any, **more: Any
-        ) -> Any:
-            return await super()._non_streaming(
-                name, model, processor, title, {**inputs, "streamer": self.streamer}, *rest, **more
-            )
+    class Own(handler):
+        def _resolve_model(self, body: dict[str, Any]) -> Any:
+            return *super()._resolve_model(body)[:2], self.tokenizer
 
-    return Streamed
+    return Own
+
+
+def stream_error() -> type[Any]:
+    """What stands for a failure in a stream of transformers' server. Until it has a public name."""
+    from transformers.cli.serving.utils import _StreamError
+
+    return _StreamError
 
 
 def shard_on_cpus() -> None:

@@ -254,15 +254,28 @@ def test_write_no_model_card(trainer: Any, arguments: Any) -> None:
     written.create_model_card(model_name="x")
 
 
-def test_streamer_for_whole_answers() -> None:
-    """That an answer ends with it is in test_serve.py."""
+def test_tokenizer_of_each_request() -> None:
+    """That prompts are read with it is in test_serve.py."""
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
     from transformers.cli.serving.completion import CompletionHandler
+    from transformers.cli.serving.utils import BaseHandler
 
-    for handler in (ChatCompletionHandler, CompletionHandler):
-        names = list(inspect.signature(handler._non_streaming).parameters)
-        assert names[1:6] == ["request_id", "model", "processor", "model_id", "inputs"]
-        assert "disconnected" not in source(handler._non_streaming), "it watches its clients now"
+    assert "return model_id, model, processor" in source(BaseHandler._resolve_model)
+    for handler, reads in (
+        (ChatCompletionHandler, "processor.apply_chat_template("),
+        (CompletionHandler, "tokenizer("),
+    ):
+        text = source(handler.handle_request)
+        assert "self._resolve_model(body)" in text and reads in text, "it gets its tokenizer in another way"
+        assert "thread" not in text and "executor" not in text, "it reads beside the event loop now"
+
+
+def test_stream_error() -> None:
+    """That it is told is in test_serve.py."""
+    from transformers.cli.serving import utils
+
+    assert compat.stream_error()("words").msg == "words"
+    assert not public(vars(utils), "StreamError"), "it has a public name now"
 
 
 def test_ignore_renamed_argument(tmp_path: Path) -> None:

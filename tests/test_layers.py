@@ -47,6 +47,8 @@ LAYERS = [
             "model_files",
             "run_identity",
             "endpoint",
+            "served_answers",
+            "served_requests",
             "dashboards",
             "sharding",
         )

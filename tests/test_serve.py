@@ -9,13 +9,18 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from test_evaluate import tiny_model
 from tiny_runs import ROOT, python
 
@@ -23,6 +28,7 @@ from posttrain import models, serve
 from posttrain.chat import Chat
 from posttrain.config import ModelSection
 from posttrain.rollout import complete, open_sampler
+from posttrain.served_answers import Cutter
 from posttrain.types import SamplingParams, UserError
 
 IMAGE = {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "a"}}]}
@@ -73,7 +79,7 @@ def local(final: Path, messages: list[dict[str, str]], tokens: int) -> str:
 
 
 def joined(pieces: Any) -> str:
-    """The text of a stream; half a character at its end is never sent, where a whole answer has a sign for it."""
+    """The text of a stream."""
     return "".join(piece.choices[0].delta.content or "" for piece in pieces)
 
 
@@ -98,21 +104,102 @@ def test_no_text_becomes_a_control_token(client: openai.OpenAI, final: Path, tin
 def test_it_streams(client: openai.OpenAI, final: Path) -> None:
     whole = ask(client, final)
     pieces = list(ask(client, final, stream=True))
-    assert joined(pieces) == whole.choices[0].message.content.rstrip("\ufffd")
+    assert joined(pieces) == whole.choices[0].message.content
     assert len(pieces) > 5
     assert pieces[-1].usage == whole.usage and pieces[-1].choices[0].finish_reason == "length"
 
 
 def test_it_stops(client: openai.OpenAI, final: Path) -> None:
-    """The stop sequence itself is the end of the text, as transformers has it."""
-    whole = ask(client, final, max_tokens=40).choices[0].message.content
-    sequence = next(whole[i : i + 2] for i in range(5, len(whole) - 2) if whole[i : i + 2].isascii())
-    expected = whole[: whole.index(sequence) + 2]
-    told = ask(client, final, max_tokens=40, stop=[sequence])
-    assert expected in whole and told.choices[0].message.content.startswith(expected)
-    assert told.choices[0].finish_reason == "stop" and told.usage.completion_tokens < 40
-    pieces = list(ask(client, final, max_tokens=40, stop=sequence, stream=True))
-    assert joined(pieces).startswith(expected) and pieces[-1].choices[0].finish_reason == "stop"
+    """Before each stop text, also where it begins in one piece of a stream and ends in the next."""
+    pieces = [piece.choices[0].delta.content or "" for piece in ask(client, final, max_tokens=40, stream=True)]
+    whole = "".join(pieces)
+    seams = {one[-1] + two[0] for one, two in pairwise(piece for piece in pieces if piece) if one != "\ufffd" != two}
+    assert len(seams) > 5
+    for stop in [*sorted(seams)[:6], whole[3], whole[10:20]]:
+        expected = whole[: whole.index(stop)]
+        told = ask(client, final, max_tokens=40, stop=[stop, "never written"])
+        assert (told.choices[0].message.content, told.choices[0].finish_reason) == (expected, "stop")
+        asked: dict[str, Any] = {"stop": stop, "stream": True}
+        streamed = list(ask(client, final, max_tokens=40, **asked))
+        assert joined(streamed) == expected and streamed[-1].choices[0].finish_reason == "stop"
+        tokens = told.usage.completion_tokens
+        assert streamed[-1].usage == told.usage and tokens <= 40
+        for most, reason in ((tokens, "stop"), (tokens - 1, "length")):
+            if most:
+                assert ask(client, final, max_tokens=most, stop=stop).choices[0].finish_reason == reason
+                assert list(ask(client, final, max_tokens=most, **asked))[-1].choices[0].finish_reason == reason
+    begun = whole[-2:] + "x"  # held back, then said
+    assert ask(client, final, max_tokens=40, stop=begun).choices[0].message.content == whole
+    assert joined(ask(client, final, max_tokens=40, stop=begun, stream=True)) == whole
+
+
+@given(
+    st.lists(st.text("abc", max_size=5), max_size=8),
+    st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4),
+)
+def test_a_stop_text_is_found_however_the_text_is_cut(pieces: list[str], stops: list[str]) -> None:
+    def cut(pieces: list[str]) -> tuple[str, bool]:
+        cutter, said = Cutter(stops), ""
+        for piece in pieces:
+            said += cutter.take(piece)
+            if cutter.found:
+                return said, True
+        return said + cutter.rest(), False
+
+    whole = "".join(pieces)
+    ends = [end for end in range(len(whole) + 1) if whole[:end].endswith(tuple(stops))]
+    if ends:  # the first that is complete; of several the longest
+        stop = max((stop for stop in stops if whole[: ends[0]].endswith(stop)), key=len)
+        assert cut(pieces) == cut(list(whole)) == cut([whole]) == (whole[: ends[0] - len(stop)], True)
+    else:
+        assert cut(pieces) == cut(list(whole)) == cut([whole]) == (whole, False)
+
+
+def test_a_stop_text_in_the_prompt_ends_nothing(client: openai.OpenAI, final: Path) -> None:
+    asked: dict[str, Any] = {"model": str(final), "max_tokens": 8, "temperature": 0}
+    whole = client.completions.create(prompt="The way", **asked).choices[0].text
+    told = client.completions.create(prompt="The way", stop="way" + whole[0], **asked)
+    assert whole[0] and told.choices[0].text == whole and told.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_stop_token_at_the_longest_length_is_an_end(
+    client: openai.OpenAI, final: Path, tiny_chat: Chat, stream: bool
+) -> None:
+    def last(**given: Any) -> Any:
+        told = ask(client, final, stream=stream, **given)
+        return list(told)[-1] if stream else told
+
+    (way,) = tiny_chat.tokenizer("O", add_special_tokens=False)["input_ids"]
+    for bias, reason in ((tiny_chat.stop_id, "stop"), (way, "length")):
+        told = last(max_tokens=1, logit_bias={str(bias): 100})
+        assert told.choices[0].finish_reason == reason and told.usage.completion_tokens == 1
+
+
+def test_a_stream_ends_as_that_of_openai(client: openai.OpenAI, final: Path, address: str) -> None:
+    for route, more in (("chat/completions", {"messages": QUESTION}), ("completions", {"prompt": "a"})):
+        body = {"model": str(final), "max_tokens": 3, "stream": True, **more}
+        told = httpx.post(f"{address}/{route}", json=body)
+        assert told.headers["content-type"].startswith("text/event-stream")
+        *pieces, end, rest = told.text.split("\n\n")
+        assert (end, rest) == ("data: [DONE]", "")
+        assert all(json.loads(piece.removeprefix("data: "))["choices"] for piece in pieces)
+
+
+OPTIONAL = (
+    *("max_tokens", "max_completion_tokens", "temperature", "top_p", "n", "stop", "stream", "stream_options", "seed"),
+    *("logprobs", "top_logprobs", "presence_penalty", "frequency_penalty", "logit_bias", "user", "tools"),
+    *("tool_choice", "parallel_tool_calls", "functions", "function_call", "response_format", "metadata", "store"),
+    *("service_tier", "reasoning_effort", "modalities", "audio", "prediction", "web_search_options"),
+    *("generation_config", "top_k", "min_p", "repetition_penalty", "model"),
+)
+
+
+def test_a_field_that_is_null_asks_for_nothing(final: Path, address: str) -> None:
+    body: dict[str, Any] = {**dict.fromkeys(OPTIONAL), "messages": QUESTION, "max_tokens": 3, "temperature": 0}
+    told = httpx.post(f"{address}/chat/completions", json=body)
+    assert told.status_code == 200, told.text
+    assert told.json()["choices"][0]["message"]["content"] == local(final, QUESTION, 3)
 
 
 def test_several_at_once_each_get_their_own_answer(client: openai.OpenAI, final: Path) -> None:
@@ -124,7 +211,7 @@ def test_several_at_once_each_get_their_own_answer(client: openai.OpenAI, final:
         return whole, joined(ask(client, final, messages=questions[number], stream=True))
 
     with ThreadPoolExecutor(6) as pool:
-        assert list(pool.map(both, range(6))) == [(answer, answer.rstrip("\ufffd")) for answer in alone]
+        assert list(pool.map(both, range(6))) == [(answer, answer) for answer in alone]
     assert len(set(alone)) > 3
 
 
@@ -224,6 +311,86 @@ def test_a_bias_holds_for_its_token(client: openai.OpenAI, final: Path, tiny_cha
     asked: dict[str, Any] = {"model": str(final), "prompt": "a", "max_tokens": 12, **wanted}
     assert client.completions.create(**asked).choices[0].text == "O" * 12
     assert ask(client, final, logit_bias={}).choices == ask(client, final).choices
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+def test_a_request_that_is_too_large_is_refused_before_it_is_read(
+    client: openai.OpenAI, final: Path, route: str
+) -> None:
+    def told(text: str) -> openai.APIStatusError:
+        body = {"model": str(final), "prompt": text, "messages": [{"role": "user", "content": text}]}
+        with pytest.raises(openai.APIStatusError) as caught:
+            client.post(f"/{route}", cast_to=object, body=body | {"max_tokens": 1})
+        return caught.value
+
+    refused = told("way " * 5_000_000)
+    assert refused.status_code == 413 and "A request may have 1,048,576 bytes here" in refused.message
+    refused = told("way " * 120_000)
+    assert refused.status_code == 400 and "480000 characters, which cannot fit" in refused.message
+
+
+def test_many_messages_are_refused_before_they_are_read(client: openai.OpenAI, final: Path) -> None:
+    with pytest.raises(openai.BadRequestError, match="The prompt has 2049 messages, which cannot fit"):
+        ask(client, final, messages=QUESTION * 2049)
+
+
+def in_process(final: Path, **more: Any) -> tuple[Any, Chat]:
+    section = ModelSection(name_or_path=str(final), dtype="float32")
+    model, chat = models.load(section, device="cpu", chat_template=None, training=False)
+    return serve.build_app(model.eval(), chat, "m", **more), chat
+
+
+def test_a_prompt_is_read_beside_the_event_loop(final: Path) -> None:
+    app, chat = in_process(final)
+    reading, go_on, prompt = threading.Event(), threading.Event(), chat.prompt
+
+    def slow(messages: Any) -> list[int]:
+        reading.set()
+        assert go_on.wait(30)
+        return prompt(messages)
+
+    chat.prompt = slow  # type: ignore[method-assign]
+
+    async def both() -> None:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
+            body = {"messages": QUESTION, "max_tokens": 1}
+            asked = asyncio.ensure_future(client.post("/v1/chat/completions", json=body))
+            assert await asyncio.to_thread(reading.wait, 30)
+            assert (await client.get("/health")).status_code == 200 and not asked.done()
+            go_on.set()
+            assert (await asked).status_code == 200
+
+    asyncio.run(both())
+
+
+def test_beyond_this_machine_it_asks_for_a_key_and_refuses_websites(
+    final: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastapi.testclient import TestClient
+
+    for key in (None, "", "two words", "schlüssel"):
+        monkeypatch.delenv(serve.KEY, raising=False) if key is None else monkeypatch.setenv(serve.KEY, key)
+        with pytest.raises(UserError, match="environment variable SERVE_API_KEY"):
+            serve.main([str(final), "--host", "0.0.0.0", "--port", "0"])
+    app, _ = in_process(final, local=False, key="secret")
+    http = TestClient(app, "http://gpu7:8000", raise_server_exceptions=False)
+
+    def client(key: str, **headers: str) -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url="http://gpu7:8000/v1", api_key=key, max_retries=0, http_client=http, default_headers=headers
+        )
+
+    assert ask(client("secret"), Path("m"), max_tokens=1).choices
+    assert [model.id for model in client("secret", Origin="http://gpu7:8000").models.list()] == ["m"]
+    for wrong in ("none", "Secret"):
+        with pytest.raises(openai.AuthenticationError, match="The key of this server is missing"):
+            ask(client(wrong), Path("m"))
+    assert http.get("/health").status_code == 401
+    with pytest.raises(openai.PermissionDeniedError, match="other websites"):
+        ask(client("secret", Origin="https://evil.example"), Path("m"))
+    plain = {"Origin": "https://evil.example", "Content-Type": "text/plain"}
+    assert http.post("/v1/chat/completions", content=b"{}", headers=plain).status_code == 403
 
 
 def test_no_website_reaches_it(client: openai.OpenAI) -> None:
