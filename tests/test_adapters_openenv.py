@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
+import httpx
 import pytest
 
 pytest.importorskip("openenv.core", reason="OpenEnv is not installed: pip install openenv==0.10.0")
@@ -32,11 +33,13 @@ from pydantic import Field
 from test_env_contract import Say
 from test_rollout import PARAMS, Scripted
 from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus
 
 import envs
 from envs import base, promises
 from envs.adapters import openenv, openenv_client, openenv_server
 from envs.adapters.openenv_client import ServerError, asked
+from envs.guard import patient_protocol
 from envs.promises import Subject
 from envs.protocol import Episode, Protocol, answer
 from posttrain.chat import Chat
@@ -51,7 +54,7 @@ def serving(app: Any, log_level: str = "critical") -> Iterator[str]:
     import uvicorn
 
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level=log_level))
+    server = uvicorn.Server(uvicorn.Config(app, log_level=log_level, http=patient_protocol()))
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
     try:
@@ -218,6 +221,41 @@ def test_a_client_that_vanishes_is_no_error_of_the_server(monkeypatch: pytest.Mo
         logging.getLogger("uvicorn.error").removeHandler(handler)
     assert errors and all(map(openenv_server.vanished, errors))
     assert not openenv_server.vanished(logging.LogRecord("x", logging.ERROR, "", 0, "", (), (OSError, OSError(), None)))
+
+
+@pytest.mark.parametrize(
+    ("headers", "answered"),
+    [
+        ({}, True),
+        ({"Origin": "http://HOST"}, True),
+        ({"Origin": "https://evil.example"}, False),
+        ({"Origin": "null"}, False),
+        ({"Host": "evil.example", "Origin": "http://evil.example"}, False),  # whose name leads to 127.0.0.1
+    ],
+)
+def test_no_other_website_plays(lake: str, headers: dict[str, str], answered: bool) -> None:
+    """Browsers let every page open a websocket to any address."""
+    host = lake.removeprefix("http://")
+    headers = {name: value.replace("HOST", host) for name, value in headers.items()}
+
+    async def play() -> str:
+        place, port = host.split(":")
+        named: Any = {"host": place, "port": int(port), "origin": headers.get("Origin")}
+        async with connect(f"ws://{headers.get('Host', host)}/ws", **named) as connection:
+            await connection.send('{"type": "reset", "data": {"seed": 1}}')
+            return str(await connection.recv())
+
+    status = httpx.post(f"{lake}/reset", json={"seed": 1}, headers=headers).status_code
+    if answered:
+        assert status == 200 and "rules" in asyncio.run(play())
+    else:
+        with pytest.raises(InvalidStatus) as refused:
+            asyncio.run(play())
+        assert status == refused.value.response.status_code == 403
+
+
+def test_a_request_has_a_bound(lake: str) -> None:
+    assert httpx.post(f"{lake}/reset", content=b"[" * 2_000_000).status_code == 413
 
 
 def test_free_text_travels_as_it_is() -> None:

@@ -4,7 +4,7 @@ python -m envs.adapters.openenv frozen_lake --port 8000 size=5 slippery=true
 
 The action is one field, `text`; the observation has the state as `text`, with the first one `rules` and `actions`, and
 in its metadata what `info` holds. A task is a level: reset(split="test", index=12). There is no authentication, so the
-server listens to this machine alone unless `--host` says otherwise.
+server listens to this machine alone unless `--host` says otherwise; pages of other websites are refused.
 """
 
 from __future__ import annotations
@@ -40,9 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         package("openenv.core", "openenv==0.10.0")  # after the arguments: it takes seconds to import
         import uvicorn
 
-        from envs.adapters.openenv_server import app_of, vanished
+        from envs.adapters.openenv_server import MOST_BYTES, app_of, vanished
+        from envs.guard import patient_protocol
+        from envs.web import is_loopback
 
-        app = app_of(given.name, dict(map(option, given.options)), given.turns, given.tasks, given.sessions)
+        options, local = dict(map(option, given.options)), is_loopback(given.host)
+        app = app_of(given.name, options, given.turns, given.tasks, given.sessions, local=local)
         listening = socket.create_server((given.host, given.port))
     except (ValueError, OSError) as problem:
         told = (
@@ -51,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(told, file=sys.stderr)
         return 2
     print(f"{given.name} is served at http://{given.host}:{listening.getsockname()[1]}", flush=True)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    config = uvicorn.Config(app, log_level="warning", http=patient_protocol(), ws_max_size=MOST_BYTES)
+    server = uvicorn.Server(config)
     logging.getLogger("uvicorn.error").addFilter(lambda record: not vanished(record))
     server.run(sockets=[listening])
     return 0

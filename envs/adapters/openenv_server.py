@@ -16,6 +16,9 @@ from pydantic import Field
 from envs import SPLITS, make
 from envs.adapters.base import SESSIONS, TASKS, plain
 from envs.base import TextEnv
+from envs.guard import OwnPagesOnly, WholeRequests
+
+MOST_BYTES = 1 << 20  # of a request or a message: an action and its options
 
 
 class TextAction(Action):
@@ -156,10 +159,18 @@ def app_of(
     max_turns: int | None = None,
     tasks: int = TASKS,
     sessions: int = SESSIONS,
+    *,
+    local: bool = True,
 ) -> Any:
-    """The FastAPI application that serves an environment; each session has one of its own."""
+    """The FastAPI application that serves an environment; each session has one of its own.
+
+    local: it listens where this machine alone reaches it, under its own names; no other website's page may play
+    """
     session = partial(Served, name, options or {}, max_turns, tasks)
     session()  # a ValueError now, not in each session
-    return create_app(
+    app = create_app(
         session, TextAction, TextObservation, env_name=name, max_concurrent_envs=sessions, state_cls=TextState
     )
+    app.add_middleware(WholeRequests, most=lambda _: MOST_BYTES)
+    app.add_middleware(OwnPagesOnly, local=local)
+    return app
