@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from envs.guard import host_of
+from envs.web import is_loopback
 from posttrain import runlog
 from posttrain.config import ModelSection, run
 from posttrain.rollout_engine import Engine, Refused
@@ -109,6 +111,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _reply(self, do: Any) -> None:
         try:
+            name = host_of(f"//{self.headers.get('Host', '')}")
+            if "Origin" in self.headers or not (self.server.token or is_loopback(name)):
+                raise Refused(403, "this server takes no requests of websites, nor under a name of theirs")
             token = f"Bearer {self.server.token}".encode()
             given = self.headers.get("Authorization", "").encode()
             if self.server.token and not hmac.compare_digest(token, given):

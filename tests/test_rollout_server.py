@@ -19,7 +19,7 @@ from test_sampler import conversation, serve
 from tiny_runs import python
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from envs.web import ask
+from envs.web import BadStatus, ask
 from posttrain import rollout_engine, rollout_server
 from posttrain.chat import Chat
 from posttrain.compat import merged_weights
@@ -413,6 +413,20 @@ def test_a_server_that_comes_back_with_another_token_is_lost(tiny_chat: Chat, mo
             server.still_here()
         with pytest.raises(UserError, match=f"asks for its token: set the environment variable {client.TOKEN}"):
             connected(tiny_chat, llama(), servers)
+
+
+@pytest.mark.parametrize("token", ["", "secret"])
+def test_no_website_has_it(tiny_chat: Chat, token: str) -> None:
+    """Neither a page's own request, nor one to a name of the website that leads to this machine."""
+    with running(tiny_chat, token=token) as (server,):
+        key = {"Authorization": f"Bearer {token}"}
+        assert ask(f"{server.url}/health", None, 10, key) == b'{"status": "ok"}'
+        named = [{"Origin": "https://evil.example"}, {"Origin": server.url}]
+        for headers in named if token else [*named, {"Host": "evil.example"}]:
+            for body in (None, b"{}"):
+                with pytest.raises(BadStatus) as refused:
+                    ask(f"{server.url}/health", body, 10, key | headers)
+                assert refused.value.status == 403
 
 
 def test_a_request_is_done_as_a_whole_or_refused(tiny_chat: Chat) -> None:
