@@ -20,10 +20,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from envs.web import FAILURES, BadStatus, post_json
 from posttrain.config import Endpoint
+from posttrain.config.evaluation import OptionalField
 from posttrain.types import SamplingParams, UserError
 
 PASSING = (408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529)  # statuses that another attempt may not meet
@@ -31,6 +32,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between attempts: doubled each
 LONGEST_WAIT = 600.0  # seconds that a server may ask to wait, and that it may answer nothing but 429
 RISE = 20  # answers after which a request more is under way at a time, where a 429 has lowered their number
 SECRET = 8  # characters from which a key is masked in answers: "none" and "EMPTY" are words, and no secrets
+OPTIONAL = get_args(OptionalField)  # fields of a request that can be left out
 MOST_TOKENS = 10**12  # of one reply; a larger number is none
 
 
@@ -155,9 +157,11 @@ class Client:
 
     def ask(self, messages: Sequence[dict[str, str]], params: SamplingParams, seed: int) -> Reply:
         content = request(self.endpoint, messages, params, seed)
-        name = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        sent = {key: value for key, value in content.items() if key not in self.endpoint.leave_out}
+        # the seed always counts: a prompt that is asked several times gets an answer each
+        name = hashlib.sha256(json.dumps(sent | {"seed": content["seed"]}, sort_keys=True).encode()).hexdigest()
         if name not in self._replies:
-            reply = self._attempts(content)
+            reply = self._attempts(sent)
             self._keep(name, reply)
             self._replies[name] = reply
         return self._replies[name]
@@ -222,7 +226,8 @@ class Client:
         if error.status in (401, 403):  # some servers repeat the key
             which = f"the key in {self.endpoint.api_key_env}" if self._key else "a request without a key (api_key_env)"
             return f"refuses {which} (status {error.status})."
-        return f"refuses the request with status {error.status}: {self._words(error) or 'no words'}. Mend the config."
+        words = self._words(error)
+        return f"refuses the request with status {error.status}: {words or 'no words'}. {remedy(words, self.endpoint)}"
 
     def _words(self, error: BadStatus) -> str:
         """How a reply begins, cut where no key is left that could be cut."""
@@ -253,6 +258,27 @@ def request(
         if getattr(params, name) != neutral:
             content[name] = getattr(params, name)
     return content
+
+
+def remedy(words: str, endpoint: Endpoint) -> str:
+    """Say what to change in the config after a refusal in these words.
+
+    >>> remedy("unknown field: seed", Endpoint(endpoint="http://127.0.0.1:8000/v1", model="m"))
+    "If it does not take seed, write leave_out: [seed] in this checkpoint's section."
+    """
+    named = [name for name in (*OPTIONAL, endpoint.tokens_field) if re.search(rf"(?<!\w){name}(?!\w)", words)]
+    fields = [name for name in named if name in OPTIONAL]
+    if fields:
+        all_of_them = ", ".join([*endpoint.leave_out, *fields])
+        return (
+            f"If it does not take {', '.join(fields)}, write leave_out: [{all_of_them}] in this checkpoint's section."
+        )
+    if named:
+        (other,) = {"max_tokens", "max_completion_tokens"} - set(named)
+        return (
+            f"If it has another name for the longest answer, write tokens_field: {other} in this checkpoint's section."
+        )
+    return f"Change this checkpoint's section; leave_out there names what is not to be sent, of {', '.join(OPTIONAL)}."
 
 
 def read_reply(answer: Any, longest: int | None = None) -> Reply:

@@ -3,6 +3,7 @@
 # ruff: noqa: F811  (fixtures of other files)
 from __future__ import annotations
 
+import doctest
 import json
 import re
 import threading
@@ -203,6 +204,53 @@ def test_a_request_says_what_a_local_model_is_asked(serving: Any, tmp_path: Path
     assert "max_tokens" not in server.asked[2] and server.asked[2]["max_completion_tokens"] == 7
 
 
+@pytest.mark.parametrize(
+    ("status", "reply", "more", "words"),
+    [
+        (422, '{"loc": ["body", "seed"]}', {}, r"does not take seed, write leave_out: \[seed\]"),
+        (400, "top_k, seed: unknown", {}, r"leave_out: \[seed, top_k\] in this checkpoint's section"),
+        (400, "no temperature here", {"leave_out": ["seed"]}, r"leave_out: \[seed, temperature\]"),
+        (400, "Unsupported parameter: 'max_tokens'", {}, "write tokens_field: max_completion_tokens in"),
+        (400, "'max_completion_tokens'?", {"tokens_field": "max_completion_tokens"}, "write tokens_field: max_tokens"),
+        (400, "my_seed is not seeds", {}, "leave_out there names what is not to be sent, of seed, temperature, top_p"),
+        (400, "", {}, "status 400: no words. Change this checkpoint's section"),
+    ],
+)
+def test_a_refusal_says_which_key_leaves_a_field_out(
+    serving: Any, tmp_path: Path, status: int, reply: str, more: dict[str, Any], words: str
+) -> None:
+    server = serving(lambda *_: (status, {}, reply.encode()))
+    with Client(section(server, **more), tmp_path / "k.jsonl") as client, pytest.raises(UserError, match=words):
+        client.ask(ASKED, PARAMS, 5)
+
+
+def test_what_is_left_out_is_not_sent_and_each_seed_has_its_reply(serving: Any, tmp_path: Path) -> None:
+    allowed = {"model", "messages", "max_tokens", "top_p"}
+
+    def strict(number: int, body: dict[str, Any]) -> Any:
+        unknown = sorted(body.keys() - allowed)
+        return (422, {}, {"unknown": unknown}) if unknown else (200, {}, completion(f"reply {number}"))
+
+    server, kept = serving(strict), tmp_path / "kept.jsonl"
+    params = SamplingParams(9, 0.0, 50, 0.9, 1.15)
+    fields = ["seed", "temperature", "top_k", "repetition_penalty"]
+    with Client(section(server, leave_out=fields), kept) as client:
+        assert [client.ask(ASKED, params, seed).text for seed in (1, 2, 1)] == ["reply 0", "reply 1", "reply 0"]
+    assert all(body.keys() == allowed for body in server.asked)
+    server = serving(good)
+    with Client(section(server), tmp_path / "other.jsonl") as client:
+        whole = client.ask(ASKED, PARAMS, 1)
+    with Client(section(server, leave_out=["seed"]), tmp_path / "other.jsonl") as client:
+        assert client.ask(ASKED, PARAMS, 1) == whole and len(server.asked) == 1
+    with Client(section(server, leave_out=["temperature"]), tmp_path / "other.jsonl") as client:
+        client.ask(ASKED, PARAMS, 1)  # another distribution is another request
+    assert len(server.asked) == 2
+
+
+def test_examples() -> None:
+    assert doctest.testmod(endpoint).attempted and not doctest.testmod(endpoint).failed
+
+
 def test_retry_after_holds_for_all_requests(serving: Any, tmp_path: Path) -> None:
     came: list[float] = []
 
@@ -334,7 +382,7 @@ def test_a_key_is_masked_in_whatever_form_it_comes_back(
     server = serving(lambda *_: (400, {}, b" " * 990 + KEY.encode()))  # where a reply was cut
     with (
         Client(section(server, api_key_env="MY_KEY"), tmp_path / "k") as client,
-        pytest.raises(UserError, match=r": \*\*\*\. M"),
+        pytest.raises(UserError, match=r": \*\*\*\. C"),
     ):
         client.ask(ASKED, PARAMS, 5)
     monkeypatch.setenv("MY_KEY", "EMPTY")  # what servers without keys are sent is a word

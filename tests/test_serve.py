@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import doctest
 import json
 import os
 import socket
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 from test_evaluate import tiny_model
 from tiny_runs import ROOT, python
 
-from posttrain import models, serve
+from posttrain import models, serve, served_answers, served_requests
 from posttrain.chat import Chat
 from posttrain.config import ModelSection
 from posttrain.rollout import complete, open_sampler
@@ -476,6 +477,11 @@ def test_what_a_completion_cannot_have_is_said(
 def test_an_answer_without_a_limit_ends_with_the_context(client: openai.OpenAI, final: Path) -> None:
     told = client.completions.create(model=str(final), prompt="way " * 2030, stop=[], logit_bias=None, temperature=0)
     assert told.usage and (told.usage.total_tokens == 2048 or told.choices[0].finish_reason == "stop")
+
+
+def test_examples() -> None:
+    for module in (served_answers, served_requests):
+        assert doctest.testmod(module).attempted and not doctest.testmod(module).failed
 
 
 def test_no_request_loads_or_drops_a_model(client: openai.OpenAI, address: str) -> None:

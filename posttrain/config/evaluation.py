@@ -92,6 +92,9 @@ class SuitesSection(Section):
     envs: EnvSuite | None = Field("success in the environments; null leaves it out", None)
 
 
+OptionalField = Literal["seed", "temperature", "top_p", "top_k", "repetition_penalty"]
+
+
 class Endpoint(Section):
     """A model behind a server with the interface of OpenAI, e.g. {endpoint: http://127.0.0.1:8000/v1, model: mine}."""
 
@@ -104,6 +107,7 @@ class Endpoint(Section):
     tokens_field: Literal["max_tokens", "max_completion_tokens"] = Field(
         "the name by which this server knows the longest answer", "max_tokens"
     )
+    leave_out: list[OptionalField] = Field("fields of a request that are not sent, for this server refuses them", [])
     price_input: float | None = Field("price of a million tokens of prompt, in any currency", None, ge=0)
     price_output: float | None = Field("price of a million tokens of answer, in the same", None, ge=0)
 

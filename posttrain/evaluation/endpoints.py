@@ -70,6 +70,7 @@ def costs(cfg: EvaluateRun, tasks: Sequence[Task]) -> dict[str, Record]:
         replies, prompt, answers, unknown = (sum(column) for column in zip(*paid, strict=True)) if paid else (0,) * 4
         one: Record = {"replies": replies, "prompt_tokens": prompt, "completion_tokens": answers, "cost": None}
         one["replies_without_tokens"] = unknown
+        one["fields_left_out"] = endpoint.leave_out
         if endpoint.price_input is not None and endpoint.price_output is not None:
             one["cost"] = (prompt * endpoint.price_input + answers * endpoint.price_output) / 1e6
         found[name] = one | {"left_out": {task.suite: words for task in tasks if (words := left_out(cfg, task))}}
@@ -83,4 +84,6 @@ def in_words(paid: Record) -> str:
     words += "." if paid["cost"] is None else f", which cost {paid['cost']:.4g}."
     if unknown := paid["replies_without_tokens"]:
         words += f" Of {unknown:,} the server did not tell the tokens: it is more than that."
+    if fields := paid["fields_left_out"]:
+        words += f" Its requests had no {', '.join(fields)}: the server's own values hold."
     return " ".join([words, *dict.fromkeys(paid["left_out"].values())])
