@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from posttrain.config.shared import COLDEST
 from posttrain.types import UserError, one_line
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ LIMITS: dict[str, tuple[type, float, float]] = {
     "seed": (int, 0, (1 << 64) - 1),
 }
 GENERATION = ("max_new_tokens", "temperature", "top_p", *EXTENSIONS)  # of transformers' many settings
-COLDEST = 1e-5  # of temperatures above 0: a smaller one divides logits until they are infinite
 MOST_BIAS, MOST_STOPS = 100, 4  # as OpenAI's
 LONGEST_STOP = 64  # characters, which are looked for after each token
 LONGEST = 1024  # new tokens where a request names no limit, as in transformers

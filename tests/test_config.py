@@ -616,6 +616,24 @@ def test_mistakes_of_phase_3(change, remedy):
     assert remedy in complaint(StarPORun, ROOT / "configs" / "phase3_starpo.yaml", change)
 
 
+@pytest.mark.parametrize(
+    ("schema", "file", "key", "value"),
+    [
+        (ChatRun, "chat.yaml", "presets.improved.temperature", "{}"),
+        (EvaluateRun, "evaluate.yaml", "settings.0.temperature", "{}"),
+        (PairsRun, "pairs.yaml", "temperatures", "[0, {}]"),
+        (StarPORun, "phase3_starpo.yaml", "rollout.temperature", "{}"),
+        (StarPORun, "phase3_starpo.yaml", "evaluation.temperature", "{}"),
+    ],
+)
+def test_a_temperature_that_makes_logits_infinite_is_refused(schema, file, key, value):
+    path = ROOT / "configs" / file
+    for cold in ("1e-300", "1e-6"):
+        told = complaint(schema, path, f"{key}={value.format(cold)}")
+        assert "divides logits until they are infinite: the smallest temperature above 0 is 1e-05" in told
+    config.resolve(schema, path, [f"{key}={value.format('1e-5')}"])
+
+
 # ------------------------------------------------------------------------------------------- learning rates, options
 
 REFERENCE = {SFTRun: "phase1_sft", DPORun: "phase2_dpo", StarPORun: "phase3_starpo"}

@@ -340,6 +340,29 @@ def test_an_answer_that_a_new_conversation_ends_shows_nothing_more(both: list[Sc
     assert not talk.sides[0] and all(each == gradio.skip() for each in found) and len(found) == 4
 
 
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"temperature": 1e-300}, "temperature: .*the smallest temperature above 0 is 1e-05"),
+        ({"top_p": 0}, "These settings cannot be used: top_p"),
+        ({"repetition_penalty": 1e300}, "repetition_penalty"),
+        ({"model": None}, "Choose a model"),
+    ],
+)
+def test_settings_that_no_slider_has_are_refused_in_words(
+    both: list[Scripted], cfg: ChatRun, changed: dict[str, Any], words: str
+) -> None:
+    """The model is not blamed for them, nor does the log get a traceback."""
+    tab = talking.ChatTab({"model": both[0]}, cfg)
+    given = {"model": "model", "preset": "greedy", "temperature": 0, "top_p": 1, "top_k": 0, "repetition_penalty": 1}
+    for call in (tab.begin, lambda *inputs: next(tab.answer(*inputs))):
+        with pytest.raises(gradio.Error, match=words) as told:
+            call("Hi", talking.Talk(), False, None, 20.0, *(given | changed).values(), *given.values())
+        assert not told.value.print_exception
+    (shown, *_) = list(tab.answer("Hi", talking.Talk(), False, None, 1.0, *given.values(), *given.values()))[-1]
+    assert len(shown) == 2
+
+
 @in_browser
 @pytest.mark.slow
 def test_presets_sliders_and_system_message_are_what_is_sampled_with(

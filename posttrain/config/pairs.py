@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from posttrain.config.data import Source, kinds_filled_in
-from posttrain.config.shared import DEVICE, ChatSection, Device, Field, ModelSection, Section
+from posttrain.config.shared import DEVICE, ChatSection, Device, Field, ModelSection, Section, Temperature
 
 
 class PairsRun(Section):
@@ -24,7 +24,9 @@ class PairsRun(Section):
     )
     decontaminate: bool = Field("drop prompts that share 13 words in a row with an evaluation set", True)
     num_generations: int = Field("answers to each prompt", 8, ge=2, le=1024)
-    temperatures: list[float] = Field("of the answers, in turn; 0 is greedy, which more than once gives copies", [1.0])
+    temperatures: list[Temperature] = Field(
+        "of the answers, in turn; 0 is greedy, which more than once gives copies", [1.0]
+    )
     max_new_tokens: int = Field("longest answer", 256, ge=1)
     max_length: int = Field("prompt and answer in tokens; longer prompts are dropped", 1024, ge=8)
     batch_size: int | None = Field(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import pydantic
-from pydantic import BaseModel, BeforeValidator, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from posttrain.config.trl_fields import STRICT, unfit
@@ -181,11 +181,23 @@ def turns_where_counted(section: Any) -> Any:
     return section
 
 
+COLDEST = 1e-5  # of temperatures above 0: a smaller one divides logits until they are infinite
+
+
+def not_too_cold(temperature: float) -> float:
+    if 0 < temperature < COLDEST:
+        raise wrong(f"this divides logits until they are infinite: the smallest temperature above 0 is {COLDEST:g}")
+    return temperature
+
+
+Temperature = Annotated[float, AfterValidator(not_too_cold)]
+
+
 class SamplingSection(Section):
-    temperature: float = Field("0 is greedy, 1 is the model's own distribution", 1.0, ge=0)
+    temperature: Temperature = Field("0 is greedy, 1 is the model's own distribution", 1.0, ge=0)
     top_k: int = Field("keep the k likeliest tokens; 0 keeps all", 0, ge=0)
     top_p: float = Field("keep the likeliest tokens that make up this probability", 1.0, gt=0, le=1)
-    repetition_penalty: float = Field("divides the score of tokens already seen; 1 is off", 1.0, ge=1)
+    repetition_penalty: float = Field("divides the score of tokens already seen; 1 is off", 1.0, ge=1, le=1e9)
 
     def params(self, max_new_tokens: int) -> SamplingParams:
         """The same as the sampler takes it."""

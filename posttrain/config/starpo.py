@@ -19,6 +19,7 @@ from posttrain.config.shared import (
     Field,
     ProtocolSection,
     Section,
+    Temperature,
     TrainingRun,
     different_titles,
     env_by_name,
@@ -45,7 +46,7 @@ TrainingEnv = Annotated[TrainingEnvSection, BeforeValidator(env_by_name)]
 class RolloutSection(Section):
     groups: int = Field("levels played in one step", 32, ge=1, le=65536)
     num_generations: int = Field("episodes of each level, which form a group", 8, ge=1, le=65536)
-    temperature: float = Field("of the rollouts; 1 is the policy itself", 1.0, gt=0)
+    temperature: Temperature = Field("of the rollouts; 1 is the policy itself", 1.0, gt=0)
     max_completion_length: int = Field("new tokens in one turn", 64, ge=1)
     max_context: int = Field(MAX_CONTEXT, 1024, ge=8)
     context: Context = Field(CONTEXT, "full")
@@ -168,7 +169,7 @@ class EvaluationSection(Section):
     episodes: int = Field(
         "validation levels of each environment, which choose the best checkpoint", 128, ge=1, le=1_000_000
     )
-    temperature: float = Field("of these episodes; 0 is greedy", 0.5, ge=0)
+    temperature: Temperature = Field("of these episodes; 0 is greedy", 0.5, ge=0)
     final_episodes: int = Field(
         "test levels of each environment after the last step, for the best checkpoint", 256, ge=1, le=1_000_000
     )

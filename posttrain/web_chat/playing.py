@@ -81,6 +81,8 @@ class PlayTab:
         """A level in its first state, the same one that --play shows under this number."""
         if level is None or level < 1:
             raise gradio.Error("Levels are numbered from 1.", print_exception=False)
+        if model not in self.generators or not env or preset not in (ROLLOUTS, *self.cfg.presets):
+            raise gradio.Error("Choose a model, an environment and a sampling setting.", print_exception=False)
         setting = SamplingSection() if preset == ROLLOUTS else self.cfg.presets[preset]
         try:
             opened = Level(self.generators[model], open_env(self.cfg, env), self.cfg, setting, level - 1)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import html
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import gradio
+from pydantic import ValidationError
 
 from posttrain.config import ChatRun, SamplingSection
 from posttrain.inference.conversation import Conversation, Exchange
@@ -179,9 +180,9 @@ class ChatTab:
 
     def begin(self, text: str, talk: Talk, *inputs: Any) -> tuple[Any, ...]:
         """The message stands on the page at once, also while others are answered."""
-        if not text.strip():
+        if not (text or "").strip():
             raise gradio.Error("Write a message first.", print_exception=False)
-        plans, (_, system, longest, *_) = self.plans(*inputs), inputs
+        plans, (system, longest) = self.plans(*inputs), limits(inputs)
         talk.pending, talk.waiting, talk.answers = text, True, {}
         for side, (who, _) in enumerate(plans):
             talk.side(side, who, longest, system)
@@ -197,8 +198,7 @@ class ChatTab:
 
     def answer(self, text: str, talk: Talk, *inputs: Any) -> Iterator[tuple[Any, ...]]:
         """Both sides a token each in turn. It ends early when it is stopped, or when its page is closed."""
-        plans = self.plans(*inputs)
-        _, system, longest, *_ = inputs
+        plans, (system, longest) = self.plans(*inputs), limits(inputs)
         talk.pending, talk.waiting, talk.busy = text, True, True
         seed = derive_seed(self.cfg.seed, "chat", talk.number)  # the same for both: what differs is who answers, or how
         began = drawn = time.monotonic()
@@ -276,8 +276,16 @@ class ChatTab:
         half = len(settings) // 2
         plans = []
         for model, _, temperature, top_p, top_k, penalty in (settings[:half], settings[half:])[: 1 + beside]:
-            how = SamplingSection(temperature=temperature, top_p=top_p, top_k=int(top_k), repetition_penalty=penalty)
-            plans.append((self.generators[model], how))
+            try:
+                how = SamplingSection(
+                    temperature=temperature, top_p=top_p, top_k=int(top_k), repetition_penalty=penalty
+                )
+                plans.append((self.generators[model], how))
+            except ValidationError as error:  # programs send what no slider has
+                words = "; ".join(f"{problem['loc'][0]}: {problem['msg']}" for problem in error.errors())
+                raise gradio.Error(f"These settings cannot be used: {words}.", print_exception=False) from error
+            except KeyError:
+                raise gradio.Error("Choose a model.", print_exception=False) from None
         return plans
 
     def name(self, generator: Generator) -> str:
@@ -296,6 +304,12 @@ class ChatTab:
         rows = [("", list(answers)), *figures(answers), ("tokens a second", speed)]
         rows += [("turns out of the model's context", forgotten)] if any(map(int, forgotten)) else []
         return table([[label, *values] for label, values in rows])
+
+
+def limits(inputs: Sequence[Any]) -> tuple[str, int]:
+    """System message and longest answer, from the values of the settings' components."""
+    _, system, longest, *_ = inputs
+    return system or "", int(longest)
 
 
 def wait_until_idle(what: Any, seconds: float = 60.0) -> None:
