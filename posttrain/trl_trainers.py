@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import mul
 from typing import Any
 
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
 from posttrain.types import derive_seed
 
@@ -83,6 +83,11 @@ def groups_by_length(trainer: type) -> Any:
             if self.args.train_sampling_strategy != "group_by_length":
                 return super()._get_train_sampler(train_dataset)
             return PooledRows(self)
+
+        def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+            """Held-out rows in their own order; transformers would look for `input_ids`, which pairs do not have."""
+            grouped = self.args.train_sampling_strategy == "group_by_length"
+            return SequentialSampler(eval_dataset) if grouped else super()._get_eval_sampler(eval_dataset)
 
     GroupingTrainer.__name__ = trainer.__name__
     return GroupingTrainer

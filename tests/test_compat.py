@@ -227,6 +227,7 @@ def test_groups_by_length(trainer: Any) -> None:
     assert trainer._get_train_sampler is Trainer._get_train_sampler, "TRL chooses the sampler by itself"
     assert "sampler_fn=self._get_train_sampler" in source(Trainer.get_train_dataloader)
     assert "set_epoch(epoch)" in source(Trainer._run_epoch), "an epoch has another name now"
+    assert trainer._get_eval_sampler is Trainer._get_eval_sampler, "TRL chooses the sampler of held-out rows by itself"
 
 
 @pytest.mark.parametrize("module", [sft_trainer, dpo_trainer])
