@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from posttrain.chat import Chat
 from posttrain.config import DataSection, EvaluateRun
@@ -136,7 +139,51 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path):
         ("none", None),
         ("\\boxed{7}", "7"),
         ("9" * 9999 + ",", "9" * 9999),
+        ("It is -$5.", "-5"),
+        ("It is $-5.", "-5"),
+        (r"It is -\$5.", "-5"),
+        ("She lost -£1,000.25!", "-1000.25"),
+        ("She is left with −12 points.", "-12"),
+        ("**-18**", "-18"),
+        ("x=-5", "-5"),
+        (r"\boxed{-5}", "-5"),
+        ("4 - 9 = -5 floors", "-5"),
+        ("2\n-3", "-3"),
+        ("It costs $.50.", "0.50"),
+        ("The answer is .5", "0.5"),
+        ("-.5", "-0.5"),
+        ("18.", "18"),
+        ("5-3", "3"),
+        ("5 - 3", "3"),
+        ("5 -$3", "3"),
+        ("$5$-$3$", "3"),
+        ("5$-10$", "10"),
+        ("pages 3–5", "5"),
+        ("COVID-19", "19"),
+        ("- 5 apples", "5"),
+        ("3, 4 and 5", "5"),
+        ("3,4,5", "5"),
+        ("1234,567", "567"),
+        ("12,345,678 in all", "12345678"),
+        ("1,00,000", "100000"),
+        ("1{,}200", "1200"),
+        (r"10,\!080", "10080"),
+        ("1e-05", "1e-05"),
+        ("1.2.3", "3"),
+        ("3/4", "4"),
+        ("答案是−１２。", "-12"),
     ],
 )
 def test_the_last_number_of_a_text(text: str, number: str | None):
     assert last_number(text) == number
+
+
+@given(
+    value=st.decimals(-(10**9), 10**9, places=2),
+    form=st.sampled_from(["{:,}", "{}", "${:,}", "**{:,}**", "x = {}", "({})", "「{}」", "\\boxed{{{}}}"]),
+    behind=st.sampled_from(["", ".", " apples.", ", all told", "!", "\n", "円"]),
+)
+def test_a_number_at_the_end_is_the_last_number(value: Decimal, form: str, behind: str):
+    text = f"Of 7 and 8 it is {form.format(value)}{behind}"
+    assert last_number(text) == str(value)
+    assert last_number(text.replace("-", "−")) == str(value)
