@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from posttrain.sampler import Sampler
 
 PROMPTS, ANSWERS, BEST, PAIRS = "prompts.jsonl", "answers.jsonl", "best.jsonl", "pairs.jsonl"
-SENTENCE_END = re.compile(r"[.!?][\"')\]]*(?=\s)")
+# a full stop may be one of a number until a blank follows; those of other scripts end a sentence at once
+SENTENCE_END = re.compile(r"[.!?][\"')\]”’»]*(?=\s)|[。｡！？؟۔।॥][\"')\]”’»」』）】》]*")
 MESSAGE = ("role", "content")
 ADVICE = {  # why a prompt gave no pair, and what to change when none did
     "all answers right": "take harder prompts, or raise the temperatures",

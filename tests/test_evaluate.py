@@ -239,6 +239,35 @@ def test_differences_follow_from_the_rows(results: dict[str, Any], rows: list[di
     assert found["after"] == pytest.approx(sum(metrics.seq_rep_n(b) for _, b in cut) / 3)
 
 
+@pytest.mark.parametrize(
+    ("text", "answer", "recalled"),
+    [
+        ("我住在东京。", "东京", True),
+        ("あなたの町は東京です。", "東京", True),
+        ("당신은 서울에 삽니다.", "서울", True),
+        ("คุณอยู่กรุงเทพฯ", "กรุงเทพ", True),
+        ("iPhone手机", "iPhone", True),
+        ("Cafe\u0301 Roma", "Caf\u00e9", True),
+        ("Cafe\u0301s", "Caf\u00e9", False),
+        ("Cafe\u0301", "Cafe", False),
+        ("ＶＩＥＮＮＡ", "Vienna", True),
+        ("STRASSE", "Straße", True),
+        ("आप दिल्ली में रहते हैं।", "दिल्ली", True),
+        ("दिल्ली", "दिल", False),
+        ("Your city is Vienna.", " Vienna ", True),
+        ("Vienna's", "Vienna", True),
+        ("You live in Viennaville.", "Vienna", False),
+        ("Viennaville, no, Vienna", "Vienna", True),
+        ("a_Vienna", "Vienna", False),
+        ("It is C++.", "C++", True),
+        ("C++11", "C++", False),
+        ("anything", "", False),
+    ],
+)
+def test_an_answer_is_recalled_as_a_word_of_its_own(text: str, answer: str, recalled: bool) -> None:
+    assert scoring.recalls(text, answer) is recalled
+
+
 @pytest.mark.slow
 def test_number_of_workers_changes_nothing(
     measured: Path, tmp_path: Path, checkpoints: dict[str, str], results: dict[str, Any]

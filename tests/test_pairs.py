@@ -132,6 +132,23 @@ def test_of_open_answers_the_repetitive_one_loses_at_equal_length():
     assert best(cfg(), [answer(FRESH, finished=False), answer(LOOP, finished=False)]) == "no whole sentence"
 
 
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("我住在东京。我喜欢", "我住在东京。"),
+        ("「東京です。」と彼", "「東京です。」"),
+        ("本当？はい！たぶ", "本当？はい！"),
+        ("आप कैसे हैं। मैं", "आप कैसे हैं।"),
+        ("کیا حال ہے؟ میں", "کیا حال ہے؟"),
+        ("He said “yes.” Then", "He said “yes.”"),
+        ("It costs 3.5", ""),
+        ("It costs 3.", ""),
+    ],
+)
+def test_a_sentence_ends_in_every_script(text: str, sentences: str):
+    assert answer(text, finished=False).sentences == sentences
+
+
 def test_an_answer_that_was_cut_off_is_written_up_to_its_last_whole_sentence():
     fresh, loop = (
         answer("One is (so) two. Two is. And thr", finished=False),

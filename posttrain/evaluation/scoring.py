@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 PAIR_TOKENS = 8192  # padded tokens in one batch of preference pairs
 MOST_ROWS = 256  # sampled at the same time where batch_size is null and the memory allows it
+WITHOUT_BLANKS = re.compile(  # Thai to Tibetan, Burmese, Khmer, kana, ideographs, Hangul
+    "[\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u31f0-\u31ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff]"
+)
 Tick = Callable[[int], None]  # told how many rows are done
 
 
@@ -196,8 +200,30 @@ def score(suite: str, row: Record, ids: list[int], judge: MathJudge, equal_lengt
 
 
 def recalls(text: str, wanted: str) -> bool:
-    """Whether the answer stands in the text as a word of its own, whatever its case."""
-    return re.search(rf"(?<!\w){re.escape(wanted)}(?!\w)", text, re.IGNORECASE) is not None
+    """Return whether the answer stands in the text as a word of its own, whatever its case and its Unicode form.
+
+    Where a script puts no blanks between words (Chinese), or particles behind them (Korean), it may stand anywhere.
+    """
+    text, wanted = (unicodedata.normalize("NFKC", each).casefold() for each in (text, wanted.strip()))
+    start = text.find(wanted) if wanted else -1
+    while start >= 0:
+        end = start + len(wanted)
+        before, behind = text[start - 1 : start], text[end : end + 1]
+        if not (_goes_on(before, wanted[0]) or _goes_on(behind, wanted[-1]) or _is_mark(behind)):
+            return True
+        start = text.find(wanted, start + 1)
+    return False
+
+
+def _goes_on(outside: str, inside: str) -> bool:
+    """Whether the character beside an answer belongs to its word."""
+    is_letter = outside.isalnum() or outside == "_" or _is_mark(outside)
+    return is_letter and not WITHOUT_BLANKS.match(outside) and not WITHOUT_BLANKS.match(inside)
+
+
+def _is_mark(character: str) -> bool:
+    """Whether it is a vowel sign or an accent, which belongs to the letter before it."""
+    return character != "" and unicodedata.category(character).startswith("M")
 
 
 def score_pairs(model: PreTrainedModel, chat: Chat, task: Task, tick: Tick) -> list[Record]:
