@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import textwrap
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from open_envs import needs_sandbox
 
 from envs import SPLITS, make
@@ -86,6 +89,58 @@ def test_a_fence_is_taken_off():
     assert program_of("Here:\n```python\nprint(1)\n```\nDone") == program_of(" print(1)") == "print(1)"
     assert program_of("```\nx\n```\nor\n```PY\nprint(1)\n```") == program_of("\n  print(1)\n") == "print(1)"
     assert program_of("if x:\n    y") == "if x:\n    y"
+
+
+ONE = "print(1)"
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("```python3\nprint(1)\n```", ONE),
+        ("Here:\n```py3\nprint(1)\n```\nIt prints 1.", ONE),
+        ("``` python\nprint(1)\n```", ONE),
+        ("```Python 3.11\nprint(1)\n```", ONE),
+        ("```{.python}\nprint(1)\n```", ONE),
+        ('```python title="a.py"\nprint(1)\n```', ONE),
+        ("~~~python\nprint(1)\n~~~", ONE),
+        ("```python\r\nprint(1)\r\n```\r\n", ONE),
+        ("```python\nprint(1)```", ONE),
+        ("```print(1)```", ONE),
+        ("`print(1)`", ONE),
+        ("  ```python\n  print(1)\n  ```", ONE),
+        ("1. Do\n   ```python\n   for i in x:\n       print(1)\n   ```", "for i in x:\n    print(1)"),
+        ("- ```python\n  print(1)\n  ```", ONE),
+        ("```python\nprint(1)\n```\nRun it:\n```bash\npython a.py\n```", ONE),
+        ("```python\nprint(1)\n```\nOutput:\n```\n1\n```", ONE),
+        ("```\nprint(1)\n```\n```text\n1\n```", ONE),
+        ("```python\nprint(0)\n```\nBetter:\n```python\nprint(1)\n```", ONE),
+        ("```python\nprint(0)\n```\nBetter:\n```python\nprint(1)\n", ONE),
+        ("```python\nprint(1)", ONE),
+        ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''"),
+        ("~~~python\na = '```'\n~~~", "a = '```'"),
+        ("```pyx\nq\n```\n```\nprint(1)\n```", ONE),
+        ("```cpp\nint x;\n```", "int x;"),
+        ("x = '`'\nprint(x)", "x = '`'\nprint(x)"),
+        ("```python\n\n```", ""),
+        ("", ""),
+    ],
+)
+def test_a_fence_is_one_of_markdown(text, program):
+    assert program_of(text) == program
+
+
+@given(
+    lines=st.lists(st.sampled_from(["print(1)", "if x:", "    y = '`'", "", "# ~~", "~ ``"]), max_size=6),
+    fence=st.sampled_from(["```", "~~~", "````"]),
+    tag=st.sampled_from(["", "python", " py3", "Python "]),
+    indent=st.sampled_from(["", "  ", "    "]),
+    before=st.sampled_from(["", "Here:\n", "```bash\nls\n```\n"]),
+    behind=st.sampled_from(["", "\nDone.", "\n```text\n1\n```"]),
+)
+def test_a_program_comes_out_of_its_fence_as_it_went_in(lines, fence, tag, indent, before, behind):
+    block = "\n".join(indent + line for line in [fence + tag, *lines, fence])
+    assert program_of(f"{before}{block}{behind}") == textwrap.dedent("\n".join(lines)).strip()
 
 
 @needs_sandbox

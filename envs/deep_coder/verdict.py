@@ -22,7 +22,9 @@ from envs.deep_coder.sandbox import Limits, Outcome, run
 
 TOLERANCE = 1e-6
 SHOWN = 300  # characters of an input or output in the feedback
-FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+OPENING = re.compile(r"(?:[-*+>] |[0-9]{1,3}[.)] )?(?P<fence>`{3,}|~{3,})[ \t]*(?P<tag>[^`]*)")  # a line of a fence
+CLOSING = re.compile(r"(?P<last>[^`]*?)(?P<fence>`{3,}|~{3,})")  # also behind the last line of the program
+PYTHON = re.compile(r"\{?\.?(?:python|py|pypy|ipython)[0-9.]*(?![a-z])", re.IGNORECASE)
 CACHED = 4096  # verdicts
 
 
@@ -64,9 +66,39 @@ class Verdict:
 
 
 def program_of(text: str) -> str:
-    """The last fenced block of an answer, else all of it; indentation that all lines share is taken off."""
-    blocks = FENCE.findall(text)
-    return textwrap.dedent(blocks[-1] if blocks else text).strip()
+    """Return the last fenced block of Python, else the last without a language, else any other, else all of the text.
+
+    Indentation that all lines share is taken off. A block that is not closed goes on to the end.
+    """
+    blocks = fenced(text)
+    for is_wanted in (PYTHON.match, lambda tag: not tag, lambda tag: True):
+        if found := [program for tag, program in blocks if is_wanted(tag)]:
+            return textwrap.dedent(found[-1]).strip()
+    alone = text.strip()
+    ticks = len(alone) - len(alone.lstrip("`"))
+    if 0 < ticks < len(alone) / 2 and alone.endswith("`" * ticks) and "`" not in alone[ticks:-ticks]:
+        text = alone[ticks:-ticks]
+    return textwrap.dedent(text).strip()
+
+
+def fenced(text: str) -> list[tuple[str, str]]:
+    """Return the language and the content of each fenced block, as Markdown defines them (CommonMark 4.5)."""
+    blocks: list[tuple[str, str]] = []
+    fence, tag, lines = "", "", []
+    for line in text.split("\n"):
+        bare = line.strip()
+        if not fence:
+            if opening := OPENING.fullmatch(bare):
+                fence, tag, lines = opening["fence"], opening["tag"].strip(), []
+            continue
+        closing = CLOSING.fullmatch(bare)
+        if closing and closing["fence"][0] == fence[0] and len(closing["fence"]) >= len(fence):
+            lines += [line.rstrip()[: -len(closing["fence"])]] if closing["last"] else []
+            blocks.append((tag, "\n".join(lines)))
+            fence = ""
+        else:
+            lines.append(line.removesuffix("\r"))
+    return [*blocks, (tag, "\n".join(lines))] if fence else blocks
 
 
 _cache: OrderedDict[tuple[Problem, str, Limits], Verdict] = OrderedDict()
