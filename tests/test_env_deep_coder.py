@@ -29,6 +29,7 @@ from envs.protocol import Episode, Protocol, answer
 
 TESTS = tuple(verdict.Test(f"{n}\n", f"{2 * n}\n") for n in (1, 2, 3, 4))
 DOUBLE = Problem("Print twice the number.", "", TESTS, public=1, key="double")
+DOUBLE_OF_FIVE = Problem("Print twice the number.", "", (*TESTS, verdict.Test("5\n", "10\n")), 1, "double of five")
 
 
 def started(problem: Problem = DOUBLE, **options):
@@ -42,15 +43,30 @@ def started(problem: Problem = DOUBLE, **options):
 
 
 @needs_sandbox
-def test_an_episode_adds_up_to_the_best_share_of_passed_tests():
-    env = started()
-    played = [env.step(program) for program in ("print(2)", "n = int(input())\nprint(2 * n if n < 4 else 0)", "pass")]
-    assert [step[1] for step in played] == [0.25, 0.5, 0.0]
+def test_an_episode_adds_up_to_the_best_share_of_passed_hidden_tests():
+    env = started(DOUBLE_OF_FIVE)
+    played = [env.step(program) for program in ("print(2)", "n = int(input())\nprint(2 * n if n < 5 else 0)", "pass")]
+    assert [step[1] for step in played] == [0.0, 0.75, 0.0]
     observation, reward, terminated, truncated, info = env.step("print(2 * int(input()))")
     assert (reward, terminated, truncated, info["success"], info["passed"]) == (0.25, True, False, True, 1.0)
     again = env.step("print(0)")
     assert again[0] == observation and again[1:4] == (0.0, True, False) and again[4]["success"]
     assert not again[4]["action_is_effective"]
+
+
+@needs_sandbox
+def test_to_know_the_outputs_that_are_shown_pays_nothing():
+    """Neither to print one of them nor to look each up, whatever hidden test expects the same."""
+    yes = tuple(verdict.Test(f"{n}\n", "no\n" if n % 3 else "yes\n") for n in range(9))
+    problem = Problem("Is it divisible by 3?", "", yes, public=2, key="by three")
+    assert len(problem.hidden) == 7 and problem.pays(problem.hidden)
+    for program in ("print('yes')", "print('no')", "print({0: 'yes', 1: 'no'}.get(int(input()), 'no'))"):
+        for options in ({}, {"reward": "sparse"}):
+            env = started(problem, **options)
+            assert env.step(program)[1] == 0.0 and env.feedback.startswith("Passed ")
+    solved = started(problem).step("print('yes' if input() in '036' else 'no')")
+    assert solved[1] == 1.0 and solved[4]["success"]
+    assert started(problem).step("print('yes' if input() in '03' else 'no')")[1] == pytest.approx(6 / 7)
 
 
 @needs_sandbox
@@ -212,8 +228,6 @@ def test_the_clock_runs_while_outputs_are_compared(monkeypatch):
     [
         ([1, [2.0]], [1, [2.0000001]], True),
         (3, 3.0, True),
-        (0.5, 10**400, False),
-        (False, False, True),
         (3, 4, False),
         (True, 1, False),
         (None, None, True),
@@ -356,7 +370,7 @@ def test_copies_play_on_alike():
     env.step("print(2)")
     other = copy.deepcopy(env)
     assert other.step("print(2 * int(input()))")[4]["success"]
-    assert env.step("print(2)")[:2] == (env.observe(), 0.0) and env.best == 1
+    assert env.step("print(2)")[:2] == (env.observe(), 0.0) and env.best == 0
 
 
 # -- the data set ------------------------------------------------------------------------------------------------------
@@ -426,10 +440,51 @@ def test_every_schema_is_read_and_the_rows_own_solution_passes(tmp_path):
 
 
 def test_tests_are_capped_the_first_may_be_shown_and_the_longest_are_kept():
-    tests = [{"input": "7" * n, "output": "0"} for n in (1, 2, 9, 3, 8, 40)]
+    tests = [{"input": "7" * n, "output": str(n)} for n in (1, 2, 9, 3, 8, 40)]
     problem = rows.problem_of({"problem": "p", "tests": tests}, Bounds(public=2, max_tests=4, max_test_bytes=20))
-    assert problem is not None
+    assert isinstance(problem, Problem)
     assert [len(test.input) for test in problem.tests] == [1, 2, 9, 8] and problem.public == 2
+
+
+@pytest.mark.parametrize("public", [0, 2, 99])
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+def test_every_row_that_is_kept_has_a_hidden_test(count, public):
+    tests = [{"input": f"{n} {n}\n", "output": f"{2 * n}\n"} for n in range(count)]
+    problem = rows.problem_of({"problem": "Add the numbers.", "tests": tests}, Bounds(public=public, max_tests=5))
+    assert isinstance(problem, Problem) and problem.hidden and len(problem.tests) == min(count, 5)
+    assert problem.public == min(public, len(problem.tests) - 1)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "Add a and b.\n-----Sample Input-----\n3 4\n-----Sample Output-----\n7\n",
+        "Add a and b.\n\nExample 1:\nInput: a = 3, b = 4\nOutput: 7",
+        "Add a and b.\n\nExamples\n\nInput\n3 4\n\n\nOutput\n7",
+        ">>> add(3, 4)  # returns\n7",
+    ],
+)
+def test_an_example_of_the_statement_is_not_a_hidden_test(statement):
+    example, other = {"input": "3 4\n", "output": "7\n"}, {"input": "5 6\n", "output": "11\n"}
+    assert rows.problem_of({"problem": statement, "tests": [example]}, Bounds()) == rows.NO_HIDDEN_TEST
+    assert rows.problem_of({"problem": statement, "tests": [example, example]}, Bounds()) == rows.NO_HIDDEN_TEST
+    kept = rows.problem_of({"problem": statement, "tests": [example, other, example]}, Bounds(public=0))
+    assert isinstance(kept, Problem) and [test.input for test in kept.hidden] == ["5 6\n"]
+    assert isinstance(rows.problem_of({"problem": "Add 3 numbers, 4 times 7.", "tests": [example]}, Bounds()), Problem)
+
+
+def test_rows_without_a_hidden_test_are_counted(tmp_path, caplog):
+    shown = {"problem": "Print 7.", "tests": json.dumps([{"input": "", "output": "7"}] * 3)}
+    path = written(tmp_path, "rows.jsonl", [*[{**ROWS["list"], "problem": f"Problem {n}"} for n in range(3)], shown])
+    assert len(rows.load(str(path), (), 100, Bounds())) == 3
+    assert f"of 4 rows of {path}, 1 are left out: 1 {rows.NO_HIDDEN_TEST}" in caplog.text
+
+
+def test_embedded_problems_keep_a_hidden_test_whatever_may_be_shown():
+    for bounds in (Bounds(public=99), Bounds(public=0, max_tests=2), Bounds(public=2, max_tests=3)):
+        for seed in range(60):
+            level = draw_level(DeepCoder, Data("embedded", (), 1000, bounds), seed, "train")
+            assert level.hidden and level.pays(level.hidden) and level.public >= 1, "the first is the example"
 
 
 def test_own_splits_are_honoured_and_validation_is_by_hash_out_of_train(tmp_path):
@@ -475,14 +530,22 @@ def test_what_cannot_be_read_is_one_paragraph(path, monkeypatch):
 @needs_sandbox
 def test_rows_of_another_schema_are_named(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"question": "x"}\n')
-    with pytest.raises(ValueError, match=r"no problem in path=.*\(1 rows\): a row needs `problem` and `tests`"):
+    with pytest.raises(ValueError, match=r"no problem in path=.*\(1 rows: 1 without a .*\): a row needs `problem` and"):
         make("deep_coder", path=str(tmp_path / "rows.jsonl"))
 
 
 @needs_sandbox
 @pytest.mark.parametrize(
     "option",
-    [{"reward": "dens"}, {"turns": 0}, {"seconds": 9.0}, {"memory_mb": 1}, {"memory_mb": 10**14}, {"public": -1}],
+    [
+        {"reward": "dens"},
+        {"turns": 0},
+        {"max_tests": 1},
+        {"seconds": 9.0},
+        {"memory_mb": 1},
+        {"memory_mb": 10**14},
+        {"public": -1},
+    ],
 )
 def test_options_that_make_no_sense_are_refused(option):
     with pytest.raises(ValueError, match=r"dense|deep_coder needs"):

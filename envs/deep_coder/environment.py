@@ -1,7 +1,8 @@
 """Can the model write a program that passes its tests?  The action is the program; it runs in a sandbox or not at all.
 
-The reward of a turn is what it adds to the best share of tests passed so far, so an episode adds up to the best share
-of all its programs. After a program the model is told how many tests passed, and the first public test that did not.
+The reward of a turn is what it adds to the best share of hidden tests passed so far, so an episode adds up to the best
+share of all its programs. After a program the model is told how many tests passed, and the first public test that did
+not.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class DeepCoder(TextEnv):
 
     `path` is "embedded", a name on the Hub or a local file or folder with the columns of DeepCoder-Preview-Dataset;
     `subsets` are its configurations and `rows` the most that are read of each split of each. `reward` is dense (the
-    share of tests passed) or sparse (1 for all of them). `public` tests of a problem may be shown. `seconds` limits one
-    test, `total_seconds` a whole submission.
+    share of hidden tests passed) or sparse (1 for all tests). `public` tests of a problem may be shown, at least one is
+    hidden. `seconds` limits one test, `total_seconds` a whole submission.
     """
 
     name = "deep_coder"
@@ -64,10 +65,14 @@ class DeepCoder(TextEnv):
     ):
         super().__init__(render_mode)
         require()
-        at_least = {"rows": rows, "turns": turns, "max_tests": max_tests, "max_test_bytes": max_test_bytes}
-        for option, value in at_least.items():
-            if value < 1:
-                raise ValueError(f"deep_coder needs {option} >= 1, not {value}.")
+        for option, value, least in (
+            ("rows", rows, 1),
+            ("turns", turns, 1),
+            ("max_tests", max_tests, 2),  # one that may be shown and one that is hidden
+            ("max_test_bytes", max_test_bytes, 1),
+        ):
+            if value < least:
+                raise ValueError(f"deep_coder needs {option} >= {least}, not {value}.")
         if public < 0 or not 0 < seconds <= total_seconds <= 3600 or not 64 <= memory_mb <= 1 << 20:
             raise ValueError(
                 "deep_coder needs public >= 0, 0 < seconds <= total_seconds <= 3600 and 64 <= memory_mb <= 1048576."
@@ -84,7 +89,10 @@ class DeepCoder(TextEnv):
         if config.path == EMBEDDED:
             for problem in embedded.problems(rng):
                 tests = problem.tests[: config.bounds.max_tests]
-                yield replace(problem, tests=tests, public=min(config.bounds.public, len(tests)))
+                public = max(1, min(config.bounds.public, len(tests) - 1))  # the first is the statement's example
+                problem = replace(problem, tests=tests, public=public)
+                if problem.pays(problem.hidden):
+                    yield problem
         found = load(config.path, config.subsets, config.rows, config.bounds)
         while True:
             yield found[int(rng.integers(len(found)))]
@@ -107,18 +115,18 @@ class DeepCoder(TextEnv):
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         before, best, program = self.state_key(), self.best, program_of(action)
         valid = bool(program.strip()) and len(program) <= LONGEST
-        tests = len(self.level.tests)
-        if valid and not self.over:
+        hidden, over = len(self.level.hidden), self.over
+        if valid and not over:
             verdict = judge(self.level, program, self.limits)
-            self.best, self.feedback = max(best, verdict.passed), verdict.feedback
-            self.over = verdict.passed == tests
-        gained = (self.best - best) / tests if self.dense else float(self.over and best < tests)
+            self.best, self.feedback = max(best, verdict.paid), verdict.feedback
+            self.over = verdict.passed == len(self.level.tests)
+        gained = (self.best - best) / hidden if self.dense else float(self.over and not over)
         info = {
             "success": self.over,
             "action_is_valid": valid,
             "action_is_effective": self.state_key() != before,
             "failure": "",
-            "passed": self.best / tests,
+            "passed": self.best / hidden,
         }
         return self.observe(), gained, self.over, False, info
 

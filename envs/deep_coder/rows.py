@@ -1,15 +1,17 @@
 """How do problems of a data set become ours?  Rows of DeepCoder-Preview-Dataset, from the Hub or from local files.
 
 A row has `problem`, `tests` (JSON: a list of {input, output, type}, or {inputs, outputs, fn_name}), and it may have
-`solutions`, `starter_code` and `metadata` with `func_name`. A row that cannot be judged here is left out: without a
-test within the bounds, with another kind of test, or too long to be read.
+`solutions`, `starter_code` and `metadata` with `func_name`. A row that cannot be judged here is left out and counted:
+without a test that stays hidden, with another kind of test, or too long to be read.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,11 +25,18 @@ from envs.hub_sets import not_too_large, reason
 
 SUBSETS = ("primeintellect", "codeforces")  # train and test of the Hub set that belong together
 LONGEST_STATEMENT = 10_000  # characters
+_log = logging.getLogger(__name__)
 HUB = "agentica-org/DeepCoder-Preview-Dataset"
 TAKES = (
     f"It takes `embedded`, a name on the Hugging Face Hub such as {HUB}, or a local .jsonl or .parquet file or a folder"
     " of them with the same columns."
 )
+NO_HIDDEN_TEST = "without a hidden test (the statement or feedback shows them all)"
+NO_TESTS = "without tests in a known form within max_test_bytes"
+TOKEN = re.compile(r"-?[0-9]+(?:\.[0-9]+)?|[^\W\d_]+")  # of a statement and its examples
+ARGUMENT = re.compile(r"\b[A-Za-z_]\w*\s*=(?!=)")  # nums = [1, 2] in an example
+MOST_BETWEEN = 4  # words between an example's input and its output
+SAYS_EXAMPLE = frozenset("input inputs output outputs example examples sample samples result returns return".split())
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
@@ -45,19 +54,23 @@ def load(path: str, subsets: tuple[str, ...], most: int, bounds: Bounds) -> tupl
     """The problems of a data set, each with its split: its own, or by hash out of train where the set lacks one."""
     found: dict[str, Problem] = {}
     own: set[str] = set()
-    read = 0
+    read, left_out = 0, Counter[str]()
     for split, row in _rows(path, subsets, most):
         own.add(split)
         read += 1
         problem = problem_of(row, bounds)
-        if problem is None or (problem.key in found and split == "train"):
-            continue
-        found[problem.key] = replace(problem, home=split)  # of a problem in train and test, test has it
+        if isinstance(problem, str):
+            left_out[problem] += 1
+        elif problem.key not in found or split != "train":
+            found[problem.key] = replace(problem, home=split)  # of a problem in train and test, test has it
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.most_common())
     if not found:
         raise ValueError(
-            f"deep_coder found no problem in path={path} ({read} rows): a row needs `problem` and `tests` as in {HUB},"
-            f" with a test of at most {bounds.max_test_bytes} bytes."
+            f"deep_coder found no problem in path={path} ({read} rows{': ' * bool(reasons)}{reasons}): a row needs"
+            f" `problem` and `tests` as in {HUB}, with a hidden test of at most {bounds.max_test_bytes} bytes."
         )
+    if left_out:
+        _log.warning("deep_coder: of %s rows of %s, %s are left out: %s.", read, path, left_out.total(), reasons)
     return tuple(replace(problem, home=_split(problem, own)) for problem in found.values())
 
 
@@ -90,18 +103,19 @@ def _rows(path: str, subsets: tuple[str, ...], most: int) -> Iterator[tuple[str,
         raise ValueError(f"deep_coder could not read path={path} ({reason(error)}). {TAKES}") from error
 
 
-def problem_of(row: Mapping[str, Any], bounds: Bounds) -> Problem | None:
-    """A row as a problem; None where it cannot be judged here."""
+def problem_of(row: Mapping[str, Any], bounds: Bounds) -> Problem | str:
+    """A row as a problem; why it is left out where it cannot be judged here."""
     statement, tests = row.get("problem"), row.get("tests")
     if not isinstance(statement, str) or not 0 < len(statement) <= LONGEST_STATEMENT:
-        return None
+        return f"without a statement of at most {LONGEST_STATEMENT:,} characters"
     try:
         function, found, boxed = tests_of(parsed(tests), parsed(row.get("metadata")))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):  # another schema, or a number too long
-        return None
-    chosen = choose(found, bounds)
-    if not chosen:
-        return None
+        return NO_TESTS
+    found = [test for test in found if len(test.input) + len(test.output) <= bounds.max_test_bytes]
+    if not found:
+        return NO_TESTS
+    chosen, public = choose(found, statement, bounds)
     key = hashlib.sha256(" ".join(statement.split()).encode("utf-8", "surrogatepass")).hexdigest()
     starter = row.get("starter_code")
     if isinstance(starter, str) and starter.strip() and starter.strip() not in statement:
@@ -110,8 +124,8 @@ def problem_of(row: Mapping[str, Any], bounds: Bounds) -> Problem | None:
         statement += f"\nWrite a function {function}."
     solutions = [each for each in row.get("solutions") or () if isinstance(each, str) and each.strip()]
     programs = (("expert", program_of(solutions[0])),) if solutions else ()
-    public = min(bounds.public, len(chosen))
-    return Problem(statement, function, chosen, public, key, programs, boxed=boxed)
+    problem = Problem(statement, function, chosen, public, key, programs, boxed=boxed)
+    return problem if problem.pays(problem.hidden) else NO_HIDDEN_TEST
 
 
 def parsed(value: Any) -> Any:
@@ -150,10 +164,32 @@ def as_json(value: Any) -> str:
     return json.dumps(value)
 
 
-def choose(tests: list[Test], bounds: Bounds) -> tuple[Test, ...]:
-    """The first ones, which may be shown, and of the others those with the longest inputs, in their order."""
-    tests = [test for test in tests if len(test.input) + len(test.output) <= bounds.max_test_bytes]
-    shown, hidden = tests[: bounds.public], tests[bounds.public :]
-    room = max(0, bounds.max_tests - len(shown))
-    longest = sorted(range(len(hidden)), key=lambda number: -len(hidden[number].input))[:room]
-    return tuple([*shown, *(hidden[number] for number in sorted(longest))][: bounds.max_tests])
+def choose(tests: list[Test], statement: str, bounds: Bounds) -> tuple[tuple[Test, ...], int]:
+    """The first ones, which may be shown, and those of the others with the longest inputs; how many may be shown.
+
+    One at least is hidden, and none of the hidden ones is an example of the statement.
+    """
+    public = min(bounds.public, len(tests) - 1, bounds.max_tests - 1)
+    words = tokens(ARGUMENT.sub(" ", statement))
+    shown, hidden = tests[:public], [test for test in tests[public:] if not is_example(test, words)]
+    longest = sorted(range(len(hidden)), key=lambda number: -len(hidden[number].input))[: bounds.max_tests - public]
+    return tuple([*shown, *(hidden[number] for number in sorted(longest))]), public
+
+
+def tokens(text: str) -> list[str]:
+    return TOKEN.findall(text.casefold())
+
+
+def is_example(test: Test, statement: list[str]) -> bool:
+    """Whether the tokens of a statement hold a test's input, and soon behind it its output."""
+    if len(test.input) + len(test.output) > LONGEST_STATEMENT:
+        return False
+    given, wanted = tokens(test.input), tokens(test.output)
+    for start in range(len(statement) - len(given) - len(wanted) + 1) if given else ():
+        if statement[start] == given[0] and statement[start : start + len(given)] == given:
+            end = start + len(given)
+            between = next((n for n in range(MOST_BETWEEN) if statement[end + n :][: len(wanted)] == wanted), None)
+            beside = statement[max(0, start - 2) : start] + statement[end : end + (between or 0)]
+            if between is not None and (len(given) + len(wanted) > 3 or not SAYS_EXAMPLE.isdisjoint(beside)):
+                return True
+    return False

@@ -3,6 +3,8 @@
 Printed output is compared line by line, blank lines and white space between tokens aside; a token of the expected
 output that is written as a decimal fraction is met by any number within 1e-6 of it, absolutely or relatively. Values of
 functions are compared as JSON, floats as above; a tuple is a list.
+
+Tests that may be shown pay nothing, nor does a program that knows nothing but an output of theirs.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import re
 import textwrap
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -56,12 +58,25 @@ class Problem:
     home: str = ""
     boxed: bool = False
 
+    @property
+    def hidden(self) -> tuple[Test, ...]:
+        return self.tests[self.public :]
+
+    def pays(self, passed: Sequence[Test]) -> bool:
+        """Return whether hidden tests that were passed are worth something.
+
+        They are not where one output answers them all and may be shown: to print it needs no program.
+        """
+        outputs = {" ".join(test.output.split()) for test in passed}
+        return len(outputs) > 1 or bool(outputs - {" ".join(test.output.split()) for test in self.tests[: self.public]})
+
 
 @dataclass(frozen=True)
 class Verdict:
-    """How many tests a program passed, and what is said about it: Verdict(2, "Passed 2 of 8 tests. ...")."""
+    """How many tests a program passed, how many of them pay, and what is said: Verdict(2, 1, "Passed 2 of 8 ...")."""
 
     passed: int
+    paid: int
     feedback: str
 
 
@@ -123,14 +138,16 @@ def judge(problem: Problem, source: str, limits: Limits) -> Verdict:
 
 def weigh(problem: Problem, outcomes: Iterable[Outcome]) -> Verdict:
     """What outcomes come to, each compared as it comes. Tests that were not run any more are not passed."""
-    good, failed = 0, None  # the first test that failed, with its number and outcome
+    good, failed = [], None  # numbers of the tests passed; the first test that failed, with its number and outcome
     for number, (test, outcome) in enumerate(zip(problem.tests, outcomes, strict=False), 1):
         if passed(problem, test, outcome):
-            good += 1
+            good.append(number)
         elif failed is None:
             failed = number, test, outcome
-    told = [f"Passed {good} of {len(problem.tests)} tests."]
-    return Verdict(good, "\n".join(told if failed is None else [*told, *_told_of(problem, *failed)]))
+    hidden = [problem.tests[number - 1] for number in good if number > problem.public]
+    told = [f"Passed {len(good)} of {len(problem.tests)} tests."]
+    feedback = "\n".join(told if failed is None else [*told, *_told_of(problem, *failed)])
+    return Verdict(len(good), len(hidden) if problem.pays(hidden) else 0, feedback)
 
 
 def _told_of(problem: Problem, number: int, test: Test, outcome: Outcome) -> Iterator[str]:
