@@ -2,7 +2,7 @@
 
 Printed output is compared line by line, blank lines and white space between tokens aside; a token of the expected
 output that is written as a decimal fraction is met by any number within 1e-6 of it, absolutely or relatively. Values of
-functions are compared as JSON, floats as above; a tuple is a list.
+functions are compared as JSON, floats as above, integers exactly; a tuple is a list.
 
 Tests that may be shown pay nothing, nor does a program that knows nothing but an output of theirs.
 """
@@ -206,10 +206,10 @@ def same_value(expected: Any, found: Any) -> bool:
     if isinstance(expected, dict):
         alike = isinstance(found, dict) and expected.keys() == found.keys()
         return alike and all(same_value(value, found[key]) for key, value in expected.items())
-    if type(expected) is type(found) and not isinstance(expected, float):
-        return expected == found
+    if not isinstance(expected, float):  # 3.0 is 3, but True is not 1
+        return expected == found and isinstance(expected, bool) == isinstance(found, bool)
     try:
-        return {type(expected), type(found)} <= {int, float} and near(expected, found)
+        return type(found) in (int, float) and near(expected, found)
     except OverflowError:  # an integer beyond every float
         return False
 
