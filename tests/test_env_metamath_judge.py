@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from envs import math_judge, math_spelling, math_units
+from envs import math_answers, math_judge, math_numbers, math_spelling, math_units
 from envs.metamath_qa import answer_in, expression, final_form, is_right
 from envs.metamath_qa.expression import read, value, worked_out
 
@@ -270,7 +270,7 @@ def test_a_text_of_any_length_is_answered(piece: str) -> None:
             for answer in (r"6\sqrt{5}", "1, 2", "1042_8", "(3,4)", r"12\text{ cm}"):
                 assert not is_right(text, answer)
             assert answer_in(text) is None or length == 1000
-            for read_text in (math_spelling.plain, math_judge.names, math_judge.equation, math_units.split_unit):
+            for read_text in (math_spelling.plain, math_answers.names, math_answers.equation, math_units.split_unit):
                 read_text(text[:1000])
             math_spelling.for_math_verify(text[:1000])
 
@@ -288,7 +288,7 @@ def repeats_in(pattern: Any, inside: bool = False) -> bool:
 
 def test_no_pattern_repeats_a_repetition() -> None:
     patterns = [spelled for spelled, _ in math_spelling.SPELLINGS]
-    for module in (math_judge, math_spelling, math_units, expression, final_form):
+    for module in (math_answers, math_judge, math_numbers, math_spelling, math_units, expression, final_form):
         patterns += [value for value in vars(module).values() if isinstance(value, re.Pattern)]
     assert len(patterns) > 50
     assert repeats_in(parser.parse("(?: ?[ /] ?[a-z]+)*$")) and not repeats_in(parser.parse("(?:,[0-9]{3})+a*"))

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envs import math_judge
+from envs import math_answers, math_judge, math_worker
 from posttrain.judge import MathJudge, last_boxed
 from posttrain.types import UserError
 
@@ -171,15 +171,15 @@ def test_units_are_the_same_and_multiples_are_no_units() -> None:
 
 
 def test_sides_of_an_equation() -> None:
-    assert math_judge.equation("x=3+4=7") == ["x", "3+4", "7"]
-    assert math_judge.equation("(6=7)") == ["6", "7"]
-    assert math_judge.equation(r"a \le b \neq c") == [r"a \le b \neq c"]
-    assert math_judge.equation(r"\top=1 \leq 2 >= 3") == [r"\top", r"1 \leq 2 >= 3"]
+    assert math_answers.equation("x=3+4=7") == ["x", "3+4", "7"]
+    assert math_answers.equation("(6=7)") == ["6", "7"]
+    assert math_answers.equation(r"a \le b \neq c") == [r"a \le b \neq c"]
+    assert math_answers.equation(r"\top=1 \leq 2 >= 3") == [r"\top", r"1 \leq 2 >= 3"]
 
 
 def test_judge_survives_what_hangs_and_says_so(capsys) -> None:
     with MathJudge() as judge:
-        assert judge.correct(r"\boxed{0.50}", "1/2")  # starts the worker, whose imports are not what is timed here
+        assert judge.correct(r"\boxed{\sqrt{4}}", "2")  # starts the worker, whose imports are not what is timed here
         assert judge._worker is not None
         first = judge._worker.pid
         began = time.monotonic()
@@ -188,25 +188,25 @@ def test_judge_survives_what_hangs_and_says_so(capsys) -> None:
         assert judge.restarts == 1
         with pytest.raises(ProcessLookupError):
             os.kill(first, 0)
-        assert judge.correct_many([(r"\boxed{0.50}", "1/2"), (r"\boxed{2/4}", "0.5")]) == [True, True]
+        assert judge.correct_many([(r"\boxed{\sqrt{4}}", "2"), (r"\boxed{\sqrt{9}}", "3")]) == [True, True]
         assert judge.restarts == 1
     assert "no verdict on 1 answer within 2 s" in capsys.readouterr().err
 
 
 def test_judge_starts_again_after_its_worker_died() -> None:
     with MathJudge() as judge:
-        assert judge.correct(r"\boxed{1/2}", "0.5")
+        assert judge.correct(r"\boxed{\sqrt{4}}", "2")
         assert judge._worker is not None
         judge._worker.kill()
         judge._worker.wait()
-        assert judge.correct(r"\boxed{1/2}", "0.5")
+        assert judge.correct(r"\boxed{\sqrt{4}}", "2")
 
 
 def test_a_judge_that_cannot_start_is_something_to_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     for judge, error in ((MathJudge(), UserError), (math_judge.MathJudge(), math_judge.NoJudge)):
         with pytest.raises(error, match=r"does not start.*pip install"):
-            judge.correct(r"\boxed{1/2}", "0.5")
+            judge.correct(r"\boxed{\sqrt{4}}", "2")
 
 
 def test_judge_runs_no_code_and_imports_no_torch(tmp_path) -> None:
@@ -215,7 +215,7 @@ def test_judge_runs_no_code_and_imports_no_torch(tmp_path) -> None:
         assert not judge.correct(rf"\boxed{{__import__('pathlib').Path('{marker}').touch()}}", "7")
         assert not marker.exists()
     code = "import sys, runpy; sys.stdin.close(); sys.stdin = open('/dev/null'); "
-    code += f"runpy.run_path({math_judge.__file__!r}, run_name='__main__'); assert 'torch' not in sys.modules"
+    code += f"runpy.run_path({math_worker.__file__!r}, run_name='__main__'); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "ready\n"

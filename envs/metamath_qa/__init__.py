@@ -18,9 +18,8 @@ import numpy as np
 
 from envs.base import TextEnv
 from envs.hub_sets import EMBEDDED, read_rows
-from envs.math_judge import LONGEST_ANSWER, MathJudge, last_boxed, same_text
-from envs.math_spelling import for_math_verify, plain
-from envs.math_units import agree, split_unit
+from envs.math_answers import same_text
+from envs.math_judge import LONGEST_ANSWER, MathJudge, last_boxed
 from envs.metamath_qa.final_form import has_variables, is_written_out
 from envs.metamath_qa.problems import TEMPLATES, Parameters
 
@@ -171,11 +170,6 @@ def is_right(given: str, answer: str) -> bool:
         return True
     if not has_variables(answer):
         return is_written_out(given, answer)
-    if "matrix" not in answer:
-        (given, ours), (answer, theirs) = (split_unit(plain(text), shortest=2) for text in (given, answer))
-        if not agree(ours, theirs):
-            return False
-        given, answer = for_math_verify(given), for_math_verify(answer)
     with _LOCK:
         return _judge(os.getpid()).equal(given, answer)
 

@@ -13,11 +13,11 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+|[0-9]+)"
+from envs.math_numbers import DIGITS, LONGEST
+
 TOKEN = re.compile(
     rf" *({DIGITS}(?:\.[0-9]+)?|\.[0-9]+|(?:\\frac|\\sqrt|\\pi|\\infty|[ei])(?![a-zA-Z])|\*\*|[-+*/^(){{}}\[\]√])"
 )
-LONGEST = 300  # characters
 DEEPEST = 30  # brackets within brackets
 LARGEST_POWER = 4096  # bits
 
