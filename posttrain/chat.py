@@ -8,10 +8,9 @@ placeholders for the contents; what stands between the placeholders are the *lit
     literals    └──── piece 0 ────┘     └───────────── piece 1 ─────────────┘     └ piece 2 ┘
 
 Literals are tokenised with control tokens recognised, contents as plain text. So no content can become a control token,
-and ids are the same whether a dialogue is encoded at once or grows turn by turn in a rollout. This piecewise reading is
-the truth here, because it is what the model sees while it samples. Tokenising the rendered text in one go gives the
-same ids except where the tokenizer joins or cuts differently across the edge of a content, e.g. an answer that starts
-with a line break right after the "\\n" of its header, and where a template trims its contents: here they stay whole.
+and ids are the same whether a dialogue is encoded at once or grows turn by turn in a rollout. Tokenising the rendered
+text in one go gives the same ids except where the tokenizer joins or cuts across the edge of a content, e.g. an answer
+that starts with a line break after the "\\n" of its header, and where a template trims contents: here they stay whole.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ from posttrain.types import UserError, one_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# {"role": "assistant", "content": "Left"}; an answer may have "mask_spans": [[0, 2]], or "train": False, stop token too
-Message = dict[str, Any]
+Message = dict[str, Any]  # {"role": "assistant", "content": "Left"}; optional: "mask_spans": [[0, 2]], "train": False
 
 TEMPLATE_PATH = Path(__file__).with_name("chatml.jinja")
 ROLES = ("system", "user", "assistant")  # a role is printed by many templates as it stands, so it is no free text
@@ -57,10 +55,8 @@ class Encoded(NamedTuple):
 
 def template_text(template: str | Path) -> str:
     """The text of a template file, looked for in the project's folder as well: README's name works from any folder."""
-    path = Path(template)
-    if not os.path.isfile(path):
-        path = TEMPLATE_PATH.parent.parent / path
-    if not os.path.isfile(path):
+    path = next(filter(os.path.isfile, (Path(template), TEMPLATE_PATH.parent.parent / template)), None)
+    if path is None:
         raise UserError(f"chat.template={template}: there is no such file. {REMEDY}")
     return read_text(path, REMEDY)
 
