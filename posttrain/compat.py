@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
 import struct
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -287,10 +286,6 @@ def _without_prefix(step: dict[str, Any] | None) -> dict[str, Any] | None:
 # What the Hub's client raises when it cannot reach the Hub, from the library it was built with: httpx or httpx2. Until
 # huggingface_hub raises an error of its own.
 HTTP_ERROR: type[Exception] = httpx.HTTPError
-
-# At import bitsandbytes warns that a CPU lacks a kernel for 4-bit weights. Until it does so where there are such
-# weights alone.
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def pass_on_bias() -> None:

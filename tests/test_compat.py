@@ -518,7 +518,7 @@ def test_merged_weights() -> None:
 
 
 def test_bitsandbytes_says_nothing_at_import() -> None:
-    told = "import logging, posttrain.compat, bitsandbytes.backends.cpu.ops as ops; ops.logger.warning('told')"
+    told = "import logging, posttrain, bitsandbytes.backends.cpu.ops as ops; ops.logger.warning('told')"
     assert not python("-c", told).stderr
     assert "logger.warning" in source(importlib.import_module("bitsandbytes.backends.cpu.ops")), "it is quiet itself"
 
