@@ -25,10 +25,10 @@ from posttrain import runlog
 from posttrain.config import ChatRun, SamplingSection, hint, load, run
 from posttrain.inference import playing
 from posttrain.inference.conversation import Conversation, Exchange
-from posttrain.inference.display import described, never, note, show_beside, stream
+from posttrain.inference.display import described, escape_control_characters, in_words, never, note, show_beside, stream
 from posttrain.inference.generation import DamagedModel, Generator
 from posttrain.inference.keyboard import ctrl_c_keeps_what_was_typed, next_message, one_ctrl_c
-from posttrain.types import UserError, derive_seed
+from posttrain.types import UserError, derive_seed, short_name
 
 HELP = """\
 /reset          forget the conversation
@@ -37,7 +37,8 @@ HELP = """\
 /save FILE      write the conversation as one row of JSON, which phase 1 can train on (kind: messages)
 /help           this list
 /quit           leave; so does Ctrl-D
-Ctrl-C stops an answer, and leaves where there is none. A message that begins with / needs a space before it.
+Ctrl-C stops an answer, clears a half-typed line, and leaves at an empty one.
+A message that begins with / needs a space before it.
 Several lines that are pasted are one message."""
 COMMANDS = [line.split()[0] for line in HELP.splitlines() if line.startswith("/")]
 
@@ -211,7 +212,7 @@ def converse(generator: Generator, conversation: Conversation, cfg: ChatRun, *, 
     if by_hand:
         with suppress(ImportError):  # Windows has none
             import readline  # noqa: F401  input() then knows arrow keys and earlier lines
-        note(f"{cfg.model.name_or_path}, {described(cfg, cfg.preset)}. /help lists the commands, /quit leaves.")
+        greet(cfg)
     number, rest = 0, ""
     with ctrl_c_keeps_what_was_typed():
         while True:
@@ -219,9 +220,6 @@ def converse(generator: Generator, conversation: Conversation, cfg: ChatRun, *, 
                 text, rest = rest or next_message(by_hand), ""
             except EOFError:
                 break
-            except KeyboardInterrupt:
-                print()
-                raise
             if text.startswith("/"):
                 if not text.startswith("/system "):  # a message of several lines may follow a command
                     text, _, rest = text.partition("\n")
@@ -230,7 +228,7 @@ def converse(generator: Generator, conversation: Conversation, cfg: ChatRun, *, 
                 cfg = after
             elif text.strip():
                 if by_hand and not compare:
-                    print(f"{cfg.preset}> ", end="", flush=True)
+                    print(f"{escape_control_characters(short_name(cfg.model.name_or_path))}> ", end="", flush=True)
                 with one_ctrl_c() as stopped:
                     try:
                         reply(generator, conversation, cfg, text, number, compare=compare, stopped=stopped)
@@ -241,6 +239,14 @@ def converse(generator: Generator, conversation: Conversation, cfg: ChatRun, *, 
                     if stopped():
                         note("[stopped]")
                 number += 1
+
+
+def greet(cfg: ChatRun) -> None:
+    """Say who answers, how, and what may be asked."""
+    setting = in_words(cfg.presets[cfg.preset])
+    note(f"{cfg.model.name_or_path}, {setting}. /help lists the commands, /quit leaves.")
+    if cfg.examples:
+        note("\n  ".join(["For example:", *cfg.examples]))
 
 
 # ------------------------------------------------------------------------------------------------------------- commands

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # OWNER/NAME of a model or a data set of the Hub
@@ -22,6 +23,12 @@ class UserError(Exception):
 def one_line(error: BaseException) -> str:
     """An exception as a piece of a sentence: "OSError: No such file"."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def short_name(model: str) -> str:
+    """A model's name in one word: `phase3` for runs/quickstart/phase3/final, `SmolLM2-135M` for owner/SmolLM2-135M."""
+    parts = [part for part in PurePath(model).parts if part not in ("final", ".", "..", "/")]
+    return parts[-1] if parts else "model"
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -39,7 +39,7 @@ from posttrain.inference import display, keyboard, playing
 from posttrain.inference.generation import Answer, Generator
 from posttrain.rollout import complete, open_sampler
 from posttrain.rollout import play as rollout_play
-from posttrain.types import SamplingParams, UserError, derive_seed
+from posttrain.types import SamplingParams, UserError, derive_seed, short_name
 
 CONTEXT = 1500
 Says = Callable[..., SimpleNamespace]
@@ -707,6 +707,24 @@ def test_a_damaged_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
         script.main([*always(broken), "--prompt", "Hi"])
 
 
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("runs/quickstart/phase3/final", "phase3"),
+        ("HuggingFaceTB/SmolLM2-135M", "SmolLM2-135M"),
+        ("runs/phase1/checkpoint-20/", "checkpoint-20"),
+        ("/final", "model"),
+    ],
+)
+def test_the_speaker_is_the_model(model: str, name: str) -> None:
+    assert short_name(model) == name
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("configs/**/chat.yaml")), ids=lambda file: str(file.parent.name))
+def test_every_chat_offers_three_examples(file: Path) -> None:
+    assert len(config.resolve(ChatRun, file).examples) == 3
+
+
 # ------------------------------------------------------------------------------------------------------ as a program
 
 
@@ -717,7 +735,7 @@ def program(*args: str, **options: Any) -> Any:
 
 
 def test_in_a_terminal(folder: Path) -> None:
-    """Names its preset, answers as it goes, stops at Ctrl-C, leaves at the next one with 130."""
+    """Greets, answers as it goes in the model's name, stops and clears the line at Ctrl-C, leaves at the last one."""
     place = Path(shutil.copytree(folder, folder.with_name("endless")))
     shape = json.loads((place / "config.json").read_text()) | {"max_position_embeddings": 10**6}
     (place / "config.json").write_text(json.dumps(shape))
@@ -732,9 +750,10 @@ def test_in_a_terminal(folder: Path) -> None:
     try:
         heard = Listener(ours)
         heard.until("greedy")
+        heard.until("My home is Vienna.")
         heard.until("you> ")
         os.write(ours, b"Hi \xed\n")  # the last one is no text in UTF-8
-        heard.until("improved> ")
+        heard.until("endless> ")
         heard.more(200)
         os.write(ours, b"/preset\n")  # typed ahead: Ctrl-C does not drop it
         time.sleep(0.2)
@@ -745,7 +764,7 @@ def test_in_a_terminal(folder: Path) -> None:
         heard.until("* improved: greedy")
         heard.until("you> ")
         os.write(ours, b"one\n\n  /two\nthree\n")  # pasted
-        heard.until("improved> ")
+        heard.until("endless> ")
         heard.more(50)
         os.write(ours, b"\x03")
         heard.until("[stopped]")
@@ -756,7 +775,14 @@ def test_in_a_terminal(folder: Path) -> None:
         said = [message["content"] for message in json.loads(saved.read_text())["messages"]]
         assert len(said) == 4 and said[2] == "one\n\n  /two\nthree"
         heard.until("you> ")
-        time.sleep(0.5)  # readline hears a signal only once it waits, a moment after its prompt
+        os.write(ours, b"half a line")
+        heard.until("half a line")  # readline hears a signal only once it waits, a moment after its prompt
+        os.write(ours, b"\x03")
+        heard.until("you> ")
+        os.write(ours, f"/save {saved.with_name('whole.jsonl')}\n".encode())
+        heard.until("2 turns written")  # nothing of the half line is left, and nothing is lost
+        heard.until("you> ")
+        time.sleep(0.5)
         os.write(ours, b"\x03")
         heard.until("interrupted")
         assert started.wait(timeout=120) == 130

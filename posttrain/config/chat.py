@@ -32,6 +32,7 @@ class ChatRun(Section):
     seed: int = Field("everything random is derived from it", 0, ge=0)
     hardware: str = Field("free text: what this file was written for", "")
     system: str | None = Field("system message; null sends none", None)
+    examples: list[str] = Field("messages that the chat offers at its start, fit for what the model was trained on", [])
     max_new_tokens: int = Field("longest answer", 512, ge=1)
     preset: str = Field("the preset that answers; under --compare, whose answer stays in the conversation", "improved")
     presets: dict[str, SamplingSection] = Field(

@@ -1,4 +1,4 @@
-"""What does a person type?  Lines and pasted texts as messages; Ctrl-C stops an answer and loses nothing typed."""
+"""What does a person type?  Lines and pasted texts as messages; Ctrl-C stops an answer or clears a half-typed line."""
 
 from __future__ import annotations
 
@@ -17,11 +17,23 @@ def next_message(by_hand: bool) -> str:
     """The next line; in a terminal with all lines that came at once, as they do when a text is pasted."""
     if not by_hand:
         return input()
-    text = input("\nyou> ")
+    text = typed_line("\nyou> ")
     if more := pending():
         text = f"{text}\n{more}".rstrip("\n")
         note(f"[{len(text.splitlines())} lines are taken as one message]")
     return text
+
+
+def typed_line(prompt: str) -> str:
+    """A line as it is typed. Ctrl-C clears what is typed so far; with nothing typed it interrupts."""
+    while True:
+        try:
+            return input(prompt)
+        except KeyboardInterrupt:
+            print()
+            readline = sys.modules.get("readline")  # whoever edits the line knows what is on it
+            if not (readline and readline.get_line_buffer()):
+                raise
 
 
 def pending() -> str:
