@@ -134,7 +134,9 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
         if not request.url.startswith(("file:", "data:", "blob:")):
             trouble.append(f"asked for {request.url}")
 
-    def open_page(path: Path, width: int = 1200, scheme: str = "light", motion: str = "reduce") -> Any:
+    def open_page(
+        path: Path, width: int = 1200, scheme: str = "light", motion: str = "reduce", folded: bool = False
+    ) -> Any:
         context = browser.new_context(
             viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion=motion, has_touch=width < 500
         )
@@ -146,6 +148,8 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
         page.on("request", on_request)
         page.goto(path.resolve().as_uri())
         page.wait_for_selector("body[data-ready]")
+        if not folded:
+            page.evaluate("document.querySelectorAll('.fold').forEach((each) => (each.open = true))")
         return page
 
     yield open_page
@@ -169,6 +173,28 @@ def test_the_report_is_readable_on_any_screen(visit: Callable[..., Any], run: Pa
     assert page.evaluate("document.documentElement.scrollWidth") <= width, "it scrolls sideways"
     found = page.evaluate(CONTRAST)
     assert found["seen"] > 500 and found["poor"] == []
+
+
+@pytest.mark.parametrize("width", [1200, 390])
+def test_the_report_is_short_and_a_link_unfolds_a_section(visit: Callable[..., Any], run: Path, width: int) -> None:
+    page = visit(run / "report.html", width, folded=True)
+    assert page.evaluate("document.documentElement.scrollHeight") <= 6000
+    links = page.locator("nav a")
+    assert links.count() == page.locator("section[id^=s]").count() > 8
+    curves = page.locator("section").filter(has=page.locator("h2", has_text="Learning curves"))
+    assert not curves.locator(".chart").first.is_visible() and links.first.is_visible()
+    for _ in range(2):  # also when it is where the page already is
+        links.filter(has_text="Learning curves").click()
+        assert curves.locator(".chart").first.is_visible()
+        playwright.expect(curves.locator("h2")).to_be_in_viewport()
+        assert links.first.is_visible(), "it stays at the top"
+        curves.locator("summary").first.click()
+        assert not curves.locator(".chart").first.is_visible()
+    address = page.url
+    page.goto("about:blank")
+    page.goto(address)
+    page.wait_for_selector("body[data-ready]")
+    assert curves.locator(".chart").first.is_visible()
 
 
 def test_the_first_thing_seen_is_the_model_before_and_after(visit: Callable[..., Any], run: Path) -> None:

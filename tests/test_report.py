@@ -380,8 +380,14 @@ def test_page_shows_the_measured_figures(results: dict[str, Any], html: str) -> 
     assert "python inference_with_improved_settings.py" in html
 
 
-def test_missing_curves_are_said_to_be_missing(run: Path, html: str) -> None:
-    assert f"No metrics.jsonl beside {run}/base/final." in html
+def test_the_loss_of_dpo_is_explained_where_it_is_drawn(html: str) -> None:
+    curves = html.partition("Learning curves</h2>")[2].partition("</section>")[0]
+    phases = dict(zip(("phase1", "phase2", "phase3"), curves.split("<h3>")[1:], strict=True))
+    assert [name for name, drawn in phases.items() if "ln 2 = 0.69" in drawn] == ["phase2"]
+
+
+def test_curves_are_of_the_phases_that_were_trained_here(run: Path, html: str) -> None:
+    assert "metrics.jsonl" not in html.partition("Learning curves</h2>")[2].partition("</section>")[0]
     assert html.count('<figure class="chart"') == 2 + 3 + 5
     assert "Success, held-out levels" in html
 
@@ -707,7 +713,7 @@ def test_a_change_is_called_one_only_where_its_interval_leaves_zero_out(run: Pat
     steps = verdict.steps(run, *read(run))
     assert re.search(r'class="change good">\+\d+\.\d \(\+.*<br>better</i>', figures.change(steps, "phase1", math))
     unsure = metrics.Interval(0.01, -0.1, 0.1)
-    steps = {step: [each._replace(change=unsure) for each in compared] for step, compared in steps.items()}
+    steps = {step: [each._replace(change=unsure, parts=[]) for each in compared] for step, compared in steps.items()}
     assert "(-10.0 to +10.0)<br>cannot tell</i>" in figures.change(steps, "phase1", math)
     assert figures.change(steps, "base", math) == ""
 
@@ -964,6 +970,32 @@ def test_where_no_difference_is_seen_the_levels_are_told_that_would_show_five_po
     assert comparison.needed(found) == words
     few = found._replace(change=found.change._replace(value=1e-4), needed=10**7)
     assert comparison.needed(few) == ": more than 100,000 levels needed to tell this difference, 300 compared"
+
+
+def test_a_part_that_changed_is_named_where_the_whole_cannot_tell() -> None:
+    column = tables.Column("Math", "", "math", "embedded", "accuracy", "greedy")
+
+    def compared(**changes: tuple[int, int]) -> verdict.Comparison:
+        """Of each part 200 items: how many became right, how many wrong."""
+        pairs: list[Any] = []
+        for part, (right, wrong) in changes.items():
+            for old, new, count in ((0, 1, right), (1, 0, wrong), (1, 1, 200 - right - wrong)):
+                pairs += [({"accuracy": old, "part": part}, {"accuracy": new, "part": part})] * count
+        return verdict._compared(column, pairs, 0.025 / 6, 0)
+
+    one = compared(unseen_questions=(16, 8), unseen_operands=(2, 17))
+    assert one.change.low < 0 < one.change.high and one.verdict == "worse in part"
+    assert verdict.overall([one]) == ("worse", "worse in Math: unseen operands")
+    shown = figures.shown_change(one)
+    assert "worse in part" in shown and "unseen operands -7.5" in shown and "cannot tell" not in shown
+    results = {"config": {"checkpoints": {"a": "", "b": ""}}}
+    said = figures.phases(results, {("a", "b"): [one]})
+    assert "in Math: unseen operands (99 % → 92 %)" in said and "cannot tell" not in said
+
+    assert compared(unseen_questions=(20, 2), unseen_operands=(2, 20)).verdict == "mixed"
+    assert compared(unseen_questions=(8, 8), unseen_operands=(8, 9)).verdict == "cannot tell"
+    assert compared(unseen_questions=(2, 30), unseen_operands=(2, 30)).verdict == "worse"
+    assert compared(unseen_operands=(2, 10)).parts == [], "one kind of problem is the whole"
 
 
 @pytest.mark.parametrize("n", [1, 3, 7])

@@ -29,7 +29,10 @@ from posttrain.report.tables import (
 from posttrain.report.verdict import Comparison
 from posttrain.types import Record
 
-KINDS = {"better": "good", "worse": "bad", "mixed": "flat", "cannot tell": "flat"}  # the colour of a verdict
+KINDS = {  # the colour of a verdict
+    "better": "good", "better in part": "good", "worse": "bad", "worse in part": "bad",
+    "mixed": "flat", "cannot tell": "flat",
+}  # fmt: skip
 Steps = Mapping[tuple[str, str], Sequence[Comparison]]  # each checkpoint against the one before it
 
 
@@ -56,7 +59,7 @@ def headline(results: Results, steps: Steps) -> str:
         "Large: the share. Beside it, and as the band: where it lies at 95 %, for one checkpoint by itself. Below: the "
         "change since the checkpoint before in points, item by item on the same prompts and levels, with its interval. "
         "The intervals of one step hold together at 95 %, for all figures. They decide: <i>cannot tell</i> where one "
-        "holds zero."
+        "holds zero. A kind of problem that changed within such a figure is named, at 95 % by itself."
     )
     return f'{table(head, body, "headline cards")}{failed}<p class="quiet">{note}</p>' + math_parts(results)
 
@@ -79,7 +82,12 @@ def phases(results: Results, steps: Steps) -> str:
         for each in compared:
             title = text(each.column.title)
             before, after = (percent(figure.value) for figure in each.values)
-            found[each.verdict].append(title if each.verdict == "cannot tell" else f"{title} ({before} → {after})")
+            if each.verdict in found:
+                found[each.verdict].append(title if each.verdict == "cannot tell" else f"{title} ({before} → {after})")
+            for kind, parts in each.changed_parts.items():
+                for part in parts:
+                    before, after = map(percent, part.values)
+                    found[kind].append(f"{title}: {text(part.title)} ({before} → {after})")
         parts = [f'<b class="{KINDS[words]}">{words}</b> in {listed(found[words])}' for words in found if found[words]]
         if parts:
             items += f"<li>{chip(results, new)} against {chip(results, old)}: {'; '.join(parts)}.</li>"
@@ -109,6 +117,9 @@ def shown_change(compared: Comparison, more: str = "") -> str:
     """+10.0 (+2.1 to +17.9), better; `more` is said of the verdict."""
     low, high = points(compared.change.low), points(compared.change.high)
     figures = f"{points(compared.change.value)} ({low} to {high})"
+    changed = [part for parts in compared.changed_parts.values() for part in parts]
+    for title, _, change in changed:
+        more += f"<br>{text(title)} {points(change.value)} ({points(change.low)} to {points(change.high)})"
     return f'<i class="change {KINDS[compared.verdict]}">{figures}<br>{compared.verdict}{more}</i>'
 
 
@@ -127,8 +138,8 @@ def math_parts(results: Results) -> str:
                 body += f'<td data-label="{label}"><b>{percent(figure.value)}</b>'
                 body += f"<small>{span(figure)}, n {text(found['n'])}</small></td>"
             body += "</tr>"
-        blocks += f"<h3>{text(math_title(source))}, by kind of problem</h3>"
-        blocks += table(head + "<th>together</th>", body, "parts cards")
+        title = f"<summary>{text(math_title(source))}, by kind of problem</summary>"
+        blocks += f"<details>{title}{table(head + '<th>together</th>', body, 'parts cards')}</details>"
     return blocks
 
 

@@ -42,7 +42,15 @@ function stage({ columns, rows }, pictures) {
   return [make("div", { className: "halves" }, ...blocks), bar];
 }
 
+// A link to a folded section unfolds it.
+function unfold(place) {
+  const fold = place && document.querySelector(`${place} > details.fold`);
+  if (fold) fold.open = true;
+}
+
 async function start() {
+  document.querySelector("nav")?.addEventListener("click", ({ target }) => unfold(target.hash));
+  if (/^#s\d+$/.test(location.hash)) unfold(location.hash);
   document.querySelectorAll(".chart").forEach(livelyChart);
   const data = await unpack("data");
   if (data.top) document.getElementById("top").append(...stage(data.top, data.pictures));

@@ -12,6 +12,7 @@ from posttrain.report.rows import Pictures, packed
 from posttrain.report.tables import Results
 from posttrain.types import Record, UserError, one_line
 
+OPEN = ("In one sentence each", "Results")
 TOP = "The first test levels of the evaluation, which nobody chose, played by the model before and after."
 RECORDED = (
     "Samples of one group each, so the same level several times, and episodes in which something went wrong. Arrow "
@@ -40,17 +41,25 @@ def build(folder: Path) -> Path:
 def _document(folder: Path, results: Results, pictured: bool, sections: list[tuple[str, str]], data: str) -> str:
     filled = [(f"s{number}", title, body) for number, (title, body) in enumerate(sections) if body]
     links = "".join(f'<a href="#{place}">{text(title)}</a>' for place, title, _ in filled)
-    cards = "".join(f'<section id="{place}"><h2>{text(title)}</h2>{body}</section>' for place, title, body in filled)
+    cards = "".join(_card(place, title, body) for place, title, body in filled)
     name = folder.resolve().name
     body = (
         f'<header><p class="kicker">{text(name)}</p><h1>What each phase changed</h1>'
         f'<p class="lead">{text(" → ".join(results["checkpoints"]))}, on held-out questions and levels, the same for '
-        f"every checkpoint. Intervals are at 95 %.</p><nav>{links}</nav></header>"
+        f"every checkpoint. Intervals are at 95 %.</p></header><nav>{links}</nav>"
         + (f'<section id="top"><h2>Before and after</h2><p class="quiet">{TOP}</p></section>' if pictured else "")
         + "<noscript><p>The pictures, episodes and values on this page need JavaScript.</p></noscript>"
         + cards
     )
     return document(f"{name}: what each phase changed", body, data, "player.js", "viewer.js", "charts.js", "page.js")
+
+
+def _card(place: str, title: str, body: str) -> str:
+    """A section; those that few readers look for are folded, and page.js unfolds the one that a link leads to."""
+    head = f"<h2>{text(title)}</h2>"
+    if title not in OPEN:
+        return f'<section id="{place}"><details class="fold"><summary>{head}</summary>{body}</details></section>'
+    return f'<section id="{place}">{head}{body}</section>'
 
 
 def _sections(

@@ -36,6 +36,11 @@ CURVES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("Invalid turns", (("rollout/invalid_turns", "share"),)),
     ("Tokens per turn", (("rollout/response_tokens", "training"),)),
 )
+DPO_LOSS = (
+    "The loss is about pairs of answers. DPO’s part is ln 2 = 0.69 as long as the model still is its reference, and"
+    " falls as the chosen answer of each pair gains on the rejected one; other parts (sft: the loss of the chosen"
+    " answers) are added to it."
+)
 MOST_PICTURES = 4000  # of a page, so that it can be mailed; the latest episodes have them, earlier ones have none
 REMEDY = "Remove that line (the others are kept), then go on."
 
@@ -55,15 +60,15 @@ def curves(results: Results, folders: dict[str, Path | None]) -> str:
     """The curves of each phase, and below them its alarms."""
     blocks = ""
     for name, place in folders.items():
-        if place is None:
-            path = results["config"]["checkpoints"][name]
-            blocks += f'<h3>{chip(results, name)}</h3><p class="quiet">No metrics.jsonl beside {text(path)}.</p>'
+        if place is None:  # it was not trained here
             continue
         rows = runlog.read_metrics(place / "metrics.jsonl")
         raised = alarms(place)
         drawn = "".join(charts.lines(title, series(rows, keys), raised or ()) for title, keys in CURVES)
         drawn = drawn or f'<p class="quiet">{text(place / "metrics.jsonl")} holds no curve yet.</p>'
-        blocks += f'<h3>{chip(results, name)}</h3><div class="charts">{drawn}</div>{_told(raised)}'
+        pairs = any(key.startswith("rewards/") for row in rows for key in row)
+        drawn = (f'<p class="quiet">{DPO_LOSS}</p>' if pairs else "") + f'<div class="charts">{drawn}</div>'
+        blocks += f"<h3>{chip(results, name)}</h3>{drawn}{_told(raised)}"
     how = "Move over a curve or tap on it for its values; drag to zoom, double-click for the whole run."
     return blocks and f'<p class="quiet">{how} With the keyboard: arrow keys, + and -, Escape.</p>{blocks}'
 

@@ -5,6 +5,9 @@ and comparison.html alike. The intervals are paired and hold together at 95 % (B
 figures is no six chances to be wrong. That is so on few items as well: each leaves zero out only where an exact test
 rejects it (`metrics.paired_interval`). Where an interval holds zero, the number of items is told that a difference as
 large as the one seen would need, or one of 5 points where none was seen: a normal approximation, 80 % power.
+
+A figure of several kinds of problem can hide a change in one of them. So where nobody can tell of the whole, its parts
+are looked at, each at 95 % by itself, and those that changed are named.
 """
 
 from __future__ import annotations
@@ -39,11 +42,20 @@ class Model(NamedTuple):
     rows: Sequence[Record]
 
 
+class Part(NamedTuple):
+    """A kind of item within a figure: Part("unseen operands", (0.45, 0.375), Interval(-0.075, -0.118, -0.031))."""
+
+    title: str
+    values: tuple[float, float]
+    change: Interval
+
+
 class Comparison(NamedTuple):
     """One figure of two models: how `after` differs from `before` on n common items.
 
     needed: items that would tell a difference as large as this one, or one of UNSEEN where none was seen; 0 where every
-    item came out the same. examples: pairs of rows that differ most, in the order of the evaluation.
+    item came out the same. examples: pairs of rows that differ most, in the order of the evaluation. parts: the same by
+    kind of item, where there are several.
     """
 
     column: Column
@@ -52,12 +64,27 @@ class Comparison(NamedTuple):
     n: int
     needed: int
     examples: list[tuple[Record, Record]]
+    parts: list[Part]
 
     @property
     def verdict(self) -> str:
-        if self.change.low <= 0 <= self.change.high:
+        """better, worse or cannot tell; where a part changed and the whole cannot tell, as in `worse in part`."""
+        if (whole := self._kind(self.change)) != "cannot tell":
+            return whole
+        kinds = {self._kind(part.change) for part in self.parts} - {"cannot tell"}
+        return "mixed" if len(kinds) > 1 else f"{kinds.pop()} in part" if kinds else whole
+
+    @property
+    def changed_parts(self) -> dict[str, list[Part]]:
+        """The parts that are better, and those that are worse, where the whole cannot tell."""
+        if self._kind(self.change) != "cannot tell":
+            return {"better": [], "worse": []}
+        return {kind: [part for part in self.parts if self._kind(part.change) == kind] for kind in ("better", "worse")}
+
+    def _kind(self, change: Interval) -> str:
+        if change.low <= 0 <= change.high:
             return "cannot tell"
-        return "better" if (self.change.value > 0) != less_is_better(self.column.metric) else "worse"
+        return "better" if (change.value > 0) != less_is_better(self.column.metric) else "worse"
 
 
 def compare(before: Model, after: Model) -> list[Comparison]:
@@ -94,7 +121,12 @@ def not_compared(before: Model, after: Model, found: Sequence[Comparison]) -> li
 
 def overall(found: Sequence[Comparison]) -> tuple[str, str]:
     """(better, worse, mixed or cannot tell; the sentence that says so)"""
-    names = {kind: [c.column.title for c in found if c.verdict == kind] for kind in ("better", "worse", "cannot tell")}
+    names: dict[str, list[str]] = {
+        kind: [c.column.title for c in found if c.verdict == kind] for kind in ("better", "worse", "cannot tell")
+    }
+    for each in found:
+        for kind, parts in each.changed_parts.items():
+            names[kind] += [f"{each.column.title}: {part.title}" for part in parts]
     if names["better"] and names["worse"]:
         word = "mixed"
     else:
@@ -142,7 +174,21 @@ def _compared(column: Column, pairs: list[tuple[Record, Record]], tail: float, m
         n=len(pairs),
         needed=_needed(differences, change.value, tail),
         examples=_examples(pairs, differences, most),
+        parts=_parts(column, pairs, seed),
     )
+
+
+def _parts(column: Column, pairs: Sequence[tuple[Record, Record]], seed: int) -> list[Part]:
+    """The figure by kind of item, in the order of the evaluation; none where all are of one kind."""
+    by_kind: dict[str, list[tuple[float, float]]] = {}
+    for old, new in pairs:
+        by_kind.setdefault(old.get("part", ""), []).append((float(old[column.metric]), float(new[column.metric])))
+    found = []
+    for kind, values in by_kind.items() if len(by_kind) > 1 else ():
+        old, new = map(list, zip(*values, strict=True))
+        change = metrics.paired_interval(old, new, seed, ROUNDS)
+        found.append(Part(kind.replace("_", " "), (fmean(old), fmean(new)), change))
+    return found
 
 
 def _needed(differences: Sequence[float], value: float, tail: float) -> int:
