@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +35,7 @@ from posttrain import (
 )
 from posttrain.chat import Chat
 from posttrain.config import TrainingRun
+from posttrain.config.yaml_file import read_yaml
 from posttrain.convgpt import pads_on_the_right
 from posttrain.metrics import wilson
 from posttrain.model_files import no_bars
@@ -289,9 +291,22 @@ def export(
     shown = ", ".join(f"{name.removeprefix('eval_')} {figures[name]:.4g}" for name in FIGURES if name in figures)
     print(f"{phase} is done after {step} steps. Held-out rows: {shown or 'none'}.")
     print(f"Saved: {final}  (curves: {final.with_name('metrics.jsonl')})")
-    beside = Path(config_file).with_name(f"{next_phase}.yaml")
-    given = f" --config {beside}" if beside.is_file() else ""
-    print(f"Next: python train_{next_phase}.py{given} model.name_or_path={final}")
+    print(f"Next: {next_command(next_phase, Path(config_file), final, hardware.resolve_device(cfg.device).type)}")
+
+
+def next_command(phase: str, config_file: Path, final: Path, device: str) -> str:
+    """The command of the next phase, with the config file that lies beside this one's, on the device of this one."""
+    file, given = config_file.with_name(f"{phase}.yaml"), ""
+    if file.is_file():
+        given = f" --config {shlex.quote(str(file))}"
+    else:
+        file = Path("configs") / file.name
+    try:
+        written = read_yaml(file).get("device", "auto")
+    except UserError:  # it is not there, or broken, which the next phase says better
+        written = "auto"
+    there = "" if written in ("auto", device) else f" device={device}"
+    return f"python train_{phase}.py{given} model.name_or_path={shlex.quote(str(final))}{there}"
 
 
 def _record(phase: str, settings: dict[str, Any], step: int, figures: dict[str, float], rows: Path) -> dict[str, Any]:

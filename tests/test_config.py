@@ -8,6 +8,7 @@ import inspect
 import itertools
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from posttrain.config import (
     StarPORun,
     TrainingRun,
     loading,
+    suggestions,
     trl_fields,
 )
 from posttrain.config.shared import PRESETS
@@ -228,7 +230,7 @@ def leaves(schema: type[BaseModel], start: str = "", said: str = "") -> dict[str
     """Every key that holds a value, and what it and the sections around it are said to be."""
     found: dict[str, str] = {}
     for name, field in schema.model_fields.items():
-        inside, words = loading._field_inside(field), f"{said} {field.description}"
+        inside, words = suggestions.field_inside(field), f"{said} {field.description}"
         section = isinstance(inside, type)
         if section and "names" not in str(field.description):  # only "under TRL's names" speaks for every key inside
             words = said
@@ -443,22 +445,22 @@ def test_all_mistakes_come_at_once_with_their_paths(tmp_path):
     said = complaint(SFTRun, file, "sead=1", "run_name=7", "nothing", "output_dir.x=1", "data.sources.3.rows=1")
     for line in (
         "modle: unknown key; did you mean `model`?",
-        "model.tunning: unknown key; did you mean `tuning`?",
+        "model.tunning: unknown key; did you mean `model.tuning`?",
         "model.dtype: 'bf16' is not one of auto, float32, bfloat16, float16; did you mean `bfloat16`?",
         "model.trust_remote_code: should be true or false, but is 'yes'",
         "data.sources.0.rows: should be a whole number, but is 40000.0",
         "data.eval_rows: should be greater than or equal to 1, but is 0",
-        "trainer.learnig_rate: unknown key; did you mean `learning_rate`?",
+        "trainer.learnig_rate: unknown key; did you mean `trainer.learning_rate`?",
         "trainer.seed: not set here: it is the key `seed` at the top level",
         "trainer.bf16: should be true or false, but is 'yes'",
         "; did you mean `adamw_8bit`?",
         "trainer.num_train_epochs: should be a number, but is 'x'",
         "trainer.zzzz: unknown key; SFTConfig of the installed TRL has no such field",
         "trainer.max_lenght: unknown key here; did you mean `data.max_length`?",
-        "trainer.warmup_ratio: unknown key; did you mean `warmup_steps`?",
+        "trainer.warmup_ratio: unknown key; did you mean `trainer.warmup_steps`?",
         "sead (on the command line): unknown key; did you mean `seed`?",
         "run_name (on the command line): should be text, but is 7 (in quotes it is text",
-        "`nothing` is no override: write KEY=VALUE",
+        "`nothing` is not an override: write KEY=VALUE",
         "`output_dir.x=1`: output_dir is 'runs/x' and has no keys",
         "`data.sources.3.rows=1`: data.sources is a list of 1, so `3` must be a number below 1",
     ):
@@ -528,7 +530,7 @@ def test_a_source_may_be_a_path_alone_and_has_the_kind_that_its_phase_reads() ->
         ("run_name=" + 300 * "x", "run_name (on the command line): String should have at most 128 characters"),
         ('run_name="a\\0b"', "without zero bytes, but is 'a\\x00b'"),
         ('hardware="\\uD800"', "text of whole characters"),
-        (".".join("abcdefghijklmnopqrstuvwxyz") + "=1", "is no override"),
+        (".".join("abcdefghijklmnopqrstuvwxyz") + "=1", "is not an override"),
         ("data.sources.²=1", "`²` must be a number below 1"),
     ],
 )
@@ -556,11 +558,11 @@ def test_a_mistake_names_its_remedy(tmp_path, change, remedy):
         ("algorithm={loss_type: cispo, epsilon: 0.1, epsilon_high: 5}", "`epsilon` belongs to ppo_clip and gspo, and"),
         ("algorithm={loss_type: cispo, epsilon_high: 5, delta: 7}", "`delta` belongs to ppo_clip, and this run has"),
         ("algorithm.step_weight=0.5", "`step_weight` belongs to gigpo"),
-        ("algorithm.dual_clip=3", "unknown key; did you mean `delta`?"),
-        ("algorithm.importance=truncate", "unknown key; did you mean `importance_sampling_clip_max`?"),
-        ("algorithm.mask_truncated=true", "unknown key; did you mean `mask_truncated_completions`?"),
-        ("algorithm.step_gamma=0.9", "unknown key; did you mean `gamma_high`?"),
-        ("rollout.vllm_memory=0.2", "unknown key; did you mean `vllm_gpu_memory_utilization`?"),
+        ("algorithm.dual_clip=3", "unknown key; did you mean `algorithm.delta`?"),
+        ("algorithm.importance=truncate", "unknown key; did you mean `algorithm.importance_sampling_clip_max`?"),
+        ("algorithm.mask_truncated=true", "unknown key; did you mean `algorithm.mask_truncated_completions`?"),
+        ("algorithm.step_gamma=0.9", "unknown key; did you mean `algorithm.gamma_high`?"),
+        ("rollout.vllm_memory=0.2", "unknown key; did you mean `rollout.vllm_gpu_memory_utilization`?"),
         ("algorithm.advantage=maxrl", "'maxrl' is not one of grpo, rloo, brpo, arpo, reinforce_pp"),
         ("algorithm.filter.within=4", "removed, see docs/decisions.md"),
         ("diagnostics.rollbacks=1", "removed, see docs/decisions.md"),
@@ -591,7 +593,7 @@ def test_a_mistake_names_its_remedy(tmp_path, change, remedy):
         ("rollout.max_completion_length=4096", "must be smaller than max_context"),
         ("rollout.num_generations=1", "`rollout.num_generations: 1` makes groups of one: play at least 2"),
         ("worlds=[sokoban]", "worlds (on the command line): unknown key; did you mean `envs`?"),
-        ("envs.0={name: sokoban, groups: 3}", "unknown key; did you mean `weight`?"),
+        ("envs.0={name: sokoban, groups: 3}", "unknown key; did you mean `envs.0.weight`?"),
         ("protocol.max_penalised_turns=3", "removed, see docs/decisions.md"),
         ("protocol.action_sep='|'", "removed, see docs/decisions.md"),
         ("algorithm.entropy_target=0.5", "removed, see docs/decisions.md"),
@@ -604,7 +606,7 @@ def test_a_mistake_names_its_remedy(tmp_path, change, remedy):
         ("rollout.context=last_k", "write context_turns, how many turns it shows"),
         ("rollout.context=single_turn", "write context_turns, how many turns it shows"),
         ("rollout.context=last", "did you mean `last_k`?"),
-        ("trainer.lerning_rate=1", "did you mean `learning_rate`?"),
+        ("trainer.lerning_rate=1", "did you mean `trainer.learning_rate`?"),
         ("lerning_rate=1", "did you mean `trainer.learning_rate`?"),  # not the critic's
         ("model.dtype=bfloat16", "an update is smaller than the gap to the next such number. Leave model.dtype out"),
         ("trainer.fsdp=full_shard", "sharding is chosen where processes are started"),
@@ -699,6 +701,103 @@ def test_an_option_of_other_trainers_names_the_key(argv, remedy):
         assert remedy in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("script", "argv", "remedy"),
+    [
+        ("phase1_sft", "--model X --lora --lr 1", "`model.name_or_path=X model.tuning=lora trainer.learning_rate=1`"),
+        ("phase1_sft", "--lora_r 8", "`model.lora.r=8`"),
+        ("phase1_sft", "--data mine.jsonl", "`'data.sources=[{kind: messages, path: mine.jsonl}]'`"),
+        ("phase2_dpo", "--dataset mine.jsonl", "`'data.sources=[{kind: preferences, path: mine.jsonl}]'`"),
+        ("phase3_starpo", "--envs frozen_lake sokoban", "`'envs=[frozen_lake, sokoban]'`"),
+        ("phase3_starpo", "--evaluation.temperature 0.5", "`evaluation.temperature=0.5`"),
+        ("phase3_starpo", "--batch_size 8", "`rollout.groups=8`"),
+        ("evaluate", "--model runs/mine/final", "`'checkpoints={mine: runs/mine/final}'`"),
+        ("chat", "--model runs/mine/final", "`model.name_or_path=runs/mine/final`"),
+        ("chat", "--temperature 0.5", "`presets.improved.temperature=0.5`"),
+        ("phase1_sft", "--lr", "`trainer.learning_rate=VALUE`"),
+        ("phase1_sft", "--lr 1 --wibble", "`trainer.learning_rate=1`. No key is like --wibble; --help lists them."),
+        ("phase1_sft", "mine.yaml", "write --config mine.yaml"),
+        ("phase1_sft", "mine.jsonl", "write 'data.sources=[{kind: messages, path: mine.jsonl}]'"),
+        ("phase1_sft", "some/model", "write model.name_or_path=some/model"),
+        ("phase1_sft", "lr=1e-5", "did you mean `trainer.learning_rate`?"),
+        ("phase1_sft", "lora=true", "did you mean `model.tuning=lora`?"),
+        ("phase1_sft", "model.lora=true", "write model.tuning=lora"),
+        ("phase1_sft", "model=X", "should be a section, but is 'X'; write model.name_or_path=X"),
+        ("phase1_sft", "model.name=X", "did you mean `model.name_or_path`?"),
+        ("phase1_sft", "trainer=5", "should be a section, but is 5"),
+        ("phase1_sft", "model_name=X", "did you mean `model.name_or_path`?"),
+        ("phase1_sft", "data=mine.jsonl", "write 'data.sources=[{kind: messages, path: mine.jsonl}]'"),
+        ("phase3_starpo", "envs=frozen_lake", "should be a list, but is 'frozen_lake'; write 'envs=[frozen_lake]'"),
+        ("phase3_starpo", "env=frozen_lake", "did you mean `envs`?"),
+        ("evaluate", "checkpoints=runs/mine", "write 'checkpoints={mine: runs/mine}'"),
+        ("evaluate", "suites.math.sources=gsm8k", "write 'suites.math.sources=[gsm8k]'"),
+        ("evaluate", "checkpoints={mine: runs/mine}", "write suites.preferences.reference=mine, or another"),
+        ("evaluate", "suites.math.headline=warm", "the setting `warm`, which `settings` does not list: write one of"),
+    ],
+)
+def test_every_dead_end_names_what_works(script, argv, remedy):
+    with pytest.raises(UserError) as error:
+        config.load(RUNS[script], ROOT / "configs" / f"{script}.yaml", shlex.split(argv) if "{" not in argv else [argv])
+    assert remedy in str(error.value)
+
+
+def written_value(annotation: Any) -> str:
+    """Some value of this type, as it is typed."""
+    for part in (annotation, *typing.get_args(annotation)):
+        if typing.get_origin(part) is typing.Literal:
+            return str(typing.get_args(part)[0])
+        if part in (bool, int, float, str):
+            return {bool: "true", int: "3", float: "0.5", str: "x"}[part]
+    return "x"
+
+
+@pytest.mark.parametrize("script", RUNS)
+def test_any_key_as_an_option_is_answered_with_an_override_that_is_read(script):
+    """Whether written in full or by its last name; what stays wrong is the value alone."""
+    schema, file = RUNS[script], ROOT / "configs" / f"{script}.yaml"
+    given = yaml.safe_load(file.read_text(encoding="utf-8"))
+    wrong = []
+    for place in suggestions.places(schema, given):
+        for name in (place.path, place.path.rpartition(".")[2]):
+            (text,) = shlex.split(suggestions.override(schema, given, name, [written_value(place.annotation)]) or "")
+            if text.endswith("KEY=VALUE"):  # a section, of which one value does not say which key is meant
+                assert place.inside is not None or suggestions.is_dict(place.annotation)
+                continue
+            try:
+                config.resolve(schema, file, [text])
+            except UserError as problem:
+                said = str(problem)
+                if re.search("unknown key|should be a (section|list)|has no keys|not an override|is a list of", said):
+                    wrong.append((name, text, said))
+    assert not wrong
+
+
+def test_a_config_of_another_script_is_told_by_its_name(tmp_path):
+    for schema, name in REFERENCE.items():
+        for file in [*ROOT.glob("configs/*.yaml"), *ROOT.glob("configs/quickstart/*.yaml")]:
+            if file.name == "variants.yaml":
+                continue
+            own = {"mixture": "phase3_starpo", "answers": "pairs"}.get(file.stem, file.stem)
+            if own == name:
+                continue
+            script = {each: f"{each}.py" for each in SCRIPTS}
+            wanted = next((script[each] for each in SCRIPTS if SCRIPTS[each] == own), "-m posttrain.pairs")
+            assert f"Write: python {wanted} --config {file}" in complaint(schema, file)
+
+    # with a mistake of its own, too; but a file that lacks something, or has mistakes alone, is nobody else's
+    file = tmp_path / "mine.yaml"
+    given = yaml.safe_load((ROOT / "configs/phase2_dpo.yaml").read_text(encoding="utf-8"))
+    file.write_text(yaml.safe_dump(given | {"sed": 1}), encoding="utf-8")
+    assert "train_phase2_dpo.py" in complaint(SFTRun, file)
+    for text in ("{}", "sed: 1", "data: {sources: [{kind: messages, path: a.jsonl}]}", "model: {name_or_path: a/b}"):
+        file.write_text(text, encoding="utf-8")
+        said = complaint(SFTRun, file)
+        assert "Write: python" not in said and "output_dir: missing; write `output_dir: ...`" in said
+    file.write_text("model: a/b\ndata: mine.jsonl", encoding="utf-8")
+    assert "model: should be a section, but is 'a/b'; write `model: {name_or_path: a/b}`" in complaint(SFTRun, file)
+    assert "write `data: {sources: [{kind: messages, path: mine.jsonl}]}`" in complaint(SFTRun, file)
+
+
 def test_four_bit_weights_are_neither_vllms_nor_a_second_critic():
     reference = ROOT / "configs" / "phase3_starpo.yaml"
     separate = "algorithm={advantage: gae, critic: {kind: separate}}"
@@ -710,7 +809,8 @@ def test_four_bit_weights_are_neither_vllms_nor_a_second_critic():
 def test_what_was_removed_is_told_in_the_decisions_and_was_not_kept():
     told = re.findall(r"`([\w.\[\]]+)`", (ROOT / "docs" / "decisions.md").read_text())
     names = {key.rpartition(".")[2] for key in told}
-    known = {path for schema in RUNS.values() for path in loading._paths(schema)}
+    places = (place.path for schema in RUNS.values() for place in suggestions.places(schema))
+    known = {re.sub(r"\.(0|NAME)\b", "", path) for path in places}
     for key in loading.REMOVED:
         assert key.rpartition(".")[2] in names
         assert not any(f".{path}".endswith(f".{key}") for path in known - {"suites.envs.split"}), key
@@ -761,11 +861,11 @@ def test_what_a_preset_or_a_default_says_is_never_refused(changes, tmp_path):
 @pytest.mark.parametrize(
     "change, remedy",
     [
-        ("suites.math.settings=[gready]", "suites.math names the setting `gready`, not in greedy, t05, chat"),
+        ("suites.math.settings=[gready]", "suites.math names the setting `gready`, which `settings` does not list"),
         ("suites.envs.context_turns=2", "suites.envs: context_turns counts the turns of last_k and single_turn"),
         ("suites.envs.envs.0.curriculum=[]", "removed, see docs/decisions.md"),
         ("suites.recall.headline=none", "suites.recall names the setting `none`"),
-        ("suites.preferences.reference=phase9", "suites.preferences.reference is `phase9`, not in base, phase1"),
+        ("suites.preferences.reference=phase9", "is `phase9`, which is not among the checkpoints base, phase1"),
         ("checkpoints={}", "checkpoints (on the command line): must not be empty"),
         ("settings=[{name: a}, {name: a}]", "two of the settings have the same name"),
         ("checkpoints.base=3", "checkpoints.base (on the command line): should be text, but is 3"),

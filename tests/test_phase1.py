@@ -756,12 +756,34 @@ def test_what_cannot_be_set_up_is_a_mistake_to_fix(
     train(file, "trainer.max_steps=1")  # the folder is still free
 
 
+@pytest.mark.parametrize(
+    ("config_file", "device", "command"),
+    [
+        (
+            "configs/quickstart/phase1_sft.yaml",
+            "cpu",
+            "--config configs/quickstart/phase2_dpo.yaml model.name_or_path=f",
+        ),
+        ("configs/phase1_sft.yaml", "cuda", "--config configs/phase2_dpo.yaml model.name_or_path=f"),
+        ("configs/phase1_sft.yaml", "cpu", "--config configs/phase2_dpo.yaml model.name_or_path=f device=cpu"),
+        ("mine.yaml", "cpu", "model.name_or_path=f device=cpu"),  # the reference run's own file, which names a GPU
+        ("mine.yaml", "cuda", "model.name_or_path=f"),
+    ],
+)
+def test_what_comes_next_runs_on_this_device(
+    monkeypatch: pytest.MonkeyPatch, config_file: str, device: str, command: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    found = training.next_command("phase2_dpo", Path(config_file), Path("f"), device)
+    assert found == f"python train_phase2_dpo.py {command}"
+
+
 def test_the_command_line_says_it_in_one_paragraph_with_code_2(tmp_path: Path, files: SimpleNamespace) -> None:
     file = config_in(tmp_path, files)
     done = python("train_phase1_sft.py", "--config", str(file), "model.name_or_path=runs/none/final")
     assert done.returncode == 2
     assert "runs/none/final does not exist" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr  # no library has said anything before
     assert not (tmp_path / "run").exists()
 
 

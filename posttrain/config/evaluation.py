@@ -188,12 +188,23 @@ class EvaluateRun(Run):
             if isinstance(suite, Settings):
                 for name in [*(suite.settings or []), *([suite.headline] if suite.headline else [])]:
                     if name not in known:
-                        raise wrong(f"suites.{key} names the setting `{name}`, not in {', '.join(known)}")
+                        raise wrong(
+                            f"suites.{key} names the setting `{name}`, which `settings` does not list: write one of"
+                            f" {', '.join(known)}, or add it there"
+                        )
                 if suite.headline and suite.settings and suite.headline not in suite.settings:
-                    raise wrong(f"suites.{key}.headline is `{suite.headline}`, which its own settings leave out")
+                    raise wrong(
+                        f"suites.{key}.headline is `{suite.headline}`, which suites.{key}.settings leaves out: write"
+                        f" one of {', '.join(suite.settings)}, or add it there"
+                    )
         reference = self.suites.preferences.reference if self.suites.preferences else None
         if reference is not None and reference not in self.local:
-            raise wrong(f"suites.preferences.reference is `{reference}`, not in {', '.join(self.local)}")
+            names = list(self.local) or ["null"]
+            raise wrong(
+                f"suites.preferences.reference is `{reference}`, which is not among the checkpoints"
+                f" {', '.join(self.checkpoints)}: write suites.preferences.reference={names[0]}, or another of them, or"
+                " null to measure no reward"
+            )
         return self
 
     @property

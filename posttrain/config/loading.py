@@ -16,8 +16,8 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 
+from posttrain.config import suggestions
 from posttrain.config.shared import Section, hint
 from posttrain.config.trl_fields import NOT_SUPPORTED, SET_BY_SCRIPTS, TRLFields
 from posttrain.config.yaml_file import parse_yaml, read_yaml
@@ -106,7 +106,7 @@ def load(
         add_arguments(parser)
     args, unknown = parser.parse_known_intermixed_args(_plan_of_all(sys.argv[1:] if argv is None else argv))
     if unknown:
-        raise UserError(_no_option(parser, schema, unknown[0], sys.argv[1:] if argv is None else argv))
+        raise UserError(_no_options(parser, schema, args.config, unknown, sys.argv[1:] if argv is None else argv))
     cfg = resolve(schema, args.config, args.overrides)
     if args.print_config:
         print(dump(cfg), end="")
@@ -151,13 +151,17 @@ def resolve(schema: type[Config], file: str | Path, overrides: list[str] | None 
         given = _merge(given, schema.preset_keys(given))
     for text in overrides:
         try:
+            if "=" not in text and (meant := suggestions.argument(schema, given, text)):
+                raise UserError(f"`{text}` is not an override: write {meant}")
             changed.append(_override(given, text))
         except UserError as problem:
             problems.append(str(problem))
     try:
         config = schema.model_validate(_merge(schema.preset_keys(given), given))
     except ValidationError as error:
-        problems += _explain_all(schema, error, changed)
+        if other := suggestions.other_script(schema, Path(file)):
+            raise UserError(other) from None
+        problems += _explain_all(schema, error, changed, given)
     else:
         if not problems:
             return config
@@ -174,7 +178,9 @@ def _override(given: dict[str, Any], text: str) -> tuple[str, ...]:
     key, equals, value = text.partition("=")
     path = tuple(key.strip().split("."))
     if not equals or not all(path) or len(path) > 20:
-        raise UserError(f"`{text}` is no override: write KEY=VALUE with a dotted key, e.g. trainer.learning_rate=1e-5.")
+        raise UserError(
+            f"`{text}` is not an override: write KEY=VALUE with a dotted key, e.g. trainer.learning_rate=1e-5."
+        )
     try:
         new = parse_yaml(value)
     except ValueError as error:
@@ -221,15 +227,20 @@ _WORDING = {
 }
 
 
-def _explain_all(schema: type[BaseModel], error: ValidationError, changed: list[tuple[str, ...]]) -> list[str]:
+def _explain_all(
+    schema: type[BaseModel], error: ValidationError, changed: list[tuple[str, ...]], given: dict[str, Any]
+) -> list[str]:
     """One line per wrong key: where it is, what is wrong, what to write instead."""
     lines: dict[str, list[str]] = {}
     for problem in error.errors(include_url=False):
         path = _path(schema, problem["loc"])
         where = ".".join(path) or "the whole"
-        if any(path[: len(start)] == start for start in changed):
-            where += " (on the command line)"
-        lines.setdefault(where, []).append(_explain(schema, path, problem))
+        typed = any(path[: len(start)] == start for start in changed)
+        where += " (on the command line)" if typed else ""
+        text = _explain(schema, path, problem, given)
+        if problem["type"] in ("model_type", "dict_type", "list_type"):
+            text += suggestions.instead(schema, given, where.partition(" ")[0], problem["input"], typed)
+        lines.setdefault(where, []).append(text)
     return [f"{where}: {', or '.join(texts)}" for where, texts in lines.items()]
 
 
@@ -245,18 +256,20 @@ def _path(schema: type[BaseModel], place: tuple[int | str, ...]) -> tuple[str, .
             break
         if isinstance(here, type) and name in here.model_fields:
             field = here.model_fields[str(name)]
-            here = _field_inside(field)
+            here = suggestions.field_inside(field)
             if here is None and typing.get_origin(field.annotation) not in (list, dict):
                 break
     return tuple(path)
 
 
-def _explain(schema: type[BaseModel], path: tuple[str, ...], problem: Any) -> str:
+def _explain(schema: type[BaseModel], path: tuple[str, ...], problem: Any, given: dict[str, Any]) -> str:
     kind, value = problem["type"], problem["input"]
     if kind == "extra_forbidden":
-        return _unknown(schema, path)
+        return _unknown(schema, path, given)
     if kind == "missing":
-        return f"missing ({_at(schema, path[:-1]).model_fields[path[-1]].description})"
+        main = suggestions.MAIN_KEY.get(".".join(path))
+        value = f"{{{main}: ...}}" if main else "..."
+        return f"missing; write `{path[-1]}: {value}` ({_at(schema, path[:-1]).model_fields[path[-1]].description})"
     if kind == "text":
         return problem["ctx"]["text"]
     if kind == "literal_error":
@@ -273,7 +286,7 @@ def _explain(schema: type[BaseModel], path: tuple[str, ...], problem: Any) -> st
     return text
 
 
-def _unknown(schema: type[BaseModel], path: tuple[str, ...]) -> str:
+def _unknown(schema: type[BaseModel], path: tuple[str, ...], given: dict[str, Any]) -> str:
     name, parent = path[-1], _at(schema, path[:-1])
     if isinstance(parent, TRLFields) and name in SET_BY_SCRIPTS:
         return f"not set here: {SET_BY_SCRIPTS[name]}"
@@ -281,39 +294,51 @@ def _unknown(schema: type[BaseModel], path: tuple[str, ...]) -> str:
         return f"not set here: {NOT_SUPPORTED[name]}"
     if ".".join([part for part in path if not part.isdigit()][-2:]) in REMOVED:
         return "removed, see docs/decisions.md"
-    close = [RENAMED[name]] if RENAMED.get(name) in _keys(parent) else []
-    if close := close or difflib.get_close_matches(name, _keys(parent), n=1):
-        return f"unknown key; did you mean `{close[0]}`?"
-    if meant := _meant(schema, name):
+    meant = suggestions.meant(schema, name, given)
+    close = RENAMED[name] if RENAMED.get(name) in _keys(parent) else None
+    if close is None and not (len(path) == 1 and meant and name in suggestions.ALIASES):
+        close = suggestions.like(name, _keys(parent))
+    if close:
+        return f"unknown key; did you mean `{'.'.join((*path[:-1], close))}`?"
+    if meant:
         return f"unknown key here; did you mean `{meant}`?"
     if isinstance(parent, TRLFields):
         return f"unknown key; {parent.source.split(':')[1]} of the installed TRL has no such field"
     return f"unknown key; there are {', '.join(_keys(parent))}"
 
 
-def _meant(schema: type[BaseModel], name: str) -> str | None:
-    """The dotted key whose last name is most like this one; of several, the one that lies in the fewest sections."""
-    places: dict[str, str] = {}
-    for key in sorted(_paths(schema), key=lambda key: key.count(".")):
-        places.setdefault(key.rpartition(".")[2], key)
-    close = difflib.get_close_matches(name, places, n=1, cutoff=0.8)
-    return places[close[0]] if close else None
+def _no_options(
+    parser: argparse.ArgumentParser, schema: type[BaseModel], file: str, unknown: Sequence[str], argv: Sequence[str]
+) -> str:
+    """What to write instead of options such as `--learning_rate 1e-5`, as other trainers take them."""
+    given: dict[str, Any] = {}
+    with contextlib.suppress(UserError):  # the file is not what is wrong here
+        given = read_yaml(Path(file))
+    write, nothing_like = [], []
+    options = list(dict.fromkeys(each.partition("=")[0] for each in unknown if each.startswith("-")))
+    for option in options:
+        key = option.lstrip("-").replace("-", "_")
+        if close := difflib.get_close_matches(option, list(parser._option_string_actions), n=1, cutoff=0.8):
+            return f"{option} is not an option of this script; did you mean `{close[0]}`?"
+        if key in NOT_SUPPORTED:
+            return f"{option} is not an option of this script: {NOT_SUPPORTED[key]}."
+        meant = suggestions.override(schema, given, key, _values_of(option, argv))
+        write.append(meant) if meant else nothing_like.append(option)
+    says = f"{' and '.join(options)} {'are not options' if len(options) > 1 else 'is not an option'} of this script. "
+    says += f"Keys of the config are written KEY=VALUE: `{' '.join(write)}`." if write else ""
+    if nothing_like:
+        says += f"{' ' if write else ''}No key is like {' or '.join(nothing_like)}; --help lists them."
+    return says
 
 
-def _no_option(parser: argparse.ArgumentParser, schema: type[BaseModel], option: str, argv: Sequence[str]) -> str:
-    """What to write instead of an option such as `--learning_rate 1e-5`, as other trainers take them."""
-    name, equals, value = option.partition("=")
-    if close := difflib.get_close_matches(name, list(parser._option_string_actions), n=1, cutoff=0.8):
-        return f"{name} is no option of this script; did you mean `{close[0]}`?"
-    key = name.lstrip("-").replace("-", "_")
-    if not equals:  # `--seed 1`, or a flag
-        after = [*argv, "--"][list(argv).index(option) + 1]
-        value = "true" if after.startswith("--") or "=" in after else after
-    if key in NOT_SUPPORTED:
-        return f"{name} is no option of this script: {NOT_SUPPORTED[key]}."
-    says = f"{name} is no option of this script. Keys of the config are written KEY=VALUE"
-    meant = _meant(schema, key.rpartition(".")[2])
-    return f"{says}: `{meant}={value}`." if meant else f"{says}; --help lists them."
+def _values_of(option: str, argv: Sequence[str]) -> list[str]:
+    """What follows an option on the command line: `--seed 1`, `--seed=1`, nothing behind a flag."""
+    place = next(n for n, text in enumerate(argv) if text.partition("=")[0] == option)
+    if "=" in argv[place]:
+        return [argv[place].partition("=")[2]]
+    following = argv[place + 1 :]
+    end = next((n for n, text in enumerate(following) if text.startswith("--") or "=" in text), len(following))
+    return list(following[:end])
 
 
 def _short(value: Any) -> str:
@@ -324,23 +349,12 @@ def _short(value: Any) -> str:
     return "empty" if value is None else repr(value)[:80]
 
 
-def _inside(annotation: Any) -> Any:
-    """The section, list item or TRLFields behind an annotation like `list[Source] | None`; None for a plain value."""
-    if isinstance(annotation, TRLFields) or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-        return annotation
-    return next((found for part in typing.get_args(annotation) if (found := _inside(part)) is not None), None)
-
-
-def _field_inside(field: FieldInfo) -> Any:
-    return next((mark for mark in field.metadata if isinstance(mark, TRLFields)), None) or _inside(field.annotation)
-
-
 def _at(schema: type[BaseModel], path: tuple[str, ...]) -> Any:
     """The section (or TRLFields) at a path; list positions and free names are passed over."""
     here: Any = schema
     for name in path:
         if isinstance(here, type) and name in here.model_fields:
-            here = _field_inside(here.model_fields[name])
+            here = suggestions.field_inside(here.model_fields[name])
     return here
 
 
@@ -350,21 +364,10 @@ def _keys(section: Any) -> list[str]:
     return list(section.model_fields) if section is not None else []
 
 
-def _paths(schema: type[BaseModel], start: str = "") -> Iterator[str]:
-    """Every dotted key of a schema, sections included, TRL's fields included."""
-    for name, field in schema.model_fields.items():
-        yield start + name
-        inside = _field_inside(field)
-        if isinstance(inside, TRLFields):
-            yield from (f"{start}{name}.{key}" for key in inside.allowed())
-        elif inside is not None:
-            yield from _paths(inside, f"{start}{name}.")
-
-
 def _describe(schema: type[BaseModel], depth: int = 1) -> Iterator[str]:
     """The lines of --help: keys indented by section, with type, default and meaning."""
     for name, field in schema.model_fields.items():
-        inside, pad = _field_inside(field), "  " * depth
+        inside, pad = suggestions.field_inside(field), "  " * depth
         if isinstance(inside, type):
             listed = " (list)" if typing.get_origin(field.annotation) is list else ""
             yield f"{pad}{name}:{listed}  {field.description}"
