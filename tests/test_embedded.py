@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from tiny_runs import python
+from tiny_runs import ROOT, python
 
 from posttrain import checkpoint, embedded
 from posttrain.data import filters, load_preferences, load_sft
@@ -116,6 +117,86 @@ def test_correct_solutions_are_correct():
         assert str(true) == row["expected_answer"]
 
 
+def test_formulas_are_solved_step_by_step():
+    """In a fifth of the problems, of which none asks what is held out; each step goes on with the last result."""
+    rows = list(embedded.openmathinstruct(2000, 2))
+    formulas = [row for row in rows if re.search(r"\d[+-]\d", row["question"]) and row["error_message"]]
+    assert 0.15 < len(formulas) / len(rows) < 0.25
+    for row in formulas:
+        (asked,) = re.findall(r"\d+(?:[+-]\d+)+", row["question"])
+        total, *others = [int(number) for number in re.findall(r"[+-]?\d+", asked)]
+        assert arithmetic.split_of({"question": row["question"], "operands": operands_of(asked)}) == "train"
+        steps = re.findall(r"(\d+)([+-]\d+)=(\d+)\.", row["generated_solution"].partition("The answer")[0])
+        for (before, change, after), other in zip(steps, others, strict=True):
+            assert (int(before), int(change)) == (total, other)
+            total = int(after)
+        assert row["predicted_answer"] == str(total)
+        assert (str(eval_sum(asked)) == row["predicted_answer"]) == row["is_correct"]
+        assert all(0 <= int(after) < 130 for *_, after in steps)
+
+
+def operands_of(formula: str) -> tuple[str, *tuple[int, ...]]:
+    """operands_of("3+4-5") -> ("+-", 3, 4, 5)"""
+    return ("".join(re.findall("[+-]", formula)), *map(int, re.findall(r"\d+", formula)))
+
+
+def eval_sum(formula: str) -> int:
+    return sum(int(number) for number in re.findall(r"[+-]?\d+", formula))
+
+
+def test_many_things_are_talked_of_in_one_dialogue_but_never_a_game():
+    rows = [row for row in embedded.capybara(2000, 0) if row["source"] == "embedded-mixed"]
+    assert 0.2 < len(rows) / 2000 < 0.28
+    after = {"sum": 0, "recall": 0}  # a sum after something else, a recalled fact after a sum
+    for row in rows:
+        said = [message["content"] for message in row["messages"]]
+        assert [message["role"] for message in row["messages"]] == ["user", "assistant"] * (len(said) // 2)
+        assert not any("<answer>" in text or "Goal" in text for text in said)
+        sums = [place for place, text in enumerate(said) if "\\boxed" in text]
+        recalled = [place for place, text in enumerate(said) if text.startswith("Your ")]
+        after["sum"] += any(place > 1 for place in sums)
+        after["recall"] += bool(sums and recalled and min(sums) < max(recalled))
+        told: dict[str, str] = {}
+        for asked, answer in itertools.pairwise(said[:-1] if said[-1] == "" else said):
+            for slot, fact in conversations.FACTS.items():
+                for value in fact["values"]:
+                    if asked in [conversations._fill(tell, value) for tell in fact["tell"]]:
+                        told[slot] = value
+                if asked in fact["ask"]:
+                    assert answer == conversations._fill(fact["answer"][0], told[slot])
+    assert min(after.values()) > 60, after
+
+
+def test_what_the_chat_offers_is_said_in_training(chat):
+    from posttrain import config
+
+    examples = config.resolve(config.ChatRun, ROOT / "configs/quickstart/chat.yaml").examples
+    city = conversations.FACTS["city"]
+    assert examples[0] in [tell.format(v="Vienna") for tell in city["tell"]] and examples[1] in city["ask"]
+    numbers = [int(number) for number in re.findall(r"\d+", examples[2])]
+    assert arithmetic.split_of({"question": examples[2], "operands": ("+", *numbers)}) == "train"
+
+
+@pytest.mark.slow
+def test_the_chat_of_the_quickstart_answers_what_it_offers():
+    """Of the models that `make quickstart` has left here."""
+    if not checkpoint.is_whole(ROOT / "runs/quickstart/phase3/final"):
+        pytest.skip("needs the models of `make quickstart`")
+    script, file = "inference_with_improved_settings.py", "configs/quickstart/chat.yaml"
+    lines = "My home is Vienna.\nWhat is my city?\nGina has 4 nuts and wins 11. Count the nuts of Gina.\n"
+    done = subprocess.run(
+        [sys.executable, script, "--config", file], cwd=ROOT, input=lines, capture_output=True, text=True
+    )
+    first, second, third = done.stdout.splitlines()
+    assert "Vienna" in first or first == "That sounds lovely."
+    assert (second, third) == ("Your city is Vienna.", r"4+11=15. The answer is \boxed{15}.")
+    (example,) = re.findall('--prompt "(.*)" >', (ROOT / script).read_text(encoding="utf-8"))
+    done = subprocess.run(
+        [sys.executable, script, "--config", file, "--prompt", example], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout == "3+4=7. The answer is \\boxed{7}.\n"
+
+
 def test_numbers_stay_whole_tokens(chat):
     for problem in embedded.math_problems(300, 0):
         assert 0 <= int(problem["answer"]) < 130
@@ -190,6 +271,7 @@ def test_held_out_questions_and_operands_are_in_no_training_row():
     problems = {split: embedded.math_problems(400, 9, split) for split in ("unseen_questions", "unseen_operands")}
     trained = {row["question"] for seed in (0, 9) for row in embedded.openmathinstruct(4000, seed)}
     trained |= {row["prompt"] for row in embedded.ultrafeedback(4000, 9)}
+    trained |= {asked for row in embedded.capybara(4000, 9) for asked in users(row["messages"])}
     for asked in problems.values():
         assert trained.isdisjoint(problem["question"] for problem in asked)
 
@@ -207,7 +289,7 @@ def test_held_out_questions_and_operands_are_in_no_training_row():
 
 def test_held_out_dialogues_and_topics_are_in_no_training_row():
     rows = [row["messages"] for seed in (0, 9) for row in embedded.capybara(4000, seed)]
-    trained = {users(messages) for messages in rows}
+    trained = {users(messages)[:end] for messages in rows for end in range(1, len(messages) // 2 + 1)}
     assert trained.isdisjoint(users(dialogue["messages"]) for dialogue in embedded.recall_dialogues(400, 9))
     prompts = {row["prompt"] for row in embedded.ultrafeedback(4000, 9)} | {asked for said in trained for asked in said}
     assert prompts.isdisjoint(embedded.open_prompts(200, 9))

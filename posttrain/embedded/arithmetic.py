@@ -18,6 +18,11 @@ ASKS = (
     "How many {t} are there in the end?",
     "Count the {t} of {n}.",
 )
+# Training problems that no evaluation asks, in the few words of people who try a model: formulas, in which each step is
+# practised for few tokens, and word problems with a short question. With their shares.
+FORMULAS, SHORT_ASKS = 0.2, 0.05
+FORMULA_ASKS = ("What is {s}?", "How much is {s}?", "{s}=?")
+FEW_WORDS = ("How many?", "How many {t}?", "How many has {n} now?")
 LARGEST = 15  # operand; sums of three stay far below 129, up to which numbers are whole tokens
 
 
@@ -39,6 +44,41 @@ def word_problem(rng: random.Random) -> dict[str, Any]:
         total = result
     question = f"{text}. {rng.choice(ASKS).format(n=name, t=thing)}"
     return {"question": question, "steps": steps, "operands": ("".join(signs), *operands)}
+
+
+def problem_of(split: str, rng: random.Random) -> dict[str, Any]:
+    return first_wanted(word_problem, lambda problem: split_of(problem) == split, rng)
+
+
+def training_problem(rng: random.Random) -> dict[str, Any]:
+    """A problem of the training side: in words, or as "What is 7+5-2?"."""
+    return first_wanted(_word_problem_or_formula, lambda problem: split_of(problem) == "train", rng)
+
+
+def _word_problem_or_formula(rng: random.Random) -> dict[str, Any]:
+    kind = rng.random()
+    if kind < FORMULAS:
+        return _formula(rng)
+    problem = word_problem(rng)
+    if kind < FORMULAS + SHORT_ASKS:
+        told, name, thing = problem["question"].partition(". ")[0], *problem["question"].split()[0:4:3]
+        problem["question"] = f"{told}. {rng.choice(FEW_WORDS).format(n=name, t=thing)}"
+    return problem
+
+
+def _formula(rng: random.Random) -> dict[str, Any]:
+    """One to eight operations without a story, as `word_problem` gives them."""
+    start = total = rng.randint(2, LARGEST)
+    text, steps, signs, operands = str(start), [], "", [start]
+    for _ in range(rng.randint(1, 8)):
+        sign = "+" if total == 1 else "-" if total > 2 * LARGEST else rng.choice("+-")
+        other = rng.randint(2, LARGEST) if sign == "+" else rng.randint(1, min(LARGEST, total - 1))
+        result = total + other if sign == "+" else total - other
+        text += f"{sign}{other}"
+        steps.append((total, sign, other, result))
+        signs, total = signs + sign, result
+        operands.append(other)
+    return {"question": rng.choice(FORMULA_ASKS).format(s=text), "steps": steps, "operands": (signs, *operands)}
 
 
 def split_of(problem: dict[str, Any]) -> str:
@@ -65,7 +105,7 @@ def openmathinstruct(n: int, seed: int) -> Iterator[dict[str, Any]]:
         if rng.random() < 0.02 and i:  # a duplicate of the row before
             rng = random.Random(derive_seed(seed, "openmathinstruct", i - 1))
             rng.random()
-        problem = first_wanted(word_problem, lambda p: split_of(p) == "train", rng)
+        problem = training_problem(rng)
         yield _math_row(problem, rng)
 
 
@@ -101,5 +141,5 @@ def math_problems(n: int, seed: int, split: str = "unseen_questions") -> list[di
     """Held-out problems: new questions over operands met in training, or operands never met together there."""
     assert split in ("unseen_questions", "unseen_operands")
     rngs = (random.Random(derive_seed(seed, "math_problems", split, i)) for i in range(n))
-    problems = [first_wanted(word_problem, lambda p: split_of(p) == split, rng) for rng in rngs]
+    problems = [problem_of(split, rng) for rng in rngs]
     return [{"question": p["question"], "answer": str(p["steps"][-1][3])} for p in problems]

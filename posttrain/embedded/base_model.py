@@ -45,7 +45,7 @@ def _texts(seed: int) -> Iterator[str]:
     for name in sorted(MIXES):  # not all there are: an environment that is added makes no other tokenizer
         actions = envs.make(name).actions or ()
         yield from actions * 2000  # an action begins an answer there and follows a word elsewhere
-    yield from [str(number) for number in range(130)] * 200
+    yield from [str(number) for number in range(130)] * 400
 
 
 def build_base(folder: str | Path, seed: int = 0) -> Path:

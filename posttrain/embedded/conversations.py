@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from posttrain.embedded.arithmetic import NAMES
+from posttrain.embedded.arithmetic import NAMES, training_problem, worked_solution
 from posttrain.embedded.splits import Messages, assistant, first_wanted, held_out, user
 from posttrain.types import UserError, derive_seed
 
@@ -54,6 +54,7 @@ FACTS: dict[str, dict[str, Sequence[str]]] = {
         "answer": ["Your city is {v}."],
     },
 }
+QUESTIONS = {ask for fact in FACTS.values() for ask in fact["ask"]}
 SMALL_TALK = (
     ("How are you?", "I am fine, thank you."),
     ("It rains today.", "Then stay at home and read."),
@@ -67,6 +68,12 @@ SMALL_TALK = (
     ("The sun is out.", "Then go for a walk."),
     ("I am hungry.", "Then eat something good."),
     ("I am late.", "Then you should hurry."),
+)
+GREETINGS = (  # and what else people try first; in dialogues of many things alone
+    ("Hello", "Hello, how can I help?"),
+    ("Hi", "Hello, how can I help?"),
+    ("Who are you?", "I am a small model."),
+    ("What can you do?", "I can calculate, remember and talk."),
 )
 
 ADJECTIVES = "old new big small quiet busy warm cold bright dark green strange hidden famous empty lovely".split()
@@ -140,6 +147,45 @@ def _dialogue_held_out(dialogue: dict[str, Any]) -> bool:
     return held_out("dialogue", *(m["content"] for m in dialogue["messages"] if m["role"] == "user"))
 
 
+def mixed_dialogue(rng: random.Random, turns: int) -> Messages:
+    """Everything but games in one dialogue, in any order: facts told and asked for, small talk, sums, open questions.
+
+    No part of it, from its beginning to a question about a fact, is a held-out dialogue.
+    """
+    return first_wanted(lambda rng: _mixed(rng, turns), lambda messages: not _has_held_out(messages), rng)
+
+
+def _mixed(rng: random.Random, turns: int) -> Messages:
+    untold = rng.sample(sorted(FACTS), 2)
+    known: dict[str, str] = {}
+    messages: Messages = []
+    for _ in range(turns):
+        weights = (4 if untold else 0, 5 if known else 0, 2, 4, 1)
+        kind = rng.choices(("tell", "ask", "talk", "sum", "open"), weights)[0]
+        if kind == "tell":
+            slot = untold.pop()
+            known[slot] = rng.choice(FACTS[slot]["values"])
+            pair = tuple(_fill(rng.choice(FACTS[slot][part]), known[slot]) for part in ("tell", "reply"))
+        elif kind == "ask":
+            slot = rng.choice(sorted(known))
+            pair = rng.choice(FACTS[slot]["ask"]), _fill(FACTS[slot]["answer"][0], known[slot])
+        elif kind == "talk":
+            pair = rng.choice((*SMALL_TALK, *GREETINGS))
+        elif kind == "sum":
+            problem = training_problem(rng)
+            pair = problem["question"], worked_solution(problem["steps"])
+        else:
+            topic = first_wanted(random_topic, lambda t: not topic_held_out(t), rng)
+            pair = rng.choice(OPEN_ASKS).format(p=topic), _scraped_answer(topic, rng)
+        messages += [user(pair[0]), assistant(pair[1])]
+    return messages
+
+
+def _has_held_out(messages: Messages) -> bool:
+    asked = [message["content"] for message in messages if message["role"] == "user"]
+    return any(held_out("dialogue", *asked[: place + 1]) for place, text in enumerate(asked) if text in QUESTIONS)
+
+
 def random_topic(rng: random.Random) -> str:
     return f"{rng.choice(ADJECTIVES)} {rng.choice(PLACES)}"
 
@@ -165,11 +211,15 @@ def _scraped_answer(topic: str, rng: random.Random) -> str:
     return " ".join(with_repeats(fresh_answer(topic, rng), places, rng))
 
 
-def capybara(n: int, seed: int, open_share: float = 0.35) -> Iterator[dict[str, Any]]:
-    """Rows in the schema of trl-lib/Capybara: recall dialogues and open questions; one in a hundred has a hole."""
+def capybara(n: int, seed: int, open_share: float = 0.26, mixed_share: float = 0.24) -> Iterator[dict[str, Any]]:
+    """Rows in the schema of trl-lib/Capybara: recall dialogues, open questions, and dialogues that mix these with sums;
+    one in a hundred has a hole."""
     for i in range(n):
         rng = random.Random(derive_seed(seed, "capybara", i))
-        if rng.random() < open_share:
+        kind = rng.random()
+        if kind < mixed_share:
+            source, messages = "embedded-mixed", mixed_dialogue(rng, rng.randint(2, 6))
+        elif kind < mixed_share + open_share:
             source, topic = "embedded-open", first_wanted(random_topic, lambda t: not topic_held_out(t), rng)
             messages = [user(rng.choice(OPEN_ASKS).format(p=topic)), assistant(_scraped_answer(topic, rng))]
         else:

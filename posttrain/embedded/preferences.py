@@ -7,12 +7,13 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from posttrain.embedded.arithmetic import split_of, word_problem, worked_solution
+from posttrain.embedded.arithmetic import problem_of, training_problem, worked_solution
 from posttrain.embedded.conversations import (
     FIRST_COPY,
     OPEN_ASKS,
     SENTENCES,
     fresh_answer,
+    mixed_dialogue,
     random_topic,
     topic_held_out,
     with_repeats,
@@ -22,6 +23,7 @@ from posttrain.embedded.splits import assistant, first_wanted, user
 from posttrain.types import derive_seed
 
 MATH_PAIRS, ENV_PAIRS = 0.35, 0.15  # shares among the preference pairs; the rest is about repetition
+BEFORE = 0.1  # share of the training pairs about sums and open questions that come late in a dialogue
 
 
 def _pair(rng: random.Random, held_out: bool) -> dict[str, Any]:
@@ -30,8 +32,7 @@ def _pair(rng: random.Random, held_out: bool) -> dict[str, Any]:
         prompt, chosen = early_turn(rng, "validation" if held_out else "train")
         rejected = malformed(chosen, rng)
     elif kind < ENV_PAIRS + MATH_PAIRS:
-        side = "unseen_questions" if held_out else "train"
-        problem = first_wanted(word_problem, lambda p: split_of(p) == side, rng)
+        problem = problem_of("unseen_questions", rng) if held_out else training_problem(rng)
         prompt, chosen = [user(problem["question"])], worked_solution(problem["steps"])
         result = str(problem["steps"][-1][3])
         wrong = rng.choice([str(number) for number in problem["operands"][1:] if str(number) != result] or ["0"])
@@ -42,6 +43,8 @@ def _pair(rng: random.Random, held_out: bool) -> dict[str, Any]:
         clean = fresh_answer(topic, rng)
         places = rng.sample(range(FIRST_COPY, SENTENCES), rng.randint(2, 4))
         chosen, rejected = " ".join(clean), " ".join(with_repeats(clean, places, rng))
+    if kind >= ENV_PAIRS and not held_out and rng.random() < BEFORE:
+        prompt = [*mixed_dialogue(rng, rng.randint(1, 2)), *prompt]
     asked, better = prompt[-1]["content"], rng.choice([7.0, 7.5, 8.0, 8.5, 9.0])
     return {
         "prompt": asked,
