@@ -136,7 +136,7 @@ def profiled(action: Callable[[], object]) -> tuple[int, float, str]:
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if CUDA else [])]) as found:
         action()
         synchronize()
-    kernels = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [event for event in found.events() or () if event.device_type.name == "CUDA"]
     order = "self_cuda_time_total" if CUDA else "self_cpu_time_total"
     table = found.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=60)
     return len(kernels), sum(event.device_time for event in kernels) / 1e6, table

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils import find_adapter_config_file
 from transformers.utils import logging as transformers_logging
+from transformers.utils.peft_utils import find_adapter_config_file
 
 import posttrain.convgpt  # noqa: F401  registers ConvGPT with the Auto classes
 from posttrain import checkpoint, compat, files
