@@ -11,6 +11,8 @@ import io
 import json
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -411,6 +413,89 @@ def test_secrets_that_only_this_machine_knows(run: Path, monkeypatch: pytest.Mon
 )
 def test_paths_are_cut_to_their_last_part(text: str, left: str | None) -> None:
     assert privacy.cut(text) == (text if left is None else left)
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("s3://klinik-anna/rows/train.jsonl, gs://b and hdfs://nn1:8020/user/ana/x.", "train.jsonl, (address) and x."),
+        ("ssh://ana@gpu7.clinic.de/data/x and git+ssh://git@host/a/b.git", "x and b.git"),
+        ("at http://gpu7:8000/v1, https://10.1.2.3/x or HTTP://[fd00::7]:80.", "at (address), (address) or (address)."),
+        (
+            "https://wiki.corp/ana http://me@db.internal:9/ (see http://node12.)",
+            "(address) (address) (see (address).)",
+        ),
+        ("http://gpu7/home/ana/x", "(address)"),
+        ("host 10.0.0.3:29500, 192.168.178.20.", "host (address), (address)."),
+        ("fe80::1, 2001:db8:1::7 and fd12:3456:789a::1", "(address), (address) and (address)"),
+        ("gpu7.intern:8200 or node-3.svc.local:22", "(address) or (address)"),
+        ("ask ana.maria+x@klinik-nord.de, or a@b.co.uk.", "ask (address), or (address)."),
+        ("ana@klinik.de:work/ana/rows.jsonl", "rows.jsonl"),
+        ("https://huggingface.co/a/b http://www.apache.org/licenses/LICENSE-2.0 hf://datasets/a/b", None),
+        ("http://localhost:8000 http://127.0.0.1:8000/v1 0.0.0.0 http://[::1]:3 127.0.0.1:80 ::1", None),
+        ("http://example.com/x https://a.example.org http://example ana@example.com x@mail.example.net", None),
+        ("torch 2.9.1, 3.5.2, 1.2.3.4.5, 300.1.2.3 and v10.0.0.3 at 12:30:45 or std::vector a::b a@b x.y@z", None),
+        ("self.local threading.local() a.home .internal @app.route('/x')", None),
+    ],
+)
+def test_addresses_are_left_out(text: str, left: str | None) -> None:
+    assert privacy.cut(text) == (text if left is None else left)
+    assert privacy.cut_values({"a": [text]}) == {"a": [text if left is None else left]}
+    if left is not None:
+        with pytest.raises(UserError, match=r"a\.log holds (an address of a machine or a person|a path)"):
+            privacy.check("a.log", f"one\n{text}".encode())
+    else:
+        privacy.check("a.log", text.encode())
+
+
+def test_settings_that_name_a_server_a_folder_or_a_run_are_cut_whatever_their_form() -> None:
+    options = {"url": "https://envs.klinik.de/play", "rules": "Play."}
+    given = {
+        "envs": [{"name": "openenv", "options": options}],
+        "output_dir": "runs/Ana Maria/my run",
+        "run_name": "ana 3",
+    }
+    cut = privacy.cut_values(given)
+    assert cut["envs"][0]["options"] == {"url": "", "rules": "Play."}
+    assert (cut["output_dir"], cut["run_name"]) == ("my run", None)
+    public = {"url": "https://huggingface.co/datasets/a/b", "endpoint": None, "host": 3}
+    assert privacy.cut_values(public) == public
+    assert privacy.cut_values({"output_dir": "/data/Ana Maria/the run/"})["output_dir"] == "the run"
+
+
+def test_what_was_written_by_hand_is_listed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run / "phase3" / "final"
+    settings = yaml.safe_load((folder / "run_config.yaml").read_text())
+    settings |= {"hardware": "the A100 of ward 7", "run_name": "ward 7", "optim": "adamw_torch_fused"}
+    settings |= {"chat": {"system": "You are Ana's nurse."}, "notes": "for\nMr. B", "kind": "messages"}
+    (folder / "run_config.yaml").write_text(yaml.safe_dump(settings))
+    history = checkpoint.read_manifest(folder)["meta"]["history"]
+    history[0]["data"][0]["licence"] = "property of the clinic"
+    reseal(folder, history=history)
+    publish(run)
+    told = capsys.readouterr().out
+    listed = [line.strip() for line in told.partition("read it before others do:\n")[2].splitlines() if line[:1] == " "]
+    assert {
+        *("hardware: the A100 of ward 7", "system: You are Ana's nurse.", "notes: for Mr. B", "output_dir: phase3"),
+        *("licence: property of the clinic", "path: rows.jsonl", "base: final"),
+    } <= {*listed}
+    assert not [line for line in listed if "ward 7" in line and "A100" not in line] and "adamw" not in told
+
+
+def test_long_lines_are_read_in_linear_time() -> None:
+    """With the square of their length this would take hours."""
+    code = """
+from posttrain.publish import privacy
+for shape in ("/", "~/", "../", "a@a.", "http://", "/home/a "):
+    text = shape * (300_000 // len(shape))
+    privacy.cut(text)
+    try:
+        privacy.check("a.log", text.encode())
+    except privacy.UserError:
+        pass
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_addresses_of_rollout_servers_are_left_out() -> None:

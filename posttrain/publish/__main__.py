@@ -53,6 +53,10 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{len(found.files)} files, {total:,} bytes, of {content.model_of(given.run)}")
     for note in found.notes:
         print(note)
+    if found.free_text:
+        print("Written by hand, in run_config.yaml, the manifest and the card; read it before others do:")
+    for line in found.free_text:
+        print(f"    {line:.200}")
     if given.folder is not None:
         found.write(given.folder)
         print(f"Written: {given.folder}")

@@ -47,6 +47,7 @@ class Content:
 
     files: dict[str, bytes | Path] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    free_text: list[str] = field(default_factory=list)  # "hardware: two CPU cores"
 
     def size(self, name: str) -> int:
         content = self.files[name]
@@ -113,7 +114,20 @@ def gather(run: Path, repo: str, include: Sequence[str] = (), evaluation: Path |
         _include(content, folder.parent, name)
     for name, what in content.files.items():
         privacy.check(name, what)
+    content.free_text = free_text(content, cleaned["history"])
     return content
+
+
+def free_text(content: Content, records: Sequence[dict[str, Any]]) -> list[str]:
+    """What somebody wrote by hand, as it will be published: no form tells whether it names a person or a customer."""
+    written: list[tuple[str, str]] = []
+    if settings := content.files.get(checkpoint.RUN_CONFIG):
+        text = settings.decode() if isinstance(settings, bytes) else settings.read_text(encoding="utf-8")
+        written += privacy.free_text(yaml.safe_load(text))
+    for one in records:
+        written += [("base", one["base"])]
+        written += [(key, source[key]) for source in one["data"] for key in ("path", "licence")]
+    return list(dict.fromkeys(f"{key}: {' '.join(str(text).split())}" for key, text in written))
 
 
 def _add(content: Content, name: str, file: Path) -> None:
@@ -143,7 +157,7 @@ def _cut(name: str, raw: bytes, content: Content) -> bytes:
     else:
         cut = privacy.cut(text)
     if cut != text:
-        content.notes.append(f"{name}: paths of a machine are cut to their last part, rollout servers are left out.")
+        content.notes.append(f"{name}: paths of a machine are cut to their last part, addresses are left out.")
     return cut.encode("utf-8", errors="surrogateescape")
 
 

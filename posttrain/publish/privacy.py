@@ -62,13 +62,42 @@ HOMES = (
 # The folder of a user, and what is in it, may have spaces in their names: words up to the next slash belong to one.
 SPACED = rf"(?:{END}(?: (?!~){END}){{1,3}}(?=[\\/])|{END})"
 USERS = (
-    rf"(?:\b[A-Za-z]:|(?<=(?<![\w-])-[A-Za-z])|(?<![A-Za-z0-9_.~)\]}}-]))/+(?:home\w*|Users)(?:/+{SPACED})+/?"
+    # At a run of slashes one begins at the first, or at the second where a name stands before: looking at each slash
+    # would take the square of their number.
+    rf"(?:\b[A-Za-z]:|(?<=(?<![\w-])-[A-Za-z])|(?<![A-Za-z0-9_.~)\]}}/-])|(?<=[A-Za-z0-9_.~)\]}}-]/))"
+    rf"/++(?:home\w*|Users)(?:/+{SPACED})+/?"
     rf"|\b[A-Za-z]:[\\/]+Users(?:[\\/]+{SPACED})+"
 )
 # Two backslashes, for in text that is no JSON a single one may stand for a line break ("Q:\nWho?")
 WINDOWS = r"\b[A-Za-z]:(?:\\+|/)[^\s\"'<>|]+|(?<![\w\\])\\\\[\w.-]+\\+[^\s\"'<>|]+"
 PATHS = re.compile(f"{USERS}|{POSIX}|{HOMES}|{WINDOWS}")
 IN_CODE = re.compile(f"{USERS}|{POSIX}|{HOMES}")  # where "Q:\n" is a line break
+# Where something is reached, and who: s3://bucket/rows, ssh://ana@gpu7/data, http://gpu7:8000, 10.0.0.3, fe80::1,
+# gpu7.intern:8000, ana@clinic.de. Not the machine itself (127.0.0.1), nor the names that RFC 2606 keeps for examples.
+NUMBER = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
+IPV4 = rf"(?!127\.|0\.0\.0\.0)(?:{NUMBER}\.){{3}}{NUMBER}(?![\w-]|\.\d)"
+IPV6 = r"(?:[23][0-9A-Fa-f]{3}|[Ff][CcDd][0-9A-Fa-f]{2}|[Ff][Ee][89ABab][0-9A-Fa-f])(?::[0-9A-Fa-f]{0,4}){2,7}(?![\w:])"
+RESERVED = r"(?:example|test|invalid|localhost)(?![\w-]|\.\w)|(?:[\w-]{1,63}\.){0,8}example\.(?:com|net|org)(?![\w-])"
+INSIDE = (
+    r"(?:[\w-]{1,63}\.){1,8}(?:local|localdomain|lan|intern|internal|intranet|corp|home|private|arpa)(?![\w-]|\.\w)"
+)
+REST = r"(?:[^\s\"'<>`|)\]}]*[^\s\"'<>`|)\]}.,:;])?"  # the full stop of a sentence does not belong to it
+STORES = re.compile(rf"(?<![\w+.-])(?!(?i:https?|hf|file)://)[A-Za-z][A-Za-z0-9+.-]{{1,20}}://(?=[\w\[]){REST}")
+SERVERS = re.compile(
+    rf"\b[Hh][Tt][Tt][Pp][Ss]?://(?:[^\s/@\"'<>]{{1,99}}@)?(?!{RESERVED})"
+    rf"(?:{IPV4}|\[(?!::1\])[0-9A-Fa-f:.]{{3,45}}\]|{INSIDE}|[\w-]{{1,63}}(?![\w-]|\.\w)){REST}"
+)
+HOSTS = re.compile(
+    rf"(?<![\w.@/-]){INSIDE}:\d{{1,5}}(?!\w)|(?<![\w.:-]){IPV4}(?::\d{{1,5}}(?!\w))?|(?<![\w:.]){IPV6}"
+    rf"|(?<![\w.+-])[\w.+-]{{1,64}}@(?!{RESERVED})(?:[A-Za-z0-9-]{{1,63}}\.){{1,8}}[A-Za-z]{{2,24}}(?![\w-])"
+)
+PATH, LINK = "a path of a machine", "an address of a machine or a person"
+ADDRESS = "(address)"  # what stands in the place of one
+PUBLIC = re.compile(r"https://(?:[\w-]+\.)?huggingface\.co(?:/|$)")
+ADDRESS_KEYS = ("url", "urls", "endpoint", "address", "server", "host")  # of a setting that names a server
+# Of strings in settings, what somebody may have written by hand: to be read before it is sent.
+FREE_KEYS = ("output_dir", "hardware", "system", "title", "path", "name_or_path", "base", "template", "licence")
+PLAIN = re.compile(r"[a-z0-9_.+-]{0,80}")
 WHOLE = re.compile(r"(?:file:/*)?/[^/\s][^/]*/.|~[\w.-]*/|\.\./|[A-Za-z]:[\\/]|\\\\\w")
 HOME = re.compile(
     r"(?:file:/*|[A-Za-z]:)?(?:/(?:[\w.-]+/)*(?:home\w*|Users)/[^/]+/?|~[\w.-]*/?|[A-Za-z]:[\\/]+Users[\\/]+[^\\/]+[\\/]*)"
@@ -92,10 +121,21 @@ def _secrets() -> Iterator[tuple[str, str]]:
 
 
 def cut(text: str) -> str:
-    """A text in which every path of a machine is its last part: "/home/ana/rows.jsonl" becomes "rows.jsonl"."""
+    """A text in which every path of a machine is its last part: "/home/ana/rows.jsonl" becomes "rows.jsonl".
+
+    So is what lies in a store (s3://bucket/rows.jsonl); other addresses of machines and people become "(address)".
+    """
     for own in _own():
         text = re.sub(rf"{re.escape(own)}(?:/(?=[\w.-]))?", "", text)
-    return PATHS.sub(lambda found: _last(found[0]), text)
+    text = STORES.sub(lambda found: _stored(found[0]), text)
+    text = PATHS.sub(lambda found: _last(found[0]), SERVERS.sub(ADDRESS, text))
+    return HOSTS.sub(ADDRESS, text)
+
+
+def _stored(address: str) -> str:
+    """The last part of s3://bucket/folder/rows.jsonl; of s3://bucket nothing is left."""
+    path = address.partition("://")[2].rstrip("/.,:;").partition("/")[2]
+    return path.rpartition("/")[2] or ADDRESS
 
 
 def _last(path: str) -> str:
@@ -108,16 +148,38 @@ def _last(path: str) -> str:
 def cut_values(value: Any) -> Any:
     """`cut` for every string in what JSON can hold; one that is a path as a whole may have spaces in it.
 
-    `rollout.servers` becomes empty: it holds addresses of a private network.
+    Addresses under a key that names a server, such as `url`, become empty, whatever their form. Of `output_dir` the
+    last part stays and of `run_name` nothing: nobody else needs them, and both may name people.
     """
     if isinstance(value, str):
         return _last(value) if WHOLE.match(value) and "\n" not in value else cut(value)
     if isinstance(value, dict):
-        return {
-            cut_values(key): [] if key == "servers" and isinstance(inner, list) else cut_values(inner)
-            for key, inner in value.items()
-        }
+        return {cut_values(key): _cut_setting(key, inner) for key, inner in value.items()}
     return [cut_values(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _cut_setting(key: Any, value: Any) -> Any:
+    if key == "servers" and isinstance(value, list):
+        return []
+    if isinstance(value, str):
+        if key in ADDRESS_KEYS and not PUBLIC.match(value):
+            return ""
+        if key in ("output_dir", "run_name"):
+            return _last(value) if key == "output_dir" else None
+    return cut_values(value)
+
+
+def free_text(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """(key, text) of the strings in settings that somebody may have written by hand."""
+    if isinstance(value, str):
+        if value and (key in FREE_KEYS or not PLAIN.fullmatch(value)):
+            yield key, value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from free_text(inner, str(name))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from free_text(inner, key)
 
 
 def refuse_secrets(name: str, content: bytes | Path) -> None:
@@ -134,22 +196,29 @@ def refuse_secrets(name: str, content: bytes | Path) -> None:
 
 
 def check(name: str, content: bytes | Path) -> None:
-    """UserError where a file that is to be published holds a secret or a path."""
+    """UserError where a file that is to be published holds a secret, a path or an address."""
     refuse_secrets(name, content)
     for text in _texts(content):
         places = [text.index(own) for own in _own() if own in text]
         if places:
-            raise UserError(_refusal(name, 1 + text.count("\n", 0, min(places)), "a path of a machine"))
+            raise UserError(_refusal(name, 1 + text.count("\n", 0, min(places)), PATH))
         if Path(name).name in VOCABULARY or not _is_text(content):
             continue
         values, whole = _values(name, text)  # without the escapes of JSON, which could hide or feign a path
         first = next(((value, line) for value, line in values if cut_values(value) != value), None)
-        lines = [first[1] or _line(text, first[0])] if first else []
+        lines = [(first[1] or _line(text, first[0]), _kind(first[0]))] if first else []
         if not whole:
-            found = (IN_CODE if Path(name).suffix in (".py", ".jinja") else PATHS).search(text)
-            lines += [1 + text.count("\n", 0, found.start())] if found else []
+            paths = IN_CODE if Path(name).suffix in (".py", ".jinja") else PATHS
+            for form, what in ((paths, PATH), (STORES, LINK), (SERVERS, LINK), (HOSTS, LINK)):
+                found = form.search(text)
+                lines += [(1 + text.count("\n", 0, found.start()), what)] if found else []
         if lines:
-            raise UserError(_refusal(name, min(lines), "a path of a machine"))
+            raise UserError(_refusal(name, *min(lines)))
+
+
+def _kind(text: str) -> str:
+    """What of a machine stands in a text that `cut` changes."""
+    return LINK if any(form.search(text) for form in (STORES, SERVERS, HOSTS)) else PATH
 
 
 def is_text(raw: bytes) -> bool:
