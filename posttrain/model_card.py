@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import yaml
@@ -157,7 +157,7 @@ def render(
         ignore_metadata_errors=True,
         **told.metadata,
     )
-    title = Path(base).name or base
+    title = Path(shown(base)).name or base
     parts = [
         f"---\n{data.to_yaml()}\n---\n",
         f"# {_text(title)}, {short}\n",
@@ -170,7 +170,7 @@ def render(
                 (
                     one["phase"],
                     METHODS[one["phase"]][0],
-                    one["base"],
+                    shown(one["base"]),
                     str(one["step"]),
                     ", ".join(f"{key.rpartition('.')[2]} {_short(value)}" for key, value in one["settings"].items()),
                     one["commit"] or "no git checkout",
@@ -186,7 +186,7 @@ def render(
             table(
                 ("phase", "data set", "kind", "licence", "rows trained on", "rows held out"),
                 [
-                    (one["phase"], s["path"], s["kind"], s["licence"], f"{s['train']:,}", f"{s['held_out']:,}")
+                    (one["phase"], shown(s["path"]), s["kind"], s["licence"], f"{s['train']:,}", f"{s['held_out']:,}")
                     for one in records
                     for s in one["data"]
                 ],
@@ -263,6 +263,18 @@ def _use(model_type: str, adapter: bool) -> str:
     return text
 
 
+def shown(place: str) -> str:
+    """How a card names a model or a data file: of an absolute path, which tells of a machine, by its end.
+
+    >>> shown("runs/mine/phase1/final"), shown("/home/ana/runs/phase1/final"), shown("/home/ana/rows.jsonl")
+    ('runs/mine/phase1/final', 'phase1/final', 'rows.jsonl')
+    """
+    path = PureWindowsPath(place) if PureWindowsPath(place).drive else PurePosixPath(place)
+    if not path.root and not place.startswith("~"):
+        return place
+    return f"{path.parent.name}/{path.name}" if path.name == "final" else path.name
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table of Markdown, every cell as text."""
     lines = [head, ["---"] * len(head), *rows]
@@ -276,7 +288,7 @@ def _text(text: str) -> str:
 
 
 def _base_link(base: str, published: bool) -> str:
-    return f"[{_text(base)}](https://huggingface.co/{base})" if published else f"the local model `{base}`"
+    return f"[{_text(base)}](https://huggingface.co/{base})" if published else f"the local model `{shown(base)}`"
 
 
 def _short(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,20 @@ def test_what_the_hub_is_sent_is_the_card(monkeypatch: pytest.MonkeyPatch) -> No
     card.validate()
     assert sent == [{"repoType": "model", "content": str(card)}]
     assert ModelCardData(**card.data.to_dict()).to_dict() == card.data.to_dict()
+
+
+@pytest.mark.parametrize("home", ["/home/ana maria/secret", "~/secret", "C:\\Users\\Ana\\secret", "D:/Ana/secret"])
+def test_no_absolute_path_stands_in_a_card(home: str) -> None:
+    slash = "\\" if "\\" in home else "/"
+    base, data = (slash.join([home, *parts]) for parts in (("runs", "phase1", "final"), ("rows.jsonl",)))
+    config = CONFIG | {"model": CONFIG["model"] | {"name_or_path": base}}
+    text = card_of([model_card.record("phase2", config, 3, data=[source(data, "messages", "own")])]).content
+    assert "ana" not in text.lower() and "secret" not in text
+    assert "the local model `phase1/final`" in text and "| phase1/final |" in text and "| rows.jsonl |" in text
+
+
+def test_examples() -> None:
+    assert doctest.testmod(model_card).attempted and not doctest.testmod(model_card).failed
 
 
 def test_the_licence_is_the_one_that_the_base_models_card_names(tmp_path: Path) -> None:
