@@ -20,7 +20,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -28,7 +28,7 @@ import jinja2
 from tokenizers import AddedToken
 
 from posttrain import template_limits
-from posttrain.compat import plain_text_tokenizer
+from posttrain.compat import panics_in_words, plain_text_tokenizer
 from posttrain.files import read_text
 from posttrain.types import UserError, one_line
 
@@ -97,7 +97,8 @@ class Chat:
         self._accepted: dict[tuple[tuple[str, ...], bool], list[list[int]]] = {}
 
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self.start_ids = list(takewhile(special.__contains__, tokenizer("a")["input_ids"]))
+        whole, text = (list(tokenizer("a", add_special_tokens=each)["input_ids"]) for each in (True, False))
+        self.start_ids = next((whole[:n] for n in range(len(whole)) if whole[n : n + len(text)] == text), [])
         self._backend = plain_text_tokenizer(tokenizer, special)
         self._check_template()
 
@@ -113,14 +114,12 @@ class Chat:
         self.pad_id = self._choose_pad()
 
     @classmethod
-    def load(
-        cls, tokenizer: PreTrainedTokenizerBase, template: str | Path | None, trained_with: str | None = None
-    ) -> Chat:
+    def load(cls, tokenizer: PreTrainedTokenizerBase, template: str | Path | None, kept: str | None = None) -> Chat:
         """The chat of a model. `template` is a file or None: then the model's own, or ours if it has none.
 
         The tokenizer is taken over: it gets the template, a padding token and, with our template, the two ChatML tokens
         where it lacks them. A template that lacks what the tokenizer puts before plain text (`start_ids`) gets it, and
-        so does whoever serves the model; one of hash `trained_with`, as an earlier phase used it, stays as it is.
+        so does whoever serves the model; the one of hash `kept`, as an earlier phase used it, stays as it is.
         """
         if not hasattr(tokenizer, "backend_tokenizer"):
             raise UserError(
@@ -151,7 +150,7 @@ class Chat:
                 raise
             text = text.rstrip()  # white space behind the last tag is printed after every dialogue: an editor's slip
             chat = cls(tokenizer, text, origin, added)
-        if chat.hash != trained_with and not chat.writes_start():
+        if chat.hash != kept and not chat.writes_start():
             start = "".join(tokenizer.convert_ids_to_tokens(chat.start_ids))
             text = re.sub(r"^[ \t]+(?={[%#])", "", text)  # transformers leaves out spaces before a line's first block
             text = "{{- " + json.dumps(start, ensure_ascii=False) + " }}" + text
@@ -214,6 +213,7 @@ class Chat:
         """Text as text: "<|im_end|>" gives its letters, never the control token."""
         return self._content_ids([text])[0]
 
+    @panics_in_words()
     def decode(self, ids: Sequence[int]) -> str:
         """The text of sampled ids without the stop token at their end; other control tokens appear as text."""
         ids = list(ids[:-1]) if len(ids) and ids[-1] == self.stop_id else list(ids)
@@ -247,7 +247,7 @@ class Chat:
     def _content_ids(self, texts: Sequence[Any]) -> list[list[int]]:
         self._backend.encode_special_tokens = True  # a copy made by pickle forgets it
         try:
-            rows = [row.ids for row in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+            rows = self._encode(texts)
         except (UnicodeEncodeError, TypeError) as error:
             bad = next(text for text in texts if not _is_text(text))
             raise UserError(
@@ -259,12 +259,15 @@ class Chat:
                 rows[i] = self._split_control_text(texts[i])
         return rows
 
+    @panics_in_words()
+    def _encode(self, texts: Sequence[Any]) -> list[list[int]]:
+        return [row.ids for row in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
     def _split_control_text(self, text: str) -> list[int]:
         """For vocabularies that hold a control token as an ordinary piece too: cut each behind its first character."""
         starts = [match.start() + 1 for match in re.finditer(f"(?=({self._control_text.pattern}))", text)]
-        bounds = [0, *starts, len(text)]
-        parts = [text[a:b] for a, b in pairwise(bounds)]
-        ids = [i for row in self._backend.encode_batch_fast(parts, add_special_tokens=False) for i in row.ids]
+        parts = [text[a:b] for a, b in pairwise([0, *starts, len(text)])]
+        ids = [i for row in self._encode(parts) for i in row]
         if not self.control_ids.isdisjoint(ids):
             raise UserError(
                 f"The tokenizer turns part of this text into a control token: {text[:80]!r}. Its vocabulary lacks some "
@@ -291,8 +294,7 @@ class Chat:
 
     def _added_among(self, literals: Iterable[list[int]]) -> set[int]:
         """Added tokens in literals, without the one for unknown characters."""
-        unknown = self.tokenizer.unk_token_id
-        return {i for ids in literals for i in ids if i in self._added_ids and i != unknown}
+        return {i for ids in literals for i in ids if i in self._added_ids and i != self.tokenizer.unk_token_id}
 
     def _literal_ids(self, roles: tuple[str, ...], open_turn: bool) -> list[list[int]]:
         if (roles, open_turn) not in self._pieces:
@@ -407,8 +409,7 @@ class Chat:
         """Any special token but the stop token: padding must never look like the end of an answer."""
         known = self.tokenizer
         wanted: list[Any] = [known.pad_token_id, known.eos_token_id, known.unk_token_id, known.bos_token_id]
-        others = (i for i in (*wanted, *sorted(self.control_ids)) if i not in (None, self.stop_id))
-        return next(others, self.stop_id)
+        return next((i for i in (*wanted, *sorted(self.control_ids)) if i not in (None, self.stop_id)), self.stop_id)
 
 
 def _placeholders(roles: Sequence[str]) -> list[Message]:

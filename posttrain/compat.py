@@ -32,7 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.kernels import ChunkedLogProbFunction
 from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
 
-from posttrain.types import UserError
+from posttrain.types import UserError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer
@@ -248,6 +248,20 @@ def is_rust_panic(error: BaseException) -> bool:
     Until tokenizers and safetensors raise a ValueError for every damaged file.
     """
     return type(error).__name__ == "PanicException"
+
+
+@contextmanager
+def panics_in_words() -> Iterator[None]:
+    """A UserError where a tokenizer's own rule fails on a text. Until tokenizers raises a ValueError there."""
+    try:
+        yield
+    except BaseException as error:  # a panic is not an Exception
+        if not is_rust_panic(error):
+            raise
+        raise UserError(
+            f"The tokenizer fails on a text ({one_line(error)}). A rule in its tokenizer.json is damaged or tries too"
+            " many ways to match: take the model's own."
+        ) from error
 
 
 def plain_text_tokenizer(tokenizer: PreTrainedTokenizerBase, control_ids: set[int]) -> Tokenizer:

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 import posttrain.convgpt  # noqa: F401  registers ConvGPT with the Auto classes
@@ -21,7 +22,10 @@ from posttrain import checkpoint, compat, files
 from posttrain.config import ModelSection
 from posttrain.types import HUB_NAME, UserError, one_line
 
-MOST_LABELS = 1_000_000
+# What config.json may ask for at most: transformers makes a name for each label, and a list or a module of each part.
+MOST_LABELS, MOST_PARTS, LARGEST = 1_000_000, 100_000, 2**31
+MOST_LETTERS = 1000  # that a tokenizer may make of one, and tokens that it may put around a text
+_PARTS = re.compile(r"(n|num)_\w*(layer|block|expert|head|stage)s?|\w*_(layers|blocks|experts|heads)|depth")
 _SIZE = re.compile(r"num_.*|n_(layer|head|embd|inner)|.*_(size|dim|heads|layers)")  # keys of a config.json
 
 
@@ -88,15 +92,85 @@ def load_config(model: ModelSection) -> PreTrainedConfig:
     file = Path(model.name_or_path) / "config.json"
     if file.is_file():
         content = files.read_json(file, "Get a whole copy of the model.")
-        labels = content.get("num_labels")
-        if isinstance(labels, int) and labels > MOST_LABELS:  # transformers would make a name for each
-            raise UserError(f"{file} is damaged: num_labels is {labels:,}. Get a whole copy of the model.")
     else:
         _must_be_no_adapter(model)
+        with errors_in_words(f"{model.name_or_path} is no checkpoint that can be loaded"):
+            content, _ = PreTrainedConfig.get_config_dict(model.name_or_path, revision=model.revision)
+    _check_numbers(str(file) if file.is_file() else f"config.json of {model.name_or_path}", content)
     with errors_in_words(f"{model.name_or_path} is no checkpoint that can be loaded"):
         return AutoConfig.from_pretrained(
             model.name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
+
+
+def _check_numbers(where: str, content: dict[str, Any]) -> None:
+    """UserError for a number that no model has: transformers would count up to it before anything is compared."""
+    inner = [content]
+    while inner:
+        for key, value in inner.pop().items():
+            if isinstance(value, dict):
+                inner.append(value)
+            most = MOST_LABELS if key == "num_labels" else MOST_PARTS if _PARTS.fullmatch(key) else LARGEST
+            counted = key == "num_labels" or _PARTS.fullmatch(key) or _SIZE.fullmatch(key)
+            if counted and isinstance(value, int | float) and value > most:
+                raise UserError(
+                    f"{where} is damaged: {key} is {f'{value:,}'[:40]}, and no model has more than {most:,}. Get a"
+                    " whole copy of the model."
+                )
+
+
+def check_tokenizer(model: ModelSection) -> None:
+    """UserError where the rules in tokenizer.json may make much more of a text than was there.
+
+    Forty rules that replace "a" by "aa" make 2^40 letters of one. They are counted before the tokenizer is loaded,
+    because loading applies them to the added tokens.
+    """
+    with errors_in_words(f"The tokenizer of {model.name_or_path} cannot be loaded"):
+        file = cached_file(
+            model.name_or_path, "tokenizer.json", revision=model.revision, _raise_exceptions_for_missing_entries=False
+        )
+        if file is None:
+            return
+        rules = files.read_json(Path(file), "Get a whole copy of the model.")
+        for key in ("normalizer", "decoder"):
+            if (letters := _letters(rules.get(key), 1.0)) > MOST_LETTERS:
+                raise UserError(
+                    f"The tokenizer of {model.name_or_path} cannot be used: the {key} in tokenizer.json may make"
+                    f" {letters:.3g} letters of one. Take the model's own."
+                )
+        if (tokens := _tokens_around(rules.get("post_processor"))) > MOST_LETTERS:
+            raise UserError(
+                f"The tokenizer of {model.name_or_path} cannot be used: it puts {tokens:,} tokens around every text."
+                " tokenizer.json is damaged or of another model: take the model's own."
+            )
+
+
+def _letters(step: Any, letters: float) -> float:
+    """How many letters a step of a tokenizer makes of so many, at most: _letters({"type": "Fuse"}, 3.0) -> 3.0.
+
+    Counted is what a file says, not the fixed rules of tokenizers (NFKC makes up to 18 of one).
+    """
+    if step is None:
+        return letters
+    for part in [*step.get("normalizers", ()), *step.get("decoders", ())]:
+        letters = _letters(part, letters)
+    if step["type"] == "Prepend":
+        return letters + len(step["prepend"])
+    if step["type"] == "Replace":
+        pattern, content = step["pattern"].get("String"), len(step["content"])
+        return letters * (max(1.0, content / len(pattern)) if pattern else 1.0 + content)
+    return letters
+
+
+def _tokens_around(step: Any) -> int:
+    """How many tokens a post-processor of a tokenizer puts around a text."""
+    if step is None:
+        return 0
+    many = sum(map(_tokens_around, step.get("processors", ())))
+    for part in step["single"] if step["type"] == "TemplateProcessing" else ():
+        if "SpecialToken" in part:
+            many += len(step["special_tokens"][part["SpecialToken"]["id"]]["ids"])
+    return many
 
 
 def load_weights(model: ModelSection, dtype: torch.dtype, **more: Any) -> PreTrainedModel:

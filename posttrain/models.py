@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from posttrain import checkpoint, compat, convgpt, hardware, launcher, model_card, parallel, runlog, selftest, sharding
 from posttrain.chat import Chat
 from posttrain.config import ModelSection, TrainingRun
-from posttrain.model_files import check_source, errors_in_words, load_config, load_weights, no_bars
+from posttrain.model_files import check_source, check_tokenizer, errors_in_words, load_config, load_weights, no_bars
 from posttrain.types import UserError
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ def load_chat(model: ModelSection, chat_template: str | None) -> Chat:
     """Tokenizer and template; UserError when a previous phase trained with another template."""
     check_source(model)
     config = load_config(model)  # the tokenizer's loader reads it as well, and would take the blame
+    check_tokenizer(model)
     with errors_in_words(f"The tokenizer of {model.name_or_path} cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(
             model.name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code

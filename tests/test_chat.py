@@ -436,13 +436,17 @@ def test_a_conversation_starts_as_plain_text_does(
 
 def test_no_start_of_text_where_the_tokenizer_puts_none_or_the_template_knows_of_it() -> None:
     """Qwen and SmolLM2 have a token of that name and put it nowhere; a template may write it for some dialogues."""
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1}, unk_token="<unk>"))  # does not know the probe
+    words.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
+    unknown = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>")
+    assert Chat.load(unknown, None).start_ids == []
     chat = Chat.load(starting_tokenizer(starts=""), None)
     assert chat.hash == template_hash(TEMPLATE_PATH.read_text(encoding="utf-8"))
     assert chat.start_ids == [] and chat.tokenizer.bos_token_id not in chat.prompt(dialogue("Hi"))
     assert Chat.load(starting_tokenizer(ONLY_WITH_SYSTEM), None).template == ONLY_WITH_SYSTEM
 
 
-def test_a_template_that_an_earlier_phase_trained_with_stays(tmp_path: Path) -> None:
+def test_a_template_that_an_earlier_phase_kept_stays(tmp_path: Path) -> None:
     """With or without the start of a text, and whether it is the model's own or named as a file."""
     chat = Chat.load(starting_tokenizer(), None)
     assert Chat.load(chat.tokenizer, None).hash == chat.hash

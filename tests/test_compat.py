@@ -32,6 +32,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from peft import LoraConfig, get_peft_model
 from peft.utils.other import TrainableTokensWrapper
 from tiny_runs import python
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -450,6 +451,15 @@ def test_is_rust_panic() -> None:
 
     assert compat.is_rust_panic(PanicException("called `Option::unwrap()` on a `None` value"))
     assert not compat.is_rust_panic(KeyboardInterrupt())
+
+
+def test_panics_in_words() -> None:
+    tokenizer: Any = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    with pytest.raises(UserError, match="fails on a text .*retry-limit"), compat.panics_in_words():
+        tokenizer.encode("a" * 30 + "!")
+    with pytest.raises(KeyboardInterrupt), compat.panics_in_words():
+        raise KeyboardInterrupt
 
 
 def test_plain_text_tokenizer(tiny_tokenizer: PreTrainedTokenizerFast) -> None:

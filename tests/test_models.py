@@ -356,6 +356,82 @@ def test_a_folder_of_a_phase_that_has_lost_its_manifest_is_refused(base: Path, t
     load(final)
 
 
+@pytest.mark.parametrize(
+    "shape", [{"num_hidden_layers": 10**9}, {"hidden_size": 10**60}, {"num_attention_heads": 10**9}], ids=str
+)
+def test_a_convgpt_of_any_size_is_refused_at_once(tmp_path: Path, tiny_chat: Chat, shape: dict[str, int]) -> None:
+    """Its config makes a list of its layers, and looks for the nearest width that would do."""
+    tiny_convgpt(tied=True).save_pretrained(tmp_path)
+    tiny_chat.tokenizer.save_pretrained(tmp_path)
+    edit(tmp_path / "config.json", **shape)
+    with pytest.raises(UserError, match=rf"config\.json is damaged: {next(iter(shape))} is 1,000,"):
+        load(tmp_path)
+
+
+def doubling(*, regex: bool = False) -> dict[str, Any]:
+    pattern = {"Regex": "a+"} if regex else {"String": "a"}
+    return {"type": "Replace", "pattern": pattern, "content": "aa"}
+
+
+PUTS = {"SpecialToken": {"id": "x", "type_id": 0}}
+
+
+@pytest.mark.parametrize(
+    ("key", "rules", "words"),
+    [
+        ("normalizer", {"type": "Sequence", "normalizers": [doubling()] * 40}, r"normalizer .* 1\.1e\+12 letters of"),
+        ("normalizer", {"type": "Sequence", "normalizers": [doubling(regex=True)] * 40}, "normalizer .* letters of"),
+        ("normalizer", {"type": "Prepend", "prepend": "x" * 10**6}, r"normalizer .* 1e\+06 letters of one"),
+        ("decoder", {"type": "Sequence", "decoders": [doubling()] * 40}, "decoder .* letters of one"),
+        (
+            "post_processor",
+            {
+                "type": "TemplateProcessing", "single": [PUTS] * 1000, "pair": [],
+                "special_tokens": {"x": {"id": "x", "ids": [5] * 1000, "tokens": ["x"] * 1000}},
+            },
+            "puts 1,000,000 tokens around every text",
+        ),
+        ("normalizer", {"type": "Replace", "pattern": 3}, "cannot be loaded"),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_that_makes_much_of_little_is_refused(
+    base: Path, tmp_path: Path, key: str, rules: dict[str, Any], words: str
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(base, folder)
+    edit(folder / "tokenizer.json", **{key: rules})
+    with pytest.raises(UserError, match=words):
+        load(folder)
+
+
+def test_rules_of_common_tokenizers_are_taken(base: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(base, folder)
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    runs = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "\u2581"}
+    llama = {
+        "type": "Sequence",
+        "normalizers": [{"type": "Prepend", "prepend": "\u2581"}, spaces, runs, {"type": "NFC"}],
+    }
+    edit(folder / "tokenizer.json", normalizer=llama)
+    load(folder)
+
+
+def test_a_pattern_that_fails_on_a_text_is_told_in_words(base: Path, tmp_path: Path) -> None:
+    """When the text comes: the library gives up after so many ways to match, with a panic."""
+    folder = tmp_path / "copy"
+    shutil.copytree(base, folder)
+    splits = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    edit(folder / "tokenizer.json", pre_tokenizer={"type": "Sequence", "pretokenizers": [splits, bytes_]})
+    chat = models.load_chat(ModelSection(name_or_path=str(folder)), None)
+    text = "a" * 30 + "!"
+    for use in (chat.content_ids, lambda text: chat.encode([{"role": "user", "content": text}])):
+        with pytest.raises(UserError, match=r"The tokenizer fails on a text \(PanicException: .*retry-limit"):
+            use(text)
+    assert chat.content_ids("Go on")
+
+
 def adapter_beside(base: Path, folder: Path) -> Path:
     """folder/adapter, of peft alone."""
     from peft import get_peft_model
@@ -536,16 +612,16 @@ UNFIT = "cannot be loaded|can be loaded|is damaged|is no JSON|should hold"
         (lambda f: (f / "config.json").write_text('{"model_type": "no_such_thing"}'), UNFIT),
         (lambda f: (f / "model.safetensors").unlink(), "no .safetensors"),
         (lambda f: (f / "model.safetensors").write_bytes(b"garbage" * 100), "can be loaded"),
-        (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer of"),
+        (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json is damaged"),
         (lambda f: (f / "config.json").write_text("[]"), UNFIT),
         (lambda f: (f / "config.json").write_bytes(b"\xff\xfe{}"), UNFIT),
         (lambda f: edit(f / "config.json", hidden_size="wide"), "can be loaded"),
         (lambda f: edit(f / "config.json", num_attention_heads=0), "can be loaded"),
-        (lambda f: edit(f / "config.json", num_hidden_layers=10**9), "num_hidden_layers is 1,000,000,000, but"),
-        (lambda f: edit(f / "config.json", vocab_size=10**12), "vocab_size is 1,000,000,000,000, but"),
+        (lambda f: edit(f / "config.json", num_hidden_layers=10**9), "num_hidden_layers is 1,000,000,000, and"),
+        (lambda f: edit(f / "config.json", vocab_size=10**12), "vocab_size is 1,000,000,000,000, and"),
         (lambda f: edit(f / "config.json", intermediate_size=30_000), "describes .* but the weight files hold"),
         (lambda f: (f / "tokenizer_config.json").write_text("[]"), "tokenizer of"),
-        (lambda f: (f / "tokenizer.json").write_text("[" * 5000), "tokenizer of"),
+        (lambda f: (f / "tokenizer.json").write_text("[" * 5000), "tokenizer.json is damaged"),
     ],
 )
 def test_a_folder_that_is_no_checkpoint(
@@ -811,6 +887,10 @@ def test_preflight_refuses_another_template(tmp_path: Path, base: Path) -> None:
         ({"max_position_embeddings": "many"}, "max_position_embeddings"),
         ({"return_dict": False}, "not computed with|is no checkpoint"),
         ({"num_labels": 1_000_000_000}, "num_labels is 1,000,000,000"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1,000,000,000, and no model has more than 100,000"),
+        ({"num_hidden_layers": 1e9}, r"num_hidden_layers is 1,000,000,000\.0, and"),
+        ({"text_config": {"n_layer": 10**9}}, "n_layer is 1,000,000,000, and"),
+        ({"hidden_size": 10**300}, r"hidden_size is 1,000,[,0]*, and"),
     ],
 )
 def test_a_config_that_loads_and_cannot_be_computed_with_is_refused(
