@@ -2,7 +2,8 @@
 
     python -m posttrain.pairs                                           configs/pairs.yaml
     python -m posttrain.pairs model.name_or_path=MODEL "sources=[{kind: prompts, path: my.jsonl}]" output_dir=runs/my
-    python -m posttrain.pairs --resume                                  go on where it was stopped
+    python -m posttrain.pairs --resume                                  go on where it was stopped (in bfloat16 with
+                                                                        other rounding than without the stop)
 
 Rows of `prompts` have a column `prompt` or `messages`, and `answer` where it is known what is right. Then a right
 answer wins over a wrong one, by math-verify on the last \\boxed{}. Without it, the answer that repeats itself loses
@@ -213,6 +214,13 @@ def answered(cfg: PairsRun, model: Any, chat: Chat, questions: Sequence[Question
     left = sorted((place for place in places if place not in found), key=lambda place: _temperature(cfg, place[1]))
     if not left:
         return answers
+    if answers and model.dtype.itemsize < 4:
+        kind = str(model.dtype).removeprefix("torch.")
+        runlog.say(
+            f"{len(answers):,} answers are kept. The other {len(left):,} are sampled in other batches than without the"
+            f" stop, which {kind} rounds otherwise: some of them differ from those of an uninterrupted run, and are as"
+            " good. Where both have to be equal, start anew with model.dtype=float32 (output_dir=...)."
+        )
     longest = max(len(question.ids) for question in questions) + cfg.max_new_tokens
     slots = plan.rows_at_once(model, cfg.model, longest, cfg.max_new_tokens, cfg.batch_size or MOST_ROWS)
     sampler = open_sampler(model, chat, max_context=longest)
