@@ -165,7 +165,7 @@ ATTACKS = {
     ),
     "where the project is": (
         "for line in open('/proc/self/mountinfo'):\n    if 'deep_coder' in line: print('ESCAPED', line)",
-        "ok",
+        "(ok|error .*PermissionError)",
     ),
     "bomb of links": (
         "import os\nfor n in range(10**6):\n    os.symlink('a' * 120, f'/tmp/{{n}}')\nprint('ESCAPED')",
@@ -504,16 +504,34 @@ def test_a_forged_result_is_no_result(name):
 
 
 @needs_sandbox
-def test_inputs_of_later_tests_are_not_there_yet():
+@pytest.mark.skipif(ctypes.CDLL(None).syscall(444, None, 0, 1) < 1, reason="this Linux has no Landlock")
+def test_proc_cannot_be_read():
+    """It names the folders of the host that are bound, which may lie in a home."""
     program = (
-        "import re\nfound = False\nwith open('/proc/self/mem', 'rb', 0) as memory:\n"
-        "    for line in open('/proc/self/maps'):\n"
-        "        low, high = (int(x, 16) for x in line.split()[0].split('-'))\n        try:\n"
-        "            memory.seek(low)\n"
-        "            found |= bool(re.search(b'LATE[R]-INPUT', memory.read(high - low)))\n"
-        "        except (OSError, ValueError, OverflowError): pass\nprint(found)"
+        "import os\nfor path in ('self/mountinfo', 'self/mounts', '1/mountinfo', 'thread-self/mountinfo',\n"
+        "             'self/maps', 'self/mountstats', 'cpuinfo', 'self'):\n"
+        "    where = f'/proc/{path}'\n"
+        "    for way in (lambda: os.open(where, os.O_RDONLY),\n"
+        "                lambda: os.open(os.path.basename(where), os.O_RDONLY,\n"
+        "                                dir_fd=os.open(os.path.dirname(where), os.O_PATH))):\n"
+        "        try: way()\n        except PermissionError: pass\n        else: print('ESCAPED', path)\n"
+        "print(open('/dev/stdin').read(), os.path.isdir('/usr/lib'), len(os.listdir('/tmp')))"
     )
-    outcomes = execute(program, "", ["FIRST", "LATER-INPUT", "x"], Limits())
+    assert execute(program, "", ["5"], Limits()) == [Outcome("ok", "5 True 0\n", "")]
+
+
+@needs_sandbox
+def test_inputs_of_later_tests_are_not_there_yet():
+    """What a program finds in its memory, page by page: a write of a page that is not there fails, and does no harm."""
+    program = (
+        "import ctypes, os, re\nlibc, found = ctypes.CDLL(None), False\nreader, writer = os.pipe()\n"
+        "libc.sbrk.restype = ctypes.c_void_p\n"
+        "for near in (id(object()), id(bytearray(9000)), libc.sbrk(0)):\n"
+        "    for page in range(near // 4096 * 4096 - 2**24, near + 2**24, 4096):\n"
+        "        if libc.write(writer, ctypes.c_void_p(page), 4096) == 4096:\n"
+        "            found |= bool(re.search(b'LATE[R]-INPUT', os.read(reader, 4096)))\nprint(found)"
+    )
+    outcomes = execute(program, "", ["FIRST", "LATER-INPUT", "x"], Limits(seconds=20, total_seconds=40))
     assert [outcome.output.strip() for outcome in outcomes][:2] == ["False", "True"], "and one's own input is found"
 
 
