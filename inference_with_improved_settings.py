@@ -23,6 +23,7 @@ from pathlib import Path
 
 from posttrain import runlog
 from posttrain.config import ChatRun, SamplingSection, hint, load, run
+from posttrain.files import keep_standard_streams
 from posttrain.inference import playing
 from posttrain.inference.conversation import Conversation, Exchange
 from posttrain.inference.display import described, escape_control_characters, in_words, never, note, show_beside, stream
@@ -294,6 +295,7 @@ def save(file: str, conversation: Conversation) -> None:
 
 
 if __name__ == "__main__":
+    keep_standard_streams()
     for pipe in (sys.stdin, sys.stdout, sys.stderr):
         pipe.reconfigure(errors="replace")  # type: ignore[union-attr]  no byte that comes or goes is a reason to stop
     if hasattr(signal, "SIGPIPE") and "--web" not in sys.argv:  # a visitor of the page who hangs up must not end it

@@ -1,4 +1,4 @@
-"""How is a file read that may be damaged, and what is said when one cannot be written?
+"""How is a file read that may be damaged, and what is said when the system refuses a write, or memory?
 
 Every reader here raises a UserError that names the file, the place in it and what to do; nothing else leaves them.
 """
@@ -6,9 +6,11 @@ Every reader here raises a UserError that names the file, the place in it and wh
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,12 @@ _FAILED_WRITE = re.compile(
 )
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR}
+_GONE = {errno.EPIPE, errno.EIO}  # of a standard stream: its reader has ended, or its terminal was closed
+# What torch, C++ and the loader of libraries raise beside MemoryError when the system has no more memory to give.
+_NO_MEMORY = re.compile(
+    r"not enough memory|can't allocate memory|bad_alloc|out of memory|failed to map segment|"
+    + re.escape(os.strerror(errno.ENOMEM))
+)
 
 
 def parse_json(text: str) -> Any:
@@ -120,6 +128,68 @@ def failed_write(error: BaseException) -> str | None:
                 " or choose another folder."
             )
     return None
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """What to tell the user when there was no more memory, of the machine or of a GPU; None for any other error."""
+    for each in _chain(error):
+        if isinstance(each, MemoryError | RuntimeError | OSError | ImportError) and (
+            isinstance(each, MemoryError) or _NO_MEMORY.search(str(each))
+        ):
+            what = one_line(each).rstrip(": ")  # a MemoryError often says nothing
+            return (
+                f"There was no more memory ({what}). Lower what a process holds at one time: the size of a"
+                " micro-batch (trainer.per_device_train_batch_size, trainer.micro_batch_tokens), the length of rows"
+                " (data.max_length), rollout.slots or workers; --plan of a training run says what takes how much. Or"
+                " raise the limit, if `ulimit -v` shows one. Checkpoints that were complete still are: a training run"
+                " goes on with --resume."
+            )
+    return None
+
+
+class _Stream(io.FileIO):
+    """A standard stream that swallows what is written once nobody reads it any more."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())  # for libraries and processes that write to it by its number
+            os.close(nowhere)
+            return memoryview(data).nbytes
+
+
+def keep_standard_streams() -> None:
+    """Let this process outlive whoever reads what it says: `| head`, a closed terminal, `>&-` and `2>&-`.
+
+    A stream that is closed already reads and writes nothing, and no file gets its number.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream: Any = getattr(sys, name)
+        if stream is None:
+            try:
+                os.fstat(number)
+            except OSError:
+                nowhere = os.open(os.devnull, os.O_RDWR)
+                if nowhere != number:
+                    os.dup2(nowhere, number)
+                    os.close(nowhere)
+                os.set_inheritable(number, True)
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
+        elif name != "stdin" and stream is getattr(sys, f"__{name}__"):  # and nobody else's
+            stream.flush()
+            raw: Any = _Stream(number, "w", closefd=False)
+            kept = io.TextIOWrapper(
+                raw if stream.write_through else io.BufferedWriter(raw),
+                encoding=stream.encoding,
+                errors=stream.errors,
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+            setattr(sys, name, kept)
 
 
 def must_be_readable(file: Path | str, what: str) -> None:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from posttrain.files import keep_standard_streams
 from posttrain.types import UserError
 
 TIMEOUT = 6 * 3600  # seconds that processes wait for each other: one streams a large source, or writes to a slow disk
@@ -117,6 +118,7 @@ def launch(argv: list[str] | None = None) -> NoReturn:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    keep_standard_streams()
     argv = sys.argv[1:] if argv is None else argv
     given = run.parse_args(argv)
     if "--shutdown-timeout" not in " ".join(argv).replace("_", "-"):

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import inspect
 import itertools
+import os
 import re
 import resource
 import shlex
@@ -21,6 +22,7 @@ import pytest
 import yaml
 from open_envs import open_or_skip
 from pydantic import BaseModel
+from tiny_runs import unheard
 
 import envs
 from envs.protocol import Protocol
@@ -975,6 +977,92 @@ def test_a_full_disk_is_one_paragraph_whoever_wrote(tmp_path, capsys, kind):
     said = capsys.readouterr().err
     assert left.value.code == 2 and said.startswith("error: Nothing more could be written") and said.count("\n") == 1
     assert "--resume" in said
+
+
+def asks_for_too_much(kind: str) -> None:
+    """What is raised where there is no more memory; more than any machine has is asked for."""
+    import torch
+
+    if kind == "python":
+        bytearray(2**60)
+    elif kind == "torch":
+        torch.empty(2**50)
+    elif kind == "gpu":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    elif kind == "library":  # as `ulimit -v` lets the import of torch fail
+        raise ImportError("libtorch_cpu.so: failed to map segment from shared object")
+    elif kind == "reraised":
+        try:
+            asks_for_too_much("torch")
+        except RuntimeError as error:
+            raise ValueError("something else failed") from error
+
+
+@pytest.mark.parametrize("kind", ["python", "torch", "gpu", "library", "reraised"])
+def test_no_more_memory_is_one_paragraph_whoever_asked(capsys, kind):
+    with pytest.raises(SystemExit) as left:
+        config.run(lambda: asks_for_too_much(kind))
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and said.startswith("error: There was no more memory (") and said.count("\n") == 1
+    assert "per_device_train_batch_size" in said and "--resume" in said
+
+
+# -- standard streams ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if not name.startswith("inference")])
+def test_scripts_start_with_closed_streams_and_unread_ones(script):
+    for how in ("closed", "unread"):
+        assert unheard(how, f"{script}.py", "--print-config") == 0
+    assert unheard("closed", f"{script}.py", "sead=1") == 2
+
+
+def test_so_does_the_chat():
+    """It takes the default of SIGPIPE, which ends it as it does any program of Unix."""
+    start = f"{sys.executable} inference_with_improved_settings.py --print-config"
+    line = f"{start} <&- >&- 2>&-; echo $?; {start} 2>&1 | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    closed, unread = map(int, done.stdout.split())
+    assert closed == 0 and unread in (0, 128 + signal.SIGPIPE)
+
+
+STREAMS = """
+import os, subprocess, sys
+from posttrain.files import keep_standard_streams
+keep_standard_streams()
+opened = os.open(os.devnull, os.O_RDONLY)
+child = [sys.executable, "-c", "import sys; print(sys.stdout is None, sys.stderr is None)"]
+"""
+
+
+def shell(line: str, program: Path, body: str) -> subprocess.CompletedProcess[str]:
+    """`line`, in which $PROGRAM is a Python program of these lines."""
+    program.write_text(STREAMS + body)
+    variables = {**os.environ, "PROGRAM": f"{sys.executable} {program}", "PYTHONPATH": str(ROOT)}
+    command = ["bash", "-c", f"set -o pipefail; {line}"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, env=variables)
+
+
+def test_a_closed_stream_takes_what_is_written_and_no_file_gets_its_number(tmp_path):
+    body = "print('lost', flush=True); print(opened, file=sys.stderr); subprocess.run(child, stdout=sys.stderr)"
+    number, inherited = shell("$PROGRAM >&- <&-", tmp_path / "a.py", body).stderr.splitlines()
+    assert int(number) > 2 and inherited == "False False"
+
+
+@pytest.mark.parametrize("buffered", ["", "PYTHONUNBUFFERED=1 "])
+def test_what_nobody_reads_any_more_is_lost_and_nothing_else(tmp_path, buffered):
+    """By Python, by the number of the stream, and by another process."""
+    body = """
+print("heard", sys.stdout.isatty(), sys.stdout.encoding, flush=True)
+sys.stdin.read()  # until the reader has gone
+print("ä" * 100_000)
+sys.stdout.flush()
+os.write(1, b"lost")
+print(subprocess.run(child).returncode, file=sys.stderr)
+"""
+    pipes = f"mkfifo {tmp_path}/gone; {buffered}$PROGRAM <{tmp_path}/gone | (exec 9>{tmp_path}/gone; head -1)"
+    done = shell(pipes, tmp_path / "a.py", body)
+    assert (done.stdout, done.stderr, done.returncode) == ("heard False utf-8\n", "0\n", 0)
 
 
 def test_other_errors_keep_their_traceback():

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch
 import yaml
-from tiny_runs import python
+from tiny_runs import python, unheard
 
 import evaluate_model
 from envs import make
@@ -615,6 +615,13 @@ def test_two_evaluators_never_share_a_folder(tmp_path: Path, checkpoints: dict[s
         done = python("evaluate_model.py", "--config", str(tmp_path / "evaluate.yaml"), "--overwrite")
     assert done.returncode == 2 and "Another process is writing to output_dir" in done.stderr
     assert "Traceback" not in done.stderr and [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("how", ["closed", "unread"])
+def test_an_evaluation_that_nobody_reads_goes_on(tmp_path: Path, checkpoints: dict[str, str], how: str) -> None:
+    resolved(tmp_path, checkpoints, suites=SMALL, workers=2)
+    assert unheard(how, "evaluate_model.py", "--config", str(tmp_path / "evaluate.yaml")) == 0
+    assert set(json.loads((tmp_path / "out" / "results.json").read_text())["checkpoints"]) == set(checkpoints)
 
 
 @pytest.mark.slow

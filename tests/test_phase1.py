@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from tiny_runs import ROOT, conversations, preferences, python, rows_of, settings, tiny_base
+from tiny_runs import ROOT, conversations, preferences, python, rows_of, settings, tiny_base, unheard
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -529,6 +529,41 @@ def test_a_signal_stops_with_a_checkpoint_and_resume_repeats_the_whole_runs_loss
     assert rows_of(tmp_path / "run") == rows_of(whole)
     assert rows_of(tmp_path / "run", "grad_norm") == rows_of(whole, "grad_norm")
     assert rows_of(tmp_path / "run", "num_tokens") == rows_of(whole, "num_tokens")
+    assert same_weights(tmp_path / "run", whole)
+
+
+def test_a_stop_in_the_middle_of_an_epoch_is_not_its_end(
+    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is evaluated, logged and saved when an epoch ends waits for that."""
+    changes = {"max_steps": -1, "num_train_epochs": 2, "eval_strategy": "epoch", "save_strategy": "epoch"}
+    file = config_in(tmp_path, files, **changes)
+    train(file, f"output_dir={tmp_path}/whole")
+    begin = training.Reporter.on_step_end
+
+    def signal_at_step_6(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step in (6, steps):
+            os.kill(os.getpid(), signal.SIGTERM)
+        begin(self, args, state, control, **more)
+
+    monkeypatch.setattr(training.Reporter, "on_step_end", signal_at_step_6)
+    steps = min(rows_of(tmp_path / "whole", "eval_loss"))  # of an epoch
+    assert steps > 7
+    for more in ([], ["--resume"]):  # in the middle of the first epoch, then at its very end
+        with pytest.raises(SystemExit):
+            train(file, *more)
+    monkeypatch.undo()
+    train(file, "--resume")
+    for figure in ("loss", "eval_loss"):
+        assert rows_of(tmp_path / "run", figure) == rows_of(tmp_path / "whole", figure)
+    assert same_weights(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("how", ["closed", "unread"])
+def test_a_run_that_nobody_reads_goes_on(tmp_path: Path, files: SimpleNamespace, whole: Path, how: str) -> None:
+    """As `>&- 2>&-` and `2>&1 | head -1` leave it."""
+    assert unheard(how, "train_phase1_sft.py", "--config", str(config_in(tmp_path, files))) == 0
+    assert rows_of(tmp_path / "run") == rows_of(whole)
     assert same_weights(tmp_path / "run", whole)
 
 

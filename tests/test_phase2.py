@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import preferences, python, rows_of, settings, tiny_base
+from tiny_runs import preferences, python, rows_of, settings, tiny_base, unheard
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import train_phase2_dpo
@@ -240,6 +240,11 @@ def test_a_stopped_run_goes_on_exactly_and_asks_the_reference_once(
     assert rows_of(tmp_path / "run") == rows_of(whole)
     one, other = ((run / "final" / "model.safetensors").read_bytes() for run in (tmp_path / "run", whole))
     assert one == other
+
+
+def test_a_run_that_nobody_reads_goes_on(tmp_path: Path, files: SimpleNamespace, whole: Path) -> None:
+    assert unheard("unread", "train_phase2_dpo.py", "--config", str(config_in(tmp_path, files))) == 0
+    assert rows_of(tmp_path / "run") == rows_of(whole)
 
 
 @pytest.mark.parametrize("damaged", ["data-*.arrow", pytest.param("cache-*.arrow", marks=pytest.mark.slow)])

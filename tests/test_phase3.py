@@ -21,7 +21,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from tiny_runs import ROOT, python
+from tiny_runs import ROOT, python, unheard
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import envs
@@ -123,6 +123,12 @@ def whole(player: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = settings(tmp_path_factory.mktemp("whole") / "run.yaml", player)
     train(file)
     return file.with_name("run")
+
+
+def test_a_run_that_nobody_reads_goes_on(whole: Path, player: Path, tmp_path: Path) -> None:
+    file = settings(tmp_path / "run.yaml", player)
+    assert unheard("unread", "train_phase3_starpo.py", "--config", str(file)) == 0
+    assert rows(tmp_path / "run") == rows(whole)
 
 
 def test_a_run_saves_a_model_and_its_numbers(whole: Path, tiny_chat: Chat) -> None:

@@ -137,3 +137,24 @@ def not_root() -> Iterator[None]:
 def python(*command: str, env: dict[str, str] | None = None, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     """Run Python as a user would, one thread, in the repository's root."""
     return preloaded.run(command, str(ROOT), env, timeout)
+
+
+UNHEARD = """
+import os, runpy, sys
+if sys.argv.pop(1) == "closed":
+    os.close(1)
+    os.close(2)
+    sys.stdout = sys.stderr = sys.__stdout__ = sys.__stderr__ = None  # as Python begins then
+else:
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    os.dup2(writer, 2)
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def unheard(how: str, *command: str) -> int:
+    """The exit code of `python COMMAND` whose stdout and stderr are "closed" (`>&-`), or "unread" (`| true`)."""
+    return python("-c", UNHEARD, how, *command).returncode

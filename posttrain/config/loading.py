@@ -21,7 +21,7 @@ from posttrain.config import suggestions
 from posttrain.config.shared import Section, hint
 from posttrain.config.trl_fields import NOT_SUPPORTED, SET_BY_SCRIPTS, TRLFields
 from posttrain.config.yaml_file import parse_yaml, read_yaml
-from posttrain.files import failed_write
+from posttrain.files import failed_write, keep_standard_streams, out_of_memory
 from posttrain.launcher import lost
 from posttrain.types import UserError
 
@@ -64,8 +64,10 @@ REMOVED = {  # keys of former versions that nothing took the place of, by sectio
 def run(main: Callable[[], None]) -> NoReturn:
     """Call `main`; what the user can fix becomes one paragraph on stderr and exit code 2, Ctrl-C exit code 130.
 
-    A process that has lost the others says so and exits with 1.
+    A process that has lost the others says so and exits with 1. What is said to a reader who has gone is lost, and the
+    work goes on.
     """
+    keep_standard_streams()
     try:
         main()
     except UserError as problem:
@@ -75,7 +77,7 @@ def run(main: Callable[[], None]) -> NoReturn:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
-        if (words := failed_write(error)) is not None:
+        if (words := failed_write(error) or out_of_memory(error)) is not None:
             print(f"error: {words}", file=sys.stderr)
             sys.exit(2)
         if (words := lost(error)) is None:

@@ -24,6 +24,7 @@ from posttrain.evaluation.endpoints import left_out
 from posttrain.evaluation.scoring import Loaded, Tick
 from posttrain.evaluation.store import Found, Store, Unit
 from posttrain.evaluation.tasks import Task
+from posttrain.files import keep_standard_streams
 from posttrain.types import Record, UserError, one_line
 
 RunTask = Callable[[EvaluateRun, str, Task, Tick, Loaded], list[Record]]
@@ -193,6 +194,7 @@ def _serve(pipe: Any, measurement: Measurement, place: str | None, processes: in
     """A worker's loop: a unit in; counts of what is done, then its rows or the reason of a failure out."""
     from posttrain.judge import MathJudge
 
+    keep_standard_streams()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if place is not None:
