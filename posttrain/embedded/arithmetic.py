@@ -20,9 +20,10 @@ ASKS = (
 )
 # Training problems that no evaluation asks, in the few words of people who try a model: formulas, in which each step is
 # practised for few tokens, and word problems with a short question. With their shares.
-FORMULAS, SHORT_ASKS = 0.2, 0.05
+FORMULAS, SHORT_ASKS = 0.22, 0.08
 FORMULA_ASKS = ("What is {s}?", "How much is {s}?", "{s}=?")
 FEW_WORDS = ("How many?", "How many {t}?", "How many has {n} now?")
+OTHER_NAMES = "Tom Ada Bob Eva Lisa Max Paul Zoe".split()  # nobody keeps to those of NAMES
 LARGEST = 15  # operand; sums of three stay far below 129, up to which numbers are whole tokens
 
 
@@ -61,8 +62,9 @@ def _word_problem_or_formula(rng: random.Random) -> dict[str, Any]:
         return _formula(rng)
     problem = word_problem(rng)
     if kind < FORMULAS + SHORT_ASKS:
-        told, name, thing = problem["question"].partition(". ")[0], *problem["question"].split()[0:4:3]
-        problem["question"] = f"{told}. {rng.choice(FEW_WORDS).format(n=name, t=thing)}"
+        _, told = problem["question"].partition(". ")[0].split(" ", 1)
+        name, thing = rng.choice(OTHER_NAMES), told.split()[2]
+        problem["question"] = f"{name} {told}. {rng.choice(FEW_WORDS).format(n=name, t=thing)}"
     return problem
 
 
@@ -71,7 +73,7 @@ def _formula(rng: random.Random) -> dict[str, Any]:
     start = total = rng.randint(2, LARGEST)
     text, steps, signs, operands = str(start), [], "", [start]
     for _ in range(rng.randint(1, 8)):
-        sign = "+" if total == 1 else "-" if total > 2 * LARGEST else rng.choice("+-")
+        sign = "+" if total == 1 else "-" if total > LARGEST else rng.choice("+-")
         other = rng.randint(2, LARGEST) if sign == "+" else rng.randint(1, min(LARGEST, total - 1))
         result = total + other if sign == "+" else total - other
         text += f"{sign}{other}"
