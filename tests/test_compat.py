@@ -456,7 +456,7 @@ def test_is_rust_panic() -> None:
 def test_panics_in_words() -> None:
     tokenizer: Any = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
-    with pytest.raises(UserError, match="fails on a text .*retry-limit"), compat.panics_in_words():
+    with pytest.raises(UserError, match=r"fails on a text .*retry-limit"), compat.panics_in_words():
         tokenizer.encode("a" * 30 + "!")
     with pytest.raises(KeyboardInterrupt), compat.panics_in_words():
         raise KeyboardInterrupt
