@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -187,17 +187,21 @@ class Distillation:
             ids, masks = [row.ids for row in micro], [row.mask for row in micro]
 
             def states(ids: list[list[int]] = ids, masks: list[list[bool]] = masks) -> tuple[torch.Tensor, ...]:
-                without_adapter = nullcontext() if self.teacher is not None else learner.trained.model.disable_adapter()
-                with torch.no_grad(), without_adapter, learner.autocast():
+                with torch.no_grad(), self._without_adapter(), learner.autocast():
                     teacher_SD, _ = trained_states(teacher, ids, masks)
                 with learner.autocast():
                     return teacher_SD, trained_states(policy, ids, masks)[0]
 
             with learner.autocast():
                 teacher_SD, hidden_SD = learner.compute(states)
-                kl = kl_backward(policy, hidden_SD, teacher, teacher_SD, weight if counts or weight is None else 0.0)
+                share = weight if counts or weight is None else 0.0
+                kl = kl_backward(policy, hidden_SD, teacher, teacher_SD, share, self._without_adapter())
             total += kl if counts else 0.0
         return total
+
+    def _without_adapter(self) -> AbstractContextManager[Any]:
+        """Within it the policy is the teacher, where there is no other one."""
+        return nullcontext() if self.teacher is not None else self.learner.trained.model.disable_adapter()
 
     def _micro_batches(self, rows: Sequence[Answered]) -> list[tuple[list[Answered], bool]]:
         """This process's micro-batches, and whether they count: where the model is sharded, all have equally many."""

@@ -15,11 +15,12 @@ import torch
 from test_learner import config, policy
 from test_phase3 import rows, settings, taught, train, weights
 from tiny_runs import python
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from posttrain import checkpoint, head, plan
 from posttrain.chat import Chat
 from posttrain.config import DataSection, StarPORun, load
+from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.data import load_prompts
 from posttrain.distillation import Answered, Distillation
 from posttrain.evaluation.figures import summarise
@@ -102,6 +103,59 @@ def test_the_gradient_is_that_of_the_whole_kl(
     for found, wanted in zip(own, gradients, strict=True):
         assert (found - 0.7 * wanted).abs().max() < 1e-5 * largest
     assert learner.reference is None or all(p.grad is None for p in learner.reference.parameters())
+
+
+def with_trained_rows(kind: str) -> Learner:
+    """An adapter that trains rows of tokens that the chat template added, moved away from the model under it."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 71, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    net: Any
+    if kind.startswith("convgpt"):
+        shape = dict(hidden_size=256, intermediate_size=48, head_dim=8, initializer_range=0.2, pad_token_id=0)
+        net = ConvGPTForCausalLM(ConvGPTConfig(**sizes, **shape, tie_word_embeddings=kind.endswith("tied")))  # type: ignore[arg-type]
+    else:
+        shape = dict(hidden_size=32, intermediate_size=48, initializer_range=0.2)
+        net = LlamaForCausalLM(LlamaConfig(**sizes, **shape, tie_word_embeddings=kind.endswith("tied")))  # type: ignore[arg-type]
+    added: Any = SimpleNamespace(added_tokens=4, tokenizer=range(71))
+    learner = make_learner(distilling("lora"), net, added)
+    random = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in learner.trainable[0]:
+            parameter += 0.1 * torch.randn(parameter.shape, generator=random)
+    assert any("trainable_tokens_delta" in name for name, _ in learner.model.named_parameters())
+    return learner
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-tied", "convgpt", "convgpt-tied"])
+def test_the_teacher_of_an_adapter_has_none_of_its_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the model under the adapter, whole logits at once: the KL, what is measured, and every gradient."""
+    monkeypatch.setitem(head.KL_TILE, "cpu", 3 * 71)
+    learner = with_trained_rows(kind)
+    distillation = Distillation(learner, answers())
+    batch = distillation.chosen(step=2, number=1)
+
+    def slow(rows: list[Answered]) -> torch.Tensor:
+        total = torch.zeros(())
+        for row in rows:
+            ids, span = torch.tensor([row.ids]), slice(len(row.prompt_ids) - 1, len(row.ids) - 1)
+            with torch.no_grad(), learner.model.disable_adapter():
+                log_q = learner.model(ids).logits[0, span].log_softmax(-1)
+            log_p = learner.model(ids).logits[0, span].log_softmax(-1)
+            total = total + (log_q.exp() * (log_q - log_p)).sum()
+        return total
+
+    tokens = sum(len(row.completion_ids) for row in batch)
+    trained = [p for p in learner.model.parameters() if p.requires_grad]
+    wanted = torch.autograd.grad(slow(batch) / tokens, trained)
+    total, count = distillation.backward(step=2, number=1)
+    assert count == tokens and total == pytest.approx(slow(batch).item(), rel=2e-6) and total / tokens > 0.01
+    largest = max(gradient.abs().max() for gradient in wanted)
+    for parameter, gradient in zip(trained, wanted, strict=True):
+        assert parameter.grad is not None
+        assert (parameter.grad - distillation.coef * gradient).abs().max() < 1e-5 * distillation.coef * largest
+    held_out = [row for row in answers() if row.held_out]
+    answered_tokens = sum(len(row.completion_ids) for row in held_out)
+    assert distillation.measure() == pytest.approx(slow(held_out).item() / answered_tokens, rel=2e-6)
 
 
 @pytest.mark.parametrize("changes", [{"logit_scale": 0.3}, {"final_logit_softcapping": 2.0}, {"bias": True}])
