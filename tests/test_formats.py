@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_data import account, answers, assistant, rows_of, section, trained_text, user, write
+from test_data import account, answers, assistant, replaced, rows_of, section, trained_text, user, write
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 from trl.data_utils import extract_prompt, maybe_convert_to_chatml
 
@@ -22,7 +23,7 @@ from posttrain.config import Source
 from posttrain.config.data import HUB_KINDS
 from posttrain.data import SourceReport, load_preferences, load_prompts, load_questions, load_sft, local, reading
 from posttrain.data import __main__ as command
-from posttrain.data.encoding import encode_dialogues
+from posttrain.data.encoding import encode_dialogues, encode_pairs, encode_prompts
 from posttrain.data.filters import CHECKS, IGNORED, Example
 from posttrain.judge import MathJudge
 from posttrain.types import UserError
@@ -315,6 +316,27 @@ def test_pairs_that_cannot_be_compared_are_dropped_under_their_own_reason(tmp_pa
     assert data.table.sources[0].dropped == expected
     assert [row["prompt_ids"] for row in rows_of(data.train)] == [tiny_chat.prompt([*HI, ASK])]
     account(data.table)
+
+
+@pytest.mark.parametrize("kind", ["messages", "preferences", "prompts"])
+def test_whatever_stands_in_a_row_it_is_kept_dropped_or_told(tiny_chat: Chat, kind: Any) -> None:
+    """A value changed at random in a row of each format: never an exception, and what is kept becomes token ids."""
+    rng = random.Random(f"formats {kind}")
+    rows = [row for _, row, _ in (PAIRS if kind == "preferences" else TALKS)] + [{"prompt": "Hi"}, {"text": "Hi"}]
+    recognise = reading.FORMATS[kind][0]
+    outcomes: set[str] = set()
+    for number in range(2000):
+        row = replaced(rows[number % len(rows)], rng)
+        found = recognise(
+            row if isinstance(row, dict) else {"text": row, "prompt": row, "chosen": row, "rejected": row}
+        )
+        kept = found if isinstance(found, str) else example(found.row, kind)
+        outcomes.add(type(found).__name__ + type(kept).__name__)
+        if isinstance(kept, Example):
+            encode_prompts([kept], tiny_chat, 100)
+            encoded = encode_pairs if kind == "preferences" else encode_dialogues
+            assert kind == "prompts" or len(encoded([kept], tiny_chat, 100)) == 1
+    assert outcomes == {"strstr", "Recognisedstr", "RecognisedExample"}
 
 
 # ------------------------------------------------------------------------------------------------- keys of a message
