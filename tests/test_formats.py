@@ -415,6 +415,7 @@ MARKS: dict[str, tuple[dict[str, Any], bool]] = {
     "training false": ({"training": False}, False),
     "loss 0": ({"loss": False}, False),
     "both": ({"weight": 1, "train": False}, False),
+    "both, in another order": ({"train": False, "weight": 1}, False),
 }
 contents = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12).filter(str.strip)
 turns = st.lists(st.tuples(contents, contents, st.sampled_from(sorted(MARKS))), min_size=1, max_size=5)
