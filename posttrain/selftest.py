@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from posttrain import compat, hardware, launcher, runlog
 from posttrain.head import head_logprobs
 from posttrain.policy import read, trained_states
-from posttrain.prefixes import Prefixes
+from posttrain.prefixes import Prefixes, prefix_of
 from posttrain.sampler.replay import ReplaySampler
 from posttrain.sampler.slots import SlotSampler
 from posttrain.types import Completion, SamplingParams, UserError, one_line
@@ -138,17 +138,23 @@ def attends_to_all(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def can_share_prefixes(model: PreTrainedModel) -> bool:
-    """Whether rows that continue a prefix get the states that they get when they are read as a whole."""
+    """Whether rows that continue a prefix get the states that they get when they are read as a whole.
+
+    Of two prefixes one is longer, so that the other is padded: some attention (ALiBi) counts the places of keys.
+    """
     if not attends_to_all(model):
         return False
     was_training = model.training
     model.eval()
-    rows = [[3, 4, 5, 6, 7], [3, 4, 5, 8], [3, 4]]
-    masks = [[False] * 3 + [True] * 2, [False] * 3 + [True], [False, True]]
+    prefixes = [tuple(range(3, 13)), (3, 4)]
+    rows = [[*range(3, 16)], [3, 4, 5, 6, 7], [*range(3, 13), 8, 9], [3, 4, 5, 8], [3, 4]]
+    masks = [[False] * 11 + [True] * 2, [False] * 3 + [True] * 2, [False] * 11 + [True], [False] * 3 + [True]]
+    masks.append([False, True])
+    assert {prefix_of(row, mask) for row, mask in zip(rows, masks, strict=True)} == {*prefixes, ()}
     try:
         with torch.autocast(model.device.type, enabled=False):
             whole_SD, _ = trained_states(model, rows, masks)
-            shared_SD, _ = Prefixes(model, [(3, 4)]).states(rows, masks)
+            shared_SD, _ = Prefixes(model, prefixes).states(rows, masks)
     except DEVICE_ERRORS:
         raise
     except UNFIT:

@@ -10,6 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -21,7 +23,7 @@ from transformers import (
 
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.head import head_logprobs
-from posttrain.policy import token_logprobs
+from posttrain.policy import token_logprobs, trained_states
 from posttrain.prefixes import Prefixes, prefix_of, worth_sharing
 from posttrain.selftest import can_share_prefixes
 
@@ -135,6 +137,34 @@ def test_only_models_that_can_share_do(model: PreTrainedModel) -> None:
 def test_a_model_without_keys_and_values_does_not_share() -> None:
     sizes: dict[str, Any] = {"vocab_size": 71, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
     assert not can_share_prefixes(MambaForCausalLM(MambaConfig(**sizes)))
+
+
+ALIBI: dict[str, dict[str, Any]] = {
+    "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True},
+}
+
+
+@pytest.mark.parametrize("kind", [*ALIBI, "opt", "gpt2", "gptj"])
+def test_the_self_test_says_whether_padded_prefixes_are_read_right(kind: str) -> None:
+    """A bias by the places of keys counts the padding of a prefix beside a longer one; learnt positions do not."""
+    torch.manual_seed(0)
+    shape = ALIBI.get(kind) or {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
+    if kind == "opt":
+        shape = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        shape["word_embed_proj_dim"] = 32
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    net: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=71, **ids, **shape)).eval()
+    rows, masks = ragged()
+    with torch.no_grad():
+        try:
+            whole_SD, _ = trained_states(net, rows, masks)
+            shared = worth_sharing(list(zip(rows, masks, strict=True)), 100)
+            same = torch.allclose(Prefixes(net, shared).states(rows, masks)[0], whole_SD, atol=1e-5)
+        except (RuntimeError, ValueError):  # it takes no such mask
+            same = False
+    assert can_share_prefixes(net) == same == (kind not in ALIBI)
 
 
 def test_a_wrong_cache_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
