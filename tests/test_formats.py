@@ -620,6 +620,24 @@ def test_a_text_that_cannot_fit_is_never_tokenised(
         assert table.sources[0].dropped == {"longer than 60 tokens": 2} and sum(read) < 1000
 
 
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("questions", {"question": "a" * 101, "answer": 4}),
+        ("recall", {"messages": [*HI, user("a" * 101)], "answer": "b"}),
+        ("preferences", {"prompt": "a", "chosen": "b", "rejected": "c" * 101}),
+    ],
+)
+def test_an_evaluation_refuses_a_text_that_no_model_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, row: dict[str, Any]
+) -> None:
+    path = write(tmp_path / "a.jsonl", [row])
+    assert len(reading.evaluation_rows(path, kind, "suites.x.source")) == 1
+    monkeypatch.setattr(reading, "LONGEST_TEXT", 100)
+    with pytest.raises(UserError, match=r"line 1 of .*a text of 101 characters"):
+        reading.evaluation_rows(path, kind, "suites.x.source")
+
+
 # ---------------------------------------------------------------------------------------------------------- the command
 
 

@@ -28,6 +28,7 @@ from posttrain.runlog import Progress
 from posttrain.types import HUB_NAME, UserError, one_line
 
 EMBEDDED = "embedded"
+LONGEST_TEXT = 10_000_000  # characters; a tokenizer takes some 200 bytes for each
 HUB_ERRORS = (OSError, ValueError, HTTP_ERROR, DatasetsError)  # what load_dataset raises for a set it cannot read
 
 
@@ -121,11 +122,19 @@ def evaluation_rows(
     for place, row in islice(local.rows_of(Path(path), key), most):
         where = f"{key}: {place} of {path}"
         row = _recognised(row, kind, where).row
-        rows.append(_preferences(row, where) if kind == "preferences" else _asked(row, kind, where))
+        ready = _preferences(row, where) if kind == "preferences" else _asked(row, kind, where)
+        if (length := max(map(len, _texts(ready)))) > LONGEST_TEXT:
+            raise UserError(f"{where} holds a text of {length:,} characters, more than a model reads. Remove the row.")
+        rows.append(ready)
     if not rows:
         wanted = ", ".join(COLUMNS[kind]) if kind in COLUMNS else FORMATS[kind][1]
         raise UserError(f"{key}: {path} is empty. It should have rows with the columns {wanted}.")
     return rows
+
+
+def _texts(row: dict[str, Any]) -> Iterator[str]:
+    for value in row.values():
+        yield from [value] if isinstance(value, str) else [message["content"] for message in value]
 
 
 def _asked(row: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
