@@ -37,6 +37,7 @@ from posttrain.chat import Chat
 from posttrain.config import TrainingRun
 from posttrain.config.yaml_file import read_yaml
 from posttrain.convgpt import pads_on_the_right
+from posttrain.head import VOCABULARY_CHUNK
 from posttrain.metrics import wilson
 from posttrain.model_files import no_bars
 from posttrain.prepared_rows import SOURCES
@@ -90,6 +91,7 @@ def save_work(net: PreTrainedModel, device: torch.device) -> None:
         read_without_padding_masks(net)
         return
     compat.score_trained_positions_only()
+    compat.score_few_columns(VOCABULARY_CHUNK["cpu"])
     if launcher.sharding() == "none":  # else processes would gather layers for different numbers of slices
         read_in_slices(net)
 
@@ -369,6 +371,10 @@ class Reporter(TrainerCallback):
             control.should_log = True  # as transformers evaluates and saves there
         if parallel.total(float(self.stop.requested), args.device) > 0:  # a signal may reach only some processes
             self.stopped = control.should_save = control.should_training_stop = True
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.stopped and state.epoch % 1:  # the epoch has not ended: transformers comes here as soon as it stops
+            control.should_log = control.should_evaluate = control.should_save = False
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         row = dict(logs or {})

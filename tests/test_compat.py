@@ -148,6 +148,29 @@ def test_chunked_logprobs() -> None:
     assert torch.allclose(entropy, -(table.exp() * table).sum(-1), atol=1e-5)
 
 
+def test_score_few_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiles get narrower; no loss and no gradient is another one."""
+    utils: Any = trl_utils
+    assert "\n_CHUNKED_LOGPROB_CHUNK_SIZE = 32768\n" in source(utils), "posttrain/plan/rows.py counts on it"
+    widths, results = [], []
+    apply = utils._ChunkedLogProbFunction.apply
+    spy = SimpleNamespace(apply=lambda *given: (widths.append(given[5]), apply(*given))[1])
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", spy)
+    for columns in (32768, 40):
+        monkeypatch.setattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 32768)
+        compat.score_few_columns(columns)
+        torch.manual_seed(1)
+        net = LlamaForCausalLM(LlamaConfig(**SMALL))
+        utils.add_fused_lm_head(net)
+        ids = torch.randint(97, (3, 11))
+        out: Any = net(input_ids=ids, labels=ids, fused_lm_head=True)
+        out.loss.backward()
+        results.append((out.log_probs, torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])))
+    assert widths == [32768, 40]
+    for wide, narrow in zip(*results, strict=True):
+        assert torch.allclose(wide, narrow, atol=1e-6)
+
+
 @pytest.mark.parametrize("labelled", [0.0, 0.4, 1.0])
 def test_score_trained_positions_only(labelled: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer rows go through the output layer; no loss and no gradient is another one."""

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 from posttrain import hardware
 from posttrain.config import DPORun, ModelSection
+from posttrain.head import VOCABULARY_CHUNK
 from posttrain.plan import parts
 from posttrain.plan.episodes import Place
 from posttrain.plan.parts import FLOAT, MARGIN, Numbers, OfAToken, Parts, gib, listed, most
 from posttrain.plan.shape import Shape
 
-COLUMNS = 32768  # of the logits at a time, in TRL's trainers
+COLUMNS = {"cuda": 32768, "cpu": VOCABULARY_CHUNK["cpu"]}  # of the logits at a time: TRL's, and what training.py sets
 OPTIMIZER = "adamw_torch_fused"  # of transformers where none is written
 
 
@@ -90,10 +91,12 @@ def memory(shape: Shape, cfg: Any, place: Place, rows: int) -> dict[str, Parts]:
     tokens, asked = settings.tokens(rows), settings.tokens(settings.evaluated) if settings.held_out else 0
 
     def tile(labels: int) -> int:
-        return parts.output_tile(shape, numbers.computed, labels, COLUMNS, place.cuda)
+        return parts.output_tile(shape, numbers.computed, labels, COLUMNS["cuda" if place.cuda else "cpu"], place.cuda)
 
     copied = place.processes > 1 and not place.sharded
-    in_flight = 2 * FLOAT * shape.vocabulary * shape.states if numbers.full else 0
+    of_output = FLOAT * shape.vocabulary * shape.states if numbers.full else 0
+    # they are made while activations are freed; from the second micro-batch on they lie there from the beginning
+    waiting = settings.share(place.processes) > rows or place.processes > 1
     roots = place.cuda and settings.optim == "adamw_torch"
     return {
         "always": {
@@ -107,11 +110,16 @@ def memory(shape: Shape, cfg: Any, place: Place, rows: int) -> dict[str, Parts]:
             "buckets of DDP": gradients if copied else 0,  # it copies every gradient into one before it is summed
         },
         "learning": {
-            "gradients": numbers.mine(gradients),
+            "gradients": numbers.mine(gradients) if waiting else 0,
             "activations": token.activations(tokens),
-            "the layer at work": max(tokens * token.at_work, tile(tokens)) + in_flight,
+            "the layer at work": max(tokens * token.at_work, tile(tokens)) + of_output,
             "gathered weights": parts.gathered(shape, numbers),
             "bfloat16 weights": parts.copies(shape, numbers, learns=True),
+        },
+        "end of the backward pass": {  # where the gradients of output layer and embedding are added up
+            "gradients": numbers.mine(gradients),
+            "the layer at work": 2 * of_output + tokens * token.at_work,
+            "gathered weights": parts.gathered(shape, numbers),
         },
         "evaluating": {
             "states": asked * (token.before + FLOAT * 4 * shape.states),
