@@ -92,9 +92,9 @@ class Chat:
         self._origin = origin
         self._added_ids = frozenset(tokenizer.added_tokens_decoder)
         self._literals: dict[tuple[str, bool], list[int]] = {}
-        self._texts: dict[tuple[tuple[str, ...], bool], list[str]] = {}
-        self._pieces: dict[tuple[tuple[str, ...], bool], list[list[int]]] = {}
-        self._accepted: dict[tuple[tuple[str, ...], bool], list[list[int]]] = {}
+        self._texts: dict[tuple[tuple[str, ...], bool], list[str]] = template_limits.Kept()
+        self._pieces: dict[tuple[tuple[str, ...], bool], list[list[int]]] = template_limits.Kept()
+        self._accepted: dict[tuple[tuple[str, ...], bool], list[list[int]]] = template_limits.Kept()
 
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         whole, text = (list(tokenizer("a", add_special_tokens=each)["input_ids"]) for each in (True, False))

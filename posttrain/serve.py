@@ -268,14 +268,14 @@ def handlers(model: PreTrainedModel, chat: Chat) -> tuple[Any, Any]:
             # Nothing else of them: with a list of `tool_calls`, an empty one too, transformers drops the content.
             messages = [{"role": each["role"], "content": each["content"]} for each in messages]
             body["messages"] = self.get_processor_inputs_from_messages(messages, Modality.LLM)
-            check_size(sum(len(each["content"]) for each in body["messages"]), len(messages), characters, context)
+            check_size(sum(len(each["content"]) for each in body["messages"]), characters, context)
             return chat.prompt(body["messages"])
 
     class Texts(Checked, compat.tokenizer_of_each_request(CompletionHandler)):
         def prompt(self, body: dict[str, Any]) -> list[int]:
             if not isinstance(body.get("prompt"), str):
                 raise UserError("prompt must be a string.")
-            check_size(len(body["prompt"]), 1, characters, context)
+            check_size(len(body["prompt"]), characters, context)
             return chat.tokenizer(body["prompt"])["input_ids"]  # type: ignore[return-value]
 
     return Chats, Texts

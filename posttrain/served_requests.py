@@ -47,6 +47,7 @@ LIMITS: dict[str, tuple[type, float, float]] = {
 GENERATION = ("max_new_tokens", "temperature", "top_p", *EXTENSIONS)  # of transformers' many settings
 MOST_BIAS, MOST_STOPS = 100, 4  # as OpenAI's
 LONGEST_STOP = 64  # characters, which are looked for after each token
+MOST_MESSAGES = 2048  # as OpenAI's
 LONGEST = 1024  # new tokens where a request names no limit, as in transformers
 
 
@@ -98,6 +99,8 @@ def not_text(messages: Any) -> str | None:
     """What in the messages transformers would leave out without a word, because it is no text."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         return "messages is no list of messages."
+    if len(messages) > MOST_MESSAGES:
+        return f"messages holds {len(messages)} messages, more than {MOST_MESSAGES}."
     for message in messages:
         if not isinstance(message.get("role"), str):
             return f"messages holds one whose role is {message.get('role')!r:.40}, not a text."
@@ -127,14 +130,13 @@ def fit(body: dict[str, Any], settings: dict[str, Any], prompt: int, context: in
     settings["max_new_tokens"] = asked or min(LONGEST, context - prompt)
 
 
-def check_size(characters: int, messages: int, most_characters: int, context: int) -> None:
+def check_size(characters: int, most: int, context: int) -> None:
     """UserError where a prompt cannot fit into the context, whatever its tokens are: they are not counted then."""
-    for count, what, most in ((characters, "characters", most_characters), (messages, "messages", context)):
-        if count > most:
-            raise UserError(
-                f"The context of this model has {context} tokens. The prompt has {count} {what}, which cannot fit into "
-                "them: shorten it."
-            )
+    if characters > most:
+        raise UserError(
+            f"The context of this model has {context} tokens. The prompt has {characters} characters, which cannot fit "
+            "into them: shorten it."
+        )
 
 
 def generation_config(body: dict[str, Any], chat: Chat, vocabulary: int) -> dict[str, Any]:

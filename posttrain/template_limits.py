@@ -27,6 +27,7 @@ if TYPE_CHECKING or __name__ != "__main__":  # the child below runs this file al
 
 SECONDS, BYTES = 5, 2**30  # processor time and memory of the child
 STEPS = 3_000_000  # lines that a template may run for one dialogue
+ROLES = 1 << 16  # of all dialogues whose rendered form is kept
 PATIENCE = 120  # seconds by the clock, with the start of Python, on a busy machine
 OUT_OF_MEMORY = 77  # exit code
 
@@ -98,6 +99,24 @@ def at_most(steps: int) -> Iterator[None]:
         raise TimeoutError(f"it takes more than {steps} steps") from None
     finally:
         sys.settrace(before)
+
+
+class Kept(dict[Any, Any]):
+    """What was rendered for (roles, anything), of at most ROLES roles in all: the latest makes room for another.
+
+    Who serves a model does not choose the shapes of the dialogues that clients send.
+    """
+
+    _roles = 0
+
+    def __reduce__(self) -> Any:  # copied and pickled item by item, so that they are counted once
+        return Kept, (), None, None, iter(self.items())
+
+    def __setitem__(self, shape: Any, rendered: Any) -> None:
+        while self._roles + len(shape[0]) > ROLES and self:
+            self._roles -= len(self.popitem()[0][0])
+        self._roles += len(shape[0])
+        super().__setitem__(shape, rendered)
 
 
 def import_alone(module: str) -> types.ModuleType:

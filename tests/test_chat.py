@@ -489,6 +489,17 @@ def test_a_turn_cut_by_the_budget_gets_its_stop_token_from_the_environment(tiny_
     assert tiny_chat.decode(tiny_chat.extend("Go on")) == "\n<|im_start|>user\nGo on<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_the_shapes_of_dialogues_that_are_kept_have_a_bound(tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = pickle.loads(pickle.dumps(copy.deepcopy(tiny_chat)))
+    monkeypatch.setattr(template_limits, "ROLES", 1000)
+    dialogues = [[{"role": "user", "content": "a"}] * size for size in range(1, 120)]
+    first = [chat.prompt(dialogue) for dialogue in dialogues]
+    for kept in (chat._accepted, chat._texts, chat._pieces):
+        assert 0 < sum(len(roles) for roles, _ in kept) <= 1000
+    assert [chat.prompt(dialogue) for dialogue in dialogues] == first
+    assert chat.extend("b") == tiny_chat.extend("b")
+
+
 def test_results_do_not_share_memory(tiny_chat: Chat) -> None:
     before = tiny_chat.extend("x"), tiny_chat.prompt(dialogue("x")), tiny_chat.encode(dialogue("x", "y"))
     for ids in (tiny_chat.extend("x"), tiny_chat.prompt(dialogue("x")), tiny_chat.encode(dialogue("x", "y")).ids):
