@@ -762,8 +762,8 @@ def test_any_key_as_an_option_is_answered_with_an_override_that_is_read(script):
     for place in suggestions.places(schema, given):
         for name in (place.path, place.path.rpartition(".")[2]):
             (text,) = shlex.split(suggestions.override(schema, given, name, [written_value(place.annotation)]) or "")
-            if text.endswith("KEY=VALUE"):  # a section, of which one value does not say which key is meant
-                assert place.inside is not None or suggestions.is_dict(place.annotation)
+            if text.endswith("KEY=VALUE"):  # a section: one value does not say which of its keys is meant
+                assert name != place.path or place.inside or suggestions.is_dict(place.annotation)
                 continue
             try:
                 config.resolve(schema, file, [text])
