@@ -280,12 +280,14 @@ def advantages(
         case "gae" | "bilevel_gae" as name:
             assert measured.values_S is not None
             rewards_S, values_S = estimators.token_rewards(rewards_N, turn_S), measured.values_S.double()
+            cut_S = torch.tensor([t.out_of_context for t in batch.episodes])[episode_S]
+            gamma, lam = algorithm.gamma, algorithm.lam
             if name == "gae":
-                advantages_S, returns_S = estimators.gae(rewards_S, values_S, episode_S, algorithm.gamma, algorithm.lam)
+                advantages_S, returns_S = estimators.gae(rewards_S, values_S, episode_S, gamma, lam, cut_S)
             else:
                 advantages_S, returns_S = estimators.bilevel_gae(
                     rewards_S, values_S, turn_S, episode_N,
-                    gamma=algorithm.gamma, gamma_high=algorithm.gamma_high, lam=algorithm.lam,
+                    gamma=gamma, gamma_high=algorithm.gamma_high, lam=lam, cut_S=cut_S,
                 )  # fmt: skip
             return estimators.whiten(advantages_S, trained_S, env_S), returns_S
     return advantages_S * torch.tensor(weights, dtype=torch.float64)[group_B][episode_S], None

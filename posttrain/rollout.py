@@ -283,7 +283,7 @@ class Game:
                 segments.append(Segment(ids, first_turn=first))
                 self.trajectory.dropped_turns += first - oldest
                 return True
-        self.trajectory.truncated = True
+        self.trajectory.truncated = self.trajectory.out_of_context = True
         return False
 
     def begin(self) -> bool:
@@ -292,7 +292,7 @@ class Game:
             if self.look():
                 return True
             length = len(self.prompt(0))
-            self.too_long, self.trajectory.truncated = True, False
+            self.too_long, self.trajectory.truncated, self.trajectory.out_of_context = True, False, False
             self.trajectory.crashed = f"The first prompt of {self.episode.env.title} takes {length} tokens"
         except RAISED as error:  # an environment may say anything, even no text
             self.trajectory.crashed = one_line(error)

@@ -129,6 +129,7 @@ class Trajectory:
     environment raised before its first turn has none.
     `terminated`: the environment ended. `truncated`: a limit ended it. `crashed`: the environment raised (never a
     zero reward).
+    `out_of_context`: that limit was the context, into which the next prompt did not fit.
     `dropped_turns`: earlier turns that left the context for want of room.
     `seed` decides what was sampled, `level_seed` and `noise_seed` what the environment did.
     """
@@ -147,6 +148,7 @@ class Trajectory:
     success: bool = False
     terminated: bool = False
     truncated: bool = False
+    out_of_context: bool = False
     crashed: str = ""
     invalid_turns: int = 0
     malformed_turns: int = 0

@@ -430,7 +430,7 @@ def test_a_key_reaches_the_update(told: Callable[..., StarPORun], key: str, besi
 @pytest.mark.parametrize(
     ("key", "beside"),
     [
-        case("algorithm.importance_sampling_clip_max=2.0"),
+        case("algorithm.importance_sampling_clip_max=2.0", "algorithm.importance_sampling_clip_max=null"),
         case("algorithm.importance_sampling_clip_max=1.1", "algorithm.importance_sampling_clip_max=3.0"),
     ],
 )

@@ -105,8 +105,9 @@ class AlgorithmSection(Section):
     ] = Field(
         "how rewards become advantages, all but gigpo RAGEN's: of an episode among its group (grpo, rloo), in the"
         " whole batch (brpo, reinforce_pp) or as it is (arpo); of a turn and its episode (verl-agent's gigpo); of a"
-        " token (gae, bilevel_gae: a critic; an episode that a limit ended is worth nothing afterwards, as the turns"
-        " left are shown to model and critic)",
+        " token (gae, bilevel_gae: a critic; an episode that a limit of turns ended is worth nothing afterwards, as the"
+        " turns left are shown to model and critic; one whose next prompt did not fit into the context is worth what"
+        " the critic expects)",
         "grpo",
     )
     advantage_std: bool = Field(
@@ -151,9 +152,10 @@ class AlgorithmSection(Section):
     )
     entropy_coef: float = Field("weight of the entropy bonus", 0.0, ge=0)
     importance_sampling_clip_max: float | None = Field(
-        "where sampler and trainer differ, tokens are weighted by the ratio of their probabilities, at most by this (as"
-        " TRL's vllm_importance_sampling_clip_max with token_truncate, for every engine); null does not weight them",
-        None,
+        "where sampler and trainer differ, as in bfloat16 or with servers, tokens are weighted by the ratio of their"
+        " probabilities, at most by this (as TRL's vllm_importance_sampling_clip_max with token_truncate, for every"
+        " engine); null does not weight them",
+        2.0,
         gt=0,
     )
     num_iterations: int = Field("epochs over one rollout (TRL's mu)", 1, ge=1)

@@ -75,8 +75,7 @@ ADVICE: dict[str, tuple[str, str]] = {
     "sampler_gap": (
         "warn",
         "More than rounding: sampler and learner compute different models. Write `rollout.engine: replay`; if the gap"
-        " stays, it is the model's precision (`trainer.bf16: false` tells), and"
-        " `algorithm.importance_sampling_clip_max: 2` weighs tokens by it.",
+        " stays, it is the model's precision (`trainer.bf16: false` tells).",
     ),
     "forgetting": (
         "warn",

@@ -154,17 +154,34 @@ def at_the_end(rewards_N: torch.Tensor, episode_N: torch.Tensor) -> torch.Tensor
 
 
 def gae(
-    rewards_S: torch.Tensor, values_S: torch.Tensor, episode_S: torch.Tensor, gamma: float, lam: float
+    rewards_S: torch.Tensor,
+    values_S: torch.Tensor,
+    episode_S: torch.Tensor,
+    gamma: float,
+    lam: float,
+    cut_S: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and the critic's targets, both (S,). GAE, arXiv 1506.02438, eq. 16.
 
     After a token comes the next sampled one of its episode, however long the environment spoke in between; after the
     last one comes nothing, whose value is 0.
+
+    cut_S: the tokens of episodes that were cut off, by a limit which neither the environment nor a prompt tells of.
+    What they would have come to is then taken to be what the critic expects (bootstrapping, arXiv 1712.00378, section
+    3.2): their last token has no error, and no reward of it counts.
+
+    >>> rewards, values = torch.tensor([0.0, 0.0]), torch.tensor([0.5, 0.8])
+    >>> gae(rewards, values, torch.tensor([0, 0]), 1.0, 1.0, cut_S=torch.tensor([True, True]))[0].round(decimals=1)
+    tensor([0.3000, 0.0000])
     """
     assert rewards_S.isfinite().all() and values_S.isfinite().all()
     next_S = torch.cat([values_S[1:], values_S.new_zeros(1)])[: len(values_S)]
-    next_S = next_S.where(~_last(episode_S), torch.zeros_like(next_S))
-    advantages_S = returns_to_go(rewards_S + gamma * next_S - values_S, episode_S, gamma * lam)
+    last_S = _last(episode_S)
+    next_S = next_S.where(~last_S, torch.zeros_like(next_S))
+    errors_S = rewards_S + gamma * next_S - values_S
+    if cut_S is not None:
+        errors_S = errors_S.masked_fill(last_S & cut_S, 0.0)
+    advantages_S = returns_to_go(errors_S, episode_S, gamma * lam)
     return advantages_S, advantages_S + values_S
 
 
@@ -177,15 +194,17 @@ def bilevel_gae(
     gamma: float,
     gamma_high: float,
     lam: float,
+    cut_S: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and the critic's targets, both (S,): GAE over turns, then over the tokens inside each turn.
 
     VAGEN, arXiv 2510.16907, as its code has it. The rewards and values at the last tokens of the turns give each turn a
     return (discount `gamma_high`), which is the reward of its last token below (discount `gamma`); there, every turn
-    starts anew.
+    starts anew. cut_S: as in `gae`.
     """
     ends_S = _ends(turn_S, len(episode_N))
-    _, returns_N = gae(rewards_S[ends_S], values_S[ends_S], episode_N, gamma_high, lam)
+    cut_N = None if cut_S is None else cut_S[ends_S]
+    _, returns_N = gae(rewards_S[ends_S], values_S[ends_S], episode_N, gamma_high, lam, cut_N)
     return gae(rewards_S.masked_scatter(ends_S, returns_N), values_S, turn_S, gamma, lam)
 
 
