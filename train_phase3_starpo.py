@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
     if cfg.rollout.max_staleness:
         worker = RolloutWorker(cfg, sampler, chat, lambda step: starpo_run.levels(cfg, step, state.joined))
 
-    with runlog.StopSignals() as stop, model_files.no_bars():
+    with runlog.StopSignals() as stop, model_files.no_bars(), starpo_run.kept_in_a_crash(setup, learner, chat, state):
         if state.step == 0:
             validate(parts, state, 0)
         for step in range(state.step + 1, cfg.trainer.max_steps + 1) if not state.stopped_early else ():
@@ -101,6 +101,7 @@ def main(argv: list[str] | None = None) -> None:
             with learner.whole(), learner.autocast():
                 groups = rollout(cfg, sampler, chat, step, state.joined, worker)
             played_at = time.perf_counter()
+            starpo_run.refuse_crashes(cfg, state, groups)
             scored = score_and_filter(cfg, groups, learner)
             metrics = describe(groups, scored.std, scored.kept)
             metrics |= worker.staleness([t for group in groups for t in group]) if worker else {}
@@ -123,9 +124,12 @@ def main(argv: list[str] | None = None) -> None:
             monitor.report(state, step, metrics)
             monitor.record(groups, state, step, tokens)
 
-            if step == cfg.trainer.max_steps or step % cfg.evaluation.every == 0:
+            evaluates = step == cfg.trainer.max_steps or step % cfg.evaluation.every == 0
+            if evaluates:
                 validate(parts, state, step)
             monitor.stop_early(state, metrics["rollout/success"])
+            if state.stopped_early and not evaluates:  # what was learned since the last evaluation may be the best
+                validate(parts, state, step)
             last = step == cfg.trainer.max_steps or state.stopped_early
             stopping = parallel.total(stop.requested, setup.device) > 0
             if last or stopping or step % cfg.checkpoint.every == 0:
@@ -143,20 +147,16 @@ def main(argv: list[str] | None = None) -> None:
         run_state.load(setup.best(state), learner)
         with learner.whole(), learner.autocast(), stop.at_once("the closing evaluation"):
             final = evaluate(cfg, sampler, chat, "test", cfg.evaluation.final_episodes, name="final")
-        monitor.report(state, cfg.trainer.max_steps, final)
+        monitor.report(state, state.step, final)
     monitor.close()
     starpo_run.finish(setup, learner, chat, state, final, broken)
 
 
 # ----------------------------------------------------------------------------------------------------------- 1. rollout
 def rollout(
-    cfg: StarPORun,
-    sampler: Sampler,
-    chat: Chat,
-    step: int,
-    joined: Sequence[str] = (),
-    worker: RolloutWorker | None = None,
-) -> list[list[Trajectory]]:
+    cfg: StarPORun, sampler: Sampler, chat: Chat, step: int,
+    joined: Sequence[str] = (), worker: RolloutWorker | None = None,
+) -> list[list[Trajectory]]:  # fmt: skip
     """All groups of a step, played by all processes together; samples of a group share the level and nothing else.
 
     joined: the environments of the curriculum (`envs.after`) that are played by now. worker: plays ahead of this.
@@ -295,11 +295,7 @@ def advantages(
 
 # ------------------------------------------------------------------------------------------------------------ 4. update
 def update(
-    cfg: StarPORun,
-    learner: Learner,
-    experience: Experience,
-    step: int,
-    distillation: Distillation | None = None,
+    cfg: StarPORun, learner: Learner, experience: Experience, step: int, distillation: Distillation | None = None
 ) -> dict[str, float]:
     """Move the policy (and its critic) by one optimizer step for each minibatch of each epoch; figures of it.
 
@@ -387,30 +383,27 @@ def update(
 
 # ---------------------------------------------------------------------------------------------------------- 5. evaluate
 def evaluate(
-    cfg: StarPORun,
-    sampler: Sampler,
-    chat: Chat,
-    split: str,
-    episodes: int,
-    name: str = "evaluation",
-    won: dict[str, list[bool]] | None = None,
-    seen: list[Trajectory] | None = None,
-) -> dict[str, float]:
-    """Success on held-out levels, the same ones each time and in every run, with Wilson 95 % intervals.
+    cfg: StarPORun, sampler: Sampler, chat: Chat, split: str, episodes: int,
+    name: str = "evaluation", won: dict[str, list[bool]] | None = None, seen: list[Trajectory] | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Success on held-out levels, the same ones each time and in every run, with 95 % intervals over the levels.
 
     won: is given, for each environment, whether each of its levels was won, in the order of the levels.
     seen: is given the first two episodes of each environment.
     """
     from posttrain import parallel
+    from posttrain.evaluation.tasks import held_out_levels, sampling_seed
     from posttrain.monitoring import Summary, describe_evaluation
     from posttrain.rollout import new_episode
-    from posttrain.starpo_run import play_all
+    from posttrain.starpo_run import play_all, refuse_crashed_evaluation
 
     summaries: dict[str, list[Summary]] = {}
     for env in cfg.envs:
-        seeds = [derive_seed("evaluation", env.name, split, i) for i in parallel.mine(episodes)]
-        levels = [new_episode(env, cfg.protocol, seed, split) for seed in seeds]
-        trajectories = play_all(cfg, sampler, chat, levels, cfg.evaluation.temperature, seeds)
+        own, levels = parallel.mine(episodes), held_out_levels(env, split, episodes)
+        begun = [new_episode(env, cfg.protocol, levels[i], split) for i in own]
+        seeds = [sampling_seed(env.title, i) for i in own]
+        trajectories = play_all(cfg, sampler, chat, begun, cfg.evaluation.temperature, seeds)
+        refuse_crashed_evaluation(env, trajectories)
         summaries[env.title] = parallel.gather([Summary.of(t) for t in trajectories])
         if seen is not None:
             seen += trajectories[:2]

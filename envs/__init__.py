@@ -20,10 +20,11 @@ import gymnasium
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from envs.base import CAPABILITIES, SPLITS, TextEnv, known
+from envs.process_state import kept
 
 __all__ = ["CAPABILITIES", "SPLITS", "TextEnv", "make", "names", "option", "register"]
 
-_NO_ENVS = ("adapters", "base", "check", "demos", "hostile", "play", "promises", "protocol")
+_NO_ENVS = ("adapters", "base", "check", "demos", "hostile", "play", "process_state", "promises", "protocol")
 _ADAPTERS = {  # names that `make` knows as well, with options that say whose environment it is
     "openenv": "openenv_client.OpenEnv",
     "reasoning_gym": "reasoning_gym.ReasoningGym",
@@ -120,7 +121,8 @@ for _module in pkgutil.iter_modules(__path__):
     if _module.name in _NO_ENVS:
         continue
     try:
-        _found = importlib.import_module(f"envs.{_module.name}")
+        with kept(f"envs/{_module.name}.py"):
+            _found = importlib.import_module(f"envs.{_module.name}")
         for _thing in list(vars(_found).values()):
             _own = f"{getattr(_thing, '__module__', '')}.".startswith(f"{_found.__name__}.")
             if _own and isinstance(_thing, type) and issubclass(_thing, TextEnv):

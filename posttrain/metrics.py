@@ -94,7 +94,7 @@ class Interval(NamedTuple):
     high: float
 
 
-def wilson(successes: int, n: int) -> tuple[float, float]:
+def wilson(successes: float, n: int) -> tuple[float, float]:
     """Wilson's score interval at 95 % for a share (1927): honest at 0 % and 100 %, where p +- 2 SE is not."""
     assert 0 <= successes <= n and n > 0
     share, z2 = successes / n, Z_95 * Z_95
@@ -102,6 +102,31 @@ def wilson(successes: int, n: int) -> tuple[float, float]:
     half = Z_95 * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n)) / (1 + z2 / n)
     # at the ends the exact bound is the share itself; rounding would leave it beside
     return (0.0 if successes == 0 else centre - half, 1.0 if successes == n else centre + half)
+
+
+def wilson_of_levels(won: Sequence[bool], levels: Sequence[Hashable]) -> tuple[float, float]:
+    """`wilson` of a share of episodes, with as many items as there are different levels.
+
+    Two episodes on one level say little more than one of them, however many are played.
+
+    >>> wilson_of_levels([True, True, False, False], ["a", "a", "b", "b"]) == wilson(1, 2)
+    True
+    """
+    assert len(won) == len(levels) > 0
+    different = len(set(levels))
+    return wilson(sum(won) / len(won) * different, different)
+
+
+def means_of_levels(values: Sequence[float], levels: Sequence[Hashable]) -> list[float]:
+    """The mean of each different level, in the order in which they first come: what pairs of policies differ by.
+
+    >>> means_of_levels([1.0, 0.0, 1.0], ["a", "b", "a"])
+    [1.0, 0.0]
+    """
+    of: dict[Hashable, list[float]] = {}
+    for level, value in zip(levels, values, strict=True):
+        of.setdefault(level, []).append(value)
+    return [fmean(found) for found in of.values()]
 
 
 def pass_at(k: int, size: int, won: int) -> float:
@@ -169,6 +194,23 @@ def _paired_means(changes: np.ndarray, reach: float, seed: int, rounds: int, tai
     low, high = np.sort(np.concatenate(lows)), np.sort(np.concatenate(highs))
     left_out = math.floor(tail * (len(low) + 1))  # the signs as they are count as one more
     return Interval(round(float(changes.mean()), 12), float(low[left_out - 1]), float(high[-left_out]))
+
+
+def chance_of_gain(before: Iterable[bool], after: Iterable[bool]) -> float:
+    """How likely two equal policies differ by as many of the same levels, or more, in favour of the second one.
+
+    McNemar's exact test with one side: a level that came out otherwise was gained or lost as a fair coin falls. Beyond
+    1,000 of them it is the normal approximation, which has converged by then.
+
+    >>> chance_of_gain([False, False, False, True], [True, True, True, True])
+    0.125
+    """
+    changes = [new - old for old, new in zip(before, after, strict=True)]
+    up, down = changes.count(1), changes.count(-1)
+    tosses = up + down
+    if tosses > 1000:
+        return 1 - NormalDist().cdf((up - down - 1) / math.sqrt(tosses))
+    return sum(math.comb(tosses, heads) for heads in range(up, tosses + 1)) / 2**tosses
 
 
 def paired_difference(

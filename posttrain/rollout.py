@@ -16,6 +16,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -24,6 +25,7 @@ from transformers import PreTrainedModel
 
 import envs
 from envs import TextEnv
+from envs.process_state import ProcessState, kept
 from envs.protocol import Episode, Protocol, Turn, thought_span
 from posttrain.chat import Chat
 from posttrain.config import EnvSection, ProtocolSection, StarPORun
@@ -102,7 +104,8 @@ def complete(
 
 def open_env(section: EnvSection, **more: Any) -> TextEnv:
     """A new environment as the config describes it. more: further options; ValueError where one is unknown or wrong."""
-    env = envs.make(section.name, **section.options, **more)
+    with kept(section.name):
+        env = envs.make(section.name, **section.options, **more)
     env.label = section.label or ""
     return env
 
@@ -117,7 +120,8 @@ def set_up(
 ) -> Episode | Trajectory:
     """An episode in its first state; or, of an environment that raised on the way there, the record of that."""
     try:
-        return Episode(env, protocol, seed, split, noise_seed)
+        with kept(env.title):
+            return Episode(env, protocol, seed, split, noise_seed)
     except RAISED as error:  # it is counted and teaches nothing, as if it had raised later
         crashed = one_line(error)
         return Trajectory(env=env.title, level_seed=seed, noise_seed=noise_seed, crashed=crashed)
@@ -320,7 +324,8 @@ class Game:
         """What the environment makes of the text, or what it raised. Touches nothing else: it may run in a thread."""
         began = time.monotonic()
         try:
-            return self.episode.state_key(), self.episode.step(text)
+            with kept(self.trajectory.env) if not self.episode.env.slow else nullcontext():
+                return self.episode.state_key(), self.episode.step(text)
         except RAISED as error:
             return error
         finally:
@@ -367,6 +372,7 @@ def take_turns(games: Sequence[Game], said: Sequence[Completion]) -> list[bool]:
     """
     texts = [game.say(completion) for game, completion in zip(games, said, strict=True)]
     waits = [i for i, game in enumerate(games) if game.episode.env.slow]
+    before = ProcessState.now()  # threads side by side cannot tell whose change they see
     answers: dict[int, Answer | BaseException] = {}
     begun: dict[int, float] = {}
     left = {i: games[i].seconds_left for i in waits}
@@ -390,6 +396,8 @@ def take_turns(games: Sequence[Game], said: Sequence[Completion]) -> list[bool]:
             if i in begun and i not in answers and time.monotonic() - begun[i] > left[i]:
                 late[i] = TimeoutError(f"{games[i].trajectory.env} took more than {EPISODE_SECONDS} s of an episode")
                 places.release()  # its thread may never do so
+    if waits and ProcessState.now() != before:
+        before.put_back(games[waits[0]].trajectory.env)
     return [game.hear(said[i], late[i] if i in late else answers[i]) for i, game in enumerate(games)]
 
 

@@ -51,6 +51,7 @@ class RunState:
     step: int = 0  # the last one that was played and learned from
     tokens: int = 0  # sampled in all steps
     empty_steps: int = 0  # steps in a row in which no group passed the filter
+    crashed_steps: dict[str, int] = field(default_factory=dict)  # by environment: in which all of its episodes crashed
     best_step: int = 0
     best_success: float = -1.0
     best_won: dict[str, list[bool]] = field(default_factory=dict)  # by environment, for each validation level

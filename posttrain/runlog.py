@@ -114,11 +114,12 @@ class Progress:
 
     def close(self) -> None:
         """Draw the last state; safe to call twice."""
-        if self._bar is not None:
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, note=self._note(self.done < self.total))
             self._bar.stop()
             self._bar = None
-        elif self._spoke > -math.inf and self._said != (self.done, self._figures):
-            self._line()
+        elif self._spoke > -math.inf and (self.done < self.total or self._said != (self.done, self._figures)):
+            self._line(over=True)
         self._spoke = -math.inf
 
     def __enter__(self) -> Progress:
@@ -127,18 +128,23 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _line(self) -> None:
+    def _line(self, over: bool = False) -> None:
+        """over: nothing more will be done, even where less was than was to be."""
         self._spoke, self._said = time.monotonic(), (self.done, dict(self._figures))
         percent = 100 * self.done / self.total if self.total else 100
-        self.say(f"{self.title}: {self.done}/{self.total} {self.unit}s, {percent:.0f} %, {self._note()}")
+        stopped = over and self.done < self.total
+        far = f"{self.done}/{self.total} {self.unit}s, {percent:.0f} %"
+        if stopped:
+            far = f"stopped at {self.unit} {self.done} of {self.total}"
+        self.say(f"{self.title}: {far}, {self._note(stopped)}")
 
-    def _note(self) -> str:
+    def _note(self, stopped: bool = False) -> str:
         did, seconds = self.done - self.start, time.monotonic() - self.began
         parts = []
         if did > 0 and seconds > 0:
             rate = did / seconds
             speed = f"{rate:.1f} {self.unit}s/s" if rate >= 1 else f"{1 / rate:.1f} s/{self.unit}"
-            parts = [speed, f"{clock((self.total - self.done) / rate)} left"]
+            parts = [speed] if stopped else [speed, f"{clock((self.total - self.done) / rate)} left"]
         return ", ".join(parts + [f"{name} {value:.4g}" for name, value in self._figures.items()])
 
 

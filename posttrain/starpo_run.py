@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import set_seed
 
+from envs.process_state import kept
 from envs.protocol import Episode
 from posttrain import (
     checkpoint,
@@ -25,7 +27,7 @@ from posttrain import (
     trl_arguments,
 )
 from posttrain.chat import Chat
-from posttrain.config import StarPORun, TrainingEnvSection
+from posttrain.config import EnvSection, StarPORun, TrainingEnvSection
 from posttrain.learner import Learner
 from posttrain.monitoring.episodes import memory, reward_table
 from posttrain.preflight import check_run
@@ -144,13 +146,66 @@ def check_environments(cfg: StarPORun) -> None:
     for n, env in enumerate(cfg.envs):
         try:
             made = open_env(env)
-            for split in ("train", "validation", "test"):
-                made.reset(seed=0, options={"split": split})
+            with kept(env.title):
+                for split in ("train", "validation", "test"):
+                    made.reset(seed=0, options={"split": split})
         except (Exception, SystemExit) as problem:  # an environment may raise anything
             words = str(problem)
             if not isinstance(problem, ValueError | TypeError):
                 words = f"it raised {type(problem).__name__}: {problem}. See python -m envs.check {env.name}."
             raise UserError(f"envs.{n} ({env.title}): {words}") from problem
+
+
+class Crashed(UserError):
+    """An environment does nothing but crash, so there is nothing to learn from."""
+
+    def __init__(self, env: EnvSection, where: str, last: str) -> None:
+        super().__init__(
+            f"{env.title} has crashed in every episode {where}, the last time with {last}. Correct the environment:"
+            f" `python -m envs.check {env.name}` plays it and says what is wrong."
+        )
+
+
+def refuse_crashes(cfg: StarPORun, state: RunState, groups: Sequence[Sequence[Trajectory]]) -> None:
+    """Crashed where an environment has done nothing else for `max_empty_steps` steps in a row.
+
+    Counts this step in `state`. A resumed run counts anew. An episode without an action says nothing of its
+    environment.
+    """
+    for env in cfg.envs:
+        played = [t for group in groups for t in group if t.env == env.title and (t.crashed or t.actions)]
+        if played:
+            crashed = all(t.crashed for t in played)
+            state.crashed_steps[env.title] = state.crashed_steps.get(env.title, 0) + 1 if crashed else 0
+        if (steps := state.crashed_steps.get(env.title, 0)) >= cfg.algorithm.max_empty_steps:
+            state.crashed_steps.clear()
+            raise Crashed(env, f"of {steps} steps", f"{played[-1].crashed} (level seed {played[-1].level_seed})")
+
+
+def refuse_crashed_evaluation(env: EnvSection, played: Sequence[Trajectory]) -> None:
+    """Crashed where no episode of an evaluation came to its end, which then measures nothing.
+
+    played: the episodes of this process; all processes ask together. Those without an action say nothing of the
+    environment, as long as they are less than half.
+    """
+    told = parallel.gather([(t.crashed, bool(t.crashed or t.actions)) for t in played])
+    crashes = [crashed for crashed, _ in told if crashed]
+    if 2 * len(crashes) >= len(told) and len(crashes) == sum(acted for _, acted in told):
+        raise Crashed(env, f"on held-out levels in which it was given an action ({len(crashes)})", crashes[-1])
+
+
+@contextmanager
+def kept_in_a_crash(setup: Setup, learner: Learner, chat: Chat, state: RunState) -> Iterator[None]:
+    """Whatever an environment does, what has been learned is there to go on from."""
+    try:
+        yield
+    except Crashed as crash:
+        words = f"{crash} Nothing was exported."
+        if state.step:
+            if not (folder := setup.out / f"checkpoint-{state.step}").exists():
+                run_state.save(folder, learner, chat, state)
+            words += f" The same command with --resume goes on after step {state.step}."
+        raise UserError(words) from crash
 
 
 def play_all(
@@ -215,12 +270,12 @@ def export(setup: Setup, learner: Learner, chat: Chat, state: RunState, metrics:
 
     broken: why the last policy is not healthy, "" where it is.
     """
-    cfg, levels = setup.cfg, setup.cfg.evaluation.final_episodes
-    keys = ("success", "low", "high")
+    cfg, episodes = setup.cfg, setup.cfg.evaluation.final_episodes
+    keys = ("success", "low", "high", "levels")
     shares = {env.title: [metrics[f"final/{env.title}/{key}"] for key in keys] for env in cfg.envs}
     results = [
-        model_card.Result(f"{name}, test levels: success", success, levels, low, high)
-        for name, (success, low, high) in shares.items()
+        model_card.Result(f"{name}, test levels: success", success, int(levels), low, high)
+        for name, (success, low, high, levels) in shares.items()
     ]
     for line in runlog.read_metrics(setup.out / "metrics.jsonl"):
         if line["step"] == state.best_step:
@@ -232,10 +287,11 @@ def export(setup: Setup, learner: Learner, chat: Chat, state: RunState, metrics:
         phase="phase3", step=state.best_step,
     )  # fmt: skip
     print(f"Best on validation levels: step {state.best_step}. On test levels:")
-    for name, (success, low, high) in shares.items():
+    for name, (success, low, high, levels) in shares.items():
         crashed = metrics[f"final/{name}/crashed"]
         print(
-            f"  {name}: {success:.1%} [{low:.1%}, {high:.1%}] of {levels} episodes"
+            f"  {name}: {success:.1%} [{low:.1%}, {high:.1%}] of {episodes} episodes"
+            + (f" on {levels} levels" if levels < episodes else "")
             + (f", {crashed} of which raised and count as lost" if crashed else "")
         )
     print(f"Memory: at most {memory(setup.device):.2f} GiB; planned {plan.gib(setup.plan.peak)} GiB.")

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,14 +28,15 @@ from envs import make
 from envs.protocol import Episode, Protocol
 from posttrain import checkpoint, config, embedded, hardware, metrics
 from posttrain.chat import Chat
-from posttrain.config import EvaluateRun
+from posttrain.config import EnvSection, EvaluateRun, ProtocolSection
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.evaluation import figures, scoring, store, tasks, workers
 from posttrain.evaluation.scoring import Loaded
 from posttrain.evaluation.tasks import Task
 from posttrain.evaluation.workers import run_tasks
 from posttrain.judge import MathJudge
-from posttrain.types import Completion, SamplingParams, UserError
+from posttrain.rollout import new_episode
+from posttrain.types import Completion, SamplingParams, Trajectory, UserError, derive_seed
 
 ROOT = Path(__file__).parent.parent
 NAMES = ("base", "same", "other")  # `same` has the weights of `base`
@@ -370,6 +372,41 @@ def test_levels_repeat_only_where_an_environment_has_no_more(tmp_path: Path, che
     keys = [game.reset(seed=i["seed"], options={"split": "test"}) and game.level_key() for i in task.items]
     different = len(set(keys))
     assert different < 12 and len(set(keys[:different])) == different
+
+
+    (small_section,) = cfg.suites.envs.envs if cfg.suites.envs else ()
+    seeds = tasks.held_out_levels(small_section, "test", 12)
+    counts = Counter(game.reset(seed=seed, options={"split": "test"}) and game.level_key() for seed in seeds).values()
+    assert len(set(seeds)) == 12 and max(counts) - min(counts) <= 1, "none counts more than another"
+
+
+def test_levels_are_different_and_the_first_are_those_of_a_shorter_evaluation() -> None:
+    for name in ("frozen_lake", "sokoban"):
+        section, game = EnvSection(name=name), make(name)
+        seeds = tasks.held_out_levels(section, "test", 100)
+        assert len({game.reset(seed=seed, options={"split": "test"}) and game.level_key() for seed in seeds}) == 100
+        assert tasks.held_out_levels(section, "test", 30) == seeds[:30]
+        assert not set(seeds) & set(tasks.held_out_levels(section, "test", 100, seed=1))
+        assert tasks.held_out_levels(EnvSection(name=name, label="b", weight=2.0), "test", 100) == seeds
+    sampled = [tasks.sampling_seed(env, i) for env in ("frozen_lake", "sokoban") for i in range(50)]
+    assert len(set(sampled)) == 100
+
+
+def test_a_level_that_cannot_be_drawn_has_a_place_and_its_episode_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    from envs.frozen_lake import FrozenLake
+
+    real, broken = FrozenLake.reset, derive_seed(5, "frozen_lake", 2)
+
+    def reset(self: FrozenLake, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        if seed == broken:
+            sys.exit(0)
+        return real(self, seed=seed, options=options)
+
+    monkeypatch.setattr(FrozenLake, "reset", reset)
+    section = EnvSection(name="frozen_lake")
+    assert broken in tasks.held_out_levels(section, "test", 8, seed=5)
+    episode = new_episode(section, ProtocolSection(), broken, "test")
+    assert isinstance(episode, Trajectory) and episode.crashed == "SystemExit: 0"
 
 
 def test_an_environment_that_does_not_exist_is_refused(tmp_path: Path, checkpoints: dict[str, str]) -> None:
@@ -785,7 +822,10 @@ def test_seeds_are_derived_from_the_place(tmp_path: Path, checkpoints: dict[str,
     asked_for = tasks.build_tasks(resolved(tmp_path, checkpoints))
     sampled = [task for task in asked_for if task.setting]
     seeds = [seed for task in sampled for seed in task.seeds]
-    assert len(set(seeds)) == len(seeds)
+    played = {task.setting: task.seeds for task in sampled if task.suite == "envs"}
+    assert len({tuple(each[:2]) for each in played.values()}) == 1  # an episode is the same under every setting
+    others = [seed for task in sampled if task.suite != "envs" for seed in task.seeds]
+    assert len(set(others)) == len(others) and not set(others) & {seed for each in played.values() for seed in each}
     assert asked_for == tasks.build_tasks(resolved(tmp_path, checkpoints))
     other = tasks.build_tasks(resolved(tmp_path, checkpoints, seed=1))
     assert not set(seeds) & {seed for task in other for seed in task.seeds if task.setting}
@@ -913,3 +953,7 @@ def test_crashed_and_failed_episodes_are_counted_apart() -> None:
     assert measured["success"] == 0.25 and measured["episodes"] == 4 and measured["levels"] == 2
     assert measured["failures"] == {"hole": 1} and measured["crashed"] == 1
     assert measured["invalid_turns"] == 0.5 and measured["return"] == 0.25
+    assert (measured["low"], measured["high"]) == metrics.wilson(0.5, 2)  # levels, not episodes
+    before = [row | {"suite": "envs"} for row in rows]
+    after = [row | {"success": True} for row in before]
+    assert figures._values("success", before, after) == ([0.0, 1.0], [1.0, 1.0])

@@ -199,6 +199,34 @@ def test_a_paired_difference_has_the_error_of_its_pairs() -> None:
     assert one_more == pytest.approx((1 / 64, 1 / 64))  # no more than its error: one level is no news
 
 
+@given(st.lists(st.tuples(st.sampled_from("abcde"), st.booleans()), min_size=1, max_size=40))
+def test_a_level_counts_once_in_an_interval(played: list[tuple[str, bool]]) -> None:
+    levels, won = [level for level, _ in played], [success for _, success in played]
+    low, high = metrics.wilson_of_levels(won, levels)
+    share, different = sum(won) / len(won), len(set(levels))
+    assert 0 <= low <= share <= high <= 1
+    assert metrics.wilson_of_levels(won * 3, levels * 3) == pytest.approx((low, high))  # repeats teach nothing
+    plain = metrics.wilson(sum(won), len(won))
+    assert metrics.wilson_of_levels(won, list(range(len(won)))) == pytest.approx(plain)
+    assert high - low >= plain[1] - plain[0] - 1e-12
+    means = metrics.means_of_levels(won, levels)
+    assert len(means) == different and all(0 <= mean <= 1 for mean in means)
+
+
+def test_the_chance_of_a_gain_is_that_of_fair_coins() -> None:
+    """Against all outcomes of the levels that changed; and the approximation against the sum that it stands for."""
+    for changed in range(8):
+        outcomes = list(itertools.product((-1, 1), repeat=changed))
+        for up in range(changed + 1):
+            before = [False] * up + [True] * (changed - up) + [True, False]
+            after = [True] * up + [False] * (changed - up) + [True, False]
+            as_good = sum(outcome.count(1) >= up for outcome in outcomes)
+            assert metrics.chance_of_gain(before, after) == pytest.approx(as_good / len(outcomes))
+    for up, down in ((520, 481), (560, 450), (500, 520)):
+        exact = sum(math.comb(up + down, heads) for heads in range(up, up + down + 1)) / 2 ** (up + down)
+        assert metrics.chance_of_gain([0] * up + [1] * down, [1] * up + [0] * down) == pytest.approx(exact, abs=1e-3)
+
+
 @pytest.mark.parametrize("size, won", [(1, 0), (1, 1), (4, 0), (4, 1), (5, 3), (6, 6)])
 def test_pass_at_k_is_the_share_of_choices_that_hold_a_success(size: int, won: int) -> None:
     for k in range(1, size + 1):

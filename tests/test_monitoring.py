@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_learner import config, played, policy
 
 import train_phase3_starpo as phase3
 from posttrain.learner import objective_settings
-from posttrain.monitoring import collapse, watch
+from posttrain.monitoring import Monitor, collapse, watch
 from posttrain.monitoring.collapse import gradients_by_std, thoughts_and_prompts
 from posttrain.monitoring.episodes import answers_of, describe, reward_table
 from posttrain.rollout import Thought
@@ -86,6 +89,57 @@ def test_alarms_are_said_once_and_their_memory_is_plain_data() -> None:
     assert alerts == ["variance_collapse", "variance_gone"]
     assert "starpo-s" in said[0] and said[0].startswith("ALARM step ")
     assert json.loads(json.dumps(state.alarms)) == state.alarms != {}
+
+
+@cache
+def chances(share: float, levels: int) -> np.ndarray:
+    """Of winning each level, which are unlike each other, for a policy that wins this share of them."""
+    ease = np.random.default_rng(0).normal(0, 1.5, levels)
+    by_shift = 1 / (1 + np.exp(-ease - np.linspace(-9, 9, 361)[:, None]))
+    return by_shift[np.abs(by_shift.mean(1) - share).argmin()]
+
+
+def chosen(curve: list[float], levels: int, rng: np.random.Generator, stops_early: bool = False) -> int:
+    """The step that a run chooses whose policies win these shares, at an evaluation each.
+
+    stops_early: at the last of them, where more were to come.
+    """
+    trainer, evaluation = SimpleNamespace(max_steps=len(curve) - 1 + stops_early), SimpleNamespace(every=1)
+    cfg = SimpleNamespace(trainer=trainer, evaluation=evaluation)
+    monitor: Any = SimpleNamespace(cfg=cfg, say=lambda text: None)
+    state = RunState()
+    for step, share in enumerate(curve):
+        won = {"line": (rng.random(levels) < chances(share, levels)).tolist()}
+        state.stopped_early = stops_early and step == len(curve) - 1
+        better, _ = Monitor.compare_with_best(monitor, state, step, won)
+        if better:
+            state.best_step, state.best_won = step, won
+    return state.best_step
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("evaluations", [1, 3, 9, 20])
+def test_equal_policies_are_seldom_exchanged(share: float, evaluations: int) -> None:
+    """The chance is at most .05 in the last evaluation and .05 in those before; of 60 runs 12 would be no chance."""
+    rng = np.random.default_rng(0)
+    exchanged = sum(chosen([share] * (evaluations + 1), 64, rng) > 0 for _ in range(60))
+    assert exchanged <= 11, f"{exchanged} of 60"
+
+
+@pytest.mark.parametrize(
+    ("curve", "least"),
+    [
+        ([0.25, 0.35, 0.45, 0.55, 0.65, 0.75], 0.60),  # slow and steady
+        ([0.4, 0.85, 0.9, 0.92], 0.84),  # the quickstart's
+        ([0.3, 0.6, 0.8, 0.5, 0.3, 0.1], 0.59),  # a collapse
+        ([0.85, 0.87, 0.9, 0.93, 0.95, 0.97], 0.92),  # from a good start
+    ],
+)
+@pytest.mark.parametrize("stops_early", [False, True])
+def test_a_real_gain_is_kept(curve: list[float], least: float, stops_early: bool) -> None:
+    rng = np.random.default_rng(0)
+    kept = [curve[chosen(curve, 256, rng, stops_early)] for _ in range(40)]
+    assert sum(share >= least for share in kept) >= 36, kept
 
 
 def test_limits_follow_the_run() -> None:

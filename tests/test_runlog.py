@@ -49,6 +49,21 @@ def test_the_last_state_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line.split(",")[0] for line in text.getvalue().splitlines()] == ["phase 1: 1/2 steps", "phase 1: 2/2 steps"]
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_ends_early_says_where(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    """Also where the last state has been said before, as one among others."""
+    now = itertools.count(0.0, 6.0)
+    monkeypatch.setattr(runlog.time, "monotonic", now.__next__)
+    console, text = plain_console()
+    if terminal:
+        console = Console(file=text, force_terminal=True, width=120)
+    with runlog.Progress(total=90, title="phase 3", console=console) as progress:
+        progress.update(21, success=0.5)
+    begins = "21/90" if terminal else "phase 3: stopped at step 21 of 90, "
+    last = text.getvalue().rpartition(begins)[2]
+    assert "success 0.5" in last and "left" not in last and "100 %" not in last
+
+
 @pytest.mark.parametrize("variables", [{}, {"FORCE_COLOR": "1"}, {"COLUMNS": "40"}])
 def test_tables_are_not_cut_where_there_is_no_terminal(
     variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -336,11 +336,12 @@ def baselines(game: Game) -> dict[str, Any]:
     import envs
     from envs.demos import play
     from envs.protocol import Protocol
+    from posttrain.config import EnvSection
+    from posttrain.evaluation.tasks import held_out_levels
 
     env = envs.make(game.name, **game.options)
     limits, found, best = Protocol.of(env, max_turns=TURNS), {"random": 0, "expert": 0}, []
-    for i in range(LEVELS):
-        seed = derive_seed("evaluation", game.name, "test", i)
+    for seed in held_out_levels(EnvSection(name=game.name, options=game.options), "test", LEVELS):
         for player in found:
             found[player] += play(env, player, limits, seed, "test").success
         if env.has("optimal_success"):

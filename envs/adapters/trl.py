@@ -66,7 +66,7 @@ class Game:
             return OVER
         try:
             turn = episode.step(answer("", [action], self._protocol))
-        except Exception as error:  # also for a reward of NaN, which would spoil the advantages of the whole group
+        except (Exception, SystemExit) as error:  # also for a reward of NaN, which would spoil its group
             self._episode = None
             raise ValueError(f"The environment {self._name} failed ({error}): the episode is over.") from error
         self._reward += turn.reward + turn.penalty

@@ -109,21 +109,22 @@ def _preference_figures(cfg: EvaluateRun, rows: Sequence[Record], everybody: dic
 def env_figures(rows: Sequence[Record]) -> Record:
     from posttrain.monitoring.episodes import Summary, aggregate  # loads torch, which --help does without
 
-    figures = _share(rows, "success")
-    figures["episodes"] = figures.pop("n")
+    won, levels = [bool(row["success"]) for row in rows], [row["level"] for row in rows]
+    low, high = metrics.wilson_of_levels(won, levels)
+    figures: Record = {"success": fmean(won), "low": low, "high": high}
+    figures |= {"episodes": len(rows), "levels": len(set(levels))}
     found = aggregate([Summary.of_record(row) for row in rows])
     figures |= {
         "return": found["reward"],
         "failures": dict(sorted(Counter(row["failure"] for row in rows if row["failure"]).items())),
         "turns": found["turns"],
     }
-    if "level" in rows[0]:  # played by a model
+    if "invalid_turns" in rows[0]:  # played by a model
         figures |= {
             "penalties": fmean(row["penalties"] for row in rows),
             "invalid_turns": found["invalid_turns"],
             "unfinished_turns": found["unfinished_turns"],
             "crashed": found["crashed"],
-            "levels": len({row["level"] for row in rows}),
         }
     return figures
 
@@ -158,8 +159,12 @@ def compare(cfg: EvaluateRun, rows: dict[str, list[Record]]) -> list[Record]:
 
 
 def _values(metric: str, before: Sequence[Record], after: Sequence[Record]) -> tuple[list[float], list[float]]:
-    """One figure per item, from both checkpoints."""
+    """One figure per item, from both checkpoints; one per level where levels are played several times."""
     if metric == "equal_length":
         cut = metrics.at_equal_length([row["ids"] for row in before], [row["ids"] for row in after])
         return [metrics.seq_rep_n(ids) for ids in cut[0]], [metrics.seq_rep_n(ids) for ids in cut[1]]
-    return [float(row[metric]) for row in before], [float(row[metric]) for row in after]
+    left, right = ([float(row[metric]) for row in rows] for rows in (before, after))
+    if before[0]["suite"] == "envs":
+        levels = [row["level"] for row in before]
+        return metrics.means_of_levels(left, levels), metrics.means_of_levels(right, levels)
+    return left, right

@@ -329,6 +329,7 @@ def play_baselines(cfg: EvaluateRun, task: Task) -> dict[str, Record]:
                 if not math.isfinite(total):
                     raise ValueError(f"the sum of its rewards is {total}")
                 row = {"success": episode.success, "failure": episode.failure, "return": total, "turns": episode.turns}
+                row["level"] = episode.level_key
                 played.setdefault(player, []).append(row)
     except (Exception, SystemExit) as problem:  # an environment may raise anything
         raise raised(task.part, problem) from problem

@@ -5,14 +5,19 @@ The tasks are built once, before any model is loaded: every checkpoint gets the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain.config import EnvSection, EvaluateRun, FormerSuites, NamedSampling, SampledSuite, SuitesSection
 from posttrain.files import DATA_FILES_IN_WORDS
 from posttrain.types import Record, SamplingParams, UserError, derive_seed, one_line
+
+if TYPE_CHECKING:
+    from envs import TextEnv
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,8 @@ def build_tasks(cfg: EvaluateRun) -> list[Task]:
         for setting in used_settings(cfg, suite):
             asked = items[: n if setting.name == headline(cfg, suite) else others or n]
             seeds = [derive_seed(cfg.seed, suite, part, setting.name, i) for i in range(len(asked))]
+            if suite == "envs":
+                seeds = [sampling_seed(part, i, cfg.seed) for i in range(len(asked))]
             tasks.append(Task(suite, source, part, setting.name, setting.params(tokens), asked, seeds))
 
     if suites.math:
@@ -129,26 +136,64 @@ def headline_levels(cfg: EvaluateRun, tasks: Sequence[Task]) -> dict[str, Task]:
 
 
 def levels(cfg: EvaluateRun, section: EnvSection, n: int) -> list[dict[str, Any]]:
-    """Seeds of `n` held-out levels, all different where there are so many: a repeated one would count twice."""
+    """The seeds of `held_out_levels`; a UserError where the environment does not make the first one."""
+    from envs.process_state import kept
     from posttrain.rollout import open_env
 
     assert cfg.suites.envs is not None
-    env, seen = open_env(section), set()
-    new: list[dict[str, Any]] = []
-    repeats: list[dict[str, Any]] = []
+    try:
+        with kept(section.name):
+            first = {"seed": derive_seed(cfg.seed, section.name, 0), "options": {"split": cfg.suites.envs.split}}
+            open_env(section).reset(**first)
+        return [{"seed": level} for level in held_out_levels(section, cfg.suites.envs.split, n, cfg.seed)]
+    except ValueError as problem:
+        raise UserError(f"suites.envs.envs: {problem} Choose other options.") from problem
+    except (Exception, SystemExit) as problem:  # an environment may raise anything
+        raise raised(section.name, problem) from problem
+
+
+def held_out_levels(section: EnvSection, split: str, n: int, seed: int = 0) -> list[int]:
+    """The seeds of `n` levels of a split.
+
+    Every evaluation plays these, with `sampling_seed`: those of phase 3, the one at its end, and evaluate_model.py. So
+    the same weights have the same figure in each of them, at equal `n`, `seed`, temperature and limits.
+
+    All levels are different where ten times as many draws find that many. Otherwise all that were found are played
+    before any is played again, so that none counts more than another; `metrics.wilson_of_levels` has the interval of
+    such a share. An environment that raises in place of a level has a place of its own: its episode says why.
+    """
+    from posttrain.rollout import open_env
+
+    kind = type(open_env(section))  # a class under the same name has other levels
+    return list(_drawn(kind, section.model_dump_json(include={"name", "options"}), split, n, seed))
+
+
+@lru_cache(maxsize=64)
+def _drawn(kind: type[TextEnv], section: str, split: str, n: int, seed: int) -> tuple[int, ...]:
+    from envs.process_state import kept
+    from posttrain.rollout import RAISED, open_env
+
+    wanted = EnvSection.model_validate_json(section)
+    env, times = open_env(wanted), Counter[str]()
+    drawn: list[tuple[int, int]] = []  # how often the level had been drawn before, and its seed
     for i in range(10 * n):
-        item = {"seed": derive_seed(cfg.seed, section.name, i)}
+        level = derive_seed(seed, wanted.name, i)
         try:
-            env.reset(seed=item["seed"], options={"split": cfg.suites.envs.split})
-        except ValueError as problem:
-            raise UserError(f"suites.envs.envs: {problem} Choose other options.") from problem
-        except (Exception, SystemExit) as problem:  # an environment may raise anything
-            raise raised(section.name, problem) from problem
-        (repeats if env.level_key() in seen else new).append(item)
-        seen.add(env.level_key())
-        if len(new) == n:
+            with kept(wanted.name):
+                env.reset(seed=level, options={"split": split})
+                key = env.level_key()
+        except RAISED:
+            key = f"never begun: {level}"
+        drawn.append((times[key], level))
+        times[key] += 1
+        if len(times) == n:
             break
-    return (new + repeats)[:n]
+    return tuple(level for _, level in sorted(drawn, key=lambda one: one[0])[:n])
+
+
+def sampling_seed(env: str, number: int, seed: int = 0) -> int:
+    """The seed of what is sampled in the episode of this number, under whatever setting."""
+    return derive_seed(seed, "envs", env, number)
 
 
 def raised(env: str, problem: BaseException) -> UserError:

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 
 from envs.demos import play, player_names
+from envs.process_state import kept
 from envs.protocol import Protocol
 from posttrain.config import EnvSection, ProtocolSection, StarPORun
-from posttrain.metrics import pass_at, seq_rep_n, wilson
-from posttrain.rollout import open_env
+from posttrain.metrics import pass_at, seq_rep_n, wilson_of_levels
+from posttrain.rollout import RAISED, open_env
 from posttrain.types import Record, Trajectory
 
 
@@ -23,6 +24,7 @@ class Summary(NamedTuple):
     """What the figures need of an episode, small enough to send to every process."""
 
     env: str
+    level_key: str
     success: bool
     terminated: bool
     truncated: bool
@@ -44,13 +46,14 @@ class Summary(NamedTuple):
     def of(cls, t: Trajectory) -> Summary:
         same = {name: getattr(t, name) for name in cls._fields if name not in ("actions", "logprob")}
         same |= {name: bool(same[name]) for name in ("success", "terminated", "truncated", "crashed")}
+        same["level_key"] = t.level_key or f"never begun: {t.level_seed}"
         return cls(**same, actions=len(t.actions), logprob=sum(t.sampled_logprobs))
 
     @classmethod
     def of_record(cls, record: Record) -> Summary:
         """Of an episode as the evaluator keeps it, or of a scripted policy's; 0 or False for what is not kept there."""
         kept = {name: record.get(name, 0) for name in cls._fields}
-        kept |= {"success": bool(record["success"]), "crashed": bool(kept["crashed"])}
+        kept |= {"success": bool(record["success"]), "crashed": bool(kept["crashed"]), "level_key": record["level"]}
         return cls(**kept | {"reward": record["return"], "actions": 0})
 
 
@@ -83,7 +86,7 @@ def aggregate(episodes: Sequence[Summary]) -> dict[str, float]:
 
 def failure_shares(episodes: Sequence[Summary]) -> dict[str, float]:
     """How the episodes of one environment were lost, as shares; not where its word for it is another figure's name."""
-    taken = {"", "success", "low", "high", "reward", "invalid_turns", "turns", "crashed"}
+    taken = {"", "success", "low", "high", "reward", "invalid_turns", "turns", "crashed", "levels"}
     taken |= {"in_group_std", "kept_groups"}
     names = sorted({e.failure for e in episodes} - taken)
     return {name: sum(e.failure == name for e in episodes) / len(episodes) for name in names}
@@ -130,7 +133,7 @@ def describe_evaluation(name: str, by_env: dict[str, list[Summary]]) -> dict[str
     row: dict[str, float] = {}
     for env, episodes in by_env.items():
         figures = aggregate(episodes)
-        low, high = wilson(sum(e.success for e in episodes), len(episodes))
+        low, high = wilson_of_levels([e.success for e in episodes], [e.level_key for e in episodes])
         row |= {
             f"{name}/{env}/success": figures["success"],
             f"{name}/{env}/low": low,
@@ -140,6 +143,7 @@ def describe_evaluation(name: str, by_env: dict[str, list[Summary]]) -> dict[str
             f"{name}/{env}/turns": figures["turns"],
             f"{name}/{env}/logprob": figures["logprob"],
             f"{name}/{env}/crashed": figures["crashed"],
+            f"{name}/{env}/levels": len({e.level_key for e in episodes}),
         }
         for failure, share in failure_shares(episodes).items():
             row[f"{name}/{env}/{failure}"] = share
@@ -174,13 +178,14 @@ def reward_table(cfg: StarPORun, played: Sequence[EnvSection], episodes: int = 1
 def scripted_returns(section: EnvSection, limits: ProtocolSection, episodes: int) -> list[float]:
     """The reward of each episode of the environment's expert and its scripted policies, as far as none raises."""
     earned: list[float] = []
-    with contextlib.suppress(Exception):  # an environment may raise anything, and a run goes on without this table
+    # an environment may raise anything, and a run goes on without this table
+    with contextlib.suppress(*RAISED), kept(section.title):
         env = open_env(section)
         env.reset(seed=0)
         protocol = Protocol.of(env, **limits.model_dump())
         for player in player_names(env):
             for seed in range(episodes):
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(*RAISED):
                     episode = play(open_env(section), player, protocol, seed, "train")
                     earned.append(round(sum(turn.reward for turn in episode.past), 6))
     return [each for each in earned if math.isfinite(each)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ from posttrain.chat import Chat
 from posttrain.config import StarPORun
 from posttrain.experience import Experience
 from posttrain.learner import Learner
-from posttrain.metrics import paired_difference
+from posttrain.metrics import chance_of_gain, paired_difference
 from posttrain.monitoring import transcripts, watch
 from posttrain.monitoring.alarms import Alarm
 from posttrain.monitoring.token_figures import Turn, token_figures
 from posttrain.run_state import RunState
 from posttrain.types import Trajectory
+
+EVIDENCE = 0.05  # the largest chance with which a policy that is no better may become the best
 
 
 class Monitor:
@@ -66,18 +69,23 @@ class Monitor:
     ) -> tuple[bool, dict[str, float]]:
         """Whether this policy wins more validation levels than the best one so far, and by how many, as figures.
 
-        A difference within one standard error is none, except in the last step: what was trained longer then wins.
+        It does where equal policies would gain as much with a chance of at most EVIDENCE: in the last evaluation, and
+        in all of those before it together.
         """
         if not state.best_won:
             return True, {}
         gain, error = paired_difference(state.best_won, won)
-        needed = 0.0 if step == self.cfg.trainer.max_steps else error
-        better = gain > needed + 1e-9
+        chance = chance_of_gain(*([one for name in won for one in found[name]] for found in (state.best_won, won)))
+        before_the_last = math.ceil(self.cfg.trainer.max_steps / self.cfg.evaluation.every) - 1
+        last = state.stopped_early or step == self.cfg.trainer.max_steps
+        allowed = EVIDENCE if last else EVIDENCE / max(1, before_the_last)
+        better = chance <= allowed
         success = sum(sum(levels) / len(levels) for levels in won.values()) / len(won)
         self.say(
-            f"step {step}: {success:.1%} of validation levels won, {100 * gain:+.1f}"
-            f" points against step {state.best_step} on the same levels; a new best needs more than"
-            f" {100 * needed:.1f}: " + ("the new best" if better else f"step {state.best_step} stays it")
+            f"step {step}: {success:.1%} of validation levels won, {100 * gain:+.1f} points against step"
+            f" {state.best_step} on the same levels. Equal policies gain as much with a chance of {chance:.2g}, and"
+            f" {allowed:.2g} is evidence: "
+            + ("the new best." if better else f"step {state.best_step} remains the best.")
         )
         return better, {"evaluation/over_best": gain, "evaluation/over_best_error": error}
 

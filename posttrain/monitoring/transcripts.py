@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from envs.process_state import kept
 from posttrain import runlog
 from posttrain.config import StarPORun
 from posttrain.dashboards import Dashboards
 from posttrain.monitoring.token_figures import Turn
 from posttrain.report.episodes import frames_of, gif
+from posttrain.rollout import RAISED
 from posttrain.run_state import RunState
 from posttrain.types import Trajectory, one_line
 
@@ -136,11 +138,12 @@ def save_picture(
     section = next(env for env in cfg.envs if env.title == t.env)
     try:
         reset_options = {"split": split} | ({} if t.noise_seed is None else {"noise_seed": t.noise_seed})
-        frames = frames_of(section.name, section.options, t.level_seed, reset_options, t.actions)
+        with kept(t.env):
+            frames = frames_of(section.name, section.options, t.level_seed, reset_options, t.actions)
         if not frames:
             return None
         picture = gif(frames)
-    except Exception as error:  # an environment may raise here alone
+    except RAISED as error:  # an environment may raise here alone
         say(f"no picture of {path.stem}: {t.env} (level seed {t.level_seed}) raised {one_line(error)}")
         return None
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -138,7 +138,7 @@ def _played(row: Record, plain: Record, stage_of: Callable[[Record], Stage], pic
         return plain | {"facts": " · ".join(filter(None, (plain["facts"], facts)))}
     try:
         return with_pictures(row, stage_of(row), pictures)
-    except Exception as error:  # an environment may raise anything, and may have changed since
+    except (Exception, SystemExit) as error:  # an environment may raise anything, and may have changed since
         return plain | {"facts": f"cannot be played again: {one_line(error)}"}
 
 

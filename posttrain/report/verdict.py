@@ -164,16 +164,19 @@ def _items(model: Model, column: Column) -> dict[str, Record]:
 
 def _compared(column: Column, pairs: list[tuple[Record, Record]], tail: float, most: int) -> Comparison:
     old, new = ([float(pair[side][column.metric]) for pair in pairs] for side in (0, 1))
+    examples = _examples(pairs, [b - a for a, b in zip(old, new, strict=True)], most)
+    if column.suite == "envs":  # a level counts once, however often it is played
+        levels = [pair[0].get("level", number) for number, pair in enumerate(pairs)]
+        old, new = metrics.means_of_levels(old, levels), metrics.means_of_levels(new, levels)
     seed = derive_seed("comparison", column.suite, column.part)
     change = metrics.paired_interval(old, new, seed, ROUNDS, tail)
-    differences = [b - a for a, b in zip(old, new, strict=True)]
     return Comparison(
         column=column,
         values=(_figure(column, old), _figure(column, new)),
         change=change,
-        n=len(pairs),
-        needed=_needed(differences, change.value, tail),
-        examples=_examples(pairs, differences, most),
+        n=len(old),
+        needed=_needed([b - a for a, b in zip(old, new, strict=True)], change.value, tail),
+        examples=examples,
         parts=_parts(column, pairs, seed),
     )
 
@@ -211,7 +214,7 @@ def _figure(column: Column, values: Sequence[float]) -> Interval:
     """A model's own figure on the common items, with its interval as in the headline table."""
     if column.metric == "seq_rep_4":
         return metrics.bootstrap_mean(values, derive_seed("comparison", column.suite))
-    return Interval(fmean(values), *metrics.wilson(round(sum(values)), len(values)))
+    return Interval(fmean(values), *metrics.wilson(sum(values), len(values)))
 
 
 def _examples(
