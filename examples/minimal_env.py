@@ -1,9 +1,9 @@
-"""A whole environment: walk along a line of numbered cells to the goal.
+"""A whole environment: walk along a row of cells to the goal.
 
 Copy this file into envs/; that registers it.   cp examples/minimal_env.py envs/line.py
 Does it keep its promises?                       python -m envs.check line
 Train in it, after `make quickstart`:            python train_phase3_starpo.py \
-    --config configs/quickstart/phase3_starpo.yaml 'envs=[line]' output_dir=runs/line
+    --config configs/quickstart/own_environment.yaml 'envs=[line]' output_dir=runs/line
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ import numpy as np
 
 from envs.base import TextEnv
 
-STEPS = {"Left": -1, "Right": 1}
-
 
 class Line(TextEnv):
-    """`cells` are in a row, the goal at most five from the start; reward 1 there."""
+    """Up to `cells` are in a row, the goal at most three from the start; reward 1 there."""
 
     name = "line"
-    actions = tuple(STEPS)  # None where an action is free text
+    actions = ("Left", "Right")  # None where an action is free text
 
-    def __init__(self, cells: int = 100, render_mode: str | None = None):
+    def __init__(self, cells: int = 24, render_mode: str | None = None):
         super().__init__(render_mode)
         self.config = cells  # all that decides which levels there are
 
     @classmethod
-    def draw(cls, config: int, rng: np.random.Generator) -> Iterator[tuple[int, int] | None]:
+    def draw(cls, config: int, rng: np.random.Generator) -> Iterator[tuple[int, int, int] | None]:
         while True:
-            start, goal = int(rng.integers(config)), int(rng.integers(config))
-            yield (start, goal) if 1 <= abs(start - goal) <= 5 else None
+            cells = int(rng.integers(6, config + 1))
+            start, goal = int(rng.integers(cells)), int(rng.integers(cells))
+            yield (cells, start, goal) if 1 <= abs(start - goal) <= 3 else None
 
     @classmethod
-    def key_of(cls, level: tuple[int, int]) -> str:
-        return f"{level[0]} {level[1]}"
+    def key_of(cls, level: tuple[int, int, int]) -> str:
+        return f"{level[0]} {level[1]} {level[2]}"
 
-    def begin(self, level: tuple[int, int]) -> None:
-        self.position, self.goal = level
+    def begin(self, level: tuple[int, int, int]) -> None:
+        self.cells, self.position, self.goal = level
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         before, name = self.position, self.canonical_action(action)
-        self.position = min(max(before + STEPS.get(name or "", 0), 0), self.config - 1)
+        self.position = min(max(before + (name == "Right") - (name == "Left"), 0), self.cells - 1)
         there, moved = self.position == self.goal, self.position != before
         info = {"success": there, "action_is_valid": name is not None, "action_is_effective": moved, "failure": ""}
         return self.observe(), float(there), there, False, info
 
     def observe(self) -> str:
-        return f"You {self.position} Goal {self.goal}"
+        row = ["G" if cell == self.goal else "_" for cell in range(self.cells)]
+        return " ".join(["Left", *reversed(row[: self.position]), "Right", *row[self.position + 1 :]])
 
     def rules(self) -> str:
-        return "Walk along numbered cells to the goal. Left takes you to the cell before, Right to the next."
+        return "Walk along a row of cells to the goal G. You see what is left and right of you, the nearest cell first."

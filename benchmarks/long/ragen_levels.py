@@ -36,7 +36,6 @@ from posttrain import config
 from posttrain.checkpoint import RUN_CONFIG
 from posttrain.files import write_whole
 from posttrain.metrics import wilson
-from posttrain.types import derive_seed
 
 ROOT = Path(__file__).resolve().parents[2]
 TURNS = 25
