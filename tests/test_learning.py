@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
-from test_phase3 import rows, settings, taught, train
+import pytest
+from test_phase3 import ROOT, rows, settings, taught, train
 from transformers import PreTrainedTokenizerFast
+
+import envs
+from posttrain import checkpoint
 
 
 def test_it_learns_a_small_lake(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -24,3 +29,22 @@ def test_it_learns_a_small_lake(tiny_tokenizer: PreTrainedTokenizerFast, tmp_pat
     success = [row["rollout/success"] for row in rows(tmp_path / "run") if "rollout/success" in row]
     before, after = sum(success[:3]) / 3, sum(success[-3:]) / 3  # 384 episodes each, on levels never seen before
     assert after > before + 0.12, f"{before:.2f} in the first three steps, {after:.2f} in the last three"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_it_learns_the_environment_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """By the README's command, from phase 2 of the quickstart: validation success rises by at least 25 points."""
+    model = ROOT / "runs" / "quickstart" / "phase2" / "final"
+    if not model.is_dir():
+        pytest.skip("needs `make quickstart`")
+    spec = importlib.util.spec_from_file_location("line", ROOT / "examples" / "minimal_env.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(envs, "_ENVS", {**envs._ENVS, "line": module.Line})
+    file = ROOT / "configs" / "quickstart" / "own_environment.yaml"
+    train(file, "envs=[line]", f"output_dir={tmp_path / 'run'}", f"model.name_or_path={model}", f"seed={seed}")
+    success = {row["step"]: row["evaluation/success"] for row in rows(tmp_path / "run") if "evaluation/success" in row}
+    final = checkpoint.verify(tmp_path / "run" / "final")["meta"]["step"]
+    assert success[final] >= success[0] + 0.25, success
