@@ -19,14 +19,18 @@ ARG DEVICE=cpu
 RUN case "$DEVICE" in cpu) more="" ;; cuda) more="gcc libc6-dev" ;; *) echo "DEVICE is cpu or cuda" >&2; exit 2 ;; esac; \
     apt-get update && apt-get install -y --no-install-recommends bubblewrap git make $more && rm -rf /var/lib/apt/lists/*
 
-# Packages change more rarely than the code, so they are a layer below it. PyPI's PyTorch is the one with CUDA.
+# Packages change more rarely than the code, so they are a layer below it. PyPI's PyTorch is the one with CUDA. All but
+# PyTorch's CPU build are compared with the hashes in requirements.lock, beginning with the pip that takes them from there.
 ENV VENV=/opt/venv PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /app
 COPY requirements.txt requirements.lock ./
 # hadolint ignore=SC2086
-RUN index=""; if [ "$DEVICE" = cpu ]; then index="--extra-index-url https://download.pytorch.org/whl/cpu"; fi; \
-    python -m venv "$VENV" && pip install -c requirements.lock $index torch && \
-    pip install -c requirements.lock -r requirements.txt
+RUN python -m venv "$VENV" && awk '/^[^ ]/ {on = /^pip==/} on' requirements.lock >/tmp/pip.txt && \
+    pip install --require-hashes -r /tmp/pip.txt && \
+    if [ "$DEVICE" = cpu ]; then \
+      pip install --no-deps --extra-index-url https://download.pytorch.org/whl/cpu $(grep -o '^torch==[^ ]*' requirements.lock); \
+    fi && \
+    pip install --require-hashes -c requirements.lock -r requirements.txt
 
 COPY . .
 # The stamp tells the Makefile that its environment is there.

