@@ -76,8 +76,8 @@ def main(argv: list[str] | None = None) -> None:
     training.show_reference_progress()
     deterministic = selftest.can_be_deterministic(model, args.bf16)  # then the reference computes as the policy does
     with trl_arguments.refusals_in_words(), hardware.deterministic(deterministic):
-        kind = trl_trainers.weighs_held_out_rows(trl_trainers.takes_token_ids(DPOTrainer))
-        trainer = trl_trainers.groups_by_length(kind)(
+        kind = trl_trainers.counts_each_pair(trl_trainers.takes_token_ids(DPOTrainer))
+        trainer = trl_trainers.groups_by_length(trl_trainers.weighs_held_out_rows(kind))(
             model=model,
             ref_model=training.reference_in_shards(model),
             args=args,

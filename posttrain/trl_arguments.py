@@ -51,6 +51,7 @@ def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed:
         _check_scheduler(args)
         _check_optimizer(args)
         _check_best(args)
+        _check_effect(args, cfg.trainer)
     check_packing(args, device, cfg.model.attn_implementation)
     return args
 
@@ -110,6 +111,49 @@ def _check_best(args: Any) -> None:
     best = args.metric_for_best_model
     if best is not None and best.removeprefix("eval_") not in known:
         raise ValueError(f"metric_for_best_model is {best}; an evaluation has {', '.join(known)}")
+
+
+SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")  # the losses that read label_smoothing
+
+
+def _check_effect(args: Any, given: dict[str, Any]) -> None:
+    """What TRL and transformers take and then do not use: a run would not be the one that was asked for.
+
+    given: the section `trainer` as it was written. Their defaults are no wish of anybody.
+    """
+    losses, scheduler = args.loss_type, str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    pairs = isinstance(losses, list)  # phase 2
+    none = {
+        "label_smoothing_factor": pairs and "phase 2 has no such loss: write loss_type=[robust] with label_smoothing",
+        "padding_free": pairs and "TRL pads all pairs at present: leave it out",
+        "label_smoothing": pairs
+        and not {*losses} & {*SMOOTHED}
+        and f"only the losses {', '.join(SMOOTHED)} smooth labels: write loss_type=[robust], or leave it out",
+        "discopop_tau": pairs and "discopop" not in losses and "it belongs to loss_type=[discopop]",
+        "ld_alpha": pairs and {*losses} == {"sft"} and "the loss sft compares no answers: name another one beside it",
+        "f_divergence_type": pairs
+        and {*losses} == {"sft"}
+        and "the loss sft compares no answers: name another one beside it",
+        "f_alpha_divergence_coef": pairs
+        and args.f_divergence_type != "alpha_divergence"
+        and "it belongs to f_divergence_type=alpha_divergence",
+        "warmup_steps": scheduler in ("constant", "reduce_lr_on_plateau")
+        and f"lr_scheduler_type={scheduler} has no warmup: write constant_with_warmup, or warmup_steps=0",
+        "liger_kernel_config": not args.use_liger_kernel and "it belongs to use_liger_kernel=true",
+    }
+    if losses == "dft":
+        none["label_smoothing_factor"] = "loss_type=dft smooths no labels: write loss_type=nll, or leave it out"
+    for key, why in none.items():
+        if why and given.get(key) not in (None, False, 0, "reverse_kl"):
+            raise ValueError(f"{key}={given[key]} would have no effect, for {why}")
+    alone = args.per_device_train_batch_size == 1 and pairs and {*losses} & {"aot", "aot_unpaired"}
+    if alone:
+        raise ValueError(
+            f"loss_type={losses} would be that of sigmoid: {' and '.join(sorted(alone))} sorts the pairs of a"
+            " micro-batch, and with per_device_train_batch_size=1 there is nothing to sort: write 2 or more"
+        )
+    if pairs and "robust" in losses and args.label_smoothing >= 0.5:
+        raise ValueError(f"label_smoothing={args.label_smoothing}, but the loss robust needs less than 0.5")
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import mul
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
 from posttrain.types import derive_seed
@@ -29,6 +30,46 @@ def takes_token_ids(trainer: type) -> Any:
 
     TokenTrainer.__name__ = trainer.__name__
     return TokenTrainer
+
+
+def counts_each_pair(trainer: type) -> Any:
+    """TRL's DPOTrainer, whose loss `sft` does not depend on how a batch is cut: a mean over pairs, as of the others.
+
+    Of each pair it is the chosen answer's mean over its tokens, as in RPO (arXiv 2404.19733, eq. 2) and MPO
+    (2411.10442). TRL's is a mean over the tokens of a micro-batch, so that accumulation changes what a token counts.
+    Until TRL's does not.
+    """
+
+    class PairTrainer(trainer):
+        def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
+            whole = list(zip(self.loss_types, self.loss_weights, strict=True))
+            weight = sum(each for name, each in whole if name == "sft")
+            if weight == 0:
+                return super()._compute_loss(model, inputs, return_outputs)
+            rest, seen = [(name, each) for name, each in whole if name != "sft"], []
+            self.loss_types, self.loss_weights = [name for name, _ in rest], [each for _, each in rest]
+            hook = model.register_forward_hook(lambda _module, _given, out: seen.append(out))
+            try:
+                found = super()._compute_loss(model, inputs, return_outputs)
+            finally:
+                hook.remove()
+                self.loss_types, self.loss_weights = [name for name, _ in whole], [each for _, each in whole]
+            mask_BT = inputs["completion_mask"][:, 1:]
+            answers, width = len(mask_BT) // 2, mask_BT.shape[1]  # the chosen ones come first
+            mean_B = -_mean_of_tokens(seen[0].log_probs[:, -width:], mask_BT)
+            if self.use_weighting:  # as TRL weighs the other losses
+                aligned_BT = seen[0].log_probs[:, -width:] - seen[0].log_sum_sq_probs[:, -width:]
+                by_chosen_B, by_rejected_B = _mean_of_tokens(aligned_BT, mask_BT).detach().exp().chunk(2)
+                mean_B = mean_B[:answers] * by_chosen_B * by_rejected_B
+            loss = weight * mean_B[:answers].mean()
+            return (found[0] + loss, found[1]) if return_outputs else found + loss
+
+    PairTrainer.__name__ = trainer.__name__
+    return PairTrainer
+
+
+def _mean_of_tokens(of_tokens_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    return (of_tokens_BT * mask_BT).sum(1) / mask_BT.sum(1).clamp(min=1)
 
 
 def weighs_held_out_rows(trainer: type) -> Any:

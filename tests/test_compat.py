@@ -124,7 +124,8 @@ def private_uses(path: Path) -> list[str]:
 def test_no_other_file_uses_private_parts() -> None:
     files = [path for folder in ("posttrain", "envs", "examples") for path in (ROOT / folder).rglob("*.py")]
     files += ROOT.glob("*.py")
-    uses = [use for path in files if path.name != "compat.py" for use in private_uses(path)]
+    meant = ("compat.py", "trl_trainers.py")
+    uses = [use for path in files if path.name not in meant for use in private_uses(path)]
     assert [use for use in uses if not use.endswith(EXCEPTIONS)] == []
     assert [name for name in EXCEPTIONS if not any(use.endswith(name) for use in uses)] == []
     assert len(private_uses(ROOT / "posttrain" / "compat.py")) > 5
@@ -232,6 +233,14 @@ def test_takes_token_ids(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     assert issubclass(trainer, DPOTrainer) and trainer.__name__ == "DPOTrainer"
     assert "is_processed" in source(SFTTrainer._prepare_dataset)
     assert "is_processed" not in source(DPOTrainer._prepare_dataset), "DPOTrainer takes rows of token ids by itself"
+
+
+def test_counts_each_pair() -> None:
+    """That it does not depend on micro-batches, and that TRL's does, is in test_phase2.py."""
+    trainer: Any = trl_trainers.counts_each_pair(DPOTrainer)
+    assert issubclass(trainer, DPOTrainer) and trainer.__name__ == "DPOTrainer"
+    assert list(inspect.signature(DPOTrainer._compute_loss).parameters) == ["self", "model", "inputs", "return_outputs"]
+    assert "in zip(self.loss_types, self.loss_weights, strict=True)" in source(DPOTrainer._compute_loss)
 
 
 @pytest.mark.parametrize("trainer", [SFTTrainer, DPOTrainer])

@@ -391,3 +391,33 @@ def test_sampler_weights_enter_the_loss_as_in_trl(batch: Tokens) -> None:
         batch, theirs, "token_mean",
         lambda new: weight * ppo_clip(new, batch.old, batch.advantage, 0.2, 0.28)[0],
     )  # fmt: skip
+
+
+def test_k3_in_the_loss_has_the_gradient_of_the_other_direction() -> None:
+    """Over all tokens, weighted by the policy: the value is KL(policy || reference), the gradient the other one's."""
+    torch.manual_seed(0)
+    logits_V = torch.randn(7, dtype=torch.float64, requires_grad=True)
+    log_r_V = torch.randn(7, dtype=torch.float64).log_softmax(-1)
+    log_p_V = logits_V.log_softmax(-1)
+    loss = (log_p_V.detach().exp() * kl(log_p_V, log_r_V)).sum()
+    assert loss.item() == pytest.approx((log_p_V.exp() * (log_p_V - log_r_V)).sum().item(), rel=1e-12)
+    (found,) = torch.autograd.grad(loss, logits_V, retain_graph=True)
+    (reverse,) = torch.autograd.grad((log_r_V.exp() * (log_r_V - log_p_V)).sum(), logits_V, retain_graph=True)
+    (same,) = torch.autograd.grad((log_p_V.exp() * (log_p_V - log_r_V)).sum(), logits_V)
+    assert torch.allclose(found, reverse, atol=1e-12) and not torch.allclose(found, same, atol=1e-2)
+
+
+def test_the_figure_of_old_tokens_is_a_kl_to_second_order_alone() -> None:
+    """policy/kl_to_old: tokens of the old policy, weighted by it, in the formula of k3."""
+    torch.manual_seed(0)
+    old_V, away_V = torch.randn(7, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
+
+    def figures(scale: float) -> tuple[float, float, float]:
+        log_o_V, log_n_V = old_V.log_softmax(-1), (old_V + scale * away_V).log_softmax(-1)
+        there, back = ((a.exp() * (a - b)).sum().item() for a, b in ((log_o_V, log_n_V), (log_n_V, log_o_V)))
+        return (log_o_V.exp() * kl(log_n_V, log_o_V)).sum().item(), there, back
+
+    value, *both = figures(0.001)
+    assert all(value == pytest.approx(each, rel=1e-2) for each in both)
+    value, *both = figures(1.0)
+    assert all(abs(value / each - 1) > 0.05 for each in both)

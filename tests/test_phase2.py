@@ -14,13 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from datasets import Dataset
 from tiny_runs import preferences, python, rows_of, settings, tiny_base, unheard
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, get_scheduler
+from trl.trainer.dpo_config import DPOConfig
+from trl.trainer.dpo_trainer import DPOTrainer
 
 import train_phase2_dpo
-from posttrain import checkpoint, models, preflight, training
+from posttrain import checkpoint, models, preflight, training, trl_arguments, trl_trainers
 from posttrain.chat import TEMPLATE_PATH, Chat
-from posttrain.config import ModelSection
+from posttrain.config import DPORun, ModelSection, resolve
+from posttrain.config.trl_fields import DPO_LOSSES
 from posttrain.types import UserError
 
 
@@ -192,6 +197,149 @@ def test_the_margin_follows_precision_beta_length_and_batch() -> None:
     assert margin(bf16=False, dtype=torch.bfloat16) == margin()  # an adapter on half-precision weights
     assert margin(bf16=False, fp16=True) == margin(bf16=False, tf32=True) == pytest.approx(margin() / 8)
     assert margin(bf16=False) == margin(bf16=False, tokens=2000, beta=0.5) == 1e-3  # float32: as tight as can be
+
+
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory: pytest.TempPathFactory, tiny_chat: Chat) -> SimpleNamespace:
+    """Eight pairs of ragged length, the policy some way from its reference, in TRL's trainer and in ours."""
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=len(tiny_chat.tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, initializer_range=0.2,
+    )  # fmt: skip
+    draw = random.Random(0)
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    pairs = [{name: draw.choices(range(3, 500), k=draw.randint(1, 12)) for name in names} for _ in range(8)]
+    args = DPOConfig(
+        output_dir=str(tmp_path_factory.mktemp("pairs")), use_cpu=True, report_to="none", bf16=False, max_length=None,
+        precompute_ref_log_probs=True, use_weighting=True, gradient_checkpointing=False, disable_tqdm=True,
+    )  # fmt: skip
+    made = []
+    for kind in (DPOTrainer, trl_trainers.counts_each_pair(DPOTrainer)):
+        torch.manual_seed(0)
+        net = LlamaForCausalLM(shape)
+        trainer = trl_trainers.takes_token_ids(kind)(
+            model=net, args=args, train_dataset=Dataset.from_list(pairs), processing_class=tiny_chat.tokenizer
+        )
+        with torch.no_grad():
+            for weight in net.parameters():
+                weight += 0.03 * torch.randn_like(weight)
+        made.append(trainer)
+    return SimpleNamespace(theirs=made[0], ours=made[1])
+
+
+def gradient(trainer: Any, size: int, losses: list[str], **values: Any) -> tuple[float, torch.Tensor]:
+    """Of eight pairs, read `size` at a time, each micro-batch with an equal share."""
+    Accelerator(cpu=True)  # every new config resets the state that all of them share
+    rows, found = list(trainer.train_dataset), 0.0
+    trainer.loss_types, trainer.loss_weights = losses, [1.0, 0.5][: len(losses)]
+    for name, value in values.items():
+        setattr(trainer if hasattr(trainer, name) else trainer.args, name, value)
+    trainer.model.zero_grad()
+    for start in range(0, 8, size):
+        loss = trainer._compute_loss(trainer.model, trainer.data_collator(rows[start : start + size]), False)
+        (loss * size / 8).backward()
+        found += float(loss) * size / 8
+    return found, torch.cat([weight.grad.flatten() for weight in trainer.model.parameters()])
+
+
+@pytest.mark.parametrize("weighting", [False, True])
+@pytest.mark.parametrize("losses", [["sft"], ["sigmoid", "sft"], ["sft", "ipo"], ["sigmoid"], ["apo_zero", "robust"]])
+def test_a_loss_does_not_depend_on_micro_batches(trainers: SimpleNamespace, losses: list[str], weighting: bool) -> None:
+    whole, gradients = gradient(trainers.ours, 8, losses, use_weighting=weighting)
+    for size in (1, 2, 4):
+        value, others = gradient(trainers.ours, size, losses, use_weighting=weighting)
+        assert value == pytest.approx(whole, rel=1e-5) and (others - gradients).norm() < 1e-5 * gradients.norm()
+    if weighting and "sft" in losses:
+        with pytest.raises(RuntimeError, match="single memory location"):  # TRL cannot
+            gradient(trainers.theirs, 8, losses, use_weighting=True)
+        return
+    by_trl = [gradient(trainers.theirs, size, losses, use_weighting=weighting) for size in (1, 8)]
+    if "sft" in losses:
+        assert (by_trl[1][1] - by_trl[0][1]).norm() > 1e-2 * gradients.norm(), "TRL's does not depend on them any more"
+        assert by_trl[0][0] == pytest.approx(whole, rel=1e-5), "each pair by itself"
+    else:
+        assert by_trl[1][0] == pytest.approx(whole, rel=1e-6)
+
+
+def test_the_term_of_chosen_answers_is_the_mean_of_their_means(trainers: SimpleNamespace) -> None:
+    net, losses = trainers.ours.model, []
+    for row in trainers.ours.train_dataset:
+        ids = torch.tensor([row["prompt_ids"] + row["chosen_ids"]])
+        logprobs = net(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        losses.append(-logprobs[len(row["prompt_ids"]) - 1 :].mean())
+    slow = torch.stack(losses).mean()
+    wanted = torch.cat([each.flatten() for each in torch.autograd.grad(slow, list(net.parameters()))])
+    value, found = gradient(trainers.ours, 4, ["sft"], use_weighting=False)
+    assert value == pytest.approx(slow.item(), rel=1e-5) and (found - wanted).norm() < 1e-5 * wanted.norm()
+
+
+TRIED: dict[str, Any] = {
+    "label_smoothing": 0.2, "discopop_tau": 0.5, "ld_alpha": 0.3, "f_divergence_type": "forward_kl",
+    "f_alpha_divergence_coef": 0.4,
+}  # fmt: skip
+PLAIN: dict[str, Any] = {
+    "label_smoothing": 0.0, "discopop_tau": 0.05, "ld_alpha": None, "f_divergence_type": "reverse_kl",
+    "f_alpha_divergence_coef": 1.0, "use_weighting": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", DPO_LOSSES)
+def test_a_setting_that_has_no_effect_is_refused(
+    trainers: SimpleNamespace, tmp_path: Path, files: SimpleNamespace, loss: str
+) -> None:
+    """Tried in TRL's own trainer: what changes no loss is refused, what changes one is taken."""
+    smooth = {"label_smoothing": 0.01} if loss == "exo_pair" else {}  # which takes no 0
+    before, _ = gradient(trainers.theirs, 4, [loss], **PLAIN | smooth)
+    for key, value in TRIED.items():
+        extra = {"f_divergence_type": "alpha_divergence"} if key == "f_alpha_divergence_coef" else {}
+        compares = loss in ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
+        if key.startswith("f_") and not compares:
+            continue  # TRL refuses it
+        changed, _ = gradient(trainers.theirs, 4, [loss], **PLAIN | smooth | extra | {key: value})
+        given = {"loss_type": [loss], "per_device_train_batch_size": 2} | smooth | extra | {key: value}
+        cfg = resolve(DPORun, config_in(tmp_path, files, **given))
+        try:
+            trl_arguments.arguments(DPOConfig, cfg, torch.device("cpu"))
+            taken = True
+        except UserError as problem:
+            taken = False
+            assert "would have no effect, for" in str(problem)
+        assert taken == (changed != before), (key, changed, before)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "words"),
+    [
+        ({"label_smoothing": 0.1}, r"label_smoothing=0\.1 would have no effect, for only the losses exo_pair, robust"),
+        ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor=0\.1 would have no effect"),
+        ({"padding_free": True}, "padding_free=True would have no effect"),
+        ({"f_alpha_divergence_coef": 0.5}, "belongs to f_divergence_type=alpha_divergence"),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 3}, "write constant_with_warmup"),
+        ({"liger_kernel_config": {"rope": True}}, "belongs to use_liger_kernel=true"),
+        ({"loss_type": ["aot"], "per_device_train_batch_size": 1}, "there is nothing to sort"),
+        ({"loss_type": ["robust"], "label_smoothing": 0.5}, r"needs less than 0\.5"),
+    ],
+)
+def test_settings_that_do_nothing_together_are_refused(
+    tmp_path: Path, files: SimpleNamespace, trainer: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UserError, match=rf"cannot be used together: .*{words}"):
+        train(config_in(tmp_path, files, **trainer))
+
+
+def test_a_constant_rate_has_no_warmup() -> None:
+    """transformers' own schedulers; where this fails, warmup_steps has an effect now."""
+    for name, warms_up in (("constant", False), ("constant_with_warmup", True), ("linear", True), ("cosine", True)):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        get_scheduler(name, optimizer, num_warmup_steps=5, num_training_steps=10)
+        assert (optimizer.param_groups[0]["lr"] < 1) == warms_up
+
+
+@pytest.mark.parametrize("key", ["ref_model_mixup_alpha", "ref_model_sync_steps", "sync_ref_model"])
+def test_keys_of_a_moving_reference_are_refused(tmp_path: Path, files: SimpleNamespace, key: str) -> None:
+    with pytest.raises(UserError, match=f"trainer.{key}: .*takes the reference from the policy in memory"):
+        train(config_in(tmp_path, files, **{key: 1}))
 
 
 def test_a_mixed_loss_trains(tmp_path: Path, files: SimpleNamespace) -> None:

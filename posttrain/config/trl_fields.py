@@ -59,6 +59,8 @@ SET_BY_SCRIPTS = NOT_SUPPORTED | {
     "remove_unused_columns": "the script knows which columns it needs",
     "precompute_ref_log_probs": "phase 2 always takes the reference from the policy in memory",
     "sync_ref_model": "phase 2 always takes the reference from the policy in memory",
+    "ref_model_mixup_alpha": "phase 2 always takes the reference from the policy in memory",
+    "ref_model_sync_steps": "phase 2 always takes the reference from the policy in memory",
     "resume_from_checkpoint": "use the flag --resume",
     "bf16_full_eval": "it would round the trained weights for good; evaluation computes as training does, see `bf16`",
     "fp16_full_eval": "it would round the trained weights for good; evaluation computes as training does, see `fp16`",

@@ -164,7 +164,8 @@ def kl(logprobs_S: torch.Tensor, reference_S: torch.Tensor) -> torch.Tensor:
     """Schulman's estimate k3 of KL(policy || reference) from the policy's own tokens, never negative; shape (S,).
 
     exp(d) - d - 1 with d = log reference - log policy (joschu.net/blog/kl-approx.html), as in TRL's GRPO and RAGEN's
-    code. RAGEN's paper names k1, whose gradient in the loss is zero on average.
+    code. RAGEN's paper names k1, whose gradient in the loss is zero on average. With the tokens held fixed, as in a
+    loss, the gradient of k3 is on average that of the other direction, KL(reference || policy).
 
     d counts up to 20, as in verl, and has no gradient beyond: exp(d) would overflow in float32 from 88 on, and one
     token that the policy has all but ruled out would cost the update of all the others. TRL has no such bound. (verl
