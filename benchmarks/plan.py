@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from transformers import AutoConfig
 
@@ -146,7 +147,10 @@ def _updates(device: Device) -> Iterator[Compared]:
 
 
 def _phases(device: Device) -> Iterator[Compared]:
-    """The seconds of phases.json are those of another processor: of these only the memory."""
+    """The seconds of phases.json are those of another processor: of these only the memory.
+
+    Both files are of the time when TRL's trainers made as many columns of the logits on a CPU as on a GPU.
+    """
     import phases
 
     own = json.loads((HERE / "results" / "device.json").read_text(encoding="utf-8"))["machine"]
@@ -170,7 +174,8 @@ def _phases(device: Device) -> Iterator[Compared]:
             )
             place = episodes.Place(1 << 40, report.HELD, cuda=False)
             (mine,) = row["ours"]
-            peak = plan.most(rows.memory(shape, cfg, place, min(at_once, len(tokens)))) / GIB
+            with patch.dict(rows.COLUMNS, cpu=rows.COLUMNS["cuda"]):
+                peak = plan.most(rows.memory(shape, cfg, place, min(at_once, len(tokens)))) / GIB
             name = f"{row['phase']}, {row['vocabulary'] // 1024}k words"
             yield Compared(f"peak, {name}", "GiB", peak, mine["peak"], LABELS)
             if found["machine"] == own:
