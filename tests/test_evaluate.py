@@ -373,8 +373,8 @@ def test_levels_repeat_only_where_an_environment_has_no_more(tmp_path: Path, che
     different = len(set(keys))
     assert different < 12 and len(set(keys[:different])) == different
 
-
-    (small_section,) = cfg.suites.envs.envs if cfg.suites.envs else ()
+    assert cfg.suites.envs
+    (small_section,) = cfg.suites.envs.envs
     seeds = tasks.held_out_levels(small_section, "test", 12)
     counts = Counter(game.reset(seed=seed, options={"split": "test"}) and game.level_key() for seed in seeds).values()
     assert len(set(seeds)) == 12 and max(counts) - min(counts) <= 1, "none counts more than another"

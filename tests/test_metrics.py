@@ -224,7 +224,9 @@ def test_the_chance_of_a_gain_is_that_of_fair_coins() -> None:
             assert metrics.chance_of_gain(before, after) == pytest.approx(as_good / len(outcomes))
     for up, down in ((520, 481), (560, 450), (500, 520)):
         exact = sum(math.comb(up + down, heads) for heads in range(up, up + down + 1)) / 2 ** (up + down)
-        assert metrics.chance_of_gain([0] * up + [1] * down, [1] * up + [0] * down) == pytest.approx(exact, abs=1e-3)
+        assert metrics.chance_of_gain([False] * up + [True] * down, [True] * up + [False] * down) == pytest.approx(
+            exact, abs=1e-3
+        )
 
 
 @pytest.mark.parametrize("size, won", [(1, 0), (1, 1), (4, 0), (4, 1), (5, 3), (6, 6)])
