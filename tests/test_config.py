@@ -68,10 +68,9 @@ RUN_FILES = [file for file in FILES if file.parent.name not in ("presets", "acce
 def schema_of(file: Path) -> Any:
     if file.parent.name == "models":  # a base model begins with phase 1, one that talks may begin with phase 3
         return StarPORun if "envs" in read_yaml(file) else SFTRun
-    return (
-        FOLDERS.get(file.parent.name)
-        or {**RUNS, "variants": EvaluateRun, "pairs": PairsRun, "answers": PairsRun, "mixture": StarPORun}[file.stem]
-    )
+    others = {"variants": EvaluateRun, "pairs": PairsRun, "answers": PairsRun}
+    others |= {"mixture": StarPORun, "own_environment": StarPORun}
+    return FOLDERS.get(file.parent.name) or (RUNS | others)[file.stem]
 
 
 def named(file: Path) -> str:
