@@ -778,7 +778,8 @@ def test_a_config_of_another_script_is_told_by_its_name(tmp_path):
         for file in [*ROOT.glob("configs/*.yaml"), *ROOT.glob("configs/quickstart/*.yaml")]:
             if file.name == "variants.yaml":
                 continue
-            own = {"mixture": "phase3_starpo", "answers": "pairs"}.get(file.stem, file.stem)
+            others = {"mixture": "phase3_starpo", "own_environment": "phase3_starpo", "answers": "pairs"}
+            own = others.get(file.stem, file.stem)
             if own == name:
                 continue
             script = {each: f"{each}.py" for each in SCRIPTS}

@@ -105,9 +105,9 @@ def kinds_filled_in(otherwise: str) -> BeforeValidator:
         return given | {"kind": known or ("demonstrations" if "envs" in given else otherwise)}
 
     def fill(given: Any) -> Any:
-        if isinstance(given, dict):
-            return given | {"sources": fill(given["sources"])} if "sources" in given else given
-        given = [given] if isinstance(given, str) else given
+        if isinstance(given, dict) and "sources" in given:
+            sources = given["sources"]
+            return given | {"sources": fill([sources] if isinstance(sources, str) else sources)}
         return [fill_one(one) for one in given] if isinstance(given, list) else given
 
     return BeforeValidator(fill)
