@@ -29,8 +29,8 @@ from posttrain.chat import Chat
 from posttrain.config import StarPORun, resolve
 from posttrain.experience import Batch, Measured
 from posttrain.monitoring.collapse import thoughts_and_prompts
-from posttrain.rollout import most_turns, thoughts
 from posttrain.run_state import RunState
+from posttrain.rollout import most_turns, thoughts
 from posttrain.sampler import ReplaySampler
 from posttrain.starpo.diagnostics import information
 from posttrain.starpo_run import make_learner
