@@ -199,7 +199,7 @@ def test_only_first_turns_are_first_turns(tiny_chat: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(collapse, "cross_scores", scores)
     cfg = config()
     learner = make_learner(cfg, policy(), None)  # type: ignore[arg-type]
-    row = thoughts_and_prompts(cfg, learner, tiny_chat, groups, 1, RunState(work=10**9), print)
+    row = thoughts_and_prompts(cfg, learner, tiny_chat, groups, 1, {}, print)
     prefixes = [group[0].segments[0].ids[:5] for group in groups]
     assert sorted(seen["first"]) == sorted(prefixes)
     assert row["rollout/thought_tokens"] > 0
