@@ -298,10 +298,13 @@ def _unknown(schema: type[BaseModel], path: tuple[str, ...], given: dict[str, An
         return "removed, see docs/decisions.md"
     meant = suggestions.meant(schema, name, given)
     close = RENAMED[name] if RENAMED.get(name) in _keys(parent) else None
-    if close is None and not (len(path) == 1 and meant and name in suggestions.ALIASES):
+    here = meant is not None and (len(path) == 1 or meant.rpartition(".")[0] == ".".join(path[:-1]))
+    if close is None and not (here and name in suggestions.ALIASES):
         close = suggestions.like(name, _keys(parent))
     if close:
         return f"unknown key; did you mean `{'.'.join((*path[:-1], close))}`?"
+    if meant and len(path) > 1 and here:
+        return f"unknown key; did you mean `{meant}`?"
     if meant:
         return f"unknown key here; did you mean `{meant}`?"
     if isinstance(parent, TRLFields):
