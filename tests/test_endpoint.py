@@ -590,7 +590,7 @@ def test_what_is_wrong_in_the_config_is_told_before_any_work(
     for place in ("http://h/v1", "http://127.0.0.1.example/v1"):
         assert "could be read on its way" in problem(small, api_key_env="A_KEY", endpoint=place)
     assert "checkpoints.gpt.endpoint: this is no address" in problem(small, endpoint="h/v1")
-    assert "checkpoints.gpt.modle: unknown key; did you mean `model`?" in problem(small, modle="m")
+    assert "checkpoints.gpt.modle: unknown key; did you mean `checkpoints.gpt.model`?" in problem(small, modle="m")
     wrong = {"preferences": {"n": 2, "reference": "gpt"}}
     assert "reference is `gpt`, not in base" in problem(wrong)
 
