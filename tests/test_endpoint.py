@@ -592,7 +592,9 @@ def test_what_is_wrong_in_the_config_is_told_before_any_work(
     assert "checkpoints.gpt.endpoint: this is no address" in problem(small, endpoint="h/v1")
     assert "checkpoints.gpt.modle: unknown key; did you mean `checkpoints.gpt.model`?" in problem(small, modle="m")
     wrong = {"preferences": {"n": 2, "reference": "gpt"}}
-    assert "reference is `gpt`, not in base" in problem(wrong)
+    told = problem(wrong)
+    assert "reference is `gpt`, which is not among the checkpoints base, and a server tells no rewards" in told
+    assert "write suites.preferences.reference=base" in told
 
 
 def test_without_a_local_checkpoint_repetition_is_left_out(serving: Any, tmp_path: Path) -> None:

@@ -199,11 +199,16 @@ class EvaluateRun(Run):
                     )
         reference = self.suites.preferences.reference if self.suites.preferences else None
         if reference is not None and reference not in self.local:
-            names = list(self.local) or ["null"]
+            if not self.local:
+                raise wrong(
+                    f"suites.preferences.reference is `{reference}`, but every checkpoint is a server, which tells no"
+                    " rewards: write suites.preferences.reference=null"
+                )
+            server = ", and a server tells no rewards" if reference in self.checkpoints else ""
             raise wrong(
                 f"suites.preferences.reference is `{reference}`, which is not among the checkpoints"
-                f" {', '.join(self.checkpoints)}: write suites.preferences.reference={names[0]}, or another of them, or"
-                " null to measure no reward"
+                f" {', '.join(self.local)}{server}: write suites.preferences.reference={next(iter(self.local))}, or"
+                " another of them, or null to measure no reward"
             )
         return self
 

@@ -303,10 +303,8 @@ def _unknown(schema: type[BaseModel], path: tuple[str, ...], given: dict[str, An
         close = suggestions.like(name, _keys(parent))
     if close:
         return f"unknown key; did you mean `{'.'.join((*path[:-1], close))}`?"
-    if meant and len(path) > 1 and here:
-        return f"unknown key; did you mean `{meant}`?"
     if meant:
-        return f"unknown key here; did you mean `{meant}`?"
+        return f"unknown key{'' if here and len(path) > 1 else ' here'}; did you mean `{meant}`?"
     if isinstance(parent, TRLFields):
         return f"unknown key; {parent.source.split(':')[1]} of the installed TRL has no such field"
     return f"unknown key; there are {', '.join(_keys(parent))}"
