@@ -396,12 +396,13 @@ def test_a_gpu_is_measured_by_the_code_that_a_cpu_can_try(rollout, tmp_path, mon
     assert sum(row["what"] == "profile" for row in rows) == 2
 
 
-def test_trl_loads_convgpt_by_the_name_of_its_folder(rollout, tmp_path):
+def test_trl_loads_convgpt_by_the_name_of_its_folder(rollout, tmp_path, monkeypatch):
     from trl.trainer.utils import create_model_from_path
 
     phases = loaded(FILE.parent / "phases.py")
     shape = dict(NARROW, hidden_size=256, head_dim=16, num_key_value_heads=2)
     phases.ConvGPTForCausalLM(phases.ConvGPTConfig(**shape)).save_pretrained(tmp_path)
+    monkeypatch.setattr(phases.ConvGPTConfig, "auto_map", None, raising=False)  # so that it is taken away afterwards
     phases.let_trl_load_convgpt()
     assert type(create_model_from_path(str(tmp_path))) is phases.ConvGPTForCausalLM
 
