@@ -22,6 +22,7 @@ from posttrain.config.shared import EnvSection, Section
 from posttrain.config.starpo import StarPORun
 from posttrain.config.trl_fields import TRLFields
 from posttrain.config.yaml_file import parse_yaml, read_yaml
+from posttrain.files import DATA_FILES
 from posttrain.types import HUB_NAME, short_name
 
 # What other trainers call it. Of several keys the first that a script has is meant; a value is written where it is not
@@ -218,7 +219,7 @@ def argument(schema: Any, given: Any, text: str) -> str | None:
     """What an argument that is not KEY=VALUE was meant to be: a config file, data, or a model."""
     if text.endswith((".yaml", ".yml")):
         return f"--config {shlex.quote(text)}"
-    if text.endswith((".jsonl", ".json", ".parquet", ".csv", ".jsonl.gz")):
+    if text.endswith(DATA_FILES):
         return override(schema, given, "dataset", [text])
     if Path(text).is_dir() or HUB_NAME.fullmatch(text):
         return override(schema, given, "model", [text])
