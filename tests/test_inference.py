@@ -775,8 +775,9 @@ def test_in_a_terminal(folder: Path) -> None:
         said = [message["content"] for message in json.loads(saved.read_text())["messages"]]
         assert len(said) == 4 and said[2] == "one\n\n  /two\nthree"
         heard.until("you> ")
-        os.write(ours, b"half a line")
-        heard.until("half a line")  # readline hears a signal only once it waits, a moment after its prompt
+        os.write(ours, b"half a line\x02")  # Ctrl-B: one character back, which readline alone answers with a backspace
+        heard.until("half a line\b")
+        time.sleep(0.5)  # a signal is heard once readline waits for the next key
         os.write(ours, b"\x03")
         heard.until("you> ")
         os.write(ours, f"/save {saved.with_name('whole.jsonl')}\n".encode())
