@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> None:
         data,
         hardware,
         models,
+        plan,
         prepared_rows,
         run_identity,
         selftest,
@@ -65,10 +66,13 @@ def main(argv: list[str] | None = None) -> None:
     device = hardware.resolve_device(cfg.device)
     args = trl_arguments.arguments(DPOConfig, given, device, precompute_ref_log_probs=True, logging_first_step=True)
     set_seed(cfg.seed)
+    place = plan.Place.here(device)
 
     # 3. The model, the chat that speaks to it, and the pairs as token ids: prompt, chosen, rejected.
     model, chat = training.load(cfg)
     pairs = prepared_rows.prepare(output_dir / "pairs", cfg, chat, args, data.load_preferences, resume=flags.resume)
+    if words := plan.warning(cfg, args, place, max(trl_trainers.lengths(pairs["train"]))):
+        runlog.say(words)
 
     # 4. TRL trains. The reference is the policy in memory, asked once for all pairs before the first step: a reference
     #    loaded by name could be another model, and would take the memory of a second one.

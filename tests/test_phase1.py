@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from datasets import load_from_disk
 from tiny_runs import ROOT, conversations, preferences, python, rows_of, settings, tiny_base, unheard
 from transformers import (
     AutoConfig,
@@ -37,6 +39,7 @@ from posttrain import (
     hardware,
     models,
     parallel,
+    plan,
     preflight,
     run_identity,
     runlog,
@@ -70,6 +73,24 @@ def train(file: Path, *more: str) -> None:
 
 def config_in(tmp_path: Path, files: SimpleNamespace, **trainer: Any) -> Path:
     return settings(tmp_path / "sft.yaml", "messages", files.base, files.rows, **trainer)
+
+
+def test_a_micro_batch_that_does_not_fit_is_announced(
+    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With what to write instead, for the rows that there are; the run goes on, since the plan is an estimate."""
+    file = config_in(tmp_path, files, max_steps=1, per_device_train_batch_size=8, gradient_accumulation_steps=2)
+    train(file)
+    assert "may run out of memory" not in "".join(capsys.readouterr())
+    monkeypatch.setattr(plan.Place, "here", lambda device: plan.Place(free=15_000_000, cuda=False))
+    run = tmp_path / "little"
+    train(file, f"output_dir={run}")
+    told = capsys.readouterr().err
+    assert "Planned, not measured, and it may run out of memory. This run does not fit on this device: with" in told
+    found = re.search(r"rows of up to (\d+) tokens", told)
+    longest = max(len(row["input_ids"]) for row in load_from_disk(str(run / "rows" / "train")))
+    assert found is not None and int(found[1]) == longest
+    assert re.search(r"per_device_train_batch_size=[124] trainer.gradient_accumulation_steps=(16|8|4)\b", told), told
 
 
 # ---------------------------------------------------------------------------------------------------------------- a run

@@ -25,6 +25,7 @@ from posttrain.plan.episodes import (
 )
 from posttrain.plan.parts import Numbers, gib, most
 from posttrain.plan.report import show
+from posttrain.plan.rows import warning
 from posttrain.plan.shape import Shape
 
 __all__ = [
@@ -43,4 +44,5 @@ __all__ = [
     "playing",
     "rows_at_once",
     "show",
+    "warning",
 ]

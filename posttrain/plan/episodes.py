@@ -182,6 +182,19 @@ class Place(NamedTuple):
     def shards(self) -> int:
         return self.processes if self.sharded else 1
 
+    @classmethod
+    def here(cls, device: torch.device, vllm_share: float = 0.0) -> Place:
+        """This process's device as it is now; of several processes the one that has least left counts for all."""
+        cuda = device.type == "cuda"
+        if cuda:
+            (free, total), held = torch.cuda.mem_get_info(device), torch.cuda.memory_allocated(device)
+        else:
+            total = psutil.virtual_memory().total
+            free = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            held = psutil.Process().memory_info().rss
+        free, held = min(parallel.gather([free])), max(parallel.gather([held]))
+        return cls(free, held, round(total * vllm_share), cuda, parallel.size(), launcher.sharding() == "fsdp2")
+
 
 def choose(shape: Shape, cfg: StarPORun, place: Place) -> Plan:
     """The config's own numbers where it has them, and else the largest that fit into the free bytes but for a margin.
@@ -258,15 +271,6 @@ def too_much(
 
 def make(cfg: StarPORun, device: torch.device) -> Plan:
     """The plan for this process's device; all processes choose what fits the one with the least memory."""
-    cuda = device.type == "cuda"
-    if cuda:
-        (free, total), held = torch.cuda.mem_get_info(device), torch.cuda.memory_allocated(device)
-    else:
-        total = psutil.virtual_memory().total
-        free = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        held = psutil.Process().memory_info().rss
-    free, held = min(parallel.gather([free])), max(parallel.gather([held]))
-    vllm = round(total * cfg.rollout.vllm_gpu_memory_utilization) if cfg.rollout.engine == "vllm" else 0
+    vllm_share = cfg.rollout.vllm_gpu_memory_utilization if cfg.rollout.engine == "vllm" else 0.0
     shape = Shape.of(model_files.load_config(cfg.model), cfg.model)
-    sharded = launcher.sharding() == "fsdp2"
-    return choose(shape, cfg, Place(free, held, vllm, cuda, parallel.size(), sharded))
+    return choose(shape, cfg, Place.here(device, vllm_share))

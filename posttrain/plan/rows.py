@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from posttrain import hardware
+from transformers import TrainingArguments
+
+from posttrain import hardware, model_files
 from posttrain.config import DPORun, ModelSection
 from posttrain.head import VOCABULARY_CHUNK
 from posttrain.plan import parts
@@ -146,6 +148,20 @@ def largest_batch(shape: Shape, cfg: Any, place: Place) -> int | None:
 def fits(shape: Shape, cfg: Any, place: Place, rows: int) -> bool:
     """Whether a micro-batch fits, the margin used up."""
     return most(memory(shape, cfg, place, rows)) <= place.held + place.free
+
+
+def warning(cfg: Any, args: TrainingArguments, place: Place, longest: int) -> str:
+    """What a run that is about to load its model should be told; "" where its micro-batches fit.
+
+    place: before the model is loaded. longest: tokens of the longest row that there really is.
+    """
+    trainer = cfg.trainer | {"bf16": args.bf16, "gradient_checkpointing": args.gradient_checkpointing}
+    data = cfg.data.model_copy(update={"max_length": min(longest, cfg.data.max_length)})
+    cfg = cfg.model_copy(update={"trainer": trainer, "data": data})
+    shape, rows = Shape.of(model_files.load_config(cfg.model), cfg.model), args.per_device_train_batch_size
+    if fits(shape, cfg, place, rows):
+        return ""
+    return f"Planned, not measured, and it may run out of memory. {too_much(shape, cfg, place, 'this device')}"
 
 
 def too_much(shape: Shape, cfg: Any, place: Place, where: str) -> str:
