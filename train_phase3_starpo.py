@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
             metrics |= worker.staleness([t for group in groups for t in group]) if worker else {}
             if due(cfg.diagnostics.every, step) and cfg.protocol.think:
                 with learner.whole():
-                    metrics |= thoughts_and_prompts(cfg, learner, chat, groups, step, state.collapse, monitor.say)
+                    metrics |= thoughts_and_prompts(cfg, learner, chat, groups, step, state, monitor.say)
             scored_at = time.perf_counter()
             state.empty_steps = 0 if scored.kept else state.empty_steps + 1
             with hardware.deterministic(learner.deterministic):

@@ -35,6 +35,8 @@ class AlarmState(TypedDict, total=False):
 class ScopeState(TypedDict):
     """What `monitoring.collapse` remembers of the thoughts of one scope: first turns, or whole episodes."""
 
+    pairs: int  # thoughts, and at most as many prompts, of its first sample: later ones are as large
+    tokens: int  # that all its samples so far have sent through the model
     first: list[float]  # conditional entropy and mutual information when they were first measured
     scale: float  # a running mean of the std of the thoughts' log-probs under all prompts
     regime: str | None
@@ -50,6 +52,7 @@ class RunState:
 
     step: int = 0  # the last one that was played and learned from
     tokens: int = 0  # sampled in all steps
+    work: int = 0  # tokens that rollouts and updates have sent through the model, as `monitoring.collapse` counts them
     empty_steps: int = 0  # steps in a row in which no group passed the filter
     crashed_steps: dict[str, int] = field(default_factory=dict)  # by environment: in which all of its episodes crashed
     best_step: int = 0

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from alarm_runs import BATCHES, COLLAPSING, EPISODES, EVERY, STEPS, Run, simulate
-from alarm_runs import HEALTHY as HEALTHY_KINDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks._alarm_runs import BATCHES, COLLAPSING, EVERY, STEPS, simulate
+from benchmarks._alarm_runs import HEALTHY as HEALTHY_KINDS
+from benchmarks.alarms import watched
 from posttrain.monitoring import alarm_rules, alarm_series, alarms
-from posttrain.monitoring.alarm_limits import ADVICE, HALF_PRECISION_GAP
+from posttrain.monitoring.alarm_limits import ADVICE, HALF_PRECISION_GAP, Advice
 from posttrain.monitoring.alarm_rules import RULES, Finding, Setting, Sizes
 from posttrain.monitoring.alarms import Alarm, watch
 from posttrain.run_state import AlarmState
@@ -153,7 +154,7 @@ def test_each_signal_has_its_alarm(name: str) -> None:
     found = raised(HEALTHY | {key: value} for value in values)
     assert [alarm.name for alarm in found] == [name]
     assert found[0].severity == ("stop" if name == "empty_steps" else "warn")
-    assert found[0].remedy == ADVICE[name][1]
+    assert found[0].remedy == ADVICE[name].words()
 
 
 def test_gradients_of_nothing_are_no_standard_for_the_others() -> None:
@@ -173,7 +174,7 @@ def test_verdicts_that_end_a_run() -> None:
     empty = HEALTHY | {"rollout/kept_groups": 0}
     assert names([*repeat(empty, 4), HEALTHY] * 3) == []
     assert names(repeat(HEALTHY | {"policy/loss": math.inf}, 5)) == ["not_finite", "not_finite_for_long"]
-    assert {name for name, (severity, _) in ADVICE.items() if severity == "stop"} == {
+    assert {name for name, advice in ADVICE.items() if advice.severity == "stop"} == {
         "variance_gone", "validation", "empty_steps", "not_finite_for_long"
     }  # fmt: skip
 
@@ -194,12 +195,6 @@ def test_a_run_has_failed_while_its_last_rows_are_not_finite() -> None:
 
 
 # --------------------------------------------------------------------------------------------------- runs that do not
-
-
-def watched(run: Run, groups: int, samples: int) -> list[Alarm]:
-    state: AlarmState = {}
-    sizes = Sizes(groups=groups, samples=samples, evaluation_episodes=EPISODES, steps=STEPS)
-    return [alarm for step, row in run.rows for alarm in alarms.advance(state, step, row, sizes)]
 
 
 def judge_simulated(groups: int, samples: int, seeds: range) -> None:
@@ -364,7 +359,7 @@ def test_another_rule_needs_no_more_than_its_figures(monkeypatch: pytest.MonkeyP
         if (value := row.get("policy/far")) is not None:
             yield Finding("far", value > 1, value < 0.5, f"{value} is far.")
 
-    monkeypatch.setitem(ADVICE, "far", ("warn", "Come back."))
+    monkeypatch.setitem(ADVICE, "far", Advice("warn", "Come back."))
     monkeypatch.setattr(alarms, "RULES", [*RULES, far])
     assert [str(alarm) for alarm in raised([{"policy/far": 2.0}] * 3)] == ["step 1: 2.0 is far. Come back."]
 

@@ -19,6 +19,7 @@ from posttrain.monitoring.collapse import gradients_by_std, thoughts_and_prompts
 from posttrain.monitoring.episodes import answers_of, describe, reward_table
 from posttrain.rollout import Thought
 from posttrain.run_state import RunState
+from posttrain.selftest import can_share_prefixes
 from posttrain.starpo_run import make_learner
 from posttrain.types import Trajectory
 
@@ -199,7 +200,44 @@ def test_only_first_turns_are_first_turns(tiny_chat: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(collapse, "cross_scores", scores)
     cfg = config()
     learner = make_learner(cfg, policy(), None)  # type: ignore[arg-type]
-    row = thoughts_and_prompts(cfg, learner, tiny_chat, groups, 1, {}, print)
+    row = thoughts_and_prompts(cfg, learner, tiny_chat, groups, 1, RunState(work=10**9), print)
     prefixes = [group[0].segments[0].ids[:5] for group in groups]
     assert sorted(seen["first"]) == sorted(prefixes)
     assert row["rollout/thought_tokens"] > 0
+
+
+def test_looking_at_thoughts_takes_at_most_a_twentieth_of_the_work(
+    tiny_chat: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted in tokens, so that a resumed run looks at the same steps; and every sample is as large as the first."""
+    groups, policy_ = played(policy()), policy()
+    sent: list[int] = []
+    sizes: set[int] = set()
+
+    def thoughts(chat: Any, t: Trajectory) -> list[Any]:
+        return [
+            Thought(s, begin, end) for s in t.segments for begin, end in zip(s.turn_starts, s.turn_ends, strict=True)
+        ]
+
+    def scores(model: Any, prompts: list[list[int]], reasonings: list[list[int]], **_: Any) -> torch.Tensor:
+        read = sum(map(len, prompts)) * (1 if can_share_prefixes(policy_) else len(reasonings))
+        sent.append(read + len(prompts) * sum(map(len, reasonings)))
+        return torch.zeros(len(reasonings), len(prompts))
+
+    monkeypatch.setattr(collapse, "thoughts", thoughts)
+    monkeypatch.setattr(collapse, "cross_scores", scores)
+    cfg = config()
+    learner = make_learner(cfg, policy_, None)  # type: ignore[arg-type]
+    state, said, looked = RunState(), [], []
+    for step in range(1, 61):
+        before = len(sent)
+        state.work += 2000
+        row = thoughts_and_prompts(cfg, learner, tiny_chat, groups, step, state, said.append)
+        assert sum(sent) <= 0.05 * state.work
+        assert ("collapse/trajectory/mi_z_ema" in row) == (len(sent) > before)
+        looked.append(len(sent) > before)
+        sizes |= {scope["pairs"] for scope in state.collapse.values()}
+    assert not looked[0] and sum(looked) > 5, "later, once the work so far allows it"
+    assert len(sizes) == 1 and 8 <= sizes.pop() <= cfg.diagnostics.pairs
+    assert sum("is not looked at yet" in text for text in said) == (not looked[cfg.diagnostics.every - 1])
+    assert sum(scope["tokens"] for scope in state.collapse.values()) == sum(sent)

@@ -30,6 +30,7 @@ from posttrain.config import StarPORun, resolve
 from posttrain.experience import Batch, Measured
 from posttrain.monitoring.collapse import thoughts_and_prompts
 from posttrain.rollout import most_turns, thoughts
+from posttrain.run_state import RunState
 from posttrain.sampler import ReplaySampler
 from posttrain.starpo.diagnostics import information
 from posttrain.starpo_run import make_learner
@@ -706,12 +707,12 @@ def test_diagnostics_ask_the_first_thought_under_every_first_prompt(
                 scores[r, n] = sum(table[len(prompt) + i - 1, token] for i, token in enumerate(ids))
         return information(scores, torch.tensor(own), torch.tensor([len(ids) for ids in said]))[0]
 
-    found = thoughts_and_prompts(cfg, learner, tiny_chat, groups, 1, {}, lambda text: None)
+    found = thoughts_and_prompts(cfg, learner, tiny_chat, groups, 1, RunState(work=10**9), lambda text: None)
     expected, last = figures(0), figures(2)
     assert expected["conditional_entropy"] != pytest.approx(last["conditional_entropy"], rel=0.01)
     for name, value in expected.items():
         assert found[f"collapse/first_turn/{name}"] == pytest.approx(value, rel=1e-3, abs=1e-3), name
     assert found["collapse/trajectory/retrieval_chance"] < 0.5
     fewer = told("rollout.groups=2", "rollout.num_generations=3", "diagnostics.pairs=2")
-    found = thoughts_and_prompts(fewer, learner, tiny_chat, groups, 1, {}, lambda text: None)
+    found = thoughts_and_prompts(fewer, learner, tiny_chat, groups, 1, RunState(work=10**9), lambda text: None)
     assert found["collapse/trajectory/retrieval_chance"] == 0.5, "diagnostics.pairs is ignored"

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-LIMITS: dict[str, float] = {  # tests/alarm_runs.py and tests/data/alarms.json have runs that they tell apart
-    "variance_collapse": 0.25,  # of its best
+from collections.abc import Callable
+from typing import NamedTuple
+
+from posttrain.config import StarPORun
+
+LIMITS: dict[str, float] = {  # benchmarks/alarms.py and tests/data/alarms.json have runs that they tell apart
+    "variance_collapse": 0.27,  # of its best
     "variance_gone": 0.10,  # of its best, mean of 10 steps: RAGEN's early stopping
-    "solved": 0.95,  # success from which a small std is no collapse
+    "saturated": 0.85,  # success from which a small std or entropy is not a collapse
+    "solved": 0.95,  # success from which steps without a group to learn from are not an alarm
     "entropy_collapse": 0.15,  # of the start, times what the success leaves
     "entropy_explosion": 3.0,  # times its lowest, without a gain in success
     "entropy_floor": 0.1,  # nats; a lowest entropy below it counts as this
@@ -14,7 +20,7 @@ LIMITS: dict[str, float] = {  # tests/alarm_runs.py and tests/data/alarms.json h
     "template_collapse": 0.5,  # of the first z-scores, while the conditional entropy keeps 0.75 of its own
     "format_decay": 0.10,  # share of invalid turns above the lowest
     "success_drop": 0.6,  # of its best
-    "wavering": 0.9,  # of its best success: a healthy policy may lose that much, what counts begins below it
+    "wavering": 0.94,  # of its best success: a healthy policy may lose that much, what counts begins below it
     "clip_fraction": 0.05,  # median of 5 steps
     "forgetting": 0.03,  # nats a token from the teacher, on held-out prompts of the phases before
     "skill_lost": 0.9,  # of the accuracy at the start of the run
@@ -28,85 +34,142 @@ LIMITS: dict[str, float] = {  # tests/alarm_runs.py and tests/data/alarms.json h
 }
 HALF_PRECISION_GAP = 16 * 2**-8  # nats, mean over tokens: 16 steps of bfloat16; about 5 were seen
 
-ADVICE: dict[str, tuple[str, str]] = {
-    "variance_collapse": (
+
+class Option(NamedTuple):
+    """One thing to change, and whether a run could: what it has already is not advised."""
+
+    words: str
+    useful: Callable[[StarPORun], bool] = lambda cfg: True
+
+
+class Advice(NamedTuple):
+    """What an alarm says at its end: `{options}` of `text` are those that the run can change."""
+
+    severity: str
+    text: str
+    options: tuple[Option, ...] = ()
+    otherwise: str = ""  # in the place of `text` where no option is left
+
+    def words(self, cfg: StarPORun | None = None) -> str:
+        """The advice for this run; all of it without one."""
+        chosen = [option.words for option in self.options if cfg is None or option.useful(cfg)]
+        if self.options and not chosen:
+            return self.otherwise
+        *first, last = chosen or [""]
+        return self.text.format(options=f"{', '.join(first)} or {last}" if first else last)
+
+
+STARPO_S = Option("preset starpo-s (`algorithm.preset`)", lambda cfg: cfg.algorithm.preset != "starpo-s")
+RAGEN2 = Option(
+    "train on the groups whose rewards differ (preset ragen2; or `algorithm.filter.strategy: top_p`, `value: 0.9`,"
+    " `keep_zero: false`)",
+    lambda cfg: cfg.algorithm.filter.strategy != "top_p" or cfg.algorithm.filter.keep_zero,
+)
+WARMER = Option("a higher `rollout.temperature`")
+FEWER_EPOCHS = Option(
+    "fewer epochs over a rollout (`algorithm.num_iterations`)", lambda cfg: cfg.algorithm.num_iterations > 1
+)
+FEWER_UPDATES = Option(
+    "fewer updates a rollout (`algorithm.minibatches` x `num_iterations`)",
+    lambda cfg: cfg.algorithm.minibatches * cfg.algorithm.num_iterations > 1,
+)
+SLOWER = Option("a lower `trainer.learning_rate`")
+LESS_ENTROPY = Option("a smaller `algorithm.entropy_coef`", lambda cfg: cfg.algorithm.entropy_coef > 0)
+LESS_KL = Option("a smaller `algorithm.beta`", lambda cfg: cfg.algorithm.beta > 0)
+FLOAT32 = Option("`trainer.bf16: false`", lambda cfg: cfg.trainer.bf16 is not False)
+DISTIL = Option(
+    "`distillation`, which keeps the policy near the model that it began as", lambda cfg: not cfg.distillation
+)
+MORE_DISTILLATION = Option(
+    "a larger `distillation.coef` or `distillation.batch_size`", lambda cfg: cfg.distillation is not None
+)
+
+ADVICE: dict[str, Advice] = {
+    "variance_collapse": Advice(
         "warn",
-        "Try preset starpo-s (`algorithm.preset`), a higher `rollout.temperature`, or fewer epochs over a rollout"
-        " (`algorithm.num_iterations`); if levels are always won or always lost, other levels (`envs[].options`).",
+        "Try {options}; if levels are always won or always lost, other levels (`envs[].options`).",
+        (STARPO_S, WARMER, FEWER_EPOCHS),
     ),
-    "variance_gone": (
+    "variance_gone": Advice(
         "stop",
-        "Go back to the best checkpoint and start from it with preset starpo-s, a lower `trainer.learning_rate` or"
-        " other levels.",
+        "Go back to the best checkpoint and start from it with {options}.",
+        (STARPO_S, SLOWER, Option("other levels (`envs[].options`)")),
     ),
-    "entropy_collapse": (
+    "entropy_collapse": Advice(
         "warn",
         "Raise `algorithm.epsilon_high` or `algorithm.entropy_coef`, or stop here: the policy explores no more.",
     ),
-    "entropy_explosion": (
-        "warn",
-        "Lower `trainer.learning_rate` or `algorithm.entropy_coef`, or use a rollout fewer times.",
-    ),
-    "gradient_growth": (
+    "entropy_explosion": Advice("warn", "Try {options}.", (SLOWER, LESS_ENTROPY, FEWER_UPDATES)),
+    "gradient_growth": Advice(
         "warn",
         "Lower `trainer.learning_rate` and go on from the checkpoint before; `trainer.max_grad_norm` hides the size of"
         " an update, not its direction.",
     ),
-    "repetition": (
+    "repetition": Advice(
         "warn",
-        "Read transcripts. Raise `rollout.temperature`, train on groups whose rewards differ (preset starpo-s), or put"
-        " more repetition pairs into phase 2.",
+        "Read transcripts. Try {options}.",
+        (
+            WARMER,
+            STARPO_S._replace(words="to train on groups whose rewards differ (preset starpo-s)"),
+            Option("more repetition pairs in phase 2"),
+        ),
     ),
-    "template_collapse": (
+    "template_collapse": Advice(
         "warn",
-        "Train on the groups whose rewards differ: `algorithm.filter.strategy: top_p`, `value: 0.9`, `keep_zero: false`"
-        " (preset ragen2); lower `algorithm.entropy_coef` and `algorithm.beta`, which pull on every prompt alike.",
+        "Try {options}: entropy bonus and KL pull on every prompt alike.",
+        (RAGEN2, LESS_ENTROPY, LESS_KL),
+        "The filter is on, and neither entropy bonus nor KL pulls: go back to the best checkpoint with a lower"
+        " `trainer.learning_rate`.",
     ),
-    "format_decay": (
-        "warn",
-        "Lower `trainer.learning_rate`, fewer updates a rollout (`algorithm.minibatches` x `num_iterations`), a smaller"
-        " `algorithm.entropy_coef`.",
-    ),
-    "success_drop": (
+    "format_decay": Advice("warn", "Try {options}.", (SLOWER, FEWER_UPDATES, LESS_ENTROPY)),
+    "success_drop": Advice(
         "warn",
         "Unless levels have just become harder: go back to the best checkpoint and lower `trainer.learning_rate`.",
     ),
-    "clip_fraction": ("warn", "Lower `trainer.learning_rate`, or fewer updates a rollout."),
-    "sampler_gap": (
+    "clip_fraction": Advice("warn", "Try {options}.", (SLOWER, FEWER_UPDATES)),
+    "sampler_gap": Advice(
         "warn",
-        "More than rounding: sampler and learner compute different models. Write `rollout.engine: replay`; if the gap"
-        " stays, it is the model's precision (`trainer.bf16: false` tells).",
+        "More than rounding: sampler and learner compute different models. Try {options}.",
+        (
+            Option("`rollout.engine: replay`", lambda cfg: cfg.rollout.engine != "replay"),
+            FLOAT32,
+            Option(
+                "`algorithm.importance_sampling_clip_max: 2`, which weighs tokens by the gap",
+                lambda cfg: cfg.algorithm.importance_sampling_clip_max is None,
+            ),
+        ),
+        "More than rounding: sampler and learner compute different models, and nothing is left that would weigh or"
+        " avoid it. Please report it.",
     ),
-    "forgetting": (
+    "forgetting": Advice("warn", "Try {options}.", (DISTIL, MORE_DISTILLATION, SLOWER)),
+    "skill_lost": Advice(
         "warn",
-        "Raise `distillation.coef` or `distillation.batch_size`, or lower `trainer.learning_rate`.",
+        "Try {options}; this suite's kind of prompts belongs into `distillation.sources`.",
+        (DISTIL, MORE_DISTILLATION, SLOWER),
     ),
-    "skill_lost": (
-        "warn",
-        "Raise `distillation.coef` or `distillation.batch_size`, with this suite's kind of prompts among"
-        " `distillation.sources`; or lower `trainer.learning_rate`.",
-    ),
-    "skipped_updates": ("warn", "Numbers overflow: write `trainer.bf16: false`, or lower `trainer.learning_rate`."),
-    "all_invalid": (
+    "skipped_updates": Advice("warn", "Numbers overflow. Try {options}.", (FLOAT32, SLOWER)),
+    "all_invalid": Advice(
         "warn",
         "Read transcripts.jsonl. Where the answers lack the form: run phase 1 with demonstrations of this environment"
         " (`data.sources`); where they are cut: a larger `rollout.max_completion_length`.",
     ),
-    "no_success": (
+    "no_success": Advice(
         "warn",
         "The levels are too hard for this model: easier ones first (`envs[].options`), more turns"
         " (`protocol.max_turns`), or demonstrations of this environment in phase 1.",
     ),
-    "validation": (
+    "validation": Advice(
         "stop",
         "The model cannot play this yet: easier levels (`envs[].options`), or demonstrations in phase 1.",
     ),
-    "empty_steps": (
+    "empty_steps": Advice(
         "stop",
         "Levels are too hard or too easy for this model: others (`envs[].options`), larger groups"
         " (`rollout.num_generations`) or a higher `rollout.temperature`; where `rollout/crashed` is not 0, it is the"
         " environment that needs fixing.",
     ),
-    "not_finite": ("warn", "Write `trainer.bf16: false` and look at the transcripts and rewards of this step."),
-    "not_finite_for_long": ("stop", "Go back to the last checkpoint with a lower `trainer.learning_rate`."),
+    "not_finite": Advice(
+        "warn", "Look at the transcripts and rewards of this step, and try {options}.", (FLOAT32, SLOWER)
+    ),
+    "not_finite_for_long": Advice("stop", "Go back to the last checkpoint with a lower `trainer.learning_rate`."),
 }

@@ -22,7 +22,9 @@ from posttrain.monitoring.alarm_series import (
     first_mean,
     growth,
     last_values,
+    size_of_std,
     success_variance,
+    trials_of_success,
     z_bound,
 )
 
@@ -70,9 +72,10 @@ def variance_left(success: float) -> float:
 def _reward_std(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
     """The echo trap's first sign (RAGEN, arXiv 2504.20073, section 4.1): the samples of a group score alike.
 
-    A task that is solved looks the same from here, so the std is divided by what the success leaves room for, and
-    from `solved` on it is not looked at. It is compared with its best, not with its start, which may be weak. Rewards
-    of two environments need not have one scale, so each is looked at alone; the run is over when all are.
+    A task that is solved looks the same from here: at success p the variance within groups is at most p (1 - p), and
+    what is lost last are levels that are never won. So the best std counts for as much as the success leaves of it, and
+    from `saturated` on nothing is looked at. The best, not the start, which may be weak. Rewards of two environments
+    need not have one scale, so each is looked at alone; the run is over when all are.
     """
     if "rollout/in_group_std" not in row:
         return
@@ -82,31 +85,33 @@ def _reward_std(memory: Memory, row: Figures, setting: Setting) -> Iterator[Find
     gone = memory.setdefault("gone", {})
     for path in [f"/{name}" for name in names] or [""]:
         own, groups = memory.setdefault(path, {}), sizes.groups / max(1, len(names))
-        won = fmean(last_values(own, "success", row.get(f"rollout{path}/success", 0.0), 5))
+        success = last_values(own, "success", row.get(f"rollout{path}/success", 0.0), 20)
+        won = fmean(success[-10:])
         name = f"variance_collapse{path if len(known) > 1 else ''}"
-        if won >= limits["solved"]:
+        series = Noisy(own, "std", row[f"rollout{path}/in_group_std"])
+        size = size_of_std(own, series, groups)
+        if series.improved:
+            own["left"] = variance_left(fmean(success))
+        if won >= limits["saturated"]:
             gone[path] = None
             yield Finding(name, False, True, "")
             continue
-        std = row[f"rollout{path}/in_group_std"] / variance_left(won)
-        before = own.get("std", {"values": [std]})["values"]
-        # the std of one group scatters about as much as it measures
-        series = Noisy(own, "std", std, fmean(before) ** 2 / groups)
         if series.best is None or series.best <= 1e-6:
             continue
-        bound = z_bound(sizes.steps, len(WINDOWS) * max(1, len(known)))
-        if series.mean(5) >= 0.75 * series.best or "healthy" not in own:
+        expected = series.best * min(1.0, variance_left(won) / own["left"])
+        chance = FALSE_ALARM / (sizes.steps * len(WINDOWS) * max(1, len(known)))
+        if series.mean(5) >= 0.75 * expected or "healthy" not in own:
             own["healthy"] = setting.step
-        limit = limits["variance_collapse"] * series.best
+        limit = limits["variance_collapse"] * expected
         yield Finding(
             name,
-            series.worse(limit, bound, groups=groups),
+            series.fell(limit, expected, groups, chance, size),
             series.mean(5) > 1.6 * limit,
             f"In-group reward std fell to {series.mean(5) / series.best:.0%} of its best in"
             f" {setting.step - own['healthy']} steps, with success at {won:.0%}: the usual first sign of collapse.",
         )
-        limit = limits["variance_gone"] * series.best
-        if series.worse(limit, bound, WINDOWS[1:], groups):
+        limit = limits["variance_gone"] * expected
+        if series.fell(limit, expected, groups, chance, size, WINDOWS[1:]):
             gone[path] = series.mean(10) / series.best
         elif series.mean(10) > 2 * limit:
             gone.pop(path, None)
@@ -128,11 +133,11 @@ def _entropy(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding
     if "policy/entropy" not in row:
         return
     entropy, limits = row["policy/entropy"], setting.limits
-    won = fmean(last_values(memory, "success", success, 10))
+    won = fmean(last_values(memory, "success", success, 5))
     start, now = first_mean(memory, "entropy", entropy), fmean(last_values(memory, "now", entropy, 5))
     if start is not None and start > 0:
         low = limits["entropy_collapse"] * start * variance_left(won)
-        solved = won >= limits["solved"]
+        solved = won >= limits["saturated"]
         yield Finding(
             "entropy_collapse",
             now < low and not solved,
@@ -238,18 +243,20 @@ def _success(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding
         shown |= {f"/{name}": row[f"rollout/{name}/success"] for name in names}
     for name, success in shown.items():
         groups = sizes.groups / (len(names) if name else 1)
-        usual = memory.get(name, {}).get("best", success)
-        series = Noisy(memory, name, success, success_variance(usual, groups, sizes.samples))
+        own = memory.setdefault(name, {})
+        series = Noisy(own, "won", success)
+        usual = success if series.best is None else series.best
+        trials = trials_of_success(own, series, usual, groups, sizes.samples)
         if series.best is None:
             continue
         where = f"Success in {name[1:]}" if name else "Success"
         yield Finding(
             f"success_drop{name}",
-            series.worse(
+            series.fell(
                 limits["success_drop"] * series.best,
-                z_bound(sizes.steps, len(WINDOWS) * len(shown)),
-                groups=groups,
-                healthy=limits["wavering"] * series.best,
+                limits["wavering"] * series.best,
+                trials,
+                FALSE_ALARM / (sizes.steps * len(WINDOWS) * len(shown)),
             ),
             series.mean(10) > (1 + limits["success_drop"]) / 2 * series.best,
             f"{where} fell to {series.mean(10):.0%} from {series.best:.0%} at best.",
@@ -354,21 +361,27 @@ def _machinery(memory: Memory, row: Figures, setting: Setting) -> Iterator[Findi
 def _empty(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
     """Steps without a group to learn from: not where all is won, and more of them where few groups differ anyway.
 
-    With a share s of groups that differ, a step of G groups has none with probability (1 - s)^G.
+    With a share s of groups that differ, a step of G groups has none with probability (1 - s)^G. The share is that of
+    the 10 or 40 steps before these, whichever is smaller, empty ones among them; 10 steps of a share of 5 % are added,
+    for a run that has hardly begun. Where no group has ever differed, there is no share to be fair to.
     """
     if (kept := row.get("rollout/kept_groups")) is None:
         return
+    limits, ended = setting.limits, memory.get("empty", 0)
     count = count_in_a_row(memory, "empty", kept == 0)
     won = fmean(last_values(memory, "success", row.get("rollout/success", 0.0), 5))
-    differ = last_values(memory, "differ", 1 - row.get("rollout/zero_variance_groups", 0.0), 40) if not count else []
-    share = fmean(memory.get("differ") or [1.0])
-    if differ:
+    differ = memory.setdefault("differ", [])
+    if not count:
+        memory["differ"] = [*differ, *[0.0] * ended, 1 - row.get("rollout/zero_variance_groups", 0.0)][-40:]
         yield Finding("empty_steps", False, True, "")
         return
-    by_chance = setting.sizes.groups * math.log1p(-min(share, 1 - 1e-9))
-    needed = max(setting.limits["empty_steps"], math.log(FALSE_ALARM / setting.sizes.steps) / min(by_chance, -1e-9))
+    needed = limits["empty_steps"]
+    if any(differ):
+        share = min((sum(last) + 10 * 0.05) / (len(last) + 10) for last in (differ, differ[-10:]))
+        by_chance = setting.sizes.groups * math.log1p(-share)
+        needed = max(needed, math.log(FALSE_ALARM / setting.sizes.steps) / by_chance)
     words = f"No group passed the filter for {count} steps in a row: all samples of a group score alike."
-    yield Finding("empty_steps", count >= needed and won < setting.limits["solved"], False, words)
+    yield Finding("empty_steps", count >= needed and won < limits["solved"], False, words)
 
 
 Rule = Callable[[Memory, Figures, Setting], Iterator[Finding]]

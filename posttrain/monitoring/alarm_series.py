@@ -12,9 +12,9 @@ from statistics import NormalDist, fmean, median
 from typing import Any
 
 Memory = dict[str, Any]
-FALSE_ALARM = 0.002  # how often a test may be wrong in a whole run, by the normal approximation
+FALSE_ALARM = 0.004  # how often a test may be wrong in a whole run
 WINDOWS = (5, 10, 20)  # steps: short ones see a fast fall, long ones a small one
-ENOUGH = 40  # groups in a window: the mean of fewer has no normal distribution
+LUCK = 0.5  # standard errors by which the best of many means is above what it measures
 
 
 @functools.lru_cache
@@ -24,9 +24,30 @@ def z_bound(steps: int, tests: int = len(WINDOWS)) -> float:
     Windows that overlap are not independent, so the bound is on the safe side.
 
     >>> round(z_bound(200), 2), round(z_bound(2000), 2)
-    (4.5, 4.97)
+    (4.35, 4.83)
     """
     return NormalDist().inv_cdf(1 - FALSE_ALARM / (steps * tests))
+
+
+def chance_of_fewer(low: float, drawn: float, high: float, others: float) -> float:
+    """Fisher's exact test: how likely is a share of `low` or less of `drawn` trials, if all trials are of one kind?
+
+    high: the share of the `others`.
+
+    >>> round(chance_of_fewer(0.1, 40, 0.4, 80), 5)  # 4 of 40, 32 of 80
+    0.00043
+    """
+    n, m = max(1, round(drawn)), max(1, round(others))
+    hits, rest = math.ceil(low * n - 1e-9), math.floor(high * m + 1e-9)
+    if hits * m >= rest * n:
+        return 1.0
+    log, total = math.lgamma, hits + rest
+    first, second, every = (log(a + 1) - log(b + 1) - log(a - b + 1) for a, b in ((n, hits), (m, rest), (n + m, total)))
+    term = chance = math.exp(first + second - every)
+    for x in range(hits, max(0, total - m), -1):  # with one hit fewer each time
+        term *= x * (m - total + x) / ((n - x + 1) * (total - x + 1))
+        chance += term
+    return chance
 
 
 class Noisy:
@@ -37,7 +58,7 @@ class Noisy:
     the last 40 differences or so; `variance`, what the size of the batch lets expect, counts as ten of them.
     """
 
-    def __init__(self, memory: Memory, name: str, value: float, variance: float, sign: int = 1) -> None:
+    def __init__(self, memory: Memory, name: str, value: float, variance: float = 0.0, sign: int = 1) -> None:
         """Add a value to the series `name` of this memory; `sign` is -1 where low is best."""
         kept = memory.setdefault(name, {"values": [], "square": 0.0, "count": 0.0})
         values = kept["values"]
@@ -46,9 +67,10 @@ class Noisy:
             kept["count"] = 0.975 * kept["count"] + 1
         values.append(value)
         del values[:-20]
-        if len(values) >= 10:
-            level = fmean(values)
-            kept["best"] = sign * max(sign * kept.get("best", level), sign * level)
+        level = fmean(values)
+        self.improved = len(values) >= 10 and sign * level >= sign * kept.get("best", level)
+        if self.improved:
+            kept["best"] = level
         self.values: list[float] = values
         self.best: float | None = kept.get("best")
         self.sign = sign
@@ -57,28 +79,68 @@ class Noisy:
     def mean(self, count: int) -> float:
         return fmean(self.values[-count:])
 
-    def worse(
-        self,
-        limit: float,
-        bound: float,
-        windows: Sequence[int] = WINDOWS,
-        groups: float = ENOUGH,
-        healthy: float | None = None,
-    ) -> bool:
-        """Is the mean of a window beyond `limit`, and further from `healthy` (or the best) than its noise explains?
-
-        groups: how many a value is the mean of; windows of fewer than ENOUGH are not looked at.
-        """
+    def worse(self, limit: float, bound: float) -> bool:
+        """Is the mean of a window beyond `limit`, and further from the best than its noise explains?"""
         if self.best is None:
             return False
-        healthy = self.best if healthy is None else healthy
-        for window in windows:
-            if len(self.values) >= window >= ENOUGH / groups:
+        for window in WINDOWS:
+            if len(self.values) >= window:
                 mean = self.sign * self.mean(window)
                 margin = bound * self.deviation * math.sqrt(1 / window + 1 / 20)
-                if mean < self.sign * limit and self.sign * healthy - mean > margin:
+                if mean < self.sign * limit and self.sign * self.best - mean > margin:
                     return True
         return False
+
+    def fell(
+        self,
+        limit: float,
+        healthy: float,
+        trials: float,
+        chance: float,
+        size: float = 1.0,
+        windows: Sequence[int] = WINDOWS,
+    ) -> bool:
+        """Is the mean of a window below `limit`, and by a chance of less than `chance` if it is as `healthy` as before?
+
+        A value is the mean of so many trials, each of which gives 0 or `size`: of a success the episodes, of the
+        std within groups the groups.
+        """
+        share = min(1.0, healthy / size)
+        share -= LUCK * math.sqrt(share * (1 - share) / (20 * trials))
+        return any(
+            len(self.values) >= window
+            and (mean := self.mean(window)) < limit
+            and chance_of_fewer(mean / size, window * trials, share, 20 * trials) < chance
+            for window in windows
+        )
+
+
+def trials_of_success(memory: Memory, series: Noisy, usual: float, groups: float, samples: int) -> float:
+    """Of how many independent episodes a success is the mean, p (1 - p) over its variance.
+
+    Fewer than were played, for levels differ. The variance is that of neighbouring steps, as in `Noisy`.
+    """
+    expected = groups / (0.5 + 0.5 / samples)
+    sums = memory.setdefault("trials", [0.0, 0.0])
+    if len(series.values) > 1:
+        level, difference = fmean(series.values), series.values[-1] - series.values[-2]
+        sums[0] = 0.975 * sums[0] + success_variance(level, groups, samples) * expected
+        sums[1] = 0.975 * sums[1] + difference**2 / 2
+    prior = 10 * success_variance(usual, groups, samples)
+    return (prior * expected + sums[0]) / (prior + sums[1])
+
+
+def size_of_std(memory: Memory, series: Noisy, groups: float) -> float:
+    """What the std of a group is where its samples differ at all: the mean of its squares over its mean.
+
+    Half of the groups at .4 and half at 0 give .4, all at .2 give .2: the first scatter, the second do not.
+    """
+    sums = memory.setdefault("size", [0.0, 0.0])
+    if len(series.values) > 1:
+        before, now = series.values[-2:]
+        sums[0] = 0.99 * sums[0] + groups * (now - before) ** 2 / 2 + now * before
+        sums[1] = 0.99 * sums[1] + (now + before) / 2
+    return sums[0] / sums[1] if sums[1] > 0 else 0.0
 
 
 def success_variance(success: float, groups: float, samples: int) -> float:

@@ -26,6 +26,7 @@ from posttrain.monitoring.alarm_rules import RULES, Figures, Finding, Setting, S
 from posttrain.monitoring.alarm_series import Memory
 
 if TYPE_CHECKING:
+    from posttrain.config import StarPORun
     from posttrain.run_state import AlarmState
 
 USUAL = Sizes()
@@ -54,14 +55,15 @@ def watch(
     row: Figures,
     sizes: Sizes = USUAL,
     limits: Mapping[str, float] | None = None,
+    cfg: StarPORun | None = None,
 ) -> tuple[list[Alarm], AlarmState]:
     """The alarms that this row sets off, and the state for the next one; begin with {}.
 
     Rows of training and of evaluation come in the order in which they were written; a key that a row does not have is
-    not looked at. `limits` replaces entries of LIMITS.
+    not looked at. `limits` replaces entries of LIMITS. cfg: advice leaves out what this run has already.
     """
     after = copy.deepcopy(state)
-    return advance(after, step, row, sizes, limits), after
+    return advance(after, step, row, sizes, limits, cfg), after
 
 
 def advance(
@@ -70,6 +72,7 @@ def advance(
     row: Figures,
     sizes: Sizes = USUAL,
     limits: Mapping[str, float] | None = None,
+    cfg: StarPORun | None = None,
 ) -> list[Alarm]:
     """As `watch`, with the state changed in place."""
     known = {**LIMITS, **(limits or {})}
@@ -83,8 +86,8 @@ def advance(
     alarms = []
     for name, bad, well, message in findings:
         if bad and name not in on:
-            severity, remedy = ADVICE[name.split("/")[0]]
-            alarms.append(Alarm(name, severity, message, remedy, step))
+            advice = ADVICE[name.split("/")[0]]
+            alarms.append(Alarm(name, advice.severity, message, advice.words(cfg), step))
             on.append(name)
         elif well and not bad and name in on:
             on.remove(name)

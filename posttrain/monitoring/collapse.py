@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -17,11 +17,49 @@ from posttrain.learner import POLICY, Learner
 from posttrain.policy import microbatches
 from posttrain.prefixes import Prefixes
 from posttrain.rollout import thoughts
-from posttrain.run_state import ScopeState
+from posttrain.run_state import RunState
+from posttrain.selftest import can_share_prefixes
 from posttrain.starpo import diagnostics, losses
 from posttrain.types import Trajectory
 
 SCOPES = {"first_turn": first_turn_pairs, "trajectory": trajectory_pairs}
+SHARE = 0.05  # of a run's work that looking at thoughts may take
+FEWEST = 8  # thoughts of a sample: fewer say too little
+
+
+def work(cfg: StarPORun, row: Mapping[str, float]) -> int:
+    """How many tokens the step of this row sent through the model; counted, so that a resumed run counts the same.
+
+    Each sampled token when it was sampled; those of kept groups when their log-probs were measured and three times for
+    each epoch, since a backward pass takes two forward ones. Prompts are left out: a group shares them, and a sampled
+    token takes longer than one that is read among many. So this is rather less than what a step really took.
+    """
+    kept = row["rollout/kept_groups"] / cfg.rollout.groups
+    return round(row["rollout/tokens"] * (1 + kept * (1 + 3 * cfg.algorithm.num_iterations)))
+
+
+def samples_within(
+    cfg: StarPORun, episodes: Sequence[Sequence[ReasonedTurn]], step: int, state: RunState, shared: bool
+) -> dict[str, tuple[int, int, Pairs]] | None:
+    """For each scope the size of its sample, the tokens to be computed and the sample; None where that is too much.
+
+    The first sample is halved until it fits into SHARE of the work so far; all later ones are as large, or their
+    figures could not be compared. shared: whether prompts are read once rather than with each thought.
+    """
+    allowed = SHARE * state.work - sum(scope["tokens"] for scope in state.collapse.values())
+    sizes = [scope["pairs"] for scope in state.collapse.values()][:1] or [cfg.diagnostics.pairs]
+    while not state.collapse and sizes[-1] // 2 >= FEWEST:
+        sizes.append(sizes[-1] // 2)
+    for size in sizes:
+        chosen: dict[str, tuple[int, int, Pairs]] = {}
+        for scope, choose in SCOPES.items():
+            pairs = choose(episodes, size, cfg.seed, "diagnostics", step)
+            if len(pairs.prompts) >= 2:
+                read = sum(map(len, pairs.prompts)) * (1 if shared else len(pairs.reasonings))
+                chosen[scope] = (size, read + len(pairs.prompts) * sum(map(len, pairs.reasonings)), pairs)
+        if sum(tokens for _, tokens, _ in chosen.values()) <= allowed:
+            return chosen
+    return None
 
 
 def thoughts_and_prompts(
@@ -30,13 +68,13 @@ def thoughts_and_prompts(
     chat: Chat,
     groups: list[list[Trajectory]],
     step: int,
-    state: dict[str, ScopeState],
+    state: RunState,
     say: Callable[[str], None],
 ) -> dict[str, float]:
     """Does a thought still depend on its prompt?  Cross scores over first turns and over turns of whole episodes.
 
-    `state` carries each scope's running scale, first values and regime, which is said when it changes. Processes share
-    out the reasonings.
+    `state.collapse` carries each scope's running scale, first values and regime, which is said when it changes.
+    Processes share out the reasonings. At most SHARE of the run's work: where a look would take more, it is left out.
     """
     began = time.perf_counter()
     said = [thoughts(chat, t) for group in groups for t in group]
@@ -50,16 +88,19 @@ def thoughts_and_prompts(
     ]
     lengths = [len(turn.reasoning) for turns in episodes for turn in turns]
     row: dict[str, float] = {"rollout/thought_tokens": sum(lengths) / max(1, len(lengths))}
-    for scope, choose in SCOPES.items():
-        pairs: Pairs = choose(episodes, cfg.diagnostics.pairs, cfg.seed, "diagnostics", step)
-        if len(pairs.prompts) < 2:
-            continue
+    chosen = samples_within(cfg, episodes, step, state, can_share_prefixes(learner.policy))
+    if chosen is None and step == cfg.diagnostics.every:
+        say(
+            f"step {step}: whether thoughts depend on their prompts is not looked at yet: it would take more than"
+            f" {SHARE:.0%} of the run's work so far. Fewer `diagnostics.pairs` take less."
+        )
+    for scope, (size, tokens, pairs) in (chosen or {}).items():
         own = list(parallel.mine(len(pairs.reasonings)))
         with learner.autocast():
             scores = cross_scores(
                 learner.policy, pairs.prompts, [pairs.reasonings[i] for i in own], temperature=cfg.rollout.temperature
             )
-        before = state.get(scope)
+        before = state.collapse.get(scope)
         scores_RN = torch.tensor(parallel.gather(scores.tolist()))
         figures, scale = diagnostics.information(
             scores_RN,
@@ -72,10 +113,11 @@ def thoughts_and_prompts(
         first = before["first"] if before else now
         regime = diagnostics.regime(*now, *first)
         if before is None or regime != before["regime"]:
-            size, words = f"{len(pairs.reasonings)} x {len(pairs.prompts)}", scope.replace("_", " ")
+            sizes, words = f"{len(pairs.reasonings)} x {len(pairs.prompts)}", scope.replace("_", " ")
             seconds = time.perf_counter() - began
-            say(f"step {step}: thoughts are {regime} ({words}; {size} thoughts and prompts, {seconds:.1f} s so far)")
-        state[scope] = {"first": first, "scale": scale, "regime": regime}
+            say(f"step {step}: thoughts are {regime} ({words}; {sizes} thoughts and prompts, {seconds:.1f} s so far)")
+        tokens += before["tokens"] if before else 0
+        state.collapse[scope] = {"pairs": size, "tokens": tokens, "first": first, "scale": scale, "regime": regime}
         row |= {f"collapse/{scope}/{key}": value for key, value in figures.items()}
     return row | {"seconds/collapse": time.perf_counter() - began}
 

@@ -15,6 +15,7 @@ from posttrain.learner import Learner
 from posttrain.metrics import chance_of_gain, paired_difference
 from posttrain.monitoring import transcripts, watch
 from posttrain.monitoring.alarms import Alarm
+from posttrain.monitoring.collapse import work
 from posttrain.monitoring.token_figures import Turn, token_figures
 from posttrain.run_state import RunState
 from posttrain.types import Trajectory
@@ -38,6 +39,8 @@ class Monitor:
         self.watch = watch.Watch(cfg, self.say, exact)
 
     def report(self, state: RunState, step: int, row: dict[str, float]) -> None:
+        if "rollout/kept_groups" in row:
+            state.work += work(self.cfg, row)
         self.metrics.write(row, step)
         self.boards.log(row, step)
         raised = self.watch.see(state, step, row)

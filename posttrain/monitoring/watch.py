@@ -16,7 +16,7 @@ class Watch:
     """Reads every row that is reported; `say` tells people. Its memory is plain data for the checkpoint."""
 
     def __init__(self, cfg: StarPORun, say: Callable[[str], None], exact: bool) -> None:
-        self.say = say
+        self.cfg, self.say = cfg, say
         self.sizes = Sizes(
             groups=cfg.rollout.groups,
             samples=cfg.rollout.num_generations,
@@ -34,7 +34,7 @@ class Watch:
     def see(self, state: RunState, step: int, row: dict[str, float]) -> list[alarms.Alarm]:
         """The alarms that this row sets off, told to people; `state.alarms` moves on."""
         numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
-        raised, state.alarms = alarms.watch(state.alarms, step, numbers, self.sizes, self.limits)
+        raised, state.alarms = alarms.watch(state.alarms, step, numbers, self.sizes, self.limits, self.cfg)
         for alarm in raised:
             self.say(f"ALARM {alarm}")
         return raised

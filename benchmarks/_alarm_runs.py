@@ -3,12 +3,17 @@
 Every figure is drawn as a rollout draws it: each group plays a new level, levels differ in their chance of success (a
 beta distribution whose mean is the policy's chance), the samples of a group succeed or fail independently, and each
 invalid turn costs a penalty. Nothing here is fitted to the limits of the alarms.
+
+HEALTHY and COLLAPSING are kinds of runs with parameters drawn at random. CELLS are healthy runs of one level of success
+each, so that no level's false alarms hide among the others'. DROPS are falls of the success that nothing else tells:
+those that a paper plots, and slow ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -223,6 +228,72 @@ COLLAPSING: Mapping[str, Callable[[np.random.Generator], Course]] = {
     )
 }  # fmt: skip
 
+# ------------------------------------------------------------------------------------------------- cells and drops
+
+
+class Cell(NamedTuple):
+    """Healthy runs whose chance of success goes from `start` to `end`, in so many environments and this batch."""
+
+    start: float
+    end: float
+    environments: int
+    groups: int
+    samples: int
+
+    @property
+    def name(self) -> str:
+        level = f"{self.start:g}" if self.start == self.end else f"{self.start:g} to {self.end:g}"
+        return f"{level}, {self.environments} env, {self.groups} x {self.samples}"
+
+
+LEVELS = [(p, p) for p in (0.03, 0.06, 0.3, 0.6, 0.9)]
+LEVELS += [(0.9, 0.97), (0.9, 1.0), (0.3, 1.0), (0.03, 0.6), (0.03, 1.0)]
+CELLS = [Cell(*level, count, *batch) for batch in BATCHES for count in (1, 2) for level in LEVELS]
+
+
+def in_cell(rng: np.random.Generator, cell: Cell) -> Course:
+    """A run of this cell: it rises along a logistic curve, and levels differ little or much.
+
+    A second environment has half of the odds of success of the first. Where the success rises, what is left are levels
+    that are rarely won; half of the runs have no invalid turns, so that nothing but winning tells samples apart.
+    """
+    middle, width = rng.uniform(20, 120), rng.uniform(3, 20)
+    up = np.zeros(STEPS) if cell.start == cell.end else 1 / (1 + np.exp(-(T - middle) / width))
+    chance = cell.start + (min(cell.end, rng.uniform(0.99, 1.0)) - cell.start) * up
+    unequal = np.exp(rng.uniform(*np.log((0.7, 8.0))))
+    given: dict[str, Array] = {"concentration": unequal * (1 - rng.uniform(0, 0.93) * cell.end * up)}
+    if rng.random() < 0.5:
+        given["invalid"] = np.zeros(STEPS)
+    if cell.environments == 2:
+        given["other"] = chance / (2 - chance)  # odds p / (1 - p), halved
+    return course(rng, chance, **given)
+
+
+PLOTTED: Mapping[str, tuple[list[int], list[float]]] = {  # steps and success there, read from RAGEN's plots
+    "ragen_bandit": ([1, 80, 200], [0.5, 0.88, 0.0]),
+    "ragen_sokoban": ([1, 40, 90], [0.065, 0.129, 0.0]),
+    "ragen_frozen_lake": ([1, 40, 110], [0.035, 0.215, 0.0]),
+}
+
+
+def plotted(rng: np.random.Generator, name: str) -> Course:
+    """The success of a run without a filter (arXiv 2504.20073, PPO, 0.5B); all else stays as in a healthy run."""
+    steps, success = PLOTTED[name]
+    return course(rng, np.interp(T, steps, success), begins=steps[1])
+
+
+def slow_drop(rng: np.random.Generator) -> Course:
+    """Half of the success is gone after 60 to 110 steps."""
+    top, begin = rng.uniform(0.2, 0.9), rng.uniform(40, 60)
+    return course(rng, top * (1 - 0.5 * (T - begin).clip(0) / rng.uniform(60, 110)).clip(0.05), begins=int(begin))
+
+
+DROPS: Mapping[str, Callable[[np.random.Generator], Course]] = {
+    **{name: partial(plotted, name=name) for name in PLOTTED},
+    "slow_drop": slow_drop,
+}
+
+
 # ---------------------------------------------------------------------------------------------------------- rows
 
 
@@ -237,10 +308,11 @@ def _draw(rng: np.random.Generator, c: Course, chance_TG: Array, samples: int) -
     return wins_TGK, rng.binomial(TURNS, invalid_TG[..., None], shape) / TURNS
 
 
-def simulate(kind: str, groups: int, samples: int, seed: int) -> Run:
+def simulate(kind: str | Cell, groups: int, samples: int, seed: int) -> Run:
     """A run of 200 steps of this kind, drawn in batches of so many groups and samples."""
-    rng = np.random.default_rng([seed, groups, *kind.encode()])
-    c = (HEALTHY.get(kind) or COLLAPSING[kind])(rng)
+    name = kind.name if isinstance(kind, Cell) else kind
+    rng = np.random.default_rng([seed, groups, *name.encode()])
+    c = in_cell(rng, kind) if isinstance(kind, Cell) else {**HEALTHY, **COLLAPSING, **DROPS}[kind](rng)
     second_T = (
         np.diff(np.floor(np.arange(STEPS + 1) * c.other_share * groups)) if c.other is not None else np.zeros(STEPS)
     )
@@ -288,5 +360,5 @@ def simulate(kind: str, groups: int, samples: int, seed: int) -> Run:
         rows.append((step, {key: value for key, value in zip(columns, values, strict=True) if value == value}))
         if step % EVERY == 0:
             rows.append((step, {"evaluation/success": rng.binomial(EPISODES, c.chance[step - 1]) / EPISODES}))
-    lost = np.flatnonzero(c.chance < 0.5 * np.maximum.accumulate(c.chance)) if kind in COLLAPSING else []
-    return Run(kind, rows, c.begins, int(lost[0]) + 1 if len(lost) else STEPS)
+    lost = np.flatnonzero(c.chance < 0.5 * np.maximum.accumulate(c.chance)) if c.begins <= STEPS else []
+    return Run(name, rows, c.begins, int(lost[0]) + 1 if len(lost) else STEPS)
