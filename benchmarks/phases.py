@@ -51,6 +51,18 @@ def make_model(folder: Path, size: str, vocabulary: int) -> None:
 
     The numbers are large, so that each token has a log-prob of its own: a wrong mask shows in the loss.
     """
+    save_tokenizer(folder, vocabulary)
+    torch.manual_seed(0)
+    common: dict[str, Any] = dict(vocab_size=vocabulary, tie_word_embeddings=True, initializer_range=0.06)
+    if size == "convgpt":  # in all else as published
+        ids: dict[str, Any] = dict(pad_token_id=0, bos_token_id=None, eos_token_id=WORDS.index(END))
+        ConvGPTForCausalLM(ConvGPTConfig(**common, **ids)).save_pretrained(folder)
+    else:
+        LlamaForCausalLM(LlamaConfig(**common, **SHAPES[size])).save_pretrained(folder)
+
+
+def save_tokenizer(folder: Path, vocabulary: int) -> None:
+    """Each of the words w7, w8, ... is one token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -61,13 +73,6 @@ def make_model(folder: Path, size: str, vocabulary: int) -> None:
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, eos_token=END, unk_token=UNKNOWN)
     Chat.load(tokenizer, None).save(folder)
-    torch.manual_seed(0)
-    common: dict[str, Any] = dict(vocab_size=vocabulary, tie_word_embeddings=True, initializer_range=0.06)
-    if size == "convgpt":  # in all else as published
-        ids: dict[str, Any] = dict(pad_token_id=0, bos_token_id=None, eos_token_id=WORDS.index(END))
-        ConvGPTForCausalLM(ConvGPTConfig(**common, **ids)).save_pretrained(folder)
-    else:
-        LlamaForCausalLM(LlamaConfig(**common, **SHAPES[size])).save_pretrained(folder)
 
 
 def make_rows(file: Path, phase: str, count: int, vocabulary: int) -> None:
