@@ -27,7 +27,7 @@ from posttrain.monitoring.alarms import Alarm
 from posttrain.run_state import AlarmState
 
 RUNS = 400  # of a cell: with 20 of them stopped or warned, Wilson's interval is 3.3 to 7.6 %
-FIRST = 10_000  # seed: the limits were chosen on runs with smaller ones
+FIRST = 20_000  # seed: the limits were chosen on runs with smaller ones
 
 
 def watched(run: Run, groups: int, samples: int) -> list[Alarm]:
@@ -75,7 +75,7 @@ def share(count: int, runs: int) -> str:
     return f"{count / runs:.1%} [{low:.1%}, {high:.1%}]"
 
 
-def shown(results: dict[str, Any]) -> str:
+def markdown(results: dict[str, Any]) -> str:
     """Two tables: healthy runs, and collapses."""
     healthy = [
         [row["kind"], share(row["stop"], row["runs"]), share(row["any"], row["runs"]),
@@ -89,7 +89,7 @@ def shown(results: dict[str, Any]) -> str:
     ]  # fmt: skip
     first = _measure.table(["healthy runs", "stopped", "any alarm", "which"], healthy)
     header = ["collapse", "announced in time", "early", "steps to the alarm", "to half of the success", "9th decile"]
-    return f"{first}\n\n{_measure.table(header, collapses)}"
+    return f"{_measure.told(results)}\n\n{first}\n\n{_measure.table(header, collapses)}"
 
 
 def _each(measure: Any, job: tuple[Any, ...]) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def measure(cells: Sequence[Cell], runs: int, collapses: int, processes: int) ->
     falling = [(kind, batch, collapses) for batch in BATCHES for kind in (*COLLAPSING, *DROPS)]
     with ProcessPoolExecutor(processes) as pool:
         return {
-            "commit": _measure.commit(),
+            **_measure.surroundings(),
             "steps": STEPS,
             "healthy": list(pool.map(partial(_each, false_alarms), healthy)),
             "collapses": list(pool.map(partial(_each, announcements), falling)),
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args()
     results = measure(CELLS, args.runs, args.collapses, args.processes)
-    _measure.publish(results, shown(results), args.json)
+    _measure.publish(results, markdown(results), args.json)
 
 
 if __name__ == "__main__":

@@ -112,9 +112,7 @@ def measure(case: Case) -> dict[str, Any]:
         return {**case._asdict(), "tokens": LONGEST, "planned": planned(file, case), "measured": measured(file)}
 
 
-def main() -> None:
-    args = _measure.parser(__doc__, repeats=False).parse_args()
-    results = {**_measure.surroundings(), "cases": [measure(case) for case in CASES]}
+def markdown(results: dict[str, Any]) -> str:
     lines = [
         [
             row["model"].partition("/")[2],
@@ -126,7 +124,13 @@ def main() -> None:
         for row in results["cases"]
     ]
     header = ["model", f"rows of {LONGEST} tokens", "planned GiB", "measured GiB", "ratio"]
-    _measure.publish(results, _measure.table(header, lines), args.json)
+    return f"{_measure.told(results)}\n\n{_measure.table(header, lines)}"
+
+
+def main() -> None:
+    args = _measure.parser(__doc__, repeats=False).parse_args()
+    results = {**_measure.surroundings(), "cases": [measure(case) for case in CASES]}
+    _measure.publish(results, markdown(results), args.json)
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ class AlgorithmSection(Section):
     max_empty_steps: int = Field(
         "stop after so many steps in a row in which no group passed the filter (RAGEN's"
         " rollout_filter_empty_stop_steps); more where few groups differ anyway",
-        5,
+        10,
         ge=1,
     )
     mask_truncated_completions: bool = Field("leave episodes that a limit ended out of the loss (TRL's)", False)

@@ -12,7 +12,7 @@ LIMITS: dict[str, float] = {  # benchmarks/alarms.py and tests/data/alarms.json 
     "variance_gone": 0.10,  # of its best, mean of 10 steps: RAGEN's early stopping
     "saturated": 0.85,  # success from which a small std or entropy is not a collapse
     "solved": 0.95,  # success from which steps without a group to learn from are not an alarm
-    "entropy_collapse": 0.15,  # of the start, times what the success leaves
+    "entropy_collapse": 0.13,  # of the start, times what the success leaves
     "entropy_explosion": 3.0,  # times its lowest, without a gain in success
     "entropy_floor": 0.1,  # nats; a lowest entropy below it counts as this
     "gradient_growth": 5.0,  # times its lowest median of 10 steps, without a gain in success
@@ -20,7 +20,7 @@ LIMITS: dict[str, float] = {  # benchmarks/alarms.py and tests/data/alarms.json 
     "template_collapse": 0.5,  # of the first z-scores, while the conditional entropy keeps 0.75 of its own
     "format_decay": 0.10,  # share of invalid turns above the lowest
     "success_drop": 0.6,  # of its best
-    "wavering": 0.94,  # of its best success: a healthy policy may lose that much, what counts begins below it
+    "wavering": 0.92,  # of its best success: a healthy policy may lose that much, what counts begins below it
     "clip_fraction": 0.05,  # median of 5 steps
     "forgetting": 0.03,  # nats a token from the teacher, on held-out prompts of the phases before
     "skill_lost": 0.9,  # of the accuracy at the start of the run
@@ -29,7 +29,7 @@ LIMITS: dict[str, float] = {  # benchmarks/alarms.py and tests/data/alarms.json 
     "all_invalid": 0.95,  # of the turns of an environment, mean of 5 steps
     "no_success": 0.01,  # success of an environment that its episodes so far rule out
     "validation": 0.01,  # success that 5 or more evaluations in a row rule out
-    "empty_steps": 5,  # in a row
+    "empty_steps": 10,  # in a row
     "not_finite": 5,  # rows in a row
 }
 HALF_PRECISION_GAP = 16 * 2**-8  # nats, mean over tokens: 16 steps of bfloat16; about 5 were seen

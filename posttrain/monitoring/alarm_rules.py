@@ -111,7 +111,7 @@ def _reward_std(memory: Memory, row: Figures, setting: Setting) -> Iterator[Find
             f" {setting.step - own['healthy']} steps, with success at {won:.0%}: the usual first sign of collapse.",
         )
         limit = limits["variance_gone"] * expected
-        if series.fell(limit, expected, groups, chance, size, WINDOWS[1:]):
+        if series.fell(limit, expected, groups, chance / 10, size, WINDOWS[1:]):  # it ends a run: ten times as sure
             gone[path] = series.mean(10) / series.best
         elif series.mean(10) > 2 * limit:
             gone.pop(path, None)
