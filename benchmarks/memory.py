@@ -19,8 +19,7 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import _measure
 import phases
 
@@ -29,6 +28,7 @@ from posttrain.plan import Place, Shape, gib, most, report, rows
 from posttrain.plan.devices import Device, Fleet
 from posttrain.plan.known_models import PUBLISHED
 
+ROOT = Path(__file__).resolve().parent.parent
 LONGEST, STEPS = 320, 2
 FRAME = 6  # tokens around question and answer: <|im_start|>, a role, <|im_end|>, twice
 

@@ -613,7 +613,7 @@ def test_the_tables_of_the_learning_benchmark_are_those_of_its_rows(
     ("script", "file"),
     [("rollout", f"rollout{size}") for size in ("", "-vllm", "-trl", "-ragged", "-40m", "-40m-20", "-164m")]
     + [("iteration", f"iteration{size}") for size in ("", "-40m", "-smollm2")]
-    + [(script, script) for script in ("update", "phases", "scaling", "device", "envs")]
+    + [(script, script) for script in ("update", "phases", "scaling", "device", "envs", "memory", "alarms")]
     + [("phases", "phases-65k"), ("phases", "phases-dpo-h100"), ("gpu", "gpu-h100")]
     + [("launches", "launches-before"), ("launches", "launches")],
 )
