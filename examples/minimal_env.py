@@ -21,8 +21,9 @@ class Line(TextEnv):
 
     name = "line"
     actions = ("Left", "Right")  # None where an action is free text
+    max_turns = 4
 
-    def __init__(self, cells: int = 24, render_mode: str | None = None):
+    def __init__(self, cells: int = 16, render_mode: str | None = None):
         super().__init__(render_mode)
         self.config = cells  # all that decides which levels there are
 
