@@ -21,9 +21,9 @@ class Line(TextEnv):
 
     name = "line"
     actions = ("Left", "Right")  # None where an action is free text
-    max_turns = 4
+    max_turns = 4  # what ends an episode that does not get there
 
-    def __init__(self, cells: int = 16, render_mode: str | None = None):
+    def __init__(self, cells: int = 24, render_mode: str | None = None):
         super().__init__(render_mode)
         self.config = cells  # all that decides which levels there are
 
@@ -49,8 +49,8 @@ class Line(TextEnv):
         return self.observe(), float(there), there, False, info
 
     def observe(self) -> str:
-        row = ["G" if cell == self.goal else "_" for cell in range(self.cells)]
-        return " ".join(["Left", *reversed(row[: self.position]), "Right", *row[self.position + 1 :]])
+        row, here = ["G" if cell == self.goal else "_" for cell in range(self.cells)], self.position
+        return " ".join(["Left", *reversed(row[max(here - 3, 0) : here]), "Right", *row[here + 1 : here + 4]])
 
     def rules(self) -> str:
-        return "Walk along a row of cells to the goal G. You see what is left and right of you, the nearest cell first."
+        return "Walk along a row of cells to the goal G. You see three cells left and right of you, the nearest first."
