@@ -21,7 +21,6 @@ class Line(TextEnv):
 
     name = "line"
     actions = ("Left", "Right")  # None where an action is free text
-    max_turns = 4  # what ends an episode that does not get there
 
     def __init__(self, cells: int = 24, render_mode: str | None = None):
         super().__init__(render_mode)
