@@ -25,7 +25,9 @@ from envs.deep_coder.sandbox import Limits, Outcome, run
 TOLERANCE = 1e-6
 SHOWN = 300  # characters of an input or output in the feedback
 OPENING = re.compile(r"(?:[-*+>] |[0-9]{1,3}[.)] )?(?P<fence>`{3,}|~{3,})[ \t]*(?P<tag>[^`]*)")  # a line of a fence
+SAID = re.compile(r"[^`]*(?P<fence>`{3,})[ \t]*(?P<tag>[\w.+#-]*)")  # "The program: ```python": words before the fence
 CLOSING = re.compile(r"(?P<last>[^`]*?)(?P<fence>`{3,}|~{3,})")  # also behind the last line of the program
+CLOSED = re.compile(r"(?P<last>)(?P<fence>`{3,}|~{3,})(?P<tag>[^`]*)")  # "``` does not work": words behind the fence
 PYTHON = re.compile(r"\{?\.?(?:python|py|pypy|ipython)[0-9.]*(?![a-z])", re.IGNORECASE)
 CACHED = 4096  # verdicts
 
@@ -97,20 +99,25 @@ def program_of(text: str) -> str:
 
 
 def fenced(text: str) -> list[tuple[str, str]]:
-    """Return the language and the content of each fenced block, as Markdown defines them (CommonMark 4.5)."""
+    """Return the language and the content of each fenced block, as Markdown defines them (CommonMark 4.5).
+
+    Models also write words before an opening fence and behind a closing one, and open a block before they have closed
+    another; what stands in a program never begins with a fence of its own.
+    """
     blocks: list[tuple[str, str]] = []
     fence, tag, lines = "", "", []
     for line in text.split("\n"):
         bare = line.strip()
         if not fence:
-            if opening := OPENING.fullmatch(bare):
+            if opening := OPENING.fullmatch(bare) or SAID.fullmatch(bare):
                 fence, tag, lines = opening["fence"], opening["tag"].strip(), []
             continue
-        closing = CLOSING.fullmatch(bare)
+        closing = CLOSING.fullmatch(bare) or CLOSED.fullmatch(bare)
         if closing and closing["fence"][0] == fence[0] and len(closing["fence"]) >= len(fence):
             lines += [line.rstrip()[: -len(closing["fence"])]] if closing["last"] else []
             blocks.append((tag, "\n".join(lines)))
-            fence = ""
+            again = PYTHON.match(closing.groupdict().get("tag", "").strip())
+            fence, tag, lines = (closing["fence"], again[0], []) if again else ("", "", [])
         else:
             lines.append(line.removesuffix("\r"))
     return [*blocks, (tag, "\n".join(lines))] if fence else blocks
