@@ -78,7 +78,10 @@ EQUALS = re.compile(
 INDEX = re.compile(r"_ ?(?:\w|\{[^{}]*\})|(?<=[A-Za-z'}]) ?\([^()]*\)")  # of x_1, and the argument of f(2)
 POWER = re.compile(r"\^ ?(?:\w|\{[^{}]*\})")
 NAME = re.compile(r"[A-Za-z\\|][A-Za-z\\ '|(){}]*")
-NO_NAME = re.compile(r"\\(?:pi|frac|sqrt|infty)(?![a-z])|(?<![A-Za-z])(?:and|or)(?![A-Za-z])")
+NO_NAME = re.compile(
+    r"\\(?:pi|frac|sqrt|infty)(?![a-z])"
+    r"|(?<![A-Za-z])(?:and|or|(?i:not|never|isn't|no(?!\.? of |\.)|false|wrong|incorrect|negative))(?![A-Za-z])"
+)
 LONE_NAME = re.compile(r"(?:\\?[A-Za-z]|\\[A-Za-z]+|[A-Za-z]{4,})'?")
 COMMAND = re.compile(r"\\[a-zA-Z]+")
 DEEPEST = 8  # brackets within brackets, and what is taken off around an answer
@@ -200,6 +203,8 @@ class _Comparison:
             return None if UNION in given + answer else False
         if brackets != wanted and not (set(separators) == {","} and {brackets, wanted} == {"", "()"}):
             return False
+        if brackets != wanted and any(text.startswith(("{", r"\{")) for text in (given, answer)):
+            return False  # a set is not a point
         if wanted or ":" in separators:
             return all(self.equal(one, other, depth + 1) for one, other in zip(these, those, strict=True))
         left = list(those)
@@ -305,6 +310,8 @@ def _only_words(text: str) -> str:
 
 def _name(side: str) -> str:
     """What an equation says a value of: x, f(2) or (x,y); nothing where it is not one name."""
+    if NO_NAME.search(side):
+        return ""
     side = side.strip("$ ").replace(" ", "")
     several = side[1:-1].split(",") if side.startswith("(") and side.endswith(")") else []
     is_point = len(several) > 1 and all(map(NAMED.fullmatch, several))

@@ -32,7 +32,7 @@ SPELLINGS = [  # LaTeX's way to write what plain text has as well
         (r"\\(?:left|right|displaystyle|textstyle|bf|rm|it|ensuremath)(?![a-zA-Z])|\\!|\\[()\[\]]", ""),
         (rf"\\(?:{STYLES})\s*\{{([^{{}}]*)\}}", r" \1 "),
         (rf"\\(?:{STYLES})(?= *\{{)", ""),
-        (r"\\[,;:> ]|\\(?:q?quad|enspace|thinspace)(?![a-zA-Z])|~|\s", " "),
+        (r"\\(?:[,;:> ]|\Z)|\\(?:q?quad|enspace|thinspace)(?![a-zA-Z])|~|\s", " "),
         (r"\^ *(?:\{ *\\circ *\}|\\circ(?![a-zA-Z]))|\\(?:text)?degree(?![a-zA-Z])|º", "°"),
         (r"\\%", "%"),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),

@@ -12,7 +12,7 @@ from envs.math_judge import last_boxed as last_boxed
 from posttrain.types import UserError
 
 WIDE = str.maketrans("０１２３４５６７８９．，－−﹣", "0123456789.,---")
-CURRENCY = r"(?:\\?[$€£¥])"
+CURRENCY = r"(?:[A-Z]{0,3}\\?[$€£¥])"
 SEPARATOR = r"(?:,(?:\\!)?|\{,\}|\\[,!])"  # of thousands, also as LaTeX spells it
 NUMBER = re.compile(
     rf"(?P<before>[-+]?){CURRENCY}?(?P<after>-?)(?P<number>"
@@ -20,7 +20,7 @@ NUMBER = re.compile(
     r"(?![0-9])|[0-9]++)(?:\.[0-9]++)?|(?<![0-9A-Za-z.)\]}])\.[0-9]++)(?P<power>[eE][-+]?[0-9]++(?![0-9A-Za-z]))?"
 )
 TAKEN_FROM = re.compile(  # what a minus behind it is not a sign after: a number, a bracket, a word of an alphabet
-    rf"(?:[0-9)\]}}%!]|[0-9]\.?{CURRENCY}?) *\Z|[0-9A-Za-z\u00c0-\u024f\u0370-\u052f.'’]\Z"
+    rf"(?:[0-9)\]}}%!]|[0-9]\.?{CURRENCY}?) *\Z|[0-9A-Za-z\u00c0-\u024f\u0370-\u052f.]['’]?\Z"
 )
 LOOK_BACK = 40  # characters
 

@@ -214,6 +214,8 @@ def test_every_answer_of_gsm8k_is_itself_in_other_notations(judge: MathJudge, fi
 
 EQUAL = [
     ("10,080", r"10,\!080"),
+    (r"\ 9\ ", "9"),
+    (r"\{1, 2\}", "1,2"),
     (r"11{,}111{,}111{,}100", r"11,\! 111,\! 111,\! 100"),
     ("9i+6", "6+9i"),
     (r"3+4\mathrm{i}", "3+4i"),
@@ -283,6 +285,11 @@ UNEQUAL = [
     ("twenty-five minus 5", "5"),
     ("6, because 2+3=5", "5"),
     ("y=5", "x=5"),
+    ("not x=5", "x=5"),
+    ("no x = 5", "x=5"),
+    ("x is not = 5", "x=5"),
+    (r"\{1,2\}", "(1,2)"),
+    (r"\{3, \frac{\pi}{2}\}", r"\left(3,\frac{\pi}{2}\right)"),
     ("0:30", "0"),
     ("9:30", "3:30"),
     ("f'(x)", "f(x)"),

@@ -381,7 +381,7 @@ def _empty(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
         by_chance = setting.sizes.groups * math.log1p(-share)
         needed = max(needed, math.log(FALSE_ALARM / setting.sizes.steps) / by_chance)
     words = f"No group passed the filter for {count} steps in a row: all samples of a group score alike."
-    yield Finding("empty_steps", count >= needed and won < limits["solved"], False, words)
+    yield Finding("empty_steps", count >= needed and won < limits["saturated"], False, words)
 
 
 Rule = Callable[[Memory, Figures, Setting], Iterator[Finding]]
