@@ -165,10 +165,13 @@ def _start(chat: Chat) -> Line:
     if not tokens:
         return Line(OK, "start of text", "the tokenizer puts no token before plain text, and none is added")
     puts = f"the tokenizer puts {tokens} before plain text"
+    written = json.dumps("".join(chat.tokenizer.convert_ids_to_tokens(chat.start_ids)), ensure_ascii=False)
+    if chat.template.startswith(f"{{{{- {written} }}}}"):  # as Chat.load puts it
+        return Line(OK, "start of text", f"{puts}, and so does the template, which lacked it and got it")
     if chat.prompt([{"role": "user", "content": "Hi"}])[: len(chat.start_ids)] == chat.start_ids:
         return Line(OK, "start of text", f"{puts}, and the template writes it")
     if chat.writes_start():
-        return Line(OK, "start of text", f"{puts}, but the template writes it only in some dialogues")
+        return Line(OK, "start of text", f"{puts}, but the template writes it only in some dialogues, and is left as it is")
     return Line(OK, "start of text", f"{puts}, but an earlier phase trained without it, so it stays out")
 
 

@@ -142,7 +142,7 @@ def test_what_a_conversation_starts_with(tmp_path: Path) -> None:
     tokenizer.save_pretrained(folder)
     found = lines(folder)
     puts = "the tokenizer puts <|endoftext|> (0) before plain text"
-    assert found["start of text"].words == f"{puts}, and the template writes it"
+    assert found["start of text"].words == f"{puts}, and so does the template, which lacked it and got it"
     assert "the model has none, so" in found["chat template"].words and not marks(found, "does not work")
 
     checkpoint.seal(folder, phase="phase1", chat_template_sha256=template_hash(TEMPLATE_PATH.read_text()))
@@ -152,7 +152,10 @@ def test_what_a_conversation_starts_with(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text(some + TEMPLATE_PATH.read_text())
     checkpoint.seal(folder, phase="base")
     words = lines(folder)["start of text"].words
-    assert words == f"{puts}, but the template writes it only in some dialogues"
+    assert words == f"{puts}, but the template writes it only in some dialogues, and is left as it is"
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}" + TEMPLATE_PATH.read_text())
+    checkpoint.seal(folder, phase="base")
+    assert lines(folder)["start of text"].words == f"{puts}, and the template writes it"
 
 
 def test_a_template_without_system_messages(tmp_path: Path) -> None:
