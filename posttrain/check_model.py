@@ -171,7 +171,9 @@ def _start(chat: Chat) -> Line:
     if chat.prompt([{"role": "user", "content": "Hi"}])[: len(chat.start_ids)] == chat.start_ids:
         return Line(OK, "start of text", f"{puts}, and the template writes it")
     if chat.writes_start():
-        return Line(OK, "start of text", f"{puts}, but the template writes it only in some dialogues, and is left as it is")
+        return Line(
+            OK, "start of text", f"{puts}, but the template writes it only in some dialogues, and is left as it is"
+        )
     return Line(OK, "start of text", f"{puts}, but an earlier phase trained without it, so it stays out")
 
 
