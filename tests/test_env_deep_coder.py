@@ -497,6 +497,27 @@ def test_an_example_of_the_statement_is_not_a_hidden_test(statement):
     assert isinstance(rows.problem_of({"problem": "Add 3 numbers, 4 times 7.", "tests": [example]}, Bounds()), Problem)
 
 
+@pytest.mark.parametrize("function", ["isValid", ""])
+def test_an_example_without_words_and_numbers_is_not_a_hidden_test(function):
+    shown = [("()", True), ("()[]{}", True), ("(]", False)]
+    parts = [
+        f'Example {n}:\nInput: s = "{given}"\nOutput: {str(value).lower()}' for n, (given, value) in enumerate(shown)
+    ]
+    statement = "The brackets '(', ')', '{', '}', '[' and ']': is it valid?\n" + "\n".join(parts)
+
+    def problem(extra):
+        pairs = [*shown, *extra]
+        inputs = [[given] if function else given for given, _ in pairs]
+        outputs = [[value] if function else str(value).lower() for _, value in pairs]
+        return rows.problem_of(
+            {"problem": statement, "tests": {"fn_name": function, "inputs": inputs, "outputs": outputs}}, Bounds()
+        )
+
+    assert problem([]) == rows.NO_HIDDEN_TEST
+    kept = problem([("([)]", False), ("{[]}", True)])
+    assert isinstance(kept, Problem) and ["([)]" in test.input for test in kept.hidden] == [True, False]
+
+
 def test_rows_without_a_hidden_test_are_counted(tmp_path, caplog):
     shown = {"problem": "Print 7.", "tests": json.dumps([{"input": "", "output": "7"}] * 3)}
     path = written(tmp_path, "rows.jsonl", [*[{**ROWS["list"], "problem": f"Problem {n}"} for n in range(3)], shown])

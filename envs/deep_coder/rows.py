@@ -36,6 +36,8 @@ NO_TESTS = "without tests in a known form within max_test_bytes"
 TOKEN = re.compile(r"-?[0-9]+(?:\.[0-9]+)?|[^\W\d_]+")  # of a statement and its examples
 ARGUMENT = re.compile(r"\b[A-Za-z_]\w*\s*=(?!=)")  # nums = [1, 2] in an example
 MOST_BETWEEN = 4  # words between an example's input and its output
+MOST_CHARACTERS = 20  # the same, where the input has no word and no number
+AROUND = re.compile(r"[\s\"'`]")  # what stands around a value without being a part of it
 SAYS_EXAMPLE = frozenset("input inputs output outputs example examples sample samples result returns return".split())
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
@@ -171,7 +173,8 @@ def choose(tests: list[Test], statement: str, bounds: Bounds) -> tuple[tuple[Tes
     """
     public = min(bounds.public, len(tests) - 1, bounds.max_tests - 1)
     words = tokens(ARGUMENT.sub(" ", statement))
-    shown, hidden = tests[:public], [test for test in tests[public:] if not is_example(test, words)]
+    signs = AROUND.sub("", statement.casefold())
+    shown, hidden = tests[:public], [test for test in tests[public:] if not is_example(test, words, signs)]
     longest = sorted(range(len(hidden)), key=lambda number: -len(hidden[number].input))[: bounds.max_tests - public]
     return tuple([*shown, *(hidden[number] for number in sorted(longest))]), public
 
@@ -180,12 +183,28 @@ def tokens(text: str) -> list[str]:
     return TOKEN.findall(text.casefold())
 
 
-def is_example(test: Test, statement: list[str]) -> bool:
-    """Whether the tokens of a statement hold a test's input, and soon behind it its output."""
+def written(text: str) -> str:
+    """What a value of JSON or a text looks like in a statement: its parts, without the brackets of the arguments."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return "".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def is_example(test: Test, statement: list[str], signs: str) -> bool:
+    """Whether the tokens of a statement hold a test's input, and soon behind it its output.
+
+    signs: the statement without blanks and quotation marks, for an input such as "()[]", which has no tokens.
+    """
     if len(test.input) + len(test.output) > LONGEST_STATEMENT:
         return False
     given, wanted = tokens(test.input), tokens(test.output)
-    for start in range(len(statement) - len(given) - len(wanted) + 1) if given else ():
+    if not given:
+        said, value = (AROUND.sub("", written(text).casefold()) for text in (test.input, test.output))
+        ends = [match.end() for match in re.finditer(f"(?={re.escape(said)})", signs)] if said else []
+        return any(value in signs[end + len(said) :][: MOST_CHARACTERS + len(value)] for end in ends)
+    for start in range(len(statement) - len(given) - len(wanted) + 1):
         if statement[start] == given[0] and statement[start : start + len(given)] == given:
             end = start + len(given)
             between = next((n for n in range(MOST_BETWEEN) if statement[end + n :][: len(wanted)] == wanted), None)

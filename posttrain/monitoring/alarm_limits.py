@@ -59,7 +59,12 @@ class Advice(NamedTuple):
         return self.text.format(options=f"{', '.join(first)} or {last}" if first else last)
 
 
-STARPO_S = Option("preset starpo-s (`algorithm.preset`)", lambda cfg: cfg.algorithm.preset != "starpo-s")
+def _filters(cfg: StarPORun) -> bool:
+    """Whether the run trains on the groups whose rewards differ most alone."""
+    return cfg.algorithm.filter.strategy != "none" and not cfg.algorithm.filter.keep_zero
+
+
+STARPO_S = Option("preset starpo-s (`algorithm.preset`)", lambda cfg: not _filters(cfg))
 RAGEN2 = Option(
     "train on the groups whose rewards differ (preset ragen2; or `algorithm.filter.strategy: top_p`, `value: 0.9`,"
     " `keep_zero: false`)",
@@ -110,7 +115,7 @@ ADVICE: dict[str, Advice] = {
         "Read transcripts. Try {options}.",
         (
             WARMER,
-            STARPO_S._replace(words="to train on groups whose rewards differ (preset starpo-s)"),
+            Option("to train on groups whose rewards differ (preset starpo-s)", lambda cfg: not _filters(cfg)),
             Option("more repetition pairs in phase 2"),
         ),
     ),
@@ -144,7 +149,7 @@ ADVICE: dict[str, Advice] = {
     "forgetting": Advice("warn", "Try {options}.", (DISTIL, MORE_DISTILLATION, SLOWER)),
     "skill_lost": Advice(
         "warn",
-        "Try {options}; this suite's kind of prompts belongs into `distillation.sources`.",
+        "Try {options}.",
         (DISTIL, MORE_DISTILLATION, SLOWER),
     ),
     "skipped_updates": Advice("warn", "Numbers overflow. Try {options}.", (FLOAT32, SLOWER)),
