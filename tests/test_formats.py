@@ -293,6 +293,43 @@ def test_rows_in_no_format_are_told_what_there_is(
     assert "\n" not in str(told.value)
 
 
+LABELS = (True, False, 0, 1, 1.0, -1, "0", "1", "False ", " true", "TRUE", "no", "Yes", "good", "bad", "rejected")
+
+
+@pytest.mark.parametrize("label", [*LABELS, "so-so", 0.3, 7])
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_a_label_beside_a_completion_is_kto_s_however_it_is_spelled(tmp_path: Path, name: str, label: object) -> None:
+    path = saved(tmp_path / name, [{"prompt": "p", "completion": "a bad answer", "label": label}])
+    for kind in ("messages", "preferences"):
+        source = Source(kind=kind, path=path)  # type: ignore[arg-type]
+        with pytest.raises(UserError, match=r"This is KTO's format.* Rename it if it says something else"):
+            list(reading.read(source, "data.sources.0", 0))
+    with pytest.raises(UserError, match="KTO"):
+        command.main([path])
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("talk", [{"messages": HI}, {"instruction": "Hi", "output": "Hello"}])
+def test_a_label_that_calls_an_answer_good_or_bad_is_kto_s_in_every_format(talk: dict[str, Any], label: object) -> None:
+    assert reading.formats.dialogue(talk | {"label": label}) == reading.formats.KTO
+    assert reading.formats.dialogue(talk | {"kto_tag": label}) == reading.formats.KTO
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "It rains.", "label": 1},  # as sets for classification have it
+        {"messages": HI, "label": "billing"},
+        {"prompt": "Hi", "completion": "Hello", "label": None},
+        {"prompt": "Hi", "completion": "Hello", "label": " ", "kto_tag": ""},
+        {"messages": HI, "label": ""},
+    ],
+)
+def test_a_label_that_judges_no_answer_is_not_read(row: dict[str, Any]) -> None:
+    found = reading.formats.dialogue(row)
+    assert not isinstance(found, str) and not {"label", "kto_tag"} & found.columns
+
+
 def test_pairs_that_cannot_be_compared_are_dropped_under_their_own_reason(tmp_path: Path, tiny_chat: Chat) -> None:
     rows = {
         "no prompt before the answer": {"chosen": [BLUE], "rejected": [NO]},

@@ -42,8 +42,13 @@ PROMPT_FORMATS = "prompt (text or messages); messages or conversations whose las
 KTO = (
     "This is KTO's format, one answer with a label that says whether it is good. Phase 2 compares two answers to a "
     "prompt: write rows with prompt, chosen and rejected. Or train on good answers in phase 1: keep the rows whose "
-    "label is true and remove that column"
+    "label is true and remove that column. Rename it if it says something else"
 )
+# Values of a column `label` that call an answer good or bad.
+VERDICTS = {
+    "true", "false", "yes", "no", "y", "n", "t", "f", "1", "0", "-1", "1.0", "0.0", "-1.0", "good", "bad",
+    "desirable", "undesirable", "chosen", "rejected", "accepted",
+}  # fmt: skip
 _HH = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 
 
@@ -61,7 +66,7 @@ Recognise = Callable[[dict[str, Any]], Recognised | str]  # or, in words, why th
 def dialogue(row: dict[str, Any]) -> Recognised | str:
     """The row with its `messages`; those of plain text are one with the role TEXT."""
     given = _given(row)
-    if ("completion" in row and row.get("label") in (True, False)) or isinstance(row.get("kto_tag"), bool):
+    if _is_kto(row, given):
         return KTO
     if {"chosen", "rejected"} <= given and "messages" not in given:
         return "These are pairs of answers: phase 2 reads them (kind: preferences)"
@@ -181,6 +186,15 @@ def as_messages(value: object) -> list[Message] | None:
 def _given(row: dict[str, Any]) -> set[str]:
     """The columns with a value. Parquet gives every row all columns of its file, and CSV all cells."""
     return {name for name, value in row.items() if not (value is None or value in ("", [], {}))}
+
+
+def _is_kto(row: dict[str, Any], given: set[str]) -> bool:
+    """True where a column says whether the answer is good; beside a `completion`, every label is taken to do so."""
+    label = str(row["label"]).strip().lower() if "label" in given else ""
+    if "kto_tag" in given or not label:
+        return "kto_tag" in given
+    others = bool(given & {*DIALOGUES}) or {"instruction", "output"} <= given
+    return label in VERDICTS if others else "completion" in given
 
 
 def _not_messages(column: str, value: object, wanted: str) -> str:

@@ -137,8 +137,6 @@ def _cell(name: str, text: str) -> Any:
             return float(text)
         if name in MESSAGES and text.startswith(("[{", '{"')):
             return json.loads(text)
-        if name == "label" and text.lower() in ("true", "false"):
-            return text.lower() == "true"
     except (ValueError, RecursionError):
         pass
     return text
