@@ -101,6 +101,16 @@ def test_the_table_says_what_was_recognised(
     assert "; ShareGPT, 1,204 rows; Alpaca, 1 row; columns not read: id, source\n" in capsys.readouterr().out
 
 
+def test_a_column_that_was_used_is_never_called_unread(tmp_path: Path) -> None:
+    orca = [{"question": "q", "system": each} | ANSWERS for each in ("", "Be brief.", None)]
+    assert read(tmp_path, orca, "preferences")[1].endswith("; Orca pairs, 3 rows")
+    talks = [{"messages": HI, "tools": each, "images": []} for each in ("", "[]", "null", [], [CALL], None)]
+    assert read(tmp_path, talks)[1].endswith("; messages, 6 rows")
+    asked = [{"prompt": "Hi", "tools": each} for each in ("[]", "[1]")]
+    assert read(tmp_path, asked, "prompts")[1].endswith("; prompts, 2 rows")
+    assert read(tmp_path, [{"text": "a", "system": "Be brief."}])[1].endswith("; columns not read: system")
+
+
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant", "system", "tool"]), st.text()), max_size=5))
 def test_keys_are_renamed_as_trl_renames_them(said: list[tuple[str, str]]) -> None:
     rows = [{"conversations": [{"from": role, "value": text} for role, text in said]} for _ in range(2)]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from posttrain.chat import Message
 from posttrain.config import Source
 from posttrain.data import gsm8k as gsm8k_rows
-from posttrain.data.formats import TEXT
+from posttrain.data.formats import TEXT, has_value
 from posttrain.data.local import printable
 from posttrain.judge import MathJudge, last_boxed
 
@@ -260,7 +260,7 @@ def plain(messages: Sequence[dict[str, Any]]) -> list[Message] | str:
             return _REASONS["tool_calls"]
         trained: bool | None = None
         for key, value in message.items():
-            if key in ("role", "content", "mask_spans", "finished") or key in IGNORED or _is_nothing(value):
+            if key in ("role", "content", "mask_spans", "finished") or key in IGNORED or not has_value(value):
                 continue
             if reason := _REASONS.get(key):
                 return reason
@@ -282,10 +282,6 @@ def plain(messages: Sequence[dict[str, Any]]) -> list[Message] | str:
     return kept
 
 
-def _is_nothing(value: Any) -> bool:
-    return value is None or value in ("", [], {})
-
-
 def _is_text_part(part: dict[str, Any]) -> bool:
     """True for {"type": "text", "text": "Hi"}, also with the empty columns of other parts."""
     others = [key for key, value in part.items() if key not in ("type", "text", "cache_control") and value is not None]
@@ -295,7 +291,7 @@ def _is_text_part(part: dict[str, Any]) -> bool:
 def _columns_that_matter(row: dict[str, Any]) -> str | None:
     """Why the messages of a row are not all that its answers depend on."""
     for name in ROW_COLUMNS:
-        if not _is_nothing(row.get(name)) and row[name] not in NO_TOOLS:
+        if has_value(row.get(name)) and row[name] not in NO_TOOLS:
             return _REASONS[name]
     return None
 

@@ -65,7 +65,7 @@ Recognise = Callable[[dict[str, Any]], Recognised | str]  # or, in words, why th
 
 def dialogue(row: dict[str, Any]) -> Recognised | str:
     """The row with its `messages`; those of plain text are one with the role TEXT."""
-    given = _given(row)
+    given = given_in(row)
     if _is_kto(row, given):
         return KTO
     if {"chosen", "rejected"} <= given and "messages" not in given:
@@ -144,7 +144,7 @@ def last_turn(row: dict[str, Any]) -> Recognised | str:
 
 
 def _asked(row: dict[str, Any], names: Sequence[str]) -> Recognised | str:
-    given = _given(row)
+    given = given_in(row)
     for there in (given, set(row)):
         if column := next((name for name in names if name in there), None):
             text = column == "prompt"
@@ -183,9 +183,14 @@ def as_messages(value: object) -> list[Message] | None:
     return messages
 
 
-def _given(row: dict[str, Any]) -> set[str]:
+def given_in(row: dict[str, Any]) -> set[str]:
     """The columns with a value. Parquet gives every row all columns of its file, and CSV all cells."""
-    return {name for name, value in row.items() if not (value is None or value in ("", [], {}))}
+    return {name for name, value in row.items() if has_value(value)}
+
+
+def has_value(value: object) -> bool:
+    """False for what stands in a column or under a key that a row does not use."""
+    return not (value is None or value in ("", [], {}))
 
 
 def _is_kto(row: dict[str, Any], given: set[str]) -> bool:
@@ -234,7 +239,7 @@ def _history(value: object) -> list[Message] | None:
 
 def _begun(row: dict[str, Any], messages: list[Message]) -> tuple[list[Message], set[str]]:
     """The messages behind what a column says for the system, and that column; one that repeats it is not added."""
-    column = next((name for name in SYSTEM if name in _given(row)), None)
+    column = next((name for name in SYSTEM if name in given_in(row)), None)
     if column is None:
         return messages, set()
     first = {"role": "system", "content": row[column]}

@@ -96,7 +96,8 @@ def read(source: Source, key: str, seed: int, report: SourceReport | None = None
     for place, row in _open(source, key, seed):
         found = _recognised(row, source.kind, f"{key}: {place} of {source.path}")
         if report is not None:
-            report.recognised(found.format, {name for name in row if row[name] is not None} - found.columns)
+            unread = formats.given_in(row) - found.columns - {*filters.ROW_COLUMNS}
+            report.recognised(found.format, unread)
         yield found.row
 
 
