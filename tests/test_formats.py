@@ -437,6 +437,63 @@ def test_columns_beside_the_messages_that_matter(column: str, reason: str) -> No
     assert example({"prompt": "a", column: "[1]"}, "prompts") == reason
 
 
+ONE_ANSWER: list[dict[str, Any]] = [
+    {"messages": HI}, {"conversations": HI}, {"instruction": "Hi", "output": "Hello"},
+    {"prompt": "Hi", "completion": "Hello"}, {"text": "It rains."},
+]  # fmt: skip
+OF_ROWS: list[tuple[dict[str, Any], str]] = [
+    ({"tool_calls": [CALL]}, "calls of tools"),
+    ({"tool_calls": json.dumps([CALL])}, "calls of tools"),
+    ({"function_call": {"name": "lookup"}}, "calls of tools"),
+    ({"reasoning_content": "2 and 2"}, "thoughts beside the content"),
+    ({"thinking": "2 and 2"}, "thoughts beside the content"),
+    ({"attachments": ["a.pdf"]}, "pictures, sound or files"),
+    ({"weight": 0}, "marked as not to be trained"),
+    ({"weight": 0.0, "train": True}, "marked as not to be trained"),
+    ({"weight": "0"}, "marked as not to be trained"),
+    ({"train": False}, "marked as not to be trained"),
+    ({"train": "False "}, "marked as not to be trained"),
+    ({"training": False}, "marked as not to be trained"),
+    ({"loss": False}, "marked as not to be trained"),
+    ({"weight": 0.5}, "weight of a row is neither 0 nor 1"),
+    ({"train": "no"}, "train of a row is neither 0 nor 1"),
+]
+
+
+@pytest.mark.parametrize(("columns", "reason"), OF_ROWS)
+def test_a_column_that_changes_what_a_row_means_takes_the_row(
+    tmp_path: Path, columns: dict[str, Any], reason: str
+) -> None:
+    for talk in ONE_ANSWER:
+        [row], note = read(tmp_path, [talk | columns])
+        assert example(row) == reason and "not read" not in note
+    for kind, talk in (("preferences", {"prompt": "a"} | ANSWERS), ("prompts", {"prompt": "a"})):
+        [row], note = read(tmp_path, [talk | columns], kind)
+        thoughts = kind == "prompts" and reason in ("thoughts beside the content", "calls of tools")
+        files = kind == "prompts" and "attachments" in columns
+        expected = reason if not (thoughts or files) else None  # which belong to an answer that is not read
+        found = example(row, kind)
+        assert (found if isinstance(found, str) else None) == expected
+        assert ("not read" in note) == (expected is None)
+
+
+def test_columns_that_say_nothing_and_those_of_other_meaning_keep_the_row(tmp_path: Path) -> None:
+    said = {"weight": 1, "train": "True", "loss": "", "training": None, "tool_calls": "[]", "reasoning": ""}
+    for talk in ONE_ANSWER:
+        [row], note = read(tmp_path, [talk | said | {"name": "a set", "mood": "calm"}])
+        assert isinstance(example(row), Example) and note.endswith("; columns not read: mood, name")
+    # an evaluation trains on nothing
+    path = write(tmp_path / "a.jsonl", [{"prompt": "a", "weight": 0} | ANSWERS])
+    assert len(reading.evaluation_rows(path, "preferences", "source")) == 1
+
+
+def test_a_source_of_rows_that_are_not_trained_says_what_to_change(tmp_path: Path, tiny_chat: Chat) -> None:
+    for weight, words in ((0, "remove that column to train on them"), (2.5, "Write 0 or 1 into the column `weight`")):
+        source = Source(kind="messages", path=write(tmp_path / "a.jsonl", [{"messages": HI, "weight": weight}]))
+        with pytest.raises(UserError, match=words):
+            load_sft(section(source), tiny_chat)
+
+
 def test_a_user_s_message_cannot_be_trained() -> None:
     assert example({"messages": [HI[0] | {"train": True}, HI[1]]}) == "a message to be trained that is not an answer"
     assert isinstance(example({"messages": [HI[0] | {"train": False, "weight": 0}, HI[1] | {"weight": 1}]}), Example)

@@ -37,7 +37,10 @@ DROPPED = {
     "names of speakers": ("name",),
     "refusals beside the content": ("refusal",),
 }  # fmt: skip
-ROW_COLUMNS = ("tools", "functions", "images", "image", "videos", "video", "audios", "audio")  # of DROPPED, also there
+# Of these also as a column of the row, beside its messages: those that change what is asked, and, where the row's
+# answer is trained, all but `name`, which is that of the row there.
+ASKED_COLUMNS = ("tools", "functions", "images", "image", "videos", "video", "audios", "audio")
+ANSWER_COLUMNS = tuple(key for keys in DROPPED.values() for key in keys if key != "name")
 IGNORED = {  # where a message comes from, and what somebody thinks of it
     "id", "message_id", "msg_id", "uuid", "parent", "parent_id", "conversation_id", "index", "idx", "turn", "turn_id",
     "turn_identifier", "timestamp", "time", "date", "create_time", "created", "created_at", "update_time", "updated_at",
@@ -46,17 +49,25 @@ IGNORED = {  # where a message comes from, and what somebody thinks of it
     "annotations",
 }  # fmt: skip
 UNKNOWN = "unknown key of a message"
+UNTRAINED = "marked as not to be trained"
 REMEDIES = {  # what to do about rows that are dropped for these reasons, by how the reason begins
     "calls of tools": "Calls of tools are not trained; remove such rows.",
     "thoughts beside": "Write thoughts into the content (<think>...</think> before the answer) and remove the key.",
     UNKNOWN: "Remove that key from the messages, if it does not change what they mean.",
+    UNTRAINED: "Their `weight`, `train`, `training` or `loss` is 0 or false: remove that column to train on them.",
+    **{
+        f"{name} of a row": f"Write 0 or 1 into the column `{name}` (the `weight` of a source mixes several), or rename"
+        " it if it does not say what is trained."
+        for name in SWITCHES
+    },
     "names of speakers": "Remove the key `name`, if the contents say enough without it.",
     "no prompt before": "Add a column `prompt`, or begin both dialogues with it.",
     "longer than": "Write a larger limit of tokens (data.max_length; in phase 3 rollout.max_context).",
 }
 _REASONS = {key: reason for reason, keys in DROPPED.items() for key in keys}
 _CALLERS = ("function_call", "tool_call")  # roles of ShareGPT's messages
-NO_TOOLS = ("[]", "{}", "null")  # a column of tools that says there are none
+NOTHING = ("[]", "{}", "null")  # a column, of tools above all, that says there are none
+SPELLED = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}  # in a cell of a CSV file
 
 
 class Example(NamedTuple):
@@ -124,7 +135,7 @@ def dialogue(row: dict[str, Any], source: Source, judge: MathJudge) -> Example |
     It ends before an answer that was cut short, which the chat's files mark with "finished": false, and before a last
     message of the user that has no answer. Plain text is one message with a role of its own.
     """
-    if reason := _columns_that_matter(row):
+    if reason := _columns_that_matter(row) or _untrained(row):
         return reason
     given = row["messages"]
     if [message["role"] for message in given] == [TEXT]:
@@ -153,7 +164,7 @@ def preference(row: dict[str, Any], source: Source, judge: MathJudge) -> Example
 
     A `prompt` beside whole dialogues, as UltraFeedback has it, is ignored: it repeats their first message as a string.
     """
-    found = dialogues_of_pair(row)
+    found = _untrained(row) or dialogues_of_pair(row)
     if isinstance(found, str):
         return found
     chosen, rejected = found
@@ -191,7 +202,7 @@ def dialogues_of_pair(row: dict[str, Any]) -> tuple[list[Message], list[Message]
 
 def prompt(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
     """A prompt alone, as text or as messages of which the last is the user's (TRL's prompt-only format)."""
-    if reason := _columns_that_matter(row):
+    if reason := _columns_that_matter(row, ASKED_COLUMNS) or _untrained(row):
         return reason
     messages = asked(row["prompt"])
     if isinstance(messages, str):
@@ -288,11 +299,29 @@ def _is_text_part(part: dict[str, Any]) -> bool:
     return part["type"] == "text" and isinstance(part.get("text"), str) and not others
 
 
-def _columns_that_matter(row: dict[str, Any]) -> str | None:
-    """Why the messages of a row are not all that its answers depend on."""
-    for name in ROW_COLUMNS:
-        if has_value(row.get(name)) and row[name] not in NO_TOOLS:
+def columns_judged(kind: str) -> set[str]:
+    """The columns beside messages, pairs or prompts that decide whether a row of this kind is kept."""
+    return {*SWITCHES, *(ASKED_COLUMNS if kind in ("prompts", "recall") else ANSWER_COLUMNS)}
+
+
+def _columns_that_matter(row: dict[str, Any], names: Sequence[str] = ANSWER_COLUMNS) -> str | None:
+    """Why the messages of a row are not all that its answers depend on, or that belongs to them."""
+    for name in names:
+        if has_value(row.get(name)) and row[name] not in NOTHING:
             return _REASONS[name]
+    return None
+
+
+def _untrained(row: dict[str, Any]) -> str | None:
+    """Why a row is not trained on, by a column that says so as a key of a message does."""
+    for name in SWITCHES:
+        value = row.get(name)
+        if isinstance(value, str):
+            value = SPELLED.get(value.strip().lower(), value.strip())
+        if has_value(value) and value not in (0, 1):  # False and True among them
+            return f"{name} of a row is neither 0 nor 1"
+        if has_value(value) and not value:
+            return UNTRAINED
     return None
 
 

@@ -96,7 +96,7 @@ def read(source: Source, key: str, seed: int, report: SourceReport | None = None
     for place, row in _open(source, key, seed):
         found = _recognised(row, source.kind, f"{key}: {place} of {source.path}")
         if report is not None:
-            unread = formats.given_in(row) - found.columns - {*filters.ROW_COLUMNS}
+            unread = formats.given_in(row) - found.columns - filters.columns_judged(source.kind)
             report.recognised(found.format, unread)
         yield found.row
 
