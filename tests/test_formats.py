@@ -259,6 +259,48 @@ def test_pairs_of_every_format(
     assert [asked["chosen"], asked["rejected"]] == kept.dialogues
 
 
+MORE = "\n\nHuman: More?"
+
+
+@pytest.mark.parametrize("ends", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"chosen": f"{HUMAN} Blue.", "rejected": f"{HUMAN} No."},
+        {"prompt": HUMAN, "chosen": "Blue.", "rejected": "No."},
+        {"chosen": [ASK, BLUE], "rejected": [ASK, NO]},
+        {"prompt": [ASK], "chosen": [BLUE], "rejected": [NO]},
+        {"conversations": sharegpt("human", "Name a colour."), "chosen": [BLUE], "rejected": [NO]},
+    ],
+)
+def test_a_last_turn_without_an_answer_is_cut_from_pairs(
+    tmp_path: Path, tiny_chat: Chat, row: dict[str, Any], ends: tuple[bool, bool]
+) -> None:
+    longer = dict(row)
+    for name, more in zip(("chosen", "rejected"), ends, strict=True):
+        if more:
+            longer[name] = row[name] + (MORE if isinstance(row[name], str) else [user("More?")])
+    source = Source(kind="preferences", path=write(tmp_path / "a.jsonl", [longer]))
+    data = load_preferences(section(source), tiny_chat)
+    report = data.table.sources[0]
+    assert (report.dropped, report.cut, report.train) == ({}, 1, 1)
+    [pair] = rows_of(data.train)
+    assert pair["prompt_ids"] == tiny_chat.prompt([ASK])
+    assert [tiny_chat.decode(pair[f"{name}_ids"]) for name in ("chosen", "rejected")] == ["Blue.", "No."]
+    [asked] = reading.evaluation_rows(source.path, "preferences", "source")
+    assert [asked["chosen"], asked["rejected"]] == [[ASK, BLUE], [ASK, NO]]
+
+
+def test_a_turn_with_an_answer_is_not_cut_from_pairs() -> None:
+    more = [user("More?"), assistant("Green.")]
+    assert example({"chosen": [ASK, BLUE, *more], "rejected": [ASK, BLUE, more[0]]}, "preferences") == (
+        "two different prompts"
+    )
+    found = reading.formats.pair({"prompt": HUMAN, "chosen": f"Blue.{MORE}\n\nAssistant: Green.", "rejected": "No."})
+    assert not isinstance(found, str) and example(found.row, "preferences") == "two different prompts"
+    assert example({"chosen": [ASK], "rejected": [ASK]}, "preferences") == "does not end with the assistant"
+
+
 def test_an_implicit_prompt_is_the_one_that_trl_finds() -> None:
     for chosen, rejected in (([ASK, BLUE], [ASK, NO]), ([*HI, ASK, BLUE], [*HI, ASK, NO])):
         theirs = extract_prompt({"chosen": chosen, "rejected": rejected})

@@ -144,11 +144,8 @@ def dialogue(row: dict[str, Any], source: Source, judge: MathJudge) -> Example |
     answered = given if cut is None else given[: max(cut - 1, 0)]
     if cut is not None and not any(message["role"] == "assistant" for message in answered):
         return "an answer that was cut short"
-    kept = len(answered)
-    if any(message["role"] == "assistant" for message in answered):
-        while answered[kept - 1]["role"] == "user":
-            kept -= 1
-    messages = plain(answered[:kept])
+    ended = without_last_question(answered)
+    messages = plain(ended)
     if isinstance(messages, str):
         return messages
     if reason := fault(messages):
@@ -156,13 +153,14 @@ def dialogue(row: dict[str, Any], source: Source, judge: MathJudge) -> Example |
     if sum(message["role"] == "assistant" for message in messages) < (source.min_turns or 1):
         return f"fewer than {source.min_turns} answers"
     question = next(message["content"] for message in messages if message["role"] == "user")
-    return Example(question, [messages], cut=kept < len(answered))
+    return Example(question, [messages], cut=len(ended) < len(answered))
 
 
 def preference(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
     """Two different answers to the same prompt, the chosen one scored higher (local pairs may come without scores).
 
     A `prompt` beside whole dialogues, as UltraFeedback has it, is ignored: it repeats their first message as a string.
+    Nothing behind a last answer is trained, so a last turn of the user is cut from either side.
     """
     found = _untrained(row) or dialogues_of_pair(row)
     if isinstance(found, str):
@@ -177,7 +175,9 @@ def preference(row: dict[str, Any], source: Source, judge: MathJudge) -> Example
             return f"score margin not above {margin:g}"
     elif source.kind == "ultrafeedback" or margin > 0 or scores != [None, None]:
         return "no scores"
-    return Example("\n".join(message["content"] for message in chosen[:-1]), [chosen, rejected])
+    question = "\n".join(message["content"] for message in chosen[:-1])
+    cut = any(_whole(row[name], row.get("prompt"))[-1]["role"] == "user" for name in ("chosen", "rejected"))
+    return Example(question, [chosen, rejected], cut=cut)
 
 
 def dialogues_of_pair(row: dict[str, Any]) -> tuple[list[Message], list[Message]] | str:
@@ -186,7 +186,7 @@ def dialogues_of_pair(row: dict[str, Any]) -> tuple[list[Message], list[Message]
         return reason
     dialogues: list[list[Message]] = []
     for name in ("chosen", "rejected"):
-        messages = plain(_whole(row[name], row.get("prompt")))
+        messages = plain(without_last_question(_whole(row[name], row.get("prompt"))))
         if isinstance(messages, str):
             return messages
         if messages and messages[0]["role"] == "assistant":
@@ -232,6 +232,15 @@ CHECKS: dict[str, Check] = {
     "preferences": preference,
     "prompts": prompt,
 }
+
+
+def without_last_question(messages: list[Message]) -> list[Message]:
+    """The messages up to the last one that is not the user's, if there is an answer among them."""
+    kept = len(messages)
+    if any(message["role"] == "assistant" for message in messages):
+        while messages[kept - 1]["role"] == "user":
+            kept -= 1
+    return messages[:kept]
 
 
 def fault(messages: Sequence[Message]) -> str | None:

@@ -126,7 +126,8 @@ def pair(row: dict[str, Any]) -> Recognised | str:
     if isinstance(prompt, str) and _HH.search(prompt) and all(isinstance(side, str) for side in sides.values()):
         before = _hh(prompt)
         before = before[:-1] if before[-1] == {"role": "assistant", "content": ""} else before
-        return _with_prompt("HH dialogues", row, sides, before, used | columns)
+        turns = {name: _hh_answer(side) for name, side in sides.items() if isinstance(side, str)}
+        return _with_prompt("HH dialogues", row, turns, before, used | columns)
     before = prompt if isinstance(prompt, str) else as_messages(prompt)
     if before is None:
         return _not_messages(min(columns), prompt, f"text or {MESSAGES_IN_WORDS}")
@@ -285,3 +286,13 @@ def _hh(text: str) -> list[Message]:
     roles = {"Human": "user", "Assistant": "assistant"}
     found = [{"role": roles[name], "content": said.strip()} for name, said in zip(turns[::2], turns[1::2], strict=True)]
     return [{"role": None, "content": before}, *found] if before.strip() else found
+
+
+def _hh_answer(text: str) -> str | list[Message]:
+    r"""What stands behind an HH prompt: an answer, or messages where it has turns ("Hello\n\nHuman: Bye")."""
+    begins = _HH.search(text)
+    if begins is None:
+        return text
+    answer = text[: begins.start()]
+    answered = [{"role": "assistant", "content": answer}] if answer.strip() else []
+    return [*answered, *_hh(text[begins.start() :])]
