@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data import account, answers, assistant, replaced, rows_of, section, trained_text, user, write
 from transformers import LlamaConfig, PreTrainedTokenizerFast
-from trl.data_utils import extract_prompt, maybe_convert_to_chatml
+from trl.data_utils import extract_prompt, maybe_convert_to_chatml, maybe_extract_prompt
 
 from posttrain.chat import Chat
 from posttrain.config import Source
@@ -207,6 +207,15 @@ PAIRS: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
     ("pairs of dialogues", {"chosen": [ASK, BLUE], "rejected": [ASK, NO]}, [ASK]),
     ("pairs of dialogues", {"chosen": [ASK, BLUE], "rejected": [ASK, NO], "system": "Be brief."}, [SYSTEM, ASK]),
     ("pairs of dialogues", {"prompt": "Name a colour.", "chosen": [ASK, BLUE], "rejected": [ASK, NO]}, [ASK]),
+    ("pairs of dialogues", {"prompt": [SYSTEM], "chosen": [ASK, BLUE], "rejected": [ASK, NO]}, [SYSTEM, ASK]),
+    ("pairs of dialogues", {"prompt": [ASK], "chosen": [ASK, BLUE], "rejected": [ASK, NO]}, [ASK]),
+    ("pairs of dialogues", {"prompt": HI, "chosen": [ASK, BLUE], "rejected": [ASK, NO]}, [*HI, ASK]),
+    ("pairs of dialogues", {"prompt": [SYSTEM, ASK], "chosen": [ASK, BLUE], "rejected": [ASK, NO]}, [SYSTEM, ASK]),
+    (
+        "pairs of dialogues",
+        {"prompt": [ASK], "chosen": [SYSTEM, ASK, BLUE], "rejected": [SYSTEM, ASK, NO]},
+        [SYSTEM, ASK],
+    ),
     (
         "pairs of dialogues",
         {
@@ -225,6 +234,14 @@ PAIRS: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
         [*HI, ASK],
     ),
     ("HH dialogues", {"prompt": HUMAN, "chosen": " Blue.", "rejected": " No."}, [ASK]),
+    ("HH dialogues", {"prompt": HUMAN, "chosen": f"{HUMAN} Blue.", "rejected": f"{HUMAN} No."}, [ASK]),
+    (
+        "HH dialogues",
+        {"prompt": HUMAN[:-12], "system": "Be brief."}
+        | {name: HUMAN[-12:] + text for name, text in (("chosen", " Blue."), ("rejected", " No."))},
+        [SYSTEM, ASK],
+    ),
+    ("HH dialogues", {"prompt": "", "chosen": f"{HUMAN} Blue.", "rejected": f"{HUMAN} No."}, [ASK]),
     (
         "LLaMA-Factory pairs",
         {
@@ -299,6 +316,16 @@ def test_a_turn_with_an_answer_is_not_cut_from_pairs() -> None:
     found = reading.formats.pair({"prompt": HUMAN, "chosen": f"Blue.{MORE}\n\nAssistant: Green.", "rejected": "No."})
     assert not isinstance(found, str) and example(found.row, "preferences") == "two different prompts"
     assert example({"chosen": [ASK], "rejected": [ASK]}, "preferences") == "does not end with the assistant"
+
+
+def test_an_explicit_prompt_stands_before_the_answers_as_in_trl(tmp_path: Path) -> None:
+    row = {"prompt": [SYSTEM], "chosen": [ASK, BLUE], "rejected": [ASK, NO]}
+    theirs = maybe_extract_prompt(dict(row))
+    [found], note = read(tmp_path, [row], "preferences")
+    assert [found[name] for name in ("chosen", "rejected")] == [theirs["prompt"] + theirs["chosen"], [SYSTEM, ASK, NO]]
+    assert "not read" not in note
+    [found], _ = read(tmp_path, [row | {"prompt": [user("Another.")]}], "preferences")
+    assert example(found, "preferences") == "roles do not alternate"  # and not another prompt in silence
 
 
 def test_an_implicit_prompt_is_the_one_that_trl_finds() -> None:

@@ -28,6 +28,7 @@ ROLE_NAMES = {
 CALLS = ("tool_calls", "function_call")  # a message that has one may lack a content
 DIALOGUES = ("messages", "conversations", "conversation")
 SYSTEM = ("system", "system_prompt")
+WHOLE = "pairs of dialogues"
 MESSAGES_IN_WORDS = 'a list of messages [{"role": "user", "content": "..."}, ...]'
 DIALOGUE_FORMATS = (
     "messages or conversations (lists of role and content, or of ShareGPT's from and value); instruction and output "
@@ -111,23 +112,24 @@ def pair(row: dict[str, Any]) -> Recognised | str:
             return _not_messages(name, row[name], f"text or {MESSAGES_IN_WORDS}")
         sides[name] = side
     used = {"chosen", "rejected", "score_chosen", "score_rejected"}
-    if all(isinstance(side, list) and side[:1] and side[0]["role"] != "assistant" for side in sides.values()):
-        return _pair_of_dialogues("pairs of dialogues", row, sides, used)
-
     prompt, form, columns = _prompt(row)
-    if prompt is None and all(isinstance(side, str) and _HH.search(side) for side in sides.values()):
-        dialogues = {name: _hh(side) for name, side in sides.items() if isinstance(side, str)}
-        return _pair_of_dialogues("HH dialogues", row, dialogues, used)
+    texts = {name: side for name, side in sides.items() if isinstance(side, str)}
+    if isinstance(prompt, str) and _HH.search(prompt) and len(texts) == 2:
+        prompt, form = _hh(prompt), "HH dialogues"
+        prompt = prompt[:-1] if prompt[-1] == {"role": "assistant", "content": ""} else prompt
+        sides = {name: _hh_answer(side) for name, side in texts.items()}
+    elif not has_value(prompt) and len(texts) == 2 and all(map(_HH.search, texts.values())):
+        form, sides = "HH dialogues", {name: _hh(side) for name, side in texts.items()}
+    if all(isinstance(side, list) and side[:1] and side[0]["role"] != "assistant" for side in sides.values()):
+        before = as_messages(prompt) if columns == {"prompt"} else None
+        if before:
+            sides, used = {name: _behind(before, side) for name, side in sides.items()}, used | columns
+        return _pair_of_dialogues("HH dialogues" if form == "HH dialogues" else WHOLE, row, sides, used)
     if prompt is None:
-        if texts := [name for name, side in sides.items() if isinstance(side, str)]:
+        if texts:
             are = "is" if len(texts) == 1 else "are"
             return f"{' and '.join(texts)} {are} text, and there is no prompt beside: add a column prompt"
-        return Recognised("pairs of dialogues", row | sides, used)  # `filters` says what is missing
-    if isinstance(prompt, str) and _HH.search(prompt) and all(isinstance(side, str) for side in sides.values()):
-        before = _hh(prompt)
-        before = before[:-1] if before[-1] == {"role": "assistant", "content": ""} else before
-        turns = {name: _hh_answer(side) for name, side in sides.items() if isinstance(side, str)}
-        return _with_prompt("HH dialogues", row, turns, before, used | columns)
+        return Recognised(WHOLE, row | sides, used)  # `filters` says what is missing
     before = prompt if isinstance(prompt, str) else as_messages(prompt)
     if before is None:
         return _not_messages(min(columns), prompt, f"text or {MESSAGES_IN_WORDS}")
@@ -261,15 +263,25 @@ def _pair_of_dialogues(form: str, row: dict[str, Any], sides: dict[str, Any], us
 
 def _prompt(row: dict[str, Any]) -> tuple[Any, str, set[str]]:
     """What stands before two answers, the name of the format, and the columns; None where nothing does."""
-    if row.get("prompt") is not None:
-        return row["prompt"], "prompt, chosen, rejected", {"prompt"}
-    if row.get("question") is not None:
-        return row["question"], "Orca pairs", {"question"}
-    if row.get("instruction") is not None:
-        return _instruction(row), "Alpaca pairs", {"instruction", "input"}
-    if column := next((name for name in DIALOGUES if row.get(name) is not None), None):
-        return row[column], "LLaMA-Factory pairs", {column}
+    for there in (given_in(row), {name for name in row if row[name] is not None}):
+        if "prompt" in there:
+            return row["prompt"], "prompt, chosen, rejected", {"prompt"}
+        if "question" in there:
+            return row["question"], "Orca pairs", {"question"}
+        if "instruction" in there:
+            return _instruction(row), "Alpaca pairs", {"instruction", "input"}
+        if column := next((name for name in DIALOGUES if name in there), None):
+            return row[column], "LLaMA-Factory pairs", {column}
     return None, "", set()
+
+
+def _behind(prompt: list[Message], side: list[Message]) -> list[Message]:
+    """The prompt and the dialogue behind it, as in TRL; what the dialogue repeats of it stands there once."""
+    before, after = ([(each["role"], each["content"]) for each in messages] for messages in (prompt, side))
+    if after[1 : 1 + len(before)] == before:  # behind a system message of its own
+        return side
+    repeated = next(n for n in range(len(before), -1, -1) if before[len(before) - n :] == after[:n])
+    return [*prompt[: len(prompt) - repeated], *side]
 
 
 def _with_prompt(
