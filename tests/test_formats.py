@@ -252,6 +252,9 @@ PAIRS: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
         [SYSTEM, ASK],
     ),
     ("Alpaca pairs", ANSWERS | {"instruction": "Name a", "input": "colour."}, [user("Name a\ncolour.")]),
+    ("input, chosen, rejected", ANSWERS | {"input": "Name a colour."}, [ASK]),
+    ("input, chosen, rejected", ANSWERS | {"input": "Hi", "prompt": "", "system": "Be brief."}, [SYSTEM, HI[0]]),
+    ("Orca pairs", ANSWERS | {"input": "no", "question": "Name a colour."}, [ASK]),
     ("Orca pairs", ANSWERS | {"system": "Be brief.", "question": "Name a colour."}, [SYSTEM, ASK]),
     ("Orca pairs", ANSWERS | {"system": "", "question": "Name a colour."}, [ASK]),
 ]  # fmt: skip
@@ -353,6 +356,12 @@ def test_an_implicit_prompt_is_the_one_that_trl_finds() -> None:
         ("preferences", {"instruction": "Hi", "output": "Hello"}, ["rows of one answer (Alpaca)"]),
         ("messages", {"prompt": "Hi"} | ANSWERS, ["pairs of answers", "phase 2", "kind: preferences"]),
         ("messages", {"conversations": HI[:1]} | ANSWERS, ["pairs of answers"]),
+        (
+            "messages",
+            {"query": "Hi"} | ANSWERS,
+            ["for phase 2", "but chosen and rejected are text, and there is no prompt"],
+        ),
+        ("messages", {"prompt": "Hi", "chosen": 3, "rejected": "No."}, ["for phase 2", "but column chosen should be"]),
         ("messages", {"prompt": "Hi"}, ["has the columns prompt", "instruction and output", "text"]),
         ("messages", {"prompt": 3, "completion": "Hello"}, ["column prompt should be text or a list of messages", "3"]),
         ("messages", {"conversations": "Hi"}, ["column conversations should be a list of messages"]),
@@ -407,6 +416,13 @@ def test_a_label_that_calls_an_answer_good_or_bad_is_kto_s_in_every_format(talk:
 def test_a_label_that_judges_no_answer_is_not_read(row: dict[str, Any]) -> None:
     found = reading.formats.dialogue(row)
     assert not isinstance(found, str) and not {"label", "kto_tag"} & found.columns
+
+
+@pytest.mark.parametrize(("name", "row", "_"), PAIRS)
+def test_what_phase_1_sends_to_phase_2_is_read_there(name: str, row: dict[str, Any], _: object) -> None:
+    assert reading.formats.dialogue(row) == "These are pairs of answers: phase 2 reads them (kind: preferences)"
+    found = reading.formats.pair(row)
+    assert not isinstance(found, str) and found.format == name
 
 
 def test_pairs_that_cannot_be_compared_are_dropped_under_their_own_reason(tmp_path: Path, tiny_chat: Chat) -> None:

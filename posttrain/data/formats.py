@@ -37,7 +37,8 @@ DIALOGUE_FORMATS = (
 PAIR_FORMATS = (
     "prompt, chosen and rejected (text or messages); chosen and rejected as whole dialogues, also as text with "
     r'"\n\nHuman: ..." and "\n\nAssistant: ..." (HH); conversations, chosen and rejected (LLaMA-Factory); question, '
-    "chosen and rejected (Orca, also with system); instruction, chosen and rejected (also with input)"
+    "chosen and rejected (Orca, also with system); instruction, chosen and rejected (also with input); input, chosen "
+    "and rejected"
 )
 PROMPT_FORMATS = "prompt (text or messages); messages or conversations whose last message is the user's"
 KTO = (
@@ -70,6 +71,9 @@ def dialogue(row: dict[str, Any]) -> Recognised | str:
     if _is_kto(row, given):
         return KTO
     if {"chosen", "rejected"} <= given and "messages" not in given:
+        other = pair(row)
+        if isinstance(other, str):
+            return f"These are pairs of answers, which are for phase 2 (kind: preferences), but {other}"
         return "These are pairs of answers: phase 2 reads them (kind: preferences)"
     for there in (given, set(row)):  # a column without a value here may have one in other rows
         if column := next((name for name in DIALOGUES if name in there), None):
@@ -272,6 +276,8 @@ def _prompt(row: dict[str, Any]) -> tuple[Any, str, set[str]]:
             return _instruction(row), "Alpaca pairs", {"instruction", "input"}
         if column := next((name for name in DIALOGUES if name in there), None):
             return row[column], "LLaMA-Factory pairs", {column}
+        if "input" in there:
+            return row["input"], "input, chosen, rejected", {"input"}
     return None, "", set()
 
 
