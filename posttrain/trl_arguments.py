@@ -45,6 +45,7 @@ def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed:
     parallel.start(device, cfg.trainer.get("ddp_timeout", parallel.TIMEOUT))  # or accelerate would, without device_id
     compat.ignore_renamed_argument()
     with refusals_in_words():
+        _check_weights(cfg.trainer)
         args = kind(**{**defaults, **cfg.trainer, **fixed})
         if device.type == "cpu" and launcher.sharding() == "fsdp2":
             compat.shard_on_cpus()
@@ -113,6 +114,21 @@ def _check_best(args: Any) -> None:
         raise ValueError(f"metric_for_best_model is {best}; an evaluation has {', '.join(known)}")
 
 
+def _check_weights(given: dict[str, Any]) -> None:
+    """TRL says that lengths differ, but not what to write: another loss than the config's leaves its weights there."""
+    losses, weights = given.get("loss_type", ["sigmoid"]), given.get("loss_weights")
+    if isinstance(losses, list) and isinstance(weights, list) and len(losses) != len(weights):
+        raise ValueError(
+            f"loss_weights={weights} has a weight for {len(weights)} losses, and loss_type={losses} names"
+            f" {len(losses)}: write {_weights(len(losses))}, a weight for each"
+        )
+
+
+def _weights(losses: int) -> str:
+    """What to write for equal weights, as an override on the command line."""
+    return f"trainer.loss_weights='{[1.0] * losses}'"
+
+
 SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")  # the losses that read label_smoothing
 
 
@@ -123,13 +139,16 @@ def _check_effect(args: Any, given: dict[str, Any]) -> None:
     """
     losses, scheduler = args.loss_type, str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     pairs = isinstance(losses, list)  # phase 2
+    # The weights of the losses that are there fit no single one.
+    weights = f" {_weights(1)}" if pairs and args.loss_weights and len(losses) > 1 else ""
+    robust = f"write trainer.loss_type='[robust]'{weights}"
     none = {
-        "label_smoothing_factor": pairs and "phase 2 has no such loss: write loss_type=[robust] with label_smoothing",
+        "label_smoothing_factor": pairs and f"phase 2 has no such loss: {robust} and label_smoothing in its place",
         "padding_free": pairs and "TRL pads all pairs at present: leave it out",
         "label_smoothing": pairs
         and not {*losses} & {*SMOOTHED}
-        and f"only the losses {', '.join(SMOOTHED)} smooth labels: write loss_type=[robust], or leave it out",
-        "discopop_tau": pairs and "discopop" not in losses and "it belongs to loss_type=[discopop]",
+        and f"only the losses {', '.join(SMOOTHED)} smooth labels: {robust}, or leave it out",
+        "discopop_tau": pairs and "discopop" not in losses and f"it belongs to trainer.loss_type='[discopop]'{weights}",
         "ld_alpha": pairs and {*losses} == {"sft"} and "the loss sft compares no answers: name another one beside it",
         "f_divergence_type": pairs
         and {*losses} == {"sft"}

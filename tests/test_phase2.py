@@ -328,6 +328,38 @@ def test_settings_that_do_nothing_together_are_refused(
         train(config_in(tmp_path, files, **trainer))
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("label_smoothing", 0.1), ("label_smoothing_factor", 0.1), ("discopop_tau", 0.1)]
+)
+@pytest.mark.parametrize("several", [True, False])
+def test_what_a_refusal_says_to_write_can_be_written(
+    tmp_path: Path, files: SimpleNamespace, key: str, value: float, several: bool
+) -> None:
+    """Also where the config has several losses with weights, as the quickstart's has."""
+    mixed = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 1.0]} if several else {}
+    file = config_in(tmp_path, files, **mixed)
+
+    def accepted(key: str, *more: str) -> Any:
+        cfg = resolve(DPORun, file, [f"trainer.{key}={value}", *more])
+        return trl_arguments.arguments(DPOConfig, cfg, torch.device("cpu"))
+
+    with pytest.raises(UserError) as told:
+        accepted(key)
+    advice = re.findall(r"trainer\.loss_\w+='\[[^']*\]'", str(told.value))
+    assert len(advice) == 1 + several
+    args = accepted(key.removesuffix("_factor"), *(each.replace("'", "") for each in advice))
+    assert args.loss_type == ["discopop" if "discopop" in key else "robust"]
+
+
+def test_weights_that_fit_no_losses_are_refused_with_what_to_write(tmp_path: Path, files: SimpleNamespace) -> None:
+    file = config_in(tmp_path, files, loss_type=["ipo"], loss_weights=[1.0, 1.0])
+    with pytest.raises(UserError, match=r"write (trainer\.loss_weights='\[1\.0\]')") as told:
+        train(file)
+    [written] = re.findall(r"write (\S+'),", str(told.value))
+    cfg = resolve(DPORun, file, [written.replace("'", "")])
+    assert trl_arguments.arguments(DPOConfig, cfg, torch.device("cpu")).loss_weights == [1.0]
+
+
 def test_a_constant_rate_has_no_warmup() -> None:
     """transformers' own schedulers; where this fails, warmup_steps has an effect now."""
     for name, warms_up in (("constant", False), ("constant_with_warmup", True), ("linear", True), ("cosine", True)):
