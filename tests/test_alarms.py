@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from benchmarks._alarm_runs import BATCHES, CELLS, COLLAPSING, EVERY, STEPS, Cell, simulate
 from benchmarks._alarm_runs import HEALTHY as HEALTHY_KINDS
 from benchmarks.alarms import false_alarms, watched
+from posttrain.config import StarPORun, resolve
 from posttrain.metrics import wilson
 from posttrain.monitoring import alarm_rules, alarm_series, alarms
 from posttrain.monitoring.alarm_limits import ADVICE, HALF_PRECISION_GAP, Advice
@@ -449,6 +450,27 @@ def test_an_alarm_fires_once_and_again_after_a_recovery() -> None:
 
     assert names(at(0.4, 10) + at(0.08, 8) + at(0.12, 8) + at(0.08, 8)) == ["variance_collapse"]  # never past 40 %
     assert names(at(0.4, 10) + at(0.08, 8) + at(0.3, 8) + at(0.08, 8)) == ["variance_collapse"] * 2
+
+
+def test_advice_names_nothing_that_the_run_has(tmp_path: Path) -> None:
+    def said(name: str, **changes: Any) -> str:
+        base = {"output_dir": "out", "model": {"name_or_path": "m"}, "envs": ["frozen_lake"]}
+        file = tmp_path / "run.yaml"
+        file.write_text(json.dumps(base | {"trainer": {"max_steps": 9}} | changes))
+        return ADVICE[name].words(resolve(StarPORun, file))
+
+    by_hand = {"filter": {"strategy": "top_p", "value": 0.9, "keep_zero": False}}
+    for algorithm in ({"preset": "starpo-s"}, {"preset": "ragen2"}, by_hand):
+        for name in ("variance_collapse", "variance_gone", "repetition"):
+            assert "starpo-s" in said(name) and "starpo-s" not in said(name, algorithm=algorithm), name
+    assert "num_iterations" not in said("variance_collapse") and "minibatches" not in said("clip_fraction")
+    assert "minibatches" in said("clip_fraction", algorithm={"minibatches": 2})
+    assert "`distillation`" in said("skill_lost")
+    distils = {"sources": [{"kind": "capybara", "path": "embedded"}]}
+    kept = said("skill_lost", distillation=distils)
+    assert "`distillation`" not in kept and "distillation.coef" in kept and "sources" not in kept
+    assert "bf16: false" in said("sampler_gap", trainer={"bf16": True, "max_steps": 9})
+    assert "bf16: false" not in said("sampler_gap", trainer={"bf16": False, "max_steps": 9})
 
 
 def test_limits_can_be_set_but_not_invented() -> None:

@@ -500,10 +500,8 @@ def test_an_example_of_the_statement_is_not_a_hidden_test(statement):
 @pytest.mark.parametrize("function", ["isValid", ""])
 def test_an_example_without_words_and_numbers_is_not_a_hidden_test(function):
     shown = [("()", True), ("()[]{}", True), ("(]", False)]
-    parts = [
-        f'Example {n}:\nInput: s = "{given}"\nOutput: {str(value).lower()}' for n, (given, value) in enumerate(shown)
-    ]
-    statement = "The brackets '(', ')', '{', '}', '[' and ']': is it valid?\n" + "\n".join(parts)
+    parts = [f'Input: s = "{given}"\nOutput: {str(value).lower()}' for given, value in shown]
+    statement = "The brackets '(', ')', '{', '}', '[' and ']': is it valid?\nExamples\n" + "\n".join(parts)
 
     def problem(extra):
         pairs = [*shown, *extra]
