@@ -435,6 +435,14 @@ def test_a_solved_task_has_no_std_and_no_alarm() -> None:
     assert {"variance_collapse", "variance_gone"} <= set(names(rows([0.5] * 62)))
 
 
+def test_a_task_that_is_solved_within_a_few_steps_raises_no_alarm() -> None:
+    """The success of ten steps lags behind the std of five."""
+    success = line(0.18, 0.3, 12) + line(0.45, 0.97, 5) + [0.98] * 20
+    std = line(0.4, 0.45, 12) + line(0.3, 0.03, 5) + [0.02] * 20
+    pairs = zip(std, success, strict=True)
+    assert names(HEALTHY | {"rollout/in_group_std": s, "rollout/success": p} for s, p in pairs) == []
+
+
 def test_a_run_that_starts_without_std_or_entropy_divides_by_nothing() -> None:
     silent = ("rollout/in_group_std", "rollout/success", "policy/entropy", "policy/grad_norm")
     row = HEALTHY | dict.fromkeys(silent, 0.0)

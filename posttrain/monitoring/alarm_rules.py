@@ -92,7 +92,7 @@ def _reward_std(memory: Memory, row: Figures, setting: Setting) -> Iterator[Find
         size = size_of_std(own, series, groups)
         if series.improved:
             own["left"] = variance_left(fmean(success))
-        if won >= limits["saturated"]:
+        if max(won, fmean(success[-5:])) >= limits["saturated"]:  # the std may fall within five steps
             gone[path] = None
             yield Finding(name, False, True, "")
             continue
