@@ -66,7 +66,7 @@ def variance_left(success: float) -> float:
     >>> variance_left(0.9), variance_left(0.2)
     (0.36, 1.0)
     """
-    return round(4 * success * (1 - success), 6) if success > 0.5 else 1.0
+    return max(0.0, round(4 * success * (1 - success), 6)) if success > 0.5 else 1.0
 
 
 def _reward_std(memory: Memory, row: Figures, setting: Setting) -> Iterator[Finding]:
@@ -98,7 +98,7 @@ def _reward_std(memory: Memory, row: Figures, setting: Setting) -> Iterator[Find
             continue
         if series.best is None or series.best <= 1e-6:
             continue
-        expected = series.best * min(1.0, variance_left(won) / own["left"])
+        expected = series.best * min(1.0, variance_left(won) / max(own["left"], 1e-6))
         chance = FALSE_ALARM / (sizes.steps * len(WINDOWS) * max(1, len(known)))
         if series.mean(5) >= 0.75 * expected or "healthy" not in own:
             own["healthy"] = setting.step
