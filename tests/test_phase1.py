@@ -88,7 +88,8 @@ def test_a_micro_batch_that_does_not_fit_is_announced(
     told = capsys.readouterr().err
     assert "Planned, not measured, and it may run out of memory. This run does not fit on this device: with" in told
     found = re.search(r"rows of up to (\d+) tokens", told)
-    longest = max(len(row["input_ids"]) for row in load_from_disk(str(run / "rows" / "train")))
+    rows: Any = load_from_disk(str(run / "rows" / "train"))
+    longest = max(map(len, rows["input_ids"]))
     assert found is not None and int(found[1]) == longest
     assert re.search(r"per_device_train_batch_size=[124] trainer.gradient_accumulation_steps=(16|8|4)\b", told), told
 

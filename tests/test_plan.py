@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from bitsandbytes.optim import GlobalOptimManager
+from bitsandbytes.optim.optimizer import GlobalOptimManager
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode

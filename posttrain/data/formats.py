@@ -121,14 +121,16 @@ def pair(row: dict[str, Any]) -> Recognised | str:
     if isinstance(prompt, str) and _HH.search(prompt) and len(texts) == 2:
         prompt, form = _hh(prompt), "HH dialogues"
         prompt = prompt[:-1] if prompt[-1] == {"role": "assistant", "content": ""} else prompt
-        sides = {name: _hh_answer(side) for name, side in texts.items()}
+        sides |= {name: _hh_answer(side) for name, side in texts.items()}
     elif not has_value(prompt) and len(texts) == 2 and all(map(_HH.search, texts.values())):
-        form, sides = "HH dialogues", {name: _hh(side) for name, side in texts.items()}
-    if all(isinstance(side, list) and side[:1] and side[0]["role"] != "assistant" for side in sides.values()):
+        form, sides = "HH dialogues", sides | {name: _hh(side) for name, side in texts.items()}
+    dialogues = {name: side for name, side in sides.items() if isinstance(side, list) and side}
+    if len(dialogues) == 2 and all(side[0]["role"] != "assistant" for side in dialogues.values()):
         before = as_messages(prompt) if columns == {"prompt"} else None
         if before:
-            sides, used = {name: _behind(before, side) for name, side in sides.items()}, used | columns
-        return _pair_of_dialogues("HH dialogues" if form == "HH dialogues" else WHOLE, row, sides, used)
+            dialogues = {name: _behind(before, side) for name, side in dialogues.items()}
+            used |= columns
+        return _pair_of_dialogues("HH dialogues" if form == "HH dialogues" else WHOLE, row, dialogues, used)
     if prompt is None:
         if texts:
             are = "is" if len(texts) == 1 else "are"
