@@ -184,6 +184,7 @@ def test_the_reference_settings_attend_without_a_mask_on_a_gpu(
         return attend(query, *args, **named)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(plan.Place, "here", lambda device: plan.Place(1 << 40))  # no GPU to ask
     config = yaml.safe_load((ROOT / "configs" / script.replace("train_", "")).with_suffix(".yaml").read_text())
     config |= {"output_dir": str(tmp_path / "run"), "report_to": "none"}
     config["model"]["name_or_path"] = str(tmp_path / "base")
