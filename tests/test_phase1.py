@@ -197,6 +197,8 @@ def test_the_reference_settings_attend_without_a_mask_on_a_gpu(
     assert rows_of(tmp_path / "run", "eval_loss").keys() == {1, 2}
     assert len({shape for shape, _ in calls}) > 2  # batches of several lengths: most are padded
     for shape, named in calls:
+        if shape[2] == 1:  # the plan asks what one token leaves in a cache
+            continue
         assert named.get("attn_mask") is None and named["is_causal"] and named["enable_gqa"], shape
         assert shape[0] > 1 or shape[2] == 2  # not packed into one row; two tokens are the check of a loaded model
 
