@@ -187,7 +187,7 @@ class Engine:
         }
 
     def begin_session(self, wanted: Any, session: str, former: str = "") -> dict[str, str]:
-        """former: what the run was known by, if it is one that begins anew."""
+        """former: what the run was known by, if it is one that starts again."""
         shapes = {name: list(parameter.shape) for name, parameter in self.parameters.items()}
         if not isinstance(wanted, dict):
             raise Refused(400, "init_info is no JSON object")
