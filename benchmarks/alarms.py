@@ -1,6 +1,6 @@
 """How often does a healthy run of phase 3 raise an alarm, and how soon is a collapse announced?  Simulated runs.
 
-    python benchmarks/alarms.py --json benchmarks/results/alarms.json     # half an hour on one core
+    python benchmarks/alarms.py --json benchmarks/results/alarms.json     # ten minutes on one core
     python benchmarks/alarms.py --runs 20                                  # a look
 
 The runs are those of _alarm_runs.py: rows of metrics.jsonl with the sampling noise of their batch, 200 steps each.
@@ -26,7 +26,7 @@ from posttrain.monitoring.alarm_rules import Sizes
 from posttrain.monitoring.alarms import Alarm
 from posttrain.run_state import AlarmState
 
-RUNS = 400  # of a cell: with 20 of them stopped or warned, Wilson's interval is 3.3 to 7.6 %
+RUNS = 200  # of a cell: with 10 of them stopped or warned, Wilson's interval is 2.7 to 9.0 %
 FIRST = 20_000  # seed: the limits were chosen on runs with smaller ones
 
 

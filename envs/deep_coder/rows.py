@@ -202,8 +202,8 @@ def is_example(test: Test, statement: list[str], signs: str) -> bool:
     given, wanted = tokens(test.input), tokens(test.output)
     if not given:
         said, value = (AROUND.sub("", written(text).casefold()) for text in (test.input, test.output))
-        ends = [match.end() for match in re.finditer(f"(?={re.escape(said)})", signs)] if said else []
-        return any(value in signs[end + len(said) :][: MOST_CHARACTERS + len(value)] for end in ends)
+        starts = [match.start() for match in re.finditer(f"(?={re.escape(said)})", signs)] if said else []
+        return any(value in signs[start + len(said) :][: MOST_CHARACTERS + len(value)] for start in starts)
     for start in range(len(statement) - len(given) - len(wanted) + 1):
         if statement[start] == given[0] and statement[start : start + len(given)] == given:
             end = start + len(given)

@@ -102,7 +102,7 @@ def fenced(text: str) -> list[tuple[str, str]]:
     """Return the language and the content of each fenced block, as Markdown defines them (CommonMark 4.5).
 
     Models also write words before an opening fence and behind a closing one, and open a block before they have closed
-    another; what stands in a program never begins with a fence of its own.
+    another. Only a line that begins with a fence at least as long as its block's can end the block.
     """
     blocks: list[tuple[str, str]] = []
     fence, tag, lines = "", "", []

@@ -10,7 +10,7 @@ from posttrain.config import StarPORun
 LIMITS: dict[str, float] = {  # benchmarks/alarms.py and tests/data/alarms.json have runs that they tell apart
     "variance_collapse": 0.27,  # of its best
     "variance_gone": 0.10,  # of its best, mean of 10 steps: RAGEN's early stopping
-    "saturated": 0.8,  # success from which a small std or entropy, or steps without a group to learn from, are no alarm
+    "saturated": 0.8,  # success from which a small std or entropy, or steps without a group, raise no alarm
     "solved": 0.95,  # success from which such steps end a run all the same
     "entropy_collapse": 0.13,  # of the start, times what the success leaves
     "entropy_explosion": 3.0,  # times its lowest, without a gain in success
@@ -60,7 +60,7 @@ class Advice(NamedTuple):
 
 
 def _filters(cfg: StarPORun) -> bool:
-    """Whether the run trains on the groups whose rewards differ most alone."""
+    """Whether only groups whose rewards differ are trained on."""
     return cfg.algorithm.filter.strategy != "none" and not cfg.algorithm.filter.keep_zero
 
 
