@@ -5,7 +5,7 @@
     python benchmarks/long/learning.py --arms grpo gigpo --envs sokoban --json rows.json
     python benchmarks/long/learning.py --table benchmarks/results/learning.jsonl  # the rows of the README's tables
 
-Hours. A run that is finished is not run again, one that was cut starts again from its beginning: stop and go on whenever you like.
+Hours. A run that is finished is not run again; one that was cut starts again from its first step.
 """
 
 from __future__ import annotations
