@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
     # 3. The model, the chat that speaks to it, and the conversations as token ids with a mask on what is trained.
     model, chat = training.load(cfg)
     rows = prepared_rows.prepare(output_dir / "rows", cfg, chat, args, data.load_sft, resume=flags.resume)
-    if words := plan.warning(cfg, args, place, max(trl_trainers.lengths(rows["train"]))):
+    if words := plan.warning(cfg, args, place, max(prepared_rows.lengths(rows["train"]))):
         runlog.say(words)
 
     # 4. TRL trains. The rows carry assistant_masks, from which TRL makes the labels: only those tokens have a loss.

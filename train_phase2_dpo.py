@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     # 3. The model, the chat that speaks to it, and the pairs as token ids: prompt, chosen, rejected.
     model, chat = training.load(cfg)
     pairs = prepared_rows.prepare(output_dir / "pairs", cfg, chat, args, data.load_preferences, resume=flags.resume)
-    if words := plan.warning(cfg, args, place, max(trl_trainers.lengths(pairs["train"]))):
+    if words := plan.warning(cfg, args, place, max(prepared_rows.lengths(pairs["train"]))):
         runlog.say(words)
 
     # 4. TRL trains. The reference is the policy in memory, asked once for all pairs before the first step: a reference

@@ -27,7 +27,7 @@ from envs.protocol import Protocol
 from posttrain import models
 from posttrain.chat import Chat
 from posttrain.config import ModelSection
-from posttrain.policy import token_logprobs
+from posttrain.forward import token_logprobs
 from posttrain.rollout import Context, open_sampler, play, set_up
 from posttrain.sampler import Sampler
 from posttrain.selftest import without_noise

@@ -236,7 +236,8 @@ def _tokens(section: ModelSection, chat: Chat) -> Iterator[Line]:
 
 def _computing(cfg: Any, loaded: _Loaded) -> Iterator[Line]:
     from posttrain import selftest
-    from posttrain.head import logit_scale, soft_cap
+    from posttrain.engine import why_unfit
+    from posttrain.forward import logit_scale, soft_cap
     from posttrain.sampler import ReplaySampler
 
     net, chat = loaded.net, loaded.chat
@@ -247,7 +248,7 @@ def _computing(cfg: Any, loaded: _Loaded) -> Iterator[Line]:
         yield Line(BROKEN, "noise", f"{problem} Phases 1 and 2 can.")
     yield _right_padding(net, chat.pad_id)
     stops = [chat.stop_id]
-    unfit, wrong = (selftest.why_unfit(net, stops, chat.pad_id, *kind) for kind in ((), (ReplaySampler,)))
+    unfit, wrong = (why_unfit(net, stops, chat.pad_id, *kind) for kind in ((), (ReplaySampler,)))
     if wrong is None:
         yield Line(OK, "padding on the left", "rows that are replayed give the same log-probs")
     else:
@@ -278,7 +279,7 @@ def _computing(cfg: Any, loaded: _Loaded) -> Iterator[Line]:
 
 
 def _right_padding(net: Any, pad_id: int) -> Line:
-    from posttrain.model_trials import change_beside_longer_rows
+    from posttrain.selftest import change_beside_longer_rows
 
     off = change_beside_longer_rows(net, pad_id)
     if off <= (1e-3 if str(net.dtype) == "torch.float32" else 0.05):
@@ -289,7 +290,7 @@ def _right_padding(net: Any, pad_id: int) -> Line:
 
 def _checkpointing(cfg: Any, net: Any) -> Line:
     from posttrain.hardware import trainer_field
-    from posttrain.model_trials import why_not_recomputed
+    from posttrain.selftest import why_not_recomputed
 
     if not (problem := why_not_recomputed(net)):
         return Line(OK, "gradient checkpointing", "gives the same gradients")
@@ -300,7 +301,7 @@ def _checkpointing(cfg: Any, net: Any) -> Line:
 
 def _lora(cfg: Any, net: Any, chat: Chat) -> Line:
     """What the adapter would sit on, whether all of it learns, and that phase 3 leaves the output layer alone."""
-    from posttrain import model_trials as trials
+    from posttrain import selftest as trials
 
     section: ModelSection = cfg.model
     asked, targets = section.tuning != "full", section.lora.target_modules

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from posttrain.policy import trained_states
+from posttrain.forward import trained_states
 
 FILE = "critic.safetensors"
 

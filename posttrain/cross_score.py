@@ -15,9 +15,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from posttrain.head import head_logprobs
-from posttrain.policy import microbatches
-from posttrain.prefixes import Prefixes
+from posttrain.forward import Prefixes, head_logprobs, microbatches
 from posttrain.selftest import can_share_prefixes
 from posttrain.types import derive_seed
 

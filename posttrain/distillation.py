@@ -26,8 +26,7 @@ from posttrain import checkpoint, parallel, runlog
 from posttrain.chat import Chat
 from posttrain.config import DataSection, DistillationSection, StarPORun
 from posttrain.data import PromptData, load_prompts
-from posttrain.head import kl_backward
-from posttrain.policy import microbatches, trained_states
+from posttrain.forward import kl_backward, microbatches, trained_states
 from posttrain.prepared_rows import SOURCES
 from posttrain.rollout import complete
 from posttrain.sampler import Sampler

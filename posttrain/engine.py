@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from posttrain import launcher, parallel
+from posttrain.forward import UNFIT, attends_to_all
+from posttrain.hardware import DEVICE_ERRORS
 from posttrain.sampler import CompiledSampler, RemoteSampler, ReplaySampler, Sampler, SlotSampler, VLLMSampler
 from posttrain.sampler.remote import Policy
 from posttrain.sampler.slot_server import SlotServer, SlotServers
 from posttrain.sampler.vllm_server import VLLMServer, VLLMServers
-from posttrain.selftest import why_unfit
-from posttrain.types import UserError
+from posttrain.types import Completion, SamplingParams, UserError, one_line
+
+Engine = type[SlotSampler] | type[ReplaySampler]
 
 
 def open_engine(
@@ -75,3 +81,81 @@ def open_servers(policy: Policy, kind: str, urls: Sequence[str], folder: Path) -
         servers = VLLMServers([VLLMServer(url) for url in mine], policy, folder / f"weights-{parallel.rank()}")
     servers.init_weight_transfer()
     return RemoteSampler(servers)
+
+
+def why_unfit(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, engine: Engine = SlotSampler) -> str | None:
+    """Why this engine, ours with a kept cache or the one that replays, cannot be used for this model, in words.
+
+    None where it can. What tells of the device and not of the model (no memory left, a CUDA error) is raised. A
+    UserError where the model gives no numbers.
+    """
+    keeps = issubclass(engine, SlotSampler)
+    if keeps and not attends_to_all(model):
+        return "not every layer attends to all tokens before it (sliding windows, or positions that depend on others)"
+    was_training = model.training
+    try:
+        difference, tolerance = _compare(model, stop_ids, pad_id, engine)
+    except DEVICE_ERRORS:
+        raise
+    except UNFIT as error:
+        return f"its self-test raised {one_line(error)}"
+    finally:
+        model.train(was_training)
+    if difference <= tolerance:
+        return None
+    how = "with a kept cache" if keeps else "in rows that are padded on the left"
+    return f"{how} its log-probs differ from those of a full forward pass by up to {difference:.2g} nats"
+
+
+def _compare(
+    model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, engine: Engine = SlotSampler
+) -> tuple[float, float]:
+    """The largest difference of a log-prob in the self-test, and the largest that is rounding.
+
+    Computed in float32, without autocast: bfloat16 alone makes differences of .2 nats. Of weights in half precision a
+    copy is made, where the memory allows one.
+    """
+    with torch.autocast(model.device.type, enabled=False):
+        if _can_copy(model):
+            return _largest_difference(copy.deepcopy(model).float(), stop_ids, pad_id, engine), 1e-3
+        return _largest_difference(model, stop_ids, pad_id, engine), 1e-3 if model.dtype == torch.float32 else 0.25
+
+
+def _can_copy(model: PreTrainedModel) -> bool:
+    """Whether these are weights in half precision of which there is room for a copy in float32."""
+    if model.dtype not in (torch.bfloat16, torch.float16) or getattr(model, "is_quantized", False):
+        return False
+    if model.device.type != "cuda":
+        return True
+    needed = 8 * sum(parameter.numel() for parameter in model.parameters())  # a copy, and another one while it grows
+    return needed < torch.cuda.mem_get_info(model.device)[0]
+
+
+def _largest_difference(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, engine: Engine) -> float:
+    sampler = engine(model, stop_ids, pad_id)
+    plain = [token for token in range(model.config.get_text_config().vocab_size) if token not in set(stop_ids)][:64]
+    handles = sampler.open([plain[:5], plain[3:15], plain[:5]])
+    params = SamplingParams(max_new_tokens=4)
+    start = [5, 12, 5]
+    spans: list[list[tuple[int, Completion]]] = [[], [], []]
+    for turn in range(2):
+        for row, done in enumerate(sampler.sample(handles, params, [turn * 3 + row for row in range(3)])):
+            spans[row].append((start[row], done))
+            reply = plain[7 : 10 + row]
+            sampler.append(handles[row], reply)
+            start[row] += len(done.ids) + len(reply)
+    worst = [0.0]
+    with torch.no_grad():
+        for row, handle in enumerate(handles):
+            ids_1T = torch.tensor([sampler._ids[handle]], device=model.device)
+            logprobs_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float().log_softmax(-1)
+            if logprobs_TV.isnan().any():
+                raise UserError(
+                    f"{type(model).__name__} gives probabilities that are no numbers (NaN), so its weights are damaged:"
+                    " a training that diverged leaves such ones. Take an earlier checkpoint, or another model."
+                )
+            for begin, done in spans[row]:
+                for n, (token, logprob) in enumerate(zip(done.ids, done.logprobs, strict=True)):
+                    difference = abs(logprobs_TV[begin + n - 1, token].item() - logprob)
+                    worst.append(math.inf if math.isnan(difference) else difference)
+    return max(worst)

@@ -211,3 +211,17 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             seen.add(id(each))
             yield each
             waiting += [each.__cause__, each.__context__]
+
+
+def lost(error: BaseException) -> str | None:
+    """What to say where this process cannot reach another one any more; None for any other error."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    kinds = {each.__name__ for each in type(error).__mro__}
+    unreachable = kinds & {"DistBackendError", "DistNetworkError", "DistStoreError"} or "gloo/transport" in str(error)
+    if processes == 1 or not unreachable:
+        return None
+    return (
+        f"Process {os.environ.get('RANK', '0')} of {processes} has lost the others: one has ended, and said why above"
+        " unless it was killed, or has not answered for longer than trainer.ddp_timeout. Checkpoints that were complete"
+        f" still are: go on with the same command and --resume. ({one_line(error)})"
+    )

@@ -19,6 +19,9 @@ from posttrain.types import UserError
 
 TrainingConfig = TypeVar("TrainingConfig", bound=TrainingRun)
 
+# RuntimeErrors that tell of the device, so that no self-test takes them for an answer about the model
+DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
+
 # For `deterministic`. torch before 2.10 reads the first once, at its first product; the second is for flash-attn.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")

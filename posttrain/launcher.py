@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any, Literal
 
-from posttrain.types import UserError, one_line
+from posttrain.types import UserError
 
 Sharding = Literal["none", "fsdp2", "zero1", "zero2", "zero3"]
 # What `accelerate launch` sets where its config file or its flags ask for a sharded model, beside FSDP and DeepSpeed.
@@ -45,19 +45,6 @@ def sharding() -> Sharding:
             case other:
                 raise UserError(f"DeepSpeed's zero_stage is {other}. Write 1, 2 or 3 ({FILES}/zero3.yaml).")
     return "none"
-
-
-def lost(error: BaseException) -> str | None:
-    """What to say where this process cannot reach another one any more; None for any other error."""
-    kinds = {each.__name__ for each in type(error).__mro__}
-    unreachable = kinds & {"DistBackendError", "DistNetworkError", "DistStoreError"} or "gloo/transport" in str(error)
-    if processes() == 1 or not unreachable:
-        return None
-    return (
-        f"Process {os.environ.get('RANK', '0')} of {processes()} has lost the others: one has ended, and said why above"
-        " unless it was killed, or has not answered for longer than trainer.ddp_timeout. Checkpoints that were complete"
-        f" still are: go on with the same command and --resume. ({one_line(error)})"
-    )
 
 
 def check(cfg: Any) -> None:

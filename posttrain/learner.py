@@ -20,9 +20,7 @@ from posttrain import launcher, parallel
 from posttrain.config import StarPORun
 from posttrain.critic import Critic
 from posttrain.experience import Batch, BatchRow, Experience, Measured
-from posttrain.head import head_logprobs
-from posttrain.policy import microbatches, trained_states
-from posttrain.prefixes import Prefixes, can_share, prefix_of, worth_sharing
+from posttrain.forward import Prefixes, head_logprobs, microbatches, prefix_of, trained_states, worth_sharing
 from posttrain.selftest import can_be_deterministic, can_share_prefixes, head_agrees
 from posttrain.sharding import Shards, load_whole_state
 from posttrain.starpo import losses
@@ -115,7 +113,7 @@ class Learner:
             )
         sharded = launcher.sharding() == "fsdp2"
         # a prefix that some processes have and others do not would be gathered for by some and not by others
-        self.shares = not sharded and can_share(cfg) and can_share_prefixes(self.policy)
+        self.shares = not sharded and cfg.can_share_prefixes and can_share_prefixes(self.policy)
         # sampler and trainer round alike in float32 alone; whether servers do is known when they are connected
         our_engine = cfg.rollout.engine in ("auto", "slots", "replay", "server") and not cfg.rollout.max_staleness
         self.exact = our_engine and self.policy.dtype == torch.float32 and not cfg.trainer.bf16

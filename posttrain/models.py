@@ -13,11 +13,11 @@ import torch
 import yaml
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from posttrain import checkpoint, compat, convgpt, hardware, launcher, model_card, parallel, runlog, selftest, sharding
+from posttrain import checkpoint, compat, convgpt, hardware, launcher, model_card, parallel, runlog, sharding
 from posttrain.chat import Chat
 from posttrain.config import ModelSection, TrainingRun
 from posttrain.model_files import check_source, check_tokenizer, errors_in_words, load_config, load_weights, no_bars
-from posttrain.types import UserError
+from posttrain.types import UserError, one_line
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -62,7 +62,7 @@ def load(
         del net.config.auto_map  # it names code files that are neither run here nor saved with the weights
     _own_special_tokens(net, chat)
     net = net if quantised else net.to(place)
-    selftest.check_it_runs(model.name_or_path, net)
+    check_it_runs(model.name_or_path, net)
     return net, chat
 
 
@@ -321,3 +321,23 @@ def describe(cfg: TrainingRun, net: Any, device: torch.device) -> str:
     )
     warning = cfg.low_rate()
     return f"{told}\nWARNING: {warning}" if warning else told
+
+
+@torch.no_grad()
+def check_it_runs(name: str, model: PreTrainedModel) -> None:
+    """UserError where a model can be loaded and not computed with: a config.json may hold anything."""
+    try:
+        ids = torch.arange(2, device=model.device)[None]
+        finite = torch.isfinite(model(input_ids=ids, use_cache=False).logits).all()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever its code does with a value that does not fit
+        raise UserError(
+            f"{name} can be loaded, but not computed with ({one_line(error)}). A value of its config.json does not fit:"
+            " get a whole copy of the model."
+        ) from error
+    if not finite:
+        raise UserError(
+            f"{name} answers with numbers that are not finite. Its weights or its config.json are damaged, or too large"
+            " for this precision (model.dtype=float32): get a whole copy of the model."
+        )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ from typing import Any
 import datasets
 from datasets import Dataset
 
-from posttrain import checkpoint, parallel, runlog, trl_trainers
+from posttrain import checkpoint, parallel, runlog
 from posttrain.chat import Chat
 from posttrain.run_identity import FREE_TO_CHANGE
-from posttrain.types import UserError
+from posttrain.types import UserError, derive_seed
 
 TABLE = "table.json"  # beside the prepared rows: what became of the rows of each data set, for the report
 SOURCES = "sources.json"  # beside the prepared rows: what the model card says of each data set
@@ -40,7 +41,7 @@ def prepare(
         if runlog.is_main_process():
             train = loaded.train
             if args.train_sampling_strategy == "group_by_length":
-                train = train.select(trl_trainers.length_pools(trl_trainers.lengths(train), args, epoch=0))
+                train = train.select(length_pools(lengths(train), args, epoch=0))
             rows = {"train": train, "eval": loaded.eval}
             told = {SOURCES: loaded.table.for_card(), TABLE: [asdict(each) for each in loaded.table.sources]}
             checkpoint.save(folder, lambda out: _write_rows(rows, told, out), made_with=made_with)
@@ -96,3 +97,33 @@ def _made_with(cfg: Any, chat: Chat) -> str:
     """sha256 of all that decides which rows there are, and in which order."""
     settings = {key: value for key, value in cfg.model_dump(mode="json").items() if key not in FREE_TO_CHANGE}
     return hashlib.sha256(json.dumps([settings, chat.hash], sort_keys=True).encode()).hexdigest()
+
+
+def length_pools(lengths: Sequence[int], args: Any, epoch: int) -> list[int]:
+    """The rows of an epoch in an order whose consecutive batches hold rows of similar length.
+
+    Random rows, a few batches of them (a pool), sorted by length and cut into batches; then all batches shuffled. Short
+    and long rows differ by ten times in mixed data, so random batches are half padding.
+
+    args: a SFTConfig or DPOConfig.
+    """
+    size = args.per_device_train_batch_size
+    pool = 8 if args.device.type == "cpu" else 32  # on a CPU `read_in_slices` cuts what padding is left
+    rng = random.Random(derive_seed(args.seed, "length pools", *([epoch] if epoch else [])))
+    order = rng.sample(range(len(lengths)), len(lengths))
+    batches = []
+    for start in range(0, len(order), size * pool):
+        similar = sorted(order[start : start + size * pool], key=lambda row: lengths[row])
+        batches += [similar[at : at + size] for at in range(0, len(similar), size)]
+    full = [batch for batch in batches if len(batch) == size]
+    rng.shuffle(full)
+    rest = [row for batch in batches if len(batch) < size for row in batch]
+    return [row for batch in full for row in batch] + rest
+
+
+def lengths(rows: Any) -> list[int]:
+    """Tokens of each conversation, or of the longer half of each pair."""
+    if "input_ids" in rows.column_names:
+        return [len(ids) for ids in rows["input_ids"]]
+    columns = (rows[name] for name in ("prompt_ids", "chosen_ids", "rejected_ids"))
+    return [len(prompt) + max(len(chosen), len(rejected)) for prompt, chosen, rejected in zip(*columns, strict=True)]

@@ -1,57 +1,31 @@
 """What must a model pass before a run?  Each shortcut is tried on the very model, against the plain way.
 
-check_it_runs               it computes, and its logits are finite
 without_noise               in training mode it computes what it computes in evaluation mode
 head_agrees                 log-probs from its states and its output layer are those of its own logits
 can_share_prefixes          rows that continue a prefilled prefix get the states of whole rows
-why_unfit                   with a kept KV cache it samples with the log-probs of a full forward pass; or by replaying
 can_be_deterministic        on a GPU torch has a deterministic implementation of each of its operations
+change_beside_longer_rows   padding changes nothing
+why_not_recomputed          gradient checkpointing gives the gradient that it saves memory for
+adapter_of                  an adapter can be put on, and a gradient reaches it
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from posttrain import compat, hardware, launcher, runlog
-from posttrain.head import head_logprobs
-from posttrain.policy import read, trained_states
-from posttrain.prefixes import Prefixes, prefix_of
-from posttrain.sampler.replay import ReplaySampler
-from posttrain.sampler.slots import SlotSampler
-from posttrain.types import Completion, SamplingParams, UserError, one_line
-
-# what a model raises in a self-test if its cache or its attention is of another kind
-UNFIT = (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError)
-# RuntimeErrors that tell of the device instead: no self-test may take them for an answer
-DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
-
-Engine = type[SlotSampler] | type[ReplaySampler]
-
-
-@torch.no_grad()
-def check_it_runs(name: str, model: PreTrainedModel) -> None:
-    """UserError where a model can be loaded and not computed with: a config.json may hold anything."""
-    try:
-        ids = torch.arange(2, device=model.device)[None]
-        finite = torch.isfinite(model(input_ids=ids, use_cache=False).logits).all()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever its code does with a value that does not fit
-        raise UserError(
-            f"{name} can be loaded, but not computed with ({one_line(error)}). A value of its config.json does not fit:"
-            " get a whole copy of the model."
-        ) from error
-    if not finite:
-        raise UserError(
-            f"{name} answers with numbers that are not finite. Its weights or its config.json are damaged, or too large"
-            " for this precision (model.dtype=float32): get a whole copy of the model."
-        )
+from posttrain import compat, hardware, launcher, models, runlog, trl_arguments
+from posttrain.chat import Chat
+from posttrain.config import ModelSection
+from posttrain.forward import UNFIT, Prefixes, attends_to_all, head_logprobs, prefix_of, read, trained_states
+from posttrain.hardware import DEVICE_ERRORS
+from posttrain.types import UserError, one_line
 
 
 def without_noise(model: PreTrainedModel) -> None:
@@ -120,22 +94,6 @@ def head_agrees(model: PreTrainedModel) -> bool:
     return bool((own_T - said_T).abs().max() <= (0.1 if exact else 10.0))
 
 
-def attends_to_all(model: PreTrainedModel) -> bool:
-    """Whether every layer attends to everything before it, in the same way however long the rows are.
-
-    Engines that keep a cache and shared prefixes need both.
-    """
-    config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    if {"dynamic", "longrope"} & {rope.get("rope_type")}:  # there a token's rotation depends on the longest row
-        return False
-    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
-    if kinds is not None:
-        return all(kind in ("full_attention", "global") for kind in kinds)
-    windows = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size")
-    return all(getattr(config, name, None) is None for name in windows)
-
-
 @torch.no_grad()
 def can_share_prefixes(model: PreTrainedModel) -> bool:
     """Whether rows that continue a prefix get the states that they get when they are read as a whole.
@@ -163,84 +121,6 @@ def can_share_prefixes(model: PreTrainedModel) -> bool:
         model.train(was_training)
     tolerance = 1e-4 if model.dtype == torch.float32 else 0.05
     return bool((whole_SD - shared_SD).abs().max() <= tolerance * whole_SD.abs().max())
-
-
-def why_unfit(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, engine: Engine = SlotSampler) -> str | None:
-    """Why this engine, ours with a kept cache or the one that replays, cannot be used for this model, in words.
-
-    None where it can. What tells of the device and not of the model (no memory left, a CUDA error) is raised. A
-    UserError where the model gives no numbers.
-    """
-    keeps = issubclass(engine, SlotSampler)
-    if keeps and not attends_to_all(model):
-        return "not every layer attends to all tokens before it (sliding windows, or positions that depend on others)"
-    was_training = model.training
-    try:
-        difference, tolerance = _compare(model, stop_ids, pad_id, engine)
-    except DEVICE_ERRORS:
-        raise
-    except UNFIT as error:
-        return f"its self-test raised {one_line(error)}"
-    finally:
-        model.train(was_training)
-    if difference <= tolerance:
-        return None
-    how = "with a kept cache" if keeps else "in rows that are padded on the left"
-    return f"{how} its log-probs differ from those of a full forward pass by up to {difference:.2g} nats"
-
-
-def _compare(
-    model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, engine: Engine = SlotSampler
-) -> tuple[float, float]:
-    """The largest difference of a log-prob in the self-test, and the largest that is rounding.
-
-    Computed in float32, without autocast: bfloat16 alone makes differences of .2 nats. Of weights in half precision a
-    copy is made, where the memory allows one.
-    """
-    with torch.autocast(model.device.type, enabled=False):
-        if _can_copy(model):
-            return _largest_difference(copy.deepcopy(model).float(), stop_ids, pad_id, engine), 1e-3
-        return _largest_difference(model, stop_ids, pad_id, engine), 1e-3 if model.dtype == torch.float32 else 0.25
-
-
-def _can_copy(model: PreTrainedModel) -> bool:
-    """Whether these are weights in half precision of which there is room for a copy in float32."""
-    if model.dtype not in (torch.bfloat16, torch.float16) or getattr(model, "is_quantized", False):
-        return False
-    if model.device.type != "cuda":
-        return True
-    needed = 8 * sum(parameter.numel() for parameter in model.parameters())  # a copy, and another one while it grows
-    return needed < torch.cuda.mem_get_info(model.device)[0]
-
-
-def _largest_difference(model: PreTrainedModel, stop_ids: Sequence[int], pad_id: int, engine: Engine) -> float:
-    sampler = engine(model, stop_ids, pad_id)
-    plain = [token for token in range(model.config.get_text_config().vocab_size) if token not in set(stop_ids)][:64]
-    handles = sampler.open([plain[:5], plain[3:15], plain[:5]])
-    params = SamplingParams(max_new_tokens=4)
-    start = [5, 12, 5]
-    spans: list[list[tuple[int, Completion]]] = [[], [], []]
-    for turn in range(2):
-        for row, done in enumerate(sampler.sample(handles, params, [turn * 3 + row for row in range(3)])):
-            spans[row].append((start[row], done))
-            reply = plain[7 : 10 + row]
-            sampler.append(handles[row], reply)
-            start[row] += len(done.ids) + len(reply)
-    worst = [0.0]
-    with torch.no_grad():
-        for row, handle in enumerate(handles):
-            ids_1T = torch.tensor([sampler._ids[handle]], device=model.device)
-            logprobs_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float().log_softmax(-1)
-            if logprobs_TV.isnan().any():
-                raise UserError(
-                    f"{type(model).__name__} gives probabilities that are no numbers (NaN), so its weights are damaged:"
-                    " a training that diverged leaves such ones. Take an earlier checkpoint, or another model."
-                )
-            for begin, done in spans[row]:
-                for n, (token, logprob) in enumerate(zip(done.ids, done.logprobs, strict=True)):
-                    difference = abs(logprobs_TV[begin + n - 1, token].item() - logprob)
-                    worst.append(math.inf if math.isnan(difference) else difference)
-    return max(worst)
 
 
 def can_be_deterministic(model: Any, bf16: bool) -> bool:
@@ -272,3 +152,122 @@ def can_be_deterministic(model: Any, bf16: bool) -> bool:
         model.zero_grad(set_to_none=True)
         model.train(training)
     return True
+
+
+# ------------------------------------------------------------ tried by check_model alone; the model is left as it was
+@torch.no_grad()
+def change_beside_longer_rows(net: Any, pad_id: int) -> float:
+    """By which share the states of a row change when it is padded on the right, beside a longer row.
+
+    With a mask, as phases 1 and 2 read rows, and without one, as phase 3 does.
+    """
+    rows = [[3, 4, 5, 6, 7, 8, 9, 10] * 3, [3, 4, 9]]
+    masks = [[False] + [True] * 23, [False, True, True]]
+    was_training = net.training
+    net.eval()
+    alone = trained_states(net, rows[1:], masks[1:])[0]
+    beside = trained_states(net, rows, masks)[0][-2:]
+    ids = torch.tensor([rows[0], rows[1] + [pad_id] * 21], device=net.device)
+    mask = torch.tensor([[1] * 24, [1] * 3 + [0] * 21], device=net.device)
+    masked = net.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[1, :2]
+    net.train(was_training)
+    return max(float((each - alone).abs().max() / alone.abs().max()) for each in (beside, masked))
+
+
+def why_not_recomputed(net: Any) -> str:
+    """Why gradient checkpointing cannot be used, or "": at the embeddings it must give the gradient that it saves."""
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    was_training = net.training
+    net.train().requires_grad_(False)
+    try:
+        expected = _gradient_at_the_embeddings(net)
+        net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        off = float((_gradient_at_the_embeddings(net) - expected).abs().max() / expected.abs().max())
+        return "" if off < 0.05 else f"gradients differ by {off:.1%}"
+    except (ValueError, RuntimeError) as error:
+        return one_line(error)
+    finally:
+        if net.is_gradient_checkpointing:
+            net.gradient_checkpointing_disable()
+        net.train(was_training)
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def _gradient_at_the_embeddings(net: Any) -> torch.Tensor:
+    leaf: list[torch.Tensor] = []
+
+    def cut(module: Any, given: Any, out: torch.Tensor) -> torch.Tensor:
+        leaf.append(out.detach().requires_grad_())
+        return leaf[-1]
+
+    hook = net.get_input_embeddings().register_forward_hook(cut)
+    try:
+        _loss(net).backward()
+    finally:
+        hook.remove()
+    assert leaf[0].grad is not None
+    return leaf[0].grad
+
+
+def _loss(net: Any) -> torch.Tensor:
+    return net(input_ids=torch.arange(3, 9, device=net.device)[None], use_cache=False).logits.float().sin().sum()
+
+
+class Adapter(NamedTuple):
+    names: list[str]  # of the layers that it sits on
+    idle: list[str]  # those of them that no gradient reaches
+    head: bool  # whether the output layer is among them
+
+
+def on(section: ModelSection, names: list[str]) -> ModelSection:
+    """The same with an adapter on these layers."""
+    return section.model_copy(update={"lora": section.lora.model_copy(update={"target_modules": names})})
+
+
+def linear_names(net: Any) -> list[str]:
+    """The last names of all linear layers but the output layer."""
+    head = net.get_output_embeddings()
+    linear = [(name, layer) for name, layer in net.named_modules() if isinstance(layer, torch.nn.Linear | Conv1D)]
+    return sorted({name.rpartition(".")[2] for name, layer in linear if layer is not head})
+
+
+def adapter_of(section: ModelSection, net: Any, chat: Chat) -> Adapter | str:
+    """The adapter that `models.peft_config` asks for, put on, tried and taken off again; why not, in words."""
+    if refused := _refused(section, net):
+        return refused
+    try:
+        settings: Any = models.peft_config(section, net, chat)
+    except UserError as problem:
+        return str(problem).rstrip(".")
+    kept = [(parameter, parameter.requires_grad) for parameter in net.parameters()]
+    was_training = net.training
+    wrapped: Any = get_peft_model(net, settings)
+    try:
+        _loss(wrapped.train()).backward()
+        reached: dict[str, bool] = {}
+        for name, layer in net.named_modules():
+            if hasattr(layer, "lora_B"):
+                short = name.rpartition(".")[2]
+                learns = any(p.grad is not None for p in layer.lora_B.parameters())
+                reached[short] = reached.get(short, False) or learns
+        head = hasattr(net.get_output_embeddings(), "lora_A")
+    finally:
+        wrapped.unload()
+        net.train(was_training)
+        for parameter, trains in kept:
+            parameter.requires_grad_(trains).grad = None
+    return Adapter(sorted(reached), sorted(name for name, learns in reached.items() if not learns), head)
+
+
+def _refused(section: ModelSection, net: Any) -> str:
+    """Why peft takes no such adapter, or "": asked on a model without memory, for a refusal leaves one half changed."""
+    with torch.device("meta"):
+        bare = AutoModelForCausalLM.from_config(copy.deepcopy(net.config), trust_remote_code=section.trust_remote_code)
+    settings: Any = models.peft_config(section)
+    try:
+        with trl_arguments.refusals_in_words():
+            get_peft_model(bare, settings)
+    except UserError as problem:
+        return " ".join(str(problem.__cause__).split())[:300].rstrip(".")
+    return ""

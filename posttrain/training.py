@@ -37,7 +37,7 @@ from posttrain.chat import Chat
 from posttrain.config import TrainingRun
 from posttrain.config.yaml_file import read_yaml
 from posttrain.convgpt import pads_on_the_right
-from posttrain.head import VOCABULARY_CHUNK
+from posttrain.forward import VOCABULARY_CHUNK
 from posttrain.metrics import wilson
 from posttrain.model_files import no_bars
 from posttrain.prepared_rows import SOURCES

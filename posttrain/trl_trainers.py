@@ -5,7 +5,6 @@ As in posttrain/compat.py: private parts of another library, which tests/test_co
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Iterator, Sequence
 from operator import mul
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
-from posttrain.types import derive_seed
+from posttrain.prepared_rows import length_pools, lengths
 
 
 def takes_token_ids(trainer: type) -> Any:
@@ -154,28 +153,6 @@ class PooledRows(Sampler[int]):
         return iter(side_by_side(order, self.lengths, self.trainer.args))
 
 
-def length_pools(lengths: Sequence[int], args: Any, epoch: int) -> list[int]:
-    """The rows of an epoch in an order whose consecutive batches hold rows of similar length.
-
-    Random rows, a few batches of them (a pool), sorted by length and cut into batches; then all batches shuffled. Short
-    and long rows differ by ten times in mixed data, so random batches are half padding.
-
-    args: a SFTConfig or DPOConfig.
-    """
-    size = args.per_device_train_batch_size
-    pool = 8 if args.device.type == "cpu" else 32  # on a CPU `read_in_slices` cuts what padding is left
-    rng = random.Random(derive_seed(args.seed, "length pools", *([epoch] if epoch else [])))
-    order = rng.sample(range(len(lengths)), len(lengths))
-    batches = []
-    for start in range(0, len(order), size * pool):
-        similar = sorted(order[start : start + size * pool], key=lambda row: lengths[row])
-        batches += [similar[at : at + size] for at in range(0, len(similar), size)]
-    full = [batch for batch in batches if len(batch) == size]
-    rng.shuffle(full)
-    rest = [row for batch in batches if len(batch) < size for row in batch]
-    return [row for batch in full for row in batch] + rest
-
-
 def side_by_side(order: Sequence[int], lengths: Sequence[int], args: Any) -> list[int]:
     """The same rows in each optimizer step, where processes share its batches so that batches of similar length follow
     each other: these are read at the same time."""
@@ -186,11 +163,3 @@ def side_by_side(order: Sequence[int], lengths: Sequence[int], args: Any) -> lis
     steps = [full[at : at + in_a_step] for at in range(0, len(full), in_a_step)]
     batches = [batch for step in steps for batch in sorted(step, key=lambda batch: lengths[batch[-1]])]
     return [row for batch in batches for row in batch] + list(order[len(full) * size :])
-
-
-def lengths(rows: Any) -> list[int]:
-    """Tokens of each conversation, or of the longer half of each pair."""
-    if "input_ids" in rows.column_names:
-        return [len(ids) for ids in rows["input_ids"]]
-    columns = (rows[name] for name in ("prompt_ids", "chosen_ids", "rejected_ids"))
-    return [len(prompt) + max(len(chosen), len(rejected)) for prompt, chosen, rejected in zip(*columns, strict=True)]

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train_phase1_sft as phase1
 import train_phase3_starpo as phase3
-from posttrain import check_model, checkpoint, config, model_files, model_trials, models, preflight
+from posttrain import check_model, checkpoint, config, model_files, models, preflight, selftest
 from posttrain.chat import TEMPLATE_PATH, Chat, template_hash
 from posttrain.config import ModelSection, SFTRun, StarPORun
 from posttrain.engine import open_engine
@@ -229,11 +229,11 @@ def test_a_model_is_left_as_it_was(tmp_path: Path, tiny_chat: Chat) -> None:
         {name: weight.clone() for name, weight in net.state_dict().items()},
         [n for n, _ in net.named_modules()],
     )
-    assert model_trials.why_not_recomputed(net) == ""
-    assert "out_proj" in model_trials.adapter_of(section, net, chat)
-    found = model_trials.adapter_of(model_trials.on(section, ["in_proj", "dt_proj"]), net, chat)
+    assert selftest.why_not_recomputed(net) == ""
+    assert "out_proj" in selftest.adapter_of(section, net, chat)
+    found = selftest.adapter_of(selftest.on(section, ["in_proj", "dt_proj"]), net, chat)
     assert found == (["dt_proj", "in_proj"], ["dt_proj"], False)  # whose weight is used without its layer
-    assert model_trials.change_beside_longer_rows(net, chat.pad_id) < 1e-3
+    assert selftest.change_beside_longer_rows(net, chat.pad_id) < 1e-3
     after = net.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     assert names == [name for name, _ in net.named_modules()]

@@ -17,7 +17,7 @@ from test_phase3 import rows, settings, taught, train, weights
 from tiny_runs import python
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from posttrain import checkpoint, head, plan
+from posttrain import checkpoint, forward, plan
 from posttrain.chat import Chat
 from posttrain.config import DataSection, StarPORun, load
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
@@ -87,7 +87,7 @@ def reference(learner: Learner, batch: list[Answered]) -> tuple[float, list[torc
 def test_the_gradient_is_that_of_the_whole_kl(
     tuning: str, checkpointing: bool, tokens: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(head.KL_TILE, "cpu", 3 * 71)  # three tokens at a time
+    monkeypatch.setitem(forward.KL_TILE, "cpu", 3 * 71)  # three tokens at a time
     learner = moved_away(distilling(tuning, checkpointing, tokens, coef=0.7))
     learner.model.train()
     distillation = Distillation(learner, answers())
@@ -129,7 +129,7 @@ def with_trained_rows(kind: str) -> Learner:
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "convgpt", "convgpt-tied"])
 def test_the_teacher_of_an_adapter_has_none_of_its_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the model under the adapter, whole logits at once: the KL, what is measured, and every gradient."""
-    monkeypatch.setitem(head.KL_TILE, "cpu", 3 * 71)
+    monkeypatch.setitem(forward.KL_TILE, "cpu", 3 * 71)
     learner = with_trained_rows(kind)
     distillation = Distillation(learner, answers())
     batch = distillation.chosen(step=2, number=1)
@@ -178,7 +178,7 @@ def test_the_kl_is_of_what_the_model_says_behind_scale_cap_and_bias(changes: dic
     log_q, log_p = said(models[1], states[1]), said(models[0], states[0])
     value = (log_q.exp() * (log_q - log_p)).sum()
     (wanted,) = torch.autograd.grad(value, states[0])
-    assert head.kl_backward(models[0], states[0], models[1], states[1], 1.0) == pytest.approx(value.item(), rel=1e-5)
+    assert forward.kl_backward(models[0], states[0], models[1], states[1], 1.0) == pytest.approx(value.item(), rel=1e-5)
     assert states[0].grad is not None and torch.allclose(states[0].grad, wanted, atol=1e-6)
 
 
@@ -441,7 +441,7 @@ def test_the_plan_counts_the_teacher_and_the_logits_of_both() -> None:
     assert plan.always(shape, lora)["reference model"] == 0, "the adapter is switched off instead"
     layers = [plan.learning(shape, cfg, 512, cuda=False)["the layer at work"] for cfg in (without, full)]
     in_flight = 2 * 4 * 10**5 * 8
-    assert layers[1] == max(layers[0], 6 * 4 * head.KL_TILE["cpu"] + in_flight)
+    assert layers[1] == max(layers[0], 6 * 4 * forward.KL_TILE["cpu"] + in_flight)
 
 
 def test_only_log_probs_that_are_not_finite_leave_a_suite_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -608,12 +608,12 @@ def test_a_broken_checkpoint_is_named_and_the_exit_code_tells(
 
 
 def test_scores_that_are_not_finite_are_a_failure(tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
-    from posttrain import policy
+    from posttrain import forward
 
     def broken(_: Any, rows: Any, masks: Any) -> Any:
         return torch.full((sum(map(sum, masks)),), float("nan")), None
 
-    monkeypatch.setattr(policy, "token_logprobs", broken)
+    monkeypatch.setattr(forward, "token_logprobs", broken)
     pair = {side: [{"role": "user", "content": "a"}, {"role": "assistant", "content": side}] for side in PAIR}
     with pytest.raises(ValueError, match="NaN"):
         scoring.score_pairs(

@@ -27,8 +27,8 @@ from transformers import PreTrainedTokenizerFast
 
 from posttrain import hardware, plan
 from posttrain.convgpt import ConvGPTForCausalLM
+from posttrain.forward import head_logprobs, trained_states
 from posttrain.monitoring.alarm_limits import HALF_PRECISION_GAP
-from posttrain.policy import head_logprobs, trained_states
 from posttrain.sampler import CompiledSampler, SlotSampler
 from posttrain.selftest import can_be_deterministic
 from posttrain.starpo_run import make_learner

@@ -21,7 +21,7 @@ LAYERS = [
     ["posttrain.files"],
     ["posttrain.launcher"],
     ["posttrain.config", "posttrain.template_limits"],
-    ["posttrain.compat", "posttrain.trl_trainers", "posttrain.hardware"],
+    ["posttrain.compat", "posttrain.hardware"],
     [
         f"posttrain.{name}"
         for name in (
@@ -33,7 +33,7 @@ LAYERS = [
             "checkpoint",
             "starpo",
             "parallel",
-            "head",
+            "forward",
             "experience",
         )
     ],
@@ -41,7 +41,6 @@ LAYERS = [
         f"posttrain.{name}"
         for name in (
             "embedded",
-            "policy",
             "fused",
             "model_card",
             "model_files",
@@ -53,10 +52,12 @@ LAYERS = [
             "sharding",
         )
     ],
-    [f"posttrain.{name}" for name in ("data", "report", "critic", "prefixes", "sampler", "prepared_rows")],
-    ["posttrain.trl_arguments", "posttrain.selftest"],
-    [f"posttrain.{name}" for name in ("models", "cross_score", "engine", "learner", "gguf")],
-    [f"posttrain.{name}" for name in ("training", "preflight", "rollout", "run_state", "model_trials")],
+    [f"posttrain.{name}" for name in ("data", "report", "critic", "sampler", "prepared_rows")],
+    ["posttrain.trl_arguments", "posttrain.trl_trainers"],
+    [f"posttrain.{name}" for name in ("models", "engine", "gguf")],
+    ["posttrain.selftest"],
+    [f"posttrain.{name}" for name in ("cross_score", "learner")],
+    [f"posttrain.{name}" for name in ("training", "preflight", "rollout", "run_state")],
     [f"posttrain.{name}" for name in ("monitoring", "plan", "distillation", "inference")],
     [f"posttrain.{name}" for name in ("evaluation", "starpo_run", "web_chat", "rollout_engine")],
     [f"posttrain.{name}" for name in ("pairs", "harness", "publish", "serve", "rollout_worker", "check_model")],

@@ -15,10 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import train_phase3_starpo as phase3
 from posttrain.config import StarPORun
 from posttrain.experience import Batch, BatchRow, Measured
+from posttrain.forward import Prefixes, token_logprobs
 from posttrain.learner import Learner
 from posttrain.models import peft_config
-from posttrain.policy import token_logprobs
-from posttrain.prefixes import Prefixes
 from posttrain.starpo_run import make_learner
 from posttrain.types import Completion, Segment, Trajectory, UserError
 

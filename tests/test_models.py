@@ -103,7 +103,7 @@ def test_an_adapter_with_new_tokens_trains_through_the_fused_heads(tied: bool) -
     from transformers import LlamaConfig, LlamaForCausalLM
     from trl.trainer.utils import add_fused_lm_head
 
-    from posttrain.policy import token_logprobs
+    from posttrain.forward import token_logprobs
 
     chat = Chat.load(byte_level_tokenizer(chatml=False), None)
     assert chat.added_tokens == 2

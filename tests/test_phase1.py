@@ -41,6 +41,7 @@ from posttrain import (
     parallel,
     plan,
     preflight,
+    prepared_rows,
     run_identity,
     runlog,
     training,
@@ -317,7 +318,7 @@ def pooled(lengths: list[int], *, seed: int = 1, epoch: int = 0, accumulated: in
         device=torch.device("cpu"),
         seed=seed,
     )
-    return trl_trainers.side_by_side(trl_trainers.length_pools(lengths, args, epoch), lengths, args)
+    return trl_trainers.side_by_side(prepared_rows.length_pools(lengths, args, epoch), lengths, args)
 
 
 def test_length_pools_keep_every_row_once_and_halve_the_padding() -> None:

@@ -32,9 +32,8 @@ from posttrain import models, plan
 from posttrain.config import ModelSection, StarPORun
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.experience import Batch, Experience
-from posttrain.head import head_logprobs
+from posttrain.forward import head_logprobs, trained_states
 from posttrain.plan import Place, Shape
-from posttrain.policy import trained_states
 from posttrain.sampler import SlotSampler
 from posttrain.starpo_run import make_learner
 from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError

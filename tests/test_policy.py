@@ -20,9 +20,9 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from posttrain import head
+from posttrain import forward
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.policy import attention_mask, microbatches, read, token_logprobs
+from posttrain.forward import attention_mask, microbatches, read, token_logprobs
 from posttrain.selftest import head_agrees, without_noise
 from posttrain.types import UserError
 
@@ -178,7 +178,7 @@ def test_logits_that_are_more_than_a_product_are_known_or_refused(monkeypatch: p
     gemma = AutoConfig.for_model("recurrent_gemma", lru_width=32, **sizes)
     capped = AutoModelForCausalLM.from_config(gemma).eval()
     assert gemma.logits_soft_cap == 30.0 and head_agrees(capped)
-    monkeypatch.setattr(head, "soft_cap", lambda config: None)
+    monkeypatch.setattr(forward, "soft_cap", lambda config: None)
     assert not head_agrees(capped)
     multiplied = AutoModelForCausalLM.from_config(AutoConfig.for_model("hyperclovax", logits_scaling=4.0, **SMALL))
     assert not head_agrees(multiplied)

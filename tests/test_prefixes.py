@@ -22,9 +22,7 @@ from transformers import (
 )
 
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.head import head_logprobs
-from posttrain.policy import token_logprobs, trained_states
-from posttrain.prefixes import Prefixes, prefix_of, worth_sharing
+from posttrain.forward import Prefixes, head_logprobs, prefix_of, token_logprobs, trained_states, worth_sharing
 from posttrain.selftest import can_share_prefixes
 
 SIZES: dict[str, Any] = {

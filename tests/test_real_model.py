@@ -24,7 +24,7 @@ import envs
 from envs.protocol import Protocol
 from posttrain import checkpoint, models
 from posttrain.config import ModelSection
-from posttrain.policy import token_logprobs
+from posttrain.forward import token_logprobs
 from posttrain.rollout import Context, open_sampler, play, set_up
 from posttrain.types import SamplingParams
 

@@ -21,13 +21,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from posttrain import engine as engines
 from posttrain import selftest
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.engine import open_engine
+from posttrain.engine import open_engine, why_unfit
 from posttrain.fused import fused
 from posttrain.sampler import ReplaySampler, SlotSampler, slots
 from posttrain.sampler.sampling import sample_tokens, uniforms
-from posttrain.selftest import why_unfit
 from posttrain.types import SamplingParams, UserError
 
 VOCABULARY = 61
@@ -461,13 +461,13 @@ def test_the_self_test_compares_in_float32(monkeypatch: pytest.MonkeyPatch) -> N
     """Half-precision weights and autocast make differences of their own, which say nothing about the cache."""
     model = build("convgpt").to(torch.bfloat16)
     seen: list[torch.dtype] = []
-    honest = selftest._largest_difference
+    honest = engines._largest_difference
 
     def compared(model: Any, *given: Any) -> float:
         seen.append(model.base_model(input_ids=torch.tensor([[3, 4]])).last_hidden_state.dtype)
         return honest(model, *given)
 
-    monkeypatch.setattr(selftest, "_largest_difference", compared)
+    monkeypatch.setattr(engines, "_largest_difference", compared)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert why_unfit(model, [STOP], PAD) is None
         assert why_unfit(build("convgpt"), [STOP], PAD) is None

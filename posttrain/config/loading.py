@@ -21,8 +21,7 @@ from posttrain.config import suggestions
 from posttrain.config.shared import Section, hint
 from posttrain.config.trl_fields import NOT_SUPPORTED, SET_BY_SCRIPTS, TRLFields
 from posttrain.config.yaml_file import parse_yaml, read_yaml
-from posttrain.files import failed_write, keep_standard_streams, out_of_memory
-from posttrain.launcher import lost
+from posttrain.files import failed_write, keep_standard_streams, lost, out_of_memory
 from posttrain.types import UserError
 
 Config = TypeVar("Config", bound=Section)

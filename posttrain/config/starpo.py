@@ -293,6 +293,12 @@ class StarPORun(TrainingRun):
             )
         return self
 
+    @property
+    def can_share_prefixes(self) -> bool:
+        """Whether an update can read common prefixes once: not with recomputed layers, or a critic of its own trunk."""
+        own_trunk = self.algorithm.critical and self.algorithm.critic.kind != "shared"
+        return not self.trainer.gradient_checkpointing and not own_trunk
+
     @classmethod
     def preset_keys(cls, given: dict[str, Any]) -> dict[str, Any]:
         algorithm = given.get("algorithm")

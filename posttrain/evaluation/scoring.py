@@ -234,7 +234,7 @@ def score_pairs(model: PreTrainedModel, chat: Chat, task: Task, tick: Tick) -> l
     import torch
 
     from posttrain import hardware
-    from posttrain.policy import microbatches, token_logprobs
+    from posttrain.forward import microbatches, token_logprobs
 
     encoded = []
     for item in task.items:

@@ -153,7 +153,7 @@ class _Worker:
         # A fork server imports everything once. Processes that use CUDA are not forked from one that may have asked it.
         context = multiprocessing.get_context("forkserver" if place is None else "spawn")
         if place is None:
-            context.set_forkserver_preload(["posttrain.models", "posttrain.rollout", "posttrain.policy"])
+            context.set_forkserver_preload(["posttrain.models", "posttrain.rollout", "posttrain.forward"])
         self.pipe, there = context.Pipe()
         self.place, self.unit, self.checkpoint = place, None, ""
         arguments = (there, measurement, place, processes)

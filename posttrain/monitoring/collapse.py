@@ -13,9 +13,8 @@ from posttrain.chat import Chat
 from posttrain.config import StarPORun
 from posttrain.cross_score import Pairs, ReasonedTurn, cross_scores, first_turn_pairs, trajectory_pairs
 from posttrain.experience import BatchRow, Experience
+from posttrain.forward import Prefixes, microbatches
 from posttrain.learner import POLICY, Learner
-from posttrain.policy import microbatches
-from posttrain.prefixes import Prefixes
 from posttrain.rollout import thoughts
 from posttrain.run_state import RunState
 from posttrain.selftest import can_share_prefixes

@@ -17,11 +17,10 @@ from transformers import PreTrainedModel
 
 from posttrain import launcher, model_files, parallel
 from posttrain.config import ModelSection, StarPORun
-from posttrain.head import KL_TILE, VOCABULARY_CHUNK
+from posttrain.forward import KL_TILE, VOCABULARY_CHUNK
 from posttrain.plan import parts
 from posttrain.plan.parts import FLOAT, MARGIN, Numbers, OfAToken, Parts, gib, largest, listed, most
 from posttrain.plan.shape import Shape
-from posttrain.prefixes import can_share
 from posttrain.rollout import most_turns
 from posttrain.types import UserError
 
@@ -84,7 +83,7 @@ def learning(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool, shards: int 
     return {
         "gradients": numbers.mine(max(policy + sum(critic), looks * policy)),
         "activations": token.activations(tokens),
-        "shared prefixes": tokens * (token.before + token.kept) if can_share(cfg) else 0,
+        "shared prefixes": tokens * (token.before + token.kept) if cfg.can_share_prefixes else 0,
         "the layer at work": max(tokens * token.at_work, tile) + in_flight,
         "gathered weights": parts.gathered(shape, numbers),
         "bfloat16 weights": parts.copies(shape, numbers, learns=True),

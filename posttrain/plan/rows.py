@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 
 from posttrain import hardware, model_files
 from posttrain.config import DPORun, ModelSection
-from posttrain.head import VOCABULARY_CHUNK
+from posttrain.forward import VOCABULARY_CHUNK
 from posttrain.plan import parts
 from posttrain.plan.episodes import Place
 from posttrain.plan.parts import FLOAT, MARGIN, Numbers, OfAToken, Parts, gib, listed, most

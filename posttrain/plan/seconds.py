@@ -17,7 +17,6 @@ from posttrain.plan.parts import FLOAT, Numbers, OfAToken
 from posttrain.plan.rows import Settings
 from posttrain.plan.shape import Shape
 from posttrain.plan.work import CHARACTERS, Episodes, Rows
-from posttrain.prefixes import can_share
 
 
 class Factors(NamedTuple):
@@ -236,7 +235,7 @@ def update(cost: Cost, cfg: StarPORun, work: Episodes, micro_batch_tokens: int) 
     again = 1.0 if epochs > 1 else 1 - 1 / algorithm.minibatches
     looks = bool(cfg.trainer.bf16) * again + (algorithm.beta > 0) + algorithm.critical
     seconds = looks * cost.reads(tokens, sampled, behind, pieces)
-    shared = episodes * work.prompt * (1 - 1 / work.samples) if can_share(cfg) else 0.0
+    shared = episodes * work.prompt * (1 - 1 / work.samples) if cfg.can_share_prefixes else 0.0
     seconds += epochs * cost.learns(tokens - shared, sampled, behind, pieces)
     trained = cost.shape.parameters if cfg.model.tuning == "full" else cost.shape.adapter
     if algorithm.critical and algorithm.critic.kind != "shared":

@@ -22,7 +22,7 @@ from transformers import Cache, PreTrainedModel
 
 from posttrain import runlog
 from posttrain.compat import CacheLayer, grouped_queries
-from posttrain.policy import attention_mask
+from posttrain.forward import attention_mask
 from posttrain.sampler.base import Then, TurnRequest
 from posttrain.sampler.slots import Rows, SlotSampler, Writing, write_token
 from posttrain.types import SamplingParams, UserError, one_line

@@ -20,9 +20,9 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from posttrain.compat import CacheLayer
+from posttrain.forward import attention_mask, read
 from posttrain.fused import fused
 from posttrain.hardware import widest
-from posttrain.policy import attention_mask, read
 from posttrain.sampler.base import Sampler, Then, TurnRequest
 from posttrain.sampler.sampling import sample_tokens, uniforms
 from posttrain.types import Completion, SamplingParams
