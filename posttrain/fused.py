@@ -25,7 +25,7 @@ from posttrain.convgpt import ConvGPTLayer, ConvGPTModel
 
 
 @contextmanager
-def fused(model: PreTrainedModel) -> Iterator[None]:
+def fused_weights(model: PreTrainedModel) -> Iterator[None]:
     """Within it a ConvGPT decodes with fused projections; of any other model nothing changes.
 
     Nor does it of a ConvGPT with adapters, quantised weights, biases, sliding windows, hooks, or another attention than

@@ -36,9 +36,9 @@ from posttrain.config import (
     SFTRun,
     StarPORun,
     TrainingRun,
+    fields_of_trl,
     loading,
     suggestions,
-    trl_fields,
 )
 from posttrain.config.shared import PRESETS
 from posttrain.config.trl_fields import DPO_LOSSES
@@ -301,10 +301,10 @@ def test_the_trainer_section_has_exactly_the_fields_of_trl(schema):
 
     name = {SFTRun: "trl/trainer/sft_config.py:SFTConfig", DPORun: "trl/trainer/dpo_config.py:DPOConfig"}[schema]
     theirs = {field.name for field in dataclasses.fields(getattr(trl, name.split(":")[1]))}
-    ours = set(trl_fields(name))
+    ours = set(fields_of_trl(name))
     assert ours == theirs
-    assert set(SET_BY_SCRIPTS) <= set(trl_fields("trl/trainer/sft_config.py:SFTConfig")) | set(
-        trl_fields("trl/trainer/dpo_config.py:DPOConfig")
+    assert set(SET_BY_SCRIPTS) <= set(fields_of_trl("trl/trainer/sft_config.py:SFTConfig")) | set(
+        fields_of_trl("trl/trainer/dpo_config.py:DPOConfig")
     )
 
 
@@ -331,7 +331,7 @@ def test_the_defaults_of_trl_have_the_types_read_for_them(schema, trl_class):
 
 
 def test_phase_3_uses_the_names_of_trl_where_it_means_the_same():
-    theirs = trl_fields("trl/trainer/grpo_config.py:GRPOConfig")
+    theirs = fields_of_trl("trl/trainer/grpo_config.py:GRPOConfig")
     same = ["num_generations", "temperature", "max_completion_length"], ["epsilon", "epsilon_high", "beta", "loss_type"]
     assert set(same[0]) <= set(config.RolloutSection.model_fields) & set(theirs)
     assert set(same[1]) | {"num_iterations", "entropy_coef"} <= set(config.AlgorithmSection.model_fields) & set(theirs)

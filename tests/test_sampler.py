@@ -25,7 +25,7 @@ from posttrain import engine as engines
 from posttrain import selftest
 from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.engine import open_engine, why_unfit
-from posttrain.fused import fused
+from posttrain.fused import fused_weights
 from posttrain.sampler import ReplaySampler, SlotSampler, slots
 from posttrain.sampler.sampling import sample_tokens, uniforms
 from posttrain.types import SamplingParams, UserError
@@ -403,7 +403,7 @@ def test_what_is_made_of_the_weights_lasts_for_one_rollout(change: str) -> None:
 
 def test_only_a_plain_convgpt_is_fused() -> None:
     def fuses(model: Any) -> bool:
-        with fused(model):
+        with fused_weights(model):
             return getattr(model.base_model, "fused", None) is not None
 
     assert fuses(build("convgpt")) and not fuses(build("llama"))
@@ -414,7 +414,7 @@ def test_only_a_plain_convgpt_is_fused() -> None:
     windowed.config.sliding_window = 8
     assert not any(map(fuses, (eager, biased, hooked, windowed)))
     model = build("convgpt")
-    with pytest.raises(KeyError), fused(model):
+    with pytest.raises(KeyError), fused_weights(model):
         raise KeyError
     assert model.base_model.fused is None
 

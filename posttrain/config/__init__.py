@@ -45,7 +45,7 @@ from posttrain.config.starpo import (
     TranscriptSection,
 )
 from posttrain.config.suites import FormerSuites, MathSuite, PreferenceSuite, RecallSuite, RepetitionSuite, Suite
-from posttrain.config.trl_fields import SET_BY_SCRIPTS, trl_fields
+from posttrain.config.trl_fields import SET_BY_SCRIPTS, fields_of_trl
 
 __all__ = [
     "SET_BY_SCRIPTS",
@@ -88,10 +88,10 @@ __all__ = [
     "TrainingRun",
     "TranscriptSection",
     "dump",
+    "fields_of_trl",
     "hint",
     "load",
     "resolve",
     "run",
     "training_flags",
-    "trl_fields",
 ]

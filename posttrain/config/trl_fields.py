@@ -99,7 +99,7 @@ _ENUM_FILES = ("transformers/trainer_utils.py", "transformers/training_args.py")
 
 
 @functools.cache
-def trl_fields(source: str) -> dict[str, Any]:
+def fields_of_trl(source: str) -> dict[str, Any]:
     """Field name -> type of one TRL config such as "trl/trainer/sft_config.py:SFTConfig", read without importing TRL.
 
     A type this reader does not know becomes Any; an enum or a field with `choices` becomes the Literal of its values.
@@ -205,7 +205,7 @@ class TRLFields:
         self.source = source
 
     def allowed(self) -> dict[str, Any]:
-        return {name: kind for name, kind in trl_fields(self.source).items() if name not in SET_BY_SCRIPTS}
+        return {name: kind for name, kind in fields_of_trl(self.source).items() if name not in SET_BY_SCRIPTS}
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))

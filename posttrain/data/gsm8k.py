@@ -10,7 +10,7 @@ import re
 
 from posttrain.types import derive_seed
 
-HELD_OUT = "gsm8k_held_out"  # what a config calls the held-out side
+GSM8K_HELD_OUT = "gsm8k_held_out"  # what a config calls the held-out side
 MARK = re.compile(r"<<[^<>]*>>")  # of the calculator: it is read there, and no such tool is here
 SHARE = 14  # one question in so many is held out
 

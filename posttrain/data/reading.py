@@ -64,7 +64,7 @@ TRAINING = {
 # What is never trained on, by the name that a config calls it.
 HELD_OUT = {
     "gsm8k": HubSet("openai/gsm8k", "MIT", "test", 1_319, config="main"),
-    gsm8k.HELD_OUT: TRAINING["gsm8k"],  # of which the held-out questions are asked, and those alone
+    gsm8k.GSM8K_HELD_OUT: TRAINING["gsm8k"],  # of which the held-out questions are asked, and those alone
     "math500": HubSet("HuggingFaceH4/MATH-500", "MIT (as hendrycks/math)", "test", 500),
     "ultrafeedback": HubSet("HuggingFaceH4/ultrafeedback_binarized", "MIT", "test_prefs", 2_000),
 }

@@ -210,7 +210,7 @@ def env_section(cfg: EvaluateRun, title: str) -> EnvSection:
 def math_items(cfg: EvaluateRun) -> list[tuple[str, str, list[dict[str, Any]]]]:
     """(source, part, problems) of every part; embedded has two: new questions, and operands never seen together."""
     from posttrain import embedded
-    from posttrain.data.gsm8k import HELD_OUT, final
+    from posttrain.data.gsm8k import GSM8K_HELD_OUT, final
 
     suite = cfg.suites.math
     assert suite is not None
@@ -224,8 +224,8 @@ def math_items(cfg: EvaluateRun) -> list[tuple[str, str, list[dict[str, Any]]]]:
             rows = hub_rows(source, "math.sources")
             asked = [{"question": row["question"], "answer": final(row["answer"])} for row in rows]
             parts.append((source, source, asked))
-        elif source.partition("=")[0] == HELD_OUT:
-            parts.append((HELD_OUT, HELD_OUT, gsm8k_held_out(source, most(suite))))
+        elif source.partition("=")[0] == GSM8K_HELD_OUT:
+            parts.append((GSM8K_HELD_OUT, GSM8K_HELD_OUT, gsm8k_held_out(source, most(suite))))
         elif source == "math500":
             rows = hub_rows(source, "math.sources")
             asked = [{"question": row["problem"], "answer": row["answer"]} for row in rows]

@@ -21,7 +21,7 @@ from transformers import Cache, PreTrainedModel
 
 from posttrain.compat import CacheLayer
 from posttrain.forward import attention_mask, read
-from posttrain.fused import fused
+from posttrain.fused import fused_weights
 from posttrain.hardware import widest
 from posttrain.sampler.base import Sampler, Then, TurnRequest
 from posttrain.sampler.sampling import sample_tokens, uniforms
@@ -248,7 +248,7 @@ class SlotSampler(Sampler):
         self.model.eval()
         vocabulary = self.model.config.get_text_config().vocab_size
         writing = Writing(params, vocabulary, self.stop_ids, self.model.device)
-        with fused(self.model):  # no weight changes before the last turn is written
+        with fused_weights(self.model):  # no weight changes before the last turn is written
             while turns or writing.slots:
                 if turns:
                     handles = [handle for handle, _ in turns]
