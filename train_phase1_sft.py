@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain import config, runlog
+from posttrain import config
 from posttrain.config import SFTRun
+from posttrain.runtime import runlog
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -34,20 +35,11 @@ def main(argv: list[str] | None = None) -> None:
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
 
-    from posttrain import (
-        checkpoint,
-        data,
-        hardware,
-        models,
-        plan,
-        prepared_rows,
-        run_identity,
-        selftest,
-        training,
-        trl_arguments,
-        trl_trainers,
-    )
-    from posttrain.preflight import check_run
+    from posttrain import data, models, plan
+    from posttrain.data import prepared_rows
+    from posttrain.finetune import training, trl_trainers
+    from posttrain.plan import check_run, selftest
+    from posttrain.runtime import checkpoint, hardware, run_identity, trl_arguments
 
     # 2. Can it be done? Everything that is wrong is said at once, before anything is written.
     cfg = hardware.settle(cfg)

@@ -18,8 +18,9 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain import config, runlog
+from posttrain import config
 from posttrain.config import DPORun
+from posttrain.runtime import runlog
 from posttrain.types import UserError
 
 if TYPE_CHECKING:
@@ -40,20 +41,11 @@ def main(argv: list[str] | None = None) -> None:
     from trl.trainer.dpo_config import DPOConfig
     from trl.trainer.dpo_trainer import DPOTrainer
 
-    from posttrain import (
-        checkpoint,
-        data,
-        hardware,
-        models,
-        plan,
-        prepared_rows,
-        run_identity,
-        selftest,
-        training,
-        trl_arguments,
-        trl_trainers,
-    )
-    from posttrain.preflight import check_run
+    from posttrain import data, models, plan
+    from posttrain.data import prepared_rows
+    from posttrain.finetune import training, trl_trainers
+    from posttrain.plan import check_run, selftest
+    from posttrain.runtime import checkpoint, hardware, run_identity, trl_arguments
 
     # 2. Can it be done? Everything that is wrong is said at once, before anything is written.
     cfg = hardware.settle(cfg)

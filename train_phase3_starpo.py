@@ -24,8 +24,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from posttrain import runlog
 from posttrain.config import StarPORun, load, run, training_flags
+from posttrain.runtime import runlog
 from posttrain.types import Trajectory, UserError, derive_seed
 
 if TYPE_CHECKING:
@@ -33,15 +33,20 @@ if TYPE_CHECKING:
 
     import torch
 
-    from posttrain.chat import Chat
-    from posttrain.distillation import Distillation
-    from posttrain.evaluation.forgetting import FormerTasks
-    from posttrain.experience import Batch, Experience, Measured, Scored
-    from posttrain.learner import Learner
-    from posttrain.monitoring import Monitor
-    from posttrain.rollout_worker import RolloutWorker
-    from posttrain.run_state import RunState
-    from posttrain.sampler import Sampler
+    from posttrain.evaluation import FormerTasks
+    from posttrain.models import Chat
+    from posttrain.rollout import Sampler
+    from posttrain.starpo import (
+        Batch,
+        Distillation,
+        Experience,
+        Learner,
+        Measured,
+        Monitor,
+        RolloutWorker,
+        RunState,
+        Scored,
+    )
 
 
 class Parts(NamedTuple):
@@ -64,35 +69,44 @@ def main(argv: list[str] | None = None) -> None:
         return plan.show(cfg, args.plan, args.config)
     runlog.keep_private(Path(cfg.output_dir))
 
-    from posttrain import hardware, model_files, models, parallel, run_state, starpo_run
-    from posttrain.distillation import Distillation
-    from posttrain.evaluation.forgetting import FormerTasks
-    from posttrain.evaluation.tasks import hub_sets
-    from posttrain.learner import objective_settings
-    from posttrain.monitoring import Monitor, costs, describe, due, gradients_by_std, thoughts_and_prompts
-    from posttrain.monitoring.alarms import not_finite
+    from posttrain import models, starpo
+    from posttrain.evaluation import FormerTasks, hub_sets
+    from posttrain.models import model_files
     from posttrain.rollout import sampler_of
-    from posttrain.rollout_worker import RolloutWorker
+    from posttrain.runtime import hardware, parallel
+    from posttrain.starpo import (
+        Distillation,
+        Monitor,
+        RolloutWorker,
+        costs,
+        describe,
+        due,
+        gradients_by_std,
+        not_finite,
+        objective_settings,
+        run_state,
+        thoughts_and_prompts,
+    )
 
-    setup = starpo_run.set_up(cfg, resume=args.resume, data_sets=hub_sets(cfg.evaluation.suites))
+    setup = starpo.set_up(cfg, resume=args.resume, data_sets=hub_sets(cfg.evaluation.suites))
     cfg = setup.cfg  # with the memory plan's numbers; frozen, as every config is
 
     model, chat = models.load(cfg.model, device=cfg.device, chat_template=cfg.chat.template)
-    learner = starpo_run.make_learner(cfg, model, chat)
+    learner = starpo.make_learner(cfg, model, chat)
     with learner.whole():
         sampler = sampler_of(cfg, learner.policy, chat)
     learner.exact = learner.exact and parallel.total(not sampler.exact, setup.device) == 0
     with learner.whole(), learner.autocast(), model_files.no_bars():  # while the policy is what it starts from
         distillation = Distillation.start(learner, sampler, chat) if cfg.distillation else None
     former_tasks = FormerTasks(cfg, chat)
-    state = starpo_run.first_state(setup, learner, chat)
+    state = starpo.first_state(setup, learner, chat)
     monitor = Monitor(cfg, setup.settings, state, learner.exact, setup.resumes)
     parts = Parts(cfg, chat, sampler, learner, distillation, former_tasks, monitor)
     worker = None
     if cfg.rollout.max_staleness:
-        worker = RolloutWorker(cfg, sampler, chat, lambda step: starpo_run.levels(cfg, step, state.joined))
+        worker = RolloutWorker(cfg, sampler, chat, lambda step: starpo.levels(cfg, step, state.joined))
 
-    with runlog.StopSignals() as stop, model_files.no_bars(), starpo_run.kept_in_a_crash(setup, learner, chat, state):
+    with runlog.StopSignals() as stop, model_files.no_bars(), starpo.kept_in_a_crash(setup, learner, chat, state):
         if state.step == 0:
             validate(parts, state, 0)
         for step in range(state.step + 1, cfg.trainer.max_steps + 1) if not state.stopped_early else ():
@@ -101,7 +115,7 @@ def main(argv: list[str] | None = None) -> None:
             with learner.whole(), learner.autocast():
                 groups = rollout(cfg, sampler, chat, step, state.joined, worker)
             played_at = time.perf_counter()
-            starpo_run.refuse_crashes(cfg, state, groups)
+            starpo.refuse_crashes(cfg, state, groups)
             scored = score_and_filter(cfg, groups, learner)
             metrics = describe(groups, scored.std, scored.kept)
             metrics |= worker.staleness([t for group in groups for t in group]) if worker else {}
@@ -149,7 +163,7 @@ def main(argv: list[str] | None = None) -> None:
             final = evaluate(cfg, sampler, chat, "test", cfg.evaluation.final_episodes, name="final")
         monitor.report(state, state.step, final)
     monitor.close()
-    starpo_run.finish(setup, learner, chat, state, final, broken)
+    starpo.finish(setup, learner, chat, state, final, broken)
 
 
 # ----------------------------------------------------------------------------------------------------------- 1. rollout
@@ -161,8 +175,8 @@ def rollout(
 
     joined: the environments of the curriculum (`envs.after`) that are played by now. worker: plays ahead of this.
     """
-    from posttrain import parallel
-    from posttrain.starpo_run import levels, play_all
+    from posttrain.runtime import parallel
+    from posttrain.starpo import levels, play_all
 
     if worker:
         worker.update_model_version(step - 1)
@@ -186,8 +200,7 @@ def score_and_filter(cfg: StarPORun, groups: list[list[Trajectory]], learner: Le
     """
     import torch
 
-    from posttrain.experience import Scored
-    from posttrain.starpo import filters
+    from posttrain.starpo import Scored, filters
 
     algorithm, chosen = cfg.algorithm, cfg.algorithm.filter
     alive = [(number, sample) for number, group in enumerate(groups) for sample, t in enumerate(group) if not t.crashed]
@@ -228,7 +241,7 @@ def collect(cfg: StarPORun, learner: Learner, groups: list[list[Trajectory]], sc
     """The kept groups' tokens, with the reference's log-probs and the critic's values, and what each was worth."""
     import torch
 
-    from posttrain.experience import Batch, Experience
+    from posttrain.starpo import Batch, Experience
 
     chosen = [(number, sample) for number in scored.kept for sample, on in enumerate(scored.members[number]) if on]
     batch = Batch.of([groups[number][sample] for number, sample in chosen])
@@ -303,11 +316,9 @@ def update(
     """
     import torch
 
-    from posttrain import sharding
-    from posttrain.learner import POLICY, objective_settings, schedule
-    from posttrain.monitoring import UpdateFigures, advantage_figures
     from posttrain.rollout import most_turns
-    from posttrain.starpo import losses
+    from posttrain.runtime import sharding
+    from posttrain.starpo import POLICY, UpdateFigures, advantage_figures, losses, objective_settings, schedule
 
     algorithm, batch, measured, critic = cfg.algorithm, experience.batch, experience.measured, learner.critic
     warming_up = critic is not None and step <= algorithm.critic.warmup_steps  # the critic then learns alone
@@ -391,11 +402,10 @@ def evaluate(
     won: is given, for each environment, whether each of its levels was won, in the order of the levels.
     seen: is given the first two episodes of each environment.
     """
-    from posttrain import parallel
-    from posttrain.evaluation.tasks import held_out_levels, sampling_seed
-    from posttrain.monitoring import Summary, describe_evaluation
+    from posttrain.evaluation import held_out_levels, sampling_seed
     from posttrain.rollout import new_episode
-    from posttrain.starpo_run import play_all, refuse_crashed_evaluation
+    from posttrain.runtime import parallel
+    from posttrain.starpo import Summary, describe_evaluation, play_all, refuse_crashed_evaluation
 
     summaries: dict[str, list[Summary]] = {}
     for env in cfg.envs:
@@ -414,8 +424,7 @@ def evaluate(
 
 def validate(parts: Parts, state: RunState, step: int) -> None:
     """Evaluate on validation levels and old tasks; keep the policy as the best one where it wins more than the best."""
-    from posttrain import run_state
-    from posttrain.monitoring.alarms import not_finite
+    from posttrain.starpo import not_finite, run_state
 
     cfg, learner, monitor, started_at = parts.cfg, parts.learner, parts.monitor, time.perf_counter()
     won: dict[str, list[bool]] = {}

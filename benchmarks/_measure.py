@@ -23,8 +23,8 @@ import torch
 import transformers
 
 if TYPE_CHECKING:
-    from posttrain.chat import Chat
-    from posttrain.config import StarPORun
+    from posttrain.config.starpo import StarPORun
+    from posttrain.models.chat import Chat
 
 PAD = 0
 ENDLESS = dict(pad_token_id=PAD, bos_token_id=None, eos_token_id=None)  # so all sample the same number of tokens
@@ -148,7 +148,7 @@ def peak(device: str) -> float:
 
 def model_of(kind: str, shape: Mapping[str, Any], device: str = "cpu") -> Any:
     """Random weights, the same in every process."""
-    import posttrain.convgpt  # noqa: F401  registers ConvGPT with the Auto classes
+    import posttrain.models.convgpt  # noqa: F401  registers ConvGPT with the Auto classes
 
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **shape)
@@ -171,7 +171,7 @@ def words(vocabulary: int) -> Chat:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from posttrain.chat import Chat
+    from posttrain.models.chat import Chat
 
     class Caller(PreTrainedTokenizerFast):
         """Finds in every answer a call of the tool `act`, as a model finds that has learnt to call it."""
@@ -233,7 +233,7 @@ def rollout_func(cfg: StarPORun, chat: Chat) -> Callable[[list[str], Any], dict[
     A prompt is the seed of a level. Environment, protocol and the tokens between two answers are ours.
     """
     from envs.protocol import Episode, Protocol
-    from posttrain.rollout import open_env
+    from posttrain.rollout.episodes import open_env
 
     protocol = Protocol.of(open_env(cfg.envs[0]), **cfg.protocol.model_dump())
     assert not protocol.opening

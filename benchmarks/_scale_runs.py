@@ -38,9 +38,9 @@ def played(mode: str, repeats: int, out: str) -> None:
     import iteration
 
     import train_phase3_starpo as phase3
-    from posttrain import parallel
-    from posttrain.sampler import slots
-    from posttrain.starpo_run import make_learner
+    from posttrain.rollout.engines import slots
+    from posttrain.runtime import parallel
+    from posttrain.starpo.run import make_learner
 
     if mode == "lockstep":
         slots.REFILL_BELOW = 0.0  # a call of the engine ends when its last row is done
@@ -73,11 +73,10 @@ def played_ahead(repeats: int, out: str, addresses: str) -> None:
     import iteration
 
     import train_phase3_starpo as phase3
-    from posttrain.rollout_worker import RolloutWorker
-    from posttrain.sampler import RemoteSampler
-    from posttrain.sampler.remote import Policy
-    from posttrain.sampler.slot_server import SlotServer, SlotServers
-    from posttrain.starpo_run import levels, make_learner
+    from posttrain.rollout.engines.remote import Policy, RemoteSampler
+    from posttrain.rollout.engines.slot_server import SlotServer, SlotServers
+    from posttrain.starpo.rollout_worker import RolloutWorker
+    from posttrain.starpo.run import levels, make_learner
 
     model, _, chat = engine()
     cfg = iteration.config(GROUPS, SIZE, TURNS, LONGEST)
@@ -114,7 +113,7 @@ def serve(out: str) -> None:
     """A rollout server around this engine; its address stands in `out` once it listens."""
     from posttrain.rollout_engine import Engine
     from posttrain.rollout_server import Server
-    from posttrain.serve import listen
+    from posttrain.serving.serve import listen
 
     _, sampler, chat = engine()
     server = Server(listen("127.0.0.1", 0), Engine(sampler, chat, "random weights"), "")
@@ -127,8 +126,8 @@ def serve(out: str) -> None:
 def engine() -> tuple[Any, Any, Any]:
     """A small Llama of random weights, the slot engine around it, and a chat of words."""
     from benchmarks import _measure
-    from posttrain import hardware
-    from posttrain.sampler import SlotSampler
+    from posttrain.rollout.engines.slots import SlotSampler
+    from posttrain.runtime import hardware
 
     _measure.threads()
     hardware.keep_freed_memory()  # as a script does that loads a model
@@ -187,7 +186,7 @@ def costs_of_calls() -> Costs:
 
 def speed(repeats: int, out: str) -> None:
     """In each process of a run: the same calls of the engine, side by side; process 0 writes the seconds of one."""
-    from posttrain import parallel
+    from posttrain.runtime import parallel
     from posttrain.types import SamplingParams
 
     model, sampler, _ = engine()
@@ -211,7 +210,14 @@ def run(what: Sequence[str], processes: int, repeats: int) -> Any:
     """`played` in a mode, or `speed`, in so many processes of one thread each."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
-        command = [sys.executable, "-m", "posttrain.parallel", "--standalone", "--nproc_per_node", str(processes)]
+        command = [
+            sys.executable,
+            "-m",
+            "posttrain.runtime.parallel",
+            "--standalone",
+            "--nproc_per_node",
+            str(processes),
+        ]
         command += [__file__, *what, str(repeats), str(out)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[1])

@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import _measure
 from benchmarks._alarm_runs import BATCHES, CELLS, COLLAPSING, DROPS, EPISODES, HEALTHY, STEPS, Cell, Run, simulate
 from posttrain.metrics import wilson
-from posttrain.monitoring import alarms
-from posttrain.monitoring.alarm_rules import Sizes
-from posttrain.monitoring.alarms import Alarm
-from posttrain.run_state import AlarmState
+from posttrain.starpo.monitoring import alarms
+from posttrain.starpo.monitoring.alarm_rules import Sizes
+from posttrain.starpo.monitoring.alarms import Alarm
+from posttrain.starpo.run_state import AlarmState
 
 RUNS = 200  # of a cell: with 10 of them stopped or warned, Wilson's interval is 2.7 to 9.0 %
 FIRST = 20_000  # seed: the limits were chosen on runs with smaller ones

@@ -24,13 +24,13 @@ import _measure
 import update
 
 from posttrain import plan
-from posttrain.config import StarPORun
+from posttrain.config.starpo import StarPORun
 from posttrain.plan import seconds as roofline
 from posttrain.plan.devices import OPERATIONS, Device, Fleet
 from posttrain.plan.known_models import PUBLISHED
 from posttrain.plan.shape import Shape
 from posttrain.plan.work import Episodes
-from posttrain.sampler import SlotSampler
+from posttrain.rollout.engines.slots import SlotSampler
 from posttrain.types import Completion, SamplingParams, Segment, Trajectory
 
 SMALL = dict(

@@ -131,10 +131,11 @@ def share(player: Path, file: Path, env: str) -> dict[str, float]:
     that no environment understands cost it nothing.
     """
     import train_phase3_starpo as phase3
-    from posttrain.config import StarPORun, resolve
-    from posttrain.models import load
-    from posttrain.rollout import open_sampler
-    from posttrain.starpo_run import make_learner
+    from posttrain.config.loading import resolve
+    from posttrain.config.starpo import StarPORun
+    from posttrain.models.loading import load
+    from posttrain.rollout.episodes import open_sampler
+    from posttrain.starpo.run import make_learner
 
     changes = [f"model.name_or_path={player}", "output_dir=unused", f"envs=[{env}]", "distillation=null"]
     changes += ["evaluation.suites={}", "rollout.groups=8", "rollout.max_context=2048", "protocol.max_turns=25"]

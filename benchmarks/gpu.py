@@ -25,12 +25,16 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import _measure
 
-from posttrain import convgpt, hardware, plan
-from posttrain.compat import chunked_logprobs
-from posttrain.config import ModelSection
+from posttrain import plan
+from posttrain.config.shared import ModelSection
+from posttrain.models import convgpt
 from posttrain.plan import seconds as roofline
 from posttrain.plan.known_models import PUBLISHED
-from posttrain.sampler import CompiledSampler, SlotSampler, compiled
+from posttrain.rollout.engines import compiled
+from posttrain.rollout.engines.compiled import CompiledSampler
+from posttrain.rollout.engines.slots import SlotSampler
+from posttrain.runtime import hardware
+from posttrain.runtime.compat import chunked_logprobs
 from posttrain.types import SamplingParams, one_line
 
 CUDA = torch.cuda.is_available()

@@ -25,11 +25,14 @@ import _measure
 from _measure import PAD, SHAPES
 
 import train_phase3_starpo as phase3
-from posttrain import hardware, models
-from posttrain.chat import Chat
-from posttrain.config import ModelSection, StarPORun, resolve
-from posttrain.sampler import SlotSampler
-from posttrain.starpo_run import make_learner
+from posttrain.config.loading import resolve
+from posttrain.config.shared import ModelSection
+from posttrain.config.starpo import StarPORun
+from posttrain.models import loading as models
+from posttrain.models.chat import Chat
+from posttrain.rollout.engines.slots import SlotSampler
+from posttrain.runtime import hardware
+from posttrain.starpo.run import make_learner
 from posttrain.types import derive_seed
 
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart" / "phase3_starpo.yaml"

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import _measure
 
-from posttrain.sampler import SlotSampler
+from posttrain.rollout.engines.slots import SlotSampler
 from posttrain.types import SamplingParams
 
 ROWS, PROMPT, FEW, MORE = 4, 20, 2, 10  # conversations, tokens of each, tokens sampled in the two rollouts

@@ -23,10 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import _measure
 import phases
 
-from posttrain.config import SFTRun, resolve
-from posttrain.plan import Place, Shape, gib, most, report, rows
+from posttrain.config.loading import resolve
+from posttrain.config.sft import SFTRun
+from posttrain.plan import report, rows
 from posttrain.plan.devices import Device, Fleet
+from posttrain.plan.episodes import Place
 from posttrain.plan.known_models import PUBLISHED
+from posttrain.plan.parts import gib, most
+from posttrain.plan.shape import Shape
 
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST, STEPS = 320, 2

@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import _measure
 
-from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.types import derive_seed
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -66,7 +66,7 @@ def save_tokenizer(folder: Path, vocabulary: int) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from posttrain.chat import Chat
+    from posttrain.models.chat import Chat
 
     words = {word: n for n, word in enumerate([*WORDS, *(f"w{n}" for n in range(len(WORDS), vocabulary))])}
     backend = Tokenizer(models.WordLevel(words, unk_token=UNKNOWN))
@@ -130,7 +130,7 @@ def ours(phase: str, folder: Path, given: Any) -> dict[str, Any]:
     """The script of the phase from beginning to end, with a clock around its training and what is computed ahead."""
     from trl.trainer.dpo_trainer import DPOTrainer
 
-    from posttrain import training
+    from posttrain.finetune import training
 
     fit, precompute = training.fit, DPOTrainer._precompute_ref_logps
     figures: dict[str, Any] = {}

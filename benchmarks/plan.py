@@ -24,7 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import _measure
 
 from posttrain import plan
-from posttrain.config import DPORun, ModelSection, SFTRun, StarPORun, resolve
+from posttrain.config.dpo import DPORun
+from posttrain.config.loading import resolve
+from posttrain.config.sft import SFTRun
+from posttrain.config.shared import ModelSection
+from posttrain.config.starpo import StarPORun
 from posttrain.config.yaml_file import read_yaml
 from posttrain.plan import devices, episodes, known_models, report, rows, seconds
 from posttrain.plan.devices import Device, Fleet

@@ -32,9 +32,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import _measure
 from _measure import PAD, SHAPES
 
-from posttrain import hardware
-from posttrain.chat import Chat
-from posttrain.sampler import CompiledSampler, ReplaySampler, Sampler, SlotSampler, TurnRequest, VLLMSampler
+from posttrain.models.chat import Chat
+from posttrain.rollout.engines.base import Sampler, TurnRequest
+from posttrain.rollout.engines.compiled import CompiledSampler
+from posttrain.rollout.engines.replay import ReplaySampler
+from posttrain.rollout.engines.slots import SlotSampler
+from posttrain.rollout.engines.vllm import VLLMSampler
+from posttrain.runtime import hardware
 from posttrain.types import Completion, SamplingParams, derive_seed
 
 GROUP = 8  # the members of a group share their prompt, as they do in training

@@ -95,7 +95,8 @@ DEVICES = [2**n for n in range(11)]
 
 def of_many(count: int) -> Costs:
     """Of each of so many devices, by the roofline of `--plan`; a run in bfloat16 with float32 weights."""
-    from posttrain.config import StarPORun, resolve
+    from posttrain.config.loading import resolve
+    from posttrain.config.starpo import StarPORun
     from posttrain.plan.devices import Fleet, fleets
     from posttrain.plan.known_models import config_of
     from posttrain.plan.parts import Numbers

@@ -3,11 +3,11 @@
 Three ways to play are told apart, after which the update is the same:
 
     lockstep      all conversations of a device write their turn, then all environments answer; nobody goes ahead
-    refilled      the slot engine: a row that is done makes room while the others go on (posttrain/sampler/slots.py)
+    refilled      the slot engine: a row that is done makes room while the others go on (posttrain/rollout/engines/slots.py)
     asynchronous  some devices play all the time and others learn; the groups of a step are learnt from in that step,
                   `staleness` updates after they were begun at most (bounded staleness, AReaL, arXiv 2505.24298).
                   Every turn is written by one version: players end those under way before they take up new weights,
-                  and the learners wait for that (posttrain/sampler/remote.py)
+                  and the learners wait for that (posttrain/rollout/engines/remote.py)
 
 The first two end in a barrier: every device waits for the one that plays longest. Time is that of the engine's calls: a
 device reads what is new, then writes until enough of its rows are done, as the engine does. Nothing here imports torch.
@@ -23,7 +23,7 @@ from heapq import heappop, heappush
 from typing import Literal, NamedTuple
 
 Mode = Literal["lockstep", "refilled", "asynchronous"]
-REFILL_BELOW = 0.8  # as in posttrain/sampler/slots.py, which imports torch
+REFILL_BELOW = 0.8  # as in posttrain/rollout/engines/slots.py, which imports torch
 
 
 class Turn(NamedTuple):
@@ -197,7 +197,7 @@ def simulate(mode: Mode, iterations: Sequence[Sequence[Group]], costs: Costs, la
 
 
 def part(index: int, of: int, count: int) -> slice:
-    """Neighbouring groups, as `posttrain.parallel.mine` deals them out."""
+    """Neighbouring groups, as `posttrain.runtime.parallel.mine` deals them out."""
     return slice(index * count // of, (index + 1) * count // of)
 
 

@@ -64,11 +64,11 @@ def conversations(count: int, turns: int, new_tokens: int, vocabulary: int) -> l
 def ours(model: Any, episodes: list[Trajectory], micro_batch_tokens: int, **trainer: Any) -> Callable[[], float]:
     """One update of phase 3; the norm of its gradient. `trainer` has more of its settings."""
     import train_phase3_starpo as phase3
-    from posttrain import hardware
-    from posttrain.config import StarPORun
-    from posttrain.experience import Batch, Experience
-    from posttrain.learner import Learner
+    from posttrain.config.starpo import StarPORun
+    from posttrain.runtime import hardware
     from posttrain.starpo.advantages import grpo
+    from posttrain.starpo.experience import Batch, Experience
+    from posttrain.starpo.learner import Learner
 
     hardware.keep_freed_memory()  # as a script does that loads a model
     cfg = StarPORun.model_validate(

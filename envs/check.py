@@ -1,4 +1,4 @@
-"""Does an environment keep its promises?  `python -m envs.check frozen_lake observation=grid` plays it and says so.
+"""Does an environment keep its promises?  `posttrain env check frozen_lake observation=grid` plays it and says so.
 
 Prints an episode, what scripted policies reach, the optional parts and the different levels of each split, then what is
 broken, a sentence each. Exit code 1 when a promise is broken, 2 when the request makes no sense, as when options leave
@@ -29,7 +29,7 @@ COLOURS = {"system": "yellow", "user": "cyan", "assistant": "green"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m envs.check", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="posttrain env check", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("name", help=f"one of: {', '.join(names())}")
     parser.add_argument("options", nargs="*", default=[], help="the environment's options, name=value (as in JSON)")
     parser.add_argument("--episodes", type=int, default=200, help="levels per player (default 200)")

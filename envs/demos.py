@@ -1,7 +1,7 @@
 """How do scripted policies play?  The expert and the players of an environment, for demonstrations and comparisons.
 
-python -m envs.demos rubiks_cube=2 sudoku --n 3000 --thought plan         rows for phase 1, kind: messages
-python -m envs.demos frozen_lake --player expert:0.8,random:0.2 --pairs   pairs for phase 2, kind: preferences
+posttrain env demos rubiks_cube=2 sudoku --n 3000 --thought plan         rows for phase 1, kind: messages
+posttrain env demos frozen_lake --player expert:0.8,random:0.2 --pairs   pairs for phase 2, kind: preferences
 """
 
 from __future__ import annotations
@@ -359,7 +359,7 @@ PLAYER_HELP = "who plays, in shares: expert:0.9,random:0.1 (default expert; besi
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        prog="python -m envs.demos", description="Writes demonstrations of environments, or preference pairs, as JSONL."
+        prog="posttrain env demos", description="Writes demonstrations of environments, or preference pairs, as JSONL."
     )
     made.add_argument("envs", nargs="+", metavar="NAME[=WEIGHT]", help=f"of: {', '.join(names())}")
     made.add_argument("--n", type=int, default=1000, help="rows (default 1000)")

@@ -1,6 +1,6 @@
 """What does an environment do with what a model may write?  Responses and free-text answers that must harm nothing.
 
-`HOSTILE` and `HOSTILE_TEXTS` are what `python -m envs.check` plays; `hostile_answers` makes any number by mutation.
+`HOSTILE` and `HOSTILE_TEXTS` are what `posttrain env check` plays; `hostile_answers` makes any number by mutation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What does the model see?  `python -m envs.play frozen_lake size=5` lets you play it with the very same text.
+"""What does the model see?  `posttrain env play frozen_lake size=5` lets you play it with the very same text.
 
 Write an action; `# a thought` in the line before it, if you like; or a whole answer with its tags, over several lines
 up to </answer>. Ctrl-C, Ctrl-D and the end of a file end the game.
@@ -20,7 +20,7 @@ THOUGHT = "#"  # begins a line with the thought of the next action
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m envs.play", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="posttrain env play", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("name", help=f"one of: {', '.join(names())}")
     parser.add_argument("options", nargs="*", default=[], help="the environment's options, name=value (as in JSON)")
     parser.add_argument("--turns", type=int, help="turns (default: the environment's own max_turns)")

@@ -1,5 +1,5 @@
 """What does an environment promise, and which of it does not hold?  A function for each promise, a sentence for each
-breach; `python -m envs.check` runs them all."""
+breach; `posttrain env check` runs them all."""
 
 from __future__ import annotations
 
@@ -399,7 +399,7 @@ def same_in_every_process(subject: Subject) -> Iterator[str]:
 
 
 def _elsewhere(subject: Subject, *flags: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
-    """`python -m envs.check` with one of its hidden flags, in another process."""
+    """`posttrain env check` with one of its hidden flags, in another process."""
     root = str(Path(__file__).parents[1])
     options = [f"{key}={json.dumps(value)}" for key, value in subject.options.items()]
     turns = str(subject.protocol.max_turns)

@@ -1,7 +1,7 @@
 """A whole environment: walk along a row of cells to the goal.
 
 Copy this file into envs/; that registers it.   cp examples/minimal_env.py envs/line.py
-Does it keep its promises?                       python -m envs.check line
+Does it keep its promises?                       posttrain env check line
 Train in it, after `make quickstart`:            python train_phase3_starpo.py \
     --config configs/quickstart/own_environment.yaml 'envs=[line]' output_dir=runs/line
 """

@@ -25,14 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import envs
 from envs.protocol import Protocol
 from posttrain import models
-from posttrain.chat import Chat
 from posttrain.config import ModelSection
-from posttrain.forward import token_logprobs
-from posttrain.rollout import Context, open_sampler, play, set_up
-from posttrain.sampler import Sampler
-from posttrain.selftest import without_noise
-from posttrain.starpo.advantages import grpo
-from posttrain.starpo.losses import ppo_clip
+from posttrain.models import Chat, token_logprobs
+from posttrain.plan import without_noise
+from posttrain.rollout import Context, Sampler, open_sampler, play, set_up
+from posttrain.starpo import grpo, ppo_clip
 from posttrain.types import SamplingParams, Trajectory, derive_seed
 
 ENV, OPTIONS = "frozen_lake", {"size": 4}  # any environment of envs/, with its options

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load
 
-from posttrain.chat import Chat
-from posttrain.sampler import TurnRequest
-from posttrain.sampler.remote import CHUNK
-from posttrain.sampler.slot_server import (
+from posttrain.models import Chat
+from posttrain.rollout import (
+    CHUNK,
     LEASE,
     LONG_POLL,
     PROTOCOL,
     WEIGHTS_PATIENCE,
+    TurnRequest,
     architecture,
     digest,
     precision,

@@ -23,11 +23,11 @@ from urllib.parse import parse_qs, urlsplit
 
 from envs.guard import host_of
 from envs.web import is_loopback
-from posttrain import runlog
 from posttrain.config import ModelSection, run
+from posttrain.rollout import CHECKSUM, SESSION, TOKEN
 from posttrain.rollout_engine import Engine, Refused
-from posttrain.sampler.slot_server import CHECKSUM, SESSION, TOKEN
-from posttrain.serve import listen
+from posttrain.runtime import runlog
+from posttrain.serving import listen
 from posttrain.types import HUB_NAME, UserError
 
 MOST_JSON = 256 << 20  # bytes of a request
@@ -58,8 +58,8 @@ def main(argv: list[str] | None = None) -> None:
     runlog.keep_private(Path("runs"))
 
     from posttrain import models
-    from posttrain.engine import open_engine
-    from posttrain.preflight import check_hub
+    from posttrain.plan import check_hub
+    from posttrain.rollout import open_engine
 
     section = ModelSection(name_or_path=arguments.model, dtype=arguments.dtype)
     check_hub([section], [])

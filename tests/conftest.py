@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from posttrain.chat import Chat
+from posttrain.models.chat import Chat
 
 CORPUS = [
     "The agent stands on ice and must reach the goal G without falling into a hole O.",

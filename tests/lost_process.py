@@ -8,7 +8,8 @@ import sys
 
 import torch
 
-from posttrain import config, parallel
+from posttrain import config
+from posttrain.runtime import parallel
 
 
 def main() -> None:

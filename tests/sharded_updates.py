@@ -18,12 +18,13 @@ import updates
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
-from posttrain import parallel, run_state, sharding
-from posttrain.config import StarPORun
-from posttrain.distillation import Answered, Distillation
-from posttrain.learner import Learner
-from posttrain.sharding import whole_state, whole_weights
-from posttrain.starpo_run import make_learner
+from posttrain.config.starpo import StarPORun
+from posttrain.runtime import parallel, sharding
+from posttrain.runtime.sharding import whole_state, whole_weights
+from posttrain.starpo import run_state
+from posttrain.starpo.distillation import Answered, Distillation
+from posttrain.starpo.learner import Learner
+from posttrain.starpo.run import make_learner
 
 STEPS = 5
 

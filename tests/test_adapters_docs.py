@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from test_adapters_trl import CALL, OVER, scripted_model
-from test_adapters_trl import tool_tokenizer as tool_tokenizer
+from test_adapters_trl import CALL, OVER, scripted_model, tool_tokenizer as tool_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 import envs
@@ -65,8 +64,9 @@ def test_the_environments_of_the_config_are_found(tmp_path: Path) -> None:
     from test_adapters_openenv import serving
 
     from envs.adapters.openenv_server import app_of
-    from posttrain.config import StarPORun, resolve
-    from posttrain.starpo_run import check_environments
+    from posttrain.config.loading import resolve
+    from posttrain.config.starpo import StarPORun
+    from posttrain.starpo.run import check_environments
     from posttrain.types import UserError
 
     def config(url: str) -> StarPORun:

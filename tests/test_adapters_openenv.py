@@ -42,8 +42,8 @@ from envs.adapters.openenv_client import ServerError, asked
 from envs.guard import patient_protocol
 from envs.promises import Subject
 from envs.protocol import Episode, Protocol, answer
-from posttrain.chat import Chat
-from posttrain.rollout import play, set_up
+from posttrain.models.chat import Chat
+from posttrain.rollout.episodes import play, set_up
 
 ROOT = Path(__file__).parents[1]
 

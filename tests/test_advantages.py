@@ -11,8 +11,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from trl.trainer.utils import nanstd
 
 from posttrain.starpo import advantages

@@ -11,19 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from benchmarks._alarm_runs import BATCHES, CELLS, COLLAPSING, EVERY, STEPS, Cell, simulate
-from benchmarks._alarm_runs import HEALTHY as HEALTHY_KINDS
+from benchmarks._alarm_runs import BATCHES, CELLS, COLLAPSING, EVERY, HEALTHY as HEALTHY_KINDS, STEPS, Cell, simulate
 from benchmarks.alarms import false_alarms, watched
-from posttrain.config import StarPORun, resolve
+from posttrain.config.loading import resolve
+from posttrain.config.starpo import StarPORun
 from posttrain.metrics import wilson
-from posttrain.monitoring import alarm_rules, alarm_series, alarms
-from posttrain.monitoring.alarm_limits import ADVICE, HALF_PRECISION_GAP, Advice
-from posttrain.monitoring.alarm_rules import RULES, Finding, Setting, Sizes
-from posttrain.monitoring.alarms import Alarm, watch
-from posttrain.run_state import AlarmState
+from posttrain.starpo.monitoring import alarm_rules, alarm_series, alarms
+from posttrain.starpo.monitoring.alarm_limits import ADVICE, HALF_PRECISION_GAP, Advice
+from posttrain.starpo.monitoring.alarm_rules import RULES, Finding, Setting, Sizes
+from posttrain.starpo.monitoring.alarms import Alarm, watch
+from posttrain.starpo.run_state import AlarmState
 
 Row = dict[str, float]
 

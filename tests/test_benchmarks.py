@@ -20,9 +20,12 @@ from tiny_runs import python, tiny_base
 
 import envs
 from envs.protocol import Protocol
-from posttrain.config import DPORun, SFTRun, StarPORun, resolve
-from posttrain.rollout import play, set_up
-from posttrain.sampler import ReplaySampler
+from posttrain.config.dpo import DPORun
+from posttrain.config.loading import resolve
+from posttrain.config.sft import SFTRun
+from posttrain.config.starpo import StarPORun
+from posttrain.rollout.engines.replay import ReplaySampler
+from posttrain.rollout.episodes import play, set_up
 from posttrain.types import Completion, SamplingParams, derive_seed
 
 FILE = Path(__file__).parent.parent / "benchmarks" / "rollout.py"

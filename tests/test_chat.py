@@ -21,8 +21,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 from trl.chat_template_utils import is_chat_template_prefix_preserving, is_chat_template_stop_token_trained
 
-from posttrain import template_limits
-from posttrain.chat import TEMPLATE_PATH, Chat, template_hash
+from posttrain.models import template_limits
+from posttrain.models.chat import TEMPLATE_PATH, Chat, template_hash
 from posttrain.types import UserError
 
 LLAMA3 = (
@@ -307,8 +307,10 @@ def test_unusable_own_template_is_refused_with_the_remedy(name: str) -> None:
     tokenizer = with_template(template)
     with pytest.raises(UserError, match=reason) as caught:
         Chat.load(tokenizer, None)
-    assert "chat.template=posttrain/chatml.jinja" in str(caught.value)
-    assert Chat.load(tokenizer, "posttrain/chatml.jinja").stop_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert "chat.template=posttrain/models/chatml.jinja" in str(caught.value)
+    assert Chat.load(tokenizer, "posttrain/models/chatml.jinja").stop_id == tokenizer.convert_tokens_to_ids(
+        "<|im_end|>"
+    )
 
 
 def test_a_template_may_refuse_system_messages() -> None:
@@ -406,7 +408,7 @@ ONLY_WITH_SYSTEM = "{% if messages[0].role == 'system' %}{{ bos_token }}{% endif
     ("own", "file", "starts"),
     [
         (None, None, "<s>"),
-        (CHATML + OPEN, "posttrain/chatml.jinja", "<s>"),
+        (CHATML + OPEN, "posttrain/models/chatml.jinja", "<s>"),
         (QWEN25, None, "<s>"),
         (BLOCK_FIRST, None, "<s>"),
         (WRITES_START, None, "<s>"),
@@ -628,7 +630,7 @@ def test_a_phase_refuses_another_template_than_its_predecessors(tiny_chat: Chat,
 
 def test_template_in_the_readme_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    chat = Chat.load(byte_level_tokenizer(), "posttrain/chatml.jinja")
+    chat = Chat.load(byte_level_tokenizer(), "posttrain/models/chatml.jinja")
     assert chat.hash == template_hash(TEMPLATE_PATH.read_text(encoding="utf-8"))
 
 

@@ -18,15 +18,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train_phase1_sft as phase1
 import train_phase3_starpo as phase3
-from posttrain import check_model, checkpoint, config, model_files, models, preflight, selftest
-from posttrain.chat import TEMPLATE_PATH, Chat, template_hash
-from posttrain.config import ModelSection, SFTRun, StarPORun
-from posttrain.engine import open_engine
-from posttrain.plan import Shape
+from posttrain import config
+from posttrain.config.sft import SFTRun
+from posttrain.config.shared import ModelSection
+from posttrain.config.starpo import StarPORun
+from posttrain.models import loading as models, model_files
+from posttrain.models.chat import TEMPLATE_PATH, Chat, template_hash
+from posttrain.plan import check_model, preflight, selftest
+from posttrain.plan.shape import Shape
+from posttrain.rollout.engine import open_engine
+from posttrain.runtime import checkpoint
 from posttrain.types import UserError
 
 FILE = str(ROOT / "configs" / "phase3_starpo.yaml")
-OURS = "chat.template=posttrain/chatml.jinja"
+OURS = "chat.template=posttrain/models/chatml.jinja"
 WINDOWS = {"KV cache": ("slower", "engine=replay"), "shared prefixes": ("slower", "reads its prompt")}
 ODD: dict[str, dict[str, tuple[str, str]]] = {  # what is not simply ok: subject -> mark, words
     "llama": {"chat template": ("ok", "today's date")},
@@ -274,7 +279,7 @@ def test_exit_codes(tmp_path: Path, told: list[str], code: int, words: str) -> N
     (tmp_path / "plain.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     folder = model_families.write(tmp_path / "model", "llama")
     places = {"folder": folder, "file": FILE, "plain": tmp_path / "plain.jinja"}
-    done = python("-m", "posttrain.check_model", *(word.format_map(places) for word in told))
+    done = python("-m", "posttrain.plan.check_model", *(word.format_map(places) for word in told))
     assert done.returncode == code and words in (done.stdout + done.stderr), done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     if code != 2:

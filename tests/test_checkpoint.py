@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 from tiny_runs import not_root
 
-from posttrain import checkpoint
+from posttrain.runtime import checkpoint
 from posttrain.types import UserError
 
 

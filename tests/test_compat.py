@@ -45,16 +45,17 @@ from transformers import (
 from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from trl.kernels import chunked_logprob
-from trl.trainer import dpo_trainer, sft_trainer
-from trl.trainer import utils as trl_utils
+from trl.trainer import dpo_trainer, sft_trainer, utils as trl_utils
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-import posttrain.convgpt  # noqa: F401  registers ConvGPT with the Auto classes
+import posttrain.models.convgpt  # noqa: F401  registers ConvGPT with the Auto classes
 from envs.adapters.openenv_client import connection
-from posttrain import compat, template_limits, training, trl_trainers
+from posttrain.finetune import training, trl_trainers
+from posttrain.models import template_limits
+from posttrain.runtime import compat
 from posttrain.types import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -62,9 +63,9 @@ SMALL: dict[str, Any] = dict(
     vocab_size=97, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
     num_key_value_heads=2,
 )  # fmt: skip
-# in other files: posttrain/selftest.py looks into our own engine, envs/adapters/trl.py into its own environment (public
+# in other files: posttrain/plan/selftest.py looks into our own engine, envs/adapters/trl.py into its own environment (public
 # methods are tools there), and OpenEnv's client is no matter of compat.py, since envs/ imports no posttrain
-# and what a copy of posttrain/convgpt.py, beside the weights, cannot import from compat
+# and what a copy of posttrain/models/convgpt.py, beside the weights, cannot import from compat
 # and gradio's queue, which only the chat in the browser has, and the compiler, which only compiled.py asks
 EXCEPTIONS = (
     "sampler._ids", "game._episode", "getattr(client, '_ws', None)", "self.config._attn_implementation", "page._queue",
@@ -656,7 +657,7 @@ def test_chat_templates_can_be_imported_alone() -> None:
     """What the child process renders with is transformers' own module, without its packages."""
     program = (
         "import sys; sys.path.insert(0, 'posttrain/..')\n"
-        "from posttrain.template_limits import import_alone\n"
+        "from posttrain.models.template_limits import import_alone\n"
         "module = import_alone('transformers.utils.chat_template_utils')\n"
         "print(module.render_jinja_template([[{'role': 'user', 'content': 'hi'}]], chat_template=sys.argv[1]))\n"
         "print(module.__file__, 'torch' in sys.modules)"

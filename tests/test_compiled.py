@@ -16,17 +16,18 @@ import pytest
 import torch
 import torch._dynamo
 from peft import LoraConfig, get_peft_model
-from test_phase3 import rows as metrics
-from test_phase3 import settings, taught, train
+from test_phase3 import rows as metrics, settings, taught, train
 from test_sampler import PAD, PROMPTS, REPLIES, STOP, VOCABULARY, build, conversation, serve
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from posttrain.config import StarPORun, resolve
-from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.engine import open_engine
-from posttrain.sampler import CompiledSampler, SlotSampler, compiled, slots
-from posttrain.sampler.compiled import compiled_graphs
-from posttrain.sampler.sampling import uniforms
+from posttrain.config.loading import resolve
+from posttrain.config.starpo import StarPORun
+from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.rollout.engine import open_engine
+from posttrain.rollout.engines import compiled, slots
+from posttrain.rollout.engines.compiled import CompiledSampler, compiled_graphs
+from posttrain.rollout.engines.sampling import uniforms
+from posttrain.rollout.engines.slots import SlotSampler
 from posttrain.types import Completion, SamplingParams, UserError
 
 STOPS = [STOP, 7, 19, 33, 41, 55]  # so that turns differ in length

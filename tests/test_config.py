@@ -27,21 +27,15 @@ from tiny_runs import unheard
 import envs
 from envs.protocol import Protocol
 from posttrain import config
-from posttrain.config import (
-    SET_BY_SCRIPTS,
-    ChatRun,
-    DPORun,
-    EvaluateRun,
-    PairsRun,
-    SFTRun,
-    StarPORun,
-    TrainingRun,
-    fields_of_trl,
-    loading,
-    suggestions,
-)
-from posttrain.config.shared import PRESETS
-from posttrain.config.trl_fields import DPO_LOSSES
+from posttrain.config import loading, suggestions
+from posttrain.config.chat import ChatRun
+from posttrain.config.dpo import DPORun
+from posttrain.config.evaluation import EvaluateRun
+from posttrain.config.pairs import PairsRun
+from posttrain.config.sft import SFTRun
+from posttrain.config.shared import PRESETS, TrainingRun
+from posttrain.config.starpo import StarPORun
+from posttrain.config.trl_fields import DPO_LOSSES, SET_BY_SCRIPTS, fields_of_trl
 from posttrain.config.yaml_file import read_yaml
 from posttrain.types import SamplingParams, UserError
 
@@ -783,7 +777,7 @@ def test_a_config_of_another_script_is_told_by_its_name(tmp_path):
             if own == name:
                 continue
             script = {each: f"{each}.py" for each in SCRIPTS}
-            wanted = next((script[each] for each in SCRIPTS if SCRIPTS[each] == own), "-m posttrain.pairs")
+            wanted = next((script[each] for each in SCRIPTS if SCRIPTS[each] == own), "posttrain pairs")
             assert f"Write: python {wanted} --config {file}" in complaint(schema, file)
 
     # with a mistake of its own, too; but a file that lacks something, or has mistakes alone, is nobody else's

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Cache, Dyn
 from transformers.cache_utils import DynamicLayer
 from trl.trainer.utils import add_fused_lm_head
 
-from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM, ConvGPTModel
+from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM, ConvGPTModel
 
 GOLDEN = Path(__file__).parent / "data" / "convgpt_golden" / "tied"
 PAD, EXACT = 1, 1e-5

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from posttrain import forward
-from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.cross_score import ReasonedTurn, cross_scores, first_turn_pairs, trajectory_pairs
+from posttrain.models import forward
+from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.starpo.monitoring.cross_score import ReasonedTurn, cross_scores, first_turn_pairs, trajectory_pairs
 
 SIZES = {
     "vocab_size": 71, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,

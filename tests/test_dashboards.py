@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 from test_phase3 import settings, taught
-from tiny_runs import ROOT, conversations, tiny_base
-from tiny_runs import settings as tiny_run
+from tiny_runs import ROOT, conversations, settings as tiny_run, tiny_base
 from transformers import PreTrainedTokenizerFast
 
-from posttrain import dashboards, preflight
-from posttrain.config import StarPORun, resolve
+from posttrain.config.loading import resolve
+from posttrain.config.starpo import StarPORun
+from posttrain.plan import preflight
+from posttrain.runtime import dashboards
 from posttrain.types import UserError
 
 # What a run leaves on each dashboard, read back by the dashboard's own reader: [step, key], once for each time.
@@ -62,8 +63,8 @@ sys.addaudithook(lambda name, args: calls.append((name, args)) if name in (
     "socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto") else None)
 import train_phase3_starpo as phase3
 from posttrain import models, starpo_run
-from posttrain.monitoring import Monitor, watch
-from posttrain.monitoring.alarms import Alarm
+from posttrain.starpo.monitoring import Monitor, watch
+from posttrain.starpo.monitoring.alarms import Alarm
 
 def noticed(state, step, row, sizes, limits):  # as a rule would
     here = "rollout/reward" in row and step in (1, 3)
@@ -133,7 +134,7 @@ def test_a_killed_and_resumed_run_has_each_step_once(tmp_path: Path, tiny_tokeni
 KILLED_IN_PHASE_1 = """
 import signal, sys
 import train_phase1_sft as phase1
-from posttrain.training import Reporter
+from posttrain.finetune.training import Reporter
 
 if (child := os.fork()) == 0:
     logged = Reporter.on_log

@@ -21,8 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import byte_level_tokenizer
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl.trainer.dpo_config import DPOConfig
@@ -30,16 +29,16 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from posttrain import embedded, parallel
-from posttrain.chat import Chat
-from posttrain.config import DataSection, Source
-from posttrain.data import FilterTable, PreferenceData, SFTData, load_preferences, load_sft, reading
-from posttrain.data import contamination as contamination_module
-from posttrain.data import loading as data_loading
+from posttrain.config.data import DataSection, Source
+from posttrain.data import contamination as contamination_module, embedded, loading as data_loading, reading
 from posttrain.data.contamination import EvaluationQuestions, N, words
 from posttrain.data.filters import CHECKS, Example
+from posttrain.data.loading import PreferenceData, SFTData, load_preferences, load_sft
+from posttrain.data.table import FilterTable
+from posttrain.finetune.trl_trainers import takes_token_ids
 from posttrain.judge import MathJudge
-from posttrain.trl_trainers import takes_token_ids
+from posttrain.models.chat import Chat
+from posttrain.runtime import parallel
 from posttrain.types import UserError
 
 ROOT = Path(__file__).parents[1]

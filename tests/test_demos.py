@@ -1,4 +1,4 @@
-"""Are demonstrations true, their pairs ordered, and do phases 1 and 2 train on what `python -m envs.demos` writes?"""
+"""Are demonstrations true, their pairs ordered, and do phases 1 and 2 train on what `posttrain env demos` writes?"""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from envs import demos
 from envs.countdown.arithmetic import read
 from envs.demos import Style
 from envs.protocol import Episode, Protocol, parse
-from posttrain import embedded, models
-from posttrain.config import ModelSection, Source
-from posttrain.data import reading
+from posttrain.config.data import Source
+from posttrain.config.shared import ModelSection
+from posttrain.data import embedded, reading
+from posttrain.models import loading as models
 from posttrain.types import UserError, derive_seed
 
 

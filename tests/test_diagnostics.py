@@ -9,8 +9,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from posttrain.starpo import diagnostics
 from posttrain.starpo.diagnostics import buckets, gradient_norms, information, regime, retrieval, z_score

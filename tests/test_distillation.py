@@ -17,18 +17,22 @@ from test_phase3 import rows, settings, taught, train, weights
 from tiny_runs import python
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from posttrain import checkpoint, forward, plan
-from posttrain.chat import Chat
-from posttrain.config import DataSection, StarPORun, load
-from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.data import load_prompts
-from posttrain.distillation import Answered, Distillation
+from posttrain import plan
+from posttrain.config.data import DataSection
+from posttrain.config.loading import load
+from posttrain.config.starpo import StarPORun
+from posttrain.data.loading import load_prompts
 from posttrain.evaluation.figures import summarise
 from posttrain.evaluation.forgetting import FormerTasks, as_evaluation
 from posttrain.evaluation.scoring import Loaded, NotFinite, run_task
 from posttrain.evaluation.tasks import build_tasks
-from posttrain.learner import Learner
-from posttrain.starpo_run import make_learner
+from posttrain.models import forward
+from posttrain.models.chat import Chat
+from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.runtime import checkpoint
+from posttrain.starpo.distillation import Answered, Distillation
+from posttrain.starpo.learner import Learner
+from posttrain.starpo.run import make_learner
 from posttrain.types import UserError
 
 SOURCES = [{"kind": "prompts", "path": "unused"}]

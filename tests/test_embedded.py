@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from tiny_runs import ROOT, python
 
-from posttrain import checkpoint, embedded
-from posttrain.data import filters, load_preferences, load_sft
-from posttrain.embedded import arithmetic, conversations, environments
+from posttrain.data import embedded, filters
+from posttrain.data.embedded import arithmetic, conversations, environments
+from posttrain.data.loading import load_preferences, load_sft
+from posttrain.runtime import checkpoint
 from posttrain.types import UserError
 
 N = 600
@@ -30,8 +31,8 @@ def base(tmp_path_factory):
 def chat(base):
     from transformers import AutoTokenizer
 
-    import posttrain.convgpt  # noqa: F401
-    from posttrain.chat import Chat
+    import posttrain.models.convgpt  # noqa: F401
+    from posttrain.models.chat import Chat
 
     return Chat.load(AutoTokenizer.from_pretrained(base), None)
 
@@ -355,7 +356,7 @@ def test_role_headers_and_actions_are_short(chat):
 
 
 def test_the_real_filters_leave_most_of_it(chat):
-    from posttrain.config import DataSection, Source
+    from posttrain.config.data import DataSection, Source
 
     sft = DataSection(
         sources=[
@@ -373,7 +374,7 @@ def test_the_real_filters_leave_most_of_it(chat):
 
 
 def test_filters_take_every_planted_fault():
-    from posttrain.config import Source
+    from posttrain.config.data import Source
     from posttrain.judge import MathJudge
 
     source = Source(kind="openmathinstruct", path="embedded", rows=10)
@@ -384,7 +385,7 @@ def test_filters_take_every_planted_fault():
 
 
 def test_generating_needs_no_torch():
-    code = "import sys, posttrain.embedded as e; list(e.ultrafeedback(3, 0)); print('torch' in sys.modules)"
+    code = "import sys, posttrain.data.embedded as e; list(e.ultrafeedback(3, 0)); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
@@ -399,6 +400,6 @@ def test_splits_lie_on_both_sides():
 
 
 def test_the_command_writes_the_base_model_and_says_one_line(tmp_path: Path) -> None:
-    done = python("-m", "posttrain.embedded", "--out", str(tmp_path / "base"))
+    done = python("-m", "posttrain.data.embedded", "--out", str(tmp_path / "base"))
     assert (done.stdout, done.stderr) == (f"The base model lies in {tmp_path / 'base'}.\n", "")
     assert checkpoint.is_whole(tmp_path / "base")

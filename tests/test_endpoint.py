@@ -17,12 +17,11 @@ from typing import Any
 
 import pytest
 from test_evaluate import checkpoints, evaluate, resolved, settings  # noqa: F401  `checkpoints` is a fixture
-from test_serve import address, final  # noqa: F401  fixtures: the server of posttrain.serve
+from test_serve import address, final  # noqa: F401  fixtures: the server of posttrain.serving.serve
 
-from posttrain import endpoint
-from posttrain.config import Endpoint
-from posttrain.endpoint import Client, Nonsense, read_reply
-from posttrain.evaluation import store, tasks
+from posttrain.config.evaluation import Endpoint
+from posttrain.evaluation import endpoint, store, tasks
+from posttrain.evaluation.endpoint import Client, Nonsense, read_reply
 from posttrain.evaluation.text_episodes import STOP, TextChat
 from posttrain.types import SamplingParams, UserError
 
@@ -464,7 +463,7 @@ def test_a_served_model_has_the_rows_of_the_local_one(
     checkpoints: dict[str, str],
     tmp_path: Path,
 ) -> None:
-    """The same weights here and behind posttrain.serve: same prompts, same levels, same greedy answers and figures."""
+    """The same weights here and behind posttrain.serving.serve: same prompts, same levels, same greedy answers and figures."""
     both = {"base": str(final), "gpt": {"endpoint": address, "model": str(final), "concurrency": 4}}
     out = evaluate(tmp_path, both, suites=SUITES)  # type: ignore[arg-type]
     rows = [json.loads(line) for line in (out / "transcripts.jsonl").read_text().splitlines()]

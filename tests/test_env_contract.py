@@ -1,4 +1,4 @@
-"""Is an environment of six methods enough, and does `python -m envs.check` notice each broken promise?"""
+"""Is an environment of six methods enough, and does `posttrain env check` notice each broken promise?"""
 
 # pyright: reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false
 from __future__ import annotations
@@ -276,9 +276,8 @@ def test_players_are_those_that_are_there():
 
 
 def test_demonstrations_fall_back_to_what_there_is(register):
-    from posttrain import embedded
-    from posttrain.config import Source
-    from posttrain.data import reading
+    from posttrain.config.data import Source
+    from posttrain.data import embedded, reading
     from posttrain.types import UserError
 
     assert demos.default_mix(Say()) == {"expert": 1.0}
@@ -301,7 +300,7 @@ def test_demonstrations_fall_back_to_what_there_is(register):
 def test_a_model_is_compared_with_the_players_that_are_there(register):
     from types import SimpleNamespace
 
-    from posttrain.config import EnvSection, ProtocolSection
+    from posttrain.config.shared import EnvSection, ProtocolSection
     from posttrain.evaluation.scoring import play_baselines
 
     register(Say)
@@ -329,7 +328,7 @@ def test_there_are_pictures_only_of_an_environment_that_has_them(register):
         envs.make("walk", render_mode="rgb_array")
 
 
-# -- python -m envs.check: a broken toy for each promise ---------------------------------------------------------------
+# -- posttrain env check: a broken toy for each promise ---------------------------------------------------------------
 
 
 def few(cls: Any, config: Any, rng: np.random.Generator) -> Iterator[tuple[int, int]]:

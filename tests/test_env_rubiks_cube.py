@@ -10,8 +10,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from envs import SPLITS, demos, make
-from envs import rubiks_cube as cubes
+from envs import SPLITS, demos, make, rubiks_cube as cubes
 from envs.protocol import Protocol
 
 KNOWN = [1, 6, 27, 120, 534, 2256, 8969, 33058, 114149, 360508, 930588, 1350852, 782536, 90280, 276]

@@ -26,16 +26,19 @@ from tiny_runs import python, unheard
 import evaluate_model
 from envs import make
 from envs.protocol import Episode, Protocol
-from posttrain import checkpoint, config, embedded, hardware, metrics
-from posttrain.chat import Chat
-from posttrain.config import EnvSection, EvaluateRun, ProtocolSection
-from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain import config, metrics
+from posttrain.config.evaluation import EvaluateRun
+from posttrain.config.shared import EnvSection, ProtocolSection
+from posttrain.data import embedded
 from posttrain.evaluation import figures, scoring, store, tasks, workers
 from posttrain.evaluation.scoring import Loaded
 from posttrain.evaluation.tasks import Task
 from posttrain.evaluation.workers import run_tasks
 from posttrain.judge import MathJudge
-from posttrain.rollout import new_episode
+from posttrain.models.chat import Chat
+from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.rollout.episodes import new_episode
+from posttrain.runtime import checkpoint, hardware
 from posttrain.types import Completion, SamplingParams, Trajectory, UserError, derive_seed
 
 ROOT = Path(__file__).parent.parent
@@ -421,7 +424,7 @@ def test_an_environment_that_raises_when_it_is_made_is_told_before_any_work(
     def broken(_: Any) -> None:
         raise RuntimeError("no such board")
 
-    monkeypatch.setattr("posttrain.rollout.open_env", broken)
+    monkeypatch.setattr("posttrain.rollout.episodes.open_env", broken)
     with pytest.raises(UserError, match="frozen_lake raised RuntimeError: no such board"):
         evaluate(tmp_path, checkpoints, suites={"envs": {"envs": [{"name": "frozen_lake"}], "episodes": 2}})
 
@@ -429,7 +432,7 @@ def test_an_environment_that_raises_when_it_is_made_is_told_before_any_work(
 def test_a_template_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     file = ROOT / "configs" / "quickstart" / "evaluate.yaml"
-    cfg = config.resolve(EvaluateRun, file, ["chat.template=posttrain/chatml.jinja"])
+    cfg = config.resolve(EvaluateRun, file, ["chat.template=posttrain/models/chatml.jinja"])
     task: Any = SimpleNamespace(suite="recall", part="recall")
     assert "im_start" in store.conditions(cfg, task, local=True)["chat"]
 
@@ -608,7 +611,7 @@ def test_a_broken_checkpoint_is_named_and_the_exit_code_tells(
 
 
 def test_scores_that_are_not_finite_are_a_failure(tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
-    from posttrain import forward
+    from posttrain.models import forward
 
     def broken(_: Any, rows: Any, masks: Any) -> Any:
         return torch.full((sum(map(sum, masks)),), float("nan")), None

@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerFast
 from updates import learn
 
 from envs.protocol import Protocol
-from posttrain.config import ModelSection
-from posttrain.models import load
-from posttrain.starpo_run import make_learner
+from posttrain.config.shared import ModelSection
+from posttrain.models.loading import load
+from posttrain.starpo.run import make_learner
 from posttrain.types import Trajectory
 
 FILE = Path(__file__).parent.parent / "examples" / "minimal_starpo.py"

@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import train_phase3_starpo as phase3
-from posttrain.config import StarPORun
-from posttrain.monitoring.episodes import describe
+from posttrain.config.starpo import StarPORun
 from posttrain.starpo import filters
 from posttrain.starpo.advantages import grpo
 from posttrain.starpo.filters import divide, group_scores, keep_groups, soft_weights
+from posttrain.starpo.monitoring.episodes import describe
 from posttrain.types import Segment, Trajectory, derive_seed
 
 few = settings(max_examples=60, deadline=None)

@@ -22,8 +22,16 @@ from test_report import build_run
 from tiny_runs import tiny_base
 from transformers import PreTrainedTokenizerFast
 
-from posttrain import checkpoint, models, report, run_identity, runlog
-from posttrain.config import ChatRun, DPORun, EvaluateRun, ModelSection, SFTRun, StarPORun, resolve
+from posttrain import report
+from posttrain.config.chat import ChatRun
+from posttrain.config.dpo import DPORun
+from posttrain.config.evaluation import EvaluateRun
+from posttrain.config.loading import resolve
+from posttrain.config.sft import SFTRun
+from posttrain.config.shared import ModelSection
+from posttrain.config.starpo import StarPORun
+from posttrain.models import loading as models
+from posttrain.runtime import checkpoint, run_identity, runlog
 from posttrain.types import UserError
 
 CONFIGS = Path(__file__).parents[1] / "configs"

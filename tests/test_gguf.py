@@ -23,9 +23,9 @@ from transformers import (
     Qwen2Config,
 )
 
-from posttrain.config import ModelSection
-from posttrain.gguf import _same_tokens, convert
-from posttrain.models import load
+from posttrain.config.shared import ModelSection
+from posttrain.models.gguf import _same_tokens, convert
+from posttrain.models.loading import load
 from posttrain.types import UserError
 
 NAMES = {

@@ -25,13 +25,15 @@ from test_sampler import PAD, PROMPTS, build, conversation, serve
 from tiny_runs import rows_of, settings, tiny_base
 from transformers import PreTrainedTokenizerFast
 
-from posttrain import hardware, plan
-from posttrain.convgpt import ConvGPTForCausalLM
-from posttrain.forward import head_logprobs, trained_states
-from posttrain.monitoring.alarm_limits import HALF_PRECISION_GAP
-from posttrain.sampler import CompiledSampler, SlotSampler
-from posttrain.selftest import can_be_deterministic
-from posttrain.starpo_run import make_learner
+from posttrain import plan
+from posttrain.models.convgpt import ConvGPTForCausalLM
+from posttrain.models.forward import head_logprobs, trained_states
+from posttrain.plan.selftest import can_be_deterministic
+from posttrain.rollout.engines.compiled import CompiledSampler
+from posttrain.rollout.engines.slots import SlotSampler
+from posttrain.runtime import hardware
+from posttrain.starpo.monitoring.alarm_limits import HALF_PRECISION_GAP
+from posttrain.starpo.run import make_learner
 from posttrain.types import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU, or no -m gpu")]

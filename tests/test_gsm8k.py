@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from posttrain.chat import Chat
-from posttrain.config import DataSection, EvaluateRun
-from posttrain.data import gsm8k, load_prompts, load_questions, load_sft
+from posttrain.config.data import DataSection
+from posttrain.config.evaluation import EvaluateRun
+from posttrain.data import gsm8k
+from posttrain.data.loading import load_prompts, load_questions, load_sft
 from posttrain.evaluation.tasks import build_tasks
 from posttrain.judge import MathJudge, last_number
+from posttrain.models.chat import Chat
 from posttrain.types import UserError
 
 ROW = {"question": "Anna has 48 clips, Ben half as many. How many?", "answer": "48/2 = <<48/2=24>>24.\n#### 1,072"}

@@ -15,8 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from envs.guard import KeyHolders, OwnPagesOnly, WholeRequests, patient_protocol
 

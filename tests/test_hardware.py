@@ -14,9 +14,12 @@ import torch
 from test_phase3 import settings
 from tiny_runs import ROOT
 
-from posttrain import hardware, preflight
-from posttrain.config import ChatRun, StarPORun, resolve
-from posttrain.sampler.sampling import sample_tokens, uniforms
+from posttrain.config.chat import ChatRun
+from posttrain.config.loading import resolve
+from posttrain.config.starpo import StarPORun
+from posttrain.plan import preflight
+from posttrain.rollout.engines.sampling import sample_tokens, uniforms
+from posttrain.runtime import hardware
 from posttrain.types import SamplingParams, UserError
 
 MPS = torch.device("mps")

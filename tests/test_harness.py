@@ -22,10 +22,12 @@ import yaml
 from test_evaluate import tiny_model
 
 import evaluate_model
-from posttrain import compat, harness, models
-from posttrain.chat import Chat
-from posttrain.config import ModelSection
+from posttrain.config.shared import ModelSection
+from posttrain.evaluation import harness
 from posttrain.evaluation.store import digest
+from posttrain.models import loading as models
+from posttrain.models.chat import Chat
+from posttrain.runtime import compat
 from posttrain.types import UserError
 
 needs_harness = pytest.mark.skipif(

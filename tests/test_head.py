@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from posttrain import forward
+from posttrain.models import forward
 
 SIZES = {"states": 5, "vocabulary": 23}
 

@@ -22,8 +22,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from rich.console import Console
 from tiny_runs import ROOT, tiny_base
 from transformers import PreTrainedTokenizerFast
@@ -31,14 +30,15 @@ from transformers import PreTrainedTokenizerFast
 import envs
 import inference_with_improved_settings as script
 from envs.protocol import Episode, Protocol
-from posttrain import config, metrics, models
-from posttrain.chat import Chat
-from posttrain.config import ChatRun, ModelSection
-from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.inference import display, keyboard, playing
-from posttrain.inference.generation import Answer, Generator
-from posttrain.rollout import complete, open_sampler
-from posttrain.rollout import play as rollout_play
+from posttrain import config, metrics
+from posttrain.config.chat import ChatRun
+from posttrain.config.shared import ModelSection
+from posttrain.models import loading as models
+from posttrain.models.chat import Chat
+from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.rollout.episodes import complete, open_sampler, play as rollout_play
+from posttrain.serving import display, keyboard, playing
+from posttrain.serving.generation import Answer, Generator
 from posttrain.types import SamplingParams, UserError, derive_seed, short_name
 
 CONTEXT = 1500
@@ -350,7 +350,7 @@ def test_reset_keeps_the_system_message_and_says_so(says: Says, answers: Callabl
 
 
 def test_what_was_saved_is_data_for_phase_1(says: Says, answers: Callable[..., Any], tmp_path: Path) -> None:
-    from posttrain.config import Source
+    from posttrain.config.data import Source
     from posttrain.data.reading import read
 
     answers("Grüße 🦊")

@@ -10,8 +10,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from envs import math_answers, math_judge, math_worker
 from posttrain.judge import MathJudge, last_boxed

@@ -19,9 +19,9 @@ LAYERS = [
     ["envs"],
     ["posttrain.types"],
     ["posttrain.files"],
-    ["posttrain.launcher"],
-    ["posttrain.config", "posttrain.template_limits"],
-    ["posttrain.compat", "posttrain.hardware"],
+    ["posttrain.runtime.launcher"],
+    ["posttrain.config", "posttrain.models.loading.template_limits"],
+    ["posttrain.runtime.compat", "posttrain.runtime.hardware"],
     [
         f"posttrain.{name}"
         for name in (
@@ -53,9 +53,9 @@ LAYERS = [
         )
     ],
     [f"posttrain.{name}" for name in ("data", "report", "critic", "sampler", "prepared_rows")],
-    ["posttrain.trl_arguments", "posttrain.trl_trainers"],
+    ["posttrain.runtime.trl_arguments", "posttrain.finetune.trl_trainers"],
     [f"posttrain.{name}" for name in ("models", "engine", "gguf")],
-    ["posttrain.selftest"],
+    ["posttrain.plan.selftest"],
     [f"posttrain.{name}" for name in ("cross_score", "learner")],
     [f"posttrain.{name}" for name in ("training", "preflight", "rollout", "run_state")],
     [f"posttrain.{name}" for name in ("monitoring", "plan", "distillation", "inference")],
@@ -91,7 +91,7 @@ def walk(tree: ast.AST, functions: bool) -> Iterator[ast.AST]:
 
 
 def imports(path: Path, functions: bool = True) -> Iterator[str]:
-    """Dotted names of everything a file imports; `from posttrain import chat` counts as posttrain.chat.
+    """Dotted names of everything a file imports; `from posttrain import chat` counts as posttrain.models.chat.
 
     functions: also what is imported when a function is called, not when the file is.
     """
@@ -135,7 +135,7 @@ def test_a_broken_arrow_is_named(tmp_path, monkeypatch):
     wrong = {
         "envs/environment.py": "import torch",
         "posttrain/types.py": "from posttrain import config",
-        "posttrain/chat.py": "def later():\n    from posttrain.checkpoint import save",
+        "posttrain/models/chat.py": "def later():\n    from posttrain.runtime.checkpoint import save",
         "posttrain/data/rows.py": "from posttrain.data import other\nimport evaluate_model",
     }
     for name, text in wrong.items():
@@ -146,7 +146,7 @@ def test_a_broken_arrow_is_named(tmp_path, monkeypatch):
     assert arrows == [
         "envs/environment.py -> torch, but envs must load without it",
         "posttrain/types.py -> posttrain.config, which is above it",
-        "posttrain/chat.py -> posttrain.checkpoint, which is beside it",
+        "posttrain/models/chat.py -> posttrain.runtime.checkpoint, which is beside it",
         "rows.py -> evaluate_model: a script is never imported",
     ]
 
@@ -244,4 +244,4 @@ def test_one_question_finds_the_first_process() -> None:
     """`runlog.is_main_process`, which also holds before the processes have met."""
     other = re.compile(r'rank\(\) [=!]= 0|is_world_process_zero|"RANK"')
     found = {str(path.relative_to(ROOT)): other.findall(path.read_text(encoding="utf-8")) for path in files()}
-    assert {name: uses for name, uses in found.items() if uses} == {"posttrain/runlog.py": ['"RANK"']}
+    assert {name: uses for name, uses in found.items() if uses} == {"posttrain/runtime/runlog.py": ['"RANK"']}

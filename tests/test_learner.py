@@ -13,12 +13,12 @@ import updates
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import train_phase3_starpo as phase3
-from posttrain.config import StarPORun
-from posttrain.experience import Batch, BatchRow, Measured
-from posttrain.forward import Prefixes, token_logprobs
-from posttrain.learner import Learner
-from posttrain.models import peft_config
-from posttrain.starpo_run import make_learner
+from posttrain.config.starpo import StarPORun
+from posttrain.models.forward import Prefixes, token_logprobs
+from posttrain.models.loading import peft_config
+from posttrain.starpo.experience import Batch, BatchRow, Measured
+from posttrain.starpo.learner import Learner
+from posttrain.starpo.run import make_learner
 from posttrain.types import Completion, Segment, Trajectory, UserError
 
 CRITICAL = {"gae", "bilevel_gae"}
@@ -172,7 +172,7 @@ def test_reading_shared_prefixes_once_changes_nothing(advantage: str, monkeypatc
     shared = moved(config(advantage=advantage))
     assert max(used) == 3, "the members of each group share their prompt"
     used.clear()
-    monkeypatch.setattr("posttrain.learner.can_share_prefixes", lambda model: False)
+    monkeypatch.setattr("posttrain.starpo.learner.can_share_prefixes", lambda model: False)
     whole = moved(config(advantage=advantage))
     assert max(used) == 0
     assert (shared - whole).norm() <= 1e-5 * whole.norm()
@@ -218,7 +218,7 @@ def test_policy_and_critic_are_clipped_apart(monkeypatch: pytest.MonkeyPatch) ->
     """However large the critic's loss, the policy's step is its own."""
 
     def step(coef: float) -> torch.Tensor:
-        monkeypatch.setattr("posttrain.learner.VALUE_COEF", coef)
+        monkeypatch.setattr("posttrain.starpo.learner.VALUE_COEF", coef)
         settings = {"kind": "separate", "clip": None, "warmup_steps": 0}
         cfg = config(advantage="gae", critic=settings)
         return moved(cfg.model_copy(update={"trainer": cfg.trainer.model_copy(update={"max_grad_norm": 0.1})}))

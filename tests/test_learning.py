@@ -10,7 +10,7 @@ from test_phase3 import ROOT, rows, settings, taught, train
 from transformers import PreTrainedTokenizerFast
 
 import envs
-from posttrain import checkpoint
+from posttrain.runtime import checkpoint
 
 
 def test_it_learns_a_small_lake(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

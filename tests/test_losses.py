@@ -11,20 +11,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from posttrain.starpo import losses
-from posttrain.starpo.losses import (
-    cispo,
-    gspo,
-    kl,
-    ppo_clip,
-    sampler_weights,
-    token_weights,
-    value_loss,
-)
+from posttrain.starpo.losses import cispo, gspo, kl, ppo_clip, sampler_weights, token_weights, value_loss
 
 few = settings(max_examples=40, deadline=None)
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard, ModelCardData
 
-from posttrain import checkpoint, model_card
-from posttrain.model_card import Result
+from posttrain.models import model_card
+from posttrain.models.model_card import Result
+from posttrain.runtime import checkpoint
 
 
 def source(path: str, kind: str, licence: str, train: int = 0, held_out: int = 0) -> dict[str, Any]:

@@ -31,10 +31,15 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from posttrain import checkpoint, config, hardware, models, preflight
-from posttrain.chat import TEMPLATE_PATH, Chat
-from posttrain.config import ModelSection, SFTRun, StarPORun
-from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain import config
+from posttrain.config.sft import SFTRun
+from posttrain.config.shared import ModelSection
+from posttrain.config.starpo import StarPORun
+from posttrain.models import loading as models
+from posttrain.models.chat import TEMPLATE_PATH, Chat
+from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.plan import preflight
+from posttrain.runtime import checkpoint, hardware
 from posttrain.types import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -103,7 +108,7 @@ def test_an_adapter_with_new_tokens_trains_through_the_fused_heads(tied: bool) -
     from transformers import LlamaConfig, LlamaForCausalLM
     from trl.trainer.utils import add_fused_lm_head
 
-    from posttrain.forward import token_logprobs
+    from posttrain.models.forward import token_logprobs
 
     chat = Chat.load(byte_level_tokenizer(chatml=False), None)
     assert chat.added_tokens == 2
@@ -473,7 +478,7 @@ def test_an_adapter_is_no_model(base: Path, tmp_path: Path, monkeypatch: pytest.
 def test_a_gguf_file_is_named_with_its_command(tmp_path: Path) -> None:
     file = tmp_path / "a model.gguf"
     file.write_bytes(b"GGUF")
-    with pytest.raises(UserError, match=r"is a file\. .*`python -m posttrain.gguf '.*/a model\.gguf' FOLDER`"):
+    with pytest.raises(UserError, match=r"is a file\. .*`posttrain gguf '.*/a model\.gguf' FOLDER`"):
         load(file)
 
 

@@ -13,14 +13,15 @@ import torch
 from test_learner import config, played, policy
 
 import train_phase3_starpo as phase3
-from posttrain.learner import objective_settings
-from posttrain.monitoring import Monitor, collapse, watch
-from posttrain.monitoring.collapse import gradients_by_std, thoughts_and_prompts
-from posttrain.monitoring.episodes import answers_of, describe, reward_table
-from posttrain.rollout import Thought
-from posttrain.run_state import RunState
-from posttrain.selftest import can_share_prefixes
-from posttrain.starpo_run import make_learner
+from posttrain.plan.selftest import can_share_prefixes
+from posttrain.rollout.episodes import Thought
+from posttrain.starpo.learner import objective_settings
+from posttrain.starpo.monitoring import collapse, watch
+from posttrain.starpo.monitoring.collapse import gradients_by_std, thoughts_and_prompts
+from posttrain.starpo.monitoring.episodes import answers_of, describe, reward_table
+from posttrain.starpo.monitoring.monitor import Monitor
+from posttrain.starpo.run import make_learner
+from posttrain.starpo.run_state import RunState
 from posttrain.types import Trajectory
 
 

@@ -34,22 +34,15 @@ from transformers import (
 )
 
 import train_phase1_sft
-from posttrain import (
-    checkpoint,
-    hardware,
-    models,
-    parallel,
-    plan,
-    preflight,
-    prepared_rows,
-    run_identity,
-    runlog,
-    training,
-    trl_arguments,
-    trl_trainers,
-)
-from posttrain.chat import Chat
-from posttrain.config import SFTRun, load, resolve, training_flags
+from posttrain import plan
+from posttrain.config.loading import load, resolve, training_flags
+from posttrain.config.sft import SFTRun
+from posttrain.data import prepared_rows
+from posttrain.finetune import training, trl_trainers
+from posttrain.models import loading as models
+from posttrain.models.chat import Chat
+from posttrain.plan import preflight
+from posttrain.runtime import checkpoint, hardware, parallel, run_identity, runlog, trl_arguments
 from posttrain.types import UserError
 
 
@@ -118,7 +111,7 @@ def test_a_run_learns_and_saves(whole: Path, files: SimpleNamespace, tiny_chat: 
 
 def test_the_loss_is_that_of_the_assistants_tokens_alone(whole: Path, files: SimpleNamespace) -> None:
     """The held-out loss that TRL reports, recomputed from the handed-over weights without TRL."""
-    from posttrain.data import load_sft
+    from posttrain.data.loading import load_sft
 
     cfg = resolve(SFTRun, files.folder / "whole.yaml")
     net, chat = models.load(models.ModelSection(name_or_path=str(whole / "final")), device="cpu", chat_template=None)
@@ -290,7 +283,8 @@ def test_packing_on_a_gpu_is_refused_without_a_kernel_for_it(tmp_path: Path, fil
     """sdpa would build one mask over all packed rows of a batch."""
     from trl.trainer.sft_config import SFTConfig
 
-    from posttrain.config import SFTRun, resolve
+    from posttrain.config.loading import resolve
+    from posttrain.config.sft import SFTRun
 
     def arguments(device: str, attention: str, **packed: Any) -> Any:
         file = config_in(tmp_path, files, bf16=False, **packed)

@@ -22,10 +22,15 @@ from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
 
 import train_phase2_dpo
-from posttrain import checkpoint, models, preflight, training, trl_arguments, trl_trainers
-from posttrain.chat import TEMPLATE_PATH, Chat
-from posttrain.config import DPORun, ModelSection, resolve
+from posttrain.config.dpo import DPORun
+from posttrain.config.loading import resolve
+from posttrain.config.shared import ModelSection
 from posttrain.config.trl_fields import DPO_LOSSES
+from posttrain.finetune import training, trl_trainers
+from posttrain.models import loading as models
+from posttrain.models.chat import TEMPLATE_PATH, Chat
+from posttrain.plan import preflight
+from posttrain.runtime import checkpoint, trl_arguments
 from posttrain.types import UserError
 
 

@@ -29,20 +29,25 @@ import envs
 import train_phase3_starpo as phase3
 from envs.demos import demonstrate
 from envs.protocol import Protocol
-from posttrain import checkpoint, models, plan
-from posttrain.chat import Chat
-from posttrain.config import EvaluateRun, StarPORun, resolve
-from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.dashboards import Dashboards
+from posttrain import plan
+from posttrain.config.evaluation import EvaluateRun
+from posttrain.config.loading import resolve
+from posttrain.config.starpo import StarPORun
 from posttrain.evaluation.figures import env_figures
 from posttrain.evaluation.scoring import Loaded, run_task
 from posttrain.evaluation.tasks import build_tasks
-from posttrain.experience import Batch, Measured
-from posttrain.learner import schedule
-from posttrain.monitoring import Monitor, transcripts, watch
-from posttrain.monitoring.episodes import describe
-from posttrain.run_state import RunState
-from posttrain.starpo_run import environments_of_groups, refuse_crashes
+from posttrain.models import loading as models
+from posttrain.models.chat import Chat
+from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.runtime import checkpoint
+from posttrain.runtime.dashboards import Dashboards
+from posttrain.starpo.experience import Batch, Measured
+from posttrain.starpo.learner import schedule
+from posttrain.starpo.monitoring import transcripts, watch
+from posttrain.starpo.monitoring.episodes import describe
+from posttrain.starpo.monitoring.monitor import Monitor
+from posttrain.starpo.run import environments_of_groups, refuse_crashes
+from posttrain.starpo.run_state import RunState
 from posttrain.types import Segment, Trajectory, UserError
 
 LAKE = {"name": "frozen_lake", "options": {"size": 3}}
@@ -175,9 +180,9 @@ def said(episode: dict[str, Any]) -> list[str]:
 
 
 def test_samples_share_the_level_and_other_groups_do_not(player: Path, tmp_path: Path) -> None:
-    from posttrain.config import ModelSection
-    from posttrain.models import load
-    from posttrain.rollout import open_sampler
+    from posttrain.config.shared import ModelSection
+    from posttrain.models.loading import load
+    from posttrain.rollout.episodes import open_sampler
 
     cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, envs=[{"name": "frozen_lake"}]))
     model, chat = load(ModelSection(name_or_path=str(player)), device="cpu", chat_template=None)
@@ -194,11 +199,11 @@ def test_samples_share_the_level_and_other_groups_do_not(player: Path, tmp_path:
 
 def test_figures_of_tokens_are_those_of_the_update(player: Path, tmp_path: Path) -> None:
     """Of two groups one is filtered out; of the other, one episode was cut and is masked."""
-    from posttrain.config import ModelSection
-    from posttrain.models import load
-    from posttrain.monitoring.token_figures import token_figures
-    from posttrain.rollout import open_sampler
-    from posttrain.starpo_run import make_learner
+    from posttrain.config.shared import ModelSection
+    from posttrain.models.loading import load
+    from posttrain.rollout.episodes import open_sampler
+    from posttrain.starpo.monitoring.token_figures import token_figures
+    from posttrain.starpo.run import make_learner
 
     file = settings(tmp_path / "run.yaml", player, rollout={"groups": 2}, algorithm={"minibatches": 1})
     cfg = resolve(StarPORun, file, ["algorithm.filter={strategy: top_k_abs, value: 1}"])
@@ -346,7 +351,7 @@ def test_what_else_lies_in_a_run_is_left_alone(whole: Path, player: Path, tmp_pa
 
 
 def test_a_link_named_like_a_later_checkpoint_is_removed_and_not_followed(tmp_path: Path) -> None:
-    from posttrain import run_state
+    from posttrain.starpo import run_state
 
     kept = tmp_path / "elsewhere"
     kept.mkdir()

@@ -76,7 +76,7 @@ def test_each_cell_is_valid_and_each_command_exists(monkeypatch: pytest.MonkeyPa
     shell, ran = Shell(), []
     for command in commands():
         words = [word for word in shlex.split(command) if not word.startswith("$")]
-        if words[:3] == ["python", "-m", "posttrain.parallel"]:  # which takes torchrun's arguments
+        if words[:3] == ["python", "-m", "posttrain.runtime.parallel"]:  # which takes torchrun's arguments
             words = ["torchrun", *words[3:]]
         shell.run(words)
         ran.append(" ".join(words))
@@ -217,7 +217,7 @@ def test_the_image_runs_make_as_somebody_who_is_not_root() -> None:
     ("path", "copied"),
     [
         ("train_phase1_sft.py", True),
-        ("posttrain/chatml.jinja", True),
+        ("posttrain/models/chatml.jinja", True),
         ("requirements.lock", True),
         ("configs/quickstart/chat.yaml", True),
         (".git/config", False),

@@ -12,8 +12,7 @@ import psutil
 import pytest
 import torch
 from bitsandbytes.optim.optimizer import GlobalOptimManager
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
@@ -28,14 +27,17 @@ from transformers import (
 )
 
 import train_phase3_starpo as phase3
-from posttrain import models, plan
-from posttrain.config import ModelSection, StarPORun
-from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.experience import Batch, Experience
-from posttrain.forward import head_logprobs, trained_states
-from posttrain.plan import Place, Shape
-from posttrain.sampler import SlotSampler
-from posttrain.starpo_run import make_learner
+from posttrain import plan
+from posttrain.config.shared import ModelSection
+from posttrain.config.starpo import StarPORun
+from posttrain.models import loading as models
+from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.models.forward import head_logprobs, trained_states
+from posttrain.plan.episodes import Place
+from posttrain.plan.shape import Shape
+from posttrain.rollout.engines.slots import SlotSampler
+from posttrain.starpo.experience import Batch, Experience
+from posttrain.starpo.run import make_learner
 from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError
 
 CONTEXT = 128

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hypothesis import given
-from hypothesis import settings as bounds
-from hypothesis import strategies as st
+from hypothesis import given, settings as bounds, strategies as st
 from open_envs import MISSING
 from test_plan import SHAPE, config
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -21,7 +19,10 @@ import train_phase2_dpo as phase2
 import train_phase3_starpo as phase3
 from envs.protocol import Protocol
 from posttrain import plan
-from posttrain.config import DPORun, SFTRun, StarPORun, resolve
+from posttrain.config.dpo import DPORun
+from posttrain.config.loading import resolve
+from posttrain.config.sft import SFTRun
+from posttrain.config.starpo import StarPORun
 from posttrain.plan import devices, known_models, report, rows, seconds, work
 from posttrain.plan.devices import Device, Fleet
 from posttrain.plan.episodes import Place

@@ -16,8 +16,10 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from posttrain import plan, training, trl_trainers
-from posttrain.config import DPORun, SFTRun
+from posttrain import plan
+from posttrain.config.dpo import DPORun
+from posttrain.config.sft import SFTRun
+from posttrain.finetune import training, trl_trainers
 from posttrain.plan import rows
 from posttrain.plan.episodes import Place
 from posttrain.plan.shape import Shape

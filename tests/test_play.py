@@ -1,4 +1,4 @@
-"""Does `python -m envs.play` show what the model sees, and play what is typed?"""
+"""Does `posttrain env play` show what the model sees, and play what is typed?"""
 
 from __future__ import annotations
 

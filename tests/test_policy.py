@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,10 +19,10 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from posttrain import forward
-from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.forward import attention_mask, microbatches, read, token_logprobs
-from posttrain.selftest import head_agrees, without_noise
+from posttrain.models import forward
+from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.models.forward import attention_mask, microbatches, read, token_logprobs
+from posttrain.plan.selftest import head_agrees, without_noise
 from posttrain.types import UserError
 
 SIZES = {

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,9 +20,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.forward import Prefixes, head_logprobs, prefix_of, token_logprobs, trained_states, worth_sharing
-from posttrain.selftest import can_share_prefixes
+from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.models.forward import Prefixes, head_logprobs, prefix_of, token_logprobs, trained_states, worth_sharing
+from posttrain.plan.selftest import can_share_prefixes
 
 SIZES: dict[str, Any] = {
     "vocab_size": 71, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,

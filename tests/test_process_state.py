@@ -16,8 +16,8 @@ from envs import process_state
 from envs.frozen_lake import FrozenLake
 from envs.process_state import ProcessState, kept
 from envs.protocol import Protocol
-from posttrain.chat import Chat
-from posttrain.rollout import FULL, Game, set_up, take_turns
+from posttrain.models.chat import Chat
+from posttrain.rollout.episodes import FULL, Game, set_up, take_turns
 from posttrain.types import Completion
 
 FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
@@ -91,8 +91,8 @@ def test_an_episode_leaves_the_process_as_it_is(
 
 @pytest.mark.parametrize("when", ["__init__", "reset"])
 def test_also_while_a_level_is_made(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from posttrain.config import EnvSection, ProtocolSection
-    from posttrain.rollout import new_episode
+    from posttrain.config.shared import EnvSection, ProtocolSection
+    from posttrain.rollout.episodes import new_episode
 
     real, before = getattr(FrozenLake, when), ProcessState.now()
 

@@ -27,12 +27,13 @@ from safetensors.torch import load_file, save_file
 from test_evaluate import tiny_model
 from tiny_runs import ROOT, python
 
-from posttrain import checkpoint, model_card, models
-from posttrain.chat import Chat
-from posttrain.config import ModelSection
+from posttrain.config.shared import ModelSection
 from posttrain.evaluation.store import digest
-from posttrain.publish import content, privacy
-from posttrain.publish.__main__ import main
+from posttrain.models import loading as models, model_card
+from posttrain.models.chat import Chat
+from posttrain.runtime import checkpoint
+from posttrain.serving.publish import content, privacy
+from posttrain.serving.publish.__main__ import main
 from posttrain.types import UserError
 
 SECRET = "hf_" + "Q" * 34
@@ -287,7 +288,7 @@ def test_no_permission_no_token_no_hub(
 
 def test_the_command_goes_where_the_environment_says(made: Path, hub: Hub, tmp_path: Path) -> None:
     env = {"HF_ENDPOINT": hub.address, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path)}
-    done = python("-m", "posttrain.publish", str(made), "--repo", REPO, "--yes", env=env)
+    done = python("-m", "posttrain.serving.publish", str(made), "--repo", REPO, "--yes", env=env)
     assert done.returncode == 0, done.stderr
     assert f"private: {hub.address}/{REPO}/commit/{hub.repos[REPO].sha}" in done.stdout and hub.repos[REPO].private
     assert TOKEN not in done.stdout + done.stderr
@@ -485,7 +486,7 @@ def test_what_was_written_by_hand_is_listed(run: Path, capsys: pytest.CaptureFix
 def test_long_lines_are_read_in_linear_time() -> None:
     """With the square of their length this would take hours."""
     code = """
-from posttrain.publish import privacy
+from posttrain.serving.publish import privacy
 for shape in ("/", "~/", "../", "a@a.", "http://", "/home/a "):
     text = shape * (300_000 // len(shape))
     privacy.cut(text)

@@ -12,8 +12,10 @@ import pytest
 import yaml
 
 from envs.demos import main as write_demonstrations
-from posttrain.config import SFTRun, StarPORun, resolve
+from posttrain.config.loading import resolve
+from posttrain.config.sft import SFTRun
 from posttrain.config.shared import ModelSection
+from posttrain.config.starpo import StarPORun
 
 FILE = Path(__file__).parent.parent / "benchmarks" / "long" / "ragen_levels.py"
 
@@ -39,7 +41,7 @@ def prepared(levels: ModuleType, label: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("label", ["slippery", "sokoban-2", "sudoku", "rubiks-cube"])
 def test_the_tokenizer_has_a_token_for_all_that_stands_in_a_row(levels: ModuleType, label: str, tmp_path: Path) -> None:
-    from posttrain import models
+    from posttrain.models import loading as models
 
     prepared(levels, label, tmp_path)
     model, chat = models.load(

@@ -26,7 +26,12 @@ import yaml
 import envs
 from envs import check
 from posttrain import config
-from posttrain.config import ChatRun, DPORun, EvaluateRun, SFTRun, StarPORun, suggestions
+from posttrain.config import suggestions
+from posttrain.config.chat import ChatRun
+from posttrain.config.dpo import DPORun
+from posttrain.config.evaluation import EvaluateRun
+from posttrain.config.sft import SFTRun
+from posttrain.config.starpo import StarPORun
 from posttrain.data import reading
 
 ROOT = Path(__file__).parents[1]
@@ -169,8 +174,8 @@ def test_commands_work(document, monkeypatch):
         "python train_phase1_sft.py trainer.learning_rat=1e-5",
         "python train_phase1_sft.py --restart",
         "python train_phase2_dpo.py",  # nothing has made runs/phase1/final
-        "python -m envs.check frozen_lak",
-        "python -m posttrain.embedded --output runs/base",
+        "posttrain env check frozen_lak",
+        "python -m posttrain.data.embedded --output runs/base",
         "torchrun --processes 2 train_phase1_sft.py",
         "trackio show --projekt posttrain",
         "pip install posttrain",
@@ -339,16 +344,16 @@ def test_every_metric_of_phase_3_is_explained():
     written: set[str] = set()
     for file, names in (
         ("train_phase3_starpo.py", "main|validate"),
-        ("posttrain/monitoring/episodes.py", "describe|describe_evaluation|costs"),
-        ("posttrain/monitoring/collapse.py", "thoughts_and_prompts|gradients_by_std"),
-        ("posttrain/monitoring/updates.py", "policy|critic|row|advantage_figures"),
-        ("posttrain/monitoring/monitor.py", "react|compare_with_best"),
-        ("posttrain/rollout_worker.py", "staleness"),
+        ("posttrain/starpo/monitoring/episodes.py", "describe|describe_evaluation|costs"),
+        ("posttrain/starpo/monitoring/collapse.py", "thoughts_and_prompts|gradients_by_std"),
+        ("posttrain/starpo/monitoring/updates.py", "policy|critic|row|advantage_figures"),
+        ("posttrain/starpo/monitoring/monitor.py", "react|compare_with_best"),
+        ("posttrain/starpo/rollout_worker.py", "staleness"),
     ):
         for function in functions(file, names):
             written |= {key for key in written_keys(function) if "/" in key or key == "memory"}
     written.add("tokens")
-    (aggregate,) = functions("posttrain/monitoring/episodes.py", "aggregate")
+    (aggregate,) = functions("posttrain/starpo/monitoring/episodes.py", "aggregate")
     written |= {f"rollout/{key}" for key in written_keys(aggregate)}
     (measure,) = functions("posttrain/evaluation/forgetting.py", "measure")
     texts = {node.value for node in ast.walk(measure) if isinstance(node, ast.Constant)}

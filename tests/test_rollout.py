@@ -10,18 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import envs
 from envs.frozen_lake import FrozenLake
 from envs.protocol import Episode, Protocol, thought_span
-from posttrain import rollout
-from posttrain.chat import Chat
-from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.rollout import Context, complete, open_sampler, play, set_up, thoughts
-from posttrain.sampler import ReplaySampler
+from posttrain.models.chat import Chat
+from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.rollout import episodes as rollout
+from posttrain.rollout.engines.replay import ReplaySampler
+from posttrain.rollout.episodes import Context, complete, open_sampler, play, set_up, thoughts
 from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError
 
 PARAMS = SamplingParams(max_new_tokens=12, temperature=1.0)

@@ -21,13 +21,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from envs.web import BadStatus, ask
 from posttrain import rollout_engine, rollout_server
-from posttrain.chat import Chat
-from posttrain.compat import merged_weights
-from posttrain.sampler import RemoteSampler, SlotSampler
-from posttrain.sampler import slot_server as client
-from posttrain.sampler.remote import Lost, Policy, Work, chunks
-from posttrain.sampler.slot_server import SlotServer, SlotServers
-from posttrain.serve import listen
+from posttrain.models.chat import Chat
+from posttrain.rollout.engines import slot_server as client
+from posttrain.rollout.engines.remote import Lost, Policy, RemoteSampler, Work, chunks
+from posttrain.rollout.engines.slot_server import SlotServer, SlotServers
+from posttrain.rollout.engines.slots import SlotSampler
+from posttrain.runtime.compat import merged_weights
+from posttrain.serving.serve import listen
 from posttrain.types import SamplingParams, UserError
 
 PARAMS = SamplingParams(max_new_tokens=12)
@@ -136,7 +136,7 @@ def change(model: PreTrainedModel) -> None:
 def test_it_writes_with_todays_weights_and_sends_them_only_when_they_change(
     tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("posttrain.sampler.remote.CHUNK", 4096)  # so that there are several
+    monkeypatch.setattr("posttrain.rollout.engines.remote.CHUNK", 4096)  # so that there are several
     model, sent, honest = llama(), [], SlotServer.update_weights
     monkeypatch.setattr(SlotServer, "update_weights", lambda self, body: (sent.append(len(body)), honest(self, body)))
     with running(tiny_chat) as servers:
@@ -213,7 +213,7 @@ def test_a_server_that_dies_costs_nothing_but_reading_its_conversations_again(
 def test_a_server_that_hangs_costs_its_turns_alone(tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a SIGSTOP: it takes requests and answers none. The other one hears of the run meanwhile."""
     monkeypatch.setattr(SlotServer._ask, "__defaults__", (1.5,))
-    monkeypatch.setattr("posttrain.sampler.remote.HEARTBEAT", 0.1)
+    monkeypatch.setattr("posttrain.rollout.engines.remote.HEARTBEAT", 0.1)
     monkeypatch.setattr(rollout_engine, "LEASE", 1.0)
     monkeypatch.setattr(rollout_engine, "LOOK", 0.05)
     model, goes_on = llama(), threading.Event()
@@ -239,9 +239,9 @@ def test_a_server_that_hangs_while_it_takes_up_weights_is_lost_soon(
     tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may wait half an hour for a turn to end, but shows a sign of life meanwhile."""
-    monkeypatch.setattr("posttrain.sampler.remote.HEARTBEAT", 0.1)
-    monkeypatch.setattr("posttrain.sampler.remote.SILENCE", 1.0)
-    monkeypatch.setattr("posttrain.sampler.slot_server.BRIEF", 0.3)
+    monkeypatch.setattr("posttrain.rollout.engines.remote.HEARTBEAT", 0.1)
+    monkeypatch.setattr("posttrain.rollout.engines.remote.SILENCE", 1.0)
+    monkeypatch.setattr("posttrain.rollout.engines.slot_server.BRIEF", 0.3)
     model, goes_on = llama(), threading.Event()
     with running(tiny_chat, 2) as servers:
         sampler = connected(tiny_chat, model, servers)
@@ -293,7 +293,7 @@ def test_a_run_that_was_paused_for_long_goes_on(
 
 def test_a_run_that_falls_silent_leaves_nothing_behind(tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_engine, "LOOK", 0.05)
-    monkeypatch.setattr("posttrain.sampler.remote.HEARTBEAT", 1e9)
+    monkeypatch.setattr("posttrain.rollout.engines.remote.HEARTBEAT", 1e9)
     with running(tiny_chat) as servers:
         sampler = connected(tiny_chat, llama(), servers)
         sampler.sample(sampler.open(ROWS), PARAMS, [0] * len(ROWS))

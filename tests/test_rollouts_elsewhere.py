@@ -16,9 +16,9 @@ from test_rollout_server import Running, llama, running, until
 from test_sharding import FSDP2, launched
 from tiny_runs import ROOT
 
-from posttrain import checkpoint
-from posttrain.chat import Chat
-from posttrain.sampler import RemoteSampler
+from posttrain.models.chat import Chat
+from posttrain.rollout.engines.remote import RemoteSampler
+from posttrain.runtime import checkpoint
 from posttrain.types import UserError
 
 LEARNS = {"filter": {"strategy": "none", "keep_zero": True}, "advantage": "arpo", "importance_sampling_clip_max": 2.0}

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from test_learner import config
 
-from posttrain import run_state
-from posttrain.run_state import RunState, changed
+from posttrain.starpo import run_state
+from posttrain.starpo.run_state import RunState, changed
 from posttrain.types import UserError
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from tiny_runs import ROOT
 
-from posttrain import runlog
+from posttrain.runtime import runlog
 from posttrain.types import UserError
 
 
@@ -195,7 +195,7 @@ def launched(tmp_path: Path, program: str) -> subprocess.Popen[str]:
     script = tmp_path / "script.py"
     script.write_text(program)
     return subprocess.Popen(
-        [sys.executable, "-m", "posttrain.parallel", "--standalone", "--nproc_per_node", "2", str(script)],
+        [sys.executable, "-m", "posttrain.runtime.parallel", "--standalone", "--nproc_per_node", "2", str(script)],
         cwd=Path(runlog.__file__).parents[1],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(runlog.__file__).parents[1])},
         stdout=subprocess.PIPE,

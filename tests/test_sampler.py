@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,13 +20,15 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from posttrain import engine as engines
-from posttrain import selftest
-from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.engine import open_engine, why_unfit
-from posttrain.fused import fused_weights
-from posttrain.sampler import ReplaySampler, SlotSampler, slots
-from posttrain.sampler.sampling import sample_tokens, uniforms
+from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.models.fused import fused_weights
+from posttrain.plan import selftest
+from posttrain.rollout import engine as engines
+from posttrain.rollout.engine import open_engine, why_unfit
+from posttrain.rollout.engines import slots
+from posttrain.rollout.engines.replay import ReplaySampler
+from posttrain.rollout.engines.sampling import sample_tokens, uniforms
+from posttrain.rollout.engines.slots import SlotSampler
 from posttrain.types import SamplingParams, UserError
 
 VOCABULARY = 61

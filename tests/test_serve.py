@@ -20,16 +20,16 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from test_evaluate import tiny_model
 from tiny_runs import ROOT, python
 
-from posttrain import models, serve, served_answers, served_requests
-from posttrain.chat import Chat
-from posttrain.config import ModelSection
-from posttrain.rollout import complete, open_sampler
-from posttrain.served_answers import Cutter
+from posttrain.config.shared import ModelSection
+from posttrain.models import loading as models
+from posttrain.models.chat import Chat
+from posttrain.rollout.episodes import complete, open_sampler
+from posttrain.serving import serve, served_answers, served_requests
+from posttrain.serving.served_answers import Cutter
 from posttrain.types import SamplingParams, UserError
 
 IMAGE = {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "a"}}]}
@@ -45,7 +45,7 @@ def final(tmp_path_factory: pytest.TempPathFactory, tiny_chat: Chat) -> Path:
 
 @pytest.fixture(scope="module")
 def address(final: Path) -> Iterator[str]:
-    command = [sys.executable, "-m", "posttrain.serve", str(final), "--port", "0", "--device", "cpu"]
+    command = [sys.executable, "-m", "posttrain.serving.serve", str(final), "--port", "0", "--device", "cpu"]
     command += ["--dtype", "float32"]
     with subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True
@@ -492,7 +492,7 @@ def test_no_request_loads_or_drops_a_model(client: openai.OpenAI, address: str) 
 
 
 def test_mistakes_are_told_in_a_paragraph(final: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = python("-m", "posttrain.serve", str(tmp_path / "nothing"))
+    told = python("-m", "posttrain.serving.serve", str(tmp_path / "nothing"))
     assert told.returncode == 2 and told.stderr.startswith("error: There is no folder") and not told.stdout
     with pytest.raises(UserError, match=r"no config\.json"):
         serve.main([str(tmp_path)])

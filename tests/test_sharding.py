@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import train_phase1_sft
 import train_phase2_dpo
-from posttrain import checkpoint, hardware, launcher, parallel, run_identity
-from posttrain.config import SFTRun
+from posttrain.config.sft import SFTRun
+from posttrain.runtime import checkpoint, hardware, launcher, parallel, run_identity
 from posttrain.types import UserError
 
 FSDP2 = {

@@ -6,8 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from benchmarks import _scale_runs, scale_out
 from benchmarks.simulation import REFILL_BELOW, Costs, Group, Layout, Mode, Turn, simulate
@@ -25,7 +24,7 @@ def drawn(seed: int, groups: int, members: int = 2, most: int = 60) -> list[Grou
 
 
 def test_the_slot_engine_refills_where_the_simulation_says_so() -> None:
-    from posttrain.sampler import slots
+    from posttrain.rollout.engines import slots
 
     assert slots.REFILL_BELOW == REFILL_BELOW
 

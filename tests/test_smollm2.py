@@ -17,11 +17,15 @@ from tiny_runs import ROOT, taught, tiny_base
 
 from envs.demos import parser
 from posttrain import config
-from posttrain.config import DPORun, EvaluateRun, PairsRun, SFTRun, StarPORun
+from posttrain.config.dpo import DPORun
+from posttrain.config.evaluation import EvaluateRun
+from posttrain.config.pairs import PairsRun
+from posttrain.config.sft import SFTRun
+from posttrain.config.starpo import StarPORun
 
 SCHEMAS: dict[str, Any] = {
     "train_phase1_sft.py": SFTRun,
-    "posttrain.pairs": PairsRun,
+    "posttrain.evaluation.pairs": PairsRun,
     "train_phase2_dpo.py": DPORun,
     "train_phase3_starpo.py": StarPORun,
     "evaluate_model.py": EvaluateRun,
@@ -101,7 +105,7 @@ def test_what_is_finished_is_left_and_what_was_begun_goes_on(tmp_path: Path):
     (tmp_path / "runs/smollm2/pairs/answers.jsonl").touch()
     left = commands(tmp_path, "MODEL=some/model")
     assert [word for command in left for word in command if word in SCHEMAS] == [
-        "posttrain.pairs", "train_phase2_dpo.py", "train_phase3_starpo.py", "train_phase2_dpo.py", "evaluate_model.py"
+        "posttrain.evaluation.pairs", "train_phase2_dpo.py", "train_phase3_starpo.py", "train_phase2_dpo.py", "evaluate_model.py"
     ]  # fmt: skip
     assert ["--resume" in command for command in left] == [True, False, False, False, False]
 

@@ -22,12 +22,14 @@ from test_sampler import PAD, STOP, check_logprobs, conversation, serve
 from test_serve import QUESTION, ask, local
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from posttrain import checkpoint, models
-from posttrain.chat import Chat
-from posttrain.config import ModelSection
-from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.engine import open_engine
-from posttrain.sampler import SlotSampler, VLLMSampler
+from posttrain.config.shared import ModelSection
+from posttrain.models import loading as models
+from posttrain.models.chat import Chat
+from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.rollout.engine import open_engine
+from posttrain.rollout.engines.slots import SlotSampler
+from posttrain.rollout.engines.vllm import VLLMSampler
+from posttrain.runtime import checkpoint
 from posttrain.types import SamplingParams, UserError
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -63,7 +65,7 @@ def test_without_vllm_one_paragraph_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.parallel.size", lambda: 2)
+    monkeypatch.setattr("posttrain.runtime.parallel.size", lambda: 2)
     with pytest.raises(UserError, match="one process"):
         open_engine(llama(), [STOP], PAD, "vllm")
 

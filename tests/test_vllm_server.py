@@ -17,10 +17,10 @@ from test_rollout_server import ROWS, TURNS, change, llama
 from test_sampler import check_logprobs, conversation, serve
 from transformers import PreTrainedModel
 
-from posttrain.chat import Chat
-from posttrain.engine import open_servers
-from posttrain.sampler import RemoteSampler, SlotSampler
-from posttrain.sampler.remote import Policy
+from posttrain.models.chat import Chat
+from posttrain.rollout.engine import open_servers
+from posttrain.rollout.engines.remote import Policy, RemoteSampler
+from posttrain.rollout.engines.slots import SlotSampler
 from posttrain.types import SamplingParams, UserError
 
 PARAMS = SamplingParams(max_new_tokens=12)

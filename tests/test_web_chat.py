@@ -37,17 +37,20 @@ import envs
 import inference_with_improved_settings as script
 from envs.guard import patient_protocol
 from envs.protocol import Episode, Protocol
-from posttrain import config, models
-from posttrain.chat import Chat
-from posttrain.config import ChatRun, ModelSection, Source
+from posttrain import config
+from posttrain.config.chat import ChatRun
+from posttrain.config.data import Source
+from posttrain.config.shared import ModelSection
 from posttrain.data.filters import dialogue
 from posttrain.data.reading import read
-from posttrain.inference.conversation import Conversation, Exchange
-from posttrain.inference.display import figures
-from posttrain.inference.generation import Generator
-from posttrain.serve import listen
+from posttrain.models import loading as models
+from posttrain.models.chat import Chat
+from posttrain.serving.conversation import Conversation, Exchange
+from posttrain.serving.display import figures
+from posttrain.serving.generation import Generator
+from posttrain.serving.serve import listen
+from posttrain.serving.web_chat import guard, playing, server, talking
 from posttrain.types import SamplingParams, UserError, derive_seed
-from posttrain.web_chat import guard, playing, server, talking
 
 playwright = pytest.importorskip("playwright.sync_api")
 in_browser = pytest.mark.skipif(

@@ -25,15 +25,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from updates import learn
 
 import train_phase3_starpo as phase3
-from posttrain.chat import Chat
-from posttrain.config import StarPORun, resolve
-from posttrain.experience import Batch, Measured
-from posttrain.monitoring.collapse import thoughts_and_prompts
-from posttrain.rollout import most_turns, thoughts
-from posttrain.run_state import RunState
-from posttrain.sampler import ReplaySampler
+from posttrain.config.loading import resolve
+from posttrain.config.starpo import StarPORun
+from posttrain.models.chat import Chat
+from posttrain.rollout.engines.replay import ReplaySampler
+from posttrain.rollout.episodes import most_turns, thoughts
 from posttrain.starpo.diagnostics import information
-from posttrain.starpo_run import make_learner
+from posttrain.starpo.experience import Batch, Measured
+from posttrain.starpo.monitoring.collapse import thoughts_and_prompts
+from posttrain.starpo.run import make_learner
+from posttrain.starpo.run_state import RunState
 from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError
 
 BASE: dict[str, Any] = {

@@ -17,7 +17,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from posttrain.chat import Chat
+from posttrain.models.chat import Chat
 
 ROOT = Path(__file__).parents[1]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import train_phase3_starpo as phase3
-from posttrain.config import StarPORun
-from posttrain.distillation import Distillation
-from posttrain.learner import Learner
+from posttrain.config.starpo import StarPORun
+from posttrain.starpo.distillation import Distillation
+from posttrain.starpo.learner import Learner
 from posttrain.types import Trajectory
 
 

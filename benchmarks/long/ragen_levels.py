@@ -33,9 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import _measure
 from benchmarks._rows import read_rows
 from posttrain import config
-from posttrain.checkpoint import RUN_CONFIG
 from posttrain.files import write_whole
 from posttrain.metrics import wilson
+from posttrain.runtime.checkpoint import RUN_CONFIG
 
 ROOT = Path(__file__).resolve().parents[2]
 TURNS = 25
@@ -62,7 +62,7 @@ class Game(NamedTuple):
 
     name: str
     options: dict[str, Any]
-    thought: str  # of `python -m envs.demos`
+    thought: str  # of `posttrain env demos`
     shape: dict[str, int]
     published: Published | None = None
     player: str = "expert:0.85,random:0.15"
@@ -266,7 +266,7 @@ def write_turns(episodes: Path, turns: Path) -> int:
 
 def write_base(game: Game, turns: Path, out: Path, seed: int) -> None:
     """A ConvGPT of random weights. The rules, the same in every prompt, are a single token of its tokenizer."""
-    from posttrain.embedded.base_model import TAGS, new_base
+    from posttrain.data.embedded.base_model import TAGS, new_base
 
     def texts() -> Iterator[str]:
         with turns.open(encoding="utf-8") as lines:
@@ -292,9 +292,10 @@ def measure(file: Path) -> dict[str, Any]:
     import torch
 
     import train_phase3_starpo as script
-    from posttrain import models
-    from posttrain.config import StarPORun, resolve
-    from posttrain.rollout import open_sampler
+    from posttrain.config.loading import resolve
+    from posttrain.config.starpo import StarPORun
+    from posttrain.models import loading as models
+    from posttrain.rollout.episodes import open_sampler
 
     _measure.threads()
     found: dict[str, Any] = {}
@@ -335,7 +336,7 @@ def baselines(game: Game) -> dict[str, Any]:
     import envs
     from envs.demos import play
     from envs.protocol import Protocol
-    from posttrain.config import EnvSection
+    from posttrain.config.shared import EnvSection
     from posttrain.evaluation.tasks import held_out_levels
 
     env = envs.make(game.name, **game.options)

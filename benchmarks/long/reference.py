@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import _measure
 import plan
 
-from posttrain.chat import Chat
-from posttrain.convgpt import ConvGPTConfig, ConvGPTForCausalLM
+from posttrain.models.chat import Chat
+from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 
 SCRIPTS = ("train_phase1_sft", "train_phase2_dpo", "train_phase3_starpo")
 KINDS = {1: "messages", 2: "ultrafeedback"}
@@ -56,7 +56,7 @@ def make_base(folder: Path, steps: list[int]) -> None:
     """Random weights in the published shape; the quickstart's tokenizer fills the first rows of its vocabulary."""
     from transformers import AutoTokenizer
 
-    from posttrain.embedded import build_base
+    from posttrain.data.embedded.base_model import build_base
 
     small = build_base(folder / "small")
     chat = Chat.load(AutoTokenizer.from_pretrained(small), None)

@@ -56,8 +56,8 @@ RUN: dict[str, Any] = {
 
 def prepared(out: Path) -> Path:
     """A tiny model that has read a few demonstrations."""
-    from posttrain.embedded.base_model import new_base
-    from posttrain.embedded.environments import demonstrations
+    from posttrain.data.embedded.base_model import new_base
+    from posttrain.data.embedded.environments import demonstrations
 
     base, told = out / "base", demonstrations(["frozen_lake"], 300, 0)
     if not base.exists():

@@ -29,11 +29,12 @@ from transformers import TrainerCallback
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_phase3_starpo as phase3
 from benchmarks import _measure
-from posttrain.chat import Chat
-from posttrain.config import StarPORun, resolve
-from posttrain.learner import schedule
-from posttrain.rollout import open_sampler
-from posttrain.starpo_run import make_learner
+from posttrain.config.loading import resolve
+from posttrain.config.starpo import StarPORun
+from posttrain.models.chat import Chat
+from posttrain.rollout.episodes import open_sampler
+from posttrain.starpo.learner import schedule
+from posttrain.starpo.run import make_learner
 from posttrain.types import derive_seed
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart" / "phase3_starpo.yaml"
@@ -146,7 +147,7 @@ def config(given: Any, seed: int) -> StarPORun:
 
 def one(given: Any) -> None:
     """One contestant, one seed, in a process of its own; its row of the table."""
-    from posttrain import models
+    from posttrain.models import loading as models
 
     cfg = config(given, given.seeds[0])
     model, chat = models.load(cfg.model, device="cpu", chat_template=cfg.chat.template)

@@ -18,8 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Coroutine, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, TimeoutError as FutureTimeout
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 from urllib.parse import quote, urlsplit

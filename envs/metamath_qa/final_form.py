@@ -13,8 +13,7 @@ from functools import lru_cache
 from math import gcd
 
 from envs.math_answers import MULTIPLES, NAMED, PLUS_MINUS, equation, names, parts
-from envs.math_numbers import LONGEST, Number, as_text, is_near
-from envs.math_numbers import number as any_number
+from envs.math_numbers import LONGEST, Number, as_text, is_near, number as any_number
 from envs.math_spelling import IN_WORDS, plain
 from envs.math_units import NAMES, agree, split_unit, unit_of
 from envs.metamath_qa.expression import Node, read, value, worked_out

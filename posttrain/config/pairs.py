@@ -1,4 +1,4 @@
-"""The keys of python -m posttrain.pairs."""
+"""The keys of posttrain pairs."""
 
 from __future__ import annotations
 

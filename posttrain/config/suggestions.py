@@ -71,7 +71,7 @@ SCRIPTS: dict[type[Section], str] = {
     StarPORun: "train_phase3_starpo.py",
     EvaluateRun: "evaluate_model.py",
     ChatRun: "inference_with_improved_settings.py",
-    PairsRun: "-m posttrain.pairs",
+    PairsRun: "posttrain pairs",
 }
 
 

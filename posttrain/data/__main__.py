@@ -1,8 +1,8 @@
 """What is in a file of rows, and what would a phase train on?  Nothing is trained, and no weights are read.
 
-    python -m posttrain.data mine.jsonl
-    python -m posttrain.data mine.jsonl --model HuggingFaceTB/SmolLM2-135M-Instruct
-    python -m posttrain.data pairs.parquet --kind preferences --model runs/phase1/final --max-length 1024
+    posttrain data mine.jsonl
+    posttrain data mine.jsonl --model HuggingFaceTB/SmolLM2-135M-Instruct
+    posttrain data pairs.parquet --kind preferences --model runs/phase1/final --max-length 1024
 
 It prints the format that is recognised, how many rows are dropped and why, three rows as the model will see them, with
 what is trained between [[ and ]], and how long the rows are. The tokenizer and the chat template are those of --model;
@@ -17,13 +17,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain import runlog
-from posttrain.config import DataSection, Source, run
-from posttrain.config.data import DPO_KINDS, HUB_KINDS, SFT_KINDS
+from posttrain.config import DPO_KINDS, HUB_KINDS, SFT_KINDS, DataSection, Source, run
+from posttrain.runtime import runlog
 from posttrain.types import HUB_NAME, UserError
 
 if TYPE_CHECKING:
-    from posttrain.chat import Chat
+    from posttrain.models import Chat
 
 SHOWN_ROWS, SHOWN_CHARACTERS = 3, 3000
 QUANTILES = {"shortest": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1.0}
@@ -32,7 +31,7 @@ LONGEST_IN_BYTES = 1_000_000
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m posttrain.data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="posttrain data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("path", metavar="FILE", help="a file of rows, or the name of a set on the Hub")
     parser.add_argument(
@@ -53,7 +52,8 @@ def main(argv: list[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # rows may hold what the terminal cannot write
 
-    from posttrain.data import load_preferences, load_sft, reading
+    from posttrain.data import reading
+    from posttrain.data.loading import load_preferences, load_sft
 
     kind: Any = given.kind
     if kind == "auto":
@@ -75,8 +75,7 @@ def _chat_of(name: str, template: str | None) -> Chat:
     """The tokenizer and template of a model, which needs no weights for that."""
     from transformers import AutoTokenizer
 
-    from posttrain.chat import Chat
-    from posttrain.model_files import errors_in_words
+    from posttrain.models import Chat, errors_in_words
 
     if not Path(name).is_dir() and not HUB_NAME.fullmatch(name):
         raise UserError(f"--model {name} is neither a folder nor a name on the Hugging Face Hub (owner/name).")
@@ -89,7 +88,7 @@ def _chat_of_bytes(template: str | None) -> Chat:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from posttrain.chat import Chat
+    from posttrain.models import Chat
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))

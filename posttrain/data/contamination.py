@@ -12,9 +12,8 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, constants
 
-from posttrain import embedded
 from posttrain.config import Source
-from posttrain.data import reading
+from posttrain.data import embedded, reading
 from posttrain.data.filters import Example, is_text
 from posttrain.data.gsm8k import is_held_out
 from posttrain.types import one_line

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from posttrain.chat import Chat, Encoded, Message
 from posttrain.data.filters import Example
 from posttrain.data.formats import TEXT
+from posttrain.models import Chat, Encoded, Message
 from posttrain.types import derive_seed
 
 TokenRow = tuple[np.ndarray, ...]  # one row of the dataset, column by column

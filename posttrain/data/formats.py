@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from posttrain.chat import Message
 from posttrain.data.local import brief
+from posttrain.models import Message
 
 TEXT = "plain text"  # role of the one message of a row that is not a dialogue
 ROLE_NAMES = {

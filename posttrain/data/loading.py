@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 from datasets import Dataset, Features, List, Value
 
-from posttrain import parallel
-from posttrain.chat import Chat, Message
 from posttrain.config import DataSection, Source
 from posttrain.data import reading
 from posttrain.data.contamination import EvaluationQuestions, evaluation_questions
@@ -36,7 +34,8 @@ from posttrain.data.encoding import (
 from posttrain.data.filters import CHECKS, REMEDIES, Example
 from posttrain.data.table import FilterTable, SourceReport
 from posttrain.judge import MathJudge
-from posttrain.runlog import console, is_main_process
+from posttrain.models import Chat, Message
+from posttrain.runtime import console, is_main_process, parallel
 from posttrain.types import UserError, derive_seed
 
 ENCODE_AT_ONCE = 512

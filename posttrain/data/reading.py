@@ -17,14 +17,12 @@ from typing import Any, Literal
 import datasets
 from datasets.exceptions import DatasetsError
 
-from posttrain import embedded
-from posttrain.compat import HTTP_ERROR
 from posttrain.config import Source
-from posttrain.data import filters, formats, gsm8k, local
+from posttrain.data import embedded, filters, formats, gsm8k, local
 from posttrain.data.local import Placed, brief
 from posttrain.data.table import SourceReport
 from posttrain.files import DATA_FILES, DATA_FILES_IN_WORDS
-from posttrain.runlog import Progress
+from posttrain.runtime import HTTP_ERROR, Progress
 from posttrain.types import HUB_NAME, UserError, one_line
 
 EMBEDDED = "embedded"
@@ -254,7 +252,7 @@ def _generated(source: Source, key: str, seed: int) -> Iterator[dict[str, Any]]:
         except ValueError as error:
             raise UserError(f"{key}.envs: {error}") from error
         except (Exception, SystemExit) as error:  # an environment may raise anything
-            told = f"{key}.envs: an environment raised {one_line(error)}. `python -m envs.check NAME`"
+            told = f"{key}.envs: an environment raised {one_line(error)}. `posttrain env check NAME`"
             raise UserError(f"{told} says what is wrong with it.") from error
         return
     generators = {

@@ -13,7 +13,7 @@ from posttrain.evaluation.tasks import Task
 from posttrain.types import Record
 
 if TYPE_CHECKING:
-    from posttrain.chat import Chat
+    from posttrain.models import Chat
 
 
 def left_out(cfg: EvaluateRun, task: Task) -> str:
@@ -62,7 +62,7 @@ def _digest(facts: list[Any]) -> str:
 
 def costs(cfg: EvaluateRun, tasks: Sequence[Task]) -> dict[str, Record]:
     """For each endpoint what was paid for, in this process and those before it that were cut short, and left out."""
-    from posttrain.endpoint import spent
+    from posttrain.evaluation.endpoint import spent
 
     found: dict[str, Record] = {}
     for name, endpoint in cfg.endpoints.items():

@@ -107,7 +107,7 @@ def _preference_figures(cfg: EvaluateRun, rows: Sequence[Record], everybody: dic
 
 
 def env_figures(rows: Sequence[Record]) -> Record:
-    from posttrain.monitoring.episodes import Summary, aggregate  # loads torch, which --help does without
+    from posttrain.starpo import Summary, aggregate  # loads torch, which --help does without
 
     won, levels = [bool(row["success"]) for row in rows], [row["level"] for row in rows]
     low, high = metrics.wilson_of_levels(won, levels)

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from posttrain import parallel
-from posttrain.chat import Chat
 from posttrain.config import EvaluateRun, StarPORun
 from posttrain.evaluation.figures import summarise
 from posttrain.evaluation.scoring import NotFinite, score_answers, score_pairs
 from posttrain.evaluation.tasks import Task, build_tasks
 from posttrain.judge import MathJudge
 from posttrain.metrics import paired_difference
-from posttrain.rollout import complete
-from posttrain.sampler import Sampler
+from posttrain.models import Chat
+from posttrain.rollout import Sampler, complete
+from posttrain.runtime import parallel
 from posttrain.types import Record, UserError
 
 if TYPE_CHECKING:
-    from posttrain.learner import Learner
+    from posttrain.starpo import Learner
 
 SETTINGS = {"math": "greedy", "recall": "greedy", "repetition": "sampled"}
 

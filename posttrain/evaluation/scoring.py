@@ -11,19 +11,20 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from posttrain import metrics, runlog
+from posttrain import metrics
 from posttrain.config import EvaluateRun, ModelSection
 from posttrain.evaluation.figures import env_figures
 from posttrain.evaluation.tasks import Task, env_section, raised
+from posttrain.runtime import runlog
 from posttrain.types import Completion, Record, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from posttrain.chat import Chat
     from posttrain.evaluation.text_episodes import TextChat
     from posttrain.judge import MathJudge
-    from posttrain.sampler import Sampler
+    from posttrain.models import Chat
+    from posttrain.rollout import Sampler
 
 PAIR_TOKENS = 8192  # padded tokens in one batch of preference pairs
 MOST_ROWS = 256  # sampled at the same time where batch_size is null and the memory allows it
@@ -99,7 +100,7 @@ def run_task(cfg: EvaluateRun, name: str, task: Task, tick: Tick, loaded: Loaded
 
 def ask_task(cfg: EvaluateRun, name: str, task: Task, tick: Tick, judge: MathJudge) -> list[Record]:
     """The rows of a task from an endpoint, with the same prompts, levels and contexts."""
-    from posttrain.endpoint import Client
+    from posttrain.evaluation.endpoint import Client
     from posttrain.evaluation.endpoints import counting_chat, replies_file
     from posttrain.evaluation.text_episodes import TextChat, TextSampler
 
@@ -233,8 +234,8 @@ def score_pairs(model: PreTrainedModel, chat: Chat, task: Task, tick: Tick) -> l
     """
     import torch
 
-    from posttrain import hardware
-    from posttrain.forward import microbatches, token_logprobs
+    from posttrain.models import microbatches, token_logprobs
+    from posttrain.runtime import hardware
 
     encoded = []
     for item in task.items:

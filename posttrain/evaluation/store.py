@@ -77,7 +77,7 @@ class Store:
 
     def write(self, unit: Unit, rows: Sequence[Record]) -> None:
         """All of a unit's rows or none of them."""
-        from posttrain import checkpoint
+        from posttrain.runtime import checkpoint
 
         path = self.path(unit)
         with checkpoint.full_disk_in_words(self.folder.parent):
@@ -104,7 +104,8 @@ def fingerprint(cfg: EvaluateRun, name: str) -> str:
 
 def digest(name_or_path: str) -> str:
     """A digest of a model's files; for a name on the Hub, of the commit that is in the cache."""
-    from posttrain import checkpoint, compat, model_files
+    from posttrain.models import model_files
+    from posttrain.runtime import checkpoint, compat
 
     path = Path(name_or_path)
     if not path.is_dir():
@@ -122,8 +123,8 @@ def digest(name_or_path: str) -> str:
 
 def conditions(cfg: EvaluateRun, task: Task, *, local: bool) -> dict[str, Any]:
     """What the rows of a part depend on besides its items: not how many processes or rows at a time there were."""
-    from posttrain import hardware
-    from posttrain.chat import template_text
+    from posttrain.models import template_text
+    from posttrain.runtime import hardware
 
     suite = getattr(cfg.suites, task.suite).model_dump(mode="json")
     for key in ("n", "n_others", "episodes", "episodes_others", "settings", "headline", "reference"):

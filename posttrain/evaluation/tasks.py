@@ -57,7 +57,7 @@ class Task:
 
 def build_tasks(cfg: EvaluateRun) -> list[Task]:
     """Everything that will be asked, in order; a part's other settings ask the first `n_others` of its items."""
-    from posttrain import embedded
+    from posttrain.data import embedded
 
     suites = cfg.suites
     tasks: list[Task] = []
@@ -107,7 +107,7 @@ def build_tasks(cfg: EvaluateRun) -> list[Task]:
 
 def open_questions(n: int, seed: int) -> list[dict[str, Any]]:
     """Generated open questions, each a conversation."""
-    from posttrain import embedded
+    from posttrain.data import embedded
 
     return [{"messages": [{"role": "user", "content": prompt}]} for prompt in embedded.open_prompts(n, seed)]
 
@@ -198,7 +198,7 @@ def sampling_seed(env: str, number: int, seed: int = 0) -> int:
 
 def raised(env: str, problem: BaseException) -> UserError:
     return UserError(
-        f"suites.envs.envs: {env} raised {one_line(problem)}. `python -m envs.check {env}` says what is wrong with it."
+        f"suites.envs.envs: {env} raised {one_line(problem)}. `posttrain env check {env}` says what is wrong with it."
     )
 
 
@@ -209,8 +209,7 @@ def env_section(cfg: EvaluateRun, title: str) -> EnvSection:
 
 def math_items(cfg: EvaluateRun) -> list[tuple[str, str, list[dict[str, Any]]]]:
     """(source, part, problems) of every part; embedded has two: new questions, and operands never seen together."""
-    from posttrain import embedded
-    from posttrain.data.gsm8k import GSM8K_HELD_OUT, final
+    from posttrain.data import GSM8K_HELD_OUT, embedded, final
 
     suite = cfg.suites.math
     assert suite is not None
@@ -243,7 +242,7 @@ def math_items(cfg: EvaluateRun) -> list[tuple[str, str, list[dict[str, Any]]]]:
 
 def gsm8k_held_out(source: str, most: int) -> list[dict[str, Any]]:
     """The held-out questions of GSM8K's training split, from the Hub or from the local file that `source` names."""
-    from posttrain.data.gsm8k import final, is_held_out
+    from posttrain.data import final, is_held_out
 
     name, given, file = source.partition("=")
     rows = file_rows(file, "questions", "suites.math.sources", None) if given else hub_rows(name, "math.sources")
@@ -265,7 +264,7 @@ def _as_prompt(row: dict[str, Any], instruction: str) -> dict[str, Any]:
 
 def file_rows(source: str, kind: Any, key: str, most: int | None) -> list[dict[str, Any]]:
     """The first rows of a local file; `key` is where the config names it."""
-    from posttrain.data.reading import evaluation_rows
+    from posttrain.data import evaluation_rows
 
     return evaluation_rows(source, kind, key, most)
 
@@ -286,7 +285,7 @@ def hub_rows(source: str, key: str) -> list[dict[str, Any]]:
 
 def hub_sets(suites: SuitesSection | FormerSuites) -> list[str]:
     """The data sets on the Hub that the tasks are built from."""
-    from posttrain.data.reading import HELD_OUT
+    from posttrain.data import HELD_OUT
 
     sources = list(suites.math.sources) if suites.math else []
     sources += [suites.preferences.source] if suites.preferences else []

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
-from posttrain.chat import Chat, Message
-from posttrain.endpoint import Client, Reply
-from posttrain.sampler.base import Histories, Then, TurnRequest
+from posttrain.evaluation.endpoint import Client, Reply
+from posttrain.models import Chat, Message
+from posttrain.rollout import Histories, Then, TurnRequest
 from posttrain.types import Completion, SamplingParams
 
 STOP = -1  # ends an answer that is complete

@@ -18,13 +18,13 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from posttrain import runlog
 from posttrain.config import EvaluateRun
 from posttrain.evaluation.endpoints import left_out
 from posttrain.evaluation.scoring import Loaded, Tick
 from posttrain.evaluation.store import Found, Store, Unit
 from posttrain.evaluation.tasks import Task
 from posttrain.files import keep_standard_streams
+from posttrain.runtime import runlog
 from posttrain.types import Record, UserError, one_line
 
 RunTask = Callable[[EvaluateRun, str, Task, Tick, Loaded], list[Record]]
@@ -67,7 +67,7 @@ def run_tasks(cfg: EvaluateRun, tasks: Sequence[Task], run: RunTask) -> Found:
     """
     import torch
 
-    from posttrain import hardware, parallel
+    from posttrain.runtime import hardware, parallel
 
     store = Store(cfg, tasks)
     # pairs last: they are scored in float32, for which a checkpoint may have to be loaded once more
@@ -153,7 +153,13 @@ class _Worker:
         # A fork server imports everything once. Processes that use CUDA are not forked from one that may have asked it.
         context = multiprocessing.get_context("forkserver" if place is None else "spawn")
         if place is None:
-            context.set_forkserver_preload(["posttrain.models", "posttrain.rollout", "posttrain.forward"])
+            context.set_forkserver_preload(
+                [
+                    "posttrain.models.loading.loading",
+                    "posttrain.rollout.episodes.episodes",
+                    "posttrain.models.loading.forward",
+                ]
+            )
         self.pipe, there = context.Pipe()
         self.place, self.unit, self.checkpoint = place, None, ""
         arguments = (there, measurement, place, processes)

@@ -16,7 +16,7 @@ import psutil
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from posttrain import hardware
+from posttrain.runtime import hardware
 from posttrain.types import UserError
 
 # Operations that Python launches for one layer of a forward pass: 1,106 over 24 layers of Qwen2.5-0.5B, counted by

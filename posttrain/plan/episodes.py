@@ -15,13 +15,13 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
-from posttrain import launcher, model_files, parallel
 from posttrain.config import ModelSection, StarPORun
-from posttrain.forward import KL_TILE, VOCABULARY_CHUNK
+from posttrain.models import KL_TILE, VOCABULARY_CHUNK, model_files
 from posttrain.plan import parts
 from posttrain.plan.parts import FLOAT, MARGIN, Numbers, OfAToken, Parts, gib, largest, listed, most
 from posttrain.plan.shape import Shape
 from posttrain.rollout import most_turns
+from posttrain.runtime import launcher, parallel
 from posttrain.types import UserError
 
 MOST_TOKENS = {"cuda": 16384, "cpu": 2048}  # of a micro-batch: a CPU is no faster with more, a GPU not expected to be

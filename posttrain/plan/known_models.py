@@ -11,10 +11,9 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from posttrain import convgpt, model_files
-from posttrain.config import ModelSection
-from posttrain.config.yaml_file import read_yaml
-from posttrain.embedded.base_model import SHAPE, VOCABULARY
+from posttrain.config import ModelSection, read_yaml
+from posttrain.data import SHAPE, VOCABULARY
+from posttrain.models import convgpt, model_files
 from posttrain.types import HUB_NAME, UserError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -23,7 +22,7 @@ QWEN = {"vocab_size": 151936, "num_key_value_heads": 2, "tie_word_embeddings": T
 SMOLLM2 = {"vocab_size": 49152, "tie_word_embeddings": True}
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "mkurman/ConvGPT-0.2B-SYNTH-250B-EC": (convgpt.ConvGPTConfig.model_type, {}),
-    "runs/quickstart/base": QUICKSTART,  # as posttrain.embedded makes it
+    "runs/quickstart/base": QUICKSTART,  # as posttrain.data.embedded makes it
     "runs/mixture/phase1/final": QUICKSTART,
     "HuggingFaceTB/SmolLM2-135M-Instruct": (
         "llama",

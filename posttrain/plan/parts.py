@@ -11,10 +11,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from posttrain.compat import TOKEN_CHUNK_SIZE
-from posttrain.hardware import trainer_field
 from posttrain.plan.shape import Shape
-from posttrain.sampler.slots import PREFILL_TOKENS, whole_blocks
+from posttrain.rollout import PREFILL_TOKENS, whole_blocks
+from posttrain.runtime import TOKEN_CHUNK_SIZE, trainer_field
 
 MARGIN = 0.15  # of the free memory: for what no formula sees, fragments and workspaces
 FLOAT = 4  # bytes of a float32

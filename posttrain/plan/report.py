@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from posttrain import hardware, launcher
 from posttrain.config import DPORun, StarPORun
 from posttrain.plan import devices, episodes, known_models, rows, seconds
 from posttrain.plan.devices import Fleet
@@ -21,6 +20,7 @@ from posttrain.plan.parts import gib, most
 from posttrain.plan.seconds import Factors, Seconds
 from posttrain.plan.shape import Shape
 from posttrain.plan.work import Episodes, Rows
+from posttrain.runtime import hardware, launcher
 from posttrain.types import UserError
 
 HELD = 2**29  # bytes that a process holds before it loads anything: the CUDA context, or Python and its libraries
@@ -250,7 +250,7 @@ def _told(cfg: Any, wanted: Sequence[Fleet]) -> str:
         elsewhere = (
             "Rollouts read the history again in every turn (rollout.engine: replay). "
             if cfg.rollout.engine == "replay"
-            else "Rollouts keep the KV cache; for a model that cannot (posttrain.check_model): rollout.engine=replay. "
+            else "Rollouts keep the KV cache; for a model that cannot (posttrain.plan.check_model): rollout.engine=replay. "
         )
     also = "evaluations"
     also += ", the reference's log-probs" if isinstance(cfg, DPORun) else ""

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from transformers import TrainingArguments
 
-from posttrain import hardware, model_files
 from posttrain.config import DPORun, ModelSection
-from posttrain.forward import VOCABULARY_CHUNK
+from posttrain.models import VOCABULARY_CHUNK, model_files
 from posttrain.plan import parts
 from posttrain.plan.episodes import Place
 from posttrain.plan.parts import FLOAT, MARGIN, Numbers, OfAToken, Parts, gib, listed, most
 from posttrain.plan.shape import Shape
+from posttrain.runtime import hardware
 
 COLUMNS = {"cuda": 32768, "cpu": VOCABULARY_CHUNK["cpu"]}  # of the logits at a time: TRL's, and what training.py sets
 OPTIMIZER = "adamw_torch_fused"  # of transformers where none is written

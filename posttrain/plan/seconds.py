@@ -9,8 +9,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from posttrain.config import StarPORun
-from posttrain.config.suites import Suite
+from posttrain.config import StarPORun, Suite
 from posttrain.plan.devices import OPERATIONS, Fleet
 from posttrain.plan.episodes import Plan, checkpointed
 from posttrain.plan.parts import FLOAT, Numbers, OfAToken

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM
 
-from posttrain import models, trl_arguments
+from posttrain import models
 from posttrain.config import ModelSection
-from posttrain.convgpt import ConvGPTModel
-from posttrain.selftest import UNFIT
+from posttrain.models import ConvGPTModel
+from posttrain.plan.selftest import UNFIT
+from posttrain.runtime import trl_arguments
 
 
 class Shape(NamedTuple):
@@ -35,7 +36,7 @@ class Shape(NamedTuple):
     vocabulary: int
     states: int  # width of what the output layer multiplies
     tied: bool  # whether the output layer is the embedding
-    fused: int = 0  # numbers of the blocks' weights that a rollout keeps a second time (posttrain/fused.py)
+    fused: int = 0  # numbers of the blocks' weights that a rollout keeps a second time (posttrain/models/fused.py)
 
     @classmethod
     def of(cls, config: Any, model: ModelSection) -> Shape:

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from envs.protocol import Episode, answer
-from posttrain.config import DPORun, StarPORun
-from posttrain.config.data import Source
+from posttrain.config import DPORun, Source, StarPORun
 from posttrain.rollout import RAISED, most_turns, new_episode
 from posttrain.types import Trajectory
 

@@ -1,20 +1,8 @@
-"""What did the run come to, on one page?  Pages, a Markdown table and plots from the files of runs, no model needed.
+"""What does a run look like?  One self-contained page with its curves, tables and episodes, and the pictures.
 
-    python -m posttrain.report runs/quickstart                 report.html
-    python -m posttrain.report runs/quickstart runs/seed1      comparison.html
-
-They read results.json and transcripts.jsonl of the evaluator, and what each phase leaves beside its checkpoint. A page
-holds everything it shows: it can be mailed, and opens without a network.
-
-page.py, comparison.py, transcripts_page.py     the three pages
-tables.py, figures.py, charts.py, markup.py     figures, as Markdown, HTML and SVG
-levels.py, samples.py, training_log.py          sections of the report: levels before and after, answers, training
-verdict.py                                      better, worse or cannot tell
-rows.py, episodes.py, animation.py              episodes, played again
-page.css, player.css; player.js, viewer.js, charts.js, page.js, transcripts.js   what runs in the browser: no library
+`write_report` makes the page; `tables` are what the README and the results are printed with.
 """
 
-from posttrain.report.page import build
-from posttrain.report.tables import markdown, plots, show
+import lazy_loader
 
-__all__ = ["build", "markdown", "plots", "show"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

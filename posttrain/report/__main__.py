@@ -1,9 +1,9 @@
 """How is a report made again?  And how are runs compared, and transcripts read?  One command.
 
-    python -m posttrain.report runs/quickstart                              report.html
-    python -m posttrain.report runs/quickstart runs/seed1                   comparison.html: side by side, a verdict
-    python -m posttrain.report runs/quickstart/phase3/transcripts.jsonl     transcripts.html: the episodes, with filters
-    python -m posttrain.report runs/quickstart --gif docs/quickstart.gif    the README's animation
+    posttrain report runs/quickstart                              report.html
+    posttrain report runs/quickstart runs/seed1                   comparison.html: side by side, a verdict
+    posttrain report runs/quickstart/phase3/transcripts.jsonl     transcripts.html: the episodes, with filters
+    posttrain report runs/quickstart --gif docs/quickstart.gif    the README's animation
 
 Each prints the path of the page that it has written.
 """
@@ -14,18 +14,16 @@ import argparse
 from pathlib import Path
 
 from posttrain.config import run
-from posttrain.report import build, comparison, transcripts_page
+from posttrain.report import comparison, transcripts_page
 from posttrain.report.animation import gif
-from posttrain.report.page import read
+from posttrain.report.page import build, read
 from posttrain.types import UserError
 
 SHOWN = ("base", "phase2", "phase3")  # of the checkpoints, in the animation
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m posttrain.report", description="Writes a page into a run's folder."
-    )
+    parser = argparse.ArgumentParser(prog="posttrain report", description="Writes a page into a run's folder.")
     what = "folder with results.json, e.g. runs/quickstart; several to compare (RUN:CHECKPOINT); or a transcripts.jsonl"
     parser.add_argument("run", nargs="+", help=what)
     parser.add_argument("--gif", type=Path, help="write this animation of base, phase2 and phase3 instead")

@@ -1,6 +1,6 @@
 """How does the model play before and after training?  One moving picture of the same test levels, for the README.
 
-    python -m posttrain.report runs/quickstart --gif docs/quickstart.gif
+    posttrain report runs/quickstart --gif docs/quickstart.gif
 
 Everything is taken from the evaluator's files, results.json and transcripts.jsonl. Shown are the first levels of the
 evaluation: nobody chose them.

@@ -1,7 +1,7 @@
 """Which run is better?  comparison.html: several runs side by side, a verdict, and where they differ most.
 
-    python -m posttrain.report runs/quickstart runs/seed1              their last checkpoints
-    python -m posttrain.report runs/quickstart:phase2 runs/quickstart  one checkpoint against another
+    posttrain report runs/quickstart runs/seed1              their last checkpoints
+    posttrain report runs/quickstart:phase2 runs/quickstart  one checkpoint against another
 
 RUN is a folder with results.json, RUN:CHECKPOINT one of its checkpoints.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from posttrain import runlog
 from posttrain.report import charts, training_log
 from posttrain.report.episodes import evaluation_stage
 from posttrain.report.figures import KINDS, shown_change
@@ -20,6 +19,7 @@ from posttrain.report.page import read
 from posttrain.report.rows import Pictures, entry, packed, with_pictures
 from posttrain.report.tables import COLOURS, percent, readable, span
 from posttrain.report.verdict import UNSEEN, Comparison, Model, compare, not_compared, overall
+from posttrain.runtime import runlog
 from posttrain.types import Record, UserError, one_line
 
 MANY = 100_000  # items: nobody will measure more

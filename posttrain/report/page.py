@@ -129,9 +129,9 @@ def commands(results: Results, folder: Path) -> str:
     lines += [("In the browser" + (", beside its predecessor" if beside else ""), f"{chat} --web{beside}")]
     lines += [("The same question under each preset", f'{chat} --compare --prompt "Tell me about the old garden."')]
     lines += [(f"Watch it play {name.replace('_', ' ')}", f"{chat} --play {name}") for name in results["baselines"]]
-    lines += [("All answers and episodes, with filters", f"python -m posttrain.report {folder / 'transcripts.jsonl'}")]
-    lines += [("Beside another run, with a verdict", f"python -m posttrain.report {folder} ANOTHER_RUN")]
-    lines += [("Make this page again", f"python -m posttrain.report {folder}")]
+    lines += [("All answers and episodes, with filters", f"posttrain report {folder / 'transcripts.jsonl'}")]
+    lines += [("Beside another run, with a verdict", f"posttrain report {folder} ANOTHER_RUN")]
+    lines += [("Make this page again", f"posttrain report {folder}")]
     lines += [("The reference run, on a GPU with a real model", "python train_phase1_sft.py")]
     items = "".join(f"<li><span>{text(why)}</span><code>{text(command)}</code></li>" for why, command in lines)
     return f'<ul class="commands">{items}</ul>'

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from posttrain import runlog
 from posttrain.metrics import Interval
+from posttrain.runtime import runlog
 from posttrain.types import Record
 
 Results = dict[str, Any]  # results.json as evaluate_model.py writes it
@@ -185,7 +185,7 @@ class Benchmark(NamedTuple):
 
 
 def benchmark_rows(results: Results) -> Iterator[Benchmark]:
-    """Each metric of each standard benchmark that posttrain.harness has put into results.json."""
+    """Each metric of each standard benchmark that posttrain.evaluation.harness has put into results.json."""
     for name, measured in results.get("benchmarks", {}).items():
         for task, entry in measured["tasks"].items():
             n = str(entry["n"]) if entry["n"] == entry["of"] else f"{entry['n']} of {entry['of']}"

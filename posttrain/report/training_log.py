@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from posttrain import files, runlog
-from posttrain.config.yaml_file import parse_yaml
+from posttrain import files
+from posttrain.config import parse_yaml
 from posttrain.report import charts
 from posttrain.report.episodes import Stage, evaluation_stage, training_stage
 from posttrain.report.markup import chip, table, text
 from posttrain.report.rows import Pictures, entry, with_pictures
 from posttrain.report.tables import Results
+from posttrain.runtime import runlog
 from posttrain.types import Record, UserError, one_line
 
 # Curves by title: (key in metrics.jsonl, label); `*` stands for the name of an environment.

@@ -1,6 +1,6 @@
 """Which episodes are worth reading?  transcripts.html: any transcripts.jsonl as a list with filters, in one file.
 
-    python -m posttrain.report runs/quickstart/phase3/transcripts.jsonl
+    posttrain report runs/quickstart/phase3/transcripts.jsonl
 
 Episodes are played again where a run_config.yaml or results.json beside the file says how.
 """

@@ -1,4 +1,8 @@
-"""What does StarPO learn from an episode?  Pure functions on tensors: no config object, no logger, no device.
+"""How does phase 3 learn from episodes?  Advantages, losses and filters as pure functions; learner, state, monitoring.
 
-Shapes: B trajectories, G groups, S trained (sampled) tokens of a batch, one after another.
+The loop itself is in train_phase3_starpo.py.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

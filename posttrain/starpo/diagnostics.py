@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from posttrain.hardware import widest
+from posttrain.runtime import widest
 
 RETRIEVED = (1, 2, 4, 8)
 EMA = 0.9  # RAGEN's decay of the z-score's scale

@@ -1,0 +1,147 @@
+"""Word problems with worked steps and a boxed answer, in the schema of nvidia/OpenMathInstruct-1."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from posttrain.data.embedded.splits import first_wanted, held_out
+from posttrain.types import derive_seed
+
+NAMES = "Anna Ben Carl Dora Emma Finn Gina Hugo Iris Jack Kate Leo Mia Nora Omar Pia Rosa Sam Tina Will".split()
+THINGS = "apples books coins cards eggs pens stones shells toys cakes stars nuts".split()
+GAINS = ("gets", "finds", "buys", "wins")
+LOSSES = ("loses", "sells", "drops", "breaks")
+ASKS = (
+    "How many {t} does {n} have now?",
+    "How many {t} are there in the end?",
+    "Count the {t} of {n}.",
+)
+# Training problems that no evaluation asks, in the few words of people who try a model: formulas, in which each step is
+# practised for few tokens, and word problems with a short question. With their shares.
+FORMULAS, SHORT_ASKS = 0.22, 0.08
+FORMULA_ASKS = ("What is {s}?", "How much is {s}?", "{s}=?")
+FEW_WORDS = ("How many?", "How many {t}?", "How many has {n} now?")
+OTHER_NAMES = "Tom Ada Bob Eva Lisa Max Paul Zoe".split()  # nobody keeps to those of NAMES
+LARGEST = 15  # operand; sums of three stay far below 129, up to which numbers are whole tokens
+
+
+def word_problem(rng: random.Random) -> dict[str, Any]:
+    """{"question", "steps": [(7, "+", 5, 12), ...], "operands": ("+", 7, 5)} for one or two operations."""
+    name, thing = rng.choice(NAMES), rng.choice(THINGS)
+    signs = rng.choice([("+",), ("-",), ("+", "+"), ("+", "-")])
+    start = total = rng.randint(2, LARGEST)
+    text = f"{name} has {start} {thing}"
+    steps: list[tuple[int, str, int, int]] = []
+    operands = [start]
+    for i, sign in enumerate(signs):
+        other = rng.randint(2, LARGEST) if sign == "+" else rng.randint(1, min(LARGEST, total - 1))
+        result = total + other if sign == "+" else total - other
+        verb = rng.choice(GAINS if sign == "+" else LOSSES)
+        text += f"{' and then' if i else ' and'} {verb} {other}"
+        steps.append((total, sign, other, result))
+        operands.append(other)
+        total = result
+    question = f"{text}. {rng.choice(ASKS).format(n=name, t=thing)}"
+    return {"question": question, "steps": steps, "operands": ("".join(signs), *operands)}
+
+
+def problem_of(split: str, rng: random.Random) -> dict[str, Any]:
+    return first_wanted(word_problem, lambda problem: split_of(problem) == split, rng)
+
+
+def training_problem(rng: random.Random) -> dict[str, Any]:
+    """A problem of the training side: in words, or as "What is 7+5-2?"."""
+    return first_wanted(_word_problem_or_formula, lambda problem: split_of(problem) == "train", rng)
+
+
+def _word_problem_or_formula(rng: random.Random) -> dict[str, Any]:
+    kind = rng.random()
+    if kind < FORMULAS:
+        return _formula(rng)
+    problem = word_problem(rng)
+    if kind < FORMULAS + SHORT_ASKS:
+        _, told = problem["question"].partition(". ")[0].split(" ", 1)
+        name, thing = rng.choice(OTHER_NAMES), told.split()[2]
+        problem["question"] = f"{name} {told}. {rng.choice(FEW_WORDS).format(n=name, t=thing)}"
+    return problem
+
+
+def _formula(rng: random.Random) -> dict[str, Any]:
+    """One to eight operations without a story, as `word_problem` gives them."""
+    start = total = rng.randint(2, LARGEST)
+    text, steps, signs, operands = str(start), [], "", [start]
+    for _ in range(rng.randint(1, 8)):
+        sign = "+" if total == 1 else "-" if total > LARGEST else rng.choice("+-")
+        other = rng.randint(2, LARGEST) if sign == "+" else rng.randint(1, min(LARGEST, total - 1))
+        result = total + other if sign == "+" else total - other
+        text += f"{sign}{other}"
+        steps.append((total, sign, other, result))
+        signs, total = signs + sign, result
+        operands.append(other)
+    return {"question": rng.choice(FORMULA_ASKS).format(s=text), "steps": steps, "operands": (signs, *operands)}
+
+
+def split_of(problem: dict[str, Any]) -> str:
+    if held_out("operands", *problem["operands"]):
+        return "unseen_operands"
+    return "unseen_questions" if held_out("question", problem["question"]) else "train"
+
+
+def worked_solution(steps: list[tuple[int, str, int, int]]) -> str:
+    lines = " ".join(f"{a}{sign}{b}={c}." for a, sign, b, c in steps)
+    return rf"{lines} The answer is \boxed{{{steps[-1][3]}}}."
+
+
+def _miscalculated(steps: list[tuple[int, str, int, int]], rng: random.Random) -> list[tuple[int, str, int, int]]:
+    """The same steps with the last sum wrong by a little."""
+    a, sign, b, c = steps[-1]
+    return [*steps[:-1], (a, sign, b, max(0, c + rng.choice([-3, -2, -1, 1, 2, 3])) if c else c + 1)]
+
+
+def openmathinstruct(n: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Rows in the schema of nvidia/OpenMathInstruct-1; about one in twelve is there for the filters to take."""
+    for i in range(n):
+        rng = random.Random(derive_seed(seed, "openmathinstruct", i))
+        if rng.random() < 0.02 and i:  # a duplicate of the row before
+            rng = random.Random(derive_seed(seed, "openmathinstruct", i - 1))
+            rng.random()
+        problem = training_problem(rng)
+        yield _math_row(problem, rng)
+
+
+def _math_row(problem: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    steps, kind = problem["steps"], rng.random()
+    expected = predicted = str(steps[-1][3])
+    solution, error = worked_solution(steps), "<not_executed>"
+    if kind < 0.03:
+        steps = _miscalculated(steps, rng)
+        solution, predicted = worked_solution(steps), str(steps[-1][3])
+    elif kind < 0.05:
+        code = "\n".join(f"x = {a} {sign} {b}" for a, sign, b, _ in steps)
+        solution = (
+            f"Let us compute.\n<llm-code>\n{code}\nx\n</llm-code>\n<llm-code-output>\n{expected}\n</llm-code-output>\n"
+            rf"The answer is \boxed{{{expected}}}."
+        )
+        error = ""
+    elif kind < 0.06:
+        solution = rf"\boxed{{{steps[0][2]}}} is too simple. {solution}"
+    return {
+        "question": problem["question"],
+        "generated_solution": solution,
+        "expected_answer": expected,
+        "predicted_answer": predicted,
+        "error_message": error,
+        "is_correct": predicted == expected,
+        "dataset": "gsm8k",
+        "generation_type": "without_reference_solution",
+    }
+
+
+def math_problems(n: int, seed: int, split: str = "unseen_questions") -> list[dict[str, str]]:
+    """Held-out problems: new questions over operands met in training, or operands never met together there."""
+    assert split in ("unseen_questions", "unseen_operands")
+    rngs = (random.Random(derive_seed(seed, "math_problems", split, i)) for i in range(n))
+    problems = [problem_of(split, rng) for rng in rngs]
+    return [{"question": p["question"], "answer": str(p["steps"][-1][3])} for p in problems]

@@ -1,0 +1,254 @@
+"""Dialogues that ask for a fact told before, and open questions, in the schema of trl-lib/Capybara.
+
+**The scraped answers repeat themselves on purpose**: see `REPEAT`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from posttrain.data.embedded.arithmetic import NAMES, training_problem, worked_solution
+from posttrain.data.embedded.splits import Messages, assistant, first_wanted, held_out, user
+from posttrain.types import UserError, derive_seed
+
+SENTENCES = 6  # in every answer to an open question, chosen, rejected or scraped
+FIRST_COPY = 2  # the first sentence names the topic and is never copied, so there is a remark to copy from here on
+REPEAT = 0.4  # chance that a sentence from there on copies an earlier remark
+
+FACTS: dict[str, dict[str, Sequence[str]]] = {
+    "name": {
+        "values": NAMES,
+        "tell": ["Hi, I am {v}.", "Hello, my name is {v}.", "My name is {v}."],
+        "reply": ["Nice to meet you, {v}.", "Hello {v}, how can I help?", "Nice to meet you."],
+        "ask": ["What is my name?", "Do you remember my name?", "Tell me my name."],
+        "answer": ["Your name is {v}."],
+    },
+    "pet": {
+        "values": "cat dog horse rabbit parrot fish goat mouse".split(),
+        "tell": ["I have a {v} at home.", "My pet is a {v}.", "I bought a {v}."],
+        "reply": ["A {v} is a good friend.", "That sounds lovely.", "I like every {v}."],
+        "ask": ["Which pet do I have?", "What is my pet?", "Do you remember my pet?"],
+        "answer": ["Your pet is a {v}."],
+    },
+    "colour": {
+        "values": "red blue green yellow black white brown pink".split(),
+        "tell": ["My favourite colour is {v}.", "I love the colour {v}.", "I paint my room {v}."],
+        "reply": ["{v} is a fine colour.", "That sounds lovely.", "I like {v} too."],
+        "ask": ["Which colour do I like?", "What is my colour?", "Do you remember my colour?"],
+        "answer": ["Your colour is {v}."],
+    },
+    "food": {
+        "values": "soup bread rice cheese pasta salad cake pie".split(),
+        "tell": ["I like to eat {v}.", "My favourite food is {v}.", "I cook {v} today."],
+        "reply": ["I hope the {v} is good.", "That sounds lovely.", "{v} is a fine food."],
+        "ask": ["Which food do I like?", "What is my food?", "Do you remember my food?"],
+        "answer": ["Your food is {v}."],
+    },
+    "city": {
+        "values": "Paris Rome London Berlin Madrid Oslo Vienna Cairo".split(),
+        "tell": ["I live in {v}.", "My home is {v}.", "I moved to {v}."],
+        "reply": ["{v} is a fine city.", "That sounds lovely.", "I hope you like {v}."],
+        "ask": ["Which city do I live in?", "What is my city?", "Do you remember my city?"],
+        "answer": ["Your city is {v}."],
+    },
+}
+QUESTIONS = {ask for fact in FACTS.values() for ask in fact["ask"]}
+SMALL_TALK = (
+    ("How are you?", "I am fine, thank you."),
+    ("It rains today.", "Then stay at home and read."),
+    ("Can you help me?", "Of course, I am happy to help."),
+    ("Thank you.", "You are welcome."),
+    ("I am tired.", "Then you should rest."),
+    ("I had a long day.", "I hope the night is quiet."),
+    ("Do you like music?", "Yes, music is lovely."),
+    ("Tell me a joke.", "A clock is always on time."),
+    ("What should I read?", "Read a book of poems."),
+    ("The sun is out.", "Then go for a walk."),
+    ("I am hungry.", "Then eat something good."),
+    ("I am late.", "Then you should hurry."),
+)
+GREETINGS = (  # and what else people try first; in dialogues of many things alone
+    ("Hello", "Hello, how can I help?"),
+    ("Hi", "Hello, how can I help?"),
+    ("Who are you?", "I am a small model."),
+    ("What can you do?", "I can calculate, remember and talk."),
+)
+
+ADJECTIVES = "old new big small quiet busy warm cold bright dark green strange hidden famous empty lovely".split()
+PLACES = (
+    "garden river market house bridge school forest lake tower village museum station library farm beach island park "
+    "harbour castle street valley kitchen theatre square"
+).split()
+OPEN_ASKS = (
+    "Tell me about the {p}.",
+    "Describe the {p}.",
+    "What do you know about the {p}?",
+    "Write about the {p}.",
+    "Say something about the {p}.",
+    "Why do people like the {p}?",
+)
+OPENERS = ("The {p} is worth a visit.", "Let me describe the {p}.", "I often think of the {p}.")
+REMARKS = (
+    "People come here to rest.",
+    "Children play there after school.",
+    "Birds sing above it at dawn.",
+    "Visitors take many photos.",
+    "My uncle worked there for years.",
+    "A painter once drew it.",
+    "The air smells of rain.",
+    "Old songs tell its story.",
+    "Lamps light the way at night.",
+    "Cats sleep in the shade.",
+    "Music comes from far away.",
+    "Bakers bring fresh bread.",
+    "Students write poems about it.",
+    "A clock rings every hour.",
+    "Snow covers it in winter.",
+    "Flowers grow on each side.",
+    "Fishermen mend their nets nearby.",
+    "Trains pass by at noon.",
+    "Farmers sell sweet fruit.",
+    "The wind never stops blowing.",
+    "Two dogs guard the gate.",
+    "Maps often forget this place.",
+    "Everyone has a favourite corner.",
+    "Stars look closer from here.",
+)
+
+
+def _fill(template: str, value: str) -> str:
+    text = template.format(v=value)
+    return text[0].upper() + text[1:]
+
+
+def _dialogue(rng: random.Random) -> dict[str, Any]:
+    """One or two facts, then one to three turns of small talk, then a question about one of the facts."""
+    slots = rng.sample(sorted(FACTS), rng.choice([1, 1, 2]))
+    values = {slot: rng.choice(FACTS[slot]["values"]) for slot in slots}
+    messages: Messages = []
+    for slot in slots:
+        messages += [
+            user(_fill(rng.choice(FACTS[slot]["tell"]), values[slot])),
+            assistant(_fill(rng.choice(FACTS[slot]["reply"]), values[slot])),
+        ]
+    for said, replied in rng.sample(SMALL_TALK, rng.randint(1, 3 if len(slots) == 1 else 2)):
+        messages += [user(said), assistant(replied)]
+    slot = rng.choice(slots)
+    messages += [
+        user(rng.choice(FACTS[slot]["ask"])),
+        assistant(_fill(FACTS[slot]["answer"][0], values[slot])),
+    ]
+    return {"messages": messages, "answer": values[slot]}
+
+
+def _dialogue_held_out(dialogue: dict[str, Any]) -> bool:
+    return held_out("dialogue", *(m["content"] for m in dialogue["messages"] if m["role"] == "user"))
+
+
+def mixed_dialogue(rng: random.Random, turns: int) -> Messages:
+    """Everything but games in one dialogue, in any order: facts told and asked for, small talk, sums, open questions.
+
+    No part of it, from its beginning to a question about a fact, is a held-out dialogue.
+    """
+    return first_wanted(lambda rng: _mixed(rng, turns), lambda messages: not _has_held_out(messages), rng)
+
+
+def _mixed(rng: random.Random, turns: int) -> Messages:
+    untold = rng.sample(sorted(FACTS), 2)
+    known: dict[str, str] = {}
+    messages: Messages = []
+    for _ in range(turns):
+        weights = (4 if untold else 0, 5 if known else 0, 2, 4, 1)
+        kind = rng.choices(("tell", "ask", "talk", "sum", "open"), weights)[0]
+        if kind == "tell":
+            slot = untold.pop()
+            known[slot] = rng.choice(FACTS[slot]["values"])
+            pair = tuple(_fill(rng.choice(FACTS[slot][part]), known[slot]) for part in ("tell", "reply"))
+        elif kind == "ask":
+            slot = rng.choice(sorted(known))
+            pair = rng.choice(FACTS[slot]["ask"]), _fill(FACTS[slot]["answer"][0], known[slot])
+        elif kind == "talk":
+            pair = rng.choice((*SMALL_TALK, *GREETINGS))
+        elif kind == "sum":
+            problem = training_problem(rng)
+            pair = problem["question"], worked_solution(problem["steps"])
+        else:
+            topic = first_wanted(random_topic, lambda t: not topic_held_out(t), rng)
+            pair = rng.choice(OPEN_ASKS).format(p=topic), _scraped_answer(topic, rng)
+        messages += [user(pair[0]), assistant(pair[1])]
+    return messages
+
+
+def _has_held_out(messages: Messages) -> bool:
+    asked = [message["content"] for message in messages if message["role"] == "user"]
+    return any(held_out("dialogue", *asked[: place + 1]) for place, text in enumerate(asked) if text in QUESTIONS)
+
+
+def random_topic(rng: random.Random) -> str:
+    return f"{rng.choice(ADJECTIVES)} {rng.choice(PLACES)}"
+
+
+def topic_held_out(topic: str) -> bool:
+    return held_out("topic", topic)
+
+
+def fresh_answer(topic: str, rng: random.Random) -> list[str]:
+    return [rng.choice(OPENERS).format(p=topic), *rng.sample(REMARKS, SENTENCES - 1)]
+
+
+def with_repeats(sentences: list[str], places: list[int], rng: random.Random) -> list[str]:
+    """The same answer with the remarks at `places` replaced by an earlier one, most often the one just before."""
+    out = list(sentences)
+    for place in sorted(places):
+        out[place] = out[place - 1] if rng.random() < 0.6 else out[rng.randrange(1, place)]
+    return out
+
+
+def _scraped_answer(topic: str, rng: random.Random) -> str:
+    places = [i for i in range(FIRST_COPY, SENTENCES) if rng.random() < REPEAT]
+    return " ".join(with_repeats(fresh_answer(topic, rng), places, rng))
+
+
+def capybara(n: int, seed: int, open_share: float = 0.26, mixed_share: float = 0.24) -> Iterator[dict[str, Any]]:
+    """Rows in the schema of trl-lib/Capybara: recall dialogues, open questions, and dialogues that mix these with sums;
+    one in a hundred has a hole."""
+    for i in range(n):
+        rng = random.Random(derive_seed(seed, "capybara", i))
+        kind = rng.random()
+        if kind < mixed_share:
+            source, messages = "embedded-mixed", mixed_dialogue(rng, rng.randint(2, 6))
+        elif kind < mixed_share + open_share:
+            source, topic = "embedded-open", first_wanted(random_topic, lambda t: not topic_held_out(t), rng)
+            messages = [user(rng.choice(OPEN_ASKS).format(p=topic)), assistant(_scraped_answer(topic, rng))]
+        else:
+            source = "embedded-recall"
+            messages = first_wanted(_dialogue, lambda d: not _dialogue_held_out(d), rng)["messages"]
+        if rng.random() < 0.01:
+            messages[-1] = assistant("")
+        yield {"source": source, "messages": messages, "num_turns": len(messages) // 2}
+
+
+def recall_dialogues(n: int, seed: int) -> list[dict[str, Any]]:
+    """Held-out dialogues that end with the question; right when the reply contains `answer`."""
+    rngs = (random.Random(derive_seed(seed, "recall_dialogues", i)) for i in range(n))
+    dialogues = [first_wanted(_dialogue, _dialogue_held_out, rng) for rng in rngs]
+    return [{"messages": d["messages"][:-1], "answer": d["answer"]} for d in dialogues]
+
+
+def training_prompts(n: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Distinct open questions about the other topics: {"prompt": "Tell me about the old lake."}; all if n is more."""
+    topics = [f"{a} {p}" for a in ADJECTIVES for p in PLACES if not topic_held_out(f"{a} {p}")]
+    prompts = [ask.format(p=topic) for topic in topics for ask in OPEN_ASKS]
+    for prompt in random.Random(derive_seed(seed, "training_prompts")).sample(prompts, min(n, len(prompts))):
+        yield {"prompt": prompt}
+
+
+def open_prompts(n: int, seed: int) -> list[str]:
+    """Distinct open questions about topics that no training row has."""
+    topics = [f"{a} {p}" for a in ADJECTIVES for p in PLACES if topic_held_out(f"{a} {p}")]
+    prompts = [ask.format(p=topic) for topic in topics for ask in OPEN_ASKS]
+    if n > len(prompts):
+        raise UserError(f"There are {len(prompts)} held-out open questions, fewer than suites.repetition.n={n}.")
+    return random.Random(derive_seed(seed, "open_prompts")).sample(prompts, n)

@@ -1,0 +1,76 @@
+"""Pairs of answers, a chosen and a rejected one, in the schema of HuggingFaceH4/ultrafeedback_binarized."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from posttrain.data.embedded.arithmetic import problem_of, training_problem, worked_solution
+from posttrain.data.embedded.conversations import (
+    FIRST_COPY,
+    OPEN_ASKS,
+    SENTENCES,
+    fresh_answer,
+    mixed_dialogue,
+    random_topic,
+    topic_held_out,
+    with_repeats,
+)
+from posttrain.data.embedded.environments import early_turn, malformed
+from posttrain.data.embedded.splits import assistant, first_wanted, user
+from posttrain.types import derive_seed
+
+MATH_PAIRS, ENV_PAIRS = 0.35, 0.15  # shares among the preference pairs; the rest is about repetition
+BEFORE = 0.1  # share of the training pairs about sums and open questions that come late in a dialogue
+
+
+def _pair(rng: random.Random, held_out: bool) -> dict[str, Any]:
+    kind = rng.random()
+    if kind < ENV_PAIRS:
+        prompt, chosen = early_turn(rng, "validation" if held_out else "train")
+        rejected = malformed(chosen, rng)
+    elif kind < ENV_PAIRS + MATH_PAIRS:
+        problem = problem_of("unseen_questions", rng) if held_out else training_problem(rng)
+        prompt, chosen = [user(problem["question"])], worked_solution(problem["steps"])
+        result = str(problem["steps"][-1][3])
+        wrong = rng.choice([str(number) for number in problem["operands"][1:] if str(number) != result] or ["0"])
+        rejected = chosen.replace(f"boxed{{{result}}}", f"boxed{{{wrong}}}")
+    else:
+        topic = first_wanted(random_topic, lambda t: topic_held_out(t) == held_out, rng)
+        prompt = [user(rng.choice(OPEN_ASKS).format(p=topic))]
+        clean = fresh_answer(topic, rng)
+        places = rng.sample(range(FIRST_COPY, SENTENCES), rng.randint(2, 4))
+        chosen, rejected = " ".join(clean), " ".join(with_repeats(clean, places, rng))
+    if kind >= ENV_PAIRS and not held_out and rng.random() < BEFORE:
+        prompt = [*mixed_dialogue(rng, rng.randint(1, 2)), *prompt]
+    asked, better = prompt[-1]["content"], rng.choice([7.0, 7.5, 8.0, 8.5, 9.0])
+    return {
+        "prompt": asked,
+        "prompt_id": hashlib.sha256(asked.encode()).hexdigest(),
+        "chosen": [*prompt, assistant(chosen)],
+        "rejected": [*prompt, assistant(rejected)],
+        "messages": [*prompt, assistant(chosen)],
+        "score_chosen": better,
+        "score_rejected": better - rng.choice([1.0, 2.0, 3.0, 4.0]),
+    }
+
+
+def ultrafeedback(n: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Rows in the schema of HuggingFaceH4/ultrafeedback_binarized; a few are ties, identical or empty."""
+    for i in range(n):
+        rng = random.Random(derive_seed(seed, "ultrafeedback", i))
+        row, fault = _pair(rng, held_out=False), rng.random()
+        if fault < 0.02:
+            row["score_rejected"] = row["score_chosen"]
+        elif fault < 0.03:
+            row["rejected"] = row["chosen"]
+        elif fault < 0.04:
+            row["rejected"] = [row["rejected"][0], assistant("")]
+        yield row
+
+
+def preference_pairs(n: int, seed: int) -> list[dict[str, Any]]:
+    """Held-out pairs, same schema and kinds as `ultrafeedback`, over questions, topics and levels it never has."""
+    return [_pair(random.Random(derive_seed(seed, "preference_pairs", i)), held_out=True) for i in range(n)]

@@ -1,0 +1,16 @@
+from .endpoint import api_key as api_key
+from .endpoints import costs as costs, in_words as in_words
+from .figures import compare as compare, summarise as summarise
+from .forgetting import FormerTasks as FormerTasks
+from .quickstart_goals import goals as goals
+from .scoring import play_baselines as play_baselines, run_task as run_task, section as section
+from .store import ROWS as ROWS, Store as Store, digest as digest
+from .tasks import (
+    build_tasks as build_tasks,
+    headline_levels as headline_levels,
+    held_out_levels as held_out_levels,
+    hub_sets as hub_sets,
+    raised as raised,
+    sampling_seed as sampling_seed,
+)
+from .workers import run_tasks as run_tasks

@@ -1,0 +1,8 @@
+"""How do phases 1 and 2 train?  What stands around TRL's trainers: models, resume, progress, export.
+
+`training` has what both scripts do, `trl_trainers` what they change of TRL's trainers.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,1 @@
+from . import training as training, trl_trainers as trl_trainers

@@ -1,0 +1,408 @@
+"""What do phases 1 and 2 put around TRL's trainers?  Progress, sealed checkpoints, an orderly stop, what they save.
+
+TRL trains; what is here lets a person watch it, lets a killed run go on where it was, and keeps every file checked.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainerState
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from posttrain import files, models
+from posttrain.config import TrainingRun, read_yaml
+from posttrain.data import SOURCES
+from posttrain.metrics import wilson
+from posttrain.models import VOCABULARY_CHUNK, Chat, model_card, no_bars, pads_on_the_right
+from posttrain.runtime import (
+    COUNTS,
+    FIGURES,
+    checkpoint,
+    compat,
+    dashboards,
+    hardware,
+    launcher,
+    parallel,
+    run_identity,
+    runlog,
+    sharding,
+)
+from posttrain.types import UserError
+
+
+def show_reference_progress() -> None:
+    """Let TRL show how far the reference's log-probs are as these scripts show everything else."""
+
+    def shown(iterable: Any, desc: str, disable: bool = False) -> Iterator[Any]:
+        with runlog.Progress(total=len(iterable), title=desc) as progress:
+            for done, batch in enumerate(iterable, 1):
+                yield batch
+                progress.update(done)
+
+    compat.replace_reference_bar(shown)
+
+
+def read_without_padding_masks(net: Any) -> None:
+    """Let the decoder read a batch that is padded on the right without an attention mask.
+
+    A token attends to itself and to what stands before it, so no real token sees padding behind it, and what is
+    computed for the padding has no label. Loss and gradients are the same (a test compares). transformers would make a
+    mask of rows x T x T from the padding; without one, sdpa takes its flash kernels and shares the keys and values of
+    grouped queries. TRL's trainers count tokens by the attention mask, so it is dropped only here.
+    """
+    if not getattr(net.config.get_text_config(), "is_causal", True):
+        return
+
+    def without_mask(decoder: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any] | None:
+        ids, mask = named.get("input_ids"), named.get("attention_mask")
+        generates = named.get("use_cache", True) or named.get("past_key_values") is not None
+        if given or generates or ids is None or not pads_on_the_right(mask, ids.shape[1]):
+            return None
+        return given, named | {"attention_mask": None}
+
+    net.base_model.register_forward_pre_hook(without_mask, with_kwargs=True)
+
+
+def load(cfg: TrainingRun) -> tuple[PreTrainedModel, Chat]:
+    """The model that is to be trained, and its chat; in the CPU's memory where each device will get a part of it."""
+    place = "cpu" if launcher.sharding() != "none" else cfg.device
+    return models.load(cfg.model, device=place, chat_template=cfg.chat.template)
+
+
+def save_work(net: PreTrainedModel, device: torch.device) -> None:
+    """Have nothing computed for prompts and padding that a device can leave out."""
+    if device.type != "cpu":
+        read_without_padding_masks(net)
+        return
+    compat.score_trained_positions_only()
+    compat.score_few_columns(VOCABULARY_CHUNK["cpu"])
+    if launcher.sharding() == "none":  # else processes would gather layers for different numbers of slices
+        read_in_slices(net)
+
+
+def reference_in_shards(net: PreTrainedModel) -> PreTrainedModel | None:
+    """The policy as it is now, for DPOTrainer to shard under FSDP2, since it asks a reference before it shards the
+    policy; None otherwise: the policy answers for itself."""
+    return copy.deepcopy(net).requires_grad_(False) if launcher.sharding() == "fsdp2" else None
+
+
+def read_in_slices(net: Any) -> None:
+    """Let the decoder read the rows of a padded batch in slices of similar length, each cut to its own end.
+
+    Where rows differ in length, half of a batch and more is padding, and a CPU computes it like everything else. In a
+    slice no row is shorter than three quarters of the longest: hardly any padding, and few slices where rows are alike.
+    Loss and gradients are the same: no row sees another one, whatever batch it is read in. It replaces the decoder's
+    `forward`.
+    """
+    decoder = net.base_model
+    whole = decoder.forward
+
+    def forward(*given: Any, **named: Any) -> Any:
+        if given or named.keys() != {"input_ids", "attention_mask", "use_cache"} or named["use_cache"]:
+            return whole(*given, **named)  # packed rows, or somebody who generates
+        ids_BT, mask_BT = named["input_ids"], named["attention_mask"]
+        assert (mask_BT[:, 1:] <= mask_BT[:, :-1]).all(), "padding is on the right"
+        lengths, order = mask_BT.sum(1).sort(descending=True)
+        hidden, start = [], 0
+        while start < len(order):
+            longest = int(lengths[start])
+            stop = int((lengths >= 0.75 * longest).sum())
+            rows = order[start:stop]
+            read = whole(input_ids=ids_BT[rows, :longest], attention_mask=mask_BT[rows, :longest], use_cache=False)
+            hidden.append(functional.pad(read.last_hidden_state, (0, 0, 0, ids_BT.shape[1] - longest)))
+            start = stop
+        return BaseModelOutputWithPast(last_hidden_state=torch.cat(hidden)[order.argsort()])
+
+    decoder.forward = forward
+
+
+class NotFinite(UserError):
+    """A loss, a gradient or a weight is inf or nan in optimizer step `step`.
+
+    updates: checkpoints of so many updates or more are not trusted.
+    """
+
+    def __init__(self, step: int, what: str, updates: int) -> None:
+        super().__init__(
+            f"The run stopped at step {step}: {what} is not a finite number. Lower trainer.learning_rate, look at the "
+            "rows of this step, or compute in float32 (trainer.bf16=false, trainer.fp16=false)."
+        )
+        self.updates = updates
+
+
+class Outcome(NamedTuple):
+    """What training came to: the figures of the held-out rows, and why it ended early, if it did."""
+
+    figures: dict[str, float]
+    failure: UserError | None = None
+
+
+def fit(
+    trainer: Trainer,
+    title: str,
+    cfg: Any,
+    *,
+    resume: bool,
+    deterministic: bool = False,
+    check_first: Callable[[dict[str, Any]], None] | None = None,
+) -> Outcome:
+    """Train to the end and measure the held-out rows; a signal ends the process here, with a checkpoint.
+
+    `check_first(figures)` sees the very first step of a run and may raise. A loss, gradient or weight that is not
+    finite ends training: the outcome is then that of the last healthy checkpoint, or a UserError where there is none.
+    deterministic: of `selftest.can_be_deterministic`.
+    """
+    output_dir = Path(cfg.output_dir)
+    settings = cfg.model_dump(mode="json")
+    say = print if runlog.is_main_process() else lambda _: None
+    newest = checkpoint.latest_good(output_dir, say=say) if resume else None
+    if resume:
+        say(f"Resuming from {newest}." if newest else "No whole checkpoint yet: starting from the beginning.")
+    if runlog.is_main_process():
+        run_identity.remember_run(output_dir, settings, resume)
+    boards = dashboards.start(cfg, settings, resume=resume, named=dashboards.as_transformers)
+    models.adapters_in_float32(trainer.model)
+    say(f"{title}: {models.describe(cfg, trainer.model, trainer.args.device)}")
+    with runlog.StopSignals() as stop, no_bars(), hardware.deterministic(deterministic):
+        begun = run_identity.begun_processes(cfg, trainer.args)
+        if begun != trainer.args.world_size:
+            rows: Any = trainer.train_dataset
+            say(run_identity.share_out_in_words(trainer.args, begun, len(rows)))
+        counts = {"processes": begun, "sharding": launcher.sharding()}
+
+        def counted() -> dict[str, Any]:
+            return {"num_tokens": compat.trained_tokens(trainer), **counts}
+
+        reporter = Reporter(title, output_dir, boards, stop, counted, check_first)
+        trainer.remove_callback(PrinterCallback)
+        compat.write_no_model_card(trainer)
+        trainer.add_callback(reporter)
+        try:
+            if newest is not None and _is_last(newest):
+                _take_up_finished(trainer, newest, reporter)
+            else:
+                if newest is not None:
+                    remedy = f"Remove {newest}: --resume then takes an older checkpoint."
+                    compat.set_trained_tokens(trainer, files.read_json(newest / COUNTS, remedy)["num_tokens"])
+                with checkpoint.full_disk_in_words(output_dir):
+                    trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
+            if reporter.stopped:
+                say(f"Stopped after step {trainer.state.global_step}. Go on with the same command and --resume.")
+                stop.leave()
+            with stop.at_once("the closing evaluation"):
+                return Outcome(_held_out_figures(trainer))
+        except NotFinite as problem:
+            boards.alert("not finite", str(problem), trainer.state.global_step, error=True)
+            trainer.remove_callback(reporter)  # its file tells of the steps in order
+            return _last_healthy(trainer, output_dir, problem)
+        finally:
+            reporter.close()
+
+
+def _last_healthy(trainer: Trainer, output_dir: Path, problem: NotFinite) -> Outcome:
+    """Put the newest checkpoint in place that comes before the broken weights and is finite on the held-out rows."""
+    named = [path for path in output_dir.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+    for folder in sorted(named, key=_step_of, reverse=True):
+        if _step_of(folder) >= problem.updates:
+            continue
+        try:
+            checkpoint.verify(folder)
+        except UserError:  # damaged
+            continue
+        compat.load_weights(trainer, folder)
+        trainer.state = TrainerState.load_from_json(str(folder / "trainer_state.json"))
+        figures = trainer.evaluate() if trainer.eval_dataset is not None else {}
+        if math.isfinite(figures.get("eval_loss", 0.0)):
+            handed = f"{output_dir / 'final'} was made from {folder.name}, the last healthy checkpoint."
+            return Outcome(figures, UserError(f"{problem} {handed}"))
+    raise UserError(f"{problem} There is no healthy checkpoint before it, so nothing is saved.") from problem
+
+
+def _step_of(folder: Path) -> int:
+    """checkpoint-20 -> 20"""
+    return int(folder.name.rpartition("-")[2])
+
+
+def _is_last(folder: Path) -> bool:
+    """True for the checkpoint of a run's last step."""
+    state = TrainerState.load_from_json(str(folder / "trainer_state.json"))
+    return state.global_step >= state.max_steps
+
+
+def _take_up_finished(trainer: Trainer, folder: Path, reporter: Reporter) -> None:
+    """Weights and figures of a run that was killed after its last step: transformers would take one step more."""
+    compat.load_weights(trainer, folder)
+    trainer.state = TrainerState.load_from_json(str(folder / "trainer_state.json"))
+    reporter.on_train_begin(trainer.args, trainer.state, trainer.control)
+    told = runlog.read_metrics(reporter.output_dir / "metrics.jsonl")
+    trainer.state.log_history += [row for row in told if row["step"] == trainer.state.global_step]
+
+
+def _held_out_figures(trainer: Trainer) -> dict[str, float]:
+    """The figures of the held-out rows after the last step, measured now unless that step has just done so."""
+    if trainer.eval_dataset is None:
+        return {}
+    measured = [row for row in trainer.state.log_history if "eval_loss" in row]
+    if measured and measured[-1]["step"] == trainer.state.global_step:
+        return measured[-1]
+    return trainer.evaluate()
+
+
+def export(
+    trainer: Trainer,
+    chat: Chat,
+    cfg: Any,
+    outcome: Outcome,
+    *,
+    rows: Path,
+    phase: str,
+    next_phase: str,
+    config_file: str,
+) -> None:
+    """Write `<output_dir>/final` and say what to type next; UserError, after that, where training failed.
+
+    `rows` is the folder of `prepared_rows.prepare`.
+    """
+    parallel.barrier()
+    kind = launcher.sharding()
+    net = trainer.model if kind == "none" else models.whole_again(trainer.model, cfg, chat)
+    if not runlog.is_main_process():
+        return
+    final, step, figures = Path(cfg.output_dir) / "final", trainer.state.global_step, outcome.figures
+    settings = cfg.model_dump(mode="json")
+    history = [*model_card.history(cfg.model.name_or_path), _record(phase, settings, step, figures, rows)]
+    models.save(final, net, chat, settings, source=cfg.model, history=history, phase=phase, step=step)
+    if outcome.failure is not None:
+        raise outcome.failure
+    shown = ", ".join(f"{name.removeprefix('eval_')} {figures[name]:.4g}" for name in FIGURES if name in figures)
+    print(f"{phase} is done after {step} steps. Held-out rows: {shown or 'none'}.")
+    print(f"Saved: {final}  (curves: {final.with_name('metrics.jsonl')})")
+    print(f"Next: {next_command(next_phase, Path(config_file), final, hardware.resolve_device(cfg.device).type)}")
+
+
+def next_command(phase: str, config_file: Path, final: Path, device: str) -> str:
+    """The command of the next phase, with the config file that lies beside this one's, on the device of this one."""
+    file, given = config_file.with_name(f"{phase}.yaml"), ""
+    if file.is_file():
+        given = f" --config {shlex.quote(str(file))}"
+    else:
+        file = Path("configs") / file.name
+    try:
+        written = read_yaml(file).get("device", "auto")
+    except UserError:  # it is not there, or broken, which the next phase says better
+        written = "auto"
+    there = "" if written in ("auto", device) else f" device={device}"
+    return f"python train_{phase}.py{given} model.name_or_path={shlex.quote(str(final))}{there}"
+
+
+def _record(phase: str, settings: dict[str, Any], step: int, figures: dict[str, float], rows: Path) -> dict[str, Any]:
+    """What the model card says of this run: its sources, and its figures on the held-out rows."""
+    sources = json.loads((rows / SOURCES).read_text(encoding="utf-8"))
+    held_out = sum(source["held_out"] for source in sources)
+    results = []
+    if "eval_loss" in figures:
+        results.append(model_card.Result("held-out rows: loss", figures["eval_loss"], held_out))
+    if (share := figures.get("eval_rewards/accuracies")) is not None:
+        low, high = wilson(round(share * held_out), held_out)
+        results.append(model_card.Result("held-out pairs: the chosen answer wins", share, held_out, low, high))
+    return model_card.record(phase, settings, step, data=sources, results=results)
+
+
+def gradients_are_finite(net: torch.nn.Module) -> bool:
+    """Whether every gradient is; those that were clipped by a norm of inf are not. DeepSpeed shows none."""
+    gradients = [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+    return math.isfinite(sharding.number(torch.nn.utils.get_total_norm(gradients)))
+
+
+class Reporter(TrainerCallback):
+    """Bar, metrics.jsonl and dashboards; seals each checkpoint; turns a signal into a checkpoint and a stop.
+
+    `check_first(row)` sees the figures of the very first step and may raise.
+    """
+
+    metrics: runlog.MetricsFile
+    progress: runlog.Progress | None = None
+    logged = 0  # the last step that was logged
+
+    def __init__(
+        self,
+        title: str,
+        output_dir: Path,
+        boards: dashboards.Dashboards,
+        stop: runlog.StopSignals,
+        counts: Callable[[], dict[str, Any]],
+        check_first: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        self.title, self.output_dir, self.boards, self.stop = title, output_dir, boards, stop
+        self.counts, self.check_first = counts, check_first
+        self.stopped, self.logged_at = False, 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.logged = state.global_step
+        self.metrics = runlog.MetricsFile(self.output_dir / "metrics.jsonl", after_step=state.global_step or None)
+        self.boards.catch_up(state.global_step or None)
+        self.progress = runlog.Progress(state.max_steps, self.title, start=state.global_step)
+        self.logged_at = time.perf_counter()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        # float16 scales its loss until gradients fit, and leaves out the steps in which they do not
+        if not args.fp16 and not gradients_are_finite(model):
+            raise NotFinite(state.global_step + 1, "the gradient", state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._show(state.global_step)
+        if state.global_step >= state.max_steps and args.logging_strategy == "steps":
+            control.should_log = True  # as transformers evaluates and saves there
+        if parallel.total(float(self.stop.requested), args.device) > 0:  # a signal may reach only some processes
+            self.stopped = control.should_save = control.should_training_stop = True
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.stopped and state.epoch % 1:  # the epoch has not ended: transformers comes here as soon as it stops
+            control.should_log = control.should_evaluate = control.should_save = False
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        row = dict(logs or {})
+        if "train_runtime" in row:  # transformers' closing summary, which holds nothing new
+            return
+        if self.check_first is not None and state.global_step == 1 and "loss" in row:
+            self.check_first(row)
+        shown = {name: row[name] for name in ("loss", "eval_loss", "rewards/accuracies") if name in row}
+        self._show(state.global_step, **shown)
+        now = time.perf_counter()
+        row["seconds"], self.logged_at = now - self.logged_at, now
+        self.metrics.write(row, state.global_step)
+        self.boards.log(row, state.global_step)
+        if not math.isfinite(row.get("loss", 0.0)):  # a mean over all steps since the last one that was logged
+            raise NotFinite(state.global_step, "the loss", self.logged)
+        if not math.isfinite(row.get("eval_loss", 0.0)):
+            raise NotFinite(state.global_step, "the loss of the held-out rows", state.global_step)
+        self.logged = state.global_step
+
+    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if broken := models.not_finite(model):
+            raise NotFinite(state.global_step, f"a weight ({broken})", state.global_step)
+        parallel.barrier()  # every process has written its random state by now
+        if runlog.is_main_process():
+            folder = self.output_dir / f"checkpoint-{state.global_step}"
+            (folder / COUNTS).write_text(json.dumps(self.counts()))
+            checkpoint.seal(folder, step=state.global_step)
+
+    def close(self) -> None:
+        """Whatever happened: leave the terminal and the dashboards in order."""
+        if self.progress is not None:
+            self.progress.close()
+        self.boards.finish()
+
+    def _show(self, step: int, **figures: float) -> None:
+        assert self.progress is not None
+        self.progress.update(step, **figures)

@@ -1,0 +1,46 @@
+from . import convgpt as convgpt, model_card as model_card, model_files as model_files
+from .chat import (
+    TEMPLATE_PATH as TEMPLATE_PATH,
+    Chat as Chat,
+    Encoded as Encoded,
+    Message as Message,
+    template_text as template_text,
+)
+from .convgpt import (
+    ConvGPTConfig as ConvGPTConfig,
+    ConvGPTForCausalLM as ConvGPTForCausalLM,
+    ConvGPTModel as ConvGPTModel,
+    pads_on_the_right as pads_on_the_right,
+)
+from .forward import (
+    KL_TILE as KL_TILE,
+    UNFIT as UNFIT,
+    VOCABULARY_CHUNK as VOCABULARY_CHUNK,
+    Prefixes as Prefixes,
+    attends_to_all as attends_to_all,
+    attention_mask as attention_mask,
+    head_logprobs as head_logprobs,
+    kl_backward as kl_backward,
+    logit_scale as logit_scale,
+    microbatches as microbatches,
+    prefix_of as prefix_of,
+    read as read,
+    soft_cap as soft_cap,
+    token_logprobs as token_logprobs,
+    trained_states as trained_states,
+    worth_sharing as worth_sharing,
+)
+from .fused import fused_weights as fused_weights
+from .loading import (
+    CODE as CODE,
+    adapters_in_float32 as adapters_in_float32,
+    describe as describe,
+    load as load,
+    load_chat as load_chat,
+    not_finite as not_finite,
+    peft_config as peft_config,
+    save as save,
+    whole_again as whole_again,
+)
+from .model_card import commit as commit, table as table
+from .model_files import errors_in_words as errors_in_words, no_bars as no_bars

@@ -1,0 +1,312 @@
+"""What does a model say about tokens?  Log-probs and entropies of those that are trained, from one pass through it.
+
+read, trained_states        the states that the output layer multiplies where a trained token is predicted
+head_logprobs, kl_backward  the output layer, applied to these states alone, a few columns at a time
+Prefixes                    rows with the same prefix: it is prefilled once, and every row continues its keys and values
+
+Shapes: B rows, T tokens of the longest row, S trained tokens of all rows one after another, C of them at a time,
+D states, V vocabulary; G prefixes of at most P tokens, Q tokens of a row behind its prefix, H key-value heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from transformers import Cache, PreTrainedModel
+
+from posttrain.runtime import CacheLayer, chunked_logprobs, compat
+
+Ids = Sequence[int]
+# what a model raises where its cache or its attention is of another kind
+UNFIT = (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+# columns of the logits that exist at any one time; on a CPU few enough that they hardly leave its caches
+VOCABULARY_CHUNK = {"cuda": 8192, "cpu": 2048}
+# numbers in the logits, tokens times vocabulary, that exist of each of two models whose distributions are compared
+KL_TILE = {"cuda": 2**25, "cpu": 2**20}
+
+
+def microbatches(lengths: Sequence[int], token_budget: float) -> Iterator[list[int]]:
+    """Indices of rows of similar length, each batch within `token_budget` padded tokens (a longer row goes alone)."""
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if batch and lengths[batch[0]] * (len(batch) + 1) > token_budget:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def token_logprobs(
+    model: PreTrainedModel, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]], temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log pi(token | everything before it) and the entropy there, both (S,), in row order, with gradient."""
+    return head_logprobs(model, *trained_states(model, rows, masks), temperature)
+
+
+def trained_states(
+    model: PreTrainedModel, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the output layer multiplies where a trained token is predicted, (S, D), and that token, (S,).
+
+    Rows are padded on the right, which a causal model cannot see, so no attention mask is needed.
+    """
+    width = max(map(len, rows))
+    ids_BT = torch.zeros(len(rows), width, dtype=torch.long)
+    mask_BT = torch.zeros(len(rows), width, dtype=torch.bool)
+    for i, (row, mask) in enumerate(zip(rows, masks, strict=True)):
+        ids_BT[i, : len(row)] = torch.tensor(row)
+        mask_BT[i, : len(row)] = torch.tensor(mask)
+    assert not mask_BT[:, 0].any(), "the first token of a conversation is never sampled"
+    ids_BT, mask_BT = ids_BT.to(model.device), mask_BT.to(model.device)
+    return read(model, mask_BT.roll(-1, 1), input_ids=ids_BT, use_cache=False), ids_BT[mask_BT]
+
+
+def read(model: PreTrainedModel, predicts_BT: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    """One pass through the model up to its output layer; its states where something is predicted, (S, D)."""
+    backbone: Any = model.base_model
+    own_mask = "attention_mask" in inputs  # without one layers may be run again, outside this context
+    with compat.grouped_queries() if own_mask else nullcontext():
+        if getattr(backbone, "selects_positions", False):
+            return backbone(**inputs, logits_to_keep=predicts_BT).last_hidden_state
+        return backbone(**inputs).last_hidden_state[predicts_BT]
+
+
+def attention_mask(model: PreTrainedModel, sees_BQK: torch.Tensor) -> torch.Tensor:
+    """What a model takes as its mask, (B, 1, Q, K), where each token (Q) sees what is True (K) and nothing else."""
+    sees_B1QK = sees_BQK[:, None]
+    implementation = compat.attention_of(model.config)
+    if implementation not in ("eager", "sdpa"):
+        return sees_B1QK
+    # Both add a mask instead of selecting by it; sdpa would convert it anew in every layer.
+    device, dtype = sees_BQK.device, model.dtype
+    if implementation == "sdpa" and torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    hidden = -torch.inf if implementation == "sdpa" else torch.finfo(dtype).min
+    return torch.zeros(sees_B1QK.shape, dtype=dtype, device=device).masked_fill_(~sees_B1QK, hidden)
+
+
+def attends_to_all(model: PreTrainedModel) -> bool:
+    """Whether every layer attends to everything before it, in the same way however long the rows are.
+
+    Engines that keep a cache and shared prefixes need both.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if {"dynamic", "longrope"} & {rope.get("rope_type")}:  # there a token's rotation depends on the longest row
+        return False
+    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+    if kinds is not None:
+        return all(kind in ("full_attention", "global") for kind in kinds)
+    windows = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size")
+    return all(getattr(config, name, None) is None for name in windows)
+
+
+# -------------------------------------------------------------------------------------------------- output layer
+def head_logprobs(
+    model: PreTrainedModel, hidden_SD: torch.Tensor, tokens_S: torch.Tensor, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log-prob of each token and the entropy there, both (S,), with gradient, from the states that predict them."""
+    if hidden_SD.dtype == torch.float64:  # TRL's function computes in float32
+        log_p_SV = (_logits(model, model.get_output_embeddings(), hidden_SD) / temperature).log_softmax(-1)
+        return log_p_SV.gather(-1, tokens_S[:, None])[:, 0], -(log_p_SV.exp() * log_p_SV).sum(-1)
+    layer: Any = model.get_output_embeddings()
+    config = model.config.get_text_config()
+    columns = VOCABULARY_CHUNK.get(hidden_SD.device.type, VOCABULARY_CHUNK["cuda"])
+    return chunked_logprobs(
+        hidden_SD, layer.weight, layer.bias, tokens_S,
+        columns=columns, temperature=temperature, cap=soft_cap(config), scale=logit_scale(config),
+    )  # fmt: skip
+
+
+def kl_backward(
+    model: PreTrainedModel,
+    hidden_SD: torch.Tensor,
+    teacher: PreTrainedModel,
+    teacher_SD: torch.Tensor,
+    weight: float | None,
+    without_adapter: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 (it holds nothing)
+) -> float:
+    """The sum over tokens of KL(teacher || model), over the whole vocabulary; `weight` times its gradient is added.
+
+    hidden_SD and teacher_SD are the states of the same tokens. A teacher that is the model without its adapter needs
+    `without_adapter`, for rows of the output layer may be trained as well. A few tokens at a time, forward and
+    backward, so that logits of both exist for these alone; then the states' own graph, which is spent. weight=None: no
+    gradient.
+    """
+    layer: Any = model.get_output_embeddings()
+    tokens = max(1, KL_TILE.get(hidden_SD.device.type, KL_TILE["cuda"]) // len(layer.weight))
+    leaf_SD = hidden_SD.detach().requires_grad_(weight is not None)
+    with without_adapter, torch.no_grad():  # where rows of the layer are trained, its weights are made when asked for
+        of_teacher: Any = teacher.get_output_embeddings()
+        frozen = _OutputLayer(of_teacher.weight, of_teacher.bias)
+    total = 0.0
+    for state_CD, state_of_teacher_CD in zip(leaf_SD.split(tokens), teacher_SD.split(tokens), strict=True):
+        with torch.no_grad():
+            log_q_CV = _logits(teacher, frozen, state_of_teacher_CD).log_softmax(-1)
+        with torch.set_grad_enabled(weight is not None):
+            log_p_CV = _logits(model, layer, state_CD).log_softmax(-1)
+            kl = torch.nn.functional.kl_div(log_p_CV, log_q_CV, reduction="sum", log_target=True)
+        total += kl.item()
+        if weight is not None:
+            with torch.autocast(hidden_SD.device.type, enabled=False):  # which is for forward passes
+                (weight * kl).backward()
+    if leaf_SD.grad is not None:
+        with torch.autocast(hidden_SD.device.type, enabled=False):
+            hidden_SD.backward(leaf_SD.grad)
+    return total
+
+
+class _OutputLayer(NamedTuple):
+    weight: torch.Tensor  # (V, D)
+    bias: torch.Tensor | None  # (V,)
+
+
+def _logits(model: PreTrainedModel, layer: Any, hidden_SD: torch.Tensor) -> torch.Tensor:
+    """What an output layer of this model says of these states, (S, V), in float32 at least."""
+    config = model.config.get_text_config()
+    logits_SV = torch.nn.functional.linear(hidden_SD, layer.weight, layer.bias)
+    logits_SV = logits_SV.to(torch.promote_types(logits_SV.dtype, torch.float32)) * logit_scale(config)
+    cap = soft_cap(config)
+    return logits_SV if cap is None else cap * torch.tanh(logits_SV / cap)
+
+
+def soft_cap(config: object) -> float | None:
+    """Where logits end: cap x tanh(logits / cap) (Gemma 2 and its kin)."""
+    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logit_softcap")
+    return next((cap for name in names if (cap := getattr(config, name, None)) is not None), None)
+
+
+def logit_scale(config: object) -> float:
+    """The factor some architectures put on their logits (Cohere, Granite, Falcon-H1 and their kin)."""
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        if getattr(config, name, None) is not None:
+            return float(getattr(config, name))
+    return 1.0 / float(getattr(config, "logits_scaling", None) or 1.0)
+
+
+# ----------------------------------------------------------------------------------------------- shared prefixes
+def prefix_of(ids: Ids, mask: Sequence[bool]) -> tuple[int, ...]:
+    """What a row reads before it predicts its first trained token."""
+    return tuple(ids[: mask.index(True) - 1])
+
+
+def worth_sharing(rows: Sequence[tuple[Ids, Sequence[bool]]], budget: float) -> list[tuple[int, ...]]:
+    """Prefixes that several rows have in common, those that save most first, of at most `budget` tokens in all."""
+    count: dict[tuple[int, ...], int] = {}
+    for ids, mask in rows:
+        key = prefix_of(ids, mask)
+        count[key] = count.get(key, 0) + 1
+    chosen = []
+    for key in sorted(count, key=lambda key: -len(key) * (count[key] - 1)):
+        if count[key] > 1 and 0 < len(key) <= budget:
+            chosen.append(key)
+            budget -= len(key)
+    return chosen
+
+
+class _PrefixLayer(CacheLayer):
+    """Keys and values of one layer: of the prefixes, [G, H, P, D]; then those picked for each row, and the row's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: tuple[torch.Tensor, torch.Tensor] | None = None  # as computed, with their graph
+        self.given: tuple[torch.Tensor, torch.Tensor] | None = None  # the same as leaves, which gather gradients
+        self.pick_B = torch.empty(0, dtype=torch.long)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.given is None:
+            self.read = (key_states, value_states)
+            return self.read
+        # Gradients of the rows of a group are added up in one order: indexing does on a GPU, index_select on a CPU.
+        on_cpu = self.pick_B.device.type == "cpu"
+        keys, values = (each.index_select(0, self.pick_B) if on_cpu else each[self.pick_B] for each in self.given)
+        return torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+class Prefixes:
+    """Prefixes that were prefilled once. `states` is `trained_states` for rows of which some continue them.
+
+    With gradients: call `states` and the backward pass for one micro-batch after another, then `backward` once.
+    """
+
+    def __init__(self, model: PreTrainedModel, prefixes: Sequence[tuple[int, ...]]) -> None:
+        self.model, self.number = model, {key: n for n, key in enumerate(prefixes)}
+        self.width = max(map(len, prefixes), default=0)
+        self.layers = [_PrefixLayer() for _ in range(model.config.get_text_config().num_hidden_layers)]
+        self.cache = Cache(layers=list(self.layers))
+        if not prefixes:
+            return
+        ids_GP = torch.zeros(len(prefixes), self.width, dtype=torch.long)
+        for n, key in enumerate(prefixes):
+            ids_GP[n, : len(key)] = torch.tensor(key)
+        position_P = torch.arange(self.width)
+        seen_GPP = (position_P <= position_P[:, None]).expand(len(ids_GP), -1, -1)
+        self._run(ids_GP, position_P.expand(ids_GP.shape), seen_GPP)
+        for layer in self.layers:
+            assert layer.read is not None, "every layer keeps keys and values"
+            keys, values = (each.detach().requires_grad_(each.requires_grad) for each in layer.read)
+            layer.given = (keys, values)
+
+    def states(self, rows: Sequence[Ids], masks: Sequence[Sequence[bool]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the output layer multiplies where a trained token is predicted, (S, D), and that token, (S,)."""
+        keys = [prefix_of(row, mask) for row, mask in zip(rows, masks, strict=True)]
+        if not any(key in self.number for key in keys):
+            return trained_states(self.model, rows, masks)
+        start_B = torch.tensor([len(key) if key in self.number else 0 for key in keys])
+        width = max(len(row) - start for row, start in zip(rows, start_B.tolist(), strict=True))
+        ids_BQ = torch.zeros(len(rows), width, dtype=torch.long)
+        mask_BQ = torch.zeros(len(rows), width, dtype=torch.bool)
+        for i, (row, mask, start) in enumerate(zip(rows, masks, start_B.tolist(), strict=True)):
+            ids_BQ[i, : len(row) - start] = torch.tensor(row[start:])
+            mask_BQ[i, : len(row) - start] = torch.tensor(mask[start:])
+        for layer in self.layers:
+            layer.pick_B = torch.tensor([self.number.get(key, 0) for key in keys], device=self.model.device)
+        index_Q = torch.arange(width)
+        before_B1P = torch.arange(self.width) < start_B[:, None, None]
+        seen_BQK = torch.cat(
+            [before_B1P.expand(-1, width, -1), (index_Q <= index_Q[:, None]).expand(len(rows), -1, -1)], dim=2
+        )
+        hidden_SD = self._run(ids_BQ, start_B[:, None] + index_Q, seen_BQK, mask_BQ.roll(-1, 1))
+        return hidden_SD, ids_BQ[mask_BQ].to(self.model.device)
+
+    def backward(self) -> None:
+        """Hand the gradients that the rows left at the prefixes on to the weights."""
+        ends = [
+            (read, given.grad)
+            for layer in self.layers
+            if layer.read is not None and layer.given is not None
+            for read, given in zip(layer.read, layer.given, strict=True)
+            if given.grad is not None
+        ]
+        if ends:
+            torch.autograd.backward([read for read, _ in ends], [grad for _, grad in ends])
+
+    def _run(
+        self,
+        ids_BQ: torch.Tensor,
+        positions_BQ: torch.Tensor,
+        seen_BQK: torch.Tensor,
+        predicts_BQ: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The states that predict something, after everything that each token sees."""
+        model, device = self.model, self.model.device
+        if predicts_BQ is None:
+            predicts_BQ = torch.zeros(ids_BQ.shape, dtype=torch.bool)
+        return read(
+            model,
+            predicts_BQ.to(device),
+            input_ids=ids_BQ.to(device),
+            position_ids=positions_BQ.to(device),
+            attention_mask=attention_mask(model, seen_BQK.to(device)),
+            past_key_values=self.cache,
+            use_cache=True,
+        )

@@ -1,0 +1,145 @@
+"""How does ConvGPT decode with fewer operations?  Projections that read the same input are one product for a rollout.
+
+A decoding step on a GPU waits for the launches of its many small kernels. Inside `fused` a layer takes half as many:
+one product for queries, keys and values, one for gate and up, one norm and one rotation for queries and keys. What
+depends on the weights alone is made once, when `fused` is entered, and dropped when it is left: they must not change in
+between.
+
+Shapes: B rows, Q tokens, N = B Q, K tokens in the cache, H key-value heads, G query heads for each of them, D head
+size, L layers, E width of the decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import Cache, PreTrainedModel
+
+from posttrain.models.convgpt import ConvGPTLayer, ConvGPTModel
+from posttrain.runtime import compat
+
+
+@contextmanager
+def fused_weights(model: PreTrainedModel) -> Iterator[None]:
+    """Within it a ConvGPT decodes with fused projections; of any other model nothing changes.
+
+    Nor does it of a ConvGPT with adapters, quantised weights, biases, sliding windows, hooks, or another attention than
+    sdpa. Enter it under the autocast that decoding runs under, so that weights are converted once.
+    """
+    decoder = model.base_model
+    if not isinstance(decoder, ConvGPTModel) or not _can_fuse(decoder):
+        yield
+        return
+    with torch.no_grad():
+        kind = decoder.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else decoder.conv.weight.dtype
+        decoder.fused, decoder.conv.fixed = _Layers(decoder, dtype), decoder.conv.matrix().to(dtype)
+    try:
+        yield
+    finally:
+        decoder.fused = decoder.conv.fixed = None
+
+
+def _can_fuse(decoder: ConvGPTModel) -> bool:
+    """Whether every layer is as posttrain/models/convgpt.py builds it."""
+    config = decoder.config
+    products = [
+        part
+        for layer in decoder.layers
+        if isinstance(layer, ConvGPTLayer)
+        for block in (layer.self_attn, layer.mlp)
+        for name, part in block.named_children()
+        if name.endswith("_proj")
+    ]
+    plain = all(type(part) is nn.Linear and part.bias is None and part.weight.is_floating_point() for part in products)
+    hooked = any(map(compat.has_hooks, decoder.layers.modules()))
+    return plain and not hooked and compat.attention_of(config) == "sdpa" and not config.sliding_window
+
+
+class _Layer(NamedTuple):
+    qkv: torch.Tensor  # ((G + 2) H D, E): queries, keys, values; the first query of every group, then the second
+    output: torch.Tensor  # (E, G H D), its columns in this order of the queries
+    gate_up: torch.Tensor  # (2 intermediate_size, E)
+    down: torch.Tensor  # (E, intermediate_size)
+
+
+class _Layers:
+    """All layers of the decoder, without gradient or dropout, over a cache that keeps what was read before."""
+
+    def __init__(self, decoder: ConvGPTModel, dtype: torch.dtype) -> None:
+        config = decoder.config
+        self.decoder_layers: list[Any] = list(decoder.layers)
+        self.heads, self.size = config.num_key_value_heads, config.head_dim
+        self.group = config.num_attention_heads // self.heads
+        self.layers = [self._layer(layer, dtype) for layer in self.decoder_layers]
+        exponent = torch.arange(0, self.size, 2, device=decoder.device, dtype=torch.float) / self.size
+        self.frequency_D = (1.0 / config.rope_theta**exponent).repeat(2)
+        # Queries and keys are multiplied by their norm's weight and then rotated. The weight is put into the rotation.
+        norms = [[layer.self_attn.q_norm] * self.group + [layer.self_attn.k_norm] for layer in self.decoder_layers]
+        weight_LGD = torch.stack([torch.stack([norm.weight for norm in row]) for row in norms])
+        first_LGD, second_LGD = weight_LGD.chunk(2, -1)
+        swapped_LGD = torch.cat([-second_LGD, first_LGD], -1)  # as `rotate` swaps the halves
+        self.cos_weight = weight_LGD[:, None, None, :, None]  # (L, 1, 1, G + 1, 1, D)
+        self.sin_weight = swapped_LGD[:, None, None, :, None]
+
+    def _layer(self, layer: ConvGPTLayer, dtype: torch.dtype) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        width = attention.q_proj.weight.shape[1]
+        query = attention.q_proj.weight.view(self.heads, self.group, self.size, width).transpose(0, 1)
+        output = attention.o_proj.weight.view(width, self.heads, self.group, self.size).transpose(1, 2)
+        projections = [query.reshape(-1, width), attention.k_proj.weight, attention.v_proj.weight]
+        return _Layer(
+            torch.cat(projections).to(dtype),
+            output.reshape(width, -1).to(dtype),
+            torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).to(dtype),
+            mlp.down_proj.weight.to(dtype),
+        )
+
+    def __call__(
+        self, hidden_BQE: torch.Tensor, positions_BQ: torch.Tensor, mask_B1QK: torch.Tensor, cache: Cache
+    ) -> torch.Tensor:
+        """What the layers make of these states; the mask is True or 0 where a token sees another.
+
+        Q is 1: a prompt is read layer by layer, since the rotations of all its tokens for all layers at once would
+        take much memory and save little.
+        """
+        rows, queries, width = hidden_BQE.shape
+        assert queries == 1
+        group, heads, size = self.group, self.heads, self.size
+        angle_BQD = positions_BQ[:, :, None].float() * self.frequency_D
+        cos_BQD, sin_BQD = (each.to(hidden_BQE.dtype) for each in (angle_BQD.cos(), angle_BQD.sin()))
+        cos_LBQG1D = cos_BQD[:, :, None, None] * self.cos_weight
+        sin_LBQG1D = sin_BQD[:, :, None, None] * self.sin_weight
+        mask = mask_B1QK.expand(-1, -1, group, -1)
+        hidden_NE = hidden_BQE.reshape(-1, width)
+        turns = zip(self.decoder_layers, self.layers, cos_LBQG1D.unbind(), sin_LBQG1D.unbind(), strict=True)
+        for n, (layer, weights, cos_BQG1D, sin_BQG1D) in enumerate(turns):
+            heads_BQGHD = functional.linear(layer.norm1(hidden_NE), weights.qkv).view(rows, queries, -1, heads, size)
+            told = heads_BQGHD[:, :, : group + 1]
+            told = functional.rms_norm(told.float(), (size,), eps=layer.self_attn.q_norm.eps).to(told.dtype)
+            told = torch.addcmul(told * cos_BQG1D, told.roll(size // 2, -1), sin_BQG1D)
+            keys, values = cache.update(told[:, :, -1].transpose(1, 2), heads_BQGHD[:, :, -1].transpose(1, 2), n)
+            mixed = functional.scaled_dot_product_attention(
+                told[:, :, :-1].permute(0, 3, 2, 1, 4).reshape(rows, heads, group * queries, size),
+                keys,
+                values,
+                attn_mask=mask,
+                scale=layer.self_attn.scaling,
+            )
+            mixed = mixed.view(rows, heads, group, queries, size).permute(0, 3, 2, 1, 4).reshape(len(hidden_NE), -1)
+            hidden_NE = _add_product(hidden_NE, mixed, weights.output)
+            gate, up = functional.linear(layer.norm2(hidden_NE), weights.gate_up).chunk(2, -1)
+            hidden_NE = _add_product(hidden_NE, layer.mlp.act_fn(gate) * up, weights.down)
+        return hidden_NE.view(rows, queries, width)
+
+
+def _add_product(sum_NE: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """sum + x W^T, in one operation where this rounds nothing that two would not round."""
+    if sum_NE.dtype == weight.dtype:
+        return torch.addmm(sum_NE, x, weight.t())
+    return sum_NE + functional.linear(x, weight)

@@ -1,0 +1,24 @@
+from . import selftest as selftest
+from .episodes import (
+    MOST_TOKENS as MOST_TOKENS,
+    Place as Place,
+    Plan as Plan,
+    always as always,
+    choose as choose,
+    learning as learning,
+    make as make,
+    output_tiles as output_tiles,
+    playing as playing,
+    rows_at_once as rows_at_once,
+)
+from .parts import Numbers as Numbers, gib as gib, most as most
+from .preflight import check_hub as check_hub, check_run as check_run, try_output_layer as try_output_layer
+from .report import show as show
+from .rows import warning as warning
+from .selftest import (
+    can_be_deterministic as can_be_deterministic,
+    can_share_prefixes as can_share_prefixes,
+    head_agrees as head_agrees,
+    without_noise as without_noise,
+)
+from .shape import Shape as Shape

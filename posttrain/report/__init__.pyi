@@ -1,0 +1,13 @@
+from . import animation as animation, tables as tables
+from .episodes import frames_of as frames_of, gif as gif, png as png
+from .page import build as build, read as read
+from .tables import (
+    Results as Results,
+    benchmark_rows as benchmark_rows,
+    markdown as markdown,
+    percent as percent,
+    plots as plots,
+    points as points,
+    readable as readable,
+    show as show,
+)

@@ -1,0 +1,197 @@
+"""How do `vllm serve` processes play for a run?  A request for each turn, and the policy's weights by vLLM's own ways.
+
+Nothing of a conversation is kept but its tokens; what vLLM has read of it is in its prefix cache. Weights go by NCCL
+where this process has a GPU and vLLM is installed beside it, otherwise through a folder that both sides see.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from envs.web import FAILURES, BadStatus, ask
+from posttrain.rollout.engines.remote import BRIEF, Lost, Policy, Servers, Weights, Work, check_logprobs, chunks
+from posttrain.runtime import merged_weights
+from posttrain.types import Completion, SamplingParams, UserError, one_line
+
+KEY = "VLLM_API_KEY"  # the environment variable that vLLM's servers read their key from
+PATIENCE = 600.0  # seconds for a turn, which may wait behind others, and for weights
+MOST_REPLY = 64 << 20  # bytes
+PROBE = "The quick brown <fox> jumps: 12 + 7 = 19.\n\n  \u00e9\u4e2d\U0001f600"  # both vocabularies read it alike
+HOW = (
+    "Start it as docs/serving.md says: VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --generation-config vllm"
+    " --logprobs-mode processed_logprobs --enable-prefix-caching"
+)
+
+
+class VLLMServer:
+    """One `vllm serve`; `name` is what it calls its model."""
+
+    keeps = exact = False
+
+    def __init__(self, url: str) -> None:
+        self.url, self.name = url.rstrip("/"), ""
+        self.nccl: Any = None  # vLLM's sender of weights
+        self.version = 0
+        self.stop_ids: list[int] = []
+
+    def connect(self, policy: Policy) -> None:
+        try:
+            (model,) = self._ask("/v1/models", None)["data"]
+            self.name = model["id"]
+            about = self._ask("/server_info?config_format=json", None)["vllm_config"]
+            settings, caches = about["model_config"], about["cache_config"]["enable_prefix_caching"]
+            modes = settings["logprobs_mode"], settings["generation_config"]
+        except (KeyError, TypeError, ValueError, Lost) as error:
+            if isinstance(error, Lost) and not isinstance(error.__cause__, ValueError):  # nobody has answered
+                raise
+            raise UserError(f"{self.url} is no vLLM server in development mode ({one_line(error)}). {HOW}") from error
+        if not caches or modes != ("processed_logprobs", "vllm"):
+            raise UserError(f"The vLLM server at {self.url} runs with other options than a rollout needs. {HOW}")
+        if settings["max_model_len"] < policy.longest:
+            raise UserError(
+                f"The vLLM server at {self.url} takes conversations of {settings['max_model_len']} tokens;"
+                f" rollout.max_context is {policy.longest}: lower it, or start the server with"
+                f" --max-model-len {policy.longest}."
+            )
+        probe = {"model": self.name, "prompt": PROBE, "add_special_tokens": False}
+        own = policy.tokenizer(PROBE, add_special_tokens=False)["input_ids"]
+        if self._ask("/tokenize", probe).get("tokens") != own:
+            raise UserError(
+                f"The vLLM server at {self.url} has another vocabulary: it serves {settings.get('model')}. Start it"
+                " with the folder that this run starts from (model.name_or_path)."
+            )
+        self.stop_ids = policy.stop_ids
+        if policy.model.device.type == "cuda" and importlib.util.find_spec("vllm"):
+            self.nccl = self._open_nccl(policy)
+
+    def _open_nccl(self, policy: Policy) -> Any:
+        """vLLM's own sender: a group of this process and the server's workers."""
+        base = importlib.import_module("vllm.distributed.weight_transfer.base")
+        nccl = importlib.import_module("vllm.distributed.weight_transfer.nccl_engine")
+        clients = importlib.import_module("vllm.distributed.weight_transfer.clients")
+        network = importlib.import_module("vllm.utils.network_utils")
+        workers = self._ask("/get_world_size", None)["world_size"]
+        place = {"master_address": network.get_ip(), "master_port": network.get_open_port()}
+
+        class Source(base.WeightSource):
+            """The policy's tensors, anew at each update."""
+
+            def metadata(self) -> Any:
+                return [base.ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
+
+            def __iter__(self) -> Any:
+                return iter(merged_weights(policy.model))
+
+        return nccl.NCCLTrainerWeightTransferEngine.trainer_init(
+            nccl.NCCLTrainerInitInfo(rank=0, world_size=1 + workers, **place),
+            client=clients.HTTPVLLMWeightSyncClient(self.url, PATIENCE),
+            source=Source(),
+        )
+
+    def disconnect(self) -> None:
+        if self.nccl is not None:
+            self._ask("/shutdown_weight_transfer_engine", {})
+
+    def still_here(self) -> None:
+        """Ask for a sign of life. vLLM forgets nobody: it keeps nothing of a run but its weights."""
+        try:
+            ask(f"{self.url}/health", None, BRIEF)
+        except FAILURES as error:
+            raise Lost(one_line(error)) from error
+
+    def pause(self) -> None:
+        self._ask("/pause?mode=wait", {})
+
+    def resume(self) -> None:
+        self._ask("/resume", {})
+
+    def update(self, folder: Path, version: int) -> None:
+        """Take up new weights between turns, and forget what was read with the old ones."""
+        self.pause()
+        if self.nccl is not None:
+            try:
+                self.nccl.send_weights()
+            except Exception as error:  # requests' and NCCL's have no common type
+                raise Lost(one_line(error)) from error
+        else:
+            told = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}, "timeout": PATIENCE}
+            self._ask("/collective_rpc", told)
+        self._ask("/update_weight_version", {"new_version": str(version)})
+        self._ask("/reset_prefix_cache", {})
+        self.version = version
+        self.resume()
+
+    def ask(self, work: Work, params: SamplingParams | None, in_step: bool) -> list[tuple[int, Completion]]:
+        (turn,) = work.turns
+        assert params is not None
+        plain = params.top_k == 0 and params.top_p == 1 and params.repetition_penalty == 1
+        assert plain, "its log-probs would be those after the cut"
+        wanted = {
+            "model": self.name,
+            "prompt": turn.ids,
+            "max_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            "seed": turn.seed,
+            "stop_token_ids": self.stop_ids,
+            "ignore_eos": True,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+        version = self.version  # a turn that waits for a newer one counts as older than it is
+        reply = self._ask("/v1/completions", wanted)
+        try:
+            (answer,) = reply["choices"]
+            ids, logprobs = list(map(int, answer["token_ids"])), list(map(float, answer["logprobs"]["token_logprobs"]))
+        except (TypeError, ValueError, KeyError) as error:
+            raise Lost(f"its answer is none: {one_line(error)}") from error
+        if not ids or len(ids) != len(logprobs):
+            raise Lost(f"its answer has {len(ids)} tokens and {len(logprobs)} log-probs")
+        said = Completion(ids, logprobs, ids[-1] in self.stop_ids, version)
+        check_logprobs(said)
+        return [(turn.handle, said)]
+
+    def _ask(self, path: str, content: Any) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(KEY):
+            headers["Authorization"] = f"Bearer {key}"
+        body = None if content is None else json.dumps(content).encode()
+        try:
+            return json.loads(ask(self.url + path, body, PATIENCE, headers, MOST_REPLY) or b"{}")
+        except BadStatus as error:
+            raise Lost(f"{error}{_said(error.reply)}") from error
+        except FAILURES as error:
+            raise Lost(one_line(error)) from error
+
+
+def _said(reply: str) -> str:
+    """What vLLM says about a request that it refuses; nothing of what another program's page says."""
+    try:
+        return f": {' '.join(str(json.loads(reply)['error']['message']).split())[:300]}"
+    except (ValueError, TypeError, KeyError):
+        return ""
+
+
+class VLLMServers(Servers[VLLMServer]):
+    """`folder` is where weights lie while the servers read them; they must see it at the same path."""
+
+    def __init__(self, servers: list[VLLMServer], policy: Policy, folder: Path) -> None:
+        super().__init__(servers, policy)
+        self.folder = folder.resolve()
+
+    def _send(self, weights: Weights, servers: Sequence[VLLMServer]) -> None:
+        if any(server.nccl is None for server in servers):
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+            for number, chunk in enumerate(chunks(weights)):
+                save_file(chunk, self.folder / f"part-{number}.safetensors")
+        self._all(lambda server: server.update(self.folder, self.version), servers)
+        shutil.rmtree(self.folder, ignore_errors=True)

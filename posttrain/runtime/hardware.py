@@ -1,0 +1,146 @@
+"""Which device does a run compute on, in which precision, and who keeps the memory that it frees?"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from posttrain.config import TrainingRun
+from posttrain.runtime import launcher
+from posttrain.types import UserError
+
+TrainingConfig = TypeVar("TrainingConfig", bound=TrainingRun)
+
+# RuntimeErrors that tell of the device, so that no self-test takes them for an answer about the model
+DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
+
+# For `deterministic`. torch before 2.10 reads the first once, at its first product; the second is for flash-attn.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
+
+
+def resolve_device(device: str) -> torch.device:
+    """ "auto", "cpu", "cuda" or "mps" as this process's own device (torchrun numbers a machine's GPUs in LOCAL_RANK).
+
+    "auto" never takes mps, which no run of this project has seen.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "device=cuda, but torch finds no CUDA GPU here. Write device=cpu (slow for a real model), or check "
+            "`nvidia-smi` and that torch was installed with CUDA."
+        )
+    if device == "mps":
+        _check_mps()
+    if device != "cuda":
+        return torch.device(device)
+    number, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if number >= there:
+        raise UserError(
+            f"The launcher has started {os.environ.get('LOCAL_WORLD_SIZE', number + 1)} processes on this machine, and"
+            f" torch finds {there} GPU{'s' if there > 1 else ''}: one process a GPU. Ask for {there} (--nproc_per_node"
+            f" {there}, or num_processes of accelerate), or set CUDA_VISIBLE_DEVICES right."
+        )
+    return torch.device("cuda", number)
+
+
+def _check_mps() -> None:
+    if not torch.backends.mps.is_available():
+        why = "torch was built without it" if not torch.backends.mps.is_built() else "this is no Mac with such a GPU"
+        raise UserError(f"device=mps is the GPU of a Mac with macOS 14 or later, and {why}. Write device=cpu.")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("device=mps is one GPU, for one process: start the script with python, without a launcher.")
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The most precise numbers of a device: MPS has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def has_bf16(device: torch.device) -> bool:
+    """True where bfloat16 is multiplied in hardware; every other device takes it too, but slower than float32.
+
+    Of CPUs those with AVX512-BF16 or AMX, by the flags that Linux lists.
+    """
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "mps":  # that it is faster there nobody has measured
+        return False
+    return torch.backends.mkldnn.is_available() and not {"avx512_bf16", "amx_bf16"}.isdisjoint(_cpu_flags())
+
+
+@functools.cache
+def _cpu_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # not Linux
+        return frozenset()
+    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))
+
+
+def settle(cfg: TrainingConfig) -> TrainingConfig:
+    """The config of a phase with what only this machine can say: trainer.bf16 where it is left open.
+
+    UserError where the launcher asks for what this run cannot do.
+    """
+    launcher.check(cfg)
+    if trainer_field(cfg, "bf16") is not None:
+        return cfg
+    try:
+        bf16 = has_bf16(resolve_device(cfg.device)) and not trainer_field(cfg, "fp16")
+    except UserError:  # posttrain/plan/preflight.py says it together with everything else that is wrong
+        return cfg
+    trainer: Any = cfg.trainer
+    update = {"bf16": bf16}
+    return cfg.model_copy(
+        update={"trainer": trainer | update if isinstance(trainer, dict) else trainer.model_copy(update=update)}
+    )
+
+
+def trainer_field(cfg: Any, name: str) -> Any:
+    """A key of the section `trainer`, which is TRL's dict in phases 1 and 2 and our own section in phase 3."""
+    return cfg.trainer.get(name) if isinstance(cfg.trainer, dict) else getattr(cfg.trainer, name, None)
+
+
+@contextmanager
+def deterministic(on: bool = True) -> Iterator[None]:
+    """Within it torch's deterministic algorithms: a resumed run is then the same to the bit on a GPU, as on a CPU.
+
+    Else the backward pass of attention adds up gradients in the order in which its threads happen to finish.
+    """
+    if not on:
+        yield
+        return
+    settings: Any = torch.utils.deterministic
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False  # it helps to find mistakes
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+        settings.fill_uninitialized_memory = filled
+
+
+def keep_freed_memory() -> None:
+    """Let glibc hand out again what this process has freed, instead of giving it back to the system.
+
+    Each training step needs the memory of the last one, and virtual machines in particular take long to provide it.
+    Rows of many lengths leave pieces too small to be used again (docs/decisions.md, "SmolLM2"). Where glibc's own
+    variable says which pieces are large, they do go back.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        trim_threshold, mmap_max = -1, -4  # as in malloc.h
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(trim_threshold, -1)  # never give anything back
+        if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+            mallopt(mmap_max, 0)  # nor take large pieces straight from the system, which go back when they are freed

@@ -1,0 +1,19 @@
+from . import playing as playing
+from .conversation import Conversation as Conversation, Exchange as Exchange
+from .display import (
+    described as described,
+    escape_control_characters as escape_control_characters,
+    in_words as in_words,
+    never as never,
+    note as note,
+    show_beside as show_beside,
+    stream as stream,
+)
+from .generation import DamagedModel as DamagedModel, Generator as Generator
+from .keyboard import (
+    ctrl_c_keeps_what_was_typed as ctrl_c_keeps_what_was_typed,
+    next_message as next_message,
+    one_ctrl_c as one_ctrl_c,
+)
+from .serve import listen as listen
+from .web_chat import server as server

@@ -1,0 +1,104 @@
+"""What does the model answer?  One token at a time, as the rollouts sample it, and as text while it comes."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from posttrain.types import SamplingParams, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from posttrain.models import Chat
+
+
+class DamagedModel(UserError):
+    """The model computes no probabilities, so no other message will help."""
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A model that answers token by token."""
+
+    model: PreTrainedModel
+    chat: Chat
+
+    @property
+    def context(self) -> int:
+        """Tokens of a whole conversation that the model was built for."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+
+    def answer(self, ids: list[int], params: SamplingParams, seed: int) -> Answer:
+        return Answer(self.chat, self.write(ids, params, seed))
+
+    def write(self, ids: list[int], params: SamplingParams, seed: int) -> Iterator[int]:
+        """The tokens that follow `ids`, one by one, up to the stop token: those `rollout.complete` gives at once."""
+        import torch
+
+        from posttrain.rollout import sample_tokens, uniforms
+
+        unread, cache, seen_1V = ids, None, None
+        seed_1 = torch.tensor([seed], device=self.model.device)
+        for step in range(params.max_new_tokens):
+            unread_1Q = torch.tensor([unread], device=self.model.device)
+            with torch.no_grad():
+                output = self.model(input_ids=unread_1Q, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            logits_1V = output.logits[:, -1]
+            seen_1V = torch.zeros_like(logits_1V, dtype=torch.bool) if seen_1V is None else seen_1V
+            seen_1V[0, unread_1Q[0]] = True
+            token_1, logprob_1 = sample_tokens(logits_1V, params, uniforms(seed_1, step), seen_1V)
+            if math.isnan(logprob_1.item()):
+                raise DamagedModel(
+                    "The model gives probabilities that are no numbers (NaN), so its weights are damaged: a training"
+                    " that diverged leaves such ones. Name an earlier checkpoint (model.name_or_path=...)."
+                )
+            token = int(token_1)
+            yield token
+            if token == self.chat.stop_id:
+                return
+            unread, cache = [token], output.past_key_values
+
+
+class Answer:
+    """An answer while it is written: `for piece in answer` gives its text as it comes.
+
+    ids       the tokens sampled so far, the stop token included
+    finished  whether the stop token came; False for an answer that the budget or the user cut short
+    """
+
+    def __init__(self, chat: Chat, tokens: Iterator[int]) -> None:
+        self.chat, self.tokens = chat, tokens
+        self.ids: list[int] = []
+        self.finished = False
+
+    def stop(self) -> None:
+        """No more tokens: what the model keeps for them in memory is freed."""
+        self.tokens = iter(())
+
+    @property
+    def written(self) -> list[int]:
+        """The ids without the stop token."""
+        return self.ids[:-1] if self.finished else self.ids
+
+    @property
+    def text(self) -> str:
+        return self.chat.decode(self.written)
+
+    def __iter__(self) -> Iterator[str]:
+        """One piece a token; empty while a character of several tokens is not whole yet."""
+        start = end = 0  # ids[start:end] is text that was given out, as context for what comes next
+        for token in self.tokens:
+            self.ids.append(token)
+            self.finished = token == self.chat.stop_id
+            whole = self.chat.decode(self.written[start:])
+            if whole.endswith("\ufffd") and not self.finished:
+                yield ""
+                continue
+            yield whole[len(self.chat.decode(self.written[start:end])) :]
+            start, end = end, len(self.ids)
+        if not self.finished:
+            yield self.chat.decode(self.ids[start:])[len(self.chat.decode(self.ids[start:end])) :]

@@ -1,0 +1,164 @@
+"""How does the model play?  Episodes of an environment turn by turn: what it is told, writes and does, and the map."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from posttrain.config import ChatRun, EnvSection, SamplingSection
+from posttrain.serving import display
+from posttrain.serving.display import escape_control_characters, in_words, note, stream
+from posttrain.types import Completion, UserError, derive_seed, one_line
+
+if TYPE_CHECKING:
+    from envs import TextEnv
+    from envs.protocol import Episode
+    from posttrain.serving.generation import Answer, Generator
+
+SPLIT = "test"  # levels that no training and no choice of a checkpoint has seen
+# How a cell of an environment's grid looks, by the name the environment gives it.
+COLOURS = {
+    "player": "bold black on bright_cyan",
+    "player_on_target": "bold black on bright_cyan",
+    "arrived": "bold black on bright_green",
+    "dead": "bold white on red",
+    "goal": "bold black on green",
+    "target": "bold black on green",
+    "hole": "bright_white on blue",
+    "box": "bold black on yellow",
+    "box_on_target": "bold black on bright_green",
+    "wall": "bright_black on bright_black",
+    "ice": "grey58 on grey93",
+    "floor": "grey58 on grey93",
+}
+
+
+def open_env(cfg: ChatRun, name: str) -> TextEnv:
+    """The environment to play, with the options that the config gives it."""
+    from posttrain.rollout import open_env
+
+    section = next((env for env in cfg.envs if env.title == name), EnvSection(name=name))
+    try:
+        return open_env(section)
+    except (ValueError, TypeError) as error:  # TypeError: an option of the wrong type, size=big
+        raise UserError(f"--play {name}: {error}") from error
+
+
+class Level:
+    """A level of the evaluator that a model plays, token in, token out, as in the rollouts of phase 3.
+
+    The loop is: `answer` after what is `told`, then `take` it, until it is `over`.
+    """
+
+    def __init__(self, generator: Generator, env: TextEnv, cfg: ChatRun, setting: SamplingSection, number: int) -> None:
+        from envs.protocol import Episode, Protocol
+        from posttrain.rollout import RAISED, Context, Game
+
+        self.generator, self.setting, self.budget = generator, setting, cfg.max_completion_length
+        seed = derive_seed(cfg.seed, env.name, number)
+        try:
+            self.episode = Episode(env, Protocol.of(env, **cfg.protocol.model_dump()), seed, SPLIT)
+        except RAISED as error:
+            raise UserError(f"{env.name} could not open level {number + 1}: {one_line(error)}") from error
+        context = Context(cfg.context, cfg.context_turns, generator.context)
+        self.game = Game(generator.chat, self.episode, context, self.budget)
+        self.over = not self.game.look()
+
+    @property
+    def told(self) -> str:
+        """What the model is told before the coming turn."""
+        if self.game.context.kind == "single_turn":
+            return self.episode.summary(self.game.segment.first_turn)
+        return self.episode.messages[-1]["content"]
+
+    def answer(self) -> Answer:
+        """The coming turn, which is written while it is read."""
+        seed = derive_seed(self.episode.seed, "turn", self.episode.turns)
+        return self.generator.answer(self.game.segment.ids, self.setting.params(self.budget), seed)
+
+    def take(self, answer: Answer) -> tuple[str, bool]:
+        """Play the turn: what came of it in words, and whether the answer was valid."""
+        episode, played, acted = self.episode, self.game.trajectory, len(self.episode.actions)
+        going = self.game.take_turn(Completion(answer.ids, [0.0] * len(answer.ids), answer.finished))
+        if played.crashed:
+            raise UserError(
+                f"{episode.env.name} raised {played.crashed} on level seed {episode.seed}: fix the environment."
+            )
+        valid = episode.past[-1].valid
+        did = ", ".join(episode.actions[acted:]) or "no action"
+        cut = "" if answer.finished else f", cut after {self.budget} tokens"
+        invalid = "" if valid else f", invalid answer: {played.turn_penalties[-1]:g}"
+        self.over = not (going and self.game.look())
+        return f"{did}, reward {played.turn_rewards[-1]:g}{invalid}{cut}", valid
+
+
+def play_levels(
+    generator: Generator, env: TextEnv, cfg: ChatRun, setting: SamplingSection, episodes: int, delay: float
+) -> None:
+    """Levels of the evaluator, one after the other: what the model sees, thinks and does, and what comes of it."""
+    from posttrain import metrics
+
+    out, won = display.console(), 0
+    note(f"{cfg.model.name_or_path} plays {env.name}, {SPLIT} levels; {in_words(setting)}")
+    for number in range(episodes):
+        level = Level(generator, env, cfg, setting, number)
+        if number == 0:
+            rules = level.episode.messages[0]["content"]
+            out.print(Text(escape_control_characters(rules), "dim"), soft_wrap=not out.is_terminal)
+        play_level(level, out, f"level {number + 1}", delay)
+        won += level.episode.success
+        out.print(outcome(level.episode, level.game.trajectory.reward), soft_wrap=True)
+    if episodes > 1:
+        low, high = metrics.wilson(won, episodes)
+        out.print(f"\n{won} of {episodes} levels solved ({won / episodes:.0%}; 95 % interval {low:.0%} to {high:.0%})")
+
+
+def play_level(level: Level, out: Console, title: str, delay: float) -> None:
+    """One level to its end, on the terminal."""
+    env = level.episode.env
+    while not level.over:
+        out.print(Text(f"\n{title}, turn {level.episode.turns + 1}", "bold"))
+        out.print(beside(env, level.told))
+        answer = level.answer()
+        print(level.episode.protocol.opening, end="")
+        stream(answer)
+        came, valid = level.take(answer)
+        out.print(Text(f"-> {came}", "bold" if valid else "yellow"))
+        time.sleep(delay)
+    out.print(Text(), beside(env, ""), sep="\n")
+
+
+def outcome(episode: Episode, total: float) -> Text:
+    turns = f"after {episode.turns} turn{'' if episode.turns == 1 else 's'}, return {round(total, 6):g}"
+    if episode.success:
+        return Text(f"Solved {turns}.", "bold green")
+    limit = "out of turns or actions" if episode.truncated else "the model's context is full"
+    return Text(f"Not solved ({episode.failure or ('over' if episode.terminated else limit)}) {turns}.", "bold red")
+
+
+def beside(env: TextEnv, text: str) -> Table:
+    """The map, where the environment has one, and what the model is told."""
+    table = Table.grid(padding=(0, 3))
+    view = grid(env)
+    table.add_row(*([view] if view is not None else []), Text(escape_control_characters(text), "dim", overflow="fold"))
+    return table
+
+
+def grid(env: TextEnv) -> Text | None:
+    """The environment as a coloured map, whatever the model is shown; None for an environment without a grid."""
+    if not env.symbols:
+        return None
+    view = copy.copy(env)
+    view.render_mode = "ansi"
+    cell_of = {symbol: cell for cell, symbol in view.symbols.items()}
+    width = max(map(len, cell_of))
+    rows = [
+        Text.assemble(*((f" {symbol:^{width}} ", COLOURS.get(cell_of[symbol], "")) for symbol in row.split(" ")))
+        for row in view.render().splitlines()
+    ]
+    return Text("\n").join(rows)

@@ -1,0 +1,71 @@
+"""What would be published, and, with --yes, publish it.
+
+    posttrain publish runs/quickstart --repo OWNER/NAME
+    posttrain publish runs/phase3/final --repo OWNER/NAME --yes
+
+RUN is a phase's folder, its folder `final`, or the folder of phase1, phase2 and phase3, whose last model is published.
+Without --yes no request is made. The repository is private unless --public is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from posttrain.config import run
+from posttrain.runtime import runlog
+from posttrain.types import UserError
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="posttrain publish", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run or the folder of a model")
+    parser.add_argument("--repo", required=True, metavar="OWNER/NAME", help="name on the Hub")
+    parser.add_argument("--yes", action="store_true", help="publish; without it the files are listed and no more")
+    parser.add_argument("--public", action="store_true", help="everybody may read it")
+    parser.add_argument(
+        "--include", nargs="+", default=[], metavar="NAME", help="further files or folders of the phase: metrics.jsonl"
+    )
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="output_dir of the evaluation, if not RUN's own")
+    parser.add_argument("--folder", type=Path, help="write what is published there as well, to be looked at")
+    given = parser.parse_args(argv)
+    runlog.keep_private(given.run)
+
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    from posttrain.serving.publish import content, hub
+
+    try:
+        validate_repo_id(given.repo)
+        if given.repo.count("/") != 1:
+            raise HFValidationError("it has no owner")
+    except HFValidationError as error:
+        raise UserError(f"--repo {given.repo} is no name on the Hub ({error}). Write OWNER/NAME.") from error
+
+    found = content.gather(given.run, given.repo, given.include, given.results)
+    width = max(map(len, found.files))
+    for name in sorted(found.files):
+        print(f"{name:<{width}}  {found.size(name):>15,} bytes")
+    total = sum(map(found.size, found.files))
+    print(f"{len(found.files)} files, {total:,} bytes, of {content.model_of(given.run)}")
+    for note in found.notes:
+        print(note)
+    if found.free_text:
+        print("Written by hand, in run_config.yaml, the manifest and the card; read it before others do:")
+    for line in found.free_text:
+        print(f"    {line:.200}")
+    if given.folder is not None:
+        found.write(given.folder)
+        print(f"Written: {given.folder}")
+    if given.yes:
+        print(hub.upload(found, given.repo, public=given.public))
+    else:
+        kind = "public" if given.public else "private"
+        print(f"Nothing was sent. With --yes these files are published as {given.repo}, {kind}.")
+
+
+if __name__ == "__main__":
+    run(main)

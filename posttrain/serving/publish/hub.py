@@ -1,0 +1,70 @@
+"""How does the content get to the Hub, whole or not at all?  One commit, after everything else has arrived.
+
+What huggingface_hub uploads before the commit is seen by nobody; a second call sends only what is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
+from huggingface_hub.errors import HfHubHTTPError
+
+from posttrain.runtime import HTTP_ERROR
+from posttrain.serving.publish.content import Content
+from posttrain.types import UserError, one_line
+
+WEIGHTS = re.compile(r"[^/]*\.(?:safetensors|bin|pt|pth|gguf)|[^/]*\.(?:safetensors|bin)\.index\.json")
+AGAIN = "Nothing that anybody sees has changed. The same command sends what is missing."
+
+
+def upload(content: Content, repo: str, *, public: bool) -> str:
+    """Publish it in one commit and say where; UserError, in words, where the Hub does not take it."""
+    if not get_token():
+        raise UserError(
+            "There is no token of the Hub on this machine. Make one that may write at "
+            f"{constants.ENDPOINT}/settings/tokens, then `hf auth login`, or set the environment variable HF_TOKEN."
+        )
+    api = HfApi()
+    with _in_words(repo):
+        api.create_repo(repo, private=not public, exist_ok=True)
+        there = api.model_info(repo)
+        if not public and there.private is False:
+            raise UserError(
+                f"{repo} exists and everybody can read it. Choose another name, make it private in its settings, or "
+                "write --public."
+            )
+        # weights of another model would be loaded in the place of these
+        names = {found.rfilename for found in there.siblings or []}
+        stale = sorted(name for name in names - set(content.files) if WEIGHTS.fullmatch(name))
+        operations = [CommitOperationDelete(name) for name in stale]
+        operations += [CommitOperationAdd(name, what) for name, what in content.files.items()]
+        for name in stale:
+            print(f"Removed from {repo}, where it stays in the history: {name}")
+        done = api.create_commit(repo, operations, commit_message="Model, card and results", parent_commit=there.sha)
+    return f"Published as {repo}, {'private' if there.private else 'public'}: {done.commit_url}"
+
+
+@contextlib.contextmanager
+def _in_words(repo: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else 0
+        reason = {
+            401: "The Hub does not know the token that is used here: log in again (`hf auth login`).",
+            403: f"The token may not write to {repo}: use one with write access, or a name of your own.",
+            404: f"There is no {repo} that this token may see.",
+            409: f"{repo} has changed meanwhile: try again.",
+            412: f"{repo} has changed meanwhile: try again.",
+        }.get(status, f"The Hub refused: {one_line(error)}.")
+        raise UserError(f"{reason} {AGAIN}") from error
+    except ValueError as error:
+        raise UserError(f"The Hub refused: {one_line(error)}. {AGAIN}") from error
+    except (HTTP_ERROR, OSError, RuntimeError) as error:  # what huggingface_hub makes of a lost connection
+        cause = error.__cause__ or error
+        raise UserError(f"The upload to {repo} was cut off ({one_line(cause)}). {AGAIN}") from error

@@ -1,0 +1,219 @@
+"""Where does a served answer end?  With the stop token, before a stop text, at its longest length, or with its client.
+
+transformers' own server counts an answer of the longest length as cut although its last token is the stop token,
+returns the stop text, finds one that began in the prompt, and goes on where the client of a whole answer has left. So
+it generates through `Answers`, in the place of its own manager.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+from transformers.cli.serving.utils import GenerateManager, GenerationState, response_events_to_chunks
+from transformers.generation.streamers import BaseStreamer
+
+from posttrain.runtime import compat
+
+
+class Cutter:
+    """Passes on a text up to the first of several stop texts, however the text is cut into pieces.
+
+    >>> cutter = Cutter(["The end"])
+    >>> [cutter.take(piece) for piece in ("So. T", "he", "re. The e", "nd of it")], cutter.found
+    (['So. ', '', 'There. ', ''], True)
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops, self.found, self._held = stops, False, ""
+
+    def take(self, piece: str) -> str:
+        """Return what can be said by now: the beginning of a stop text is held back until the next piece."""
+        text, self._held = self._held + piece, ""
+        ends = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
+        if ends:  # the one that is complete first counts
+            self.found = True
+            return text[: min(ends)[1]]
+        sizes = [range(1, min(len(stop), len(text) + 1)) for stop in self.stops]
+        begun = (n for stop, some in zip(self.stops, sizes, strict=True) for n in some if text.endswith(stop[:n]))
+        keep = max(begun, default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def rest(self) -> str:
+        """Return what was held back, once no piece follows."""
+        held, self._held = self._held, ""
+        return held
+
+
+class Ended(Exception):
+    """The answer ends here: a stop text is complete, or nobody waits any more."""
+
+
+class Writer(BaseStreamer):
+    """What `generate` writes, as items for a queue of transformers' server; ends the generation at a stop text.
+
+    tokenizer: of the library `tokenizers`
+    parser: sorts the text into content and thought where transformers knows the model to reason, or None
+    ends: the ids of the tokens that end an answer
+    stopped: whether the answer ended by itself, by its stop token or a stop text
+    """
+
+    def __init__(
+        self, tokenizer: Any, parser: Any, stops: Sequence[str], ends: Sequence[int], send: Callable[[Any], None]
+    ) -> None:
+        self.tokenizer, self.parser, self.ends, self.send = tokenizer, parser, ends, send
+        self.cutter, self.text = Cutter(stops), ""
+        self.ids: list[int] = []
+        self.stopped = self._cancelled = self._begun = False
+        self._plain, self._decoded = parser is None, ""  # a parser looks for special tokens
+        self._decoding = DecodeStream([], skip_special_tokens=self._plain)
+        if parser is not None:
+            self._pass_on(parser.initial_events)
+
+    @property
+    def total_tokens(self) -> int:
+        return len(self.ids)
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+    def put(self, value: Any) -> None:
+        if self._cancelled:
+            raise Ended
+        if not self._begun:  # the prompt
+            self._begun = True
+            return
+        for token in value.tolist():
+            self.ids.append(token)
+            self.stopped = token in self.ends
+            piece = self._decoding.step(self.tokenizer, token) or ""
+            self._decoded += piece
+            self._say(self.cutter.take(piece))
+            if self.cutter.found:
+                self.stopped = True
+                raise Ended
+
+    def end(self) -> None:
+        pass
+
+    def close(self) -> None:
+        """Say what was held back, half a character at the end included; nothing is written after this."""
+        if not self.cutter.found:
+            whole = self.tokenizer.decode(self.ids, skip_special_tokens=self._plain)
+            half = whole[len(self._decoded) :] if whole.startswith(self._decoded) else ""
+            self._say(self.cutter.take(half) + self.cutter.rest())
+        if self.parser is not None:
+            with suppress(ValueError, RuntimeError):  # cut inside of a field, such as a call of a tool
+                self._pass_on(self.parser.finalize()[1])
+
+    def _say(self, text: str) -> None:
+        self.text += text
+        if text and self.parser is not None:
+            self._pass_on(self.parser.feed(text))
+        elif text:
+            self.send(text)
+
+    def _pass_on(self, events: list[dict[str, Any]]) -> None:
+        for item in response_events_to_chunks(events):
+            self.send(item)
+
+
+class Answers(GenerateManager):
+    """Generates for one request after the other, in a thread of its own."""
+
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
+    ) -> tuple[asyncio.Queue[Any], Any]:
+        """The queue gets pieces of text, then None, or an error at the end.
+
+        Whether an answer was cut transformers tells by comparing its length with `max_new_tokens` of `gen_config`,
+        afterwards: an answer that has ended by itself takes the limit out of there.
+        """
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue()
+        stops, gen_config.stop_strings = gen_config.stop_strings or [], None
+        ends = gen_config.eos_token_id
+        ends = [ends] if isinstance(ends, int) else ends or []
+
+        def send(item: Any) -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, item)
+
+        writer = Writer(processor.backend_tokenizer, response_parser, stops, ends, send)
+
+        def write() -> None:
+            try:
+                model.generate(**inputs, streamer=writer, generation_config=gen_config)
+            except Ended:
+                pass
+            except Exception as error:  # told to the client; the next request may be answered
+                send(compat.stream_error()(str(error)))
+                return
+            writer.close()
+            if writer.stopped:
+                gen_config.max_new_tokens = None
+            send(None)
+
+        self.submit(write)
+        return queue, writer
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
+    ) -> tuple[str, int, list[int]]:
+        """Text, tokens of the prompt, and ids of a whole answer; who stops waiting for it ends it."""
+        stops, failure = gen_config.stop_strings or [], compat.stream_error()
+        queue, writer = self.generate_streaming(model, processor, inputs, gen_config, request_id)
+        try:
+            while (item := await queue.get()) is not None:
+                if isinstance(item, failure):
+                    raise RuntimeError(item.msg)
+        except asyncio.CancelledError:
+            writer.cancel()
+            raise
+        # transformers would parse the ids, which hold the stop text
+        processor.written = Cutter(stops).take(processor.decode(writer.ids, skip_special_tokens=False))
+        return writer.text, inputs["input_ids"].shape[-1], writer.ids
+
+
+class OneByOne(GenerationState):
+    """transformers' state of a server that generates through `Answers`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._answers = Answers()
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> Answers:
+        return self._answers
+
+
+def reader_of(tokenizer: Any) -> Callable[[list[int]], Any]:
+    """What makes a tokenizer for one request, whose prompt was read before, with these ids.
+
+    transformers reads the prompt while the whole server waits, and a chat's with control tokens in its texts.
+    """
+    import torch
+    from transformers import BatchEncoding
+
+    class Read(type(tokenizer)):
+        prompt: Any
+        written = ""  # the answer, with its special tokens
+
+        def __call__(self, *_: Any, **__: Any) -> Any:
+            return self.prompt
+
+        def apply_chat_template(self, *_: Any, **__: Any) -> Any:
+            return self.prompt
+
+        def parse_response(self, _: Any, *rest: Any, **more: Any) -> Any:
+            return super().parse_response(self.written, *rest, **more)
+
+    def read(ids: list[int]) -> Any:
+        one, ids_1T = copy.copy(tokenizer), torch.tensor([ids])
+        one.__class__ = Read
+        one.prompt = BatchEncoding({"input_ids": ids_1T, "attention_mask": torch.ones_like(ids_1T)})
+        return one
+
+    return read

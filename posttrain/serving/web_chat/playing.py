@@ -1,0 +1,173 @@
+"""How does a model play in the browser?  One turn a click: picture and text of the state, thought, answer, reward."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import html
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import gradio
+
+import envs
+from posttrain.config import ChatRun, SamplingSection
+from posttrain.report import png
+from posttrain.serving.generation import Generator
+from posttrain.serving.playing import Level, open_env, outcome
+from posttrain.serving.web_chat.server import ONE_AT_A_TIME
+from posttrain.serving.web_chat.talking import PAUSE, wait_until_idle
+from posttrain.types import UserError
+
+ROLLOUTS = "as in the rollouts"  # the model's own distribution, as phase 3 plays and --play without a preset
+
+
+@dataclass
+class Seat:
+    """What one open page plays; each page has its own."""
+
+    level: Level | None = None
+    opened: int = 0  # levels so far: a turn belongs to the one that it was asked for
+    turns: list[list[str]] = field(default_factory=list)  # number, answer, what came of it
+    busy: bool = False  # while a turn is being played
+
+
+class PlayTab:
+    """The tab, and what its buttons do. generators: one or two models by name."""
+
+    def __init__(self, generators: dict[str, Generator], cfg: ChatRun) -> None:
+        self.generators, self.cfg = generators, cfg
+
+    def build(self) -> None:
+        chosen = [env.title for env in self.cfg.envs]  # with options of the config
+        titles = chosen + [name for name in envs.names() if name not in chosen]
+        models = list(self.generators)
+        seat, asked = gradio.State(Seat()), gradio.Number(visible=False)
+        with gradio.Row():
+            model = gradio.Dropdown(models, value=models[0], label="Model", visible=len(models) > 1, min_width=280)
+            env = gradio.Dropdown(titles, value=chosen[0] if chosen else "frozen_lake", label="Environment")
+            level = gradio.Number(1, label="Level", precision=0)
+            preset = gradio.Dropdown([ROLLOUTS, *self.cfg.presets], value=ROLLOUTS, label="Sampling", min_width=200)
+        with gradio.Row():
+            start = gradio.Button("Open the level", min_width=130)
+            step = gradio.Button("Next turn", variant="primary", interactive=False, min_width=100)
+            stop = gradio.Button("Stop", interactive=False, min_width=60)
+        with gradio.Row():
+            with gradio.Column(min_width=280):
+                state = gradio.HTML(elem_id="state")
+                status = gradio.Textbox(label="Where it stands", interactive=False)
+            with gradio.Column(min_width=280, scale=2):
+                told = gradio.Textbox(label="What the model is told now", lines=3, max_lines=12, interactive=False)
+                thought = gradio.Textbox(label="Thought of the last turn", lines=2, max_lines=8, interactive=False)
+                answer = gradio.Textbox(label="Answer of the last turn", lines=1, max_lines=8, interactive=False)
+        turns = gradio.HTML(elem_id="turns", elem_classes="figures")
+
+        quick: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden", "queue": False}
+        shown = [state, status, told, turns, step, stop]
+        begun = step.click(self.begin, seat, [asked, step, stop], **quick)
+        played = begun.then(
+            self.turn, [seat, asked], [thought, answer], api_name="turn", show_progress="minimal", **ONE_AT_A_TIME
+        )
+        start.click(
+            self.open, [seat, model, env, level, preset], [*shown, thought, answer], api_name="open", cancels=[played]
+        )
+        for over in (played.then, played.failure):
+            over(self.view, seat, shown, **quick)
+        stop.click(None, None, None, cancels=[played], api_visibility="private")
+
+    def open(self, seat: Seat, model: str, env: str, level: int | None, preset: str) -> tuple[Any, ...]:
+        """A level in its first state, the same one that --play shows under this number."""
+        if level is None or level < 1:
+            raise gradio.Error("Levels are numbered from 1.", print_exception=False)
+        if model not in self.generators or not env or preset not in (ROLLOUTS, *self.cfg.presets):
+            raise gradio.Error("Choose a model, an environment and a sampling setting.", print_exception=False)
+        setting = SamplingSection() if preset == ROLLOUTS else self.cfg.presets[preset]
+        try:
+            opened = Level(self.generators[model], open_env(self.cfg, env), self.cfg, setting, level - 1)
+        except UserError as problem:
+            raise gradio.Error(str(problem), print_exception=False) from problem
+        seat.opened += 1  # before the level: a turn that begins right now finds either its own level or that it is void
+        seat.turns, seat.level = [], opened
+        return *self.view(seat), "", ""
+
+    def begin(self, seat: Seat) -> tuple[Any, ...]:
+        """Which level a turn is asked for, and the buttons while it waits and is played."""
+        return seat.opened, *enabled(step=False, stop=True)
+
+    def turn(self, seat: Seat, asked: int | None = None) -> Iterator[tuple[str, str]]:
+        """The model writes one turn, and the environment answers; a turn that is stopped has not been played.
+
+        asked: for which of the levels that were opened, as `begin` says; without a number, for the one that is open.
+        """
+        level, turns = seat.level, seat.turns
+        if asked is not None and asked != seat.opened:
+            return
+        if level is None or level.over:
+            raise gradio.Error("Open a level first.", print_exception=False)
+        drawn, opening = time.monotonic(), level.episode.protocol.opening
+        said, seat.busy = level.answer(), True
+        try:
+            for _ in said:
+                if seat.level is not level:
+                    return
+                if time.monotonic() - drawn > PAUSE:
+                    yield parts(opening + said.text)
+                    drawn = time.monotonic()
+            came, _ = level.take(said)
+        except UserError as problem:
+            raise gradio.Error(str(problem), print_exception=False) from problem
+        else:
+            thought, answer = parts(opening + said.text)
+            turns.append([str(level.episode.turns), answer, came])
+        finally:
+            seat.busy = False
+        if seat.level is level:
+            yield thought, answer
+
+    def view(self, seat: Seat) -> tuple[Any, ...]:
+        """What the page shows of the level as it is now."""
+        wait_until_idle(seat)
+        level = seat.level
+        if level is None:
+            return "", "", "", "", *enabled(step=False, stop=False)
+        episode, total = level.episode, level.game.trajectory.reward
+        now = f"Turn {episode.turns + 1} of {episode.protocol.max_turns}, return so far {round(total, 6):g}"
+        if level.over:
+            now = outcome(episode, total).plain
+        told = level.told if not level.over else episode.env.observe()
+        rows = [["turn", "answer", "what came of it"], *seat.turns]
+        cells = ["".join(f"<td class=words>{html.escape(cell)}</td>" for cell in row) for row in rows]
+        past = f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>" if seat.turns else ""
+        return pictured(level), now, told, past, *enabled(step=not level.over, stop=False)
+
+
+def enabled(*, step: bool, stop: bool) -> tuple[Any, Any]:
+    """The buttons `Next turn` and `Stop`."""
+    return gradio.Button(interactive=step), gradio.Button(interactive=stop)
+
+
+def parts(text: str) -> tuple[str, str]:
+    """Thought and answer of a turn, also of one that is being written: what is outside of <think> is the answer.
+
+    >>> parts("<think>left is safe</think><answer>Left</answer>"), parts("<think>left"), parts("Left")
+    (('left is safe', '<answer>Left</answer>'), ('left', ''), ('', 'Left'))
+    """
+    before, _, inside = text.partition("<think>")
+    if not _:
+        return "", text
+    thought, _, behind = inside.partition("</think>")
+    return thought, before + behind
+
+
+def pictured(level: Level) -> str:
+    """The state as a picture, or as text where the environment has none."""
+    env = level.episode.env
+    view = copy.copy(env)
+    if env.has("render"):
+        view.render_mode = "rgb_array"
+        data = base64.b64encode(png(view.render())).decode()
+        return f'<img alt="{html.escape(env.title)}, the state as a picture" src="data:image/png;base64,{data}">'
+    view.render_mode = "ansi"
+    return f"<pre>{html.escape(str(view.render()))}</pre>"

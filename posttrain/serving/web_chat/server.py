@@ -1,0 +1,139 @@
+"""Who may open the page, where is it, and who is answered when?  gradio's parts in one application, for this model."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+import sys
+from typing import TYPE_CHECKING, Any
+
+from posttrain.config import ChatRun
+from posttrain.types import UserError
+
+if TYPE_CHECKING:
+    from posttrain.serving.generation import Generator
+
+PASSWORD = "CHAT_PASSWORD"  # an environment variable: what stands on a command line, every user of a machine can read
+ONE_AT_A_TIME: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1}  # first come, first served
+STYLE = """
+.dark { --color-accent: var(--primary-400) !important; }
+.gradio-container { max-width: 1280px !important; }
+.figures table { border: 0; border-collapse: collapse; font-size: 14px; }
+.figures table :is(tr, th, td) { border: 0; background: none; }
+.figures table tr + tr { border-top: 1px solid var(--border-color-primary); }
+.figures :is(th, td) { padding: 3px 20px 3px 0; text-align: right; vertical-align: top; font-weight: normal; }
+.figures :is(th:first-child, td.words) { text-align: left; }
+.figures td { font-variant-numeric: tabular-nums; }
+.figures td.words:not(:first-child) { white-space: pre-wrap; overflow-wrap: anywhere; }
+.message-markdown-disabled, .message-markdown-disabled * { white-space: pre-wrap !important; tab-size: 4; }
+#state img { display: block; width: min(100%, 320px); border-radius: 6px; }
+#state pre { font-size: 16px; line-height: 1.4; overflow-x: auto; }
+"""
+
+
+def require_gradio() -> None:
+    """UserError where gradio is missing. Its telemetry is off from here on."""
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    os.environ["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = str(1 << 60)  # else it keeps figures of each event, with pandas
+    try:
+        import gradio  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"--web needs the package gradio ({error}). Install it: pip install -r requirements.txt. Without --web the"
+            " chat is in the terminal."
+        ) from error
+
+
+def chosen_password() -> str:
+    """From the environment, or typed here without being shown; never from the command line."""
+    found = os.environ.get(PASSWORD)
+    if found is None and sys.stdin.isatty():
+        found = getpass.getpass("Password for the page: ")
+    if not found:
+        raise UserError(
+            f"--password found none: set the environment variable {PASSWORD}, or start in a terminal and type it. It is"
+            " not taken from the command line, which every user of the machine can read."
+        )
+    return found
+
+
+def build_app(generators: dict[str, Generator], cfg: ChatRun, password: str | None, *, local: bool = True) -> Any:
+    """The page as an application of FastAPI. generators: one or two models by the names that the page shows.
+
+    local: it listens where this machine alone reaches it.
+    """
+    require_gradio()
+    import gradio
+    from fastapi import FastAPI
+
+    from envs.guard import OwnPagesOnly, WholeRequests
+    from posttrain.serving.web_chat.guard import Password, Visitors, most_bytes, one_place_a_page
+    from posttrain.serving.web_chat.playing import PlayTab
+    from posttrain.serving.web_chat.talking import ChatTab
+
+    title = "Chat" if password is not None else f"Chat: {next(iter(generators))}"  # which is shown before the password
+    with gradio.Blocks(title=title, analytics_enabled=False) as page:
+        with gradio.Tab("Chat"):
+            ChatTab(generators, cfg).build()
+        with gradio.Tab("Play"):
+            PlayTab(generators, cfg).build()
+    one_place_a_page(page, ONE_AT_A_TIME["concurrency_id"])
+    if password is not None:  # the page that asks for it would list every event, with the models' names
+        page.get_api_info = lambda *_, **__: {"named_endpoints": {}, "unnamed_endpoints": {}}
+
+    app = gradio.mount_gradio_app(
+        FastAPI(docs_url=None, redoc_url=None, openapi_url=None),
+        page,
+        "/",
+        app_kwargs={"openapi_url": None},
+        auth=Password(password).allows if password is not None else None,
+        auth_message="Any user name will do.",
+        footer_links=[],
+        run_history=False,
+        enable_monitoring=False,
+        max_file_size=1,  # nobody uploads anything
+        ssr_mode=False,
+        pwa=False,
+        mcp_server=False,
+        theme=theme(),
+        css=STYLE,
+    )
+    app.add_middleware(WholeRequests, most=most_bytes)  # the last one that is added sees a request first
+    if password is not None:
+        app.add_middleware(Visitors, gradio_app=app.routes[-1].app)  # type: ignore[attr-defined]
+    app.add_middleware(OwnPagesOnly, local=local and password is None)
+    return app
+
+
+def theme() -> Any:
+    """gradio's own look with the fonts of the system, and colours that stand out enough (WCAG 2.2, 1.4.3)."""
+    from gradio.themes import Default, Font
+
+    system, code = (Font("system-ui"), Font("sans-serif")), (Font("ui-monospace"), Font("monospace"))
+    readable = {
+        "body_text_color_subdued": "*neutral_600",
+        "block_info_text_color": "*neutral_600",
+        "block_label_text_color": "*neutral_600",
+        "block_title_text_color": "*neutral_600",
+        "input_placeholder_color": "*neutral_500",
+        "color_accent": "*primary_700",
+    }
+    dark = {f"{name}_dark": "*neutral_300" for name in readable if name != "color_accent"}
+    return Default(primary_hue="blue", font=system, font_mono=code).set(**readable, **dark)
+
+
+def serve(generators: dict[str, Generator], cfg: ChatRun, listening: socket.socket, password: str | None) -> None:
+    """Until Ctrl-C."""
+    import uvicorn
+
+    from envs.guard import patient_protocol
+    from envs.web import is_loopback
+
+    host, port = listening.getsockname()[:2]
+    app = build_app(generators, cfg, password, local=is_loopback(host))
+    # Each open page holds a connection: at the end they are not waited for, nor told of one by one.
+    config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1, http=patient_protocol())
+    server = uvicorn.Server(config)
+    print(f"Chat with {', '.join(generators)} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    server.run(sockets=[listening])

@@ -1,0 +1,36 @@
+from . import advantages as advantages, filters as filters, losses as losses, run_state as run_state
+from .advantages import grpo as grpo
+from .distillation import Distillation as Distillation
+from .experience import Batch as Batch, Experience as Experience, Measured as Measured, Scored as Scored
+from .learner import (
+    POLICY as POLICY,
+    Learner as Learner,
+    objective_settings as objective_settings,
+    schedule as schedule,
+)
+from .losses import ppo_clip as ppo_clip
+from .monitoring.alarms import not_finite as not_finite
+from .monitoring.collapse import gradients_by_std as gradients_by_std, thoughts_and_prompts as thoughts_and_prompts
+from .monitoring.episodes import (
+    Summary as Summary,
+    aggregate as aggregate,
+    costs as costs,
+    describe as describe,
+    describe_evaluation as describe_evaluation,
+)
+from .monitoring.monitor import Monitor as Monitor
+from .monitoring.transcripts import due as due
+from .monitoring.updates import UpdateFigures as UpdateFigures, advantage_figures as advantage_figures
+from .rollout_worker import RolloutWorker as RolloutWorker
+from .run import (
+    finish as finish,
+    first_state as first_state,
+    kept_in_a_crash as kept_in_a_crash,
+    levels as levels,
+    make_learner as make_learner,
+    play_all as play_all,
+    refuse_crashed_evaluation as refuse_crashed_evaluation,
+    refuse_crashes as refuse_crashes,
+    set_up as set_up,
+)
+from .run_state import RunState as RunState

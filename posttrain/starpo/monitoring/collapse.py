@@ -1,0 +1,182 @@
+"""Does the policy still reason about what it reads?  RAGEN-2's diagnostics (arXiv 2604.06268)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from posttrain.config import StarPORun
+from posttrain.models import Chat, Prefixes, microbatches
+from posttrain.plan import can_share_prefixes
+from posttrain.rollout import thoughts
+from posttrain.runtime import parallel, runlog
+from posttrain.starpo import diagnostics, losses
+from posttrain.starpo.experience import BatchRow, Experience
+from posttrain.starpo.learner import POLICY, Learner
+from posttrain.starpo.monitoring.cross_score import (
+    Pairs,
+    ReasonedTurn,
+    cross_scores,
+    first_turn_pairs,
+    trajectory_pairs,
+)
+from posttrain.starpo.run_state import RunState
+from posttrain.types import Trajectory
+
+SCOPES = {"first_turn": first_turn_pairs, "trajectory": trajectory_pairs}
+SHARE = 0.05  # of a run's work that looking at thoughts may take
+FEWEST = 8  # thoughts of a sample: fewer say too little
+
+
+def work(cfg: StarPORun, row: Mapping[str, float]) -> int:
+    """How many tokens the step of this row sent through the model; counted, so that a resumed run counts the same.
+
+    Each sampled token when it was sampled; those of kept groups when their log-probs were measured and three times for
+    each epoch, since a backward pass takes two forward ones. Prompts are left out: a group shares them, and a sampled
+    token takes longer than one that is read among many. So this is rather less than what a step really took.
+    """
+    kept = row["rollout/kept_groups"] / cfg.rollout.groups
+    return round(row["rollout/tokens"] * (1 + kept * (1 + 3 * cfg.algorithm.num_iterations)))
+
+
+def samples_within(
+    cfg: StarPORun, episodes: Sequence[Sequence[ReasonedTurn]], step: int, state: RunState, shared: bool
+) -> dict[str, tuple[int, int, Pairs]] | None:
+    """For each scope the size of its sample, the tokens to be computed and the sample; None where that is too much.
+
+    The first sample is halved until it fits into SHARE of the work so far; all later ones are as large, or their
+    figures could not be compared. shared: whether prompts are read once rather than with each thought.
+    """
+    allowed = SHARE * state.work - sum(scope["tokens"] for scope in state.collapse.values())
+    sizes = [scope["pairs"] for scope in state.collapse.values()][:1] or [cfg.diagnostics.pairs]
+    while not state.collapse and sizes[-1] // 2 >= FEWEST:
+        sizes.append(sizes[-1] // 2)
+    for size in sizes:
+        chosen: dict[str, tuple[int, int, Pairs]] = {}
+        for scope, choose in SCOPES.items():
+            pairs = choose(episodes, size, cfg.seed, "diagnostics", step)
+            if len(pairs.prompts) >= 2:
+                read = sum(map(len, pairs.prompts)) * (1 if shared else len(pairs.reasonings))
+                chosen[scope] = (size, read + len(pairs.prompts) * sum(map(len, pairs.reasonings)), pairs)
+        if sum(tokens for _, tokens, _ in chosen.values()) <= allowed:
+            return chosen
+    return None
+
+
+def thoughts_and_prompts(
+    cfg: StarPORun,
+    learner: Learner,
+    chat: Chat,
+    groups: list[list[Trajectory]],
+    step: int,
+    state: RunState,
+    say: Callable[[str], None],
+) -> dict[str, float]:
+    """Does a thought still depend on its prompt?  Cross scores over first turns and over turns of whole episodes.
+
+    `state.collapse` carries each scope's running scale, first values and regime, which is said when it changes.
+    Processes share out the reasonings. At most SHARE of the run's work: where a look would take more, it is left out.
+    """
+    began = time.perf_counter()
+    said = [thoughts(chat, t) for group in groups for t in group]
+    numbers = [number for number, group in enumerate(groups) for _ in group]
+    episodes = [
+        [
+            ReasonedTurn(thought.prompt_ids, thought.ids, number) if thought else ReasonedTurn([], [], number)
+            for thought in found
+        ]
+        for number, found in zip(numbers, said, strict=True)
+    ]
+    lengths = [len(turn.reasoning) for turns in episodes for turn in turns]
+    row: dict[str, float] = {"rollout/thought_tokens": sum(lengths) / max(1, len(lengths))}
+    chosen = samples_within(cfg, episodes, step, state, can_share_prefixes(learner.policy))
+    if chosen is None and step == cfg.diagnostics.every:
+        say(
+            f"step {step}: whether thoughts depend on their prompts is not looked at yet: it would take more than"
+            f" {SHARE:.0%} of the run's work so far. Fewer `diagnostics.pairs` take less."
+        )
+    for scope, (size, tokens, pairs) in (chosen or {}).items():
+        own = list(parallel.mine(len(pairs.reasonings)))
+        with learner.autocast():
+            scores = cross_scores(
+                learner.policy, pairs.prompts, [pairs.reasonings[i] for i in own], temperature=cfg.rollout.temperature
+            )
+        before = state.collapse.get(scope)
+        scores_RN = torch.tensor(parallel.gather(scores.tolist()))
+        figures, scale = diagnostics.information(
+            scores_RN,
+            torch.tensor(pairs.own),
+            torch.tensor([len(ids) for ids in pairs.reasonings]),
+            torch.tensor(pairs.weights),
+            before["scale"] if before else None,
+        )
+        now = [figures["conditional_entropy_token"], figures["mi_tempered"]]
+        first = before["first"] if before else now
+        regime = diagnostics.regime(*now, *first)
+        if before is None or regime != before["regime"]:
+            sizes, words = f"{len(pairs.reasonings)} x {len(pairs.prompts)}", scope.replace("_", " ")
+            seconds = time.perf_counter() - began
+            say(f"step {step}: thoughts are {regime} ({words}; {sizes} thoughts and prompts, {seconds:.1f} s so far)")
+        tokens += before["tokens"] if before else 0
+        state.collapse[scope] = {"pairs": size, "tokens": tokens, "first": first, "scale": scale, "regime": regime}
+        row |= {f"collapse/{scope}/{key}": value for key, value in figures.items()}
+    return row | {"seconds/collapse": time.perf_counter() - began}
+
+
+def gradients_by_std(
+    learner: Learner, experience: Experience, std: list[float], settings: losses.Settings
+) -> dict[str, float]:
+    """The gradient norms of the policy loss, the entropy and the KL for each quantile of the std of rewards; no update.
+
+    std: of each group. Each norm is of a mean over the tokens of its bucket (RAGEN-2, arXiv 2604.06268, section 3). On
+    one process: the others wait.
+    """
+    began, batch = time.perf_counter(), experience.batch
+    row: dict[str, float] = {}
+    if runlog.is_main_process():
+        bucket_G = diagnostics.buckets(torch.tensor(std))
+        for bucket in range(int(bucket_G.max()) + 1):
+            counts_B = bucket_G[batch.group_B] == bucket
+            rows = [each for each in batch.rows if counts_B[each.episode]]
+            if not rows:
+                continue
+            parts = _loss_parts(learner, experience, rows, settings)
+            for loss, norm in diagnostics.gradient_norms(parts, learner.trainable[POLICY]).items():
+                row[f"gradients/{bucket}/{loss}"] = norm
+            own = [each for each, here in zip(std, bucket_G.tolist(), strict=True) if here == bucket]
+            row[f"gradients/{bucket}/in_group_std"] = sum(own) / len(own)
+        row["seconds/gradients"] = time.perf_counter() - began
+    return parallel.gather([row])[0] if parallel.size() > 1 else row
+
+
+def _loss_parts(
+    learner: Learner, experience: Experience, rows: list[BatchRow], settings: losses.Settings
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Policy loss, entropy and, with a reference, KL of these rows: for each micro-batch its share of the means.
+
+    Before the policy has moved: the old log-probs are today's.
+    """
+    count = sum(row.tokens.stop - row.tokens.start for row in rows)
+    learner.model.train()
+    for chosen in microbatches([len(row.ids) for row in rows], learner.cfg.trainer.micro_batch_tokens or math.inf):
+        forward = learner.forward([rows[i] for i in chosen], Prefixes(learner.policy, []))
+        ones_S = torch.ones_like(forward.logprobs_S)
+        tokens = losses.Tokens(
+            logprobs_S=forward.logprobs_S,
+            old_S=forward.logprobs_S.detach(),
+            advantages_S=forward.take(experience.advantages_S).float(),
+            weights_S=ones_S,
+            importance_weights_S=ones_S,
+            entropy_S=forward.entropy_S,
+            contexts_S=forward.take(experience.batch.context_S),
+        )
+        found = {
+            "task": losses.policy_loss(tokens, settings)[0].sum() / count,
+            "entropy": -forward.entropy_S.sum() / count,
+        }
+        if (reference_S := experience.measured.reference_S) is not None:
+            found["kl"] = losses.kl(forward.logprobs_S, forward.take(reference_S)).sum() / count
+        yield found

@@ -1,0 +1,107 @@
+"""Where do the figures of a run go?  Into metrics.jsonl, the dashboards and the progress bar, past the alarms."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from posttrain.config import StarPORun
+from posttrain.metrics import chance_of_gain, paired_difference
+from posttrain.models import Chat
+from posttrain.runtime import dashboards, runlog
+from posttrain.starpo.experience import Experience
+from posttrain.starpo.learner import Learner
+from posttrain.starpo.monitoring import transcripts, watch
+from posttrain.starpo.monitoring.alarms import Alarm
+from posttrain.starpo.monitoring.collapse import work
+from posttrain.starpo.monitoring.token_figures import Turn, token_figures
+from posttrain.starpo.run_state import RunState
+from posttrain.types import Trajectory
+
+EVIDENCE = 0.05  # the largest chance with which a policy that is no better may become the best
+
+
+class Monitor:
+    """`settings` is the config as the user gave it. exact: whether sampler and trainer round alike."""
+
+    def __init__(self, cfg: StarPORun, settings: dict[str, Any], state: RunState, exact: bool, resume: bool) -> None:
+        self.cfg, self.raised, out = cfg, list[Alarm](), Path(cfg.output_dir)  # raised: the alarms of this step
+        after = state.step or None  # steps that will be played again are dropped
+        self.metrics = runlog.MetricsFile(out / "metrics.jsonl", after_step=after, but_not="final/")
+        runlog.MetricsFile(out / "transcripts.jsonl", after_step=after)
+        self.alarms = runlog.MetricsFile(out / "alarms.jsonl", after_step=after)
+        self.boards = dashboards.start(cfg, settings, resume=resume)
+        self.boards.catch_up(after)
+        self.progress = runlog.Progress(cfg.trainer.max_steps, "phase 3", start=state.step)
+        self.say = self.progress.say
+        self.watch = watch.Watch(cfg, self.say, exact)
+
+    def report(self, state: RunState, step: int, row: dict[str, float]) -> None:
+        if "rollout/kept_groups" in row:
+            state.work += work(self.cfg, row)
+        self.metrics.write(row, step)
+        self.boards.log(row, step)
+        raised = self.watch.see(state, step, row)
+        for alarm in raised:
+            self.alarms.write(asdict(alarm), step)
+            self.boards.alarm(asdict(alarm), step)
+        self.raised.extend(raised)
+        shown = {key.split("/", 1)[1]: value for key, value in row.items() if key.endswith("/success")}
+        self.progress.update(step, **shown)
+
+    def tokens(
+        self, learner: Learner, chat: Chat, groups: list[list[Trajectory]], step: int, experience: Experience | None
+    ) -> list[list[Turn]]:
+        """Figures of the tokens of the episodes that `record` will write, before the update; of all processes."""
+        return token_figures(learner, chat, transcripts.chosen(self.cfg, groups, step), experience)
+
+    def record(
+        self, groups: list[list[Trajectory]], state: RunState, step: int, tokens: list[list[Turn]] | None = None
+    ) -> None:
+        """Transcripts and pictures, where due."""
+        transcripts.record(self.cfg, groups, step, state, self.boards, self.say, tokens)
+
+    def show_validation(self, played: list[Trajectory], step: int) -> None:
+        """Episodes of validation levels, for the dashboards."""
+        transcripts.show_validation(self.cfg, played, step, self.boards, self.say)
+
+    def compare_with_best(
+        self, state: RunState, step: int, won: dict[str, list[bool]]
+    ) -> tuple[bool, dict[str, float]]:
+        """Whether this policy wins more validation levels than the best one so far, and by how many, as figures.
+
+        It does where equal policies would gain as much with a chance of at most EVIDENCE: in the last evaluation, and
+        in all of those before it together.
+        """
+        if not state.best_won:
+            return True, {}
+        gain, error = paired_difference(state.best_won, won)
+        chance = chance_of_gain(*([one for name in won for one in found[name]] for found in (state.best_won, won)))
+        before_the_last = math.ceil(self.cfg.trainer.max_steps / self.cfg.evaluation.every) - 1
+        last = state.stopped_early or step == self.cfg.trainer.max_steps
+        allowed = EVIDENCE if last else EVIDENCE / max(1, before_the_last)
+        better = chance <= allowed
+        success = sum(sum(levels) / len(levels) for levels in won.values()) / len(won)
+        self.say(
+            f"step {step}: {success:.1%} of validation levels won, {100 * gain:+.1f} points against step"
+            f" {state.best_step} on the same levels. Equal policies gain as much with a chance of {chance:.2g}, and"
+            f" {allowed:.2g} is evidence: "
+            + ("the new best." if better else f"step {state.best_step} remains the best.")
+        )
+        return better, {"evaluation/over_best": gain, "evaluation/over_best_error": error}
+
+    def stop_early(self, state: RunState, success: float) -> None:
+        """Let the run end where an alarm of this step says so, or nothing is left to learn. success: of its rollout."""
+        severe = any(alarm.severity == "stop" for alarm in self.raised)
+        if severe and (self.cfg.diagnostics.early_stop or state.empty_steps >= self.cfg.algorithm.max_empty_steps):
+            self.say(f"step {state.step}: stopped early, the alarm above says why.")
+            state.stopped_early = True
+        elif watch.solved(self.cfg, state, success):
+            self.say(f"step {state.step}: stopped early, every level is won and nothing is left to learn from.")
+            state.stopped_early = True
+
+    def close(self) -> None:
+        self.progress.close()
+        self.boards.finish()

@@ -1,0 +1,94 @@
+"""What did an update do?  Sums over the tokens of its micro-batches, and at its end means over all processes."""
+
+from __future__ import annotations
+
+import torch
+
+from posttrain.runtime import parallel
+from posttrain.starpo import losses
+from posttrain.starpo.learner import CRITIC, POLICY, Learner, ValueLoss
+
+
+class UpdateFigures:
+    """Call `policy` and `critic` for each micro-batch, `step` for each optimizer step, `row` at the end."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = {}
+        self.sampler_gap, self.compared = 0.0, 0.0
+        self.steps, self.skipped, self.norms = 0, 0, [0.0, 0.0]
+        self.distilled, self.distilled_tokens = 0.0, 0
+
+    @torch.no_grad()
+    def policy(self, tokens: losses.Tokens, result: losses.Objective, sampler_S: torch.Tensor) -> None:
+        """sampler_S: the sampler's log-probs, compared in the first optimizer step; later the policy has moved."""
+        new_S, clipped_S = tokens.logprobs_S, result.clipped_S
+        if self.steps == 0:
+            self.sampler_gap += (new_S - sampler_S).abs().sum().item()
+            self.compared += len(new_S)
+        found = {
+            "tokens": float(len(new_S)),
+            "policy/loss": result.policy_S.sum().item(),
+            "policy/entropy": tokens.entropy_S.sum().item(),
+            "policy/clip_fraction": clipped_S.sum().item(),
+            "policy/clip_fraction_high": (clipped_S & (tokens.advantages_S > 0)).sum().item(),
+            "policy/kl_to_old": losses.kl(new_S, tokens.old_S).sum().item(),
+            "policy/importance_weight": tokens.importance_weights_S.sum().item(),
+        }
+        if tokens.reference_S is not None:
+            found["policy/kl_to_reference"] = losses.kl(new_S, tokens.reference_S).sum().item()
+        self._add(found)
+
+    @torch.no_grad()
+    def critic(self, value: ValueLoss) -> None:
+        found = {
+            "critic/loss": value.loss_S.sum().item(),
+            "critic/value": value.values_S.sum().item(),
+            "critic/clip_fraction": value.clipped_S.sum().item(),
+            "critic/error": (value.values_S.float() - value.returns_S).abs().sum().item(),
+        }
+        self._add(found)
+
+    def distillation(self, kl: float, tokens: int) -> None:
+        """kl: the sum over this process's tokens. tokens: of all processes."""
+        self.distilled, self.distilled_tokens = self.distilled + kl, self.distilled_tokens + tokens
+
+    def step(self, norms: list[float], stepped: bool) -> None:
+        """norms: of the gradients of policy and critic before clipping."""
+        self.steps += 1
+        if stepped:
+            self.norms = [a + b for a, b in zip(self.norms, norms, strict=True)]
+        else:
+            self.skipped += 1
+
+    def row(self, learner: Learner) -> dict[str, float]:
+        """Means over the trained tokens of all processes; norms are means over optimizer steps."""
+        keys = sorted({key for keys in parallel.gather([list(self.sums)]) for key in keys})
+        sums = {key: parallel.total(self.sums.get(key, 0.0), learner.device) for key in keys}
+        gap, compared = (parallel.total(value, learner.device) for value in (self.sampler_gap, self.compared))
+        tokens, stepped = sums.pop("tokens"), max(1, self.steps - self.skipped)
+        row = {key: value / tokens for key, value in sums.items()}
+        row |= {
+            "policy/grad_norm": self.norms[POLICY] / stepped,
+            "policy/skipped_steps": self.skipped,
+            "policy/sampler_gap": gap / max(1.0, compared),
+            "policy/learning_rate": learner.optimizer.param_groups[POLICY]["lr"],
+        }
+        if self.distilled_tokens:
+            row["distillation/kl"] = parallel.total(self.distilled, learner.device) / self.distilled_tokens
+        if learner.critic:
+            row["critic/grad_norm"] = self.norms[CRITIC] / stepped
+        return row
+
+    def _add(self, found: dict[str, float]) -> None:
+        for key, value in found.items():
+            self.sums[key] = self.sums.get(key, 0.0) + value
+
+
+def advantage_figures(advantages_S: torch.Tensor, trained_S: torch.Tensor) -> dict[str, float]:
+    """Of the tokens that are trained on; trained_S says which."""
+    own_S = advantages_S[trained_S]
+    return {
+        "advantage/mean": own_S.mean().item(),
+        "advantage/std": own_S.std(correction=0).item(),
+        "advantage/max": own_S.abs().max().item(),
+    }

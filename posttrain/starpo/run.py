@@ -1,0 +1,289 @@
+"""What stands around the loop of phase 3?  Checks and the memory plan before its first step, the export after it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import set_seed
+
+from envs.process_state import kept
+from envs.protocol import Episode
+from posttrain import models, plan
+from posttrain.config import EnvSection, StarPORun, TrainingEnvSection
+from posttrain.models import Chat, model_card
+from posttrain.plan import check_run, without_noise
+from posttrain.rollout import Context, Sampler, new_episode, open_env, play
+from posttrain.runtime import checkpoint, hardware, parallel, run_identity, runlog, trl_arguments
+from posttrain.starpo import distillation, run_state
+from posttrain.starpo.learner import Learner
+from posttrain.starpo.monitoring.episodes import memory, reward_table
+from posttrain.starpo.run_state import RunState, changed
+from posttrain.types import SamplingParams, Trajectory, UserError, derive_seed
+
+
+class Setup(NamedTuple):
+    """A run whose config will not change any more."""
+
+    cfg: StarPORun
+    settings: dict[str, Any]  # the config as it was given, for the files of the run
+    device: torch.device
+    plan: plan.Plan
+    resumes: bool
+    found: Path | None  # the checkpoint that it goes on from
+
+    @property
+    def out(self) -> Path:
+        return Path(self.cfg.output_dir)
+
+    def best(self, state: RunState) -> Path:
+        return self.out / f"best-{state.best_step}"
+
+
+def set_up(cfg: StarPORun, *, resume: bool, data_sets: list[str]) -> Setup:
+    """Check everything that can be known to go wrong, claim the folder, plan the memory; the config is then final.
+
+    data_sets: those that the run will ask the Hub for.
+    """
+    given = hardware.settle(cfg)
+    settings, out = given.model_dump(mode="json"), Path(given.output_dir)
+    if runlog.is_main_process():
+        check_environments(given)
+        runlog.say(reward_table(given, environments_of_groups(given.envs, given.rollout.groups, 1)))
+        check_run(given, resume=resume, kept=out / distillation.FOLDER, data_sets=data_sets)
+        if resume:
+            run_identity.same_run(out, settings)
+        checkpoint.claim(out, resume)
+        run_identity.remember_run(out, settings, resume)
+    device = hardware.resolve_device(given.device)
+    parallel.start(device, given.trainer.ddp_timeout)
+    set_seed(given.seed)  # for new adapters; whatever is drawn later has a seed of its own
+
+    found = run_state.resume_from(out, runlog.say) if resume else None
+    # What a checkpoint's plan chose is chosen again, so that a resumed run rounds as before.
+    chosen = changed(given, run_state.read(found).plan) if found else given
+    planned = plan.make(chosen, device)
+    for words in (planned.table(), *planned.warnings):
+        runlog.say(words)
+    return Setup(changed(chosen, planned.changes), settings, device, planned, resume, found)
+
+
+def make_learner(cfg: StarPORun, model: Any, chat: Chat) -> Learner:
+    """The adapter where one is asked for, memory savings, the reference, and the learner of it all."""
+    without_noise(model)  # the ratio must start at 1, and a resumed run has no random state to restore
+    if cfg.model.tuning != "full" and cfg.model.lora.dropout > 0:
+        raise UserError("model.lora.dropout must be 0 in phase 3: sampler and learner have to be the same policy.")
+    reference = None  # and the teacher of `distillation`; an adapter is switched off instead
+    if (cfg.algorithm.beta > 0 or cfg.distillation) and cfg.model.tuning == "full":
+        reference = copy.deepcopy(model).requires_grad_(False).eval()
+    if (adapter := models.peft_config(cfg.model, model, chat)) is not None:
+        from peft import get_peft_model
+
+        with trl_arguments.refusals_in_words():
+            model = get_peft_model(model, adapter)
+        models.adapters_in_float32(model)
+    if cfg.trainer.gradient_checkpointing:
+        with trl_arguments.refusals_in_words():
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if cfg.model.tuning != "full":
+            model.enable_input_require_grads()
+    return Learner(cfg, model, reference)
+
+
+def environments_of_groups(
+    environments: Sequence[TrainingEnvSection], groups: int, step: int, joined: Sequence[str] = ()
+) -> list[TrainingEnvSection]:
+    """Which environment each group of a step plays: by weight, evenly over the steps.
+
+    joined: those of the curriculum that are played by now; the others with `after` are left out.
+    """
+    environments = [env for env in environments if env.after is None or env.title in joined]
+    total = sum(env.weight for env in environments)
+    ahead = [0.0] * len(environments)
+    chosen: list[TrainingEnvSection] = []
+    for _ in range(step * groups):  # every place goes to the environment that is furthest behind its share
+        ahead = [a + env.weight / total for a, env in zip(ahead, environments, strict=True)]
+        most = ahead.index(max(ahead))
+        ahead[most] -= 1.0
+        chosen.append(environments[most])
+    return chosen[len(chosen) - groups :]
+
+
+def levels(cfg: StarPORun, step: int, joined: Sequence[str] = ()) -> tuple[list[Episode | Trajectory], list[int]]:
+    """This process's episodes of a step, in their first state, and the seed of what is sampled in each.
+
+    joined: the environments of the curriculum (`envs.after`) that are played by now.
+    """
+    envs_G = environments_of_groups(cfg.envs, cfg.rollout.groups, step, joined)
+    episodes, seeds = [], []
+    for group in parallel.mine(len(envs_G)):
+        for sample in range(cfg.rollout.num_generations):
+            level_seed = derive_seed(cfg.seed, "level", step, group)
+            noise_seed = derive_seed(cfg.seed, "noise", step, group, sample)
+            episodes.append(new_episode(envs_G[group], cfg.protocol, level_seed, "train", noise_seed))
+            seeds.append(derive_seed(cfg.seed, "sample", step, group, sample))
+    return episodes, seeds
+
+
+def check_environments(cfg: StarPORun) -> None:
+    """UserError unless every environment is there, takes its options and has levels in every split."""
+    for n, env in enumerate(cfg.envs):
+        try:
+            made = open_env(env)
+            with kept(env.title):
+                for split in ("train", "validation", "test"):
+                    made.reset(seed=0, options={"split": split})
+        except (Exception, SystemExit) as problem:  # an environment may raise anything
+            words = str(problem)
+            if not isinstance(problem, ValueError | TypeError):
+                words = f"it raised {type(problem).__name__}: {problem}. See posttrain env check {env.name}."
+            raise UserError(f"envs.{n} ({env.title}): {words}") from problem
+
+
+class Crashed(UserError):
+    """An environment does nothing but crash, so there is nothing to learn from."""
+
+    def __init__(self, env: EnvSection, where: str, last: str) -> None:
+        super().__init__(
+            f"{env.title} has crashed in every episode {where}, the last time with {last}. Correct the environment:"
+            f" `posttrain env check {env.name}` plays it and says what is wrong."
+        )
+
+
+def refuse_crashes(cfg: StarPORun, state: RunState, groups: Sequence[Sequence[Trajectory]]) -> None:
+    """Crashed where an environment has done nothing else for `max_empty_steps` steps in a row.
+
+    Counts this step in `state`. A resumed run counts anew. An episode without an action says nothing of its
+    environment.
+    """
+    for env in cfg.envs:
+        played = [t for group in groups for t in group if t.env == env.title and (t.crashed or t.actions)]
+        if played:
+            crashed = all(t.crashed for t in played)
+            state.crashed_steps[env.title] = state.crashed_steps.get(env.title, 0) + 1 if crashed else 0
+        if (steps := state.crashed_steps.get(env.title, 0)) >= cfg.algorithm.max_empty_steps:
+            state.crashed_steps.clear()
+            raise Crashed(env, f"of {steps} steps", f"{played[-1].crashed} (level seed {played[-1].level_seed})")
+
+
+def refuse_crashed_evaluation(env: EnvSection, played: Sequence[Trajectory]) -> None:
+    """Crashed where no episode of an evaluation came to its end, which then measures nothing.
+
+    played: the episodes of this process; all processes ask together. Those without an action say nothing of the
+    environment, as long as they are less than half.
+    """
+    told = parallel.gather([(t.crashed, bool(t.crashed or t.actions)) for t in played])
+    crashes = [crashed for crashed, _ in told if crashed]
+    if 2 * len(crashes) >= len(told) and len(crashes) == sum(acted for _, acted in told):
+        raise Crashed(env, f"on held-out levels in which it was given an action ({len(crashes)})", crashes[-1])
+
+
+@contextmanager
+def kept_in_a_crash(setup: Setup, learner: Learner, chat: Chat, state: RunState) -> Iterator[None]:
+    """Whatever an environment does, what has been learned is there to go on from."""
+    try:
+        yield
+    except Crashed as crash:
+        words = f"{crash} Nothing was exported."
+        if state.step:
+            if not (folder := setup.out / f"checkpoint-{state.step}").exists():
+                run_state.save(folder, learner, chat, state)
+            words += f" The same command with --resume goes on after step {state.step}."
+        raise UserError(words) from crash
+
+
+def play_all(
+    cfg: StarPORun,
+    sampler: Sampler,
+    chat: Chat,
+    episodes: Sequence[Episode | Trajectory],
+    temperature: float,
+    seeds: Sequence[int],
+    done: Callable[[list[Trajectory]], None] | None = None,
+) -> list[Trajectory]:
+    """`posttrain.rollout.play` under the limits of this run."""
+    return play(
+        sampler,
+        chat,
+        episodes,
+        SamplingParams(max_new_tokens=cfg.rollout.max_completion_length, temperature=temperature),
+        seeds,
+        slots=cfg.rollout.conversations,
+        context=Context(cfg.rollout.context, cfg.rollout.context_turns, cfg.rollout.max_context),
+        done=done,
+    )
+
+
+def first_state(setup: Setup, learner: Learner, chat: Chat) -> RunState:
+    """A new run's state, or that of its checkpoint, whose weights are then in place."""
+    runlog.say(f"phase 3: {models.describe(setup.cfg, learner.model, setup.device)}")
+    state = RunState(plan=setup.plan.changes)
+    if setup.found:
+        state = run_state.load(setup.found, learner)
+        runlog.say(f"Resuming from {setup.found}.")
+        best = setup.best(state)
+        if parallel.total(not checkpoint.is_whole(best), setup.device) > 0:
+            runlog.say(f"{best.name} is damaged: {setup.found.name} stands in for it until the next evaluation.")
+            state.forget_best()
+            run_state.save(setup.best(state), learner, chat, state)
+    if setup.resumes:
+        run_state.drop_later(setup.out, state.step)
+    return state
+
+
+def finish(setup: Setup, learner: Learner, chat: Chat, state: RunState, metrics: dict[str, float], broken: str) -> None:
+    """Export the model and leave the other processes; a UserError where the last policy was not healthy.
+
+    broken: why, or "". metrics: of the closing evaluation.
+    """
+    with learner.whole():
+        if runlog.is_main_process():
+            export(setup, learner, chat, state, metrics, broken)
+    parallel.barrier()
+    parallel.stop()
+    if broken:
+        raise UserError(
+            f"The run failed: {broken}. {setup.out / 'final'} was made from {setup.best(state).name}, the best healthy"
+            f" policy on the validation levels. Start again with a lower trainer.learning_rate or"
+            " trainer.bf16=false, and another output_dir."
+        )
+
+
+def export(setup: Setup, learner: Learner, chat: Chat, state: RunState, metrics: dict[str, float], broken: str) -> None:
+    """Save the final model with its card. metrics: of its evaluation on test levels, which are printed.
+
+    broken: why the last policy is not healthy, "" where it is.
+    """
+    cfg, episodes = setup.cfg, setup.cfg.evaluation.final_episodes
+    keys = ("success", "low", "high", "levels")
+    shares = {env.title: [metrics[f"final/{env.title}/{key}"] for key in keys] for env in cfg.envs}
+    results = [
+        model_card.Result(f"{name}, test levels: success", success, int(levels), low, high)
+        for name, (success, low, high, levels) in shares.items()
+    ]
+    for line in runlog.read_metrics(setup.out / "metrics.jsonl"):
+        if line["step"] == state.best_step:
+            results += model_card.former_results(line)
+    told = model_card.record("phase3", setup.settings, state.best_step, data=distillation.sources(cfg), results=results)
+    final = models.save(
+        setup.out / "final", learner.model, chat, setup.settings,
+        source=cfg.model, history=[*model_card.history(cfg.model.name_or_path), told],
+        phase="phase3", step=state.best_step,
+    )  # fmt: skip
+    print(f"Best on validation levels: step {state.best_step}. On test levels:")
+    for name, (success, low, high, levels) in shares.items():
+        crashed = metrics[f"final/{name}/crashed"]
+        print(
+            f"  {name}: {success:.1%} [{low:.1%}, {high:.1%}] of {episodes} episodes"
+            + (f" on {levels} levels" if levels < episodes else "")
+            + (f", {crashed} of which raised and count as lost" if crashed else "")
+        )
+    print(f"Memory: at most {memory(setup.device):.2f} GiB; planned {plan.gib(setup.plan.peak)} GiB.")
+    print(f"Saved: {final}  (curves: {setup.out / 'metrics.jsonl'})")
+    if not broken:
+        chat_with_it = f"inference_with_improved_settings.py model.name_or_path={final}"
+        print(f"Next: python {chat_with_it} --play {cfg.envs[0].name}")
