@@ -46,7 +46,7 @@ PACKAGES = ("torch", "transformers", "trl", "datasets", "gymnasium", "gym-sokoba
 
 
 def main() -> None:
-    cfg, args = load(EvaluateRun, "configs/evaluate.yaml", add_arguments=_arguments)
+    cfg, args = load(EvaluateRun, "configs/evaluate.yaml", add_arguments=_arguments, description=__doc__)
     out = Path(cfg.output_dir)
     runlog.keep_private(out)
     if runlog.is_main_process():
@@ -200,7 +200,7 @@ def check(cfg: EvaluateRun, *, overwrite: bool, resume: bool) -> None:
 
 
 def benchmarks(file: Path, digests: dict[str, str]) -> Record:
-    """What posttrain.evaluation.harness has put into the results that are replaced, of checkpoints that are still the same."""
+    """Return what `posttrain harness` has put into the results that are replaced, of checkpoints that are the same."""
     try:
         former = json.loads(file.read_text(encoding="utf-8")).get("benchmarks", {})
         return {name: found for name, found in former.items() if digests.get(name, found["digest"]) == found["digest"]}

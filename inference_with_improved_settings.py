@@ -58,7 +58,7 @@ COMMANDS = [line.split()[0] for line in HELP.splitlines() if line.startswith("/"
 
 def main(argv: list[str] | None = None) -> None:
     # 1. What to do. Heavy imports wait until all of it makes sense, so that --help and every mistake answer at once.
-    cfg, flags = load(ChatRun, "configs/chat.yaml", argv, add_flags)
+    cfg, flags = load(ChatRun, "configs/chat.yaml", argv, add_flags, __doc__)
     check(cfg, flags)
     seed = cfg.seed if flags.seed is None else flags.seed
     cfg = cfg.model_copy(update={"seed": seed, "preset": flags.preset or cfg.preset})

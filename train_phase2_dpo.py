@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> None:
     # 1. What to do. Heavy imports wait until the config stands, so that --help and every mistake answer at once.
-    cfg, flags = config.load(DPORun, "configs/phase2_dpo.yaml", argv, config.training_flags)
+    cfg, flags = config.load(DPORun, "configs/phase2_dpo.yaml", argv, config.training_flags, __doc__)
     if flags.plan is not None:
         from posttrain import plan
 

@@ -62,7 +62,7 @@ class Parts(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> None:
-    cfg, args = load(StarPORun, "configs/phase3_starpo.yaml", argv, training_flags)
+    cfg, args = load(StarPORun, "configs/phase3_starpo.yaml", argv, training_flags, __doc__)
     if args.plan is not None:
         from posttrain import plan
 

@@ -3,7 +3,7 @@
 Three ways to play are told apart, after which the update is the same:
 
     lockstep      all conversations of a device write their turn, then all environments answer; nobody goes ahead
-    refilled      the slot engine: a row that is done makes room while the others go on (posttrain/rollout/engines/slots.py)
+    refilled      the slot engine: a row that is done makes room while the others go on (rollout/engines/slots.py)
     asynchronous  some devices play all the time and others learn; the groups of a step are learnt from in that step,
                   `staleness` updates after they were begun at most (bounded staleness, AReaL, arXiv 2505.24298).
                   Every turn is written by one version: players end those under way before they take up new weights,

@@ -63,8 +63,8 @@ SMALL: dict[str, Any] = dict(
     vocab_size=97, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
     num_key_value_heads=2,
 )  # fmt: skip
-# in other files: posttrain/plan/selftest.py looks into our own engine, envs/adapters/trl.py into its own environment (public
-# methods are tools there), and OpenEnv's client is no matter of compat.py, since envs/ imports no posttrain
+# in other files: posttrain/rollout/engine.py looks into our own engine, envs/adapters/trl.py into its own environment
+# (public methods are tools there), and OpenEnv's client is no matter of compat.py, since envs/ imports no posttrain
 # and what a copy of posttrain/models/convgpt.py, beside the weights, cannot import from compat
 # and gradio's queue, which only the chat in the browser has, and the compiler, which only compiled.py asks
 EXCEPTIONS = (

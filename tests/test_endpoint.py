@@ -463,7 +463,7 @@ def test_a_served_model_has_the_rows_of_the_local_one(
     checkpoints: dict[str, str],
     tmp_path: Path,
 ) -> None:
-    """The same weights here and behind posttrain.serving.serve: same prompts, same levels, same greedy answers and figures."""
+    """The same weights here and behind `posttrain serve`: same prompts, levels, greedy answers and figures."""
     both = {"base": str(final), "gpt": {"endpoint": address, "model": str(final), "concurrency": 4}}
     out = evaluate(tmp_path, both, suites=SUITES)  # type: ignore[arg-type]
     rows = [json.loads(line) for line in (out / "transcripts.jsonl").read_text().splitlines()]

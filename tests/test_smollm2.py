@@ -105,8 +105,12 @@ def test_what_is_finished_is_left_and_what_was_begun_goes_on(tmp_path: Path):
     (tmp_path / "runs/smollm2/pairs/answers.jsonl").touch()
     left = commands(tmp_path, "MODEL=some/model")
     assert [word for command in left for word in command if word in SCHEMAS] == [
-        "posttrain.evaluation.pairs", "train_phase2_dpo.py", "train_phase3_starpo.py", "train_phase2_dpo.py", "evaluate_model.py"
-    ]  # fmt: skip
+        "posttrain.evaluation.pairs",
+        "train_phase2_dpo.py",
+        "train_phase3_starpo.py",
+        "train_phase2_dpo.py",
+        "evaluate_model.py",
+    ]
     assert ["--resume" in command for command in left] == [True, False, False, False, False]
 
 

@@ -92,10 +92,14 @@ def load(
     default: str | Path,
     argv: list[str] | None = None,
     add_arguments: Callable[[argparse.ArgumentParser], object] | None = None,
+    description: str | None = None,
 ) -> tuple[Config, argparse.Namespace]:
-    """The run's config from a YAML file and dotted overrides, and whatever flags `add_arguments` declared."""
+    """Return the run's config from a YAML file and dotted overrides, and the flags that `add_arguments` declared.
+
+    description: what `--help` begins with, the script's own docstring.
+    """
     parser = argparse.ArgumentParser(
-        description=sys.modules["__main__"].__doc__,  # the script's own: what it does and how it is called
+        description=description,
         epilog="keys of the YAML file and of the overrides:\n" + "\n".join(_describe(schema)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -90,7 +90,7 @@ class Answer:
 
 
 def main(argv: list[str] | None = None) -> None:
-    cfg, flags = config.load(PairsRun, "configs/pairs.yaml", argv, add_flags)
+    cfg, flags = config.load(PairsRun, "configs/pairs.yaml", argv, add_flags, __doc__)
     out = Path(cfg.output_dir)
     runlog.keep_private(out)
 

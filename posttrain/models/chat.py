@@ -40,8 +40,8 @@ Message = dict[str, Any]  # {"role": "assistant", "content": "Left"}; optional: 
 TEMPLATE_PATH = Path(__file__).with_name("chatml.jinja")
 ROLES = ("system", "user", "assistant")  # a role is printed by many templates as it stands, so it is no free text
 REMEDY = (
-    "Write chat.template=posttrain/models/chatml.jinja to train with this project's ChatML template, or chat.template=FILE "
-    "with a corrected copy of the model's own."
+    "Write chat.template=posttrain/models/chatml.jinja to train with this project's ChatML template, or "
+    "chat.template=FILE with a corrected copy of the model's own."
 )
 _PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")  # private-use characters: no template says them
 

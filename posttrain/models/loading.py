@@ -213,7 +213,7 @@ def save(
 ) -> Path:
     """Hand a phase's result over: whole weights, tokenizer, template, the config that made them, model card, manifest.
 
-    `history` are the records of the phases that made it (posttrain/models/model_card.py); without them there is no card.
+    `history` are the records of the phases that made it (model_card.py); without them there is no card.
 
     A LoRA adapter is merged into the weights (into the float32 weights of `source` where those in memory have 4 or 16
     bits, which would round the result) and kept by itself in `adapter/` beside the folder. UserError, and nothing is

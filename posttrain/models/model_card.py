@@ -247,9 +247,7 @@ def _use(model_type: str, adapter: bool) -> str:
         lines = ["from peft import AutoPeftModelForCausalLM", "", "model = AutoPeftModelForCausalLM.from_pretrained("]
         lines[-1] += '"FOLDER_OR_HUB_NAME")'
         if own:
-            lines.insert(
-                0, "import posttrain.models.convgpt  # from the training code: transformers does not know ConvGPT"
-            )
+            lines.insert(0, "import posttrain.models.convgpt  # the training code: transformers does not know ConvGPT")
     else:
         if own:
             lines[-1] = lines[-1].replace('")', '",\n                trust_remote_code=True, revision="COMMIT")')

@@ -250,7 +250,7 @@ def _told(cfg: Any, wanted: Sequence[Fleet]) -> str:
         elsewhere = (
             "Rollouts read the history again in every turn (rollout.engine: replay). "
             if cfg.rollout.engine == "replay"
-            else "Rollouts keep the KV cache; for a model that cannot (posttrain.plan.check_model): rollout.engine=replay. "
+            else "Rollouts keep the KV cache; for a model that cannot (posttrain check-model): rollout.engine=replay. "
         )
     also = "evaluations"
     also += ", the reference's log-probs" if isinstance(cfg, DPORun) else ""

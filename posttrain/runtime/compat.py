@@ -2,9 +2,9 @@
 
 CHECKED says with which versions. For everything here tests/test_compat.py fails as soon as it no longer fits (a name is
 gone, an argument is another one) and as soon as the library does the same by itself. Each docstring ends with what has
-to happen until it can go. Not here: TRL's trainers (posttrain/finetune/trl_trainers.py), reading TRL's dataclasses without
-importing them (posttrain/config/trl_fields.py) and importing transformers' chat templates alone
-(posttrain/models/template_limits.py), which must load without torch; vLLM's engine and torch's compiler (posttrain/rollout/engines/);
+to happen until it can go. Not here: TRL's trainers (finetune/trl_trainers.py), reading TRL's dataclasses without
+importing them (config/trl_fields.py) and importing transformers' chat templates alone
+(models/template_limits.py), which must load without torch; vLLM's engine and torch's compiler (rollout/engines/);
 what only envs/ needs, which imports no posttrain: gym-sokoban's room generator (envs/sokoban/rooms.py) and OpenEnv's
 socket (envs/adapters/openenv_client.py).
 """

@@ -1,6 +1,6 @@
 """How far is the run, how long will it take, and where are its numbers?
 
-One bar in the terminal and one row a report in `metrics.jsonl` (posttrain/runtime/dashboards.py shows the same elsewhere).
+One bar in the terminal and one row a report in `metrics.jsonl` (dashboards.py shows the same elsewhere).
 Only the first process of a run writes.
 """
 
