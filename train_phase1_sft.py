@@ -28,56 +28,37 @@ def main(argv: list[str] | None = None) -> None:
         from posttrain import plan
 
         return plan.show(cfg, flags.plan, flags.config)
-    output_dir = Path(cfg.output_dir)
-    runlog.keep_private(output_dir)
+    runlog.keep_private(Path(cfg.output_dir))
 
-    from transformers import set_seed
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
 
-    from posttrain import data, models, plan
+    from posttrain import data, models
     from posttrain.data import prepared_rows
-    from posttrain.finetune import training, trl_trainers
-    from posttrain.plan import check_run, selftest
-    from posttrain.runtime import checkpoint, hardware, run_identity, trl_arguments
+    from posttrain.finetune import set_up, training, trl_trainers
+    from posttrain.runtime import trl_arguments
 
-    # 2. Can it be done? Everything that is wrong is said at once, before anything is written.
-    cfg = hardware.settle(cfg)
-    if runlog.is_main_process():
-        check_run(cfg, resume=flags.resume, kept=output_dir / "rows")
-        if flags.resume:
-            run_identity.same_run(output_dir, cfg.model_dump(mode="json"))
-        checkpoint.claim(output_dir, flags.resume)
-    given = run_identity.same_batches(output_dir, cfg) if flags.resume else cfg
-    device = hardware.resolve_device(cfg.device)
-    args = trl_arguments.arguments(SFTConfig, given, device)
-    set_seed(cfg.seed)
-    place = plan.Place.here(device)
+    # 2. The model, the chat that speaks to it, and the conversations as token ids with a mask on what is trained.
+    #    Everything that is wrong is said at once, before anything is written.
+    setup = set_up(cfg, SFTConfig, data.load_sft, "rows", resume=flags.resume)
+    cfg, model, chat = setup.cfg, setup.model, setup.chat
 
-    # 3. The model, the chat that speaks to it, and the conversations as token ids with a mask on what is trained.
-    model, chat = training.load(cfg)
-    rows = prepared_rows.prepare(output_dir / "rows", cfg, chat, args, data.load_sft, resume=flags.resume)
-    if words := plan.warning(cfg, args, place, max(prepared_rows.lengths(rows["train"]))):
-        runlog.say(words)
-
-    # 4. TRL trains. The rows carry assistant_masks, from which TRL makes the labels: only those tokens have a loss.
-    training.save_work(model, device)
-    deterministic = selftest.can_be_deterministic(model, args.bf16)
+    # 3. TRL trains. The rows carry assistant_masks, from which TRL makes the labels: only those tokens have a loss.
     with trl_arguments.refusals_in_words():
         trainer = trl_trainers.groups_by_length(trl_trainers.weighs_held_out_rows(SFTTrainer))(
             model=model,
-            args=args,
-            train_dataset=rows["train"],
-            eval_dataset=rows.get("eval"),
+            args=setup.args,
+            train_dataset=setup.rows["train"],
+            eval_dataset=setup.rows.get("eval"),
             processing_class=chat.tokenizer,
             peft_config=models.peft_config(cfg.model, model, chat),
         )
-    prepared_rows.seal(output_dir / "rows", cfg, chat)
-    outcome = training.fit(trainer, "phase 1", cfg, resume=flags.resume, deterministic=deterministic)
+    prepared_rows.seal(setup.folder, cfg, chat)
+    outcome = training.fit(trainer, "phase 1", cfg, resume=flags.resume, deterministic=setup.deterministic)
 
-    # 5. What phase 2 takes over.
+    # 4. What phase 2 takes over.
     training.export(
-        trainer, chat, cfg, outcome, rows=output_dir / "rows", phase="phase1", next_phase="phase2_dpo",
+        trainer, chat, cfg, outcome, rows=setup.folder, phase="phase1", next_phase="phase2_dpo",
         config_file=flags.config,
     )  # fmt: skip
 

@@ -34,56 +34,41 @@ def main(argv: list[str] | None = None) -> None:
         from posttrain import plan
 
         return plan.show(cfg, flags.plan, flags.config)
-    output_dir = Path(cfg.output_dir)
-    runlog.keep_private(output_dir)
+    runlog.keep_private(Path(cfg.output_dir))
 
-    from transformers import set_seed
     from trl.trainer.dpo_config import DPOConfig
     from trl.trainer.dpo_trainer import DPOTrainer
 
-    from posttrain import data, models, plan
+    from posttrain import data, models
     from posttrain.data import prepared_rows
-    from posttrain.finetune import training, trl_trainers
-    from posttrain.plan import check_run, selftest
-    from posttrain.runtime import checkpoint, hardware, run_identity, trl_arguments
+    from posttrain.finetune import set_up, training, trl_trainers
+    from posttrain.runtime import hardware, trl_arguments
 
-    # 2. Can it be done? Everything that is wrong is said at once, before anything is written.
-    cfg = hardware.settle(cfg)
-    if runlog.is_main_process():
-        check_run(cfg, resume=flags.resume, kept=output_dir / "pairs")
-        if flags.resume:
-            run_identity.same_run(output_dir, cfg.model_dump(mode="json"))
-        checkpoint.claim(output_dir, flags.resume)
-    given = run_identity.same_batches(output_dir, cfg) if flags.resume else cfg
-    device = hardware.resolve_device(cfg.device)
-    args = trl_arguments.arguments(DPOConfig, given, device, precompute_ref_log_probs=True, logging_first_step=True)
-    set_seed(cfg.seed)
-    place = plan.Place.here(device)
+    # 2. The model, the chat that speaks to it, and the pairs as token ids: prompt, chosen, rejected. Everything that is
+    #    wrong is said at once, before anything is written.
+    setup = set_up(
+        cfg, DPOConfig, data.load_preferences, "pairs", resume=flags.resume,
+        precompute_ref_log_probs=True, logging_first_step=True,
+    )  # fmt: skip
+    cfg, args, model, chat = setup.cfg, setup.args, setup.model, setup.chat
 
-    # 3. The model, the chat that speaks to it, and the pairs as token ids: prompt, chosen, rejected.
-    model, chat = training.load(cfg)
-    pairs = prepared_rows.prepare(output_dir / "pairs", cfg, chat, args, data.load_preferences, resume=flags.resume)
-    if words := plan.warning(cfg, args, place, max(prepared_rows.lengths(pairs["train"]))):
-        runlog.say(words)
-
-    # 4. TRL trains. The reference is the policy in memory, asked once for all pairs before the first step: a reference
+    # 3. TRL trains. The reference is the policy in memory, asked once for all pairs before the first step: a reference
     #    loaded by name could be another model, and would take the memory of a second one.
-    training.save_work(model, device)
     training.show_reference_progress()
-    deterministic = selftest.can_be_deterministic(model, args.bf16)  # then the reference computes as the policy does
-    with trl_arguments.refusals_in_words(), hardware.deterministic(deterministic):
+    # the reference computes as the policy does
+    with trl_arguments.refusals_in_words(), hardware.deterministic(setup.deterministic):
         kind = trl_trainers.counts_each_pair(trl_trainers.takes_token_ids(DPOTrainer))
         trainer = trl_trainers.groups_by_length(trl_trainers.weighs_held_out_rows(kind))(
             model=model,
             ref_model=training.reference_in_shards(model),
             args=args,
-            train_dataset=pairs["train"],
-            eval_dataset=pairs.get("eval"),
+            train_dataset=setup.rows["train"],
+            eval_dataset=setup.rows.get("eval"),
             processing_class=chat.tokenizer,
             peft_config=models.peft_config(cfg.model, model, chat),
         )
         trainer.ref_model = None  # it has been asked
-    prepared_rows.seal(output_dir / "pairs", cfg, chat)
+    prepared_rows.seal(setup.folder, cfg, chat)
 
     margin = reference_margin(
         args,
@@ -95,12 +80,12 @@ def main(argv: list[str] | None = None) -> None:
         check_reference(figures, trainer.loss_types, trainer.loss_weights, margin)
 
     outcome = training.fit(
-        trainer, "phase 2", cfg, resume=flags.resume, deterministic=deterministic, check_first=check_first
+        trainer, "phase 2", cfg, resume=flags.resume, deterministic=setup.deterministic, check_first=check_first
     )
 
-    # 5. What phase 3 takes over.
+    # 4. What phase 3 takes over.
     training.export(
-        trainer, chat, cfg, outcome, rows=output_dir / "pairs", phase="phase2", next_phase="phase3_starpo",
+        trainer, chat, cfg, outcome, rows=setup.folder, phase="phase2", next_phase="phase3_starpo",
         config_file=flags.config,
     )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """The command `posttrain`: every script and tool of the project under one name.
 
-    posttrain                              list the commands
-    posttrain sft --config quickstart/phase1_sft
-    posttrain env check frozen_lake
+posttrain                              list the commands
+posttrain sft --config quickstart/phase1_sft
+posttrain env check frozen_lake
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def main() -> None:
     module = COMMANDS[name][0]
     if name == "env":
         if not rest or rest[0] not in ENV_COMMANDS:
-            sys.exit(_refuse(f"Write posttrain env and one of {', '.join(ENV_COMMANDS)}, e.g. posttrain env check NAME."))
+            sys.exit(
+                _refuse(f"Write posttrain env and one of {', '.join(ENV_COMMANDS)}, e.g. posttrain env check NAME.")
+            )
         module, name, rest = ENV_COMMANDS[rest[0]], f"env {rest[0]}", rest[1:]
     elif name == "plan":
         if not rest or rest[0] not in PHASES:

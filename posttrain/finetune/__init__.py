@@ -1,6 +1,6 @@
 """How do phases 1 and 2 train?  What stands around TRL's trainers: models, resume, progress, export.
 
-`training` has what both scripts do, `trl_trainers` what they change of TRL's trainers.
+`set_up` prepares a run, `training` fits and exports it, `trl_trainers` has what differs from TRL's trainers.
 """
 
 import lazy_loader

@@ -1,0 +1,64 @@
+"""What do phases 1 and 2 do before TRL trains?  Check everything, claim the folder, load model and rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from datasets import Dataset
+from transformers import PreTrainedModel, TrainingArguments, set_seed
+
+from posttrain.config import TrainingRun
+from posttrain.data import prepared_rows
+from posttrain.finetune import training
+from posttrain.models import Chat
+from posttrain.plan import Place, can_be_deterministic, check_run, warning
+from posttrain.runtime import checkpoint, hardware, run_identity, runlog, trl_arguments
+
+
+class Setup(NamedTuple):
+    """What a trainer of TRL is made of."""
+
+    cfg: TrainingRun  # with what this device decides
+    args: TrainingArguments  # a SFTConfig or DPOConfig
+    model: PreTrainedModel
+    chat: Chat
+    rows: dict[str, Dataset]  # "train", and "eval" where rows are held out
+    folder: Path  # where the rows are kept
+    deterministic: bool  # whether the GPU can compute each operation of the model deterministically
+
+
+def set_up(
+    cfg: TrainingRun, kind: type[TrainingArguments], load_rows: Callable[..., Any], folder: str, *, resume: bool,
+    **defaults: Any,
+) -> Setup:  # fmt: skip
+    """Prepare a run of phase 1 or 2; everything that is wrong is said at once, before anything is written.
+
+    Args:
+        kind: TRL's class of arguments, made from `cfg.trainer` and `defaults`.
+        load_rows: `data.load_sft` or `data.load_preferences`.
+        folder: the name of the folder within `output_dir` that keeps the rows.
+
+    Raises:
+        UserError: where the run cannot start.
+    """
+    output_dir = Path(cfg.output_dir)
+    cfg = hardware.settle(cfg)
+    if runlog.is_main_process():
+        check_run(cfg, resume=resume, kept=output_dir / folder)
+        if resume:
+            run_identity.same_run(output_dir, cfg.model_dump(mode="json"))
+        checkpoint.claim(output_dir, resume)
+    given = run_identity.same_batches(output_dir, cfg) if resume else cfg
+    device = hardware.resolve_device(cfg.device)
+    args = trl_arguments.arguments(kind, given, device, **defaults)
+    set_seed(cfg.seed)
+    place = Place.here(device)  # before the model is there
+
+    model, chat = training.load(cfg)
+    rows = prepared_rows.prepare(output_dir / folder, cfg, chat, args, load_rows, resume=resume)
+    if words := warning(cfg, args, place, max(prepared_rows.lengths(rows["train"]))):
+        runlog.say(words)
+    training.save_work(model, device)
+    return Setup(cfg, args, model, chat, rows, output_dir / folder, can_be_deterministic(model, args.bf16))
