@@ -228,7 +228,7 @@ def test_kill_during_save_leaves_the_old_checkpoint_whole(tmp_path: Path) -> Non
         with subprocess.Popen(
             [sys.executable, "-c", program, str(tmp_path / "final")],
             stdout=subprocess.PIPE,
-            cwd=Path(checkpoint.__file__).parents[1],
+            cwd=Path(checkpoint.__file__).parents[2],
         ) as process:
             assert process.stdout is not None
             process.stdout.readline()  # at least one save is complete
@@ -268,7 +268,7 @@ def test_claim_refuses_while_another_process_writes(tmp_path: Path) -> None:
         [sys.executable, "-c", program, str(out)],
         stdout=subprocess.PIPE,
         stdin=subprocess.PIPE,
-        cwd=Path(checkpoint.__file__).parents[1],
+        cwd=Path(checkpoint.__file__).parents[2],
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"claimed\n"
@@ -327,7 +327,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_usable(tmp_path: Path) -> None:
         [sys.executable, "-c", program, str(tmp_path / "final")],
         capture_output=True,
         text=True,
-        cwd=Path(checkpoint.__file__).parents[1],
+        cwd=Path(checkpoint.__file__).parents[2],
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
     )
     assert done.returncode == 1

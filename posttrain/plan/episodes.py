@@ -91,7 +91,7 @@ def learning(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool, shards: int 
 
 
 def output_tiles(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool) -> int:
-    """Bytes of the logits that exist at any one time (posttrain/head.py)."""
+    """Bytes of the logits that exist at any one time (forward.py of posttrain/models)."""
     columns = VOCABULARY_CHUNK["cuda" if cuda else "cpu"]
     return parts.output_tile(shape, Numbers.of(cfg).computed, tokens, columns, cuda)
 

@@ -5,5 +5,5 @@ guard.py       whose requests are answered: the password, other websites
 talking.py     the tab with the conversation: one or two answers as they come, settings, figures, export
 playing.py     the tab where the model plays an environment, one turn at a time
 
-Generation, history, presets and figures are those of the terminal: posttrain/inference/.
+Generation, history, presets and figures are those of the terminal: the other modules of posttrain/serving/.
 """
