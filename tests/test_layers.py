@@ -59,9 +59,8 @@ LAYERS = [
     [f"posttrain.{name}" for name in ("cross_score", "learner")],
     [f"posttrain.{name}" for name in ("training", "preflight", "rollout", "run_state")],
     [f"posttrain.{name}" for name in ("monitoring", "plan", "distillation", "inference")],
-    [f"posttrain.{name}" for name in ("evaluation", "starpo_run", "web_chat", "rollout_engine")],
+    [f"posttrain.{name}" for name in ("evaluation", "starpo_run", "web_chat")],
     [f"posttrain.{name}" for name in ("pairs", "harness", "publish", "serve", "rollout_worker", "check_model")],
-    ["posttrain.rollout_server"],
     SCRIPTS,
 ]
 LAYER = {module: number for number, modules in enumerate(LAYERS) for module in modules}
