@@ -81,9 +81,7 @@ def main(argv: list[str] | None = None) -> None:
         costs,
         describe,
         due,
-        gradients_by_std,
         not_finite,
-        objective_settings,
         run_state,
         thoughts_and_prompts,
     )
@@ -95,7 +93,6 @@ def main(argv: list[str] | None = None) -> None:
     learner = starpo.make_learner(cfg, model, chat)
     with learner.whole():
         sampler = sampler_of(cfg, learner.policy, chat)
-    learner.exact = learner.exact and parallel.total(not sampler.exact, setup.device) == 0
     with learner.whole(), learner.autocast(), model_files.no_bars():  # while the policy is what it starts from
         distillation = Distillation.start(learner, sampler, chat) if cfg.distillation else None
     former_tasks = FormerTasks(cfg, chat)
@@ -128,9 +125,6 @@ def main(argv: list[str] | None = None) -> None:
                 experience = collect(cfg, learner, groups, scored) if scored.kept else None
                 tokens = monitor.tokens(learner, chat, groups, step, experience)
                 if experience is not None:
-                    if cfg.diagnostics.gradients_every and step % cfg.diagnostics.gradients_every == 0:
-                        unfiltered = collect(cfg, learner, groups, scored.unfiltered())
-                        metrics |= gradients_by_std(learner, unfiltered, scored.std, objective_settings(cfg))
                     metrics |= update(cfg, learner, experience, step, distillation)
             state.step, state.tokens = step, state.tokens + int(metrics["rollout/tokens"])
             learning = time.perf_counter() - scored_at

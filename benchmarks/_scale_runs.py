@@ -2,13 +2,10 @@
 
 python benchmarks/_scale_runs.py played MODE REPEATS OUT         # in each process of a synchronous run
 python benchmarks/_scale_runs.py speed REPEATS OUT               # in each of some processes: calls of the engine alone
-python benchmarks/_scale_runs.py serve OUT                       # a rollout server
-python benchmarks/_scale_runs.py ahead REPEATS OUT ADDRESSES     # the learner of an asynchronous run
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -30,7 +27,6 @@ from benchmarks.simulation import Costs, Group, Turn
 VOCABULARY, STOPS = 512, 16  # of 512 about equally likely tokens 16 end a turn: 32 tokens on average, geometric
 LONGEST, TURNS = 160, 3  # tokens of a turn, turns of an episode
 GROUPS, SIZE = 16, 8
-STALENESS = 1
 
 
 def played(mode: str, repeats: int, out: str) -> None:
@@ -66,61 +62,6 @@ def played(mode: str, repeats: int, out: str) -> None:
     if parallel.rank() == 0:
         Path(out).write_text(json.dumps(found), encoding="utf-8")
     parallel.stop()
-
-
-def played_ahead(repeats: int, out: str, addresses: str) -> None:
-    """The learner of an asynchronous run: its steps are played by servers, one of them ahead of it."""
-    import iteration
-
-    import train_phase3_starpo as phase3
-    from posttrain.rollout.engines.remote import Policy, RemoteSampler
-    from posttrain.rollout.engines.slot_server import SlotServer, SlotServers
-    from posttrain.starpo.rollout_worker import RolloutWorker
-    from posttrain.starpo.run import levels, make_learner
-
-    model, _, chat = engine()
-    cfg = iteration.config(GROUPS, SIZE, TURNS, LONGEST)
-    learner = make_learner(cfg, model, chat)  # what it computes is the same in every mode
-    trainer = cfg.trainer.model_copy(update={"max_steps": repeats + 1})
-    ahead = cfg.rollout.model_copy(update={"max_staleness": STALENESS})
-    cfg = cfg.model_copy(update={"rollout": ahead, "trainer": trainer})
-    servers = SlotServers(
-        [SlotServer(url) for url in addresses.split(",")],
-        Policy(model, chat.tokenizer, [chat.stop_id], chat.pad_id, cfg.rollout.max_context or 4096),
-    )
-    servers.init_weight_transfer()
-    start = time.perf_counter()
-    servers.renew()  # nobody plays yet
-    transfer = time.perf_counter() - start
-    sampler = RemoteSampler(servers)
-    worker = RolloutWorker(cfg, sampler, chat, lambda step: levels(cfg, step))
-    ended, played_groups = [time.perf_counter()], []
-    for step in range(1, repeats + 2):
-        groups = phase3.rollout(cfg, sampler, chat, step, (), worker)
-        for group in groups:
-            for sample, trajectory in enumerate(group):
-                trajectory.turn_rewards[-1] = iteration.won(sample)
-        phase3.update(cfg, learner, phase3.collect(cfg, learner, groups, phase3.score_and_filter(cfg, groups)), step)
-        ended.append(time.perf_counter())
-        played_groups.append([turns_of(group) for group in groups])
-    worker.stop()
-    seconds = [until - since for since, until in itertools.pairwise(ended)][1:]  # the first is not counted
-    found = {"iteration": seconds, "groups": played_groups, "transfer": transfer}
-    Path(out).write_text(json.dumps(found), encoding="utf-8")
-
-
-def serve(out: str) -> None:
-    """A rollout server around this engine; its address stands in `out` once it listens."""
-    from posttrain.rollout_engine import Engine
-    from posttrain.rollout_server import Server
-    from posttrain.serving.serve import listen
-
-    _, sampler, chat = engine()
-    server = Server(listen("127.0.0.1", 0), Engine(sampler, chat, "random weights"), "")
-    server.engine.start(server.shutdown)
-    Path(f"{out}.part").write_text(f"http://127.0.0.1:{server.socket.getsockname()[1]}", encoding="utf-8")
-    Path(f"{out}.part").rename(out)
-    server.serve_forever()
 
 
 def engine() -> tuple[Any, Any, Any]:
@@ -226,27 +167,6 @@ def run(what: Sequence[str], processes: int, repeats: int) -> Any:
         return json.loads(out.read_text(encoding="utf-8"))
 
 
-def run_ahead(processes: int, repeats: int) -> Any:
-    """`played_ahead` in one process, its servers in the others."""
-    with tempfile.TemporaryDirectory() as folder:
-        places = [Path(folder) / f"server{n}" for n in range(processes - 1)]
-        out = Path(folder) / "found.json"
-        command, environment = [sys.executable, __file__], os.environ | {"OMP_NUM_THREADS": "1"}
-        servers = [subprocess.Popen([*command, "serve", str(place)], env=environment) for place in places]
-        try:
-            while not all(place.exists() for place in places):
-                if any(server.poll() is not None for server in servers):
-                    sys.exit("A rollout server ended before it listened.")
-                time.sleep(0.1)
-            addresses = ",".join(place.read_text(encoding="utf-8") for place in places)
-            subprocess.run([*command, "ahead", str(repeats), str(out), addresses], env=environment, check=True)
-        finally:
-            for server in servers:
-                server.kill()
-                server.wait()
-        return json.loads(out.read_text(encoding="utf-8"))
-
-
 def main(what: str, *given: str) -> None:
     match what:
         case "played":
@@ -255,11 +175,6 @@ def main(what: str, *given: str) -> None:
         case "speed":
             repeats, out = given
             speed(int(repeats), out)
-        case "serve":
-            serve(*given)
-        case "ahead":
-            repeats, out, addresses = given
-            played_ahead(int(repeats), out, addresses)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks._scale_runs import GROUPS, SIZE, STALENESS, TURNS, costs_of_calls, run, run_ahead
+from benchmarks._scale_runs import GROUPS, SIZE, TURNS, costs_of_calls, run
 from benchmarks.simulation import Costs, Group, Layout, Mode, Outcome, Turn, simulate
 
 SYNCHRONOUS: tuple[Mode, ...] = ("lockstep", "refilled")
@@ -40,24 +40,17 @@ def check(processes: Sequence[int], repeats: int) -> dict[str, Any]:
             layout = Layout(count, cores=cores)
             rows.append({"mode": mode, "processes": count, "rollout": found["rollout"], "update": found["update"]})
             rows[-1] |= {"iterations": iterations, "layout": layout}
-    ahead = {count: run_ahead(count, repeats) for count in processes if count > 1}
     fit = next(row for row in rows if row["mode"] == "refilled" and row["processes"] == 1)
     seconds = [simulate("refilled", [groups], costs, fit["layout"]).seconds for groups in fit["iterations"]]
     turns = [sum(len(e) for g in groups for e in g) for groups in fit["iterations"]]
     left = (median(fit["rollout"]) - median(seconds)) / median(turns)
     tokens = [sum(sum(t) for g in groups for e in g for t in e) for groups in fit["iterations"]]
-    transfer = median(found["transfer"] for found in ahead.values()) if ahead else 0.0
-    costs = costs._replace(turn=max(0.0, left), learn=median(fit["update"]) / median(tokens), transfer=transfer)
+    costs = costs._replace(turn=max(0.0, left), learn=median(fit["update"]) / median(tokens))
     for row in rows:
         iterations, layout = row.pop("iterations"), row.pop("layout")
         playing = costs._replace(learn=0.0)
         row["simulated rollout"] = [simulate(row["mode"], [each], playing, layout).seconds for each in iterations]
         row["simulated"] = [simulate(row["mode"], [each], costs, layout).seconds for each in iterations]
-    for count, found in ahead.items():
-        iterations = [[[[Turn(*turn) for turn in e] for e in g] for g in groups] for groups in found["groups"]]
-        layout = Layout(count, learners=1, staleness=STALENESS, cores=cores)
-        rows.append({"mode": "asynchronous", "processes": count, "iteration": found["iteration"]})
-        rows[-1]["simulated"] = [simulate("asynchronous", iterations, costs, layout, skip=1).seconds]
     return _measure.surroundings() | {"repeats": repeats, "costs": costs._asdict(), "cores": cores, "rows": rows}
 
 
@@ -67,23 +60,18 @@ def checked(results: dict[str, Any]) -> str:
     cells = []
     for row in results["rows"]:
         cells.append([row["mode"], str(row["processes"])])
-        if row["mode"] == "asynchronous":  # playing and learning are side by side
-            cells[-1] += ["", "", ""]
-            shown = [(fmean(row["iteration"]), fmean(row["simulated"]))]
-        else:
-            whole = [played + learnt for played, learnt in zip(row["rollout"], row["update"], strict=True)]
-            shown = [(median(row["rollout"]), median(row["simulated rollout"]))]
-            shown += [(median(whole), median(row["simulated"]))]
+        whole = [played + learnt for played, learnt in zip(row["rollout"], row["update"], strict=True)]
+        shown = [(median(row["rollout"]), median(row["simulated rollout"])), (median(whole), median(row["simulated"]))]
         for measured, simulated in shown:
             cells[-1] += [f"{measured:.2f}", f"{simulated:.2f}", f"{100 * (simulated / measured - 1):+.0f} %"]
     header = ["mode", "processes", "rollout, s", "simulated", "", "iteration, s", "simulated", ""]
     work = f"{GROUPS} x {SIZE} episodes of {TURNS} turns; medians of {results['repeats']} iterations"
-    work += ", of asynchronous ones means"
     return f"{_measure.told(results)}\n{work}.\n\n{_measure.table(header, cells)}"
 
 
 # ------------------------------------------------------------------------------------------------- 1 to 1,024 devices
 
+STALENESS = 1
 MODEL, DEVICE, OF_A_HOST = "Qwen/Qwen2.5-0.5B-Instruct", "H100", 8
 ALL_MODES: tuple[Mode, ...] = ("lockstep", "refilled", "asynchronous")
 EPISODES = (1024, 8)  # of a step: groups and members

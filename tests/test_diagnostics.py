@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from posttrain.starpo import diagnostics
-from posttrain.starpo.diagnostics import buckets, gradient_norms, information, regime, retrieval, z_score
+from posttrain.starpo.diagnostics import information, regime, retrieval, z_score
 
 
 @st.composite
@@ -148,52 +148,6 @@ def test_the_four_regimes() -> None:
     assert regime(0.3, 0.9, **start) == "compressed"
     assert regime(0.3, 0.2, **start) == "low-entropy collapse"
     assert regime(2.0, 0.0, start_entropy=2.0, start_mi=-0.1) == "template collapse"
-
-
-# ------------------------------------------------------------------------------------------- gradients by reward std
-
-
-stds = st.sampled_from([0.0, 0.1, 0.2, 0.35, 0.5]) | st.floats(0, 1)
-
-
-@given(st.lists(stds, min_size=1, max_size=30), st.integers(1, 8))
-def test_buckets_are_quantiles_that_part_no_equals(scores: list[float], count: int) -> None:
-    found = buckets(torch.tensor(scores, dtype=torch.float64), count).tolist()
-    places = [sum(other < score for other in scores) for score in scores]
-    raw = [place * min(count, len(scores)) // len(scores) for place in places]
-    assert found == [sorted(set(raw)).index(bucket) for bucket in raw]
-    assert set(found) == set(range(max(found) + 1)) and max(found) < min(count, len(scores))
-    for a, x in zip(scores, found, strict=True):
-        for b, y in zip(scores, found, strict=True):
-            assert (a != b or x == y) and (a >= b or x <= y)
-
-
-def test_distinct_scores_make_equal_buckets() -> None:
-    torch.manual_seed(0)
-    assert buckets(torch.rand(24)).bincount().tolist() == [4] * 6
-    assert buckets(torch.zeros(24)).tolist() == [0] * 24
-    assert buckets(torch.rand(3)).bincount().tolist() == [1, 1, 1]
-
-
-def test_gradient_norms_are_those_of_the_whole_batch_and_leave_no_trace() -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
-    unused = torch.nn.Parameter(torch.ones(2))
-    parameters = [*model.parameters(), unused]
-    x = torch.randn(10, 3)
-
-    def losses(rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        out = model(rows)
-        return {"task": out.square().sum() / 10, "entropy": -out[:, 0].sum() / 10}
-
-    found = gradient_norms((losses(part) for part in x.split(3)), parameters)
-    assert all(p.grad is None for p in parameters)
-    for name, loss in losses(x).items():
-        model.zero_grad()
-        loss.backward(retain_graph=True)
-        slow = math.sqrt(sum(float((p.grad**2).sum()) for p in model.parameters() if p.grad is not None))
-        assert found[name] == pytest.approx(slow, rel=1e-5)
-    assert gradient_norms([], parameters) == {}
 
 
 def test_the_examples_run() -> None:

@@ -15,31 +15,13 @@ from test_learner import config, played, policy
 import train_phase3_starpo as phase3
 from posttrain.plan.selftest import can_share_prefixes
 from posttrain.rollout.episodes import Thought
-from posttrain.starpo.learner import objective_settings
 from posttrain.starpo.monitoring import collapse, watch
-from posttrain.starpo.monitoring.collapse import gradients_by_std, thoughts_and_prompts
+from posttrain.starpo.monitoring.collapse import thoughts_and_prompts
 from posttrain.starpo.monitoring.episodes import answers_of, describe, reward_table
 from posttrain.starpo.monitoring.monitor import Monitor
 from posttrain.starpo.run import make_learner
 from posttrain.starpo.run_state import RunState
 from posttrain.types import Trajectory
-
-
-def test_gradients_by_std_leave_no_trace() -> None:
-    cfg = config(beta=0.1)
-    groups = played(policy())
-    for factor, group in zip((0.0, 1.0, 4.0), groups, strict=True):
-        for t in group:
-            t.turn_rewards = [factor * reward for reward in t.turn_rewards]
-    learner = make_learner(cfg, policy(), None)  # type: ignore[arg-type]
-    scored = phase3.score_and_filter(cfg, groups)
-    experience = phase3.collect(cfg, learner, groups, scored.unfiltered())
-    assert len(experience.batch.episodes) == 12 and experience.trains_B.all()
-    row = gradients_by_std(learner, experience, scored.std, objective_settings(cfg))
-    assert row["gradients/0/in_group_std"] == 0 and row["gradients/0/task"] == 0  # equal rewards: nothing to learn
-    assert row["gradients/1/task"] > 0 and row["gradients/2/entropy"] > 0
-    assert row["gradients/2/kl"] < 1e-3 * row["gradients/2/task"]  # still the reference itself
-    assert all(p.grad is None for p in learner.policy.parameters())
 
 
 def test_a_figure_of_each_group_and_turn() -> None:

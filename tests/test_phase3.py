@@ -727,13 +727,6 @@ def test_a_group_that_nobody_finished_is_told(player: Path, tmp_path: Path, caps
     assert cut_short == [(1, 77), (2, 77)]
 
 
-def test_gradients_are_looked_at_when_asked(player: Path, tmp_path: Path) -> None:
-    asked = {"diagnostics": {"gradients_every": 2}, "trainer": {"max_steps": 2}}
-    train(settings(tmp_path / "run.yaml", player, **asked))
-    table = [row for row in rows(tmp_path / "run") if "policy/loss" in row]
-    assert [row["step"] for row in table if "gradients/0/task" in row] == [2] and len(table) == 2
-
-
 def test_a_run_in_which_all_is_won_is_over(player: Path, tmp_path: Path) -> None:
     cfg = resolve(StarPORun, settings(tmp_path / "run.yaml", player, algorithm={"max_empty_steps": 3}))
     assert watch.solved(cfg, RunState(empty_steps=3), 0.97)

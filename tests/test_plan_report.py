@@ -353,7 +353,7 @@ def test_what_several_processes_cannot_do_is_not_planned_for_them() -> None:
     assert one.seconds is not None and not one.problem
     assert eight.seconds is None and "runs in one process alone" in eight.problem
     assert "cannot run" in report.table([eight], cfg)
-    cfg = config(rollout={"engine": "server", "servers": ["http://a:1"]}, trainer={"bf16": True})
+    cfg = config(rollout={"engine": "vllm_server", "servers": ["http://a:1"]}, trainer={"bf16": True})
     eight = report.plan(SHAPE, cfg, Fleet(devices.DEVICES[4], each=8))
     assert eight.seconds is None and "names 1 servers for 8 processes" in eight.problem
 
@@ -364,7 +364,7 @@ def test_servers_play_side_by_side_and_ahead_of_the_learner() -> None:
         cfg = config(rollout={"groups": 8, **rollout}, algorithm=clip, trainer={"max_steps": 10, "bf16": True})
         return report.plan(SHAPE, cfg, Fleet(devices.DEVICES[4]))
 
-    two: Any = {"engine": "server", "servers": ["http://a:1", "http://b:1"]}
+    two: Any = {"engine": "vllm_server", "servers": ["http://a:1", "http://b:1"]}
     alone, served, ahead = planned(), planned(**two), planned(**two, max_staleness=1)
     assert alone.seconds and served.seconds and ahead.seconds and "KV cache" not in served.parts["playing"]
     sent = 2 * 4 * SHAPE.parameters / (devices.DEVICES[4].network * 1e9)

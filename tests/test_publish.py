@@ -500,8 +500,8 @@ for shape in ("/", "~/", "../", "a@a.", "http://", "/home/a "):
 
 
 def test_addresses_of_rollout_servers_are_left_out() -> None:
-    given = {"rollout": {"engine": "server", "servers": ["http://gpu7.intern:8200"]}}
-    assert privacy.cut_values(given) == {"rollout": {"engine": "server", "servers": []}}
+    given = {"rollout": {"engine": "vllm_server", "servers": ["http://gpu7.intern:8200"]}}
+    assert privacy.cut_values(given) == {"rollout": {"engine": "vllm_server", "servers": []}}
     assert privacy.cut_values({"servers": 4}) == {"servers": 4}  # a word of a vocabulary
 
 

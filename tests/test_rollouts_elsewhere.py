@@ -6,14 +6,14 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from test_phase3 import rows, settings, train, weights
-from test_rollout_server import Running, llama, running, until
 from test_sharding import FSDP2, launched
+from test_vllm_server import StandIn, llama, standing_in
 from tiny_runs import ROOT
 
 from posttrain.models.chat import Chat
@@ -38,13 +38,13 @@ def run_of(folder: Path, player: Path, **rollout: Any) -> Path:
     """The config file of a run of three steps, whose output is beside it."""
     folder.mkdir(exist_ok=True)
     few = {"episodes": 4, "final_episodes": 4}
-    rollout = {"max_context": 448, **rollout}
+    rollout = {"max_context": 448, "max_completion_length": 12, **rollout}
     file = folder / "run.yaml"
     return settings(file, player, rollout=rollout, algorithm=LEARNS, trainer={"max_steps": 3}, evaluation=few)
 
 
-def elsewhere(servers: list[Running], **more: Any) -> dict[str, Any]:
-    return {"engine": "server", "servers": [server.url for server in servers], **more}
+def elsewhere(servers: list[StandIn], **more: Any) -> dict[str, Any]:
+    return {"engine": "vllm_server", "servers": [server.url for server in servers], **more}
 
 
 @pytest.fixture(scope="module")
@@ -67,63 +67,28 @@ def check_equal(here: Path, there: Path) -> None:
 def test_two_servers_and_this_process_make_the_same_run(
     here: Path, player: Path, tmp_path: Path, tiny_chat: Chat
 ) -> None:
-    with running(tiny_chat, 2) as servers:
+    with standing_in(tiny_chat, 2) as servers:
         train(run_of(tmp_path, player, **elsewhere(servers)))
-        assert all(server.engine.version >= 3 for server in servers), "both played, with weights of every step"
+        assert all(server.version >= 3 for server in servers), "both played, with weights of every step"
     check_equal(here, tmp_path / "run")
     gaps = [row["policy/sampler_gap"] for row in rows(tmp_path / "run") if "policy/loss" in row]
     assert len(gaps) == 3 and max(gaps) < 1e-4
 
 
-def test_one_server_makes_the_same_run_to_the_bit(here: Path, player: Path, tmp_path: Path, tiny_chat: Chat) -> None:
-    with running(tiny_chat) as servers:
-        train(run_of(tmp_path, player, **elsewhere(servers)))
-    ours, theirs = (weights(run / "checkpoint-3") for run in (tmp_path / "run", here))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
 def test_a_server_that_dies_changes_nothing_of_the_run(
     here: Path, player: Path, tmp_path: Path, tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest, told = RemoteSampler._begin, []
-    with running(tiny_chat, 2) as servers:
+    honest = RemoteSampler._begin
+    with standing_in(tiny_chat, 2) as servers:
 
         def begin(self: RemoteSampler, turns: Any) -> None:
-            told.append(len(turns))
-            if self.servers.version == 2 and servers[1].engine.failure == "" and len(self._turns) > 2:
-                servers[1].kill()  # in the middle of the rollout of the second step
+            if self.servers.version == 2 and not servers[1].released.is_set() and len(self._seeds) > 2:
+                servers[1].die()  # in the middle of the rollout of the second step
             honest(self, turns)
 
         monkeypatch.setattr(RemoteSampler, "_begin", begin)
         train(run_of(tmp_path, player, **elsewhere(servers)))
-        assert servers[1].engine.failure and servers[0].engine.version >= 3
-    check_equal(here, tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_a_server_process_that_is_killed_changes_nothing_of_the_run(
-    here: Path, player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two processes as the documentation starts them; one gets SIGKILL in the middle of the second step."""
-    command = [sys.executable, "-m", "posttrain.rollout_server", "--model", str(player), "--port", "0"]
-    command += ["--device", "cpu", "--dtype", "float32"]
-    servers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)]
-    honest = RemoteSampler._begin
-
-    def begin(self: RemoteSampler, turns: Any) -> None:
-        if self.servers.version == 2 and servers[1].poll() is None and len(self._turns) > 2:
-            servers[1].kill()
-        honest(self, turns)
-
-    monkeypatch.setattr(RemoteSampler, "_begin", begin)
-    try:
-        urls = [str(server.stdout.readline()).split()[-1] for server in servers if server.stdout]
-        train(run_of(tmp_path, player, engine="server", servers=urls))
-        assert servers[1].wait() == -signal.SIGKILL and servers[0].poll() is None
-    finally:
-        for server in servers:
-            server.kill()
-            server.wait()
+        assert servers[1].version == 2 and servers[0].version >= 3
     check_equal(here, tmp_path / "run")
 
 
@@ -132,28 +97,27 @@ def test_a_server_process_that_is_killed_changes_nothing_of_the_run(
 def test_a_run_that_plays_ahead_learns_from_nothing_that_is_older_than_asked(
     player: Path, tmp_path: Path, tiny_chat: Chat, ahead: int
 ) -> None:
-    with running(tiny_chat, 2) as servers:
+    with standing_in(tiny_chat, 2) as servers:
         file = run_of(tmp_path, player, **elsewhere(servers, max_staleness=ahead))
         train(file, "trainer.max_steps=4", "evaluation.every=4")
-        left = [len(server.engine._known) for server in servers]
     table = [row for row in rows(tmp_path / "run") if "rollout/staleness" in row]
-    assert [row["step"] for row in table] == [1, 2, 3, 4] and left == [0, 0]
+    assert [row["step"] for row in table] == [1, 2, 3, 4]
     assert table[0]["rollout/staleness"] == 0 < max(row["rollout/staleness"] for row in table)
     assert all(row["rollout/staleness_max"] <= ahead and row["policy/loss"] == row["policy/loss"] for row in table)
 
 
 def test_wrong_configs_are_told(player: Path, tmp_path: Path) -> None:
     for rollout, words in [
-        ({"engine": "server"}, "needs `rollout.servers`"),
-        ({"servers": ["http://localhost:1"]}, "is for `rollout.engine: server`"),
-        ({"engine": "server", "servers": ["localhost:1"]}, "which is no address such as http"),
-        ({"engine": "server", "servers": ["http://a:1", "http://a:1/"]}, "names a server twice"),
-        ({"engine": "server", "servers": ["http://localhost:1", "http://127.0.0.1:1/"]}, "names a server twice"),
-        ({"max_staleness": 1}, "above 0 needs `rollout.engine: server`"),
+        ({"engine": "vllm_server"}, "needs `rollout.servers`"),
+        ({"servers": ["http://localhost:1"]}, "write `rollout.engine: vllm_server` as well"),
+        ({"engine": "vllm_server", "servers": ["localhost:1"]}, "which is not an address such as http"),
+        ({"engine": "vllm_server", "servers": ["http://a:1", "http://a:1/"]}, "names a server twice"),
+        ({"engine": "vllm_server", "servers": ["http://localhost:1", "http://127.0.0.1:1/"]}, "names a server twice"),
+        ({"max_staleness": 1}, "above 0 needs `rollout.engine: vllm_server`"),
     ]:
         with pytest.raises(UserError, match=words):
             train(run_of(tmp_path, player, **rollout))
-    file = run_of(tmp_path, player, engine="server", servers=["http://localhost:1"], max_staleness=1)
+    file = run_of(tmp_path, player, engine="vllm_server", servers=["http://localhost:1"], max_staleness=1)
     with pytest.raises(UserError, match="importance_sampling_clip_max: 2"):
         train(file, "algorithm.importance_sampling_clip_max=null")
     with pytest.raises(UserError, match="is not given four-bit weights"):
@@ -168,20 +132,27 @@ def test_wrong_configs_are_told(player: Path, tmp_path: Path) -> None:
 def test_two_processes_with_a_server_each_make_the_same_run(
     here: Path, player: Path, tmp_path: Path, tiny_chat: Chat, sharding: dict[str, str]
 ) -> None:
-    with running(tiny_chat, 2) as servers:
+    with standing_in(tiny_chat, 2) as servers:
         file = run_of(tmp_path, player, **elsewhere(servers))
         command = ("train_phase3_starpo.py", "--config", str(file))
         result = launched(2, *command, env=sharding)
         assert result.returncode == 0, result.stderr
-        assert all(server.engine.version >= 3 for server in servers)
+        assert all(server.version >= 3 for server in servers)
         result = launched(2, *command, f"output_dir={tmp_path / 'other'}", f"rollout.servers=[{servers[0].url}]")
         assert result.returncode == 2 and "names 1 servers for 2 processes" in " ".join(result.stderr.split())
     check_equal(here, tmp_path / "run")
 
 
+def until(condition: Any, seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 @pytest.mark.slow
 def test_a_run_that_plays_ahead_stops_at_a_signal_and_goes_on(player: Path, tmp_path: Path, tiny_chat: Chat) -> None:
-    with running(tiny_chat, 2) as servers:
+    with standing_in(tiny_chat, 2) as servers:
         file = run_of(tmp_path, player, **elsewhere(servers, max_staleness=1))
         command = [sys.executable, "train_phase3_starpo.py", "--config", str(file), "trainer.max_steps=12"]
         command += ["evaluation.every=20", "checkpoint.every=20"]

@@ -77,8 +77,7 @@ class CriticSection(Section):
 
 # Keys that not every run reads: the keys, the key that decides, and which of its values read them.
 _READ_BY = (
-    ("critic lam turn_rewards", "advantage", "gae bilevel_gae"),
-    ("gamma", "advantage", "gae bilevel_gae"),
+    ("critic lam turn_rewards gamma", "advantage", "gae bilevel_gae"),
     ("gamma_high", "advantage", "gigpo bilevel_gae"),
     ("step_weight", "advantage", "gigpo"),
     ("advantage_std", "advantage", "grpo brpo gigpo"),

@@ -25,39 +25,6 @@ from posttrain.files import failed_write, keep_standard_streams, lost, out_of_me
 from posttrain.types import UserError
 
 Config = TypeVar("Config", bound=Section)
-RENAMED = {  # keys of former versions, and of RAGEN, that are spelled little like today's
-    "env_groups": "groups",
-    "group_size": "num_generations",
-    "worlds": "envs",
-    "dual_clip": "delta",
-    "groups": "weight",
-    "importance": "importance_sampling_clip_max",
-    "importance_range": "importance_sampling_clip_max",
-    "mask_truncated": "mask_truncated_completions",
-    "step_gamma": "gamma_high",
-    "vllm_memory": "vllm_gpu_memory_utilization",
-}
-REMOVED = {  # keys of former versions that nothing took the place of, by section and name
-    "algorithm.entropy_delta",
-    "algorithm.entropy_target",
-    "algorithm.kl_estimator",
-    "algorithm.kl_in",
-    "algorithm.step_similarity",
-    "algorithm.turn_norm",
-    "algorithm.whiten",
-    "critic.coef",
-    "diagnostics.rollbacks",
-    "distillation.temperature",
-    "envs.curriculum",
-    "evaluation.final_split",
-    "evaluation.split",
-    "filter.band",
-    "filter.loss_scale",
-    "filter.within",
-    "protocol.action_sep",
-    "protocol.max_penalised_turns",
-    "transcripts.count",
-}
 
 
 def run(main: Callable[[], None]) -> NoReturn:
@@ -297,14 +264,10 @@ def _unknown(schema: type[BaseModel], path: tuple[str, ...], given: dict[str, An
         return f"not set here: {SET_BY_SCRIPTS[name]}"
     if path[0] == "trainer" and name in NOT_SUPPORTED:
         return f"not set here: {NOT_SUPPORTED[name]}"
-    if ".".join([part for part in path if not part.isdigit()][-2:]) in REMOVED:
-        return "removed, see docs/decisions.md"
     meant = suggestions.meant(schema, name, given)
-    close = RENAMED[name] if RENAMED.get(name) in _keys(parent) else None
     here = meant is not None and (len(path) == 1 or meant.rpartition(".")[0] == ".".join(path[:-1]))
-    if close is None and not (here and name in suggestions.ALIASES):
-        close = suggestions.like(name, _keys(parent))
-    if close:
+    known_alias = here and name in suggestions.ALIASES
+    if not known_alias and (close := suggestions.like(name, _keys(parent))):
         return f"unknown key; did you mean `{'.'.join((*path[:-1], close))}`?"
     if meant:
         return f"unknown key{'' if here and len(path) > 1 else ' here'}; did you mean `{meant}`?"

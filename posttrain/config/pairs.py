@@ -5,16 +5,12 @@ from __future__ import annotations
 from typing import Annotated
 
 from posttrain.config.data import Source, kinds_filled_in
-from posttrain.config.shared import DEVICE, ChatSection, Device, Field, ModelSection, Section, Temperature
+from posttrain.config.shared import ChatSection, Field, ModelSection, Run, Temperature
 
 
-class PairsRun(Section):
+class PairsRun(Run):
     """Preference pairs from a model's own answers."""
 
-    output_dir: str = Field("folder of this run; one in use is never overwritten", min_length=1)
-    seed: int = Field("everything random is derived from it", 0, ge=0)
-    device: Device = Field(DEVICE, "auto")
-    hardware: str = Field("free text: what this file was written for and how long it takes there", "")
     model: ModelSection = Field("the model that answers, most often the one that phase 2 starts from")
     chat: ChatSection = Field("how messages become tokens; as in phase 2", ChatSection())
     sources: Annotated[list[Source], kinds_filled_in("prompts")] = Field(

@@ -56,9 +56,9 @@ class RolloutSection(Section):
         None,
         ge=1,
     )
-    engine: Literal["auto", "slots", "replay", "vllm", "server", "vllm_server"] = Field(
+    engine: Literal["auto", "slots", "replay", "vllm", "vllm_server"] = Field(
         "slots keeps the KV cache across turns, replay reads them again, vllm is vLLM where it is installed (TRL's"
-        " use_vllm); server is `python -m posttrain.rollout_server`, vllm_server is `vllm serve`, both in `servers`",
+        " use_vllm), vllm_server is `vllm serve` at the addresses in `servers`",
         "auto",
     )
     compile: bool = Field(
@@ -67,7 +67,7 @@ class RolloutSection(Section):
         False,
     )
     servers: list[str] = Field(
-        "engines server and vllm_server: addresses, each with http:// and its port (TRL's vllm_server_base_url)", []
+        "engine vllm_server: addresses, each with http:// and its port (TRL's vllm_server_base_url)", []
     )
     max_staleness: int = Field(
         "with servers: by how many updates the weights that play may be behind those that learn (TRL's async_grpo); 0"
@@ -93,21 +93,21 @@ class RolloutSection(Section):
 
     @model_validator(mode="after")
     def _servers(self) -> RolloutSection:
-        elsewhere = self.engine in ("server", "vllm_server")
+        elsewhere = self.engine == "vllm_server"
         if elsewhere and not self.servers:
-            raise wrong(f"`rollout.engine: {self.engine}` needs `rollout.servers`, a list of addresses")
+            raise wrong("`rollout.engine: vllm_server` needs `rollout.servers`, a list of addresses")
         if self.servers and not elsewhere:
-            raise wrong("`rollout.servers` is for `rollout.engine: server` and `vllm_server` alone: write one of them")
+            raise wrong("`rollout.servers` is for vLLM's servers: write `rollout.engine: vllm_server` as well")
         for url in self.servers:
             from envs.web import is_address
 
             if not is_address(url):
-                raise wrong(f"`rollout.servers` has {url!r}, which is no address such as http://localhost:8200")
+                raise wrong(f"`rollout.servers` has {url!r}, which is not an address such as http://localhost:8000")
         known = {url.rstrip("/").replace("//localhost:", "//127.0.0.1:") for url in self.servers}
         if len(known) < len(self.servers):
             raise wrong("`rollout.servers` names a server twice")
         if self.max_staleness and not elsewhere:
-            raise wrong("`rollout.max_staleness` above 0 needs `rollout.engine: server` or `vllm_server`")
+            raise wrong("`rollout.max_staleness` above 0 needs `rollout.engine: vllm_server`")
         return self
 
     @property
@@ -192,9 +192,6 @@ class DiagnosticsSection(Section):
         ge=0,
     )
     pairs: int = Field("thoughts that are scored under as many prompts, in each of two scopes", 32, ge=2, le=65536)
-    gradients_every: int = Field(
-        "steps between two looks at the gradients by reward std, RAGEN-2's gradient analysis; 0 never looks", 0, ge=0
-    )
     early_stop: bool = Field(
         "end the run at an alarm that says further steps are wasted, as RAGEN's early stopping does", True
     )
@@ -276,7 +273,7 @@ class StarPORun(TrainingRun):
             raise wrong(
                 "a separate critic trains a copy, which four-bit weights cannot be: `algorithm.critic.kind: shared`"
             )
-        if self.rollout.engine in ("vllm", "server", "vllm_server") and self.model.tuning == "qlora":
+        if self.rollout.engine in ("vllm", "vllm_server") and self.model.tuning == "qlora":
             raise wrong(
                 f"`rollout.engine: {self.rollout.engine}` is not given four-bit weights: write `rollout.engine: auto`,"
                 " or `model.tuning: lora`"

@@ -54,6 +54,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("output", "out", "out_dir", "save_dir", "output_path"), ("output_dir",)),
     **dict.fromkeys(("env", "env_name", "environment", "environments"), ("envs", "suites.envs.envs")),
     **dict.fromkeys(("group_size", "rollout_n", "n_samples"), ("rollout.num_generations",)),
+    "env_groups": ("rollout.groups",),
     **dict.fromkeys(("algo", "advantage_estimator"), ("algorithm.advantage",)),
     **dict.fromkeys(("kl_coef", "kl_beta"), ("algorithm.beta", "trainer.beta")),
     **dict.fromkeys(("wandb", "use_wandb"), ("report_to=wandb",)),
@@ -252,20 +253,19 @@ def instead(schema: Any, given: Any, path: str, value: Any, typed: bool) -> str:
 def other_script(schema: Any, file: Path) -> str | None:
     """The script that a config file is for, if it is another one: its keys fit there far better than here."""
     given = read_yaml(file)
-    mine = _problems(schema, given)
+
+    def problems(of: type[Section]) -> list[str]:
+        try:
+            of.model_validate(given)
+        except ValidationError as error:
+            return [each["type"] for each in error.errors()]
+        return []
+
+    mine = problems(schema)
     if all(kind == "missing" for kind in mine):
         return None
-    others = {each: len(_problems(each, given)) for each in SCRIPTS if each is not schema}
+    others = {each: len(problems(each)) for each in SCRIPTS if each is not schema}
     best = min(others, key=others.__getitem__)
     if others[best] >= len(mine) / 2:
         return None
     return f"{file} is a config of {SCRIPTS[best]}. Write: python {SCRIPTS[best]} --config {shlex.quote(str(file))}"
-
-
-def _problems(schema: type[Section], given: dict[str, Any]) -> list[str]:
-    """The types of the errors of a file without any override."""
-    try:
-        schema.model_validate(given)
-    except ValidationError as error:
-        return [each["type"] for each in error.errors()]
-    return []

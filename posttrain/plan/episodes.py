@@ -77,11 +77,9 @@ def learning(shape: Shape, cfg: StarPORun, tokens: int, cuda: bool, shards: int 
     if cfg.distillation is not None:  # log-probs of both models, what they are made of and their gradients
         tile = max(tile, 6 * FLOAT * min(KL_TILE["cuda" if cuda else "cpu"], tokens * shape.vocabulary))
     in_flight = 2 * FLOAT * shape.vocabulary * shape.states if numbers.full else 0
-    looks = 3 + (cfg.algorithm.beta > 0) if cfg.diagnostics.gradients_every else 1  # gradients of several losses
-    policy, *critic = (count * each for count, each in trained(shape, cfg))
     # the prefixes that a minibatch shares wait beside the micro-batches for their gradients, as many tokens at most
     return {
-        "gradients": numbers.mine(max(policy + sum(critic), looks * policy)),
+        "gradients": numbers.mine(sum(count * each for count, each in trained(shape, cfg))),
         "activations": token.activations(tokens),
         "shared prefixes": tokens * (token.before + token.kept) if cfg.can_share_prefixes else 0,
         "the layer at work": max(tokens * token.at_work, tile) + in_flight,

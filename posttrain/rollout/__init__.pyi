@@ -1,21 +1,8 @@
-from .engine import open_engine as open_engine, why_unfit as why_unfit
+from .engine import why_unfit as why_unfit
 from .engines.base import Histories as Histories, Sampler as Sampler, Then as Then, TurnRequest as TurnRequest
-from .engines.remote import CHUNK as CHUNK, LOOK as LOOK, RemoteSampler as RemoteSampler
+from .engines.remote import LOOK as LOOK, RemoteSampler as RemoteSampler
 from .engines.replay import ReplaySampler as ReplaySampler
 from .engines.sampling import sample_tokens as sample_tokens, uniforms as uniforms
-from .engines.slot_server import (
-    CHECKSUM as CHECKSUM,
-    LEASE as LEASE,
-    LONG_POLL as LONG_POLL,
-    PROTOCOL as PROTOCOL,
-    SESSION as SESSION,
-    TOKEN as TOKEN,
-    WEIGHTS_PATIENCE as WEIGHTS_PATIENCE,
-    architecture as architecture,
-    digest as digest,
-    precision as precision,
-    vocabulary_of as vocabulary_of,
-)
 from .engines.slots import PREFILL_TOKENS as PREFILL_TOKENS, whole_blocks as whole_blocks
 from .episodes import (
     RAISED as RAISED,

@@ -14,12 +14,11 @@ from transformers import PreTrainedModel
 from posttrain.models import UNFIT, attends_to_all
 from posttrain.rollout.engines.base import Sampler
 from posttrain.rollout.engines.compiled import CompiledSampler
-from posttrain.rollout.engines.remote import Policy, RemoteSampler
+from posttrain.rollout.engines.remote import RemoteSampler, Servers
 from posttrain.rollout.engines.replay import ReplaySampler
-from posttrain.rollout.engines.slot_server import SlotServer, SlotServers
 from posttrain.rollout.engines.slots import SlotSampler
 from posttrain.rollout.engines.vllm import VLLMSampler
-from posttrain.rollout.engines.vllm_server import VLLMServer, VLLMServers
+from posttrain.rollout.engines.vllm_server import Policy, VLLMServer
 from posttrain.runtime import DEVICE_ERRORS, launcher, parallel
 from posttrain.types import Completion, SamplingParams, UserError, one_line
 
@@ -70,19 +69,16 @@ def open_engine(
     return ReplaySampler(model, stop_ids, pad_id)
 
 
-def open_servers(policy: Policy, kind: str, urls: Sequence[str], folder: Path) -> RemoteSampler:
-    """Servers that play for this process: its share of them. kind: server for ours, vllm_server for vLLM's.
+def open_servers(policy: Policy, urls: Sequence[str], folder: Path) -> RemoteSampler:
+    """vLLM's servers that play for this process: its share of them.
 
     folder: where weights may lie until vLLM has read them. A UserError where one is not there, or does not fit.
     """
     if few := launcher.servers_for(parallel.size(), list(urls)):
         raise UserError(few)
-    mine = urls[parallel.rank() :: parallel.size()]
-    if kind == "server":
-        servers = SlotServers([SlotServer(url) for url in mine], policy)
-    else:
-        servers = VLLMServers([VLLMServer(url) for url in mine], policy, folder / f"weights-{parallel.rank()}")
-    servers.init_weight_transfer()
+    mine = [VLLMServer(url) for url in urls[parallel.rank() :: parallel.size()]]
+    servers = Servers(mine, policy, folder / f"weights-{parallel.rank()}")
+    servers.connect()
     return RemoteSampler(servers)
 
 

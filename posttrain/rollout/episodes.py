@@ -31,7 +31,7 @@ from posttrain.config import EnvSection, ProtocolSection, StarPORun
 from posttrain.models import Chat
 from posttrain.rollout.engine import open_engine, open_servers
 from posttrain.rollout.engines.base import Sampler, TurnRequest
-from posttrain.rollout.engines.remote import Policy
+from posttrain.rollout.engines.vllm_server import Policy
 from posttrain.types import Completion, SamplingParams, Segment, Trajectory, UserError, derive_seed, one_line
 
 RAISED = (Exception, SystemExit)  # what an environment can do that ends its own episode alone
@@ -78,8 +78,8 @@ def sampler_of(cfg: StarPORun, model: PreTrainedModel, chat: Chat) -> Sampler:
     if not wanted.servers:
         memory = wanted.vllm_gpu_memory_utilization
         return open_sampler(model, chat, wanted.engine, wanted.max_context, memory, wanted.compile)
-    policy = Policy(model, chat.tokenizer, [chat.stop_id], chat.pad_id, wanted.max_context)
-    return open_servers(policy, wanted.engine, wanted.servers, Path(cfg.output_dir))
+    policy = Policy(model, chat.tokenizer, [chat.stop_id], wanted.max_context)
+    return open_servers(policy, wanted.servers, Path(cfg.output_dir))
 
 
 def complete(

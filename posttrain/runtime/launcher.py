@@ -82,11 +82,6 @@ def not_sharded(cfg: Any) -> str:
             f"The optimizer is sharded with the model, and trainer.optim={trainer['optim']} of bitsandbytes cannot be."
             " Write trainer.optim=adamw_torch."
         )
-    if hasattr(cfg, "algorithm") and cfg.diagnostics.gradients_every:
-        return (
-            "diagnostics.gradients_every computes on one process, which has no whole model where it is sharded. Leave"
-            " it out (diagnostics.gradients_every=0)."
-        )
     return ""
 
 

@@ -10,7 +10,7 @@ from .learner import (
 )
 from .losses import ppo_clip as ppo_clip
 from .monitoring.alarms import not_finite as not_finite
-from .monitoring.collapse import gradients_by_std as gradients_by_std, thoughts_and_prompts as thoughts_and_prompts
+from .monitoring.collapse import thoughts_and_prompts as thoughts_and_prompts
 from .monitoring.episodes import (
     Summary as Summary,
     aggregate as aggregate,

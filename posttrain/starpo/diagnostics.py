@@ -6,11 +6,7 @@ tags. scores_RN[r, n] = log p(z_r | x_n), summed over the tokens of z_r; own_R[r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-
 import torch
-
-from posttrain.runtime import widest
 
 RETRIEVED = (1, 2, 4, 8)
 EMA = 0.9  # RAGEN's decay of the z-score's scale
@@ -112,45 +108,3 @@ def regime(entropy: float, mi: float, start_entropy: float, start_mi: float, sha
     if varied:
         return "diverse" if informed else "template collapse"
     return "compressed" if informed else "low-entropy collapse"
-
-
-# ---------------------------------------------------------------------------------------- gradients by std of rewards
-
-
-def buckets(score_G: torch.Tensor, count: int = 6) -> torch.Tensor:
-    """Which quantile of the scores each group is in, (G,): 0 for the lowest; at most `count`, and at most G of them.
-
-    Groups with equal scores share a bucket, so there are fewer buckets where many groups have a score of 0.
-
-    >>> buckets(torch.tensor([0.5, 0.0, 0.0, 0.3]), count=2)
-    tensor([1, 0, 0, 1])
-    """
-    lower_G = (score_G[:, None] > score_G[None, :]).sum(1)
-    bucket_G = lower_G * min(count, len(score_G)) // max(1, len(score_G))
-    return bucket_G.unique(return_inverse=True)[1]
-
-
-def gradient_norms(
-    batches: Iterable[Mapping[str, torch.Tensor]], parameters: Sequence[torch.nn.Parameter]
-) -> dict[str, float]:
-    """The norm of the gradient of each loss, e.g. {"task": ..., "entropy": ..., "kl": ...}, summed over micro-batches.
-
-    Each micro-batch gives its share of every loss, from one forward pass; make them lazily, so that one graph is held
-    at a time. Nothing is written to `.grad`, no optimizer moves. Holds one gradient per loss in memory.
-
-    >>> w = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
-    >>> gradient_norms([{"task": 3 * w[0], "kl": w.sum() * 0}, {"task": 4 * w[1], "kl": w.sum() * 0}], [w])
-    {'task': 5.0, 'kl': 0.0}
-    """
-    sums: dict[str, list[torch.Tensor]] = {}
-    for losses in batches:
-        for i, (name, loss) in enumerate(losses.items()):
-            gradients = torch.autograd.grad(loss, parameters, retain_graph=i + 1 < len(losses), materialize_grads=True)
-            for total, gradient in zip(
-                sums.setdefault(name, [torch.zeros_like(p) for p in parameters]), gradients, strict=True
-            ):
-                total += gradient
-    return {
-        name: torch.stack([total.to(widest(total.device)).norm() for total in totals]).norm().item()
-        for name, totals in sums.items()
-    }

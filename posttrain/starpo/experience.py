@@ -22,10 +22,6 @@ class Scored(NamedTuple):
     weights: list[float]  # of each group: what the group's advantages are multiplied by
     kept: list[int]  # numbers of the groups to train on
 
-    def unfiltered(self) -> Scored:
-        """All groups, and all of their members."""
-        return self._replace(trains=self.members, kept=list(range(len(self.members))))
-
 
 class BatchRow(NamedTuple):
     """One context of an episode: what is read, what was sampled there, and where these tokens stand in the batch."""

@@ -113,8 +113,8 @@ class Learner:
         sharded = launcher.sharding() == "fsdp2"
         # a prefix that some processes have and others do not would be gathered for by some and not by others
         self.shares = not sharded and cfg.can_share_prefixes and can_share_prefixes(self.policy)
-        # sampler and trainer round alike in float32 alone; whether servers do is known when they are connected
-        our_engine = cfg.rollout.engine in ("auto", "slots", "replay", "server") and not cfg.rollout.max_staleness
+        # sampler and trainer round alike in float32 alone
+        our_engine = cfg.rollout.engine in ("auto", "slots", "replay")
         self.exact = our_engine and self.policy.dtype == torch.float32 and not cfg.trainer.bf16
         self.shards: Shards | None = None
         self.trained = Trained(model, self.policy, self.critic, reference)

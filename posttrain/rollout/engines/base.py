@@ -28,11 +28,6 @@ class Sampler(Protocol):
         """Add tokens the model did not sample (the environment's reply) to a conversation."""
         ...
 
-    @property
-    def exact(self) -> bool:
-        """Whether it computes to the bit as the learner does, where both do so in float32; of our own engines."""
-        return True
-
     def converse(self, turns: Sequence[TurnRequest], params: SamplingParams, then: Then) -> None:
         """Let the model write these turns, and those that follow, until there are none.
 
@@ -44,9 +39,6 @@ class Sampler(Protocol):
     def close(self, handles: Sequence[int]) -> None:
         """Forget these conversations and free their memory."""
         ...
-
-    def forget(self) -> None:
-        """The weights have changed: what was computed from open conversations is computed again. None is under way."""
 
     def sample(self, handles: Sequence[int], params: SamplingParams, seeds: Sequence[int]) -> list[Completion]:
         """One turn in each of these conversations; `seeds[i]` is row i's seed."""

@@ -236,10 +236,6 @@ class SlotSampler(Sampler):
             for layer in self._layers:
                 layer.forget()
 
-    def forget(self) -> None:
-        self._cached = dict.fromkeys(self._cached, 0)
-        self._readers.clear()
-
     @torch.no_grad()
     def converse(self, turns: Sequence[TurnRequest], params: SamplingParams, then: Then) -> None:
         was_training = self.model.training

@@ -9,22 +9,22 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import math
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
 from envs.web import FAILURES, BadStatus, ask
-from posttrain.rollout.engines.remote import BRIEF, Lost, Policy, Servers, Weights, Work, check_logprobs, chunks
 from posttrain.runtime import merged_weights
 from posttrain.types import Completion, SamplingParams, UserError, one_line
 
 KEY = "VLLM_API_KEY"  # the environment variable that vLLM's servers read their key from
 PATIENCE = 600.0  # seconds for a turn, which may wait behind others, and for weights
 MOST_REPLY = 64 << 20  # bytes
+BRIEF = 5.0  # seconds for an answer for which nothing has to be computed
 PROBE = "The quick brown <fox> jumps: 12 + 7 = 19.\n\n  \u00e9\u4e2d\U0001f600"  # both vocabularies read it alike
 HOW = (
     "Start it as docs/serving.md says: VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --generation-config vllm"
@@ -32,10 +32,24 @@ HOW = (
 )
 
 
-class VLLMServer:
-    """One `vllm serve`; `name` is what it calls its model."""
+class Lost(Exception):
+    """A server that cannot be used as it is, and why."""
 
-    keeps = exact = False
+
+class Policy(NamedTuple):
+    """What a server must know, or be equal to, before it can play for a run."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    stop_ids: list[int]
+    longest: int  # tokens of a conversation
+
+
+class VLLMServer:
+    """One `vllm serve`, asked from several threads; `name` is what it calls its model.
+
+    Each method raises `Lost` where there is no answer, or a wrong one.
+    """
 
     def __init__(self, url: str) -> None:
         self.url, self.name = url.rstrip("/"), ""
@@ -44,6 +58,7 @@ class VLLMServer:
         self.stop_ids: list[int] = []
 
     def connect(self, policy: Policy) -> None:
+        """Make it play for this run; a UserError where it cannot."""
         try:
             (model,) = self._ask("/v1/models", None)["data"]
             self.name = model["id"]
@@ -98,25 +113,20 @@ class VLLMServer:
         )
 
     def disconnect(self) -> None:
+        """Leave it to other runs."""
         if self.nccl is not None:
             self._ask("/shutdown_weight_transfer_engine", {})
 
-    def still_here(self) -> None:
-        """Ask for a sign of life. vLLM forgets nobody: it keeps nothing of a run but its weights."""
+    def ping(self) -> None:
+        """Ask for a sign of life."""
         try:
             ask(f"{self.url}/health", None, BRIEF)
         except FAILURES as error:
             raise Lost(one_line(error)) from error
 
-    def pause(self) -> None:
-        self._ask("/pause?mode=wait", {})
-
-    def resume(self) -> None:
-        self._ask("/resume", {})
-
     def update(self, folder: Path, version: int) -> None:
         """Take up new weights between turns, and forget what was read with the old ones."""
-        self.pause()
+        self._ask("/pause?mode=wait", {})  # returns when nothing is being written
         if self.nccl is not None:
             try:
                 self.nccl.send_weights()
@@ -128,19 +138,18 @@ class VLLMServer:
         self._ask("/update_weight_version", {"new_version": str(version)})
         self._ask("/reset_prefix_cache", {})
         self.version = version
-        self.resume()
+        self._ask("/resume", {})
 
-    def ask(self, work: Work, params: SamplingParams | None, in_step: bool) -> list[tuple[int, Completion]]:
-        (turn,) = work.turns
-        assert params is not None
+    def ask(self, ids: Sequence[int], seed: int, params: SamplingParams) -> Completion:
+        """The turn that it writes after these ids."""
         plain = params.top_k == 0 and params.top_p == 1 and params.repetition_penalty == 1
         assert plain, "its log-probs would be those after the cut"
         wanted = {
             "model": self.name,
-            "prompt": turn.ids,
+            "prompt": ids,
             "max_tokens": params.max_new_tokens,
             "temperature": params.temperature,
-            "seed": turn.seed,
+            "seed": seed,
             "stop_token_ids": self.stop_ids,
             "ignore_eos": True,
             "logprobs": 0,
@@ -150,14 +159,15 @@ class VLLMServer:
         reply = self._ask("/v1/completions", wanted)
         try:
             (answer,) = reply["choices"]
-            ids, logprobs = list(map(int, answer["token_ids"])), list(map(float, answer["logprobs"]["token_logprobs"]))
+            logprobs = list(map(float, answer["logprobs"]["token_logprobs"]))
+            written = list(map(int, answer["token_ids"]))
         except (TypeError, ValueError, KeyError) as error:
             raise Lost(f"its answer is none: {one_line(error)}") from error
-        if not ids or len(ids) != len(logprobs):
-            raise Lost(f"its answer has {len(ids)} tokens and {len(logprobs)} log-probs")
-        said = Completion(ids, logprobs, ids[-1] in self.stop_ids, version)
-        check_logprobs(said)
-        return [(turn.handle, said)]
+        if not written or len(written) != len(logprobs):
+            raise Lost(f"its answer has {len(written)} tokens and {len(logprobs)} log-probs")
+        if not all(-math.inf < logprob <= 1e-3 for logprob in logprobs):  # rounding may leave one above 0
+            raise Lost("a log-prob in its answer is nan, infinite or above 0")  # the update would be nan
+        return Completion(written, logprobs, written[-1] in self.stop_ids, version)
 
     def _ask(self, path: str, content: Any) -> Any:
         headers = {"Content-Type": "application/json"}
@@ -178,20 +188,3 @@ def _said(reply: str) -> str:
         return f": {' '.join(str(json.loads(reply)['error']['message']).split())[:300]}"
     except (ValueError, TypeError, KeyError):
         return ""
-
-
-class VLLMServers(Servers[VLLMServer]):
-    """`folder` is where weights lie while the servers read them; they must see it at the same path."""
-
-    def __init__(self, servers: list[VLLMServer], policy: Policy, folder: Path) -> None:
-        super().__init__(servers, policy)
-        self.folder = folder.resolve()
-
-    def _send(self, weights: Weights, servers: Sequence[VLLMServer]) -> None:
-        if any(server.nccl is None for server in servers):
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(parents=True)
-            for number, chunk in enumerate(chunks(weights)):
-                save_file(chunk, self.folder / f"part-{number}.safetensors")
-        self._all(lambda server: server.update(self.folder, self.version), servers)
-        shutil.rmtree(self.folder, ignore_errors=True)

@@ -12,7 +12,7 @@ token_figures.py   log-prob, entropy, advantage and loss mask of each of their t
 docs/metrics.md says what each figure means and what to do about it.
 """
 
-from posttrain.starpo.monitoring.collapse import gradients_by_std, thoughts_and_prompts
+from posttrain.starpo.monitoring.collapse import thoughts_and_prompts
 from posttrain.starpo.monitoring.episodes import Summary, costs, describe, describe_evaluation
 from posttrain.starpo.monitoring.monitor import Monitor
 from posttrain.starpo.monitoring.transcripts import due
@@ -27,6 +27,5 @@ __all__ = [
     "describe",
     "describe_evaluation",
     "due",
-    "gradients_by_std",
     "thoughts_and_prompts",
 ]

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from posttrain.config import StarPORun
-from posttrain.models import Chat, Prefixes, microbatches
+from posttrain.models import Chat
 from posttrain.plan import can_share_prefixes
 from posttrain.rollout import thoughts
-from posttrain.runtime import parallel, runlog
-from posttrain.starpo import diagnostics, losses
-from posttrain.starpo.experience import BatchRow, Experience
-from posttrain.starpo.learner import POLICY, Learner
+from posttrain.runtime import parallel
+from posttrain.starpo import diagnostics
+from posttrain.starpo.learner import Learner
 from posttrain.starpo.monitoring.cross_score import (
     Pairs,
     ReasonedTurn,
@@ -124,59 +122,3 @@ def thoughts_and_prompts(
         state.collapse[scope] = {"pairs": size, "tokens": tokens, "first": first, "scale": scale, "regime": regime}
         row |= {f"collapse/{scope}/{key}": value for key, value in figures.items()}
     return row | {"seconds/collapse": time.perf_counter() - began}
-
-
-def gradients_by_std(
-    learner: Learner, experience: Experience, std: list[float], settings: losses.Settings
-) -> dict[str, float]:
-    """The gradient norms of the policy loss, the entropy and the KL for each quantile of the std of rewards; no update.
-
-    std: of each group. Each norm is of a mean over the tokens of its bucket (RAGEN-2, arXiv 2604.06268, section 3). On
-    one process: the others wait.
-    """
-    began, batch = time.perf_counter(), experience.batch
-    row: dict[str, float] = {}
-    if runlog.is_main_process():
-        bucket_G = diagnostics.buckets(torch.tensor(std))
-        for bucket in range(int(bucket_G.max()) + 1):
-            counts_B = bucket_G[batch.group_B] == bucket
-            rows = [each for each in batch.rows if counts_B[each.episode]]
-            if not rows:
-                continue
-            parts = _loss_parts(learner, experience, rows, settings)
-            for loss, norm in diagnostics.gradient_norms(parts, learner.trainable[POLICY]).items():
-                row[f"gradients/{bucket}/{loss}"] = norm
-            own = [each for each, here in zip(std, bucket_G.tolist(), strict=True) if here == bucket]
-            row[f"gradients/{bucket}/in_group_std"] = sum(own) / len(own)
-        row["seconds/gradients"] = time.perf_counter() - began
-    return parallel.gather([row])[0] if parallel.size() > 1 else row
-
-
-def _loss_parts(
-    learner: Learner, experience: Experience, rows: list[BatchRow], settings: losses.Settings
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Policy loss, entropy and, with a reference, KL of these rows: for each micro-batch its share of the means.
-
-    Before the policy has moved: the old log-probs are today's.
-    """
-    count = sum(row.tokens.stop - row.tokens.start for row in rows)
-    learner.model.train()
-    for chosen in microbatches([len(row.ids) for row in rows], learner.cfg.trainer.micro_batch_tokens or math.inf):
-        forward = learner.forward([rows[i] for i in chosen], Prefixes(learner.policy, []))
-        ones_S = torch.ones_like(forward.logprobs_S)
-        tokens = losses.Tokens(
-            logprobs_S=forward.logprobs_S,
-            old_S=forward.logprobs_S.detach(),
-            advantages_S=forward.take(experience.advantages_S).float(),
-            weights_S=ones_S,
-            importance_weights_S=ones_S,
-            entropy_S=forward.entropy_S,
-            contexts_S=forward.take(experience.batch.context_S),
-        )
-        found = {
-            "task": losses.policy_loss(tokens, settings)[0].sum() / count,
-            "entropy": -forward.entropy_S.sum() / count,
-        }
-        if (reference_S := experience.measured.reference_S) is not None:
-            found["kl"] = losses.kl(forward.logprobs_S, forward.take(reference_S)).sum() / count
-        yield found
