@@ -20,7 +20,8 @@ from test_report import build_run, hostile_pages
 from envs import make
 from envs.protocol import Episode, Protocol, answer
 from posttrain import report
-from posttrain.report import comparison, transcripts_page
+from posttrain.report import comparison
+from posttrain.report.page import build_transcripts
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -317,7 +318,7 @@ def test_the_figures_of_tokens_are_reached_by_keyboard(visit: Callable[..., Any]
 
 
 def test_the_shading_is_kept_from_one_episode_to_the_next(visit: Callable[..., Any], run: Path) -> None:
-    page = visit(transcripts_page.build(run / "phase3" / "transcripts.jsonl"))
+    page = visit(build_transcripts(run / "phase3" / "transcripts.jsonl"))
     page.get_by_label("shade tokens by").select_option("logprob")
     for number in (1, 2):
         page.locator(".row").nth(number).click()
@@ -451,7 +452,7 @@ def many(count: int) -> Iterator[dict[str, Any]]:
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("large") / "transcripts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in many(10_000)))
-    return transcripts_page.build(file)
+    return build_transcripts(file)
 
 
 def test_ten_thousand_episodes_stay_fluid(visit: Callable[..., Any], large: Path) -> None:
@@ -565,7 +566,7 @@ def test_a_number_that_is_missing_is_said_to_be(visit: Callable[..., Any], tmp_p
     token = {"text": ["ab"], "logprob": [float("-inf")], "entropy": [None], "advantage": [0.1], "loss": [1]}
     rows = [row | {"turn_rewards": [float("nan")], "tokens": [token]}, row | {"turn_rewards": [0.5]}]
     (tmp_path / "transcripts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
-    page = visit(transcripts_page.build(tmp_path / "transcripts.jsonl"))
+    page = visit(build_transcripts(tmp_path / "transcripts.jsonl"))
     assert page.locator(".meta").inner_text() == "reward not a finite number"
     assert page.locator(".shown h3 small").inner_text() == "the reward is not a finite number"
     page.get_by_label("shade tokens by").select_option("advantage")
@@ -577,7 +578,7 @@ def test_a_number_that_is_missing_is_said_to_be(visit: Callable[..., Any], tmp_p
 def test_what_a_model_wrote_is_never_html(visit: Callable[..., Any], run: Path) -> None:
     """In the evaluator's transcripts, in those of phase 3, and on the report: the words are shown, nothing runs."""
     for file in (run / "transcripts.jsonl", run / "phase3" / "transcripts.jsonl"):
-        page = visit(transcripts_page.build(file))
+        page = visit(build_transcripts(file))
         page.get_by_label("text").fill("<script>")
         assert not page.locator(".count").inner_text().startswith("0 ")
         assert "<script>" in page.locator(".words").first.text_content()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
-import html as html_text
 import itertools
 import json
 import random
@@ -14,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from html import unescape
 from html.parser import HTMLParser
 from io import BytesIO
 from pathlib import Path
@@ -30,23 +30,13 @@ from posttrain.evaluation import store
 from posttrain.evaluation.goals import goals
 from posttrain.publish import measured
 from posttrain.report import __main__ as report_command
-from posttrain.report import (
-    animation,
-    charts,
-    comparison,
-    figures,
-    levels,
-    samples,
-    tables,
-    training_log,
-    transcripts_page,
-    verdict,
-)
-from posttrain.report.episodes import gif, replay
-from posttrain.report.page import commands, read
-from posttrain.report.rows import Pictures
+from posttrain.report import animation, charts, comparison, page, tables, training_log, verdict
+from posttrain.report.episodes import Pictures, gif, replay
+from posttrain.report.page import build_transcripts, read
+from posttrain.report.templates import TEMPLATES
 from posttrain.types import UserError
 
+Rows = list[dict[str, Any]]
 NAMES = ("base", "phase1", "phase2", "phase3")
 # What a made-up checkpoint can do: base knows nothing, phase 1 talks, phase 2 repeats less, phase 3 plays.
 MATH = {"base": 0.0, "phase1": 0.72, "phase2": 0.70, "phase3": 0.69}
@@ -195,8 +185,25 @@ def results(run: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
+def rows(run: Path) -> Rows:
+    return [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
 def html(run: Path) -> str:
     return (run / "report.html").read_text()
+
+
+def write_rows(file: Path, *rows: dict[str, Any]) -> Path:
+    """Write a file of JSON lines, in a folder that may not be there yet."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def words_of(html: str) -> str:
+    """Return the text of a piece of a page."""
+    return " ".join(unescape(re.sub(r"<[^>]+>", "", html)).split())
 
 
 def test_page_needs_nothing_from_outside(html: str) -> None:
@@ -215,24 +222,7 @@ def data_of(html: str) -> dict[str, Any]:
     return json.loads(gzip.decompress(base64.b64decode(code)))
 
 
-def test_page_is_well_formed(html: str) -> None:
-    opened: list[str] = []
-    without_script = re.sub(r"<script.*</script>", "", html, flags=re.DOTALL)
-    for closing, name, empty in re.findall(r"<(/?)([a-z][a-z0-9]*)[^>]*?(/?)>", without_script):
-        if name in ("meta", "br", "img", "link") or empty:
-            continue
-        if closing:
-            assert opened.pop() == name
-        else:
-            opened.append(name)
-    assert not opened
-
-
-def test_hostile_text_stays_text(run: Path, html: str) -> None:
-    assert "<script>alert(1)" in (run / "transcripts.jsonl").read_text()
-    assert "&lt;script&gt;alert(1)" in html
-
-
+CHANGED: Any = TEMPLATES.get_template("parts.html.j2").module.changed  # type: ignore[attr-defined]
 MARK = "'\"><hostile hostile=1 onhostile=1>"
 KEPT = {"", "math", "recall", "repetition", "preferences", "envs", "accuracy", "success", "failed", "equal_length"}
 KEPT |= {"seq_rep_4", "seq_rep_4_first", "assistant", "test", "phase1", "phase2", "phase3", "base"}
@@ -289,64 +279,70 @@ def hostile_run(run: Path, folder: Path) -> tuple[Path, str]:
         row = {"step": 1, "env": MARK, "success": False, "failure": MARK, "crashed": "", "invalid_turns": MARK}
         row |= {"turn_rewards": [0.5], "turn_penalties": [0.0], "group": MARK, "tokens": [token]}
         row |= {"messages": [{"role": MARK, "content": MARK}, {"role": "assistant", "content": MARK}]}
-        (place / "transcripts.jsonl").write_text(json.dumps(row) + "\n")
+        write_rows(place / "transcripts.jsonl", row)
     return folder, "base" + MARK
 
 
 def hostile_pages(run: Path, folder: Path) -> list[Path]:
     place, first = hostile_run(run, folder)
-    found = [report.build(place), transcripts_page.build(place / "transcripts.jsonl")]
-    found.append(transcripts_page.build(place / f"phase3{MARK}" / "transcripts.jsonl"))
+    found = [report.build(place), build_transcripts(place / "transcripts.jsonl")]
+    found.append(build_transcripts(place / f"phase3{MARK}" / "transcripts.jsonl"))
     return [*found, comparison.build([f"{place}:{first}", str(place)])]
 
 
-class Names(HTMLParser):
-    """Every element and attribute of a page."""
+class Page(HTMLParser):
+    """Every element and attribute of a page whose elements are nested as HTML wants it."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.tags, self.attributes = set[str](), set[str]()
+        self.tags, self.attributes, self.open = set[str](), set[str](), list[str]()
         self.feed(html)
+        assert not self.open
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
+        self.open += [tag] if tag not in ("meta", "link", "br") else []
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
         self.attributes |= {name for name, _ in attrs}
 
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
 
-def test_nothing_in_the_files_of_a_run_becomes_an_element_or_attribute(run: Path, tmp_path: Path) -> None:
-    pages = hostile_pages(run, tmp_path / "<hostile>")
-    for page, least in zip(pages, (150, 1, 1, 30), strict=True):
-        html = page.read_text()
-        found = Names(html)
+
+def test_nothing_in_the_files_of_a_run_becomes_an_element_or_attribute(run: Path, html: str, tmp_path: Path) -> None:
+    assert Page(html).tags and "&lt;script&gt;alert(1)" in html
+    for file, least in zip(hostile_pages(run, tmp_path / "<hostile>"), (150, 1, 1, 30), strict=True):
+        hostile = file.read_text()
+        found = Page(hostile)
         assert not [name for name in found.tags | found.attributes if "hostile" in name or name.startswith("on")]
-        assert html.count("&lt;hostile") >= least, page
-        assert "<hostile" not in html
+        assert hostile.count("&lt;hostile") >= least and "<hostile" not in hostile, file
 
 
 def test_a_page_runs_its_own_script_alone(html: str, tmp_path: Path) -> None:
     (tmp_path / "transcripts.jsonl").write_text('{"text": "x"}\n')
-    for page in (html, transcripts_page.build(tmp_path / "transcripts.jsonl").read_text()):
-        (allowed,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]+)"', page)
+    for text in (html, build_transcripts(tmp_path / "transcripts.jsonl").read_text()):
+        (allowed,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]+)"', text)
         rules = dict(rule.strip().split(" ", 1) for rule in allowed.split(";"))
-        (code,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+        (code,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
         assert rules["script-src"] == f"'sha256-{digest}'" and rules["default-src"] == "'none'"
         assert rules["base-uri"] == rules["form-action"] == "'none'"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 10**400, "x", None], ids=lambda bad: repr(bad)[:5])
-def test_a_number_that_is_none_leaves_the_page_whole(run: Path, tmp_path: Path, bad: Any) -> None:
+def test_a_number_that_is_not_finite_leaves_the_page_whole(run: Path, tmp_path: Path, bad: Any) -> None:
     token = {"text": ["a", "b"], "logprob": [bad, -1], "entropy": [bad, 0.1], "advantage": [bad, 1], "loss": [1, 1]}
     row = {"step": 1, "env": "x", "success": True, "invalid_turns": bad, "tokens": [token], "turn_penalties": [0.0]}
     row |= {"messages": [{"role": "assistant", "content": "ab"}], "turn_rewards": [bad], "return": 0.5}
     row |= {"anything": bad, "group": bad}
-    file = tmp_path / "transcripts.jsonl"
-    lines = [row, row | {"return": bad} if isinstance(bad, float | int) else row]
-    file.write_text("".join(json.dumps(each) + "\n" for each in lines))
-    (code,) = re.findall(r'id="data">([^<]+)</script>', transcripts_page.build(file).read_text())
+    second = row | {"return": bad} if isinstance(bad, float | int) else row
+    file = write_rows(tmp_path / "transcripts.jsonl", row, second)
+    (code,) = re.findall(r'id="data">([^<]+)</script>', build_transcripts(file).read_text())
 
     def refused(word: str) -> None:
-        raise AssertionError(f"{word} is no JSON")
+        raise AssertionError(f"{word} is not JSON")
 
     first, second = json.loads(gzip.decompress(base64.b64decode(code)), parse_constant=refused)["rows"]
     assert first["rewards"] == [None] and first["reward"] == 0.5 and first["invalid"] is None
@@ -375,6 +371,9 @@ def test_page_shows_the_measured_figures(results: dict[str, Any], html: str) -> 
             assert f"{100 * part['low']:.0f} to {100 * part['high']:.0f}, n 60" in html
     for title in ("unseen questions", "unseen operands", "Frozen lake", "Sokoban", "optimum", "Loss", "Entropy"):
         assert title in html
+    for words in ("greedy</small>", "episodes on", "60 items", "ranking accuracy"):
+        assert words in html
+    assert "Reward accuracy, against the reference" in html, "DPO's own accuracy has another name"
     assert html.count("✓ reached") == sum(goal["reached"] for goal in results["goals"])
     assert html.count("✗ not reached") == sum(not goal["reached"] for goal in results["goals"])
     assert "python inference_with_improved_settings.py" in html
@@ -392,8 +391,7 @@ def test_curves_are_of_the_phases_that_were_trained_here(run: Path, html: str) -
     assert "Success, held-out levels" in html
 
 
-def test_episodes_are_shown_as_they_were_played(run: Path, results: dict[str, Any], html: str) -> None:
-    rows = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
+def test_episodes_are_shown_as_they_were_played(rows: Rows, results: dict[str, Any], html: str) -> None:
     solved = next(r for r in rows if r["suite"] == "envs" and r["checkpoint"] == "phase3" and r["success"])
     frames, turns = replay(results, solved)
     assert len(frames) == 1 + len(solved["actions"])
@@ -407,7 +405,7 @@ def test_episodes_are_shown_as_they_were_played(run: Path, results: dict[str, An
 
     data = data_of(html)
     films = [episode for pair in data["pairs"] for episode in pair]
-    assert 4 <= len(films) <= 2 * 3 * levels.LEVELS * 2  # two environments, three kinds of level, before and after
+    assert 4 <= len(films) <= 2 * 3 * page.LEVELS * 2  # two environments, three kinds of level, before and after
     for film in films:
         turns = sum(message["role"] == "assistant" for message in film["messages"])
         assert film["moments"][0] == [-1, 0] and film["moments"][-1] == [turns - 1, len(film["frames"]) - 1]
@@ -418,12 +416,13 @@ def test_episodes_are_shown_as_they_were_played(run: Path, results: dict[str, An
     top = data["top"]
     assert top["columns"] == ["base model", "SFT + DPO", "SFT + DPO + RL"]
     for row in top["rows"]:
-        assert [len(cells) for cells in row["cells"]] == [levels.LEVELS] * 3
-        assert [cell["at"] for cell in row["cells"][2]] == [f"phase3 level {n}" for n in range(levels.LEVELS)]
+        assert [len(cells) for cells in row["cells"]] == [page.LEVELS] * 3
+        assert [cell["at"] for cell in row["cells"][2]] == [f"phase3 level {n}" for n in range(page.LEVELS)]
 
 
-def test_animation_shows_the_same_levels_side_by_side(run: Path, results: dict[str, Any], tmp_path: Path) -> None:
-    rows = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
+def test_animation_shows_the_same_levels_side_by_side(
+    run: Path, rows: Rows, results: dict[str, Any], tmp_path: Path
+) -> None:
     names = ["base", "phase2", "phase3"]
     found = animation.episodes(results, rows, names, levels=2)
     assert set(found) == {(env, name, n) for env in ("frozen_lake", "sokoban") for name in names for n in (0, 1)}
@@ -462,9 +461,8 @@ def test_animation_says_which_checkpoints_it_shows(
         report_command.main()
 
 
-def test_levels_are_counted_by_who_solved_them(run: Path, results: dict[str, Any], html: str) -> None:
+def test_levels_are_counted_by_who_solved_them(rows: Rows, results: dict[str, Any], html: str) -> None:
     """`lost` would read as a step back, so every kind is said, and what was solved before is a kind of its own."""
-    rows = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
     for env in ("frozen_lake", "sokoban"):
         setting = results["checkpoints"]["phase3"]["envs"][env]["setting"]
         two, three = (
@@ -482,16 +480,11 @@ def test_levels_are_counted_by_who_solved_them(run: Path, results: dict[str, Any
     assert html.count('<details class="levels"><summary>') >= 2
 
 
-def test_headings_say_what_is_a_setting(html: str) -> None:
-    assert "sampled: sampled" not in html and "sampled: " not in html
-    assert "greedy</small>" in html and "episodes on" in html and "60 items" in html
-
-
-def test_long_answers_are_folded() -> None:
-    assert samples.folded("short <b>") == "<p>short &lt;b&gt;</p>"
-    words = "a<" * 200
-    found = samples.folded(words)
-    assert found.startswith("<details><summary>a&lt;") and found.count("a&lt;") == 200
+def test_long_answers_are_cut_and_folded() -> None:
+    assert page.folded("short <b>") == ("short <b>", "")
+    opening, rest = page.folded("a<" * 200)
+    assert opening + rest == "a<" * 200 and len(opening) == page.OPENING_CHARACTERS
+    assert page.cut("a\nb") == "a ↵ b" and len(page.cut("\n" * 5000)) == page.SHOWN_CHARACTERS + 2
 
 
 def test_a_checkpoint_that_failed_is_named_everywhere(run: Path, tmp_path: Path) -> None:
@@ -543,21 +536,14 @@ def test_differences_have_the_names_of_the_table() -> None:
 def test_every_figure_has_a_label_where_a_phone_shows_no_head(html: str) -> None:
     """page.css hides the first row of these tables on a narrow screen, and shows data-label instead."""
     for kind in ("headline", "parts"):
-        (found,) = re.findall(rf'<table class="{kind} cards">(.*?)</table>', html)
+        (found,) = re.findall(rf'<table class="{kind} cards">(.*?)</table>', html, re.DOTALL)
         head, *rows = found.split("</tr>")
-        titles = [re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<th>(.*?)</th>", head)[1:]]
+        titles = list(map(words_of, re.findall(r"<th>(.*?)</th>", head)[1:]))
         assert len(titles) >= 3 and len(rows) == 1 + (6 if kind == "headline" else len(NAMES))
         assert all(re.findall(r'data-label="([^"]+)"', row) == titles for row in rows[:-1])
 
 
-def test_ranking_and_reward_accuracy_have_two_names(html: str) -> None:
-    """The table ranks pairs by log-prob alone, the training log by DPO's implicit reward against the reference."""
-    assert "Pairs ranked right" not in html
-    assert "ranking accuracy" in html and "Reward accuracy, against the reference" in html
-
-
-def test_replay_of_a_silent_player_is_one_picture(run: Path, results: dict[str, Any]) -> None:
-    rows = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
+def test_replay_of_a_silent_player_is_one_picture(rows: Rows, results: dict[str, Any]) -> None:
     silent = next(r for r in rows if r["suite"] == "envs" and r["checkpoint"] == "base")
     frames, turns = replay(results, silent)
     assert len(frames) == 1 and len(turns) == 8
@@ -711,11 +697,11 @@ def test_goals_about_absent_checkpoints_are_left_out(results: dict[str, Any]) ->
 def test_a_change_is_called_one_only_where_its_interval_leaves_zero_out(run: Path, results: dict[str, Any]) -> None:
     (math,) = [column for column in tables.columns(results) if column.suite == "math"]
     steps = verdict.steps(run, *read(run))
-    assert re.search(r'class="change good">\+\d+\.\d \(\+.*<br>better</i>', figures.change(steps, "phase1", math))
-    unsure = metrics.Interval(0.01, -0.1, 0.1)
-    steps = {step: [each._replace(change=unsure, parts=[]) for each in compared] for step, compared in steps.items()}
-    assert "(-10.0 to +10.0)<br>cannot tell</i>" in figures.change(steps, "phase1", math)
-    assert figures.change(steps, "base", math) == ""
+    found = page.change(steps, "phase1", math)
+    assert found is not None and found.change.low > 0 and page.change(steps, "base", math) is None
+    assert re.search(r'class="change good">\+\d+\.\d \(\+.*<br>better</i>', CHANGED(found))
+    unsure = found._replace(change=metrics.Interval(0.01, -0.1, 0.1), parts=[])
+    assert "(-10.0 to +10.0)<br>cannot tell</i>" in CHANGED(unsure)
 
 
 def test_both_pages_have_the_same_verdicts(run: Path, html: str) -> None:
@@ -724,16 +710,16 @@ def test_both_pages_have_the_same_verdicts(run: Path, html: str) -> None:
     for old, new in itertools.pairwise(NAMES):
         before, after = (comparison.open_model(f"{run}:{name}") for name in (old, new))
         for each in verdict.compare(before, after):
-            assert figures.shown_change(each) in html
+            assert CHANGED(each) in html
             single = verdict._compared(each.column, verdict._pairs(before, after, each.column), 0.025, 0)
             together += each.verdict != "cannot tell"
             alone += single.verdict != "cannot tell"
     assert html.count('<i class="change ') == 18 and together <= alone
 
 
-def test_each_phase_is_told_in_a_sentence(run: Path, results: dict[str, Any]) -> None:
-    told = figures.phases(results, verdict.steps(run, *read(run)))
-    found = [re.sub(r"<[^>]+>", "", item) for item in re.findall(r"<li>(.*?)</li>", told)]
+def test_each_phase_is_told_in_a_sentence(run: Path, results: dict[str, Any], html: str) -> None:
+    (told,) = re.findall(r'<ul class="phases">(.*?)</ul>', html, re.DOTALL)
+    found = [words_of(item) for item in re.findall(r"<li>(.*?)</li>", told, re.DOTALL)]
     assert [words.split(":")[0] for words in found] == [
         f"{new} against {old}" for old, new in itertools.pairwise(NAMES)
     ]
@@ -744,34 +730,37 @@ def test_each_phase_is_told_in_a_sentence(run: Path, results: dict[str, Any]) ->
 
 def test_cost_and_data_are_told_as_far_as_they_are_known(run: Path, results: dict[str, Any], tmp_path: Path) -> None:
     folders = training_log.phase_folders(results, run)
-    assert folders["base"] is None and folders["phase1"] == run / "phase1"
-    assert "not recorded" in training_log.cost(results, folders) and training_log.data(results, folders) == ""
-    for name in ("phase1", "phase3"):
-        (tmp_path / name).mkdir()
+    assert folders["base"] is None and folders["phase1"] == run / "phase1" and training_log.data(folders) == []
+    assert training_log.cost(results, folders)["rows"][0][2:] == ("not recorded", "not recorded", "", "not recorded")
     rows = [{"step": 1, "seconds": 60.0, "num_tokens": 500}, {"step": 9, "seconds": 30.0, "num_tokens": 4000}]
-    (tmp_path / "phase1" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "phase1" / "metrics.jsonl", *rows)
     row = {"step": 7, "seconds/rollout": 3000.0, "seconds/update": 1000.0, "tokens": 12_345, "memory": 1.25}
-    (tmp_path / "phase3" / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    told = training_log.cost(results, {name: tmp_path / name for name in ("phase1", "phase3")})
-    for words in (
-        "1:30 min",
-        "4,000 read",
-        "1:06 h<small>rollout 50:00 min, update 16:40 min",
-        "12,345 sampled",
-        "1.2 GiB",
+    write_rows(tmp_path / "phase3" / "metrics.jsonl", row)
+    assert training_log.cost(results, {name: tmp_path / name for name in ("phase1", "phase3")}) == {
+        "rows": [
+            ("phase1", "9", "4,000 read", "1:30 min", "", "not recorded"),
+            ("phase3", "7", "12,345 sampled", "1:06 h", "rollout 50:00 min, update 16:40 min", "1.2 GiB"),
+        ],
+        "total": "1:08 h",
+        "hardware": "two CPU cores",
+    }
+    source = {"path": "a<b.jsonl", "kind": "messages", "licence": None, "train": 1100, "held_out": 97}
+    for name, more, read_and_dropped in (
+        ("sources", {}, ("", "not recorded")),  # of an older run
+        ("table", {"read": 1200, "dropped": {"empty": 3}}, ("1,200", "3 empty")),
+        ("table", {"read": 1197, "dropped": {}}, ("1,197", "none")),
     ):
-        assert words in told
-    assert "Together 1:08 h of training on two CPU cores" in told
-    (tmp_path / "phase1" / "rows").mkdir()
-    card = [{"path": "a<b.jsonl", "kind": "messages", "licence": None, "train": 1100, "held_out": 97}]
-    (tmp_path / "phase1" / "rows" / "sources.json").write_text(json.dumps(card))
-    told = training_log.data(results, {"phase1": tmp_path / "phase1"})
-    assert "a&lt;b.jsonl" in told and "1,100" in told and "not stated" in told and "not recorded" in told
+        (tmp_path / "phase1" / "rows").mkdir(exist_ok=True)
+        (tmp_path / "phase1" / "rows" / f"{name}.json").write_text(json.dumps([source | more]))
+        ((phase, ((kind, cells),)),) = training_log.data({"phase1": tmp_path / "phase1", "base": None})
+        assert (phase, kind, cells[:2], cells[3:5]) == (
+            *("phase1", "messages", ["a<b.jsonl", "not stated"], ["1,100", "97"]),
+        )
+        assert (cells[2], cells[5]) == read_and_dropped
 
 
-def test_every_episode_of_the_evaluator_is_played_again(run: Path) -> None:
-    rows = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
-    data = data_of(transcripts_page.build(run / "transcripts.jsonl").read_text())
+def test_every_episode_of_the_evaluator_is_played_again(run: Path, rows: Rows) -> None:
+    data = data_of(build_transcripts(run / "transcripts.jsonl").read_text())
     assert len(data["rows"]) == len(rows) and len(set(data["pictures"])) == len(data["pictures"])
     for row, shown in zip(rows, data["rows"], strict=True):
         assert ("frames" in shown) == (row["suite"] == "envs")
@@ -786,7 +775,7 @@ def test_episodes_beyond_the_limit_say_why_they_have_no_pictures(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training_log, "MOST_PICTURES", 1)
-    rows = data_of(transcripts_page.build(run / "transcripts.jsonl").read_text())["rows"]
+    rows = data_of(build_transcripts(run / "transcripts.jsonl").read_text())["rows"]
     played = [row for row in rows if "the page keeps 1, of the latest" in row["facts"] or "frames" in row]
     assert "frames" in played[-1] and len(played) > 1
     assert all("frames" not in row and "without pictures" in row["facts"] for row in played[:-1])
@@ -796,15 +785,15 @@ def test_episodes_beyond_the_limit_say_why_they_have_no_pictures(
     episodes = [row for row in given if row["suite"] == "envs"]
     for folder, row in ((tmp_path, episodes[0]), (place, episodes[-1])):
         shutil.copy(run / "results.json", folder)
-        (folder / "transcripts.jsonl").write_text(json.dumps(row) + "\n")
+        write_rows(folder / "transcripts.jsonl", row)
     first, last = training_log.episodes({"phase3": tmp_path, "phase4": place}, Pictures())
     assert "frames" in last and "frames" not in first and first["from"] == episodes[0]["checkpoint"]
 
 
 def test_episodes_of_older_runs_have_no_reward_for_each_turn(tmp_path: Path) -> None:
     row = {"return": 0.5, "penalties": -0.1, "messages": [{"role": "assistant", "content": "Up"}]}
-    (tmp_path / "transcripts.jsonl").write_text(json.dumps(row) + "\n")
-    (shown,) = data_of(transcripts_page.build(tmp_path / "transcripts.jsonl").read_text())["rows"]
+    write_rows(tmp_path / "transcripts.jsonl", row)
+    (shown,) = data_of(build_transcripts(tmp_path / "transcripts.jsonl").read_text())["rows"]
     assert shown["reward"] == 0.4 and shown["rewards"] is None and shown["penalties"] is None
 
 
@@ -818,28 +807,28 @@ def test_an_episode_whose_environment_has_changed_is_shown_without_pictures(tmp_
     file.write_text(json.dumps(row) + "\n" + json.dumps(row | {"env": "gone"}) + "\n")
     config = {"envs": [{"name": "frozen_lake", "options": {}, "label": None}], "protocol": {"think": False}}
     (tmp_path / "run_config.yaml").write_text(json.dumps(config))
-    first, second = data_of(transcripts_page.build(file).read_text())["rows"]
+    first, second = data_of(build_transcripts(file).read_text())["rows"]
     assert first["facts"].startswith("cannot be played again: ") and second["facts"].startswith("cannot be played")
     assert "frames" not in first and (first["reward"], first["end"], first["won"]) == (0.4, "hole", False)
     (tmp_path / "run_config.yaml").write_text("envs: [")
     with pytest.raises(
         UserError, match=r"run_config.yaml is damaged: .*Remove it, then the episodes are shown without"
     ):
-        transcripts_page.build(file)
+        build_transcripts(file)
 
 
 def test_a_line_that_is_no_episode_is_named(tmp_path: Path) -> None:
     file = tmp_path / "transcripts.jsonl"
     with pytest.raises(UserError, match=r"There is no file .*transcripts.jsonl"):
-        transcripts_page.build(file)
+        build_transcripts(file)
     lines = {'{"messages": [7]}\n': "Line 1 of .* is not an episode", "": "no whole row", "{\n{}\n": "damaged"}
     for line, told in (lines | {"[1]\n": "no whole row"}).items():
         file.write_text(line)
         with pytest.raises(UserError, match=told):
-            transcripts_page.build(file)
+            build_transcripts(file)
     for last in ("", "\n", '\n{"torn'):  # a whole row counts without its line end
         file.write_text('{"whatever": 1}' + last)
-        (row,) = data_of(transcripts_page.build(file).read_text())["rows"]
+        (row,) = data_of(build_transcripts(file).read_text())["rows"]
         assert (row["env"], row["won"], row["reward"], row["turns"]) == ("episode", None, None, 0)
 
 
@@ -847,8 +836,8 @@ def test_figures_of_other_tokens_than_the_text_shade_nothing(tmp_path: Path) -> 
     token = {"text": ["a", "b"], "logprob": [-1.0], "entropy": [0.5, 0.1], "advantage": [1, 1], "loss": [1, 1]}
     row = {"messages": [{"role": "assistant", "content": "ab"}], "tokens": [token]}
     file = tmp_path / "transcripts.jsonl"
-    file.write_text(json.dumps(row) + "\n")
-    assert data_of(transcripts_page.build(file).read_text())["rows"][0]["tokens"] is None
+    write_rows(file, row)
+    assert data_of(build_transcripts(file).read_text())["rows"][0]["tokens"] is None
 
 
 @pytest.mark.parametrize("low, high", [(0, 1), (0.213, 0.219), (-3.2, 11), (5, 5), (0, 0), (1e-6, 3e-6), (-0.7, 1234)])
@@ -865,12 +854,7 @@ def test_long_lines_are_thinned_to_their_ends() -> None:
     thin = charts.thinned(line, 300)
     assert len(thin) <= 302 and thin[0] == line[0] and thin[-1] == line[-1]
     assert charts.smooth([(0, 1.0), (1, 4.0), (2, 1.0)])[1] == (1, 2.0)
-    assert charts.lines("nothing", {"a": [(1, 2.0)]}) == ""
-
-
-def test_long_and_empty_looking_answers_stay_small() -> None:
-    assert samples.cut("a\nb") == "a ↵ b"
-    assert len(samples.cut("\n" * 5000)) == samples.SHOWN_CHARACTERS + 2
+    assert charts.chart("nothing", {"a": [(1, 2.0)]}) is None
 
 
 def test_curves_take_environment_names_from_their_keys() -> None:
@@ -986,11 +970,9 @@ def test_a_part_that_changed_is_named_where_the_whole_cannot_tell() -> None:
     one = compared(unseen_questions=(16, 8), unseen_operands=(2, 17))
     assert one.change.low < 0 < one.change.high and one.verdict == "worse in part"
     assert verdict.overall([one]) == ("worse", "worse in Math: unseen operands")
-    shown = figures.shown_change(one)
+    shown = CHANGED(one)
     assert "worse in part" in shown and "unseen operands -7.5" in shown and "cannot tell" not in shown
-    results = {"config": {"checkpoints": {"a": "", "b": ""}}}
-    said = figures.phases(results, {("a", "b"): [one]})
-    assert "in Math: unseen operands (99 % → 92 %)" in said and "cannot tell" not in said
+    assert page.phases({("a", "b"): [one]}) == [("b", "a", [("worse", "Math: unseen operands (99 % → 92 %)")])]
 
     assert compared(unseen_questions=(20, 2), unseen_operands=(2, 20)).verdict == "mixed"
     assert compared(unseen_questions=(8, 8), unseen_operands=(8, 9)).verdict == "cannot tell"
@@ -1022,13 +1004,13 @@ def test_what_to_type_next_is_meant_for_this_run(results: dict[str, Any]) -> Non
         "phase3": "runs/q/phase3/final",
     }
     asked = results | {"config": results["config"] | {"checkpoints": places}}
-    found = html_text.unescape(commands(asked, Path("runs/q")))
-    chat = "inference_with_improved_settings.py --config configs/quickstart/chat.yaml model.name_or_path=runs/q/phase3"
-    assert f"{chat}/final</code>" in found and f"{chat}/final --play sokoban</code>" in found
-    assert f"{chat}/final --web --beside 'runs/my run/phase2/final'</code>" in found
+    found = [command for _, command in page.commands(asked, Path("runs/q"))]
+    chat = "python inference_with_improved_settings.py --config configs/quickstart/chat.yaml"
+    chat += " model.name_or_path=runs/q/phase3/final"
+    assert {chat, f"{chat} --play sokoban", f"{chat} --web --beside 'runs/my run/phase2/final'"} <= set(found)
     asked["config"] |= {"goals": False, "checkpoints": places | {"phase3": endpoint}}
-    found = html_text.unescape(commands(asked, Path("runs/q")))
-    assert "quickstart/chat.yaml" not in found and "'model.name_or_path=runs/my run/phase2/final' --web</code>" in found
+    found = [command for _, command in page.commands(asked, Path("runs/q"))]
+    assert "python inference_with_improved_settings.py 'model.name_or_path=runs/my run/phase2/final' --web" in found
 
 
 def test_several_intervals_hold_together(run: Path, other: Path) -> None:
@@ -1054,9 +1036,10 @@ def test_what_was_not_asked_alike_is_not_compared(run: Path, other: Path, tmp_pa
     changed["config"]["settings"][0]["temperature"] = 0.3  # what the headlines were sampled with
     mine = comparison.open_model(str(other))._replace(results=changed)
     assert [each.column.suite for each in verdict.compare(before, mine)] == ["preferences"]
-    told = comparison.verdicts(before, [mine], [verdict.compare(before, mine)])
-    assert re.search("Not compared, .*: Math.*, Recall, .*Sokoban", told) and "Preferences" not in told.split("Not")[1]
-    assert "Not compared" not in comparison.verdicts(before, [before], [verdict.compare(before, before)])
+    ((*_, apart),) = comparison.verdicts(before, [mine], [verdict.compare(before, mine)])
+    assert apart[:2] == ["Math (toy sums)", "Recall"] and "Sokoban" in apart and "Preferences" not in apart
+    ((*_, apart),) = comparison.verdicts(before, [before], [verdict.compare(before, before)])
+    assert apart == []
     for suite, limit in (("math", "max_new_tokens"), ("envs", "max_completion_length")):
         changed = json.loads((other / "results.json").read_text())
         changed["config"]["suites"][suite][limit] += 1
@@ -1092,15 +1075,15 @@ def test_standard_benchmarks_have_a_table_of_their_own(run: Path) -> None:
         "metrics": [found, {"metric": "ppl", "filter": "none", "value": 7.5, "stderr": None}],
     }
     results["benchmarks"] = {"phase3": {"digest": "x", "tasks": {"<gsm8k>": entry}}}
-    text, page = report.markdown(results), figures.benchmarks(results)
+    text = report.markdown(results)
     row = "| phase3 | <gsm8k> | 3 | exact_match (strict-match) | 0.25 ± 0.013 | 50 of 1319 |"
     assert f"{row} 5 examples, chat template, bfloat16, lm-eval 0.4.13 |" in text
     assert "| ppl | 7.5 | 50 of 1319 |" in text
     assert before.split("## Goals")[0] in text and "Standard benchmarks" not in before
+    section: Any = TEMPLATES.get_template("sections.html.j2").module
+    shown = section.benchmarks(list(tables.benchmark_rows(results)))
     for told in ("&lt;gsm8k&gt;", "0.25 ± 0.013", "n 50 of 1319", "lm-eval 0.4.13"):
-        assert told in page, told
-    results.pop("benchmarks")
-    assert figures.benchmarks(results) == ""
+        assert told in shown, told
 
 
 def test_what_a_run_adds_to_a_published_model(run: Path) -> None:

@@ -6,12 +6,12 @@
 They read results.json and transcripts.jsonl of the evaluator, and what each phase leaves beside its checkpoint. A page
 holds everything it shows: it can be mailed, and opens without a network.
 
-page.py, comparison.py, transcripts_page.py     the three pages
-tables.py, figures.py, charts.py, markup.py     figures, as Markdown, HTML and SVG
-levels.py, samples.py, training_log.py          sections of the report: levels before and after, answers, training
-verdict.py                                      better, worse or cannot tell
-rows.py, episodes.py, animation.py              episodes, played again
-page.css, player.css; player.js, viewer.js, charts.js, page.js, transcripts.js   what runs in the browser: no library
+page.py, comparison.py     what report.html, transcripts.html and comparison.html show
+templates.py, templates/   how they are written; page.css, player.css and the scripts (*.js) go inside, no library
+tables.py                  which figures stand where: Markdown, terminal, plots
+verdict.py                 better, worse or cannot tell
+training_log.py, charts.py what training left: curves, alarms, recorded episodes, data, cost
+episodes.py, animation.py  episodes, played again
 """
 
 from posttrain.report.page import build

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,6 +96,11 @@ def points(value: float) -> str:
     return f"{100 * value:+.1f}"
 
 
+def points_span(change: Interval) -> str:
+    """+10.0 (+2.1 to +17.9)"""
+    return f"{points(change.value)} ({points(change.low)} to {points(change.high)})"
+
+
 # ----------------------------------------------------------------------------------- Markdown, terminal and PNG
 
 
@@ -103,7 +108,7 @@ def markdown(results: Results) -> str:
     """results.md: the headline table, what changed from phase to phase, players, all settings, goals."""
     shown = columns(results)
     lines = ["# Results", "", "Share in percent, with its 95 % interval.", ""]
-    lines += _table(
+    lines += markdown_table(
         ["checkpoint", *(f"{c.title} ({c.note})" for c in shown)],
         (
             [name, *(f"{percent(f.value)} ({span(f)})" if f else NOT_ASKED for f in (c.get(entry) for c in shown))]
@@ -113,7 +118,7 @@ def markdown(results: Results) -> str:
     for name, reason in results.get("failed", {}).items():
         lines += ["", f"{name} could not be measured: {' '.join(reason.split())}"]
     lines += ["", "## Paired differences", "", "Same items, same seeds; each 95 % by itself.", ""]
-    lines += _table(
+    lines += markdown_table(
         ["from", "to", "what", "setting", "before", "after", "difference", "interval", "n"],
         (
             [
@@ -125,17 +130,21 @@ def markdown(results: Results) -> str:
     )
     for env, players in results["baselines"].items():
         lines += ["", f"## {readable(env)}: players on the same levels", ""]
-        lines += _table(["player", "success", "return", "failures"], (_player(n, p) for n, p in players.items()))
+        lines += markdown_table(
+            ["player", "success", "return", "failures"], (_player(n, p) for n, p in players.items())
+        )
     lines += ["", "## Every setting", ""]
     settings = ([a, b, c, percent(figure.value), span(figure), str(n)] for a, b, c, figure, n in every_setting(results))
-    lines += _table(["checkpoint", "what", "setting", "figure", "95 %", "n"], settings)
+    lines += markdown_table(["checkpoint", "what", "setting", "figure", "95 %", "n"], settings)
     if benchmarks := list(benchmark_rows(results)):
         lines += ["", "## Standard benchmarks", "", BENCHMARKS, ""]
-        lines += _table(["checkpoint", "task", "version", "metric", "value ± standard error", "n", "how"], benchmarks)
+        lines += markdown_table(
+            ["checkpoint", "task", "version", "metric", "value ± standard error", "n", "how"], benchmarks
+        )
     if results.get("goals"):
         lines += ["", "## Goals", ""]
         rows = ([g["phase"], g["goal"], g["measured"], "yes" if g["reached"] else "no"] for g in results["goals"])
-        lines += _table(["phase", "goal", "measured", "reached"], rows)
+        lines += markdown_table(["phase", "goal", "measured", "reached"], rows)
     return "\n".join(lines)
 
 
@@ -207,8 +216,13 @@ def _player(name: str, figures: Record) -> list[str]:
     return [name, success, f"{figures['return']:.2f}" if "return" in figures else "", failures]
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in [head, *rows]]
+def markdown_table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    shown: Callable[[str], str] = lambda cell: cell.replace("|", "\\|"),
+) -> list[str]:
+    """Return the lines of a table of Markdown, each cell as `shown` writes it."""
+    body = [f"| {' | '.join(map(shown, row))} |" for row in [head, *rows]]
     return [body[0], "|" + "---|" * len(head), *body[1:]]
 
 
