@@ -43,7 +43,6 @@ LAYERS = [
             "embedded",
             "policy",
             "fused",
-            "model_card",
             "model_files",
             "run_identity",
             "endpoint",
@@ -54,7 +53,7 @@ LAYERS = [
         )
     ],
     [f"posttrain.{name}" for name in ("data", "report", "critic", "prefixes", "sampler", "prepared_rows")],
-    ["posttrain.trl_arguments", "posttrain.selftest"],
+    ["posttrain.trl_arguments", "posttrain.selftest", "posttrain.model_card"],
     [f"posttrain.{name}" for name in ("models", "cross_score", "engine", "learner", "gguf")],
     [f"posttrain.{name}" for name in ("training", "preflight", "rollout", "run_state", "model_trials")],
     [f"posttrain.{name}" for name in ("monitoring", "plan", "distillation", "inference")],

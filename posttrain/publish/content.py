@@ -104,9 +104,8 @@ def gather(run: Path, repo: str, include: Sequence[str] = (), evaluation: Path |
             f"{folder} lacks {models.CODE}, without which nobody can load a ConvGPT: an earlier version of this project"
             " saved it. Train its last phase again."
         )
-    told = model_card.Published(
-        repo, measured.section(found), measured.index(found, repo.partition("/")[2]) if found.rows else {}
-    )
+    index = measured.index(found, repo.partition("/")[2])
+    told = model_card.Published(repo, found.rows, found.commit, found.pictures, index)
     card = model_card.render(cleaned["history"], model_type, told=told)
     content.files[CARD] = privacy.cut(card).encode()
     content.files |= {name: _cut(name, made, content) for name, made in found.files.items()}

@@ -93,13 +93,10 @@ def _benchmark(task: str, entry: Record, found: Measured) -> None:
         if metric["value"] is None:
             continue
         about = f"{metric['metric']}{'' if metric['filter'] == 'none' else ', ' + metric['filter']}"
-        how = f"lm-evaluation-harness {entry['harness']}, version {entry['version']}, "
-        how += "" if entry["fewshot"] is None else f"{entry['fewshot']} examples, "
-        how += "chat template" if entry["chat_template"] else "plain text"
-        how += f", {entry['dtype']}" if entry.get("dtype") else ""
+        how = f"lm-evaluation-harness {entry['harness']}, version {entry['version']}, {tables.how_asked(entry)}"
         error = f" ± {metric['stderr']:.2g}" if metric["stderr"] else ""  # 0 where all are alike: no estimate
         value = f"{metric['value']:.3g}{error}{error and ' (standard error)'}"
-        n = str(entry["n"]) if entry["n"] == entry["of"] else f"{entry['n']} of {entry['of']}"
+        n = tables.asked(entry)
         split = f"split {data.get('split')}, " if data.get("split") else ""
         found.rows.append((f"{task}: {about} ({split}{how})", value, n))
         if entry["n"] != entry["of"]:  # a part of a benchmark has no place beside the whole
@@ -163,18 +160,6 @@ def without_metadata(picture: Path) -> bytes:
     else:
         frames[0].save(out, "PNG", optimize=True)
     return out.getvalue()
-
-
-def section(found: Measured) -> list[str]:
-    """The section of the card, as lines of Markdown; none where nothing was measured."""
-    from posttrain.model_card import table
-
-    if not found.rows:
-        return []
-    lines = ["## Evaluation\n", table(("measured", "value [95 % interval]", "items"), found.rows)]
-    lines.append(f"Measured on these weights after the last phase; code at {found.commit}. Whether training had seen")
-    lines.append("items of a benchmark was not looked at.\n")
-    return lines + [f"![{shows}]({file})\n" for file, shows in found.pictures.items()]
 
 
 def index(found: Measured, name: str) -> dict[str, Any]:

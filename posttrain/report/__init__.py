@@ -7,14 +7,14 @@ They read results.json and transcripts.jsonl of the evaluator, and what each pha
 holds everything it shows: it can be mailed, and opens without a network.
 
 page.py, comparison.py     what report.html, transcripts.html and comparison.html show
-templates.py, templates/   how they are written; page.css, player.css and the scripts (*.js) go inside, no library
+rendering.py, templates/   how they are written; page.css, player.css and the scripts (*.js) go inside, no library
 tables.py                  which figures stand where: Markdown, terminal, plots
 verdict.py                 better, worse or cannot tell
 training_log.py, charts.py what training left: curves, alarms, recorded episodes, data, cost
 episodes.py, animation.py  episodes, played again
 """
 
-from posttrain.report.page import build
-from posttrain.report.tables import markdown, plots, show
+from posttrain.report.page import build, markdown
+from posttrain.report.tables import plots, show
 
 __all__ = ["build", "markdown", "plots", "show"]

@@ -17,8 +17,8 @@ from posttrain.report import training_log
 from posttrain.report.charts import Chart, chart
 from posttrain.report.episodes import Pictures, entry, evaluation_stage, with_pictures
 from posttrain.report.page import read
+from posttrain.report.rendering import DAMAGED, render
 from posttrain.report.tables import COLOURS, less_is_better, readable
-from posttrain.report.templates import DAMAGED, render
 from posttrain.report.verdict import UNSEEN, Comparison, Model, compare, not_compared, overall
 from posttrain.types import Record, UserError, one_line
 

@@ -13,8 +13,8 @@ from posttrain import files
 from posttrain.metrics import Interval
 from posttrain.report import tables, training_log, verdict
 from posttrain.report.episodes import Pictures, evaluation_stage, with_pictures
-from posttrain.report.tables import Column, Results, percent, readable
-from posttrain.report.templates import DAMAGED, render
+from posttrain.report.rendering import DAMAGED, TEMPLATES, render
+from posttrain.report.tables import NOT_ASKED, Column, Results, percent, readable, span
 from posttrain.report.verdict import Comparison
 from posttrain.types import Record, UserError, one_line
 
@@ -73,6 +73,44 @@ def build_transcripts(file: Path) -> Path:
     path = file.with_suffix(".html")
     path.write_text(render("transcripts.html.j2", f"{folder}: transcripts", data, *scripts, **page), encoding="utf-8")
     return path
+
+
+def markdown(results: Results) -> str:
+    """Return results.md: the headline table, what changed from phase to phase, players, all settings, goals."""
+    columns = tables.columns(results)
+    rows = []
+    for name, entry in results["checkpoints"].items():
+        figures = (column.get(entry) for column in columns)
+        rows.append([name, *(f"{percent(each.value)} ({span(each)})" if each else NOT_ASKED for each in figures)])
+    differences = (
+        [
+            *(each["from"], each["to"], tables.what(each), each["setting"]),
+            *(f"{each['before']:.3f}", f"{each['after']:.3f}", f"{each['value']:+.3f}"),
+            *(f"{each['low']:+.3f} to {each['high']:+.3f}", each["n"]),
+        ]
+        for each in results["differences"]
+    )
+    settings = tables.every_setting(results)
+    players = {readable(env): [_player(*each) for each in found.items()] for env, found in results["baselines"].items()}
+    goals = results.get("goals") or ()
+    text = TEMPLATES.get_template("results.md.j2").render(
+        headline=(["checkpoint", *(f"{column.title} ({column.note})" for column in columns)], rows),
+        failed=results.get("failed", {}).items(),
+        differences=differences,
+        baselines=players.items(),
+        settings=[(*where, percent(figure.value), span(figure), n) for *where, figure, n in settings],
+        benchmarks=list(tables.benchmark_rows(results)),
+        goals=[(each["phase"], each["goal"], each["measured"], "yes" if each["reached"] else "no") for each in goals],
+    )
+    return text.strip()
+
+
+def _player(name: str, found: Record) -> list[str]:
+    success = percent(found["success"])
+    if "low" in found:
+        success += f" ({span(tables.figure_of(found, 'success'))})"
+    counts = ", ".join(f"{word} {count}" for word, count in found.get("failures", {}).items())
+    return [name, success, f"{found['return']:.2f}" if "return" in found else "", counts]
 
 
 def _sections(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,53 +101,6 @@ def points_span(change: Interval) -> str:
     return f"{points(change.value)} ({points(change.low)} to {points(change.high)})"
 
 
-# ----------------------------------------------------------------------------------- Markdown, terminal and PNG
-
-
-def markdown(results: Results) -> str:
-    """results.md: the headline table, what changed from phase to phase, players, all settings, goals."""
-    shown = columns(results)
-    lines = ["# Results", "", "Share in percent, with its 95 % interval.", ""]
-    lines += markdown_table(
-        ["checkpoint", *(f"{c.title} ({c.note})" for c in shown)],
-        (
-            [name, *(f"{percent(f.value)} ({span(f)})" if f else NOT_ASKED for f in (c.get(entry) for c in shown))]
-            for name, entry in results["checkpoints"].items()
-        ),
-    )
-    for name, reason in results.get("failed", {}).items():
-        lines += ["", f"{name} could not be measured: {' '.join(reason.split())}"]
-    lines += ["", "## Paired differences", "", "Same items, same seeds; each 95 % by itself.", ""]
-    lines += markdown_table(
-        ["from", "to", "what", "setting", "before", "after", "difference", "interval", "n"],
-        (
-            [
-                *(d["from"], d["to"], what(d), d["setting"], f"{d['before']:.3f}", f"{d['after']:.3f}"),
-                *(f"{d['value']:+.3f}", f"{d['low']:+.3f} to {d['high']:+.3f}", str(d["n"])),
-            ]
-            for d in results["differences"]
-        ),
-    )
-    for env, players in results["baselines"].items():
-        lines += ["", f"## {readable(env)}: players on the same levels", ""]
-        lines += markdown_table(
-            ["player", "success", "return", "failures"], (_player(n, p) for n, p in players.items())
-        )
-    lines += ["", "## Every setting", ""]
-    settings = ([a, b, c, percent(figure.value), span(figure), str(n)] for a, b, c, figure, n in every_setting(results))
-    lines += markdown_table(["checkpoint", "what", "setting", "figure", "95 %", "n"], settings)
-    if benchmarks := list(benchmark_rows(results)):
-        lines += ["", "## Standard benchmarks", "", BENCHMARKS, ""]
-        lines += markdown_table(
-            ["checkpoint", "task", "version", "metric", "value ± standard error", "n", "how"], benchmarks
-        )
-    if results.get("goals"):
-        lines += ["", "## Goals", ""]
-        rows = ([g["phase"], g["goal"], g["measured"], "yes" if g["reached"] else "no"] for g in results["goals"])
-        lines += markdown_table(["phase", "goal", "measured", "reached"], rows)
-    return "\n".join(lines)
-
-
 def what(difference: Record) -> str:
     """Which figure a difference is about: `GSM8K: accuracy`, `Math, unseen operands: accuracy`, `Sokoban: success`."""
     if difference["suite"] == "preferences" and difference["metric"] == "accuracy":
@@ -197,33 +150,24 @@ def benchmark_rows(results: Results) -> Iterator[Benchmark]:
     """Each metric of each standard benchmark that posttrain.harness has put into results.json."""
     for name, measured in results.get("benchmarks", {}).items():
         for task, entry in measured["tasks"].items():
-            n = str(entry["n"]) if entry["n"] == entry["of"] else f"{entry['n']} of {entry['of']}"
-            how = "" if entry["fewshot"] is None else f"{entry['fewshot']} examples, "
-            how += f"{'chat template' if entry['chat_template'] else 'plain text'}, "
-            how += f"{entry['dtype']}, lm-eval {entry['harness']}"
+            how = f"{how_asked(entry)}, lm-eval {entry['harness']}"
             for found in entry["metrics"]:
                 metric = found["metric"] + (f" ({found['filter']})" if found["filter"] != "none" else "")
                 figure = "none" if found["value"] is None else f"{found['value']:.4g}"
                 figure += "" if found["stderr"] is None else f" ± {found['stderr']:.2g}"
-                yield Benchmark(name, task, str(entry["version"]), metric, figure, n, how)
+                yield Benchmark(name, task, str(entry["version"]), metric, figure, asked(entry), how)
 
 
-def _player(name: str, figures: Record) -> list[str]:
-    success = percent(figures["success"])
-    if "low" in figures:
-        success += f" ({span(figure_of(figures, 'success'))})"
-    failures = ", ".join(f"{word} {count}" for word, count in figures.get("failures", {}).items())
-    return [name, success, f"{figures['return']:.2f}" if "return" in figures else "", failures]
+def asked(entry: Record) -> str:
+    """Return how many items of a benchmark were asked: 1319, or 50 of 1319."""
+    return str(entry["n"]) if entry["n"] == entry["of"] else f"{entry['n']} of {entry['of']}"
 
 
-def markdown_table(
-    head: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    shown: Callable[[str], str] = lambda cell: cell.replace("|", "\\|"),
-) -> list[str]:
-    """Return the lines of a table of Markdown, each cell as `shown` writes it."""
-    body = [f"| {' | '.join(map(shown, row))} |" for row in [head, *rows]]
-    return [body[0], "|" + "---|" * len(head), *body[1:]]
+def how_asked(entry: Record) -> str:
+    """Return how a benchmark was asked: 5 examples, chat template, bfloat16."""
+    examples = "" if entry["fewshot"] is None else f"{entry['fewshot']} examples"
+    template = "chat template" if entry["chat_template"] else "plain text"
+    return ", ".join(filter(None, (examples, template, entry.get("dtype"))))
 
 
 def show(results: Results) -> None:

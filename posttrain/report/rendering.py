@@ -1,4 +1,4 @@
-"""How does a page come about?  From a template in templates/, with styles, scripts and data inside it."""
+"""How do figures become text?  By the templates of templates/: pages with styles, scripts and data inside, Markdown."""
 
 from __future__ import annotations
 
@@ -31,15 +31,23 @@ def _bar_places(figure: Interval) -> list[float]:
     return [100 * min(1.0, max(0.0, x)) for x in (figure.low, figure.high, figure.value)]
 
 
+def markdown_text(value: object) -> str:
+    """Return one line that Markdown shows as it is."""
+    plain = " ".join(str(value).split()).replace("\\", "\\\\").replace("|", "\\|")
+    return plain.replace("<", "&lt;").replace("`", "\\`").replace("[", "\\[")
+
+
 TEMPLATES = Environment(
     loader=FileSystemLoader(HERE / "templates"),
-    autoescape=True,
+    autoescape=lambda name: name is None or name.endswith(".html.j2"),
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
+    keep_trailing_newline=True,
 )
 TEMPLATES.filters |= {"percent": percent, "span": span, "points": points, "change": points_span}
 TEMPLATES.filters |= {"short": "{:g}".format, "bar_places": _bar_places}
+TEMPLATES.filters |= {"count": "{:,}".format, "text": markdown_text}
 TEMPLATES.globals |= {"KINDS": KINDS, "NOT_ASKED": NOT_ASKED, "BENCHMARKS": BENCHMARKS, **charts.SIZES}
 
 
