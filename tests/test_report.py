@@ -30,7 +30,7 @@ from posttrain.evaluation import store
 from posttrain.evaluation.goals import goals
 from posttrain.publish import measured
 from posttrain.report import __main__ as report_command
-from posttrain.report import animation, charts, comparison, page, tables, training_log, verdict
+from posttrain.report import animation, charts, comparison, sections, tables, training_log, verdict
 from posttrain.report.episodes import Pictures, gif, replay
 from posttrain.report.page import build_transcripts, read
 from posttrain.report.rendering import TEMPLATES
@@ -405,7 +405,7 @@ def test_episodes_are_shown_as_they_were_played(rows: Rows, results: dict[str, A
 
     data = data_of(html)
     films = [episode for pair in data["pairs"] for episode in pair]
-    assert 4 <= len(films) <= 2 * 3 * page.LEVELS * 2  # two environments, three kinds of level, before and after
+    assert 4 <= len(films) <= 2 * 3 * sections.LEVELS * 2  # two environments, three kinds of level, before and after
     for film in films:
         turns = sum(message["role"] == "assistant" for message in film["messages"])
         assert film["moments"][0] == [-1, 0] and film["moments"][-1] == [turns - 1, len(film["frames"]) - 1]
@@ -416,8 +416,8 @@ def test_episodes_are_shown_as_they_were_played(rows: Rows, results: dict[str, A
     top = data["top"]
     assert top["columns"] == ["base model", "SFT + DPO", "SFT + DPO + RL"]
     for row in top["rows"]:
-        assert [len(cells) for cells in row["cells"]] == [page.LEVELS] * 3
-        assert [cell["at"] for cell in row["cells"][2]] == [f"phase3 level {n}" for n in range(page.LEVELS)]
+        assert [len(cells) for cells in row["cells"]] == [sections.LEVELS] * 3
+        assert [cell["at"] for cell in row["cells"][2]] == [f"phase3 level {n}" for n in range(sections.LEVELS)]
 
 
 def test_animation_shows_the_same_levels_side_by_side(
@@ -481,10 +481,10 @@ def test_levels_are_counted_by_who_solved_them(rows: Rows, results: dict[str, An
 
 
 def test_long_answers_are_cut_and_folded() -> None:
-    assert page.folded("short <b>") == ("short <b>", "")
-    opening, rest = page.folded("a<" * 200)
-    assert opening + rest == "a<" * 200 and len(opening) == page.OPENING_CHARACTERS
-    assert page.cut("a\nb") == "a ↵ b" and len(page.cut("\n" * 5000)) == page.SHOWN_CHARACTERS + 2
+    assert sections.folded("short <b>") == ("short <b>", "")
+    opening, rest = sections.folded("a<" * 200)
+    assert opening + rest == "a<" * 200 and len(opening) == sections.OPENING_CHARACTERS
+    assert sections.cut("a\nb") == "a ↵ b" and len(sections.cut("\n" * 5000)) == sections.SHOWN_CHARACTERS + 2
 
 
 def test_a_checkpoint_that_failed_is_named_everywhere(run: Path, tmp_path: Path) -> None:
@@ -697,8 +697,8 @@ def test_goals_about_absent_checkpoints_are_left_out(results: dict[str, Any]) ->
 def test_a_change_is_called_one_only_where_its_interval_leaves_zero_out(run: Path, results: dict[str, Any]) -> None:
     (math,) = [column for column in tables.columns(results) if column.suite == "math"]
     steps = verdict.steps(run, *read(run))
-    found = page.change(steps, "phase1", math)
-    assert found is not None and found.change.low > 0 and page.change(steps, "base", math) is None
+    found = sections.change(steps, "phase1", math)
+    assert found is not None and found.change.low > 0 and sections.change(steps, "base", math) is None
     assert re.search(r'class="change good">\+\d+\.\d \(\+.*<br>better</i>', CHANGED(found))
     unsure = found._replace(change=metrics.Interval(0.01, -0.1, 0.1), parts=[])
     assert "(-10.0 to +10.0)<br>cannot tell</i>" in CHANGED(unsure)
@@ -972,7 +972,7 @@ def test_a_part_that_changed_is_named_where_the_whole_cannot_tell() -> None:
     assert verdict.overall([one]) == ("worse", "worse in Math: unseen operands")
     shown = CHANGED(one)
     assert "worse in part" in shown and "unseen operands -7.5" in shown and "cannot tell" not in shown
-    assert page.phases({("a", "b"): [one]}) == [("b", "a", [("worse", "Math: unseen operands (99 % → 92 %)")])]
+    assert sections.phases({("a", "b"): [one]}) == [("b", "a", [("worse", "Math: unseen operands (99 % → 92 %)")])]
 
     assert compared(unseen_questions=(20, 2), unseen_operands=(2, 20)).verdict == "mixed"
     assert compared(unseen_questions=(8, 8), unseen_operands=(8, 9)).verdict == "cannot tell"
@@ -1004,12 +1004,12 @@ def test_what_to_type_next_is_meant_for_this_run(results: dict[str, Any]) -> Non
         "phase3": "runs/q/phase3/final",
     }
     asked = results | {"config": results["config"] | {"checkpoints": places}}
-    found = [command for _, command in page.commands(asked, Path("runs/q"))]
+    found = [command for _, command in sections.commands(asked, Path("runs/q"))]
     chat = "python inference_with_improved_settings.py --config configs/quickstart/chat.yaml"
     chat += " model.name_or_path=runs/q/phase3/final"
     assert {chat, f"{chat} --play sokoban", f"{chat} --web --beside 'runs/my run/phase2/final'"} <= set(found)
     asked["config"] |= {"goals": False, "checkpoints": places | {"phase3": endpoint}}
-    found = [command for _, command in page.commands(asked, Path("runs/q"))]
+    found = [command for _, command in sections.commands(asked, Path("runs/q"))]
     assert "python inference_with_improved_settings.py 'model.name_or_path=runs/my run/phase2/final' --web" in found
 
 

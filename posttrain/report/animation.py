@@ -17,7 +17,7 @@ import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from posttrain.report.episodes import replay
+from posttrain.report.episodes import moments, outcome, played, replay
 from posttrain.report.tables import Results
 from posttrain.types import Record, UserError
 
@@ -31,8 +31,6 @@ HEADINGS = {
     "phase2": "after SFT and DPO",
     "phase3": "after reinforcement learning",
 }
-
-
 Episodes = dict[tuple[str, str, int], Record]
 
 
@@ -47,14 +45,9 @@ class Panel(NamedTuple):
 def panels(results: Results, row: Record) -> list[Panel]:
     """The moments of an episode, at least one for each turn."""
     frames, turns = replay(results, row)
-    found, at = [Panel(frames[0], "", "")], 0
-    for text, actions in turns:
-        for _ in range(max(1, len(actions))):
-            at += bool(actions)
-            found.append(Panel(frames[at], " ".join(text.split()), ""))
-    end = "solved" if row["success"] else (row["failure"] or "not solved").replace("_", " ")
-    found[-1] = found[-1]._replace(end=end)
-    return found
+    texts = [" ".join(text.split()) for text, _ in turns]
+    found = [Panel(frames[at], texts[turn] if turn >= 0 else "", "") for turn, at in moments(turns)]
+    return [*found[:-1], found[-1]._replace(end=outcome(row, row["success"]))]
 
 
 def gif(results: Results, rows: Sequence[Record], checkpoints: Sequence[str], levels: int = 6) -> bytes:
@@ -70,13 +63,13 @@ def gif(results: Results, rows: Sequence[Record], checkpoints: Sequence[str], le
 
 
 def episodes(results: Results, rows: Sequence[Record], checkpoints: Sequence[str], levels: int) -> Episodes:
-    """The rows of transcripts.jsonl that are shown, by environment, checkpoint and level."""
-    wanted = {(name, env, entry["setting"]) for name in checkpoints for env, entry in figures(results, name).items()}
+    """Return the rows of transcripts.jsonl that are shown, by environment, checkpoint and level."""
     return {
-        (row["part"], row["checkpoint"], row["index"]): row
-        for row in rows
-        if row["suite"] == "envs" and (row["checkpoint"], row["part"], row["setting"]) in wanted
-        if row["index"] < levels and not row["crashed"]
+        (env, name, level): row
+        for name in checkpoints
+        for env in figures(results, name)
+        for level, row in played(results, rows, name, env).items()
+        if level < levels
     }
 
 

@@ -82,6 +82,17 @@ def _section(envs: Sequence[Record], title: str) -> tuple[str, Mapping[str, Any]
     return next((env["name"], env["options"]) for env in envs if title in (env.get("label"), env["name"]))
 
 
+def played(results: Results, transcripts: Sequence[Record], name: str, env: str) -> dict[int, Record]:
+    """Return level -> a checkpoint's episode under the setting of the headline table, without those that crashed."""
+    setting = results["checkpoints"][name]["envs"][env]["setting"]
+    wanted = (name, "envs", env, setting)
+    return {
+        row["index"]: row
+        for row in transcripts
+        if (row["checkpoint"], row["suite"], row["part"], row["setting"]) == wanted and not row["crashed"]
+    }
+
+
 def replay(results: Results, row: Record) -> tuple[list[np.ndarray], list[tuple[str, list[str]]]]:
     """As `acted_out`, of an episode of the evaluator."""
     return acted_out(evaluation_stage(results, row), row)
@@ -178,7 +189,7 @@ def entry(row: Record) -> Record:
         "at": f"level {row['index']}" if "level" in row else f"item {row['index']}" if "index" in row else "",
         "env": str(row.get("env") or ", ".join(filter(None, (row.get("suite"), row.get("part")))) or "episode"),
         "won": won,
-        "end": _end(row, won),
+        "end": outcome(row, won),
         "reward": _number(reward),
         "turns": turns,
         "length": length if isinstance(length, int) else None,
@@ -239,7 +250,8 @@ def _tokens(row: Record, turns: int) -> list[Record] | None:
     return [{"text": list(map(str, turn["text"]))} | {k: _numbers(turn[k]) for k in TOKEN_FIGURES} for turn in found]
 
 
-def _end(row: Record, won: bool | None) -> str:
+def outcome(row: Record, won: bool | None) -> str:
+    """Return in a word or two how an episode or an answer ended: solved, hole, crashed, right."""
     if row.get("crashed"):
         return "crashed"
     if won is None:
