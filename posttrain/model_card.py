@@ -1,7 +1,7 @@
-"""What does somebody who finds a model of ours on the Hub need to know?  The README.md of `final/`.
+"""What does somebody who finds one of our models on the Hub need to know?  The README.md of `final/`.
 
 Each phase leaves a record in the manifest of what it saves: what it started from, data with licences and rows,
-settings, results, commit. The card of a model tells of all phases that made it, in order.
+settings, results, commit. The card describes all phases that made the model, in order.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Record:
     step: int
     commit: str | None
     settings: dict[str, Any]
-    published: bool = False  # whether the base is a model on the Hub: told when it was read
+    published: bool = False  # whether the base was a model on the Hub when it was read
     data: list[dict[str, Any]] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
     licence: str | None = None  # of the base model, where it is known
@@ -215,7 +215,7 @@ def shown(place: str) -> str:
 
 
 def _at(config: dict[str, Any], path: str) -> Any:
-    """_at({"a": {"b": 1}}, "a.b") -> 1; None where a key is missing."""
+    """Return the value at a dotted path: _at({"a": {"b": 1}}, "a.b") -> 1; None where a key is missing."""
     found: Any = config
     for key in path.split("."):
         found = found.get(key) if isinstance(found, dict) else None

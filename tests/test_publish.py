@@ -234,7 +234,7 @@ def test_figures_of_other_weights_are_left_out(run: Path, capsys: pytest.Capture
 
 def test_an_upload_that_is_cut_changes_nothing_and_the_next_one_ends_it(made: Path, hub: Hub) -> None:
     hub.drop_after = 2
-    with pytest.raises(UserError, match=r"cut off.*Nothing that anybody sees has changed"):
+    with pytest.raises(UserError, match=r"cut off.*The repository has not changed"):
         publish(made, "--yes")
     there = hub.repos[REPO]
     assert there.commits == 1 and set(there.files) == {".gitattributes"}
@@ -281,7 +281,7 @@ def test_no_permission_no_token_no_hub(
         publish(made, "--yes")
     assert not any(secret in text for secret in (SECRET, TOKEN) for text in (str(refused.value), *capsys.readouterr()))
     for name in ("toy", "a/b/c", "ana/../x", "ana/"):
-        with pytest.raises(UserError, match="no name on the Hub"):
+        with pytest.raises(UserError, match="not a name on the Hub"):
             publish(made, repo=name)
 
 
@@ -622,7 +622,7 @@ def test_what_is_neither_text_nor_a_picture_is_refused_and_pictures_are_pixels(r
         with pytest.raises(UserError, match="neither text nor a PNG"):
             content.gather(run, REPO, [name])
     (phase / "fake.png").write_bytes(b"PK\x03\x04")
-    with pytest.raises(UserError, match="no picture that can be read"):
+    with pytest.raises(UserError, match="not a picture that can be read"):
         content.gather(run, REPO, ["fake.png"])
 
 
@@ -636,7 +636,7 @@ def test_which_model_of_a_run(made: Path, run: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="damaged"):
         publish(run)
     reseal(folder, history=[])
-    with pytest.raises(UserError, match="no card that tells the truth"):
+    with pytest.raises(UserError, match="its card could not tell the truth"):
         publish(run)
     (run / "phase1" / "final" / models.CODE).unlink()
     reseal(run / "phase1" / "final")

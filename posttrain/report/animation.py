@@ -1,9 +1,9 @@
-"""How does the model play before and after training?  One moving picture of the same test levels, for the README.
+"""How does the model play before and after training?  One animation of the same test levels, for the README.
 
     python -m posttrain.report runs/quickstart --gif docs/quickstart.gif
 
-Everything is taken from the evaluator's files, results.json and transcripts.jsonl. Shown are the first levels of the
-evaluation: nobody chose them.
+Everything is taken from the evaluator's files, results.json and transcripts.jsonl. It shows the first levels of
+the evaluation: they are not chosen by their outcome.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Panel(NamedTuple):
 
 
 def panels(results: Results, row: Record) -> list[Panel]:
-    """The moments of an episode, at least one for each turn."""
+    """Return the moments of an episode, at least one for each turn."""
     frames, turns = replay(results, row)
     texts = [" ".join(text.split()) for text, _ in turns]
     found = [Panel(frames[at], texts[turn] if turn >= 0 else "", "") for turn, at in moments(turns)]
@@ -51,7 +51,7 @@ def panels(results: Results, row: Record) -> list[Panel]:
 
 
 def gif(results: Results, rows: Sequence[Record], checkpoints: Sequence[str], levels: int = 6) -> bytes:
-    """The animation: a row for each environment, a column for each checkpoint, one level after the other."""
+    """Return the animation: a row for each environment, a column for each checkpoint, one level after the other."""
     shown = list(pictures(results, episodes(results, rows, checkpoints, levels), checkpoints))
     if not shown:
         raise UserError(f"There are no episodes of {', '.join(checkpoints)} to show: evaluate them with suites.envs.")
@@ -74,12 +74,12 @@ def episodes(results: Results, rows: Sequence[Record], checkpoints: Sequence[str
 
 
 def figures(results: Results, checkpoint: str) -> dict[str, Any]:
-    """A checkpoint's figures by environment."""
+    """Return a checkpoint's figures by environment."""
     return results["checkpoints"][checkpoint].get("envs", {})
 
 
 def pictures(results: Results, found: Episodes, checkpoints: Sequence[str]) -> Iterator[tuple[Image.Image, int]]:
-    """Every picture of the animation and its duration in milliseconds."""
+    """Draw every picture of the animation; yield it with its duration in milliseconds."""
     names = list(dict.fromkeys(env for env, _, _ in found))
     for level in sorted({number for _, _, number in found}):
         grid = {
@@ -97,7 +97,7 @@ def pictures(results: Results, found: Episodes, checkpoints: Sequence[str]) -> I
 def picture_of(
     results: Results, now: dict[tuple[str, str], Panel], names: Sequence[str], checkpoints: Sequence[str]
 ) -> Image.Image:
-    """One picture: a row for each environment, a column for each checkpoint."""
+    """Draw one picture: a row for each environment, a column for each checkpoint."""
     height = SIDE + (LINES + 2) * LINE + MARGIN
     size = (MARGIN + len(checkpoints) * (WIDTH + MARGIN), 2 * LINE + MARGIN + len(names) * height + 2 * LINE)
     picture = Image.new("RGB", size, PAPER)
@@ -120,18 +120,18 @@ def picture_of(
             for number, part in enumerate(panel.end.split()):
                 canvas.text((x + SIDE + 6, y + 2 + number * LINE), part, colour, title)
     setting = ", ".join(sorted({entry["setting"] for name in checkpoints for entry in figures(results, name).values()}))
-    told = f"the first test levels, {setting}, seed {results['config']['seed']}, commit {results['commit'][:7]}"
-    canvas.text((MARGIN, size[1] - 2 * LINE), told, QUIET, small)
+    note = f"the first test levels, {setting}, seed {results['config']['seed']}, commit {results['commit'][:7]}"
+    canvas.text((MARGIN, size[1] - 2 * LINE), note, QUIET, small)
     return picture
 
 
 def wrapped(text: str, face: ImageFont.FreeTypeFont) -> list[str]:
-    """At most LINES lines of WIDTH pixels; what does not fit is left out."""
+    """Return at most LINES lines of WIDTH pixels; what does not fit is left out."""
     wide = int(WIDTH // face.getlength("m"))
     lines = [text[start : start + wide] for start in range(0, len(text), wide)]
     return lines if len(lines) <= LINES else [*lines[: LINES - 1], lines[LINES - 1][: wide - 3] + "..."]
 
 
 def font(name: str, size: int) -> ImageFont.FreeTypeFont:
-    """A font that comes with matplotlib."""
+    """Load a font that comes with matplotlib."""
     return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / name), size)

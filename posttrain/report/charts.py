@@ -1,4 +1,4 @@
-"""How are numbers drawn without a library?  What the line charts of parts.html.j2 are drawn from.
+"""What does a line chart consist of?  Ticks, thinned lines and moving averages, which parts.html.j2 draws as SVG.
 
 charts.js adds what moves: values under the pointer and zoom.
 """

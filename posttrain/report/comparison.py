@@ -22,7 +22,7 @@ from posttrain.report.tables import COLOURS, less_is_better, readable
 from posttrain.report.verdict import UNSEEN, Comparison, Model, compare, not_compared, overall
 from posttrain.types import Record, UserError, one_line
 
-MANY = 100_000  # items: nobody will measure more
+MANY = 100_000  # items: more than anyone will measure
 ITEMS = {"envs": "levels", "preferences": "pairs", "math": "questions", "recall": "questions", "repetition": "prompts"}
 
 
@@ -100,7 +100,7 @@ def _place(compared: Comparison) -> tuple[str, str]:
 
 
 def needed(compared: Comparison) -> str:
-    """Return what it would take to tell, where nobody can."""
+    """Return what it would take to tell a difference, where the verdict is that one cannot."""
     if compared.verdict != "cannot tell":
         return ""
     items, n = ITEMS[compared.column.suite], f"{compared.n:,}"

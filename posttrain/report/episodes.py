@@ -27,7 +27,7 @@ from posttrain.types import Record
 SIDE = 208  # pixels
 FRAME, LAST_FRAME = 800, 2200  # milliseconds
 OUTCOMES = ("success", "accuracy")  # the keys that say whether an episode was won or an answer is right
-FACTS = (  # what else is told of a row, and in which words
+FACTS = (  # further keys of a row that are shown, and in which words
     ("answer", "expected: {}"),
     ("setting", "setting “{}”"),
     ("group", "group {}"),
@@ -40,7 +40,7 @@ TOKEN_FIGURES = ("logprob", "entropy", "advantage", "loss")
 def frames_of(
     name: str, options: Mapping[str, Any], seed: int, reset_options: dict[str, Any], actions: Sequence[str]
 ) -> list[np.ndarray]:
-    """Pictures of an episode that is played again: the start, then one per action; none where there are no pictures."""
+    """Play an episode again; return its pictures, the start and one per action, or [] where nothing can be drawn."""
     import envs
 
     if not envs.make(name, **options).has("render"):
@@ -65,14 +65,14 @@ class Stage(NamedTuple):
 
 
 def evaluation_stage(results: Results, row: Record) -> Stage:
-    """Of an episode of the evaluator."""
+    """Return where an episode of the evaluator was played."""
     suite = results["config"]["suites"]["envs"]
     name, options = _section(suite["envs"], row["part"])
     return Stage(name, options, suite["protocol"], row["seed"], {"split": suite["split"]})
 
 
 def training_stage(config: Record, row: Record) -> Stage:
-    """Of an episode of phase 3; config: its run_config.yaml."""
+    """Return where an episode of phase 3 was played. config: its run_config.yaml."""
     name, options = _section(config["envs"], row["env"])
     reset_options = {"split": "train", "noise_seed": row["noise_seed"]}
     return Stage(name, options, config["protocol"], row["level_seed"], reset_options)
@@ -94,14 +94,14 @@ def played(results: Results, transcripts: Sequence[Record], name: str, env: str)
 
 
 def replay(results: Results, row: Record) -> tuple[list[np.ndarray], list[tuple[str, list[str]]]]:
-    """As `acted_out`, of an episode of the evaluator."""
+    """Play an episode of the evaluator again, as `acted_out` does."""
     return acted_out(evaluation_stage(results, row), row)
 
 
 def acted_out(stage: Stage, row: Record) -> tuple[list[np.ndarray], list[tuple[str, list[str]]]]:
-    """Pictures as of `frames_of`, and turns (what the model wrote, the actions that came of it).
+    """Return the pictures of `frames_of`, and the turns: (what the model wrote, the actions that followed from it).
 
-    Environments are pure: the level's seed and the actions give the episode that was played.
+    Environments are deterministic: the level's seed and the actions give the episode that was played.
     """
     from envs import make
     from envs.protocol import Protocol, parse
@@ -124,14 +124,14 @@ def acted_out(stage: Stage, row: Record) -> tuple[list[np.ndarray], list[tuple[s
 
 
 def png(frame: np.ndarray) -> bytes:
-    """One frame, small."""
+    """Encode one frame as a small PNG."""
     out = io.BytesIO()
     _picture(frame).save(out, "PNG", optimize=True)
     return out.getvalue()
 
 
 def _picture(frame: np.ndarray) -> Any:
-    """A frame scaled to SIDE, in few colours."""
+    """Scale a frame to SIDE, in few colours."""
     from PIL import Image
 
     picture = Image.fromarray(frame)
@@ -141,7 +141,7 @@ def _picture(frame: np.ndarray) -> Any:
 
 
 def gif(frames: Sequence[np.ndarray]) -> bytes:
-    """An endless animation that rests on its last frame."""
+    """Encode an endless animation that rests on its last frame."""
     pictures = [_picture(frame) for frame in frames]
     out, pace = io.BytesIO(), [FRAME] * (len(pictures) - 1) + [LAST_FRAME]
     pictures[0].save(out, "GIF", save_all=True, append_images=pictures[1:], duration=pace, loop=0, optimize=True)
@@ -170,7 +170,7 @@ class Pictures:
 
 
 def entry(row: Record) -> Record:
-    """A row of a transcripts.jsonl, of phase 3 or of the evaluator; what it does not have is null."""
+    """Return a row of a transcripts.jsonl in the browser's form; null where it lacks a value."""
     messages = _messages(row)
     turns = sum(message["role"] == "assistant" for message in messages)
     rewards, penalties = row.get("turn_rewards"), row.get("turn_penalties")
@@ -208,7 +208,7 @@ def entry(row: Record) -> Record:
 
 
 def with_pictures(row: Record, stage: Stage, pictures: Pictures) -> Record:
-    """The entry of an episode that is played again, if its environment can be drawn."""
+    """Return the entry of an episode, with pictures where its environment can be drawn."""
     found = entry(row)
     if row.get("crashed"):
         return found
@@ -220,7 +220,7 @@ def with_pictures(row: Record, stage: Stage, pictures: Pictures) -> Record:
 
 
 def moments(turns: Sequence[tuple[str, list[str]]]) -> list[tuple[int, int]]:
-    """(turn, picture) of each step of the film: the start, then one for each action, and one for a turn without any."""
+    """Return (turn, picture) of each step: the start, then one per action, and one for a turn without actions."""
     found, picture = [(-1, 0)], 0
     for number, (_, actions) in enumerate(turns):
         for _ in range(max(1, len(actions))):
@@ -230,7 +230,7 @@ def moments(turns: Sequence[tuple[str, list[str]]]) -> list[tuple[int, int]]:
 
 
 def _messages(row: Record) -> list[Record]:
-    """The conversation, with the answer of a row that keeps it apart, and both answers of a preference pair."""
+    """Return the conversation, with an answer that is kept beside it, or with both answers of a preference pair."""
     if "chosen" in row and "rejected" in row:
         pair = [[{"role": "assistant", "content": each}] if isinstance(each, str) else each for each in
                 (row["chosen"], row["rejected"])]  # fmt: skip
@@ -262,12 +262,12 @@ def outcome(row: Record, won: bool | None) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """None for what is no finite number: a browser could neither read nor draw it."""
+    """Return None for what is not a finite number: a browser could neither read nor draw it."""
     return value if isinstance(value, int | float) and abs(value) <= sys.float_info.max else None
 
 
 def _sum(values: Iterable[Any]) -> float:
-    """Infinite where an integer is beyond any float."""
+    """Return the sum, infinite where an integer is beyond any float."""
     try:
         return sum(values)
     except OverflowError:
@@ -279,7 +279,7 @@ def _numbers(values: Any) -> list[float | None] | None:
 
 
 def finite(data: Any) -> Any:
-    """The data with null for each number that is not finite, as token_figures.py writes them."""
+    """Return the data with None for each number that is not finite, as token_figures.py writes them."""
     if isinstance(data, dict):
         return {key: finite(value) for key, value in data.items()}
     if isinstance(data, list | tuple):

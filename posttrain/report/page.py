@@ -54,7 +54,7 @@ def build_transcripts(file: Path) -> Path:
     pictures = Pictures()
     found = training_log.recorded(file, pictures)
     if not found:
-        raise UserError(f"{file} holds no whole row: there is no episode to show.")
+        raise UserError(f"{file} does not hold a whole row, so there is no episode to show.")
     folder = file.resolve().parent.name
     data = {"rows": found, "pictures": pictures.coded}
     scripts = ("player.js", "viewer.js", "transcripts.js")

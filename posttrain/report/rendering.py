@@ -1,4 +1,4 @@
-"""How do figures become text?  By the templates of templates/: pages with styles, scripts and data inside, Markdown."""
+"""How are pages and Markdown written?  By jinja2, from the files of templates/; a page has all it needs inside."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ KINDS = {  # verdict -> its class in page.css
     "better": "good", "better in part": "good", "worse": "bad", "worse in part": "bad",
     "mixed": "flat", "cannot tell": "flat",
 }  # fmt: skip
-# What reading damaged results.json or transcripts.jsonl may raise; templates miss a key with their own error.
+# What reading damaged results.json or transcripts.jsonl may raise; a template raises its own error for a missing key.
 DAMAGED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError, UndefinedError)
 
 
 def _bar_places(figure: Interval) -> list[float]:
-    """Low end, high end and value of a share, in percent."""
+    """Return low end, high end and value of a share, in percent."""
     return [100 * min(1.0, max(0.0, x)) for x in (figure.low, figure.high, figure.value)]
 
 

@@ -1,4 +1,4 @@
-"""What do the sections of report.html show?  For each macro of templates/sections.html.j2 what it writes."""
+"""What do the sections of report.html show?  The values that the macros of templates/sections.html.j2 write."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Steps = Mapping[tuple[str, str], Sequence[Comparison]]  # each checkpoint agains
 
 
 def phases(steps: Steps) -> list[tuple[str, str, list[tuple[str, str]]]]:
-    """Return (new, old, [(verdict, figures)]): what each phase made better, what worse, and what nobody can tell."""
+    """Return (new, old, [(verdict, figures)]): what each phase made better or worse, and where one cannot tell."""
     found = []
     for (old, new), compared in steps.items():
         words: dict[str, list[str]] = {"better": [], "worse": [], "cannot tell": []}
@@ -158,7 +158,7 @@ def shown(results: Results, row: Record, pictures: Pictures) -> Record:
 
 
 def first_levels(results: Results, transcripts: Sequence[Record], pictures: Pictures) -> Record | None:
-    """Return the first test levels, which nobody chose, as the model played them before and after: data for page.js."""
+    """Return the first test levels, as the model played them before and after: data for page.js."""
     names = list(results["checkpoints"])
     columns = [name for name in ON_TOP if name in names]
     if len(columns) < 2:

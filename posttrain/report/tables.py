@@ -1,4 +1,4 @@
-"""Which figures stand where?  Headline table, results.md, terminal and plots, from results.json."""
+"""Which figures does results.json hold, and how are they written?  Columns, formats, terminal and plots."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class Column:
     setting: str
 
     def get(self, entry: Record) -> Interval | None:
-        """The figure, from a checkpoint's part of results.json; None of an endpoint that is not asked this suite."""
+        """Return the figure from a checkpoint's part of results.json; None where this suite is not asked."""
         return figure_of(self.found(entry), self.metric) if self.suite in entry else None
 
     def found(self, entry: Record) -> Record:
-        """All figures of its suite and part."""
+        """Return all figures of its suite and part."""
         return entry[self.suite][self.part] if self.part else entry[self.suite]
 
 
 def columns(results: Results) -> list[Column]:
-    """The headline figures that this run has, in the order of the phases."""
+    """Return the headline figures that this run has, in the order of the phases."""
     first: Record = {}
     for entry in results["checkpoints"].values():  # an endpoint is not asked every suite
         first = entry | first
@@ -65,12 +65,12 @@ def columns(results: Results) -> list[Column]:
 
 
 def math_title(source: str) -> str:
-    """embedded -> Math (toy sums), gsm8k -> GSM8K"""
+    """Return the title of a source: embedded -> Math (toy sums), gsm8k -> GSM8K."""
     return MATH_TITLES.get(source, f"Math ({source})")
 
 
 def figure_of(found: Record, key: str) -> Interval:
-    """A value of results.json with its interval; one without an interval, such as an optimum, is its own."""
+    """Return a value of results.json with its interval; one without, such as an optimum, is its own interval."""
     return Interval(found[key], found.get("low", found[key]), found.get("high", found[key]))
 
 
@@ -79,7 +79,7 @@ def less_is_better(metric: str) -> bool:
 
 
 def readable(name: str) -> str:
-    """frozen_lake -> Frozen lake"""
+    """Return a name as a title: frozen_lake -> Frozen lake."""
     return name.replace("_", " ").capitalize()
 
 
@@ -92,17 +92,17 @@ def span(figure: Interval) -> str:
 
 
 def points(value: float) -> str:
-    """A difference of shares in percentage points, with its sign."""
+    """Write a difference of shares in percentage points, with its sign."""
     return f"{100 * value:+.1f}"
 
 
 def points_span(change: Interval) -> str:
-    """+10.0 (+2.1 to +17.9)"""
+    """Write a difference with its interval: +10.0 (+2.1 to +17.9)."""
     return f"{points(change.value)} ({points(change.low)} to {points(change.high)})"
 
 
 def what(difference: Record) -> str:
-    """Which figure a difference is about: `GSM8K: accuracy`, `Math, unseen operands: accuracy`, `Sokoban: success`."""
+    """Say which figure a difference is about: `GSM8K: accuracy`, `Math, unseen operands: accuracy`."""
     if difference["suite"] == "preferences" and difference["metric"] == "accuracy":
         return "Preferences: ranking accuracy"
     part = difference["part"].replace("_", " ")
@@ -120,7 +120,7 @@ def what(difference: Record) -> str:
 
 
 def every_setting(results: Results) -> Iterator[tuple[str, str, str, Interval, int]]:
-    """(checkpoint, which figure, sampling setting, figure, n) for every one there is."""
+    """Yield (checkpoint, which figure, sampling setting, figure, n) for all of them."""
     for name, entry in results["checkpoints"].items():
         for suite, figures in entry.items():
             for part, found in figures.items() if suite in ("math", "envs") else [("", figures)]:
@@ -147,7 +147,7 @@ class Benchmark(NamedTuple):
 
 
 def benchmark_rows(results: Results) -> Iterator[Benchmark]:
-    """Each metric of each standard benchmark that posttrain.harness has put into results.json."""
+    """Yield each metric of each standard benchmark that posttrain.harness has put into results.json."""
     for name, measured in results.get("benchmarks", {}).items():
         for task, entry in measured["tasks"].items():
             how = f"{how_asked(entry)}, lm-eval {entry['harness']}"
@@ -171,7 +171,7 @@ def how_asked(entry: Record) -> str:
 
 
 def show(results: Results) -> None:
-    """The headline table and the goals in the terminal."""
+    """Print the headline table and the goals."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -194,7 +194,7 @@ def show(results: Results) -> None:
 
 
 def plots(results: Results, folder: Path) -> None:
-    """plots/headline.png and plots/settings.png."""
+    """Draw plots/headline.png and plots/settings.png."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -128,14 +128,14 @@ def _played(row: Record, plain: Record, stage_of: Callable[[Record], Stage], pic
 def _stages(file: Path) -> Callable[[Record], Stage] | None:
     """Return how the episodes of phase 3 (run_config.yaml) or of the evaluator (results.json) were set up, if known."""
     config, results = file.with_name("run_config.yaml"), file.with_name("results.json")
+    remedy = "Remove it, then the episodes are shown without pictures."
     if config.is_file():
-        remedy = "Remove it, then the episodes are shown without pictures."
         try:
             return partial(training_stage, parse_yaml(files.read_text(config, remedy)))
         except ValueError as error:
             raise UserError(f"{config} is damaged: {one_line(error)}. {remedy}") from None
     if results.is_file():
-        return partial(evaluation_stage, files.read_json(results, "Remove it, then there are no pictures."))
+        return partial(evaluation_stage, files.read_json(results, remedy))
     return None
 
 
@@ -196,7 +196,7 @@ def _seconds(row: Record, part: str) -> float:
 
 
 def spent(seconds: float) -> str:
-    """75 -> 1:15 min, 4000 -> 1:06 h"""
+    """Write a duration: 75 -> 1:15 min, 4000 -> 1:06 h."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes = round(seconds) // 60
