@@ -107,8 +107,8 @@ def _in_common(before: Model, after: Model, most_examples: int) -> list[Comparis
     wanted = {(c.suite, c.part): c for c in columns(after.results)}
     shared = [(c, wanted[c.suite, c.part]) for c in columns(before.results) if (c.suite, c.part) in wanted]
     common = [(c, pairs) for c, other in shared if c.setting == other.setting and _asked(before, c) == _asked(after, c)
-              if (pairs := _pairs(before, after, c))]  # fmt: skip
-    return [_compared(column, pairs, 0.025 / len(common), most_examples) for column, pairs in common]
+              if (pairs := common_rows(before, after, c))]  # fmt: skip
+    return [compare_rows(column, pairs, 0.025 / len(common), most_examples) for column, pairs in common]
 
 
 def not_compared(before: Model, after: Model, found: Sequence[Comparison]) -> list[str]:
@@ -143,7 +143,7 @@ def _asked(model: Model, column: Column) -> list[Any]:
     return [setting, options, [suite.get(key) for key in DECIDES]]
 
 
-def _pairs(before: Model, after: Model, column: Column) -> list[tuple[Record, Record]]:
+def common_rows(before: Model, after: Model, column: Column) -> list[tuple[Record, Record]]:
     """Return the rows of both models on the same items, without those that crashed."""
     old, new = (_items(model, column) for model in (before, after))
     return [(old[item], new[item]) for item in old if item in new]
@@ -162,7 +162,11 @@ def _items(model: Model, column: Column) -> dict[str, Record]:
     return found
 
 
-def _compared(column: Column, pairs: list[tuple[Record, Record]], tail: float, most: int) -> Comparison:
+def compare_rows(column: Column, pairs: list[tuple[Record, Record]], tail: float, most: int) -> Comparison:
+    """Compare two models by a figure of their rows.
+
+    Args: tail: the chance in each tail of the interval; most: examples to keep.
+    """
     old, new = ([float(pair[side][column.metric]) for pair in pairs] for side in (0, 1))
     examples = _examples(pairs, [b - a for a, b in zip(old, new, strict=True)], most)
     if column.suite == "envs":  # a level counts once, however often it is played
