@@ -62,38 +62,27 @@ class Result:
     high: float | None = None
 
 
-@dataclass(frozen=True)
-class Record:
-    """What one phase did; `data` holds a dict a source with path, kind, licence, train and held_out rows."""
-
-    phase: str
-    base: str
-    step: int
-    commit: str | None
-    settings: dict[str, Any]
-    published: bool = False  # whether the base was a model on the Hub when it was read
-    data: list[dict[str, Any]] = field(default_factory=list)
-    results: list[Result] = field(default_factory=list)
-    licence: str | None = None  # of the base model, where it is known
-
-
 def record(
     phase: str,
     config: dict[str, Any],
     step: int,
     *,
     data: Iterable[dict[str, Any]] = (),
-    results: Sequence[Result] = (),
+    results: Iterable[Result] = (),
 ) -> dict[str, Any]:
-    """Return the record of a phase as JSON."""
+    """Return the record of a phase as JSON. data: of each source its path, kind, licence, train and held_out rows."""
     base, revision = config["model"]["name_or_path"], config["model"].get("revision")
-    found = {key: value for key in SETTINGS if (value := _at(config, key)) is not None}
-    first = not history(base)
-    licence = _licence(base, revision) if first else None
-    name = f"{base} at {revision}" if revision else base
-    sources = [source | {"published": _published(source["path"])} for source in data]
-    done = Record(phase, name, step, commit(), found, _published(base), sources, list(results), licence)
-    return asdict(done)
+    return {
+        "phase": phase,
+        "base": f"{base} at {revision}" if revision else base,
+        "step": step,
+        "commit": commit(),
+        "settings": {key: value for key in SETTINGS if (value := _at(config, key)) is not None},
+        "published": _published(base),
+        "data": [source | {"published": _published(source["path"])} for source in data],
+        "results": [asdict(result) for result in results],
+        "licence": None if history(base) else _licence(base, revision),  # of the model that phase 1 began with
+    }
 
 
 def _published(name: str) -> bool:

@@ -209,7 +209,7 @@ def _include(content: Content, run: Path, name: str) -> None:
             raise UserError(f"--include {name}: the command itself writes {target}, or publishes it already.")
         if file.suffix.lower() in PICTURES:
             content.files[target] = measured.without_metadata(file)
-        elif file.suffix == ".safetensors" or (file.suffix.lower() != ".html" and privacy.is_text(file.read_bytes())):
+        elif file.suffix.lower() != ".html" and privacy.is_text(file):
             content.files[target] = file  # checked as it is
         else:  # pages hold their rows compressed
             raise UserError(

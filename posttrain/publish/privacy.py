@@ -202,7 +202,7 @@ def check(name: str, content: bytes | Path) -> None:
         places = [text.index(own) for own in _own() if own in text]
         if places:
             raise UserError(_refusal(name, 1 + text.count("\n", 0, min(places)), PATH))
-        if Path(name).name in VOCABULARY or not _is_text(content):
+        if Path(name).name in VOCABULARY or not is_text(content):
             continue
         values, whole = _values(name, text)  # without the escapes of JSON, which could hide or feign a path
         first = next(((value, line) for value, line in values if cut_values(value) != value), None)
@@ -221,19 +221,14 @@ def _kind(text: str) -> str:
     return LINK if any(form.search(text) for form in (STORES, SERVERS, HOSTS)) else PATH
 
 
-def is_text(raw: bytes) -> bool:
-    """Return whether these bytes are a text of UTF-8."""
+def is_text(content: bytes | Path) -> bool:
+    """Return whether a file is a text of UTF-8. Of weights the header is read, which is one."""
+    if isinstance(content, Path):
+        return content.suffix == ".safetensors" or is_text(content.read_bytes())
     try:
-        return "\0" not in raw.decode("utf-8")
+        return "\0" not in content.decode("utf-8")
     except UnicodeDecodeError:
         return False
-
-
-def _is_text(content: bytes | Path) -> bool:
-    """Return whether a text is read of a file; the header of weights is one."""
-    if isinstance(content, bytes):
-        return is_text(content)
-    return content.suffix == ".safetensors" or is_text(content.read_bytes())
 
 
 def _values(name: str, text: str) -> tuple[list[tuple[str, int]], bool]:
