@@ -131,7 +131,9 @@ def test_hostile_names_stay_text() -> None:
     assert not any(bad in card.content for bad in ("<script>", "\n# Title", "|`x`", " [mine]("))
 
 
-def test_what_was_local_when_it_was_read_is_not_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_local_when_it_was_read_is_not_a_name_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "mine").mkdir(parents=True)
     source = {"path": "data/mine.jsonl", "kind": "messages", "licence": "mine", "train": 36, "held_out": 4}
