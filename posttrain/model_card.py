@@ -16,12 +16,12 @@ from typing import Any
 import yaml
 from huggingface_hub import HfApi, ModelCardData, metadata_load, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from posttrain import checkpoint
 from posttrain.compat import HTTP_ERROR
 from posttrain.files import DATA_FILES
-from posttrain.report.rendering import TEMPLATES
-from posttrain.types import HUB_NAME, UserError
+from posttrain.types import HUB_NAME, UserError, markdown_text
 
 METHODS = {
     "phase1": ("SFT", "supervised fine-tuning on the assistant's tokens"),
@@ -146,7 +146,7 @@ def render(
         ignore_metadata_errors=True,
         **told.metadata,
     )
-    return TEMPLATES.get_template("model_card.md.j2").render(
+    return CARDS.get_template("model_card.md.j2").render(
         metadata=metadata.to_yaml(),
         title=Path(shown(base)).name or base,
         base=base,
@@ -158,7 +158,6 @@ def render(
         own=model_type == "convgpt",  # which transformers does not know
         version=version("transformers"),
         METHODS=METHODS,
-        place=shown,
     )
 
 
@@ -201,6 +200,16 @@ def shown(place: str) -> str:
     if not path.root and not place.startswith("~"):
         return place
     return f"{path.parent.name}/{path.name}" if path.name == "final" else path.name
+
+
+CARDS = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+CARDS.filters |= {"count": "{:,}".format, "text": markdown_text, "place": shown}
 
 
 def _at(config: dict[str, Any], path: str) -> Any:

@@ -43,6 +43,7 @@ LAYERS = [
             "embedded",
             "policy",
             "fused",
+            "model_card",
             "model_files",
             "run_identity",
             "endpoint",
@@ -53,7 +54,7 @@ LAYERS = [
         )
     ],
     [f"posttrain.{name}" for name in ("data", "report", "critic", "prefixes", "sampler", "prepared_rows")],
-    ["posttrain.trl_arguments", "posttrain.selftest", "posttrain.model_card"],
+    ["posttrain.trl_arguments", "posttrain.selftest"],
     [f"posttrain.{name}" for name in ("models", "cross_score", "engine", "learner", "gguf")],
     [f"posttrain.{name}" for name in ("training", "preflight", "rollout", "run_state", "model_trials")],
     [f"posttrain.{name}" for name in ("monitoring", "plan", "distillation", "inference")],

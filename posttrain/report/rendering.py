@@ -16,6 +16,7 @@ from posttrain.metrics import Interval
 from posttrain.report import charts
 from posttrain.report.episodes import finite
 from posttrain.report.tables import BENCHMARKS, NOT_ASKED, percent, points, points_span, span
+from posttrain.types import markdown_text
 
 HERE = Path(__file__).parent
 KINDS = {  # verdict -> its class in page.css
@@ -31,12 +32,6 @@ def _bar_places(figure: Interval) -> list[float]:
     return [100 * min(1.0, max(0.0, x)) for x in (figure.low, figure.high, figure.value)]
 
 
-def markdown_text(value: object) -> str:
-    """Return one line that Markdown shows as it is."""
-    plain = " ".join(str(value).split()).replace("\\", "\\\\").replace("|", "\\|")
-    return plain.replace("<", "&lt;").replace("`", "\\`").replace("[", "\\[")
-
-
 TEMPLATES = Environment(
     loader=FileSystemLoader(HERE / "templates"),
     autoescape=lambda name: name is None or name.endswith(".html.j2"),
@@ -46,8 +41,7 @@ TEMPLATES = Environment(
     keep_trailing_newline=True,
 )
 TEMPLATES.filters |= {"percent": percent, "span": span, "points": points, "change": points_span}
-TEMPLATES.filters |= {"short": "{:g}".format, "bar_places": _bar_places}
-TEMPLATES.filters |= {"count": "{:,}".format, "text": markdown_text}
+TEMPLATES.filters |= {"short": "{:g}".format, "bar_places": _bar_places, "text": markdown_text}
 TEMPLATES.globals |= {"KINDS": KINDS, "NOT_ASKED": NOT_ASKED, "BENCHMARKS": BENCHMARKS, **charts.SIZES}
 
 
