@@ -25,6 +25,12 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
+def markdown_text(value: object) -> str:
+    """Return one line that Markdown shows as it is."""
+    plain = " ".join(str(value).split()).replace("\\", "\\\\").replace("|", "\\|")
+    return plain.replace("<", "&lt;").replace("`", "\\`").replace("[", "\\[")
+
+
 def short_name(model: str) -> str:
     """A model's name in one word: `phase3` for runs/quickstart/phase3/final, `SmolLM2-135M` for owner/SmolLM2-135M."""
     parts = [part for part in PurePath(model).parts if part not in ("final", ".", "..", "/")]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from test_report import build_run, hostile_pages
 from envs import make
 from envs.protocol import Episode, Protocol, answer
 from posttrain import report
-from posttrain.report import comparison, transcripts_page
+from posttrain.report import comparison
+from posttrain.report.page import build_transcripts
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -271,10 +272,7 @@ def test_tokens_are_shaded_by_each_of_their_figures(visit: Callable[..., Any], r
         colours = tokens.evaluate_all("all => all.map((one) => one.style.background)")
         assert all(colours)
         seen.add(tuple(colours))
-        assert (
-            "loss mask" in page.locator(".shading output").inner_text()
-            or "from" in page.locator(".shading output").inner_text()
-        )
+        assert re.search("loss mask|from", page.locator(".shading output").inner_text())
     assert len(seen) == 4
     assert "not in the loss" in words.locator(".token").first.get_attribute("title")
     words.locator(".token").nth(1).click()
@@ -317,7 +315,7 @@ def test_the_figures_of_tokens_are_reached_by_keyboard(visit: Callable[..., Any]
 
 
 def test_the_shading_is_kept_from_one_episode_to_the_next(visit: Callable[..., Any], run: Path) -> None:
-    page = visit(transcripts_page.build(run / "phase3" / "transcripts.jsonl"))
+    page = visit(build_transcripts(run / "phase3" / "transcripts.jsonl"))
     page.get_by_label("shade tokens by").select_option("logprob")
     for number in (1, 2):
         page.locator(".row").nth(number).click()
@@ -336,8 +334,7 @@ def test_a_tap_on_a_curve_shows_its_values_and_keeps_them(visit: Callable[..., A
     told, box = chart.locator("figcaption output"), chart.locator("svg .plot").bounding_box()
     for share in (0.5, 0.25):
         page.touchscreen.tap(box["x"] + box["width"] * share, box["y"] + 20)
-        page.wait_for_timeout(100)
-        assert told.inner_text().startswith(f"step {60 * share:.0f}")
+        playwright.expect(told).to_contain_text(f"step {60 * share:.0f}")
         expected = 0.6 / (1 + 60 * share / 20)
         assert float(chart.locator(".legend b").inner_text()) == pytest.approx(expected, rel=0.01)
     assert chart.locator(".first").text_content() == "step 0", "a tap does not zoom"
@@ -451,40 +448,19 @@ def many(count: int) -> Iterator[dict[str, Any]]:
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("large") / "transcripts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in many(10_000)))
-    return transcripts_page.build(file)
+    return build_transcripts(file)
 
 
-def test_ten_thousand_episodes_stay_fluid(visit: Callable[..., Any], large: Path) -> None:
+def test_of_ten_thousand_episodes_only_those_in_sight_are_elements(visit: Callable[..., Any], large: Path) -> None:
     assert large.stat().st_size < 3_000_000
-    began = time.perf_counter()
     page = visit(large)
-    opened = time.perf_counter() - began
-    rows = page.locator(".row")
-    assert rows.count() < 40 and page.locator(".count").inner_text() == "10,000 of 10,000"
-    slowest = page.evaluate("""async () => {
-      const list = document.querySelector(".rows"), times = [];
-      for (let at = 0; at < 60; at++) {
-        const began = performance.now();
-        list.scrollTop = at * 8000;
-        list.dispatchEvent(new Event("scroll"));
-        list.getBoundingClientRect();
-        times.push(performance.now() - began);
-        await new Promise(requestAnimationFrame);
-      }
-      return times.sort((a, b) => a - b)[Math.floor(times.length * 0.95)];
-    }""")
-    assert rows.count() < 40
-    filtering = page.evaluate("""() => {
-      const search = document.querySelector("input[type=search]"), began = performance.now();
-      search.value = "needle";
-      search.dispatchEvent(new Event("input", { bubbles: true }));
-      document.body.getBoundingClientRect();
-      return performance.now() - began;
-    }""")
-    print(f"opened in {opened:.2f} s; a scrolled frame {slowest:.1f} ms; the first text filter {filtering:.0f} ms")
-    assert page.locator(".count").inner_text() == "1 of 10,000"
+    rows, count = page.locator(".row"), page.locator(".count")
+    assert 0 < rows.count() < 40 and count.inner_text() == "10,000 of 10,000"
+    page.locator(".rows").evaluate("list => { list.scrollTop = 480_000; list.dispatchEvent(new Event('scroll')); }")
+    assert 0 < rows.count() < 40 and int(rows.last.get_attribute("aria-posinset")) > 9000
+    page.get_by_label("text").fill("needle")
+    playwright.expect(count).to_have_text("1 of 10,000")
     assert page.locator(".words").first.text_content() == "needle <script>"
-    assert opened < 15 and slowest < 100 and filtering < 2000, "far above what was measured: the machine may be busy"
 
 
 def test_each_filter_of_the_viewer(visit: Callable[..., Any], large: Path) -> None:
@@ -565,7 +541,7 @@ def test_a_number_that_is_missing_is_said_to_be(visit: Callable[..., Any], tmp_p
     token = {"text": ["ab"], "logprob": [float("-inf")], "entropy": [None], "advantage": [0.1], "loss": [1]}
     rows = [row | {"turn_rewards": [float("nan")], "tokens": [token]}, row | {"turn_rewards": [0.5]}]
     (tmp_path / "transcripts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
-    page = visit(transcripts_page.build(tmp_path / "transcripts.jsonl"))
+    page = visit(build_transcripts(tmp_path / "transcripts.jsonl"))
     assert page.locator(".meta").inner_text() == "reward not a finite number"
     assert page.locator(".shown h3 small").inner_text() == "the reward is not a finite number"
     page.get_by_label("shade tokens by").select_option("advantage")
@@ -577,7 +553,7 @@ def test_a_number_that_is_missing_is_said_to_be(visit: Callable[..., Any], tmp_p
 def test_what_a_model_wrote_is_never_html(visit: Callable[..., Any], run: Path) -> None:
     """In the evaluator's transcripts, in those of phase 3, and on the report: the words are shown, nothing runs."""
     for file in (run / "transcripts.jsonl", run / "phase3" / "transcripts.jsonl"):
-        page = visit(transcripts_page.build(file))
+        page = visit(build_transcripts(file))
         page.get_by_label("text").fill("<script>")
         assert not page.locator(".count").inner_text().startswith("0 ")
         assert "<script>" in page.locator(".words").first.text_content()

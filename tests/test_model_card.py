@@ -106,7 +106,7 @@ def test_the_licence_is_the_one_that_the_base_models_card_names(tmp_path: Path) 
     config = CONFIG | {"model": {"name_or_path": str(base)}}
     card = card_of([model_card.record("phase1", config, 1)])
     assert card.data.license == "apache-2.0"
-    assert card.data.base_model is None  # a folder is no name on the Hub
+    assert card.data.base_model is None  # a folder is not a name on the Hub
     for broken in ("", "no metadata", "---\nlicense: [\n---\n", "---\n- 1\n---\n"):
         (base / "README.md").write_text(broken)
         assert "license" not in card_of([model_card.record("phase1", config, 1)]).data.to_dict()
@@ -132,7 +132,9 @@ def test_hostile_names_stay_text() -> None:
     assert not any(bad in card.content for bad in ("<script>", "\n# Title", "|`x`", " [mine]("))
 
 
-def test_what_was_local_when_it_was_read_is_no_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_local_when_it_was_read_is_not_a_name_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "mine").mkdir(parents=True)
     source = {"path": "data/mine.jsonl", "kind": "messages", "licence": "mine", "train": 36, "held_out": 4}

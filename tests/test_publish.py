@@ -46,16 +46,10 @@ def made(tmp_path_factory: pytest.TempPathFactory, tiny_chat: Chat) -> Path:
     run, chat = tmp_path_factory.mktemp("runs") / "mine", copy.deepcopy(tiny_chat)
     for phase in ("phase1", "phase3"):
         base = "/home/ana/secret models/base" if phase == "phase1" else str(run / "phase1" / "final")
-        config = {
-            "model": {"name_or_path": base},
-            "kept": "/home/ana/secret models/x y",
-            "output_dir": str(run / phase),
-            "seed": 0,
-        }
-        data = [
-            {"path": "/home/ana/clinic/rows.jsonl", "kind": "messages", "licence": "mine", "train": 9, "held_out": 1}
-        ]
-        told = model_card.record(phase, config, 3, data=data)
+        config = {"model": {"name_or_path": base}, "kept": "/home/ana/secret models/x y", "seed": 0}
+        config["output_dir"] = str(run / phase)
+        data = {"path": "/home/ana/clinic/rows.jsonl", "kind": "messages", "licence": "mine", "train": 9, "held_out": 1}
+        told = model_card.record(phase, config, 3, data=[data])
         source = ModelSection(name_or_path="x")
         models.save(run / phase / "final", tiny_model(chat, 0), chat, config, source=source, history=[told])
     (run / "phase3" / "metrics.jsonl").write_text(json.dumps({"step": 1, "file": "/home/ana/clinic/x"}) + "\n")
@@ -69,17 +63,9 @@ def made(tmp_path_factory: pytest.TempPathFactory, tiny_chat: Chat) -> Path:
 
 def results(known: str) -> dict[str, Any]:
     share = {"low": 0.4, "high": 0.6, "setting": "greedy"}
-    benchmark: dict[str, Any] = {
-        "version": 3,
-        "n": 9,
-        "of": 9,
-        "fewshot": 5,
-        "chat_template": True,
-        "harness": "0.4.13",
-        "part_of": None,
-    }
     of_the_hub = {"path": "openai/gsm8k", "name": "main", "split": "test", "hub": True, "rows": 9}
-    benchmark |= {"date": "2026-11-23", "data_set": of_the_hub}
+    benchmark: dict[str, Any] = {"version": 3, "n": 9, "of": 9, "fewshot": 5, "chat_template": True, "part_of": None}
+    benchmark |= {"harness": "0.4.13", "date": "2026-11-23", "data_set": of_the_hub}
     figure: dict[str, Any] = {"metric": "exact_match", "filter": "strict-match", "value": 0.25, "stderr": 0.01}
     benchmark["metrics"] = [figure, figure | {"filter": "none", "value": None}]
     part = benchmark | {"n": 3}
@@ -202,13 +188,7 @@ def test_results_are_those_of_these_weights_in_the_forms_of_the_hub(made: Path, 
     theirs = entries[".eval_results/gsm8k-exact_match-strict-match.yaml"]
     assert (theirs.dataset_id, theirs.task_id, theirs.value) == ("openai/gsm8k", "gsm8k", 0.25)
     assert "5 examples, chat template" in str(theirs.notes) and "standard error 0.01" in str(theirs.notes)
-    for told in (
-        "0.54 \\[0.4, 0.6]",
-        "300",
-        "3 of 9",
-        f'"{REPO}"',
-        "headline.png",
-    ):
+    for told in ("0.54 \\[0.4, 0.6]", "300", "3 of 9", f'"{REPO}"', "headline.png"):
         assert told in card.text, told
     assert "never" not in card.content and "inner" not in card.content and "0.01 \\[" not in card.text
 
@@ -235,7 +215,7 @@ def test_figures_of_other_weights_are_left_out(run: Path, capsys: pytest.Capture
 
 def test_an_upload_that_is_cut_changes_nothing_and_the_next_one_ends_it(made: Path, hub: Hub) -> None:
     hub.drop_after = 2
-    with pytest.raises(UserError, match=r"cut off.*Nothing that anybody sees has changed"):
+    with pytest.raises(UserError, match=r"cut off.*The repository has not changed"):
         publish(made, "--yes")
     there = hub.repos[REPO]
     assert there.commits == 1 and set(there.files) == {".gitattributes"}
@@ -282,7 +262,7 @@ def test_no_permission_no_token_no_hub(
         publish(made, "--yes")
     assert not any(secret in text for secret in (SECRET, TOKEN) for text in (str(refused.value), *capsys.readouterr()))
     for name in ("toy", "a/b/c", "ana/../x", "ana/"):
-        with pytest.raises(UserError, match="no name on the Hub"):
+        with pytest.raises(UserError, match="not a name on the Hub"):
             publish(made, repo=name)
 
 
@@ -310,18 +290,7 @@ def test_no_path_of_a_machine_is_in_anything_that_is_published(run: Path, hub: H
     files = hub.repos[REPO].files
     for name, raw in files.items():
         text = raw.decode("utf-8", errors="replace")
-        for path in (
-            "/home",
-            "/mnt",
-            "/scratch",
-            "clinic",
-            "secret",
-            "ana's",
-            "disk",
-            SECRET,
-            str(run),
-            str(Path.cwd()),
-        ):
+        for path in (*"/home /mnt /scratch clinic secret ana's disk".split(), SECRET, str(run), str(Path.cwd())):
             assert path not in text, f"{path} in {name}"
     assert json.loads(files["config.json"])["_name_or_path"] == "base"
     assert "rows.jsonl" in files["README.md"].decode()
@@ -451,15 +420,11 @@ def test_addresses_are_left_out(text: str, left: str | None) -> None:
 
 def test_settings_that_name_a_server_a_folder_or_a_run_are_cut_whatever_their_form() -> None:
     options = {"url": "https://envs.klinik.de/play", "rules": "Play."}
-    given = {
-        "envs": [{"name": "openenv", "options": options}],
-        "output_dir": "runs/Ana Maria/my run",
-        "run_name": "ana 3",
-    }
-    cut = privacy.cut_values(given)
-    assert cut["envs"][0]["options"] == {"url": "", "rules": "Play."}
+    given = {"envs": [{"name": "openenv", "options": options}], "servers": ["http://gpu7.intern:8200"]}
+    cut = privacy.cut_values(given | {"output_dir": "runs/Ana Maria/my run", "run_name": "ana 3"})
+    assert cut["envs"][0]["options"] == {"url": "", "rules": "Play."} and cut["servers"] == []
     assert (cut["output_dir"], cut["run_name"]) == ("my run", None)
-    public = {"url": "https://huggingface.co/datasets/a/b", "endpoint": None, "host": 3}
+    public = {"url": "https://huggingface.co/datasets/a/b", "endpoint": None, "host": 3, "servers": 4}
     assert privacy.cut_values(public) == public
     assert privacy.cut_values({"output_dir": "/data/Ana Maria/the run/"})["output_dir"] == "the run"
 
@@ -497,12 +462,6 @@ for shape in ("/", "~/", "../", "a@a.", "http://", "/home/a "):
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-
-
-def test_addresses_of_rollout_servers_are_left_out() -> None:
-    given = {"rollout": {"engine": "vllm_server", "servers": ["http://gpu7.intern:8200"]}}
-    assert privacy.cut_values(given) == {"rollout": {"engine": "vllm_server", "servers": []}}
-    assert privacy.cut_values({"servers": 4}) == {"servers": 4}  # a word of a vocabulary
 
 
 @pytest.mark.parametrize(
@@ -565,11 +524,8 @@ def test_text_is_checked_by_its_content(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_words_about_tokens_are_no_secrets() -> None:
     settings = {"eos_token": "<|im_end|>", "token": "Ġinternational", "api_key_env": "MY_KEY", "tokens": "12,345"}
-    settings |= {
-        "tokens_field": "max_completion_tokens",
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "commit": "a1" * 20,
-    }
+    settings |= {"tokens_field": "max_completion_tokens", "tokenizer_class": "PreTrainedTokenizerFast"}
+    settings |= {"commit": "a1" * 20}
     prose = "The secret: practice. Password: one with 3 letters. wandb: off, key = past_key_values[0], bearer of news"
     names = "wandb: posttrain-quickstart-phase-3\ntoken: mkurman/ConvGPT-0.2B\nkey: gsm8k/main-2026-11-23\n"
     numbers = '"token": 12345678901234567890, "kl_per_token": 1.23456789e-05, "pass": 0.12345678\nPWD=/app/run-12345'
@@ -623,7 +579,7 @@ def test_what_is_neither_text_nor_a_picture_is_refused_and_pictures_are_pixels(r
         with pytest.raises(UserError, match="neither text nor a PNG"):
             content.gather(run, REPO, [name])
     (phase / "fake.png").write_bytes(b"PK\x03\x04")
-    with pytest.raises(UserError, match="no picture that can be read"):
+    with pytest.raises(UserError, match="not a picture that can be read"):
         content.gather(run, REPO, ["fake.png"])
 
 
@@ -637,7 +593,7 @@ def test_which_model_of_a_run(made: Path, run: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="damaged"):
         publish(run)
     reseal(folder, history=[])
-    with pytest.raises(UserError, match="no card that tells the truth"):
+    with pytest.raises(UserError, match="its card could not tell the truth"):
         publish(run)
     (run / "phase1" / "final" / models.CODE).unlink()
     reseal(run / "phase1" / "final")

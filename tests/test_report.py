@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
-import html as html_text
 import itertools
 import json
 import random
@@ -13,7 +12,9 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
+from html import unescape
 from html.parser import HTMLParser
 from io import BytesIO
 from pathlib import Path
@@ -33,20 +34,18 @@ from posttrain.report import (
     animation,
     charts,
     comparison,
-    figures,
-    levels,
-    samples,
+    sections,
     tables,
     training_log,
-    transcripts_page,
     verdict,
 )
-from posttrain.report.episodes import gif, replay
-from posttrain.report.page import commands, read
-from posttrain.report.rows import Pictures
+from posttrain.report.episodes import Pictures, gif, replay
+from posttrain.report.page import build_transcripts, read
+from posttrain.report.rendering import TEMPLATES
 from posttrain.serving.publish import measured
-from posttrain.types import UserError
+from posttrain.types import Record, UserError
 
+Rows = list[Record]
 NAMES = ("base", "phase1", "phase2", "phase3")
 # What a made-up checkpoint can do: base knows nothing, phase 1 talks, phase 2 repeats less, phase 3 plays.
 MATH = {"base": 0.0, "phase1": 0.72, "phase2": 0.70, "phase3": 0.69}
@@ -56,9 +55,16 @@ LOOPS = {"base": 0.6, "phase1": 0.35, "phase2": 0.1, "phase3": 0.12}
 PLAYS_WELL = {"base": -1.0, "phase1": 0.05, "phase2": 0.05, "phase3": 0.85}  # share of turns; -1 says nothing valid
 
 
-def made_up(cfg: Any, name: str, task: Any, tick: Callable[[int], None], _: Any) -> list[dict[str, Any]]:
+def write_rows(file: Path, *rows: Record) -> Path:
+    """Write a file of JSON lines, in a folder that may not be there yet."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def made_up(cfg: Any, name: str, task: Any, tick: Callable[[int], None], _: Any) -> list[Record]:
     """Stands for `evaluation.scoring.run_task`: rows of the same form, from a random generator instead of a model."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Record] = []
     where = {"checkpoint": name, "suite": task.suite, "source": task.source, "part": task.part}
     where |= {"setting": task.setting}
     for index, item in enumerate(task.items):
@@ -69,7 +75,7 @@ def made_up(cfg: Any, name: str, task: Any, tick: Callable[[int], None], _: Any)
     return rows
 
 
-def _said(name: str, task: Any, item: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+def _said(name: str, task: Any, item: Record, rng: random.Random) -> Record:
     if task.suite == "preferences":
         margin = abs(rng.gauss(6, 3)) * (1 if rng.random() < RANKED[name] else -1)
         return {"chosen_logprob": margin - 60, "rejected_logprob": -60.0, "margin": margin, "accuracy": margin > 0}
@@ -85,17 +91,11 @@ def _said(name: str, task: Any, item: dict[str, Any], rng: random.Random) -> dic
     given = item["answer"] if right else "7"
     text = rf"7+5=12. The answer is \boxed{{{given}}}." if task.suite == "math" else f"Your city is {given}."
     text = text if name != "base" else "qu qu<script>alert(1)</script> the the"
-    return {
-        "text": text,
-        "accuracy": right,
-        "boxed": "box" in text,
-        "last_number": right,
-        "never_stops": name == "base",
-        "tokens": 20,
-    }
+    marks = {"accuracy": right, "boxed": "box" in text, "last_number": right, "never_stops": name == "base"}
+    return {"text": text, "tokens": 20, **marks}
 
 
-def _episode(cfg: Any, name: str, task: Any, item: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+def _episode(cfg: Any, name: str, task: Any, item: Record, rng: random.Random) -> Record:
     protocol = Protocol.of(make(task.part), **cfg.suites.envs.protocol.model_dump())
     episode = Episode(make(task.part), protocol, item["seed"], cfg.suites.envs.split)
     paid, penalties = list[float](), list[float]()
@@ -105,41 +105,25 @@ def _episode(cfg: Any, name: str, task: Any, item: dict[str, Any], rng: random.R
         turn = episode.step(said)
         paid.append(turn.reward)
         penalties.append(turn.penalty)
-    return {
-        "messages": episode.messages,
-        "actions": episode.actions,
-        "success": episode.success,
-        "failure": episode.failure,
-        "failed": bool(episode.failure),
-        "turn_rewards": paid,
-        "turn_penalties": penalties,
-        "return": sum(paid),
-        "penalties": sum(penalties),
-        "turns": episode.turns,
-        "invalid_turns": episode.invalid_turns,
-        "unfinished_turns": 0,
-        "crashed": "",
-        "level": episode.level_key,
-    }
+    names = ("messages", "actions", "success", "failure", "turns", "invalid_turns")
+    figures = {"return": sum(paid), "penalties": sum(penalties), "turn_rewards": paid, "turn_penalties": penalties}
+    figures |= {"failed": bool(episode.failure), "unfinished_turns": 0, "crashed": "", "level": episode.level_key}
+    return {name: getattr(episode, name) for name in names} | figures
 
 
-def curves(phase: str) -> list[dict[str, Any]]:
+def curves(phase: str) -> list[Record]:
     """A made-up metrics.jsonl."""
     rng = random.Random(phase)
     if phase == "phase3":
         rows = []
         for step in range(61):
             success = 0.25 + 0.6 * step / (step + 15)
-            row = {
-                "rollout/frozen_lake/success": success + rng.gauss(0, 0.05),
-                "policy/entropy": 0.6 / (1 + step / 20),
-            }
-            row |= {"rollout/in_group_std": 0.4 - step / 300 + rng.gauss(0, 0.02), "rollout/invalid_turns": 0.02}
-            rows.append({"step": step, **row})
+            row = {"step": step, "rollout/frozen_lake/success": success + rng.gauss(0, 0.05)}
+            row |= {"policy/entropy": 0.6 / (1 + step / 20), "rollout/invalid_turns": 0.02}
+            rows.append(row | {"rollout/in_group_std": 0.4 - step / 300 + rng.gauss(0, 0.02)})
             if step % 10 == 0:
-                rows.append(
-                    {"step": step, "evaluation/frozen_lake/success": success, "evaluation/sokoban/success": success / 2}
-                )
+                held_out = {"evaluation/frozen_lake/success": success, "evaluation/sokoban/success": success / 2}
+                rows.append({"step": step, **held_out})
         return rows
     steps = range(20, 1300, 20) if phase == "phase1" else range(2, 80, 2)
     rows = [{"step": s, "loss": 0.4 + 3 / (1 + s / steps[10]) + rng.gauss(0, 0.05), "entropy": 1.2} for s in steps]
@@ -177,9 +161,7 @@ def build_run(folder: Path, episodes: int, with_report: bool = True) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(json.dumps(config))
     for name in NAMES[1:]:
-        (folder / name).mkdir()
-        lines = [json.dumps(row) + "\n" for row in curves(name)]
-        (folder / name / "metrics.jsonl").write_text("".join(lines))
+        write_rows(folder / name / "metrics.jsonl", *curves(name))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluate_model, "run_task", made_up)
         patch.setattr(evaluate_model, "check", lambda *_, **__: None)
@@ -190,13 +172,23 @@ def build_run(folder: Path, episodes: int, with_report: bool = True) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(run: Path) -> dict[str, Any]:
+def results(run: Path) -> Record:
     return json.loads((run / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def rows(run: Path) -> Rows:
+    return [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def html(run: Path) -> str:
     return (run / "report.html").read_text()
+
+
+def words_of(html: str) -> str:
+    """Return the text of a piece of a page."""
+    return " ".join(unescape(re.sub(r"<[^>]+>", "", html)).split())
 
 
 def test_page_needs_nothing_from_outside(html: str) -> None:
@@ -209,30 +201,29 @@ def test_page_needs_nothing_from_outside(html: str) -> None:
     assert all(target.startswith(("#", "data:,")) for target in re.findall(r'href="([^"]+)"', html))
 
 
-def data_of(html: str) -> dict[str, Any]:
-    """What the page hands to its scripts."""
+def data_of(html: str) -> Record:
+    """Return what the page hands to its scripts."""
+
+    def refused(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
     (code,) = re.findall(r'<script type="text/plain" id="data">([^<]+)</script>', html)
-    return json.loads(gzip.decompress(base64.b64decode(code)))
+    return json.loads(gzip.decompress(base64.b64decode(code)), parse_constant=refused)
 
 
-def test_page_is_well_formed(html: str) -> None:
-    opened: list[str] = []
-    without_script = re.sub(r"<script.*</script>", "", html, flags=re.DOTALL)
-    for closing, name, empty in re.findall(r"<(/?)([a-z][a-z0-9]*)[^>]*?(/?)>", without_script):
-        if name in ("meta", "br", "img", "link") or empty:
-            continue
-        if closing:
-            assert opened.pop() == name
-        else:
-            opened.append(name)
-    assert not opened
+def command(*given: object) -> None:
+    """Run `python -m posttrain.report` in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["report", *map(str, given)])
+        report_command.main()
 
 
-def test_hostile_text_stays_text(run: Path, html: str) -> None:
-    assert "<script>alert(1)" in (run / "transcripts.jsonl").read_text()
-    assert "&lt;script&gt;alert(1)" in html
+def transcripts_of(folder: Path, *rows: Record) -> Rows:
+    """Return what transcripts.html shows of these rows."""
+    return data_of(build_transcripts(write_rows(folder / "transcripts.jsonl", *rows)).read_text())["rows"]
 
 
+CHANGED: Any = TEMPLATES.get_template("parts.html.j2").module.changed  # type: ignore[attr-defined]
 MARK = "'\"><hostile hostile=1 onhostile=1>"
 KEPT = {"", "math", "recall", "repetition", "preferences", "envs", "accuracy", "success", "failed", "equal_length"}
 KEPT |= {"seq_rep_4", "seq_rep_4_first", "assistant", "test", "phase1", "phase2", "phase3", "base"}
@@ -275,80 +266,80 @@ def hostile_run(run: Path, folder: Path) -> tuple[Path, str]:
     rows = [spoiled(row, renamed) for row in given if row["index"] < 3]
     folder.mkdir()
     (folder / "results.json").write_text(json.dumps(changed))
-    (folder / "transcripts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "transcripts.jsonl", *rows)
     for name in NAMES[1:]:
         place = folder / (name + MARK)
         (place / "rows").mkdir(parents=True)
         keys = [{k.replace("frozen_lake", "frozen_lake" + MARK): v for k, v in row.items()} for row in curves(name)]
-        (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in keys))
+        write_rows(place / "metrics.jsonl", *keys)
         alarm = {"step": 10, "name": MARK, "severity": MARK, "message": MARK, "remedy": MARK}
-        (place / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
+        write_rows(place / "alarms.jsonl", alarm)
         source = {"path": MARK, "kind": MARK, "licence": MARK, "read": 3, "train": 2, "dropped": {MARK: 1}}
         (place / "rows" / "table.json").write_text(json.dumps([source]))
         token = {"text": [MARK], "logprob": [MARK], "entropy": [None], "advantage": [0.5], "loss": [1]}
         row = {"step": 1, "env": MARK, "success": False, "failure": MARK, "crashed": "", "invalid_turns": MARK}
         row |= {"turn_rewards": [0.5], "turn_penalties": [0.0], "group": MARK, "tokens": [token]}
         row |= {"messages": [{"role": MARK, "content": MARK}, {"role": "assistant", "content": MARK}]}
-        (place / "transcripts.jsonl").write_text(json.dumps(row) + "\n")
+        write_rows(place / "transcripts.jsonl", row)
     return folder, "base" + MARK
 
 
 def hostile_pages(run: Path, folder: Path) -> list[Path]:
     place, first = hostile_run(run, folder)
-    found = [report.build(place), transcripts_page.build(place / "transcripts.jsonl")]
-    found.append(transcripts_page.build(place / f"phase3{MARK}" / "transcripts.jsonl"))
+    found = [report.build(place), build_transcripts(place / "transcripts.jsonl")]
+    found.append(build_transcripts(place / f"phase3{MARK}" / "transcripts.jsonl"))
     return [*found, comparison.build([f"{place}:{first}", str(place)])]
 
 
-class Names(HTMLParser):
-    """Every element and attribute of a page."""
+class Page(HTMLParser):
+    """Every element and attribute of a page whose elements are nested as HTML wants it."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.tags, self.attributes = set[str](), set[str]()
+        self.tags, self.attributes, self.open = set[str](), set[str](), list[str]()
         self.feed(html)
+        assert not self.open
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
+        self.open += [tag] if tag not in ("meta", "link", "br") else []
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
         self.attributes |= {name for name, _ in attrs}
 
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
 
-def test_nothing_in_the_files_of_a_run_becomes_an_element_or_attribute(run: Path, tmp_path: Path) -> None:
-    pages = hostile_pages(run, tmp_path / "<hostile>")
-    for page, least in zip(pages, (150, 1, 1, 30), strict=True):
-        html = page.read_text()
-        found = Names(html)
+
+def test_nothing_in_the_files_of_a_run_becomes_an_element_or_attribute(run: Path, html: str, tmp_path: Path) -> None:
+    assert Page(html).tags and "&lt;script&gt;alert(1)" in html
+    for file, least in zip(hostile_pages(run, tmp_path / "<hostile>"), (150, 1, 1, 30), strict=True):
+        hostile = file.read_text()
+        found = Page(hostile)
         assert not [name for name in found.tags | found.attributes if "hostile" in name or name.startswith("on")]
-        assert html.count("&lt;hostile") >= least, page
-        assert "<hostile" not in html
+        assert hostile.count("&lt;hostile") >= least and "<hostile" not in hostile, file
 
 
 def test_a_page_runs_its_own_script_alone(html: str, tmp_path: Path) -> None:
     (tmp_path / "transcripts.jsonl").write_text('{"text": "x"}\n')
-    for page in (html, transcripts_page.build(tmp_path / "transcripts.jsonl").read_text()):
-        (allowed,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]+)"', page)
+    for text in (html, build_transcripts(tmp_path / "transcripts.jsonl").read_text()):
+        (allowed,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]+)"', text)
         rules = dict(rule.strip().split(" ", 1) for rule in allowed.split(";"))
-        (code,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+        (code,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
         assert rules["script-src"] == f"'sha256-{digest}'" and rules["default-src"] == "'none'"
         assert rules["base-uri"] == rules["form-action"] == "'none'"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 10**400, "x", None], ids=lambda bad: repr(bad)[:5])
-def test_a_number_that_is_none_leaves_the_page_whole(run: Path, tmp_path: Path, bad: Any) -> None:
+def test_a_number_that_is_not_finite_leaves_the_page_whole(run: Path, tmp_path: Path, bad: Any) -> None:
     token = {"text": ["a", "b"], "logprob": [bad, -1], "entropy": [bad, 0.1], "advantage": [bad, 1], "loss": [1, 1]}
     row = {"step": 1, "env": "x", "success": True, "invalid_turns": bad, "tokens": [token], "turn_penalties": [0.0]}
     row |= {"messages": [{"role": "assistant", "content": "ab"}], "turn_rewards": [bad], "return": 0.5}
     row |= {"anything": bad, "group": bad}
-    file = tmp_path / "transcripts.jsonl"
-    lines = [row, row | {"return": bad} if isinstance(bad, float | int) else row]
-    file.write_text("".join(json.dumps(each) + "\n" for each in lines))
-    (code,) = re.findall(r'id="data">([^<]+)</script>', transcripts_page.build(file).read_text())
-
-    def refused(word: str) -> None:
-        raise AssertionError(f"{word} is no JSON")
-
-    first, second = json.loads(gzip.decompress(base64.b64decode(code)), parse_constant=refused)["rows"]
+    second = row | {"return": bad} if isinstance(bad, float | int) else row
+    first, second = transcripts_of(tmp_path, row, second)
     assert first["rewards"] == [None] and first["reward"] == 0.5 and first["invalid"] is None
     assert [first["tokens"][0][name][0] for name in ("logprob", "entropy", "advantage")] == [None] * 3
     if isinstance(bad, float | int):
@@ -366,7 +357,7 @@ def test_a_run_that_was_copied_shows_its_own_training(run: Path, tmp_path: Path)
     assert training_log.phase_folders(results, copy)["phase1"] == run / "phase1", "else where the results say"
 
 
-def test_page_shows_the_measured_figures(results: dict[str, Any], html: str) -> None:
+def test_page_shows_the_measured_figures(results: Record, html: str) -> None:
     for entry in results["checkpoints"].values():
         for found in (entry["math"]["embedded"], entry["recall"], entry["preferences"]):
             assert f"<b>{tables.percent(found['accuracy'])}</b>" in html
@@ -375,25 +366,23 @@ def test_page_shows_the_measured_figures(results: dict[str, Any], html: str) -> 
             assert f"{100 * part['low']:.0f} to {100 * part['high']:.0f}, n 60" in html
     for title in ("unseen questions", "unseen operands", "Frozen lake", "Sokoban", "optimum", "Loss", "Entropy"):
         assert title in html
+    for words in ("greedy</small>", "episodes on", "60 items", "ranking accuracy"):
+        assert words in html
+    assert "Reward accuracy, against the reference" in html, "DPO's own accuracy has another name"
     assert html.count("✓ reached") == sum(goal["reached"] for goal in results["goals"])
     assert html.count("✗ not reached") == sum(not goal["reached"] for goal in results["goals"])
     assert "python inference_with_improved_settings.py" in html
 
 
-def test_the_loss_of_dpo_is_explained_where_it_is_drawn(html: str) -> None:
+def test_curves_are_of_the_phases_that_were_trained_here(html: str) -> None:
     curves = html.partition("Learning curves</h2>")[2].partition("</section>")[0]
-    phases = dict(zip(("phase1", "phase2", "phase3"), curves.split("<h3>")[1:], strict=True))
-    assert [name for name, drawn in phases.items() if "ln 2 = 0.69" in drawn] == ["phase2"]
+    assert "metrics.jsonl" not in curves and "Success, held-out levels" in curves
+    assert curves.count('<figure class="chart"') == html.count('<figure class="chart"') == 2 + 3 + 5
+    phases = dict(zip(NAMES[1:], curves.split("<h3>")[1:], strict=True))
+    assert [name for name, drawn in phases.items() if "ln 2 = 0.69" in drawn] == ["phase2"], "DPO's loss is explained"
 
 
-def test_curves_are_of_the_phases_that_were_trained_here(run: Path, html: str) -> None:
-    assert "metrics.jsonl" not in html.partition("Learning curves</h2>")[2].partition("</section>")[0]
-    assert html.count('<figure class="chart"') == 2 + 3 + 5
-    assert "Success, held-out levels" in html
-
-
-def test_episodes_are_shown_as_they_were_played(run: Path, results: dict[str, Any], html: str) -> None:
-    rows = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
+def test_episodes_are_shown_as_they_were_played(rows: Rows, results: Record, html: str) -> None:
     solved = next(r for r in rows if r["suite"] == "envs" and r["checkpoint"] == "phase3" and r["success"])
     frames, turns = replay(results, solved)
     assert len(frames) == 1 + len(solved["actions"])
@@ -407,7 +396,7 @@ def test_episodes_are_shown_as_they_were_played(run: Path, results: dict[str, An
 
     data = data_of(html)
     films = [episode for pair in data["pairs"] for episode in pair]
-    assert 4 <= len(films) <= 2 * 3 * levels.LEVELS * 2  # two environments, three kinds of level, before and after
+    assert 4 <= len(films) <= 2 * 3 * sections.LEVELS * 2  # two environments, three kinds of level, before and after
     for film in films:
         turns = sum(message["role"] == "assistant" for message in film["messages"])
         assert film["moments"][0] == [-1, 0] and film["moments"][-1] == [turns - 1, len(film["frames"]) - 1]
@@ -418,12 +407,13 @@ def test_episodes_are_shown_as_they_were_played(run: Path, results: dict[str, An
     top = data["top"]
     assert top["columns"] == ["base model", "SFT + DPO", "SFT + DPO + RL"]
     for row in top["rows"]:
-        assert [len(cells) for cells in row["cells"]] == [levels.LEVELS] * 3
-        assert [cell["at"] for cell in row["cells"][2]] == [f"phase3 level {n}" for n in range(levels.LEVELS)]
+        assert [len(cells) for cells in row["cells"]] == [sections.LEVELS] * 3
+        assert [cell["at"] for cell in row["cells"][2]] == [f"phase3 level {n}" for n in range(sections.LEVELS)]
 
 
-def test_animation_shows_the_same_levels_side_by_side(run: Path, results: dict[str, Any], tmp_path: Path) -> None:
-    rows = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
+def test_animation_shows_the_same_levels_side_by_side(
+    run: Path, rows: Rows, results: Record, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = ["base", "phase2", "phase3"]
     found = animation.episodes(results, rows, names, levels=2)
     assert set(found) == {(env, name, n) for env in ("frozen_lake", "sokoban") for name in names for n in (0, 1)}
@@ -439,59 +429,42 @@ def test_animation_shows_the_same_levels_side_by_side(run: Path, results: dict[s
     assert [duration for _, duration in shown].count(animation.LAST) == 2
 
     out = tmp_path / "pictures" / "played.gif"  # in a folder that is not there yet
-    done = subprocess.run(
-        [sys.executable, "-m", "posttrain.report", str(run), "--gif", str(out)],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0 and done.stdout.strip() == str(out), done.stderr
+    command(run, "--gif", out)
+    assert capsys.readouterr().out.strip() == str(out)
     with Image.open(out) as picture:
         assert picture.format == "GIF" and getattr(picture, "n_frames", 1) > 6
     assert 10_000 < out.stat().st_size < 2_000_000
 
 
-def test_animation_says_which_checkpoints_it_shows(
-    run: Path, results: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_animation_says_which_checkpoints_it_shows(run: Path, results: Record, tmp_path: Path) -> None:
     shutil.copy(run / "transcripts.jsonl", tmp_path)
     few = results | {"checkpoints": {"phase1": results["checkpoints"]["phase1"]}}
     (tmp_path / "results.json").write_text(json.dumps(few))
-    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path), "--gif", str(tmp_path / "played.gif")])
     with pytest.raises(UserError, match=r"checkpoints base, phase2, phase3, but .* has evaluated only phase1"):
-        report_command.main()
+        command(tmp_path, "--gif", tmp_path / "played.gif")
 
 
-def test_levels_are_counted_by_who_solved_them(run: Path, results: dict[str, Any], html: str) -> None:
+def test_levels_are_counted_by_who_solved_them(rows: Rows, results: Record, html: str) -> None:
     """`lost` would read as a step back, so every kind is said, and what was solved before is a kind of its own."""
-    rows = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
     for env in ("frozen_lake", "sokoban"):
         setting = results["checkpoints"]["phase3"]["envs"][env]["setting"]
         two, three = (
             [r["success"] for r in rows if (r["checkpoint"], r["part"], r["setting"]) == (name, env, setting)]
             for name in ("phase2", "phase3")
         )
-        alone = sum(b and not a for a, b in zip(two, three, strict=True))
-        back = sum(a and not b for a, b in zip(two, three, strict=True))
-        neither, both = (sum(a == b == won for a, b in zip(two, three, strict=True)) for won in (False, True))
-        assert (
-            f"40 levels: {alone} solved by phase3 alone, {back} solved by phase2 alone, {neither} solved by neither, "
-            f"{both} solved by both." in html
-        )
+        n = Counter(zip(two, three, strict=True))
+        counts = f"{n[False, True]} solved by phase3 alone, {n[True, False]} solved by phase2 alone, "
+        counts += f"{n[False, False]} solved by neither, {n[True, True]} solved by both."
+        assert f"40 levels: {counts}" in html
     assert "lost" not in re.sub(r"base64,[^\"]+", "", html)
     assert html.count('<details class="levels"><summary>') >= 2
 
 
-def test_headings_say_what_is_a_setting(html: str) -> None:
-    assert "sampled: sampled" not in html and "sampled: " not in html
-    assert "greedy</small>" in html and "episodes on" in html and "60 items" in html
-
-
-def test_long_answers_are_folded() -> None:
-    assert samples.folded("short <b>") == "<p>short &lt;b&gt;</p>"
-    words = "a<" * 200
-    found = samples.folded(words)
-    assert found.startswith("<details><summary>a&lt;") and found.count("a&lt;") == 200
+def test_long_answers_are_cut_and_folded() -> None:
+    assert sections.folded("short <b>") == ("short <b>", "")
+    opening, rest = sections.folded("a<" * 200)
+    assert opening + rest == "a<" * 200 and len(opening) == sections.OPENING_CHARACTERS
+    assert sections.cut("a\nb") == "a ↵ b" and len(sections.cut("\n" * 5000)) == sections.SHOWN_CHARACTERS + 2
 
 
 def test_a_checkpoint_that_failed_is_named_everywhere(run: Path, tmp_path: Path) -> None:
@@ -508,7 +481,7 @@ def test_a_checkpoint_that_failed_is_named_everywhere(run: Path, tmp_path: Path)
     report.show(results)
 
 
-def test_sources_of_math_are_never_pooled(results: dict[str, Any]) -> None:
+def test_sources_of_math_are_never_pooled(results: Record) -> None:
     """One column for each, with a title of its own; GSM8K's figures never hold those of toy sums."""
     changed = json.loads(json.dumps(results))
     for entry in changed["checkpoints"].values():
@@ -520,7 +493,7 @@ def test_sources_of_math_are_never_pooled(results: dict[str, Any]) -> None:
     assert goals(changed) == goals(results)
 
 
-def test_the_terminal_table_names_every_column(results: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_table_names_every_column(results: Record, capsys: pytest.CaptureFixture[str]) -> None:
     report.show(results)
     told = capsys.readouterr().out
     assert "…" not in told
@@ -543,21 +516,14 @@ def test_differences_have_the_names_of_the_table() -> None:
 def test_every_figure_has_a_label_where_a_phone_shows_no_head(html: str) -> None:
     """page.css hides the first row of these tables on a narrow screen, and shows data-label instead."""
     for kind in ("headline", "parts"):
-        (found,) = re.findall(rf'<table class="{kind} cards">(.*?)</table>', html)
+        (found,) = re.findall(rf'<table class="{kind} cards">(.*?)</table>', html, re.DOTALL)
         head, *rows = found.split("</tr>")
-        titles = [re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<th>(.*?)</th>", head)[1:]]
+        titles = list(map(words_of, re.findall(r"<th>(.*?)</th>", head)[1:]))
         assert len(titles) >= 3 and len(rows) == 1 + (6 if kind == "headline" else len(NAMES))
         assert all(re.findall(r'data-label="([^"]+)"', row) == titles for row in rows[:-1])
 
 
-def test_ranking_and_reward_accuracy_have_two_names(html: str) -> None:
-    """The table ranks pairs by log-prob alone, the training log by DPO's implicit reward against the reference."""
-    assert "Pairs ranked right" not in html
-    assert "ranking accuracy" in html and "Reward accuracy, against the reference" in html
-
-
-def test_replay_of_a_silent_player_is_one_picture(run: Path, results: dict[str, Any]) -> None:
-    rows = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
+def test_replay_of_a_silent_player_is_one_picture(rows: Rows, results: Record) -> None:
     silent = next(r for r in rows if r["suite"] == "envs" and r["checkpoint"] == "base")
     frames, turns = replay(results, silent)
     assert len(frames) == 1 and len(turns) == 8
@@ -568,11 +534,10 @@ def test_replay_of_a_silent_player_is_one_picture(run: Path, results: dict[str, 
 
 def test_report_is_made_again_by_its_own_command(run: Path, html: str) -> None:
     (run / "report.html").unlink()
-    command = [sys.executable, "-m", "posttrain.report", str(run)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent.parent)
-    assert done.returncode == 0, done.stderr
+    command(run)
     assert (run / "report.html").read_text() == html
-    done = subprocess.run([*command[:-1], str(run / "nothing")], capture_output=True, text=True, timeout=120)
+    line = [sys.executable, "-m", "posttrain.report", str(run / "nothing")]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent.parent)
     assert done.returncode == 2
     assert "evaluate_model.py" in done.stderr and "Traceback" not in done.stderr
 
@@ -604,7 +569,7 @@ def test_damaged_results_are_refused(run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "report.html").exists()
 
 
-def test_markdown_holds_every_table(run: Path, results: dict[str, Any]) -> None:
+def test_markdown_holds_every_table(run: Path, results: Record) -> None:
     text = (run / "results.md").read_text()
     for entry in results["checkpoints"].values():
         found = entry["math"]["embedded"]
@@ -623,7 +588,7 @@ def test_plots_are_pictures(run: Path) -> None:
             assert image.width > 800
 
 
-def set_figures(results: dict[str, Any], path: str, **figures: Any) -> dict[str, Any]:
+def set_figures(results: Record, path: str, **figures: Any) -> Record:
     """A copy of the results with some figures of one checkpoint changed."""
     changed = json.loads(json.dumps(results))
     found = changed["checkpoints"]
@@ -656,9 +621,7 @@ def set_figures(results: dict[str, Any], path: str, **figures: Any) -> dict[str,
         ("phase3.envs.sokoban", {"success": 0.44}, "Sokoban to at least", False),
     ],
 )
-def test_goals_at_their_limits(
-    results: dict[str, Any], path: str, figures: dict[str, Any], goal: str, reached: bool
-) -> None:
+def test_goals_at_their_limits(results: Record, path: str, figures: Record, goal: str, reached: bool) -> None:
     (found,) = [entry for entry in goals(set_figures(results, path, **figures)) if goal in entry["goal"]]
     assert found["reached"] is reached
 
@@ -671,9 +634,7 @@ def test_goals_at_their_limits(
         ({"math": 1.1, "recall": 0.91, "preferences": 1.0}, True, False),
     ],
 )
-def test_what_phase_2_knew_is_kept(
-    results: dict[str, Any], shares: dict[str, float], average: bool, each: bool
-) -> None:
+def test_what_phase_2_knew_is_kept(results: Record, shares: dict[str, float], average: bool, each: bool) -> None:
     for suite, share in shares.items():
         path = "math.embedded" if suite == "math" else suite
         results = set_figures(results, f"phase2.{path}", accuracy=0.5)
@@ -685,7 +646,7 @@ def test_what_phase_2_knew_is_kept(
 
 
 @pytest.mark.parametrize(("low", "reached"), [(-0.01, True), (0.001, False)])
-def test_repetition_may_not_rise_in_phase_3(results: dict[str, Any], low: float, reached: bool) -> None:
+def test_repetition_may_not_rise_in_phase_3(results: Record, low: float, reached: bool) -> None:
     changed = json.loads(json.dumps(results))
     for row in changed["differences"]:
         if (row["from"], row["to"], row["suite"]) == ("phase2", "phase3", "repetition"):
@@ -694,28 +655,27 @@ def test_repetition_may_not_rise_in_phase_3(results: dict[str, Any], low: float,
     assert found["reached"] is reached
 
 
-def test_goals_of_the_made_up_run(results: dict[str, Any]) -> None:
+def test_goals_of_the_made_up_run(results: Record) -> None:
     found = {entry["goal"]: entry for entry in results["goals"]}
     assert len(found) == 16
     assert found["Sokoban at least doubled"]["reached"]
     assert "unseen questions +" in found["math at least 30 points above base"]["measured"]
 
 
-def test_goals_about_absent_checkpoints_are_left_out(results: dict[str, Any]) -> None:
+def test_goals_about_absent_checkpoints_are_left_out(results: Record) -> None:
     fewer = json.loads(json.dumps(results))
     del fewer["checkpoints"]["phase2"]
-    phases = {goal["phase"] for goal in goals(fewer)}
-    assert phases == {"phase1"}
+    assert {goal["phase"] for goal in goals(fewer)} == {"phase1"}
 
 
-def test_a_change_is_called_one_only_where_its_interval_leaves_zero_out(run: Path, results: dict[str, Any]) -> None:
+def test_a_change_is_called_one_only_where_its_interval_leaves_zero_out(run: Path, results: Record) -> None:
     (math,) = [column for column in tables.columns(results) if column.suite == "math"]
     steps = verdict.steps(run, *read(run))
-    assert re.search(r'class="change good">\+\d+\.\d \(\+.*<br>better</i>', figures.change(steps, "phase1", math))
-    unsure = metrics.Interval(0.01, -0.1, 0.1)
-    steps = {step: [each._replace(change=unsure, parts=[]) for each in compared] for step, compared in steps.items()}
-    assert "(-10.0 to +10.0)<br>cannot tell</i>" in figures.change(steps, "phase1", math)
-    assert figures.change(steps, "base", math) == ""
+    found = sections.change(steps, "phase1", math)
+    assert found is not None and found.change.low > 0 and sections.change(steps, "base", math) is None
+    assert re.search(r'class="change good">\+\d+\.\d \(\+.*<br>better</i>', CHANGED(found))
+    unsure = found._replace(change=metrics.Interval(0.01, -0.1, 0.1), parts=[])
+    assert "(-10.0 to +10.0)<br>cannot tell</i>" in CHANGED(unsure)
 
 
 def test_both_pages_have_the_same_verdicts(run: Path, html: str) -> None:
@@ -724,16 +684,16 @@ def test_both_pages_have_the_same_verdicts(run: Path, html: str) -> None:
     for old, new in itertools.pairwise(NAMES):
         before, after = (comparison.open_model(f"{run}:{name}") for name in (old, new))
         for each in verdict.compare(before, after):
-            assert figures.shown_change(each) in html
-            single = verdict._compared(each.column, verdict._pairs(before, after, each.column), 0.025, 0)
+            assert CHANGED(each) in html
+            single = verdict.compare_rows(each.column, verdict.common_rows(before, after, each.column), 0.025, 0)
             together += each.verdict != "cannot tell"
             alone += single.verdict != "cannot tell"
     assert html.count('<i class="change ') == 18 and together <= alone
 
 
-def test_each_phase_is_told_in_a_sentence(run: Path, results: dict[str, Any]) -> None:
-    told = figures.phases(results, verdict.steps(run, *read(run)))
-    found = [re.sub(r"<[^>]+>", "", item) for item in re.findall(r"<li>(.*?)</li>", told)]
+def test_each_phase_is_told_in_a_sentence(run: Path, results: Record, html: str) -> None:
+    (told,) = re.findall(r'<ul class="phases">(.*?)</ul>', html, re.DOTALL)
+    found = [words_of(item) for item in re.findall(r"<li>(.*?)</li>", told, re.DOTALL)]
     assert [words.split(":")[0] for words in found] == [
         f"{new} against {old}" for old, new in itertools.pairwise(NAMES)
     ]
@@ -742,36 +702,36 @@ def test_each_phase_is_told_in_a_sentence(run: Path, results: dict[str, Any]) ->
         assert all(words.count(column.title) == 1 for column in tables.columns(results))
 
 
-def test_cost_and_data_are_told_as_far_as_they_are_known(run: Path, results: dict[str, Any], tmp_path: Path) -> None:
+def test_cost_and_data_are_told_as_far_as_they_are_known(run: Path, results: Record, tmp_path: Path) -> None:
     folders = training_log.phase_folders(results, run)
-    assert folders["base"] is None and folders["phase1"] == run / "phase1"
-    assert "not recorded" in training_log.cost(results, folders) and training_log.data(results, folders) == ""
-    for name in ("phase1", "phase3"):
-        (tmp_path / name).mkdir()
+    assert folders["base"] is None and folders["phase1"] == run / "phase1" and training_log.data(folders) == []
+    assert training_log.cost(results, folders)["rows"][0][2:] == ("not recorded", "not recorded", "", "not recorded")
     rows = [{"step": 1, "seconds": 60.0, "num_tokens": 500}, {"step": 9, "seconds": 30.0, "num_tokens": 4000}]
-    (tmp_path / "phase1" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "phase1" / "metrics.jsonl", *rows)
     row = {"step": 7, "seconds/rollout": 3000.0, "seconds/update": 1000.0, "tokens": 12_345, "memory": 1.25}
-    (tmp_path / "phase3" / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    told = training_log.cost(results, {name: tmp_path / name for name in ("phase1", "phase3")})
-    for words in (
-        "1:30 min",
-        "4,000 read",
-        "1:06 h<small>rollout 50:00 min, update 16:40 min",
-        "12,345 sampled",
-        "1.2 GiB",
-    ):
-        assert words in told
-    assert "Together 1:08 h of training on two CPU cores" in told
+    write_rows(tmp_path / "phase3" / "metrics.jsonl", row)
+    assert training_log.cost(results, {name: tmp_path / name for name in ("phase1", "phase3")}) == {
+        "rows": [
+            ("phase1", "9", "4,000 read", "1:30 min", "", "not recorded"),
+            ("phase3", "7", "12,345 sampled", "1:06 h", "rollout 50:00 min, update 16:40 min", "1.2 GiB"),
+        ],
+        "total": "1:08 h",
+        "hardware": "two CPU cores",
+    }
+    source = {"path": "a<b.jsonl", "kind": "messages", "licence": None, "train": 1100, "held_out": 97}
     (tmp_path / "phase1" / "rows").mkdir()
-    card = [{"path": "a<b.jsonl", "kind": "messages", "licence": None, "train": 1100, "held_out": 97}]
-    (tmp_path / "phase1" / "rows" / "sources.json").write_text(json.dumps(card))
-    told = training_log.data(results, {"phase1": tmp_path / "phase1"})
-    assert "a&lt;b.jsonl" in told and "1,100" in told and "not stated" in told and "not recorded" in told
+    for name, more, read_rows, dropped in (
+        ("sources", {}, "", "not recorded"),  # of an older run
+        ("table", {"read": 1200, "dropped": {"empty": 3}}, "1,200", "3 empty"),
+        ("table", {"read": 1197, "dropped": {}}, "1,197", "none"),
+    ):
+        (tmp_path / "phase1" / "rows" / f"{name}.json").write_text(json.dumps([source | more]))
+        cells = ["a<b.jsonl", "not stated", read_rows, "1,100", "97", dropped]
+        assert training_log.data({"phase1": tmp_path / "phase1", "base": None}) == [("phase1", [("messages", cells)])]
 
 
-def test_every_episode_of_the_evaluator_is_played_again(run: Path) -> None:
-    rows = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
-    data = data_of(transcripts_page.build(run / "transcripts.jsonl").read_text())
+def test_every_episode_of_the_evaluator_is_played_again(run: Path, rows: Rows) -> None:
+    data = data_of(build_transcripts(run / "transcripts.jsonl").read_text())
     assert len(data["rows"]) == len(rows) and len(set(data["pictures"])) == len(data["pictures"])
     for row, shown in zip(rows, data["rows"], strict=True):
         assert ("frames" in shown) == (row["suite"] == "envs")
@@ -786,7 +746,7 @@ def test_episodes_beyond_the_limit_say_why_they_have_no_pictures(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training_log, "MOST_PICTURES", 1)
-    rows = data_of(transcripts_page.build(run / "transcripts.jsonl").read_text())["rows"]
+    rows = data_of(build_transcripts(run / "transcripts.jsonl").read_text())["rows"]
     played = [row for row in rows if "the page keeps 1, of the latest" in row["facts"] or "frames" in row]
     assert "frames" in played[-1] and len(played) > 1
     assert all("frames" not in row and "without pictures" in row["facts"] for row in played[:-1])
@@ -796,15 +756,14 @@ def test_episodes_beyond_the_limit_say_why_they_have_no_pictures(
     episodes = [row for row in given if row["suite"] == "envs"]
     for folder, row in ((tmp_path, episodes[0]), (place, episodes[-1])):
         shutil.copy(run / "results.json", folder)
-        (folder / "transcripts.jsonl").write_text(json.dumps(row) + "\n")
+        write_rows(folder / "transcripts.jsonl", row)
     first, last = training_log.episodes({"phase3": tmp_path, "phase4": place}, Pictures())
     assert "frames" in last and "frames" not in first and first["from"] == episodes[0]["checkpoint"]
 
 
 def test_episodes_of_older_runs_have_no_reward_for_each_turn(tmp_path: Path) -> None:
     row = {"return": 0.5, "penalties": -0.1, "messages": [{"role": "assistant", "content": "Up"}]}
-    (tmp_path / "transcripts.jsonl").write_text(json.dumps(row) + "\n")
-    (shown,) = data_of(transcripts_page.build(tmp_path / "transcripts.jsonl").read_text())["rows"]
+    (shown,) = transcripts_of(tmp_path, row)
     assert shown["reward"] == 0.4 and shown["rewards"] is None and shown["penalties"] is None
 
 
@@ -814,41 +773,38 @@ def test_an_episode_whose_environment_has_changed_is_shown_without_pictures(tmp_
         "crashed": "", "invalid_turns": 0, "actions": ["Up"], "turn_rewards": [0.5], "turn_penalties": [-0.1],
         "messages": [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "<answer>Sideways</answer>"}],
     }  # fmt: skip
-    file = tmp_path / "transcripts.jsonl"
-    file.write_text(json.dumps(row) + "\n" + json.dumps(row | {"env": "gone"}) + "\n")
     config = {"envs": [{"name": "frozen_lake", "options": {}, "label": None}], "protocol": {"think": False}}
     (tmp_path / "run_config.yaml").write_text(json.dumps(config))
-    first, second = data_of(transcripts_page.build(file).read_text())["rows"]
+    first, second = transcripts_of(tmp_path, row, row | {"env": "gone"})
     assert first["facts"].startswith("cannot be played again: ") and second["facts"].startswith("cannot be played")
     assert "frames" not in first and (first["reward"], first["end"], first["won"]) == (0.4, "hole", False)
     (tmp_path / "run_config.yaml").write_text("envs: [")
     with pytest.raises(
         UserError, match=r"run_config.yaml is damaged: .*Remove it, then the episodes are shown without"
     ):
-        transcripts_page.build(file)
+        transcripts_of(tmp_path, row)
 
 
 def test_a_line_that_is_no_episode_is_named(tmp_path: Path) -> None:
     file = tmp_path / "transcripts.jsonl"
     with pytest.raises(UserError, match=r"There is no file .*transcripts.jsonl"):
-        transcripts_page.build(file)
-    lines = {'{"messages": [7]}\n': "Line 1 of .* is not an episode", "": "no whole row", "{\n{}\n": "damaged"}
-    for line, told in (lines | {"[1]\n": "no whole row"}).items():
+        build_transcripts(file)
+    none = "does not hold a whole row"
+    lines = {'{"messages": [7]}\n': "Line 1 of .* is not an episode", "": none, "[1]\n": none, "{\n{}\n": "damaged"}
+    for line, told in lines.items():
         file.write_text(line)
         with pytest.raises(UserError, match=told):
-            transcripts_page.build(file)
+            build_transcripts(file)
     for last in ("", "\n", '\n{"torn'):  # a whole row counts without its line end
         file.write_text('{"whatever": 1}' + last)
-        (row,) = data_of(transcripts_page.build(file).read_text())["rows"]
+        (row,) = data_of(build_transcripts(file).read_text())["rows"]
         assert (row["env"], row["won"], row["reward"], row["turns"]) == ("episode", None, None, 0)
 
 
 def test_figures_of_other_tokens_than_the_text_shade_nothing(tmp_path: Path) -> None:
     token = {"text": ["a", "b"], "logprob": [-1.0], "entropy": [0.5, 0.1], "advantage": [1, 1], "loss": [1, 1]}
     row = {"messages": [{"role": "assistant", "content": "ab"}], "tokens": [token]}
-    file = tmp_path / "transcripts.jsonl"
-    file.write_text(json.dumps(row) + "\n")
-    assert data_of(transcripts_page.build(file).read_text())["rows"][0]["tokens"] is None
+    assert transcripts_of(tmp_path, row)[0]["tokens"] is None
 
 
 @pytest.mark.parametrize("low, high", [(0, 1), (0.213, 0.219), (-3.2, 11), (5, 5), (0, 0), (1e-6, 3e-6), (-0.7, 1234)])
@@ -865,12 +821,7 @@ def test_long_lines_are_thinned_to_their_ends() -> None:
     thin = charts.thinned(line, 300)
     assert len(thin) <= 302 and thin[0] == line[0] and thin[-1] == line[-1]
     assert charts.smooth([(0, 1.0), (1, 4.0), (2, 1.0)])[1] == (1, 2.0)
-    assert charts.lines("nothing", {"a": [(1, 2.0)]}) == ""
-
-
-def test_long_and_empty_looking_answers_stay_small() -> None:
-    assert samples.cut("a\nb") == "a ↵ b"
-    assert len(samples.cut("\n" * 5000)) == samples.SHOWN_CHARACTERS + 2
+    assert charts.chart("nothing", {"a": [(1, 2.0)]}) is None
 
 
 def test_curves_take_environment_names_from_their_keys() -> None:
@@ -903,7 +854,7 @@ def other(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for row in rows:
         if row["suite"] == "envs" and row["checkpoint"] == "phase2":
             row |= solved.get((row["part"], row["setting"], row["index"]), {}) | {"checkpoint": "phase2"}
-    (folder / "transcripts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "transcripts.jsonl", *rows)
     shutil.copy(run / "results.json", folder)
     return folder
 
@@ -945,7 +896,7 @@ def test_the_items_that_are_needed_do_tell() -> None:
     def played(n: int, seed: int) -> verdict.Comparison:
         rng = random.Random(seed)
         pairs = [({"accuracy": rng.random() < 0.5}, {"accuracy": rng.random() < 0.56}) for _ in range(n)]
-        return verdict._compared(column, pairs, 0.025, 4)
+        return verdict.compare_rows(column, pairs, 0.025, 4)
 
     # Of two independent coins a share of .5 changes: Connor's formula (1987), and half a step of the test.
     exact = ((1.96 * 0.5**0.5 + 0.8416 * (0.5 - 0.06**2) ** 0.5) / 0.06) ** 2 + 1 / 0.06
@@ -963,7 +914,7 @@ def test_where_no_difference_is_seen_the_levels_are_told_that_would_show_five_po
     column = tables.Column("Lake", "", "envs", "lake", "success", "")
     pairs = [({"success": number % 2 == 0}, {"success": number % 2 == 1}) for number in range(60)]
     pairs += [({"success": True}, {"success": True})] * 240
-    found = verdict._compared(column, pairs, 0.025, 4)
+    found = verdict.compare_rows(column, pairs, 0.025, 4)
     exact = ((1.96 * 0.2**0.5 + 0.8416 * (0.2 - 0.05**2) ** 0.5) / 0.05) ** 2 + 1 / 0.05
     assert found.change.value == 0 and found.needed == pytest.approx(exact, abs=2)
     words = f": no difference seen; about {found.needed} levels needed to tell one of 5 points, 300 compared"
@@ -981,16 +932,14 @@ def test_a_part_that_changed_is_named_where_the_whole_cannot_tell() -> None:
         for part, (right, wrong) in changes.items():
             for old, new, count in ((0, 1, right), (1, 0, wrong), (1, 1, 200 - right - wrong)):
                 pairs += [({"accuracy": old, "part": part}, {"accuracy": new, "part": part})] * count
-        return verdict._compared(column, pairs, 0.025 / 6, 0)
+        return verdict.compare_rows(column, pairs, 0.025 / 6, 0)
 
     one = compared(unseen_questions=(16, 8), unseen_operands=(2, 17))
     assert one.change.low < 0 < one.change.high and one.verdict == "worse in part"
     assert verdict.overall([one]) == ("worse", "worse in Math: unseen operands")
-    shown = figures.shown_change(one)
+    shown = CHANGED(one)
     assert "worse in part" in shown and "unseen operands -7.5" in shown and "cannot tell" not in shown
-    results = {"config": {"checkpoints": {"a": "", "b": ""}}}
-    said = figures.phases(results, {("a", "b"): [one]})
-    assert "in Math: unseen operands (99 % → 92 %)" in said and "cannot tell" not in said
+    assert sections.phases({("a", "b"): [one]}) == [("b", "a", [("worse", "Math: unseen operands (99 % → 92 %)")])]
 
     assert compared(unseen_questions=(20, 2), unseen_operands=(2, 20)).verdict == "mixed"
     assert compared(unseen_questions=(8, 8), unseen_operands=(8, 9)).verdict == "cannot tell"
@@ -1004,15 +953,15 @@ def test_few_items_tell_nothing_and_say_how_many_would(n: int) -> None:
     for metric, suite in (("success", "envs"), ("seq_rep_4", "repetition")):
         column = tables.Column("Lake", "", suite, "lake", metric, "")
         pairs: list[Any] = [({metric: 0.5 if suite != "envs" else False}, {metric: 1.0})] * n
-        found = verdict._compared(column, pairs, 0.025 / 6, 4)
+        found = verdict.compare_rows(column, pairs, 0.025 / 6, 4)
         assert found.verdict == "cannot tell" and found.change.low <= 0 <= found.change.high
         assert found.change.low < found.change.value
         assert 8 <= found.needed < 20 and f": about {found.needed} " in comparison.needed(found)
-        many = verdict._compared(column, pairs[:1] * found.needed, 0.025 / 6, 4)
+        many = verdict.compare_rows(column, pairs[:1] * found.needed, 0.025 / 6, 4)
         assert many.verdict == ("better" if suite == "envs" else "worse")
 
 
-def test_what_to_type_next_is_meant_for_this_run(results: dict[str, Any]) -> None:
+def test_what_to_type_next_is_meant_for_this_run(results: Record) -> None:
     """The quickstart's models are talked to with the quickstart's presets."""
     endpoint = {"endpoint": "http://x"}
     places = {
@@ -1022,21 +971,21 @@ def test_what_to_type_next_is_meant_for_this_run(results: dict[str, Any]) -> Non
         "phase3": "runs/q/phase3/final",
     }
     asked = results | {"config": results["config"] | {"checkpoints": places}}
-    found = html_text.unescape(commands(asked, Path("runs/q")))
-    chat = "inference_with_improved_settings.py --config configs/quickstart/chat.yaml model.name_or_path=runs/q/phase3"
-    assert f"{chat}/final</code>" in found and f"{chat}/final --play sokoban</code>" in found
-    assert f"{chat}/final --web --beside 'runs/my run/phase2/final'</code>" in found
+    found = [command for _, command in sections.commands(asked, Path("runs/q"))]
+    chat = "python inference_with_improved_settings.py --config configs/quickstart/chat.yaml"
+    chat += " model.name_or_path=runs/q/phase3/final"
+    assert {chat, f"{chat} --play sokoban", f"{chat} --web --beside 'runs/my run/phase2/final'"} <= set(found)
     asked["config"] |= {"goals": False, "checkpoints": places | {"phase3": endpoint}}
-    found = html_text.unescape(commands(asked, Path("runs/q")))
-    assert "quickstart/chat.yaml" not in found and "'model.name_or_path=runs/my run/phase2/final' --web</code>" in found
+    found = [command for _, command in sections.commands(asked, Path("runs/q"))]
+    assert "python inference_with_improved_settings.py 'model.name_or_path=runs/my run/phase2/final' --web" in found
 
 
 def test_several_intervals_hold_together(run: Path, other: Path) -> None:
     """Six figures at once: each interval is wider than one alone would be."""
     before, after = (comparison.open_model(f"{folder}") for folder in (run, other))
     found = next(each for each in verdict.compare(before, after) if each.column.title == "Recall")
-    pairs = verdict._pairs(before, after, found.column)
-    alone = verdict._compared(found.column, pairs, 0.025, 0)
+    pairs = verdict.common_rows(before, after, found.column)
+    alone = verdict.compare_rows(found.column, pairs, 0.025, 0)
     assert found.change.low < alone.change.low < alone.change.high < found.change.high
     assert found.change.value == alone.change.value
 
@@ -1054,9 +1003,10 @@ def test_what_was_not_asked_alike_is_not_compared(run: Path, other: Path, tmp_pa
     changed["config"]["settings"][0]["temperature"] = 0.3  # what the headlines were sampled with
     mine = comparison.open_model(str(other))._replace(results=changed)
     assert [each.column.suite for each in verdict.compare(before, mine)] == ["preferences"]
-    told = comparison.verdicts(before, [mine], [verdict.compare(before, mine)])
-    assert re.search("Not compared, .*: Math.*, Recall, .*Sokoban", told) and "Preferences" not in told.split("Not")[1]
-    assert "Not compared" not in comparison.verdicts(before, [before], [verdict.compare(before, before)])
+    ((*_, apart),) = comparison.verdicts(before, [mine], [verdict.compare(before, mine)])
+    assert apart[:2] == ["Math (toy sums)", "Recall"] and "Sokoban" in apart and "Preferences" not in apart
+    ((*_, apart),) = comparison.verdicts(before, [before], [verdict.compare(before, before)])
+    assert apart == []
     for suite, limit in (("math", "max_new_tokens"), ("envs", "max_completion_length")):
         changed = json.loads((other / "results.json").read_text())
         changed["config"]["suites"][suite][limit] += 1
@@ -1069,10 +1019,9 @@ def test_what_was_not_asked_alike_is_not_compared(run: Path, other: Path, tmp_pa
         comparison.open_model(f"{run}:last")
 
 
-def test_runs_side_by_side(run: Path, other: Path) -> None:
-    command = [sys.executable, "-m", "posttrain.report", f"{run}:phase2", str(other), f"{other}:phase2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent.parent)
-    assert done.returncode == 0 and done.stdout.strip() == str(other / "comparison.html"), done.stderr
+def test_runs_side_by_side(run: Path, other: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command(f"{run}:phase2", other, f"{other}:phase2")
+    assert capsys.readouterr().out.strip() == str(other / "comparison.html")
     html = (other / "comparison.html").read_text()
     assert html.count('<p class="verdict">') == 2 and "other:phase3 against made_up:phase2: better in " in html
     assert html.count('data-label="other:phase2"') == 6
@@ -1092,15 +1041,15 @@ def test_standard_benchmarks_have_a_table_of_their_own(run: Path) -> None:
         "metrics": [found, {"metric": "ppl", "filter": "none", "value": 7.5, "stderr": None}],
     }
     results["benchmarks"] = {"phase3": {"digest": "x", "tasks": {"<gsm8k>": entry}}}
-    text, page = report.markdown(results), figures.benchmarks(results)
-    row = "| phase3 | <gsm8k> | 3 | exact_match (strict-match) | 0.25 ± 0.013 | 50 of 1319 |"
+    text = report.markdown(results)
+    row = "| phase3 | &lt;gsm8k> | 3 | exact_match (strict-match) | 0.25 ± 0.013 | 50 of 1319 |"
     assert f"{row} 5 examples, chat template, bfloat16, lm-eval 0.4.13 |" in text
     assert "| ppl | 7.5 | 50 of 1319 |" in text
     assert before.split("## Goals")[0] in text and "Standard benchmarks" not in before
+    section: Any = TEMPLATES.get_template("sections.html.j2").module
+    shown = section.benchmarks(list(tables.benchmark_rows(results)))
     for told in ("&lt;gsm8k&gt;", "0.25 ± 0.013", "n 50 of 1319", "lm-eval 0.4.13"):
-        assert told in page, told
-    results.pop("benchmarks")
-    assert figures.benchmarks(results) == ""
+        assert told in shown, told
 
 
 def test_what_a_run_adds_to_a_published_model(run: Path) -> None:
@@ -1114,6 +1063,5 @@ def test_what_a_run_adds_to_a_published_model(run: Path) -> None:
     assert {entry.dataset_type for entry in found.index} == set(results["baselines"])
     shown = tables.columns(results)
     assert len(found.rows) == len(shown)
-    lines = "\n".join(measured.section(found))
-    assert all(column.title in lines for column in shown) and "](before_and_after.gif)" in lines
+    assert all(row[0].startswith(column.title) for row, column in zip(found.rows, shown, strict=True))
     assert measured.of_run(results, "weights of yesterday", run).rows == []

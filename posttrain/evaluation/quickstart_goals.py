@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from posttrain.report import Results, percent, points, readable
+from posttrain.report import Results, figure_of, percent, points, points_span, readable
 from posttrain.types import Record
 
 KEPT = ("math", "recall", "preferences")  # what phase 3 does not ask for and should not take away
 
 
 def goals(results: Results) -> list[Record]:
-    """The quickstart's goals beside what was measured: {"phase", "goal", "measured", "reached"}.
+    """Return the quickstart's goals beside what was measured: {"phase", "goal", "measured", "reached"}.
 
     They are about the checkpoints base, phase1, phase2 and phase3 and their headline figures, in math those of the
     embedded questions; a goal whose figures are not there is left out.
@@ -43,7 +43,7 @@ def goals(results: Results) -> list[Record]:
     if "repetition" in one and "repetition" in two:
         cut = difference("phase1", "phase2", "repetition", "equal_length")
         if cut is not None:
-            text = f"{points(cut['value'])} ({points(cut['low'])} to {points(cut['high'])})"
+            text = points_span(figure_of(cut, "value"))
             goal("phase2", "repeats less than phase 1 at equal length, interval below 0", text, cut["high"] < 0)
         ratio = two["repetition"]["tokens"] / max(one["repetition"]["tokens"], 1e-9)
         goal("phase2", "answers at most 20 % shorter", f"{round(100 * (ratio - 1)):+d} %", ratio >= 0.8)
@@ -81,12 +81,12 @@ def goals(results: Results) -> list[Record]:
     both = "repetition" in two and "repetition" in three
     more = difference("phase2", "phase3", "repetition", "equal_length") if both else None
     if more is not None:
-        text = f"{points(more['value'])} ({points(more['low'])} to {points(more['high'])})"
+        text = points_span(figure_of(more, "value"))
         goal("phase3", "repeats no more than phase 2 at equal length, interval not above 0", text, more["low"] <= 0)
     return found
 
 
 def _accuracy(entry: Record, suite: str) -> float:
-    """The headline accuracy; 0 where it was not measured."""
+    """Return the headline accuracy; 0 where it was not measured."""
     found = entry.get(suite, {})
     return found.get("embedded", found).get("accuracy", 0.0)

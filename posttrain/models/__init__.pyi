@@ -42,5 +42,5 @@ from .loading import (
     save as save,
     whole_again as whole_again,
 )
-from .model_card import commit as commit, table as table
+from .model_card import commit as commit
 from .model_files import errors_in_words as errors_in_words, no_bars as no_bars

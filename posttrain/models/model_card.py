@@ -1,7 +1,7 @@
-"""What does somebody who finds a model of ours on the Hub need to know?  The README.md of `final/`.
+"""What does somebody who finds one of our models on the Hub need to know?  The README.md of `final/`.
 
 Each phase leaves a record in the manifest of what it saves: what it started from, data with licences and rows,
-settings, results, commit. The card of a model tells of all phases that made it, in order.
+settings, results, commit. The card describes all phases that made the model, in order.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any
 import yaml
 from huggingface_hub import HfApi, ModelCardData, metadata_load, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from posttrain.files import DATA_FILES
 from posttrain.runtime import HTTP_ERROR, checkpoint
-from posttrain.types import HUB_NAME, UserError
+from posttrain.types import HUB_NAME, UserError, markdown_text
 
 METHODS = {
     "phase1": ("SFT", "supervised fine-tuning on the assistant's tokens"),
@@ -60,47 +61,36 @@ class Result:
     high: float | None = None
 
 
-@dataclass(frozen=True)
-class Record:
-    """What one phase did; `data` holds a dict a source with path, kind, licence, train and held_out rows."""
-
-    phase: str
-    base: str
-    step: int
-    commit: str | None
-    settings: dict[str, Any]
-    published: bool = False  # whether the base is a model on the Hub: told when it was read
-    data: list[dict[str, Any]] = field(default_factory=list)
-    results: list[Result] = field(default_factory=list)
-    licence: str | None = None  # of the base model, where it is known
-
-
 def record(
     phase: str,
     config: dict[str, Any],
     step: int,
     *,
     data: Iterable[dict[str, Any]] = (),
-    results: Sequence[Result] = (),
+    results: Iterable[Result] = (),
 ) -> dict[str, Any]:
-    """The record of a phase as JSON."""
+    """Return the record of a phase as JSON. data: of each source its path, kind, licence, train and held_out rows."""
     base, revision = config["model"]["name_or_path"], config["model"].get("revision")
-    found = {key: value for key in SETTINGS if (value := _at(config, key)) is not None}
-    first = not history(base)
-    licence = _licence(base, revision) if first else None
-    name = f"{base} at {revision}" if revision else base
-    sources = [source | {"published": _published(source["path"])} for source in data]
-    done = Record(phase, name, step, commit(), found, _published(base), sources, list(results), licence)
-    return asdict(done)
+    return {
+        "phase": phase,
+        "base": f"{base} at {revision}" if revision else base,
+        "step": step,
+        "commit": commit(),
+        "settings": {key: value for key in SETTINGS if (value := _at(config, key)) is not None},
+        "published": _published(base),
+        "data": [source | {"published": _published(source["path"])} for source in data],
+        "results": [asdict(result) for result in results],
+        "licence": None if history(base) else _licence(base, revision),  # of the model that phase 1 began with
+    }
 
 
 def _published(name: str) -> bool:
-    """Whether a name is one of the Hub: of the form OWNER/NAME, not a file or folder here, nor a file that is gone."""
+    """Return whether a name is one of the Hub: OWNER/NAME, not a file or folder here, nor a file that is gone."""
     return bool(HUB_NAME.fullmatch(name)) and not Path(name).exists() and not name.endswith(DATA_FILES)
 
 
 def history(name_or_path: str) -> list[dict[str, Any]]:
-    """The records of the phases that made a checkpoint folder; none for a model of somebody else's."""
+    """Return the records of the phases that made a checkpoint folder; none for a model of somebody else's."""
     folder = Path(name_or_path)
     if not (folder / checkpoint.MANIFEST).is_file():
         return []
@@ -111,7 +101,7 @@ def history(name_or_path: str) -> list[dict[str, Any]]:
 
 
 def former_results(row: Mapping[str, float]) -> list[Result]:
-    """The figures of `evaluation.suites` in a row of phase 3's metrics: what phases 1 and 2 taught, as it is now."""
+    """Return the figures of `evaluation.suites` in a row of phase 3's metrics: what is left of phases 1 and 2."""
     found = []
     for key, items in row.items():
         if key.startswith("evaluation/") and key.endswith("/n"):
@@ -128,77 +118,50 @@ class Published:
     """What the card of a published model says beyond that of its folder: its name, an evaluation, metadata."""
 
     name: str = "FOLDER_OR_HUB_NAME"
-    evaluation: Sequence[str] = ()  # lines of Markdown
+    rows: Sequence[tuple[str, str, str]] = ()  # measured, value, items
+    commit: str = ""  # of the code that measured
+    pictures: Mapping[str, str] = field(default_factory=dict)  # file -> what it shows
     metadata: Mapping[str, Any] = field(default_factory=dict)  # of ModelCardData
 
 
 def render(
     records: Sequence[dict[str, Any]], model_type: str, *, adapter: bool = False, told: Published | None = None
 ) -> str:
-    """The card, metadata and text, of a model that these phases made, one after another.
+    """Return the card, metadata and text, of a model that these phases made, one after another.
 
     With `adapter` it is the card of the last phase's LoRA adapter alone, which needs the model that phase began with.
     """
     told = told or Published()
-    first, last = records[0], records[-1]
-    base = (last if adapter else first)["base"].partition(" at ")[0]
-    published = (last if adapter else first).get("published", False)
-    short, method = METHODS[last["phase"]]
-    sources = [source for one in records for source in one["data"]]
-    sets = [source["path"] for source in sources if source.get("published")]
-    data = ModelCardData(
+    start = records[-1] if adapter else records[0]
+    base, published = start["base"].partition(" at ")[0], start.get("published", False)
+    sets = [source["path"] for one in records for source in one["data"] if source.get("published")]
+    metadata = ModelCardData(
         base_model=base if published else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
-        license=first["licence"],
+        license=records[0]["licence"],
         datasets=list(dict.fromkeys(sets)) or None,
         tags=[*(METHODS[one["phase"]][0].lower() for one in records), model_type],
         ignore_metadata_errors=True,
         **told.metadata,
     )
-    title = Path(shown(base)).name or base
-    parts = [
-        f"---\n{data.to_yaml()}\n---\n",
-        f"# {_text(title)}, {short}\n",
-        f"{'A LoRA adapter for' if adapter else 'A fine-tuned version of'} {_base_link(base, published)}."
-        f" The last phase was {method}.\n",
-        "## Training\n",
-        table(
-            ("phase", "method", "from", "optimizer step", "settings", "code"),
-            [
-                (
-                    one["phase"],
-                    METHODS[one["phase"]][0],
-                    shown(one["base"]),
-                    str(one["step"]),
-                    ", ".join(f"{key.rpartition('.')[2]} {_short(value)}" for key, value in one["settings"].items()),
-                    one["commit"] or "no git checkout",
-                )
-                for one in records
-            ],
-        ),
-        "All settings of the last phase are in `run_config.yaml`.\n",
-    ]
-    if sources:
-        parts += [
-            "## Data\n",
-            table(
-                ("phase", "data set", "kind", "licence", "rows trained on", "rows held out"),
-                [
-                    (one["phase"], shown(s["path"]), s["kind"], s["licence"], f"{s['train']:,}", f"{s['held_out']:,}")
-                    for one in records
-                    for s in one["data"]
-                ],
-            ),
-        ]
-    parts += ["## Results\n", *_results(records), *told.evaluation, "## Limits\n"]
-    parts += _limits(records, bool(told.evaluation))
-    parts += ["## Use\n", _use(model_type, adapter).replace("FOLDER_OR_HUB_NAME", told.name)]
-    return "\n".join(parts)
+    return CARDS.get_template("model_card.md.j2").render(
+        metadata=metadata.to_yaml(),
+        title=Path(shown(base)).name or base,
+        base=base,
+        published=published,
+        adapter=adapter,
+        records=records,
+        told=told,
+        limits=_limits(records, bool(told.rows)),
+        own=model_type == "convgpt",  # which transformers does not know
+        version=version("transformers"),
+        METHODS=METHODS,
+    )
 
 
 def commit() -> str | None:
-    """The commit of this code, with "+" for changes on top of it; None outside a git checkout."""
+    """Return the commit of this code, with "+" for changes on top of it; None outside a git checkout."""
     git = ["git", "-C", str(Path(__file__).parents[1])]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
@@ -206,20 +169,6 @@ def commit() -> str | None:
     except OSError:  # no git
         return None
     return head.stdout.strip() + ("+" if changes.stdout.strip() else "") if head.returncode == 0 else None
-
-
-def _results(records: Sequence[dict[str, Any]]) -> list[str]:
-    rows = []
-    for one in records:
-        for result in one["results"]:
-            interval = "" if result["low"] is None else f" [{result['low']:.3g}, {result['high']:.3g}]"
-            rows.append((one["phase"], result["name"], f"{result['value']:.3g}{interval}", f"{result['items']:,}"))
-    if not rows:
-        return ["Nothing was measured on held-out items.\n"]
-    return [
-        table(("after", "measured", "value [95 % interval]", "held-out items"), rows),
-        "Each figure was measured at the end of its phase; later phases may have changed those of earlier ones.\n",
-    ]
 
 
 def _limits(records: Sequence[dict[str, Any]], evaluated: bool) -> list[str]:
@@ -237,33 +186,11 @@ def _limits(records: Sequence[dict[str, Any]], evaluated: bool) -> list[str]:
         lines.append("What an earlier phase taught may have weakened since: measure what you rely on.")
     other = "What no figure above covers was" if evaluated else "Facts, safety and bias were"
     lines.append(f"{other} not measured.")
-    return [*(f"- {_text(line)}" for line in lines), ""]
-
-
-def _use(model_type: str, adapter: bool) -> str:
-    own = model_type == "convgpt"  # which transformers does not know
-    lines = ["from transformers import pipeline", "", 'chat = pipeline("text-generation", "FOLDER_OR_HUB_NAME")']
-    if adapter:
-        lines = ["from peft import AutoPeftModelForCausalLM", "", "model = AutoPeftModelForCausalLM.from_pretrained("]
-        lines[-1] += '"FOLDER_OR_HUB_NAME")'
-        if own:
-            lines.insert(0, "import posttrain.models.convgpt  # the training code: transformers does not know ConvGPT")
-    else:
-        if own:
-            lines[-1] = lines[-1].replace('")', '",\n                trust_remote_code=True, revision="COMMIT")')
-        lines.append('print(chat([{"role": "user", "content": "Hello!"}])[0]["generated_text"][-1])')
-    text = "\n".join(["```python", *lines, "```", ""])
-    if own and not adapter:
-        text += (
-            "\n`trust_remote_code` runs `modeling_convgpt.py`, which lies beside the weights: read it first, and write "
-            "for `COMMIT` the commit that you have read (a local folder has none: leave `revision` out). It was "
-            f"written for transformers {version('transformers')}.\n"
-        )
-    return text
+    return lines
 
 
 def shown(place: str) -> str:
-    """How a card names a model or a data file: of an absolute path, which tells of a machine, by its end.
+    """Return how a card names a model or a data file: of an absolute path, which tells of a machine, by its end.
 
     >>> shown("runs/mine/phase1/final"), shown("/home/ana/runs/phase1/final"), shown("/home/ana/rows.jsonl")
     ('runs/mine/phase1/final', 'phase1/final', 'rows.jsonl')
@@ -274,28 +201,18 @@ def shown(place: str) -> str:
     return f"{path.parent.name}/{path.name}" if path.name == "final" else path.name
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of Markdown, every cell as text."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(_text(cell) for cell in line)} |" for line in lines) + "\n"
-
-
-def _text(text: str) -> str:
-    """One line that Markdown shows as it is."""
-    plain = " ".join(str(text).split()).replace("\\", "\\\\").replace("|", "\\|")
-    return plain.replace("<", "&lt;").replace("`", "\\`").replace("[", "\\[") if plain != "---" else plain
-
-
-def _base_link(base: str, published: bool) -> str:
-    return f"[{_text(base)}](https://huggingface.co/{base})" if published else f"the local model `{shown(base)}`"
-
-
-def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+CARDS = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+CARDS.filters |= {"count": "{:,}".format, "text": markdown_text, "place": shown}
 
 
 def _at(config: dict[str, Any], path: str) -> Any:
-    """_at({"a": {"b": 1}}, "a.b") -> 1; None where a key is missing."""
+    """Return the value at a dotted path: _at({"a": {"b": 1}}, "a.b") -> 1; None where a key is missing."""
     found: Any = config
     for key in path.split("."):
         found = found.get(key) if isinstance(found, dict) else None
@@ -303,7 +220,7 @@ def _at(config: dict[str, Any], path: str) -> Any:
 
 
 def _licence(name_or_path: str, revision: str | None) -> str | None:
-    """The licence that the base model's own card names: beside the weights, in the cache, or on the Hub."""
+    """Return the licence that the base model's own card names: beside the weights, in the cache, or on the Hub."""
     card: Any = Path(name_or_path) / "README.md"
     if not Path(name_or_path).is_dir():
         if not HUB_NAME.fullmatch(name_or_path):  # a folder that is gone by now

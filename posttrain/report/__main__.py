@@ -14,9 +14,9 @@ import argparse
 from pathlib import Path
 
 from posttrain.config import run
-from posttrain.report import comparison, transcripts_page
+from posttrain.report import build, comparison
 from posttrain.report.animation import gif
-from posttrain.report.page import build, read
+from posttrain.report.page import build_transcripts, read
 from posttrain.types import UserError
 
 SHOWN = ("base", "phase2", "phase3")  # of the checkpoints, in the animation
@@ -33,7 +33,7 @@ def main() -> None:
         if len(given.run) > 1:
             print(comparison.build(given.run))
         elif folder.suffix == ".jsonl":
-            print(transcripts_page.build(folder))
+            print(build_transcripts(folder))
         else:
             print(build(folder))
         return

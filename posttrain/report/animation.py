@@ -1,9 +1,9 @@
-"""How does the model play before and after training?  One moving picture of the same test levels, for the README.
+"""How does the model play before and after training?  One animation of the same test levels, for the README.
 
     posttrain report runs/quickstart --gif docs/quickstart.gif
 
-Everything is taken from the evaluator's files, results.json and transcripts.jsonl. Shown are the first levels of the
-evaluation: nobody chose them.
+Everything is taken from the evaluator's files, results.json and transcripts.jsonl. It shows the first levels of
+the evaluation: they are not chosen by their outcome.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from posttrain.report.episodes import replay
+from posttrain.report.episodes import moments, outcome, played, replay
 from posttrain.report.tables import Results
 from posttrain.types import Record, UserError
 
@@ -31,8 +31,6 @@ HEADINGS = {
     "phase2": "after SFT and DPO",
     "phase3": "after reinforcement learning",
 }
-
-
 Episodes = dict[tuple[str, str, int], Record]
 
 
@@ -45,20 +43,15 @@ class Panel(NamedTuple):
 
 
 def panels(results: Results, row: Record) -> list[Panel]:
-    """The moments of an episode, at least one for each turn."""
+    """Return the moments of an episode, at least one for each turn."""
     frames, turns = replay(results, row)
-    found, at = [Panel(frames[0], "", "")], 0
-    for text, actions in turns:
-        for _ in range(max(1, len(actions))):
-            at += bool(actions)
-            found.append(Panel(frames[at], " ".join(text.split()), ""))
-    end = "solved" if row["success"] else (row["failure"] or "not solved").replace("_", " ")
-    found[-1] = found[-1]._replace(end=end)
-    return found
+    texts = [" ".join(text.split()) for text, _ in turns]
+    found = [Panel(frames[at], texts[turn] if turn >= 0 else "", "") for turn, at in moments(turns)]
+    return [*found[:-1], found[-1]._replace(end=outcome(row, row["success"]))]
 
 
 def gif(results: Results, rows: Sequence[Record], checkpoints: Sequence[str], levels: int = 6) -> bytes:
-    """The animation: a row for each environment, a column for each checkpoint, one level after the other."""
+    """Return the animation: a row for each environment, a column for each checkpoint, one level after the other."""
     shown = list(pictures(results, episodes(results, rows, checkpoints, levels), checkpoints))
     if not shown:
         raise UserError(f"There are no episodes of {', '.join(checkpoints)} to show: evaluate them with suites.envs.")
@@ -70,23 +63,23 @@ def gif(results: Results, rows: Sequence[Record], checkpoints: Sequence[str], le
 
 
 def episodes(results: Results, rows: Sequence[Record], checkpoints: Sequence[str], levels: int) -> Episodes:
-    """The rows of transcripts.jsonl that are shown, by environment, checkpoint and level."""
-    wanted = {(name, env, entry["setting"]) for name in checkpoints for env, entry in figures(results, name).items()}
+    """Return the rows of transcripts.jsonl that are shown, by environment, checkpoint and level."""
     return {
-        (row["part"], row["checkpoint"], row["index"]): row
-        for row in rows
-        if row["suite"] == "envs" and (row["checkpoint"], row["part"], row["setting"]) in wanted
-        if row["index"] < levels and not row["crashed"]
+        (env, name, level): row
+        for name in checkpoints
+        for env in figures(results, name)
+        for level, row in played(results, rows, name, env).items()
+        if level < levels
     }
 
 
 def figures(results: Results, checkpoint: str) -> dict[str, Any]:
-    """A checkpoint's figures by environment."""
+    """Return a checkpoint's figures by environment."""
     return results["checkpoints"][checkpoint].get("envs", {})
 
 
 def pictures(results: Results, found: Episodes, checkpoints: Sequence[str]) -> Iterator[tuple[Image.Image, int]]:
-    """Every picture of the animation and its duration in milliseconds."""
+    """Draw every picture of the animation; yield it with its duration in milliseconds."""
     names = list(dict.fromkeys(env for env, _, _ in found))
     for level in sorted({number for _, _, number in found}):
         grid = {
@@ -104,7 +97,7 @@ def pictures(results: Results, found: Episodes, checkpoints: Sequence[str]) -> I
 def picture_of(
     results: Results, now: dict[tuple[str, str], Panel], names: Sequence[str], checkpoints: Sequence[str]
 ) -> Image.Image:
-    """One picture: a row for each environment, a column for each checkpoint."""
+    """Draw one picture: a row for each environment, a column for each checkpoint."""
     height = SIDE + (LINES + 2) * LINE + MARGIN
     size = (MARGIN + len(checkpoints) * (WIDTH + MARGIN), 2 * LINE + MARGIN + len(names) * height + 2 * LINE)
     picture = Image.new("RGB", size, PAPER)
@@ -127,18 +120,18 @@ def picture_of(
             for number, part in enumerate(panel.end.split()):
                 canvas.text((x + SIDE + 6, y + 2 + number * LINE), part, colour, title)
     setting = ", ".join(sorted({entry["setting"] for name in checkpoints for entry in figures(results, name).values()}))
-    told = f"the first test levels, {setting}, seed {results['config']['seed']}, commit {results['commit'][:7]}"
-    canvas.text((MARGIN, size[1] - 2 * LINE), told, QUIET, small)
+    note = f"the first test levels, {setting}, seed {results['config']['seed']}, commit {results['commit'][:7]}"
+    canvas.text((MARGIN, size[1] - 2 * LINE), note, QUIET, small)
     return picture
 
 
 def wrapped(text: str, face: ImageFont.FreeTypeFont) -> list[str]:
-    """At most LINES lines of WIDTH pixels; what does not fit is left out."""
+    """Return at most LINES lines of WIDTH pixels; what does not fit is left out."""
     wide = int(WIDTH // face.getlength("m"))
     lines = [text[start : start + wide] for start in range(0, len(text), wide)]
     return lines if len(lines) <= LINES else [*lines[: LINES - 1], lines[LINES - 1][: wide - 3] + "..."]
 
 
 def font(name: str, size: int) -> ImageFont.FreeTypeFont:
-    """A font that comes with matplotlib."""
+    """Load a font that comes with matplotlib."""
     return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / name), size)

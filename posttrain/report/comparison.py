@@ -10,28 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from posttrain.report import charts, training_log
-from posttrain.report.episodes import evaluation_stage
-from posttrain.report.figures import KINDS, shown_change
-from posttrain.report.markup import document, table, text
+from posttrain.report import training_log
+from posttrain.report.charts import Chart, chart
+from posttrain.report.episodes import Pictures, entry, evaluation_stage, with_pictures
 from posttrain.report.page import read
-from posttrain.report.rows import Pictures, entry, packed, with_pictures
-from posttrain.report.tables import COLOURS, percent, readable, span
+from posttrain.report.rendering import DAMAGED, render
+from posttrain.report.tables import COLOURS, less_is_better, readable
 from posttrain.report.verdict import UNSEEN, Comparison, Model, compare, not_compared, overall
 from posttrain.runtime import runlog
 from posttrain.types import Record, UserError, one_line
 
-MANY = 100_000  # items: nobody will measure more
+MANY = 100_000  # items: more than anyone will measure
 ITEMS = {"envs": "levels", "preferences": "pairs", "math": "questions", "recall": "questions", "repetition": "prompts"}
-NOTE = (
-    "The verdict is about these models, not about how they were made: the same recipe with another seed gives another "
-    "model. To judge a recipe, compare several seeds of each. Intervals of changes are paired, item by item, and hold "
-    "together at 95 % for all figures of a comparison; each leaves zero out only where an exact test rejects it, and "
-    "where one holds zero the verdict is “cannot tell”. The number of items is what it takes to tell a difference as "
-    "large as the one seen, or of 5 points where none was seen, with a chance of 80 %; there is none where every item "
-    "came out the same."
-)
 
 
 def build(given: Sequence[str]) -> Path:
@@ -45,27 +37,30 @@ def build(given: Sequence[str]) -> Path:
     try:
         found = [compare(first, other) for other in others]
         pairs, examples = differing(first, others, found, pictures)
-        body = (
-            f'<header><p class="kicker">{text(" · ".join(model.title for model in models))}</p>'
-            f"<h1>Which is better?</h1>{verdicts(first, others, found)}</header>"
-            f"<section><h2>Side by side</h2>{side_by_side(first, others, found)}"
-            f'<p class="quiet">{NOTE}</p></section>'
-            f"<section><h2>Where they differ most</h2>{examples}</section>" + curves(models)
+        html = render(
+            "comparison.html.j2",
+            "Which is better?",
+            {"top": None, "pairs": pairs, "recorded": [], "pictures": pictures.coded},
+            *("player.js", "viewer.js", "charts.js", "page.js"),
+            titles=[model.title for model in models],
+            verdicts=verdicts(first, others, found),
+            heads=[(model.title, COLOURS[(number + 1) % len(COLOURS)]) for number, model in enumerate(models)],
+            rows=side_by_side(found),
+            examples=examples,
+            curves=curves(models),
         )
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError) as error:
+    except DAMAGED as error:
         raise UserError(
             f"The files of these runs are damaged or not what evaluate_model.py writes (found {one_line(error)})."
             " Measure again: python evaluate_model.py output_dir=RUN --overwrite"
         ) from error
-    data = packed("data", {"top": None, "pairs": pairs, "recorded": [], "pictures": pictures.coded})
     path = models[-1].folder / "comparison.html"
-    scripts = ("player.js", "viewer.js", "charts.js", "page.js")
-    path.write_text(document("Which is better?", body, data, *scripts), encoding="utf-8")
+    path.write_text(html, encoding="utf-8")
     return path
 
 
 def open_model(given: str) -> Model:
-    """runs/a -> its last checkpoint; runs/a:phase2 -> that one."""
+    """Read a run: of runs/a the last checkpoint, of runs/a:phase2 that one."""
     folder, name = Path(given), ""
     if not folder.exists() and ":" in given:
         place, _, name = given.rpartition(":")
@@ -79,56 +74,33 @@ def open_model(given: str) -> Model:
     return Model(folder, f"{folder.resolve().name}:{name}", name, results, rows)
 
 
-def verdicts(first: Model, others: Sequence[Model], found: Sequence[list[Comparison]]) -> str:
-    """The answer, before anything else."""
-    shown = ""
-    for other, compared in zip(others, found, strict=True):
-        word, sentence = overall(compared)
-        shown += (
-            f'<p class="verdict"><b class="{KINDS[word]}">{word[:1].upper()}{word[1:]}</b> '
-            f"<span>{text(other.title)} against {text(first.title)}: {text(sentence)}.</span></p>"
-        )
-        if apart := not_compared(first, other, compared):
-            shown += (
-                f'<p class="quiet">Not compared, for the two were not given the same or not sampled alike:'
-                f" {text(', '.join(apart))}.</p>"
-            )
-    return shown
+def verdicts(
+    first: Model, others: Sequence[Model], found: Sequence[list[Comparison]]
+) -> list[tuple[str, str, str, list[str]]]:
+    """Return (title, verdict, the sentence that says so, what could not be compared) of each other model."""
+    pairs = zip(others, found, strict=True)
+    return [(other.title, *overall(compared), not_compared(first, other, compared)) for other, compared in pairs]
 
 
-def side_by_side(first: Model, others: Sequence[Model], found: Sequence[list[Comparison]]) -> str:
-    """Figures down, models across: of each the figure with its interval, the change against the first, the verdict."""
-    models = [first, *others]
-    head = "<th></th>"
-    for number, model in enumerate(models):
-        head += f'<th><span class="chip" style="--c:{_colour(number)}">{text(model.title)}</span></th>'
-    body = ""
-    titles = dict.fromkeys((c.column.suite, c.column.part) for compared in found for c in compared)
-    for place in titles:
-        by_model = [next((c for c in compared if (c.column.suite, c.column.part) == place), None) for compared in found]
-        shown = next(c for c in by_model if c is not None)
-        note = "lower is better" if shown.column.metric == "seq_rep_4" else "higher is better"
-        setting = f"<br>{text(shown.column.setting)}" if shown.column.setting else ""
-        about = f"<small>{note}<br>{shown.n} common items{setting}</small>"
-        body += f'<tr><th scope="row">{text(shown.column.title)}{about}</th>{_cell(first.title, shown, 0, 0)}'
-        for number, (model, each) in enumerate(zip(others, by_model, strict=True), 1):
-            missing = f'<td data-label="{text(model.title)}">not in common</td>'
-            body += missing if each is None else _cell(model.title, each, 1, number)
-        body += "</tr>"
-    return table(head, body, "headline cards")
+def side_by_side(found: Sequence[list[Comparison]]) -> list[tuple[str, list[str], list[Any]]]:
+    """Return rows of figures, with a cell for each model: its figure, the change against the first, and `needed`."""
+    rows = []
+    for place in dict.fromkeys(_place(each) for compared in found for each in compared):
+        by_model = [next((each for each in compared if _place(each) == place), None) for compared in found]
+        shown = next(each for each in by_model if each is not None)
+        better = "lower is better" if less_is_better(shown.column.metric) else "higher is better"
+        about = list(filter(None, (better, f"{shown.n} common items", shown.column.setting)))
+        cells = [each and (each.values[1], each, needed(each)) for each in by_model]
+        rows.append((shown.column.title, about, [(shown.values[0], None, ""), *cells]))
+    return rows
 
 
-def _cell(title: str, compared: Comparison, side: int, number: int) -> str:
-    figure = compared.values[side]
-    cell = f'<td data-label="{text(title)}"><b>{percent(figure.value)}</b><small>{span(figure)}</small>'
-    cell += charts.bar(figure, _colour(number))
-    if side:
-        cell += shown_change(compared, needed(compared))
-    return cell + "</td>"
+def _place(compared: Comparison) -> tuple[str, str]:
+    return compared.column.suite, compared.column.part
 
 
 def needed(compared: Comparison) -> str:
-    """What it would take to tell, where nobody can."""
+    """Return what it would take to tell a difference, where the verdict is that one cannot."""
     if compared.verdict != "cannot tell":
         return ""
     items, n = ITEMS[compared.column.suite], f"{compared.n:,}"
@@ -142,22 +114,19 @@ def needed(compared: Comparison) -> str:
 
 def differing(
     first: Model, others: Sequence[Model], found: Sequence[list[Comparison]], pictures: Pictures
-) -> tuple[list[list[Record]], str]:
-    """The episodes for page.js, and the HTML that names their places."""
-    pairs: list[list[Record]] = []
-    blocks = ""
+) -> tuple[list[list[Record]], list[tuple[str, range]]]:
+    """Return pairs of episodes for page.js, and (title, their places) for each figure."""
+    pairs, places = list[list[Record]](), []
     for other, compared in zip(others, found, strict=True):
         for each in compared:
-            inner = ""
-            for rows in each.examples if each.column.suite != "preferences" else ():
-                inner += f'<div class="level"><div class="halves" data-pair="{len(pairs)}"></div></div>'
-                pairs.append([_shown(model, row, pictures) for model, row in zip((first, other), rows, strict=True)])
-            if inner:
-                title = f"{text(each.column.title)}: {text(first.title)} and {text(other.title)}"
-                opened = "" if blocks else " open"
-                blocks += f'<details class="levels"{opened}><summary>{title}</summary>{inner}</details>'
-    note = "Of each figure the items that differ most, for and against; of equal ones the first that were asked."
-    return pairs, f'<p class="quiet">{note}</p>{blocks}' if blocks else "<p>On no item.</p>"
+            if each.examples and each.column.suite != "preferences":
+                title = f"{each.column.title}: {first.title} and {other.title}"
+                places.append((title, range(len(pairs), len(pairs) + len(each.examples))))
+                pairs += [
+                    [_shown(model, row, pictures) for model, row in zip((first, other), rows, strict=True)]
+                    for rows in each.examples
+                ]
+    return pairs, places
 
 
 def _shown(model: Model, row: Record, pictures: Pictures) -> Record:
@@ -165,23 +134,20 @@ def _shown(model: Model, row: Record, pictures: Pictures) -> Record:
     return found | {"at": f"{model.title}, {readable(found['env'])} {row['index']}"}
 
 
-def curves(models: Sequence[Model]) -> str:
-    """The curves of the phases that have the same name, the runs in one picture; none for one run alone."""
+def curves(models: Sequence[Model]) -> list[tuple[str, list[Chart]]]:
+    """Return (phase, charts) of phases that have the same name, the runs in one picture; none for one run alone."""
     runs = list({model.folder: model for model in models}.values())
     folders = [(model.folder.resolve().name, training_log.phase_folders(model.results, model.folder)) for model in runs]
-    blocks = ""
+    found = []
     for name in folders[0][1] if len(runs) > 1 else ():
-        drawn = ""
+        logs = {
+            run: runlog.read_metrics(place / "metrics.jsonl") for run, places in folders if (place := places.get(name))
+        }
+        drawn = []
         for title, keys in training_log.CURVES:
-            lines: dict[str, charts.Line] = {}
-            for run, places in folders:
-                if place := places.get(name):
-                    rows = runlog.read_metrics(place / "metrics.jsonl")
-                    lines |= {f"{run}, {label}": line for label, line in training_log.series(rows, keys).items()}
-            drawn += charts.lines(title, lines)
-        blocks += f"<h3>{text(name)}</h3><div class='charts'>{drawn}</div>" if drawn else ""
-    return blocks and f"<section><h2>Learning curves</h2>{blocks}</section>"
-
-
-def _colour(number: int) -> str:
-    return COLOURS[(number + 1) % len(COLOURS)]
+            by_run = {run: training_log.series(rows, keys) for run, rows in logs.items()}
+            lines = {f"{run}, {label}": line for run, found in by_run.items() for label, line in found.items()}
+            drawn.append(chart(title, lines))
+        if any(drawn):
+            found.append((name, list(filter(None, drawn))))
+    return found

@@ -1,9 +1,22 @@
-"""What did an episode look like?  Acted out again from its transcript, as pictures that can be stepped through."""
+"""What did an episode look like?  Played again from its transcript, as pictures and as a row for the browser.
+
+A row of any transcripts.jsonl has one form in the browser:
+
+    {"from": "phase3", "at": "level 4", "env": "frozen_lake", "won": true, "end": "solved", "reward": 1.0, "turns": 3,
+     "length": 36, "invalid": 0, "facts": "...", "messages": [...], "actions": [["Up"], ...], "rewards": [0.0, ...],
+     "penalties": [...], "moments": [[-1, 0], [0, 1], ...], "frames": [17, 18, ...], "tokens": [{...}, ...]}
+`moments` are pairs of a turn and a picture, `frames` places among the page's pictures, `tokens` the figures that
+monitoring/token_figures.py recorded.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import io
-from collections.abc import Mapping, Sequence
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,12 +26,21 @@ from posttrain.types import Record
 
 SIDE = 208  # pixels
 FRAME, LAST_FRAME = 800, 2200  # milliseconds
+OUTCOMES = ("success", "accuracy")  # the keys that say whether an episode was won or an answer is right
+FACTS = (  # further keys of a row that are shown, and in which words
+    ("answer", "expected: {}"),
+    ("setting", "setting “{}”"),
+    ("group", "group {}"),
+    ("seq_rep_4", "repeated 4-grams: {:.1%}"),
+    ("margin", "chosen answer likelier by {:.1f} nats"),
+)
+TOKEN_FIGURES = ("logprob", "entropy", "advantage", "loss")
 
 
 def frames_of(
     name: str, options: Mapping[str, Any], seed: int, reset_options: dict[str, Any], actions: Sequence[str]
 ) -> list[np.ndarray]:
-    """Pictures of an episode that is played again: the start, then one per action; none where there are no pictures."""
+    """Play an episode again; return its pictures, the start and one per action, or [] where nothing can be drawn."""
     import envs
 
     if not envs.make(name, **options).has("render"):
@@ -43,14 +65,14 @@ class Stage(NamedTuple):
 
 
 def evaluation_stage(results: Results, row: Record) -> Stage:
-    """Of an episode of the evaluator."""
+    """Return where an episode of the evaluator was played."""
     suite = results["config"]["suites"]["envs"]
     name, options = _section(suite["envs"], row["part"])
     return Stage(name, options, suite["protocol"], row["seed"], {"split": suite["split"]})
 
 
 def training_stage(config: Record, row: Record) -> Stage:
-    """Of an episode of phase 3; config: its run_config.yaml."""
+    """Return where an episode of phase 3 was played. config: its run_config.yaml."""
     name, options = _section(config["envs"], row["env"])
     reset_options = {"split": "train", "noise_seed": row["noise_seed"]}
     return Stage(name, options, config["protocol"], row["level_seed"], reset_options)
@@ -60,15 +82,26 @@ def _section(envs: Sequence[Record], title: str) -> tuple[str, Mapping[str, Any]
     return next((env["name"], env["options"]) for env in envs if title in (env.get("label"), env["name"]))
 
 
+def played(results: Results, transcripts: Sequence[Record], name: str, env: str) -> dict[int, Record]:
+    """Return level -> a checkpoint's episode under the setting of the headline table, without those that crashed."""
+    setting = results["checkpoints"][name]["envs"][env]["setting"]
+    wanted = (name, "envs", env, setting)
+    return {
+        row["index"]: row
+        for row in transcripts
+        if (row["checkpoint"], row["suite"], row["part"], row["setting"]) == wanted and not row["crashed"]
+    }
+
+
 def replay(results: Results, row: Record) -> tuple[list[np.ndarray], list[tuple[str, list[str]]]]:
-    """As `acted_out`, of an episode of the evaluator."""
+    """Play an episode of the evaluator again, as `acted_out` does."""
     return acted_out(evaluation_stage(results, row), row)
 
 
 def acted_out(stage: Stage, row: Record) -> tuple[list[np.ndarray], list[tuple[str, list[str]]]]:
-    """Pictures as of `frames_of`, and turns (what the model wrote, the actions that came of it).
+    """Return the pictures of `frames_of`, and the turns: (what the model wrote, the actions that followed from it).
 
-    Environments are pure: the level's seed and the actions give the episode that was played.
+    Environments are deterministic: the level's seed and the actions give the episode that was played.
     """
     from envs import make
     from envs.protocol import Protocol, parse
@@ -91,14 +124,14 @@ def acted_out(stage: Stage, row: Record) -> tuple[list[np.ndarray], list[tuple[s
 
 
 def png(frame: np.ndarray) -> bytes:
-    """One frame, small."""
+    """Encode one frame as a small PNG."""
     out = io.BytesIO()
     _picture(frame).save(out, "PNG", optimize=True)
     return out.getvalue()
 
 
 def _picture(frame: np.ndarray) -> Any:
-    """A frame scaled to SIDE, in few colours."""
+    """Scale a frame to SIDE, in few colours."""
     from PIL import Image
 
     picture = Image.fromarray(frame)
@@ -108,8 +141,147 @@ def _picture(frame: np.ndarray) -> Any:
 
 
 def gif(frames: Sequence[np.ndarray]) -> bytes:
-    """An endless animation that rests on its last frame."""
+    """Encode an endless animation that rests on its last frame."""
     pictures = [_picture(frame) for frame in frames]
     out, pace = io.BytesIO(), [FRAME] * (len(pictures) - 1) + [LAST_FRAME]
     pictures[0].save(out, "GIF", save_all=True, append_images=pictures[1:], duration=pace, loop=0, optimize=True)
     return out.getvalue()
+
+
+# ---------------------------------------------------------------------------------- rows for the browser
+
+
+class Pictures:
+    """The pictures of a page, each kept and encoded once."""
+
+    def __init__(self) -> None:
+        self.found: dict[bytes, int] = {}  # digest of a picture -> its place
+        self.coded: list[str] = []
+
+    def add(self, frames: Iterable[np.ndarray]) -> list[int]:
+        places = []
+        for frame in frames:
+            digest = hashlib.sha256(repr(frame.shape).encode() + frame.tobytes()).digest()
+            if digest not in self.found:
+                self.found[digest] = len(self.coded)
+                self.coded.append(base64.b64encode(png(frame)).decode())
+            places.append(self.found[digest])
+        return places
+
+
+def entry(row: Record) -> Record:
+    """Return a row of a transcripts.jsonl in the browser's form; null where it lacks a value."""
+    messages = _messages(row)
+    turns = sum(message["role"] == "assistant" for message in messages)
+    rewards, penalties = row.get("turn_rewards"), row.get("turn_penalties")
+    tokens = _tokens(row, turns)
+    reward = None
+    if row.get("return") is not None:
+        reward = _sum([row["return"], row.get("penalties", 0.0)])
+    elif isinstance(rewards, list):
+        reward = _sum([*rewards, *(penalties or ())])
+    length = row.get("tokens")
+    if tokens is not None:
+        length = sum(value is not None for turn in tokens for value in turn["logprob"])
+    won = next((bool(row[key]) for key in OUTCOMES if key in row), None)
+    found = {
+        "from": str(row.get("checkpoint", f"step {row['step']}" if "step" in row else "")) or None,
+        "at": f"level {row['index']}" if "level" in row else f"item {row['index']}" if "index" in row else "",
+        "env": str(row.get("env") or ", ".join(filter(None, (row.get("suite"), row.get("part")))) or "episode"),
+        "won": won,
+        "end": outcome(row, won),
+        "reward": _number(reward),
+        "turns": turns,
+        "length": length if isinstance(length, int) else None,
+        "invalid": _number(row.get("invalid_turns")),
+        "facts": " · ".join(words.format(row[key]) for key, words in FACTS if row.get(key) not in (None, "")),
+        "messages": messages,
+        "rewards": _numbers(rewards),
+        "penalties": _numbers(penalties),
+        "tokens": tokens,
+        "moments": [[turn, 0] for turn in range(turns)] if turns > 1 else [],
+    }
+    if reward is not None and found["reward"] is None:
+        found["facts"] = " · ".join(filter(None, (found["facts"], "the reward is not a finite number")))
+    found["at"] = " ".join(filter(None, (found["from"], found["at"]))) or found["env"]
+    return found
+
+
+def with_pictures(row: Record, stage: Stage, pictures: Pictures) -> Record:
+    """Return the entry of an episode, with pictures where its environment can be drawn."""
+    found = entry(row)
+    if row.get("crashed"):
+        return found
+    frames, turns = acted_out(stage, row)
+    found["actions"] = [taken for _, taken in turns]
+    if frames:
+        found["frames"], found["moments"] = pictures.add(frames), moments(turns)
+    return found
+
+
+def moments(turns: Sequence[tuple[str, list[str]]]) -> list[tuple[int, int]]:
+    """Return (turn, picture) of each step: the start, then one per action, and one for a turn without actions."""
+    found, picture = [(-1, 0)], 0
+    for number, (_, actions) in enumerate(turns):
+        for _ in range(max(1, len(actions))):
+            picture += bool(actions)
+            found.append((number, picture))
+    return found
+
+
+def _messages(row: Record) -> list[Record]:
+    """Return the conversation, with an answer that is kept beside it, or with both answers of a preference pair."""
+    if "chosen" in row and "rejected" in row:
+        pair = [[{"role": "assistant", "content": each}] if isinstance(each, str) else each for each in
+                (row["chosen"], row["rejected"])]  # fmt: skip
+        return [*pair[0], *(message for message in pair[1] if message["role"] == "assistant")]
+    messages = [{"role": str(each["role"]), "content": str(each["content"])} for each in row.get("messages", [])]
+    if isinstance(row.get("text"), str):
+        messages.append({"role": "assistant", "content": row["text"]})
+    return messages
+
+
+def _tokens(row: Record, turns: int) -> list[Record] | None:
+    found = row.get("tokens")
+    if not isinstance(found, list) or len(found) != turns:
+        return None
+    if any(len(turn[figure]) != len(turn["text"]) for turn in found for figure in TOKEN_FIGURES):
+        return None
+    return [{"text": list(map(str, turn["text"]))} | {k: _numbers(turn[k]) for k in TOKEN_FIGURES} for turn in found]
+
+
+def outcome(row: Record, won: bool | None) -> str:
+    """Return in a word or two how an episode or an answer ended: solved, hole, crashed, right."""
+    if row.get("crashed"):
+        return "crashed"
+    if won is None:
+        return ""
+    if "success" in row:
+        return "solved" if won else (row.get("failure") or "not solved").replace("_", " ")
+    return "right" if won else "wrong"
+
+
+def _number(value: Any) -> float | None:
+    """Return None for what is not a finite number: a browser could neither read nor draw it."""
+    return value if isinstance(value, int | float) and abs(value) <= sys.float_info.max else None
+
+
+def _sum(values: Iterable[Any]) -> float:
+    """Return the sum, infinite where an integer is beyond any float."""
+    try:
+        return sum(values)
+    except OverflowError:
+        return math.inf
+
+
+def _numbers(values: Any) -> list[float | None] | None:
+    return list(map(_number, values)) if isinstance(values, list) else None
+
+
+def finite(data: Any) -> Any:
+    """Return the data with None for each number that is not finite, as token_figures.py writes them."""
+    if isinstance(data, dict):
+        return {key: finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [finite(value) for value in data]
+    return _number(data) if isinstance(data, float) else data

@@ -1,97 +1,140 @@
-"""What does a person see first?  report.html, section by section, from the files of a run."""
+"""What does a person see first?  report.html, section by section, and transcripts.html, from the files of a run."""
 
 from __future__ import annotations
 
-import shlex
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from posttrain import files
-from posttrain.report import figures, levels, samples, training_log, verdict
-from posttrain.report.markup import document, text
-from posttrain.report.rows import Pictures, packed
-from posttrain.report.tables import Results
+from posttrain.report import sections, tables, training_log, verdict
+from posttrain.report.episodes import Pictures
+from posttrain.report.rendering import DAMAGED, TEMPLATES, render
+from posttrain.report.tables import NOT_ASKED, Results, percent, readable, span
 from posttrain.types import Record, UserError, one_line
 
-OPEN = ("In one sentence each", "Results")
-TOP = "The first test levels of the evaluation, which nobody chose, played by the model before and after."
-RECORDED = (
-    "Samples of one group each, so the same level several times, and episodes in which something went wrong. Arrow "
-    "keys walk through the list; in the turns of an episode they step its pictures. Tokens can be shaded by log-prob, "
-    "entropy, advantage and loss mask; a click or the arrow keys on them tell their figures."
-)
-RECORDED = f'<p class="quiet">{RECORDED}</p><div id="recorded"></div>'
+OPEN = ("phases", "results")  # sections that are not folded
 
 
 def build(folder: Path) -> Path:
     """Write report.html beside results.json and return its path."""
     folder = Path(folder)
     results, transcripts = read(folder)
+    name, pictures = folder.resolve().name, Pictures()
     try:
-        pictures = Pictures()
-        top = levels.top(results, transcripts, pictures)
-        sections, shown = _sections(results, transcripts, folder, pictures)
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError) as error:
+        top = sections.first_levels(results, transcripts, pictures)
+        shown, episodes = _sections(results, transcripts, folder, pictures)
+        html = render(
+            "report.html.j2",
+            f"{name}: what each phase changed",
+            {"top": top, **episodes, "pictures": pictures.coded},
+            *("player.js", "viewer.js", "charts.js", "page.js"),
+            name=name,
+            checkpoints=list(results["checkpoints"]),
+            sections=[(f"s{number}", *each) for number, each in enumerate(shown) if each[-1]],
+            pictured=top is not None,
+            colour=partial(tables.colour, results),
+            OPEN=OPEN,
+            SAMPLES=sections.SAMPLES,
+        )
+    except DAMAGED as error:
         raise UserError(f"{_damaged(folder)} (found {one_line(error)})") from error
-    data = packed("data", {"top": top, **shown, "pictures": pictures.coded})
     path = folder / "report.html"
-    path.write_text(_document(folder, results, top is not None, sections, data), encoding="utf-8")
+    path.write_text(html, encoding="utf-8")
     return path
 
 
-def _document(folder: Path, results: Results, pictured: bool, sections: list[tuple[str, str]], data: str) -> str:
-    filled = [(f"s{number}", title, body) for number, (title, body) in enumerate(sections) if body]
-    links = "".join(f'<a href="#{place}">{text(title)}</a>' for place, title, _ in filled)
-    cards = "".join(_card(place, title, body) for place, title, body in filled)
-    name = folder.resolve().name
-    body = (
-        f'<header><p class="kicker">{text(name)}</p><h1>What each phase changed</h1>'
-        f'<p class="lead">{text(" → ".join(results["checkpoints"]))}, on held-out questions and levels, the same for '
-        f"every checkpoint. Intervals are at 95 %.</p></header><nav>{links}</nav>"
-        + (f'<section id="top"><h2>Before and after</h2><p class="quiet">{TOP}</p></section>' if pictured else "")
-        + "<noscript><p>The pictures, episodes and values on this page need JavaScript.</p></noscript>"
-        + cards
+def build_transcripts(file: Path) -> Path:
+    """Write transcripts.html beside a transcripts.jsonl, with its name, and return its path.
+
+    Episodes are played again where a run_config.yaml or results.json beside the file says how.
+    """
+    if not file.is_file():
+        raise UserError(f"There is no file {file}. Name a transcripts.jsonl of phase 3 or of evaluate_model.py.")
+    pictures = Pictures()
+    found = training_log.recorded(file, pictures)
+    if not found:
+        raise UserError(f"{file} does not hold a whole row, so there is no episode to show.")
+    folder = file.resolve().parent.name
+    data = {"rows": found, "pictures": pictures.coded}
+    scripts = ("player.js", "viewer.js", "transcripts.js")
+    page = {"folder": folder, "file": file.name, "count": len(found)}
+    path = file.with_suffix(".html")
+    path.write_text(render("transcripts.html.j2", f"{folder}: transcripts", data, *scripts, **page), encoding="utf-8")
+    return path
+
+
+def markdown(results: Results) -> str:
+    """Return results.md: the headline table, what changed from phase to phase, players, all settings, goals."""
+    columns = tables.columns(results)
+    rows = []
+    for name, entry in results["checkpoints"].items():
+        figures = (column.get(entry) for column in columns)
+        rows.append([name, *(f"{percent(each.value)} ({span(each)})" if each else NOT_ASKED for each in figures)])
+    differences = (
+        [
+            *(each["from"], each["to"], tables.what(each), each["setting"]),
+            *(f"{each['before']:.3f}", f"{each['after']:.3f}", f"{each['value']:+.3f}"),
+            *(f"{each['low']:+.3f} to {each['high']:+.3f}", each["n"]),
+        ]
+        for each in results["differences"]
     )
-    return document(f"{name}: what each phase changed", body, data, "player.js", "viewer.js", "charts.js", "page.js")
+    settings = tables.every_setting(results)
+    players = {readable(env): [_player(*each) for each in found.items()] for env, found in results["baselines"].items()}
+    goals = results.get("goals") or ()
+    text = TEMPLATES.get_template("results.md.j2").render(
+        headline=(["checkpoint", *(f"{column.title} ({column.note})" for column in columns)], rows),
+        failed=results.get("failed", {}).items(),
+        differences=differences,
+        baselines=players.items(),
+        settings=[(*where, percent(figure.value), span(figure), n) for *where, figure, n in settings],
+        benchmarks=list(tables.benchmark_rows(results)),
+        goals=[(each["phase"], each["goal"], each["measured"], "yes" if each["reached"] else "no") for each in goals],
+    )
+    return text.strip()
 
 
-def _card(place: str, title: str, body: str) -> str:
-    """A section; those that few readers look for are folded, and page.js unfolds the one that a link leads to."""
-    head = f"<h2>{text(title)}</h2>"
-    if title not in OPEN:
-        return f'<section id="{place}"><details class="fold"><summary>{head}</summary>{body}</details></section>'
-    return f'<section id="{place}">{head}{body}</section>'
+def _player(name: str, found: Record) -> list[str]:
+    success = percent(found["success"])
+    if "low" in found:
+        success += f" ({span(tables.figure_of(found, 'success'))})"
+    counts = ", ".join(f"{word} {count}" for word, count in found.get("failures", {}).items())
+    return [name, success, f"{found['return']:.2f}" if "return" in found else "", counts]
 
 
 def _sections(
     results: Results, transcripts: list[Record], folder: Path, pictures: Pictures
-) -> tuple[list[tuple[str, str]], Record]:
-    """Title and body of each section (an empty body has nothing to show), and the episodes that page.js puts there."""
+) -> tuple[list[tuple[str, str, Any]], Record]:
+    """Return (title, macro of sections.html.j2, what it shows) of each section, and the episodes for page.js.
+
+    A section that has nothing to show is left out.
+    """
     folders = training_log.phase_folders(results, folder)
     steps = verdict.steps(folder, results, transcripts)
-    same_level, pairs = levels.pairs(results, transcripts, pictures)
+    same_level, pairs = sections.levels(results, transcripts, pictures)
     recorded = training_log.episodes(folders, pictures)
-    sections = [
-        ("In one sentence each", figures.phases(results, steps)),
-        ("Results", figures.headline(results, steps)),
-        ("Goals", figures.goals(results)),
-        ("The environments, beside other players", figures.environments(results)),
-        ("The same level, before and after", same_level),
-        ("Episodes recorded while training", RECORDED if recorded else ""),
-        ("Learning curves", training_log.curves(results, folders)),
-        ("Samples", samples.answers(results, transcripts)),
-        ("The data of phases 1 and 2", training_log.data(results, folders)),
-        ("What it cost", training_log.cost(results, folders)),
-        ("Every paired difference", figures.differences(results)),
-        ("Every sampling setting", figures.settings(results)),
-        ("Standard benchmarks", figures.benchmarks(results)),
-        ("What to type next", commands(results, folder)),
-        ("How this was measured", provenance(results)),
+    shown = [
+        ("In one sentence each", "phases", sections.phases(steps)),
+        ("Results", "results", sections.headline(results, steps)),
+        ("Goals", "goals", results.get("goals")),
+        ("The environments, beside other players", "environments", sections.environments(results)),
+        ("The same level, before and after", "levels", same_level),
+        ("Episodes recorded while training", "recorded", bool(recorded)),
+        ("Learning curves", "curves", training_log.curves(results, folders)),
+        ("Samples", "answers", sections.answers(results, transcripts)),
+        ("The data of phases 1 and 2", "data", training_log.data(folders)),
+        ("What it cost", "cost", training_log.cost(results, folders)),
+        ("Every paired difference", "differences", sections.differences(results)),
+        ("Every sampling setting", "settings", list(tables.every_setting(results))),
+        ("Standard benchmarks", "benchmarks", list(tables.benchmark_rows(results))),
+        ("What to type next", "commands", sections.commands(results, folder)),
+        ("How this was measured", "provenance", sections.provenance(results)),
     ]
-    return sections, {"pairs": pairs, "recorded": recorded}
+    return shown, {"pairs": pairs, "recorded": recorded}
 
 
 def read(folder: Path) -> tuple[Results, list[Record]]:
-    """results.json and transcripts.jsonl; UserError when they are not what the evaluator writes."""
+    """Return results.json and transcripts.jsonl; UserError where they are not what the evaluator writes."""
     for file in (folder / "results.json", folder / "transcripts.jsonl"):
         if not file.is_file():
             raise UserError(
@@ -114,45 +157,3 @@ def _damaged(folder: Path) -> str:
         f"The files in {folder} are damaged or not what evaluate_model.py writes. Measure again: "
         f"python evaluate_model.py output_dir={folder} --overwrite"
     )
-
-
-def commands(results: Results, folder: Path) -> str:
-    """What a reader would type next, ready to copy."""
-    places = [results["config"]["checkpoints"][name] for name in results["checkpoints"]]
-    local = [place for place in places if isinstance(place, str)]  # the others are endpoints
-    chat = "python inference_with_improved_settings.py"
-    if results["config"].get("goals"):  # those of the quickstart, whose models want other presets
-        chat += " --config configs/quickstart/chat.yaml"
-    chat += f" {shlex.quote(f'model.name_or_path={local[-1]}' if local else 'model.name_or_path=MODEL')}"
-    beside = f" --beside {shlex.quote(local[-2])}" if len(local) > 1 else ""
-    lines = [("Talk to the result", chat)]
-    lines += [("In the browser" + (", beside its predecessor" if beside else ""), f"{chat} --web{beside}")]
-    lines += [("The same question under each preset", f'{chat} --compare --prompt "Tell me about the old garden."')]
-    lines += [(f"Watch it play {name.replace('_', ' ')}", f"{chat} --play {name}") for name in results["baselines"]]
-    lines += [("All answers and episodes, with filters", f"posttrain report {folder / 'transcripts.jsonl'}")]
-    lines += [("Beside another run, with a verdict", f"posttrain report {folder} ANOTHER_RUN")]
-    lines += [("Make this page again", f"posttrain report {folder}")]
-    lines += [("The reference run, on a GPU with a real model", "python train_phase1_sft.py")]
-    items = "".join(f"<li><span>{text(why)}</span><code>{text(command)}</code></li>" for why, command in lines)
-    return f'<ul class="commands">{items}</ul>'
-
-
-def provenance(results: Results) -> str:
-    config = results["config"]
-    knobs = ("temperature", "top_k", "top_p", "repetition_penalty")
-    facts = {
-        "Settings": "; ".join(
-            f"{setting['name']}: " + ", ".join(f"{knob.replace('_', ' ')} {setting[knob]:g}" for knob in knobs)
-            for setting in config["settings"]
-        ),
-        "Intervals": "95 %: Wilson for shares, bootstrap over items for repetition; those of paired differences hold "
-        "zero where an exact test (McNemar's, sign flips) does not reject it, and those of the headline's changes hold "
-        "together (Bonferroni)",
-        "Repetition": "seq-rep-4 on token ids without the stop token: 1 - distinct 4-grams / all 4-grams",
-        "Commit": results["commit"] or "not a git checkout",
-        "Seed": config["seed"],
-        "Hardware": config["hardware"] or "not stated",
-        "Versions": ", ".join(f"{name} {version}" for name, version in results["versions"].items()),
-    }
-    rows = "".join(f"<tr><th>{text(name)}</th><td>{text(value)}</td></tr>" for name, value in facts.items())
-    return f'<table class="facts">{rows}</table>'

@@ -148,7 +148,7 @@ function seen(message) {
   return make("details", {}, make("summary", { textContent: "the rules it was told" }), text);
 }
 
-// row: as posttrain/report/rows.py writes it. pictures: all of the page's. Returns an element.
+// row: as posttrain/report/episodes.py writes it. pictures: all of the page's. Returns an element.
 function episode(row, pictures, heading = "h4") {
   const picture = row.frames ? make("img", { className: "picture" }) : null;
   const list = make("ol", { className: "turns", tabIndex: 0 });

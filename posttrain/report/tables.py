@@ -1,8 +1,8 @@
-"""Which figures stand where?  Headline table, results.md, terminal and plots, from results.json."""
+"""Which figures does results.json hold, and how are they written?  Columns, formats, terminal and plots."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,16 +34,16 @@ class Column:
     setting: str
 
     def get(self, entry: Record) -> Interval | None:
-        """The figure, from a checkpoint's part of results.json; None of an endpoint that is not asked this suite."""
+        """Return the figure from a checkpoint's part of results.json; None where this suite is not asked."""
         return figure_of(self.found(entry), self.metric) if self.suite in entry else None
 
     def found(self, entry: Record) -> Record:
-        """All figures of its suite and part."""
+        """Return all figures of its suite and part."""
         return entry[self.suite][self.part] if self.part else entry[self.suite]
 
 
 def columns(results: Results) -> list[Column]:
-    """The headline figures that this run has, in the order of the phases."""
+    """Return the headline figures that this run has, in the order of the phases."""
     first: Record = {}
     for entry in results["checkpoints"].values():  # an endpoint is not asked every suite
         first = entry | first
@@ -65,12 +65,12 @@ def columns(results: Results) -> list[Column]:
 
 
 def math_title(source: str) -> str:
-    """embedded -> Math (toy sums), gsm8k -> GSM8K"""
+    """Return the title of a source: embedded -> Math (toy sums), gsm8k -> GSM8K."""
     return MATH_TITLES.get(source, f"Math ({source})")
 
 
 def figure_of(found: Record, key: str) -> Interval:
-    """A value of results.json with its interval; one without an interval, such as an optimum, is its own."""
+    """Return a value of results.json with its interval; one without, such as an optimum, is its own interval."""
     return Interval(found[key], found.get("low", found[key]), found.get("high", found[key]))
 
 
@@ -79,7 +79,7 @@ def less_is_better(metric: str) -> bool:
 
 
 def readable(name: str) -> str:
-    """frozen_lake -> Frozen lake"""
+    """Return a name as a title: frozen_lake -> Frozen lake."""
     return name.replace("_", " ").capitalize()
 
 
@@ -92,55 +92,17 @@ def span(figure: Interval) -> str:
 
 
 def points(value: float) -> str:
-    """A difference of shares in percentage points, with its sign."""
+    """Write a difference of shares in percentage points, with its sign."""
     return f"{100 * value:+.1f}"
 
 
-# ----------------------------------------------------------------------------------- Markdown, terminal and PNG
-
-
-def markdown(results: Results) -> str:
-    """results.md: the headline table, what changed from phase to phase, players, all settings, goals."""
-    shown = columns(results)
-    lines = ["# Results", "", "Share in percent, with its 95 % interval.", ""]
-    lines += _table(
-        ["checkpoint", *(f"{c.title} ({c.note})" for c in shown)],
-        (
-            [name, *(f"{percent(f.value)} ({span(f)})" if f else NOT_ASKED for f in (c.get(entry) for c in shown))]
-            for name, entry in results["checkpoints"].items()
-        ),
-    )
-    for name, reason in results.get("failed", {}).items():
-        lines += ["", f"{name} could not be measured: {' '.join(reason.split())}"]
-    lines += ["", "## Paired differences", "", "Same items, same seeds; each 95 % by itself.", ""]
-    lines += _table(
-        ["from", "to", "what", "setting", "before", "after", "difference", "interval", "n"],
-        (
-            [
-                *(d["from"], d["to"], what(d), d["setting"], f"{d['before']:.3f}", f"{d['after']:.3f}"),
-                *(f"{d['value']:+.3f}", f"{d['low']:+.3f} to {d['high']:+.3f}", str(d["n"])),
-            ]
-            for d in results["differences"]
-        ),
-    )
-    for env, players in results["baselines"].items():
-        lines += ["", f"## {readable(env)}: players on the same levels", ""]
-        lines += _table(["player", "success", "return", "failures"], (_player(n, p) for n, p in players.items()))
-    lines += ["", "## Every setting", ""]
-    settings = ([a, b, c, percent(figure.value), span(figure), str(n)] for a, b, c, figure, n in every_setting(results))
-    lines += _table(["checkpoint", "what", "setting", "figure", "95 %", "n"], settings)
-    if benchmarks := list(benchmark_rows(results)):
-        lines += ["", "## Standard benchmarks", "", BENCHMARKS, ""]
-        lines += _table(["checkpoint", "task", "version", "metric", "value ± standard error", "n", "how"], benchmarks)
-    if results.get("goals"):
-        lines += ["", "## Goals", ""]
-        rows = ([g["phase"], g["goal"], g["measured"], "yes" if g["reached"] else "no"] for g in results["goals"])
-        lines += _table(["phase", "goal", "measured", "reached"], rows)
-    return "\n".join(lines)
+def points_span(change: Interval) -> str:
+    """Write a difference with its interval: +10.0 (+2.1 to +17.9)."""
+    return f"{points(change.value)} ({points(change.low)} to {points(change.high)})"
 
 
 def what(difference: Record) -> str:
-    """Which figure a difference is about: `GSM8K: accuracy`, `Math, unseen operands: accuracy`, `Sokoban: success`."""
+    """Say which figure a difference is about: `GSM8K: accuracy`, `Math, unseen operands: accuracy`."""
     if difference["suite"] == "preferences" and difference["metric"] == "accuracy":
         return "Preferences: ranking accuracy"
     part = difference["part"].replace("_", " ")
@@ -158,7 +120,7 @@ def what(difference: Record) -> str:
 
 
 def every_setting(results: Results) -> Iterator[tuple[str, str, str, Interval, int]]:
-    """(checkpoint, which figure, sampling setting, figure, n) for every one there is."""
+    """Yield (checkpoint, which figure, sampling setting, figure, n) for all of them."""
     for name, entry in results["checkpoints"].items():
         for suite, figures in entry.items():
             for part, found in figures.items() if suite in ("math", "envs") else [("", figures)]:
@@ -185,35 +147,31 @@ class Benchmark(NamedTuple):
 
 
 def benchmark_rows(results: Results) -> Iterator[Benchmark]:
-    """Each metric of each standard benchmark that posttrain.evaluation.harness has put into results.json."""
+    """Yield each metric of each standard benchmark that posttrain.evaluation.harness has put into results.json."""
     for name, measured in results.get("benchmarks", {}).items():
         for task, entry in measured["tasks"].items():
-            n = str(entry["n"]) if entry["n"] == entry["of"] else f"{entry['n']} of {entry['of']}"
-            how = "" if entry["fewshot"] is None else f"{entry['fewshot']} examples, "
-            how += f"{'chat template' if entry['chat_template'] else 'plain text'}, "
-            how += f"{entry['dtype']}, lm-eval {entry['harness']}"
+            how = f"{how_asked(entry)}, lm-eval {entry['harness']}"
             for found in entry["metrics"]:
                 metric = found["metric"] + (f" ({found['filter']})" if found["filter"] != "none" else "")
                 figure = "none" if found["value"] is None else f"{found['value']:.4g}"
                 figure += "" if found["stderr"] is None else f" ± {found['stderr']:.2g}"
-                yield Benchmark(name, task, str(entry["version"]), metric, figure, n, how)
+                yield Benchmark(name, task, str(entry["version"]), metric, figure, asked(entry), how)
 
 
-def _player(name: str, figures: Record) -> list[str]:
-    success = percent(figures["success"])
-    if "low" in figures:
-        success += f" ({span(figure_of(figures, 'success'))})"
-    failures = ", ".join(f"{word} {count}" for word, count in figures.get("failures", {}).items())
-    return [name, success, f"{figures['return']:.2f}" if "return" in figures else "", failures]
+def asked(entry: Record) -> str:
+    """Return how many items of a benchmark were asked: 1319, or 50 of 1319."""
+    return str(entry["n"]) if entry["n"] == entry["of"] else f"{entry['n']} of {entry['of']}"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in [head, *rows]]
-    return [body[0], "|" + "---|" * len(head), *body[1:]]
+def how_asked(entry: Record) -> str:
+    """Return how a benchmark was asked: 5 examples, chat template, bfloat16."""
+    examples = "" if entry["fewshot"] is None else f"{entry['fewshot']} examples"
+    template = "chat template" if entry["chat_template"] else "plain text"
+    return ", ".join(filter(None, (examples, template, entry.get("dtype"))))
 
 
 def show(results: Results) -> None:
-    """The headline table and the goals in the terminal."""
+    """Print the headline table and the goals."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -236,7 +194,7 @@ def show(results: Results) -> None:
 
 
 def plots(results: Results, folder: Path) -> None:
-    """plots/headline.png and plots/settings.png."""
+    """Draw plots/headline.png and plots/settings.png."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""What happened while it trained?  Curves with alarms, recorded episodes, the rows of phases 1 and 2, and the cost."""
+"""What happened during training?  Curves with alarms, recorded episodes, the rows of phases 1 and 2, and the cost."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from pathlib import Path
 from posttrain import files
 from posttrain.config import parse_yaml
 from posttrain.report import charts
-from posttrain.report.episodes import Stage, evaluation_stage, training_stage
-from posttrain.report.markup import chip, table, text
-from posttrain.report.rows import Pictures, entry, with_pictures
+from posttrain.report.charts import Chart
+from posttrain.report.episodes import Pictures, Stage, entry, evaluation_stage, training_stage, with_pictures
 from posttrain.report.tables import Results
 from posttrain.runtime import runlog
 from posttrain.types import Record, UserError, one_line
@@ -37,17 +36,12 @@ CURVES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("Invalid turns", (("rollout/invalid_turns", "share"),)),
     ("Tokens per turn", (("rollout/response_tokens", "training"),)),
 )
-DPO_LOSS = (
-    "The loss is about pairs of answers. DPO’s part is ln 2 = 0.69 as long as the model still is its reference, and"
-    " falls as the chosen answer of each pair gains on the rejected one; other parts (sft: the loss of the chosen"
-    " answers) are added to it."
-)
 MOST_PICTURES = 4000  # of a page, so that it can be mailed; the latest episodes have them, earlier ones have none
 REMEDY = "Remove that line (the others are kept), then go on."
 
 
 def phase_folders(results: Results, folder: Path) -> dict[str, Path | None]:
-    """checkpoint -> the folder of the phase that made it, where its metrics.jsonl is; None where there is none."""
+    """Return checkpoint -> the folder of the phase that made it, with its metrics.jsonl; None where there is none."""
     found = {}
     for name, path in results["config"]["checkpoints"].items():
         if not isinstance(path, str):  # an endpoint
@@ -57,45 +51,33 @@ def phase_folders(results: Results, folder: Path) -> dict[str, Path | None]:
     return found
 
 
-def curves(results: Results, folders: dict[str, Path | None]) -> str:
-    """The curves of each phase, and below them its alarms."""
-    blocks = ""
+def curves(
+    results: Results, folders: dict[str, Path | None]
+) -> list[tuple[str, Path, list[Chart], bool, list[Record] | None]]:
+    """Return (checkpoint, metrics.jsonl, charts, whether they are of preference pairs, alarms) of each phase.
+
+    The alarms are None where the phase kept no file of them.
+    """
+    found = []
     for name, place in folders.items():
         if place is None:  # it was not trained here
             continue
-        rows = runlog.read_metrics(place / "metrics.jsonl")
-        raised = alarms(place)
-        drawn = "".join(charts.lines(title, series(rows, keys), raised or ()) for title, keys in CURVES)
-        drawn = drawn or f'<p class="quiet">{text(place / "metrics.jsonl")} holds no curve yet.</p>'
+        file, kept = place / "metrics.jsonl", place / "alarms.jsonl"
+        rows = runlog.read_metrics(file)
+        alarms = runlog.read_metrics(kept) if kept.is_file() else None
         pairs = any(key.startswith("rewards/") for row in rows for key in row)
-        drawn = (f'<p class="quiet">{DPO_LOSS}</p>' if pairs else "") + f'<div class="charts">{drawn}</div>'
-        blocks += f"<h3>{chip(results, name)}</h3>{drawn}{_told(raised)}"
-    how = "Move over a curve or tap on it for its values; drag to zoom, double-click for the whole run."
-    return blocks and f'<p class="quiet">{how} With the keyboard: arrow keys, + and -, Escape.</p>{blocks}'
+        found.append((name, file, drawn(rows, alarms or ()), pairs, alarms))
+    return found
 
 
-def alarms(place: Path) -> list[Record] | None:
-    """What the run warned of, step by step; None where it kept no such file."""
-    if not (place / "alarms.jsonl").is_file():
-        return None
-    return runlog.read_metrics(place / "alarms.jsonl")
-
-
-def _told(raised: list[Record] | None) -> str:
-    if raised is None:
-        return ""
-    if not raised:
-        return '<p class="quiet">No alarm was raised.</p>'
-    items = "".join(
-        f"<li><b>Step {row['step']}: {text(row['name'].replace('_', ' '))}.</b> {text(row['message'])}"
-        f' <span class="quiet">{text(row["remedy"])}</span></li>'
-        for row in raised
-    )
-    return f'<ul class="alarms">{items}</ul>'
+def drawn(rows: Sequence[Record], alarms: Sequence[Record] = ()) -> list[Chart]:
+    """Return the charts of CURVES that these rows have values for."""
+    found = (charts.chart(title, series(rows, keys), alarms) for title, keys in CURVES)
+    return [chart for chart in found if chart]
 
 
 def series(rows: Sequence[Record], keys: Sequence[tuple[str, str]]) -> dict[str, charts.Line]:
-    """label -> [(step, value), ...] of those of the keys that these rows have."""
+    """Return label -> [(step, value), ...] of those of the keys that these rows have."""
     found: dict[str, charts.Line] = {}
     for row, (wanted, label) in itertools.product(rows, keys):
         for key, value in row.items():
@@ -105,14 +87,15 @@ def series(rows: Sequence[Record], keys: Sequence[tuple[str, str]]) -> dict[str,
 
 
 def matches(wanted: str, key: str) -> bool:
-    """Whether a key is the wanted one, where `*` is one part of it: evaluation/*/success."""
+    """Return whether a key is the wanted one, where `*` is one part of it: evaluation/*/success."""
     parts, given = wanted.split("/"), key.split("/")
     return len(parts) == len(given) and all(part in ("*", other) for part, other in zip(parts, given, strict=True))
 
 
 def recorded(file: Path, pictures: Pictures) -> list[Record]:
-    """The rows of a transcripts.jsonl; episodes are played again, the last one first, where a file beside it says how.
+    """Return the rows of a transcripts.jsonl.
 
+    Episodes are played again, the last one first, where a file beside it says how they were set up.
     UserError for a line that is neither an episode nor an answer.
     """
     rows, found = files.read_json_lines(file, REMEDY, appended=False), list[Record]()
@@ -133,7 +116,7 @@ def recorded(file: Path, pictures: Pictures) -> list[Record]:
 
 
 def _played(row: Record, plain: Record, stage_of: Callable[[Record], Stage], pictures: Pictures) -> Record:
-    """The entry with pictures, or the plain one with why there are none."""
+    """Return the entry with pictures, or the plain one with why there are none."""
     if len(pictures.coded) >= MOST_PICTURES:
         facts = f"without pictures: the page keeps {MOST_PICTURES:,}, of the latest episodes"
         return plain | {"facts": " · ".join(filter(None, (plain["facts"], facts)))}
@@ -144,21 +127,21 @@ def _played(row: Record, plain: Record, stage_of: Callable[[Record], Stage], pic
 
 
 def _stages(file: Path) -> Callable[[Record], Stage] | None:
-    """How the episodes of phase 3 (run_config.yaml) or of the evaluator (results.json) were set up, if known."""
+    """Return how the episodes of phase 3 (run_config.yaml) or of the evaluator (results.json) were set up, if known."""
     config, results = file.with_name("run_config.yaml"), file.with_name("results.json")
+    remedy = "Remove it, then the episodes are shown without pictures."
     if config.is_file():
-        remedy = "Remove it, then the episodes are shown without pictures."
         try:
             return partial(training_stage, parse_yaml(files.read_text(config, remedy)))
         except ValueError as error:
             raise UserError(f"{config} is damaged: {one_line(error)}. {remedy}") from None
     if results.is_file():
-        return partial(evaluation_stage, files.read_json(results, "Remove it, then there are no pictures."))
+        return partial(evaluation_stage, files.read_json(results, remedy))
     return None
 
 
 def episodes(folders: dict[str, Path | None], pictures: Pictures) -> list[Record]:
-    """Every episode that was recorded while a phase trained."""
+    """Return every episode that was recorded while a phase trained."""
     found = list(dict.fromkeys(place / "transcripts.jsonl" for place in folders.values() if place))
     by_file = [recorded(file, pictures) for file in reversed(found) if file.is_file()]
     return [row for rows in reversed(by_file) for row in rows]
@@ -167,39 +150,27 @@ def episodes(folders: dict[str, Path | None], pictures: Pictures) -> list[Record
 # ---------------------------------------------------------------------------------------------------- data and cost
 
 
-def data(results: Results, folders: dict[str, Path | None]) -> str:
-    """What became of the rows of each data set, as the tables before training said it."""
-    blocks = ""
-    for name, place in folders.items():
-        file = next((file for kind in ("rows", "pairs") for file in _tables(place, kind)), None)
+def data(folders: dict[str, Path | None]) -> list[tuple[str, list[tuple[str, list[str]]]]]:
+    """Return (checkpoint, [(kind, cells)]): what became of the rows of each data set, as counted before training."""
+    found = []
+    for name, place in folders.items():  # the whole table, or for an older run what its model card says
+        kept = [f"{kind}/{file}.json" for kind in ("rows", "pairs") for file in ("table", "sources")] if place else []
+        file = next((place / name for name in kept if place and (place / name).is_file()), None)
         if file is None:
             continue
-        rows = ""
+        rows = []
         for source in files.parse_json(files.read_text(file, "Train again to have this table.")):
             dropped = "; ".join(f"{count:,} {reason}" for reason, count in source.get("dropped", {}).items())
-            cells = [text(source["kind"]), text(source["path"]), text(source["licence"] or "not stated")]
-            cells += [f"{source[key]:,}" if key in source else "" for key in ("read", "train", "held_out")]
-            cells += [text(dropped or ("none" if "dropped" in source else "not recorded"))]
-            labels = ("", "from", "licence", "read", "trained on", "held out", "dropped")
-            rows += "<tr>" + "".join(
-                f'<td data-label="{label}">{cell}</td>' if label else f"<th>{cell}</th>"
-                for label, cell in zip(labels, cells, strict=True)
-            )
-            rows += "</tr>"
-        head = "".join(f"<th>{label}</th>" for label in ("kind", *labels[1:]))
-        blocks += f"<h3>{chip(results, name)}</h3>{table(head, rows, 'cards data')}"
-    return blocks
+            counts = [f"{source[key]:,}" if key in source else "" for key in ("read", "train", "held_out")]
+            last = dropped or ("none" if "dropped" in source else "not recorded")
+            rows.append((source["kind"], [source["path"], source["licence"] or "not stated", *counts, last]))
+        found.append((name, rows))
+    return found
 
 
-def _tables(place: Path | None, kind: str) -> list[Path]:
-    """The whole table, or of an older run what its model card says."""
-    found = [place / kind / name for name in ("table.json", "sources.json")] if place else []
-    return [file for file in found if file.is_file()]
-
-
-def cost(results: Results, folders: dict[str, Path | None]) -> str:
-    """Steps, tokens, time and memory of each phase, from its metrics.jsonl."""
-    rows, total = "", 0.0
+def cost(results: Results, folders: dict[str, Path | None]) -> Record:
+    """Return steps, tokens, time and memory of each phase, from its metrics.jsonl; {} where nothing was trained."""
+    rows, total = [], 0.0
     for name, place in folders.items():
         if place is None:
             continue
@@ -209,22 +180,15 @@ def cost(results: Results, folders: dict[str, Path | None]) -> str:
         total += seconds
         tokens = max((row.get("tokens") or row.get("num_tokens") or 0 for row in found), default=0)
         memory = max((row.get("memory") or 0.0 for row in found), default=0.0)
-        split = ", ".join(f"{key} {spent(value)}" for key, value in parts.items() if value)
-        cells = {
-            "optimizer steps": f"{max((row['step'] for row in found), default=0):,}",
-            "tokens": f"{int(tokens):,}" + (" sampled" if parts["rollout"] else " read") if tokens else "not recorded",
-            "time": spent(seconds) + (f"<small>{split}</small>" if split else "") if seconds else "not recorded",
-            "memory": f"{memory:.1f} GiB" if memory else "not recorded",
-        }
-        body = "".join(f'<td data-label="{label}">{cell}</td>' for label, cell in cells.items())
-        rows += f"<tr><th>{chip(results, name)}</th>{body}</tr>"
-    if not rows:
-        return ""
-    head = "<th></th><th>optimizer steps</th><th>tokens</th><th>time</th><th>memory, at most</th>"
-    hardware = results["config"].get("hardware")
-    on = f" on {text(hardware)}" if hardware else ""
-    words = f"Together {spent(total)} of training{on}, as far as it was recorded."
-    return f'{table(head, rows, "cards")}<p class="quiet">{words}</p>'
+        rows.append((
+            name,
+            f"{max((row['step'] for row in found), default=0):,}",
+            f"{int(tokens):,} {'sampled' if parts['rollout'] else 'read'}" if tokens else "not recorded",
+            spent(seconds) if seconds else "not recorded",
+            ", ".join(f"{key} {spent(value)}" for key, value in parts.items() if value),
+            f"{memory:.1f} GiB" if memory else "not recorded",
+        ))  # fmt: skip
+    return {"rows": rows, "total": spent(total), "hardware": results["config"].get("hardware")} if rows else {}
 
 
 def _seconds(row: Record, part: str) -> float:
@@ -233,7 +197,7 @@ def _seconds(row: Record, part: str) -> float:
 
 
 def spent(seconds: float) -> str:
-    """75 -> 1:15 min, 4000 -> 1:06 h"""
+    """Write a duration: 75 -> 1:15 min, 4000 -> 1:06 h."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes = round(seconds) // 60

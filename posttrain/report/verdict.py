@@ -1,13 +1,13 @@
 """Is one model better than another?  Better, worse or cannot tell, item by item on what both were given.
 
 Every figure of the headline table that two models have is compared on the items that both were given, in report.html
-and comparison.html alike. The intervals are paired and hold together at 95 % (Bonferroni), so that looking at six
-figures is no six chances to be wrong. That is so on few items as well: each leaves zero out only where an exact test
-rejects it (`metrics.paired_interval`). Where an interval holds zero, the number of items is told that a difference as
-large as the one seen would need, or one of 5 points where none was seen: a normal approximation, 80 % power.
+and comparison.html alike. The intervals are paired and hold together at 95 % (Bonferroni), so that six
+figures are not six chances to be wrong. This also holds on few items: each leaves zero out only where an exact test
+rejects it (`metrics.paired_interval`). Where an interval holds zero, the page says how many items a difference as large
+as the one seen would need, or one of 5 points where none was seen: a normal approximation, 80 % power.
 
-A figure of several kinds of problem can hide a change in one of them. So where nobody can tell of the whole, its parts
-are looked at, each at 95 % by itself, and those that changed are named.
+A figure of several kinds of problem can hide a change in one of them. So where the verdict on the
+whole is “cannot tell”, its parts are looked at, each at 95 % by itself, and those that changed are named.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Comparison(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """better, worse or cannot tell; where a part changed and the whole cannot tell, as in `worse in part`."""
+        """Better, worse or cannot tell; where only a part changed, `better in part`, `worse in part` or mixed."""
         if (whole := self._kind(self.change)) != "cannot tell":
             return whole
         kinds = {self._kind(part.change) for part in self.parts} - {"cannot tell"}
@@ -88,7 +88,7 @@ class Comparison(NamedTuple):
 
 
 def compare(before: Model, after: Model) -> list[Comparison]:
-    """Every figure that both have, of the same items and sampled alike; UserError where there is none."""
+    """Compare every figure that both have of the same items, sampled alike; UserError where there is none."""
     if found := _in_common(before, after, MOST_EXAMPLES):
         return found
     raise UserError(
@@ -98,7 +98,7 @@ def compare(before: Model, after: Model) -> list[Comparison]:
 
 
 def steps(folder: Path, results: Results, rows: Sequence[Record]) -> dict[tuple[str, str], list[Comparison]]:
-    """Each checkpoint of a run against the one before it, by the same rule: {("phase1", "phase2"): [...], ...}."""
+    """Compare each checkpoint of a run with the one before it: {("phase1", "phase2"): [...], ...}."""
     models = [Model(folder, name, name, results, rows) for name in results["checkpoints"]]
     return {(one.checkpoint, two.checkpoint): _in_common(one, two, 0) for one, two in itertools.pairwise(models)}
 
@@ -107,12 +107,12 @@ def _in_common(before: Model, after: Model, most_examples: int) -> list[Comparis
     wanted = {(c.suite, c.part): c for c in columns(after.results)}
     shared = [(c, wanted[c.suite, c.part]) for c in columns(before.results) if (c.suite, c.part) in wanted]
     common = [(c, pairs) for c, other in shared if c.setting == other.setting and _asked(before, c) == _asked(after, c)
-              if (pairs := _pairs(before, after, c))]  # fmt: skip
-    return [_compared(column, pairs, 0.025 / len(common), most_examples) for column, pairs in common]
+              if (pairs := common_rows(before, after, c))]  # fmt: skip
+    return [compare_rows(column, pairs, 0.025 / len(common), most_examples) for column, pairs in common]
 
 
 def not_compared(before: Model, after: Model, found: Sequence[Comparison]) -> list[str]:
-    """Titles of the figures that both have, but of other items, or sampled otherwise."""
+    """Return titles of the figures that both have, but of other items, or sampled otherwise."""
     theirs = {(c.suite, c.part) for c in columns(after.results)} - {
         (each.column.suite, each.column.part) for each in found
     }
@@ -120,7 +120,7 @@ def not_compared(before: Model, after: Model, found: Sequence[Comparison]) -> li
 
 
 def overall(found: Sequence[Comparison]) -> tuple[str, str]:
-    """(better, worse, mixed or cannot tell; the sentence that says so)"""
+    """Return better, worse, mixed or cannot tell, and the sentence that says so."""
     names: dict[str, list[str]] = {
         kind: [c.column.title for c in found if c.verdict == kind] for kind in ("better", "worse", "cannot tell")
     }
@@ -135,7 +135,7 @@ def overall(found: Sequence[Comparison]) -> tuple[str, str]:
 
 
 def _asked(model: Model, column: Column) -> list[Any]:
-    """What decides, besides the model and the item, how an answer or an episode comes about."""
+    """Return what decides, besides the model and the item, how an answer or an episode comes about."""
     config = model.results["config"]
     suite = config["suites"][column.suite]
     setting = [each for each in config["settings"] if each["name"] == column.setting]
@@ -143,14 +143,14 @@ def _asked(model: Model, column: Column) -> list[Any]:
     return [setting, options, [suite.get(key) for key in DECIDES]]
 
 
-def _pairs(before: Model, after: Model, column: Column) -> list[tuple[Record, Record]]:
-    """The rows of both models on the same items, those that crashed left out."""
+def common_rows(before: Model, after: Model, column: Column) -> list[tuple[Record, Record]]:
+    """Return the rows of both models on the same items, without those that crashed."""
     old, new = (_items(model, column) for model in (before, after))
     return [(old[item], new[item]) for item in old if item in new]
 
 
 def _items(model: Model, column: Column) -> dict[str, Record]:
-    """What was asked -> the row, for a figure under its setting."""
+    """Return what was asked -> the row, for a figure under its setting."""
     found = {}
     for row in model.rows:
         part = row["source"] if column.suite == "math" else row["part"]
@@ -162,7 +162,11 @@ def _items(model: Model, column: Column) -> dict[str, Record]:
     return found
 
 
-def _compared(column: Column, pairs: list[tuple[Record, Record]], tail: float, most: int) -> Comparison:
+def compare_rows(column: Column, pairs: list[tuple[Record, Record]], tail: float, most: int) -> Comparison:
+    """Compare two models by a figure of their rows.
+
+    Args: tail: the chance in each tail of the interval; most: examples to keep.
+    """
     old, new = ([float(pair[side][column.metric]) for pair in pairs] for side in (0, 1))
     examples = _examples(pairs, [b - a for a, b in zip(old, new, strict=True)], most)
     if column.suite == "envs":  # a level counts once, however often it is played
@@ -182,7 +186,7 @@ def _compared(column: Column, pairs: list[tuple[Record, Record]], tail: float, m
 
 
 def _parts(column: Column, pairs: Sequence[tuple[Record, Record]], seed: int) -> list[Part]:
-    """The figure by kind of item, in the order of the evaluation; none where all are of one kind."""
+    """Return the figure by kind of item, in the order of the evaluation; [] where all are of one kind."""
     by_kind: dict[str, list[tuple[float, float]]] = {}
     for old, new in pairs:
         by_kind.setdefault(old.get("part", ""), []).append((float(old[column.metric]), float(new[column.metric])))
@@ -195,7 +199,7 @@ def _parts(column: Column, pairs: Sequence[tuple[Record, Record]], seed: int) ->
 
 
 def _needed(differences: Sequence[float], value: float, tail: float) -> int:
-    """Items that would tell this difference with the chance POWER, by Connor's formula for McNemar's test (1987).
+    """Return the items that tell this difference with power POWER, by Connor's formula for McNemar's test (1987).
 
     For means it is that of the sign-flip test. `min(changed) / aim`: an exact test moves in steps.
     """
@@ -211,7 +215,7 @@ def _needed(differences: Sequence[float], value: float, tail: float) -> int:
 
 
 def _figure(column: Column, values: Sequence[float]) -> Interval:
-    """A model's own figure on the common items, with its interval as in the headline table."""
+    """Return a model's own figure on the common items, with its interval as in the headline table."""
     if column.metric == "seq_rep_4":
         return metrics.bootstrap_mean(values, derive_seed("comparison", column.suite))
     return Interval(fmean(values), *metrics.wilson(sum(values), len(values)))
@@ -220,7 +224,7 @@ def _figure(column: Column, values: Sequence[float]) -> Interval:
 def _examples(
     pairs: Sequence[tuple[Record, Record]], differences: Sequence[float], most: int
 ) -> list[tuple[Record, Record]]:
-    """The pairs that differ most, as many of each sign as there are; of equal ones the first of the evaluation."""
+    """Return the pairs that differ most, as many of each sign as there are; of equal ones the first."""
     order = sorted(range(len(pairs)), key=lambda number: (-abs(differences[number]), number))
     up = [number for number in order if differences[number] > 0]
     down = [number for number in order if differences[number] < 0]

@@ -3,7 +3,7 @@
 const ROW = 52; // pixels; .rows button in page.css has the same
 const NUMBERS = { reward: "reward", turns: "turns", length: "tokens", invalid: "invalid turns" };
 
-// rows: as posttrain/report/rows.py writes them. Returns an element.
+// rows: as posttrain/report/episodes.py writes them. Returns an element.
 function viewer(rows, pictures) {
   const words = rows.map(() => null); // what the text filter searches, made when it is first asked
   const text = (number) => (words[number] ??= [rows[number].at, rows[number].facts, rows[number].end, ...rows[number].messages.map((m) => m.content)].join("\n").toLowerCase());

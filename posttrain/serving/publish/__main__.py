@@ -1,4 +1,4 @@
-"""What would be published, and, with --yes, publish it.
+"""List what would be published, and, with --yes, publish it.
 
     posttrain publish runs/quickstart --repo OWNER/NAME
     posttrain publish runs/phase3/final --repo OWNER/NAME --yes
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
         if given.repo.count("/") != 1:
             raise HFValidationError("it has no owner")
     except HFValidationError as error:
-        raise UserError(f"--repo {given.repo} is no name on the Hub ({error}). Write OWNER/NAME.") from error
+        raise UserError(f"--repo {given.repo} is not a name on the Hub ({error}). Write OWNER/NAME.") from error
 
     found = content.gather(given.run, given.repo, given.include, given.results)
     width = max(map(len, found.files))

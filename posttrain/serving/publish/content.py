@@ -56,7 +56,7 @@ class Content:
         return len(content) if isinstance(content, bytes) else content.stat().st_size
 
     def write(self, folder: Path) -> None:
-        """All of it in a folder, to be looked at."""
+        """Write all of it into a folder, to be looked at."""
         if folder.exists() and any(folder.iterdir()):
             raise UserError(f"--folder {folder} is not empty. Name another one.")
         for name, content in self.files.items():
@@ -68,7 +68,7 @@ class Content:
 
 
 def model_of(run: Path) -> Path:
-    """The folder `final` of what was named: that folder, a phase, or a pipeline, of which the last phase counts."""
+    """Return the folder `final` of what was named: that folder, a phase, or a pipeline (its last phase)."""
     for folder in (run, run / "final", *(run / phase / "final" for phase in PHASES)):
         if (folder / "config.json").is_file():
             return folder
@@ -79,7 +79,7 @@ def model_of(run: Path) -> Path:
 
 
 def gather(run: Path, repo: str, include: Sequence[str] = (), evaluation: Path | None = None) -> Content:
-    """What is published of `run` under the name `repo`, with the files or folders `include` of the model's phase.
+    """Gather what is published of `run` under the name `repo`, with the files or folders `include` of its phase.
 
     `evaluation` is the folder with results.json where that is not the run's own.
     """
@@ -88,7 +88,7 @@ def gather(run: Path, repo: str, include: Sequence[str] = (), evaluation: Path |
     records = manifest["meta"].get("history")
     if not records:
         raise UserError(
-            f"{folder} says nothing of the training that made it, so there can be no card that tells the truth. Publish"
+            f"{folder} does not say which training made it, so its card could not tell the truth. Publish"
             " the folder `final` that a phase has written."
         )
     content = Content()
@@ -103,12 +103,11 @@ def gather(run: Path, repo: str, include: Sequence[str] = (), evaluation: Path |
     model_type = str(files.read_json(folder / "config.json", "Use another checkpoint.").get("model_type"))
     if model_type == "convgpt" and models.CODE not in content.files:
         raise UserError(
-            f"{folder} lacks {models.CODE}, without which nobody can load a ConvGPT: an earlier version of this project"
-            " saved it. Train its last phase again."
+            f"{folder} lacks {models.CODE}, without which a ConvGPT cannot be loaded: an earlier version of this"
+            " project saved it. Train its last phase again."
         )
-    told = model_card.Published(
-        repo, measured.section(found), measured.index(found, repo.partition("/")[2]) if found.rows else {}
-    )
+    index = measured.index(found, repo.partition("/")[2])
+    told = model_card.Published(repo, found.rows, found.commit, found.pictures, index)
     card = model_card.render(cleaned["history"], model_type, told=told)
     content.files[CARD] = privacy.cut(card).encode()
     content.files |= {name: _cut(name, made, content) for name, made in found.files.items()}
@@ -121,7 +120,7 @@ def gather(run: Path, repo: str, include: Sequence[str] = (), evaluation: Path |
 
 
 def free_text(content: Content, records: Sequence[dict[str, Any]]) -> list[str]:
-    """What somebody wrote by hand, as it will be published: no form tells whether it names a person or a customer."""
+    """Return what somebody wrote by hand, as it will be published: only a reader sees whether it names a person."""
     written: list[tuple[str, str]] = []
     if settings := content.files.get(checkpoint.RUN_CONFIG):
         text = settings.decode() if isinstance(settings, bytes) else settings.read_text(encoding="utf-8")
@@ -133,7 +132,7 @@ def free_text(content: Content, records: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _add(content: Content, name: str, file: Path) -> None:
-    """A file as it is, or, if it is a text with paths in it, as a text without."""
+    """Add a file as it is, or, if it is a text with paths in it, without them."""
     if file.suffix not in CHANGED or file.name in privacy.VOCABULARY:
         content.files[name] = file
         return
@@ -142,7 +141,7 @@ def _add(content: Content, name: str, file: Path) -> None:
 
 
 def _cut(name: str, raw: bytes, content: Content) -> bytes:
-    """A text without paths; what is no text comes back as it is."""
+    """Return a text without paths; what is not a text comes back as it is."""
     if Path(name).suffix not in CHANGED:
         return raw
     privacy.refuse_secrets(name, raw)  # also where cutting would hide it
@@ -168,7 +167,7 @@ def _json(value: Any) -> str:
 
 
 def _seal(content: Content, manifest: dict[str, Any], meta: dict[str, Any]) -> None:
-    """The manifest of what is published: without the card, which is edited on the Hub; checksums of files as cut."""
+    """Add the manifest of what is published: without the card, which is edited on the Hub; with checksums as cut."""
     listed = {}
     for name, what in content.files.items():
         listed[name] = manifest["files"][name]
@@ -179,7 +178,7 @@ def _seal(content: Content, manifest: dict[str, Any], meta: dict[str, Any]) -> N
 
 
 def _measured(folder: Path, evaluation: Path | None, content: Content) -> measured.Measured:
-    """What results.json says of these weights; of other weights nothing."""
+    """Return what results.json says of these weights; figures of other weights are left out."""
     if evaluation is not None and not (evaluation / RESULTS).is_file():
         raise UserError(f"--results {evaluation}: there is no {RESULTS} in it. Name the output_dir of an evaluation.")
     for place in (evaluation,) if evaluation is not None else (folder.parent, folder.parent.parent):
@@ -190,14 +189,14 @@ def _measured(folder: Path, evaluation: Path | None, content: Content) -> measur
             except (LookupError, TypeError, AttributeError) as error:
                 raise UserError(f"{place / RESULTS} is damaged ({type(error).__name__}: {error}). {DAMAGED}") from error
             if not found.rows:
-                content.notes.append(f"{place / RESULTS} has no figures of these weights: the card has none of it.")
+                content.notes.append(f"{place / RESULTS} has no figures of these weights, so the card has none.")
             return found
     content.notes.append("The run has no results.json (--results FOLDER): the card has the phases' figures alone.")
     return measured.Measured()
 
 
 def _include(content: Content, run: Path, name: str) -> None:
-    """A file or folder of the run that is published because somebody asked for it."""
+    """Add a file or folder of the run that --include names."""
     place = run / name
     if not place.exists() or not place.resolve().is_relative_to(run.resolve()):
         raise UserError(f"--include {name}: there is no such file or folder in {run}.")
@@ -212,10 +211,10 @@ def _include(content: Content, run: Path, name: str) -> None:
             raise UserError(f"--include {name}: the command itself writes {target}, or publishes it already.")
         if file.suffix.lower() in PICTURES:
             content.files[target] = measured.without_metadata(file)
-        elif file.suffix == ".safetensors" or (file.suffix.lower() != ".html" and privacy.is_text(file.read_bytes())):
+        elif file.suffix.lower() != ".html" and privacy.is_text(file):
             content.files[target] = file  # checked as it is
         else:  # pages hold their rows compressed
             raise UserError(
-                f"--include {name}: {file.name} is neither text nor a PNG, GIF or safetensors file, so nobody can say "
-                "what is in it. Leave it out, or unpack it."
+                f"--include {name}: {file.name} is neither text nor a PNG, GIF or safetensors file, so its content "
+                "cannot be checked. Leave it out, or unpack it."
             )

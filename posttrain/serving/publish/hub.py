@@ -1,6 +1,6 @@
 """How does the content get to the Hub, whole or not at all?  One commit, after everything else has arrived.
 
-What huggingface_hub uploads before the commit is seen by nobody; a second call sends only what is missing.
+What huggingface_hub uploads before the commit is not visible; a second call sends only what is missing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from posttrain.serving.publish.content import Content
 from posttrain.types import UserError, one_line
 
 WEIGHTS = re.compile(r"[^/]*\.(?:safetensors|bin|pt|pth|gguf)|[^/]*\.(?:safetensors|bin)\.index\.json")
-AGAIN = "Nothing that anybody sees has changed. The same command sends what is missing."
+AGAIN = "The repository has not changed. The same command sends what is missing."
 
 
 def upload(content: Content, repo: str, *, public: bool) -> str:

@@ -39,7 +39,7 @@ class Measured:
 
 
 def of_run(results: Record, digest: str, folder: Path) -> Measured:
-    """All that `results`, the results.json of `folder`, says about the weights with this digest."""
+    """Return all that `results`, the results.json of `folder`, says about the weights with this digest."""
     found = Measured(commit=results.get("commit") or "no git checkout")
     names = [name for name, known in results.get("digests", {}).items() if known == digest]
     for name in names[:1]:
@@ -54,7 +54,7 @@ def of_run(results: Record, digest: str, folder: Path) -> Measured:
 
 
 def _checkpoint(results: Record, name: str, found: Measured) -> None:
-    """The headline figures of one checkpoint."""
+    """Add the headline figures of one checkpoint."""
     entry, config = results["checkpoints"][name], results["config"]
     for column in tables.columns(results):
         figure = column.get(entry)
@@ -87,19 +87,16 @@ def _checkpoint(results: Record, name: str, found: Measured) -> None:
 
 
 def _benchmark(task: str, entry: Record, found: Measured) -> None:
-    """The metrics of one task of lm-evaluation-harness."""
+    """Add the metrics of one task of lm-evaluation-harness."""
     data = entry["data_set"]
     for metric in entry["metrics"]:
         if metric["value"] is None:
             continue
         about = f"{metric['metric']}{'' if metric['filter'] == 'none' else ', ' + metric['filter']}"
-        how = f"lm-evaluation-harness {entry['harness']}, version {entry['version']}, "
-        how += "" if entry["fewshot"] is None else f"{entry['fewshot']} examples, "
-        how += "chat template" if entry["chat_template"] else "plain text"
-        how += f", {entry['dtype']}" if entry.get("dtype") else ""
+        how = f"lm-evaluation-harness {entry['harness']}, version {entry['version']}, {tables.how_asked(entry)}"
         error = f" ± {metric['stderr']:.2g}" if metric["stderr"] else ""  # 0 where all are alike: no estimate
         value = f"{metric['value']:.3g}{error}{error and ' (standard error)'}"
-        n = str(entry["n"]) if entry["n"] == entry["of"] else f"{entry['n']} of {entry['of']}"
+        n = tables.asked(entry)
         split = f"split {data.get('split')}, " if data.get("split") else ""
         found.rows.append((f"{task}: {about} ({split}{how})", value, n))
         if entry["n"] != entry["of"]:  # a part of a benchmark has no place beside the whole
@@ -130,7 +127,7 @@ def _enter(name: str, entry: EvalResultEntry, found: Measured) -> None:
 
 
 def _pictures(results: Record, name: str, folder: Path, found: Measured) -> None:
-    """The plots beside results.json, and how the model played before and after."""
+    """Add the plots beside results.json, and how the model played before and after."""
     from posttrain.report import read
 
     for file, shows in PICTURES.items():
@@ -148,7 +145,7 @@ def _pictures(results: Record, name: str, folder: Path, found: Measured) -> None
 
 
 def without_metadata(picture: Path) -> bytes:
-    """The pixels alone, as PNG or, where they move, as GIF."""
+    """Return the pixels alone, as PNG or, where they move, as GIF."""
     try:
         with Image.open(picture, formats=("PNG", "GIF")) as read:
             frames, times = [], []
@@ -156,7 +153,7 @@ def without_metadata(picture: Path) -> bytes:
                 frames.append(Image.frombytes("RGBA", frame.size, frame.convert("RGBA").tobytes()))
                 times.append(frame.info.get("duration", 100))
     except (OSError, ValueError, SyntaxError) as error:
-        raise UserError(f"{picture} is no picture that can be read ({one_line(error)}).") from error
+        raise UserError(f"{picture} is not a picture that can be read ({one_line(error)}).") from error
     out = io.BytesIO()
     if picture.suffix.lower() == ".gif":
         frames[0].save(out, "GIF", save_all=True, append_images=frames[1:], duration=times, loop=0)
@@ -165,18 +162,6 @@ def without_metadata(picture: Path) -> bytes:
     return out.getvalue()
 
 
-def section(found: Measured) -> list[str]:
-    """The section of the card, as lines of Markdown; none where nothing was measured."""
-    from posttrain.models import table
-
-    if not found.rows:
-        return []
-    lines = ["## Evaluation\n", table(("measured", "value [95 % interval]", "items"), found.rows)]
-    lines.append(f"Measured on these weights after the last phase; code at {found.commit}. Whether training had seen")
-    lines.append("items of a benchmark was not looked at.\n")
-    return lines + [f"![{shows}]({file})\n" for file, shows in found.pictures.items()]
-
-
 def index(found: Measured, name: str) -> dict[str, Any]:
-    """What the card's metadata needs for `model-index`."""
+    """Return what the card's metadata needs for `model-index`."""
     return {"eval_results": found.index, "model_name": name} if found.index else {}

@@ -1,4 +1,4 @@
-"""What may not leave this machine?  Paths of it are cut to their last part, secrets stop everything."""
+"""What must not leave this machine?  Paths are cut to their last part; a secret stops everything."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ USERS = (
     rf"/++(?:home\w*|Users)(?:/+{SPACED})+/?"
     rf"|\b[A-Za-z]:[\\/]+Users(?:[\\/]+{SPACED})+"
 )
-# Two backslashes, for in text that is no JSON a single one may stand for a line break ("Q:\nWho?")
+# Two backslashes, for in text that is not JSON a single one may stand for a line break ("Q:\nWho?")
 WINDOWS = r"\b[A-Za-z]:(?:\\+|/)[^\s\"'<>|]+|(?<![\w\\])\\\\[\w.-]+\\+[^\s\"'<>|]+"
 PATHS = re.compile(f"{USERS}|{POSIX}|{HOMES}|{WINDOWS}")
 IN_CODE = re.compile(f"{USERS}|{POSIX}|{HOMES}")  # where "Q:\n" is a line break
@@ -105,13 +105,13 @@ HOME = re.compile(
 
 
 def _own() -> list[str]:
-    """Folders of this machine that say who works on it and on what; none that is a single word such as /root."""
+    """Return folders of this machine that say who works on it and on what; not a single word such as /root."""
     known = {Path.home(), Path.cwd(), Path(tempfile.gettempdir())}
     return sorted((str(path) for path in known if len(path.parts) > 2), key=len, reverse=True)
 
 
 def _secrets() -> Iterator[tuple[str, str]]:
-    """What this process could give away by heart: the Hub's token, and variables that are named like one."""
+    """Yield the secrets that this process knows: the Hub's token, and variables that are named like one."""
     token = get_token()
     if token:
         yield "the token of the Hub that is saved here", token
@@ -121,9 +121,9 @@ def _secrets() -> Iterator[tuple[str, str]]:
 
 
 def cut(text: str) -> str:
-    """A text in which every path of a machine is its last part: "/home/ana/rows.jsonl" becomes "rows.jsonl".
+    """Cut every path of a machine to its last part: "/home/ana/rows.jsonl" becomes "rows.jsonl".
 
-    So is what lies in a store (s3://bucket/rows.jsonl); other addresses of machines and people become "(address)".
+    The same holds for a store (s3://bucket/rows.jsonl); other addresses of machines and people become "(address)".
     """
     for own in _own():
         text = re.sub(rf"{re.escape(own)}(?:/(?=[\w.-]))?", "", text)
@@ -133,7 +133,7 @@ def cut(text: str) -> str:
 
 
 def _stored(address: str) -> str:
-    """The last part of s3://bucket/folder/rows.jsonl; of s3://bucket nothing is left."""
+    """Return the last part of s3://bucket/folder/rows.jsonl; of s3://bucket nothing is left."""
     path = address.partition("://")[2].rstrip("/.,:;").partition("/")[2]
     return path.rpartition("/")[2] or ADDRESS
 
@@ -146,7 +146,7 @@ def _last(path: str) -> str:
 
 
 def cut_values(value: Any) -> Any:
-    """`cut` for every string in what JSON can hold; one that is a path as a whole may have spaces in it.
+    """Cut every string in what JSON can hold; one that is a path as a whole may have spaces in it.
 
     Addresses under a key that names a server, such as `url`, become empty, whatever their form. Of `output_dir` the
     last part stays and of `run_name` nothing: nobody else needs them, and both may name people.
@@ -170,7 +170,7 @@ def _cut_setting(key: Any, value: Any) -> Any:
 
 
 def free_text(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(key, text) of the strings in settings that somebody may have written by hand."""
+    """Yield (key, text) of the strings in settings that somebody may have written by hand."""
     if isinstance(value, str):
         if value and (key in FREE_KEYS or not PLAIN.fullmatch(value)):
             yield key, value
@@ -183,7 +183,7 @@ def free_text(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def refuse_secrets(name: str, content: bytes | Path) -> None:
-    """UserError where a file holds a secret. Of weights the header is read: tensors are numbers."""
+    """Raise UserError where a file holds a secret. Of weights the header is read: tensors are numbers."""
     forms = FORMS if Path(name).name in VOCABULARY else FORMS | NAMED  # there a word's number follows it
     mine = [(what, re.escape(secret)) for what, secret in _secrets()]
     looked_for = [(what, re.compile(pattern)) for what, pattern in (*mine, *forms.items())]
@@ -196,13 +196,13 @@ def refuse_secrets(name: str, content: bytes | Path) -> None:
 
 
 def check(name: str, content: bytes | Path) -> None:
-    """UserError where a file that is to be published holds a secret, a path or an address."""
+    """Raise UserError where a file that is to be published holds a secret, a path or an address."""
     refuse_secrets(name, content)
     for text in _texts(content):
         places = [text.index(own) for own in _own() if own in text]
         if places:
             raise UserError(_refusal(name, 1 + text.count("\n", 0, min(places)), PATH))
-        if Path(name).name in VOCABULARY or not _is_text(content):
+        if Path(name).name in VOCABULARY or not is_text(content):
             continue
         values, whole = _values(name, text)  # without the escapes of JSON, which could hide or feign a path
         first = next(((value, line) for value, line in values if cut_values(value) != value), None)
@@ -217,27 +217,22 @@ def check(name: str, content: bytes | Path) -> None:
 
 
 def _kind(text: str) -> str:
-    """What of a machine stands in a text that `cut` changes."""
+    """Say what of a machine is in a text that `cut` changes."""
     return LINK if any(form.search(text) for form in (STORES, SERVERS, HOSTS)) else PATH
 
 
-def is_text(raw: bytes) -> bool:
-    """Whether these bytes are a text of UTF-8."""
+def is_text(content: bytes | Path) -> bool:
+    """Return whether a file is a text of UTF-8. Of weights the header is read, which is one."""
+    if isinstance(content, Path):
+        return content.suffix == ".safetensors" or is_text(content.read_bytes())
     try:
-        return "\0" not in raw.decode("utf-8")
+        return "\0" not in content.decode("utf-8")
     except UnicodeDecodeError:
         return False
 
 
-def _is_text(content: bytes | Path) -> bool:
-    """Of weights the header is read, which is one."""
-    if isinstance(content, bytes):
-        return is_text(content)
-    return content.suffix == ".safetensors" or is_text(content.read_bytes())
-
-
 def _values(name: str, text: str) -> tuple[list[tuple[str, int]], bool]:
-    """Every string in a text that is JSON, JSON lines or YAML, and whether nothing else is in it.
+    """Return every string in a text that is JSON, JSON lines or YAML, and whether nothing else is in it.
 
     With its line, or 0 where only a search (`_line`) tells it: a vocabulary has too many strings to search for each.
     """
@@ -257,7 +252,7 @@ def _values(name: str, text: str) -> tuple[list[tuple[str, int]], bool]:
 
 
 def _line(text: str, value: str) -> int:
-    """The first line that holds this string, written in one of the ways of JSON; 1 where it is written otherwise."""
+    """Return the first line that holds this string in one of the ways of JSON; 1 where it is written otherwise."""
     written = (json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], value)
     places = [text.index(one) for one in written if one in text]
     return 1 + text.count("\n", 0, min(places, default=0))
@@ -279,7 +274,7 @@ def _refusal(name: str, line: int, what: str) -> str:
 
 
 def _texts(content: bytes | Path) -> Iterator[str]:
-    """A file as text, a large one in pieces that overlap."""
+    """Yield a file as text, a large one in pieces that overlap."""
     if isinstance(content, bytes):
         yield content.decode("utf-8", errors="replace")
     elif content.suffix == ".safetensors":

@@ -1,0 +1,273 @@
+"""What do the sections of report.html show?  The values that the macros of templates/sections.html.j2 write."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.metrics import Interval
+from posttrain.report import tables
+from posttrain.report.episodes import Pictures, evaluation_stage, played, with_pictures
+from posttrain.report.tables import Column, Results, percent, readable
+from posttrain.report.verdict import Comparison
+from posttrain.types import Record
+
+LEVELS = 4  # shown of each kind in each environment, the first one at once and the others on request
+ON_TOP = {"base": "base model", "phase2": "SFT + DPO", "phase3": "SFT + DPO + RL"}  # where checkpoints are called so
+SAMPLES = 2  # prompts shown of each part
+SHOWN_CHARACTERS = 420  # of one answer
+OPENING_CHARACTERS = 160  # of an answer, shown before it is unfolded
+Steps = Mapping[tuple[str, str], Sequence[Comparison]]  # each checkpoint against the one before it
+
+
+def phases(steps: Steps) -> list[tuple[str, str, list[tuple[str, str]]]]:
+    """Return (new, old, [(verdict, figures)]): what each phase made better or worse, and where one cannot tell."""
+    found = []
+    for (old, new), compared in steps.items():
+        words: dict[str, list[str]] = {"better": [], "worse": [], "cannot tell": []}
+        for each in compared:
+            title = each.column.title
+            before, after = (percent(figure.value) for figure in each.values)
+            if each.verdict in words:
+                words[each.verdict].append(title if each.verdict == "cannot tell" else f"{title} ({before} → {after})")
+            for kind, parts in each.changed_parts.items():
+                for part in parts:
+                    before, after = map(percent, part.values)
+                    words[kind].append(f"{title}: {part.title} ({before} → {after})")
+        if any(words.values()):
+            found.append((new, old, [(kind, listed(titles)) for kind, titles in words.items() if titles]))
+    return found
+
+
+def listed(words: list[str]) -> str:
+    """Return a, b and c."""
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def headline(results: Results, steps: Steps) -> Record:
+    """Return the headline table, the checkpoints that could not be measured, and math by kind of problem."""
+    entries = results["checkpoints"]
+    rows = []
+    for column in tables.columns(results):
+        figures = {name: column.get(entry) for name, entry in entries.items()}
+        cells = [figure and (figure, change(steps, name, column), "") for name, figure in figures.items()]
+        rows.append((column.title, about(results, column), cells))
+    return {
+        "heads": [(name, tables.colour(results, name)) for name in entries],
+        "rows": rows,
+        "failed": results.get("failed", {}).items(),
+        "math": math_parts(results),
+    }
+
+
+def about(results: Results, column: Column) -> list[str]:
+    """Return what a figure is, which way is better, how many items it is of, and how they were sampled."""
+    found = column.found(next(entry for entry in results["checkpoints"].values() if column.suite in entry))
+    note = "levels solved" if column.suite == "envs" else column.note.removesuffix(", lower is better")
+    better = "lower is better" if tables.less_is_better(column.metric) else "higher is better"
+    items = f"{found.get('n', found.get('episodes'))} items"
+    return list(filter(None, (note, better, items, column.setting and setting_of(column.setting))))
+
+
+def setting_of(name: str) -> str:
+    """Return what a column says of its sampling setting; `greedy` samples nothing."""
+    return "greedy" if name == "greedy" else f"sampling setting “{name}”"
+
+
+def change(steps: Steps, name: str, column: Column) -> Comparison | None:
+    """Return how a figure changed since the checkpoint before."""
+    compared = (each for (_, new), found in steps.items() if new == name for each in found)
+    return next((each for each in compared if each.column == column), None)
+
+
+def math_parts(results: Results) -> list[tuple[str, list[str], list[tuple[str, list[tuple[str, Interval, Any]]]]]]:
+    """Return (source, parts, [(checkpoint, [(part, figure, n)])]) of each source of math that has several parts."""
+    found = []
+    for source, first in next(iter(results["checkpoints"].values())).get("math", {}).items():
+        if len(first["parts"]) < 2:
+            continue
+        rows = []
+        for name, entry in results["checkpoints"].items():
+            whole = entry["math"][source]
+            by_part = whole["parts"] | {"together": whole}
+            rows.append(
+                (name, [(_spaced(part), tables.figure_of(one, "accuracy"), one["n"]) for part, one in by_part.items()])
+            )
+        found.append((tables.math_title(source), [*map(_spaced, first["parts"]), "together"], rows))
+    return found
+
+
+def _spaced(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def environments(results: Results) -> list[tuple[Any, ...]]:
+    """Return (title, episodes, levels, setting, players, checkpoints), the last two as (name, success, note)."""
+    found = []
+    for env, players in results["baselines"].items():
+        entries = {name: entry["envs"][env] for name, entry in results["checkpoints"].items()}
+        others = [(name, tables.figure_of(one, "success"), failures(one)) for name, one in players.items()]
+        ours = []
+        for name, one in entries.items():
+            notes = [failures(one), f"{one['turns']:.1f} turns", f"{percent(one['invalid_turns'])} invalid turns"]
+            notes += [f"{one['crashed']} crashed"] if one["crashed"] else []
+            ours.append((name, tables.figure_of(one, "success"), ", ".join(filter(None, notes))))
+        first = next(iter(entries.values()))
+        setting = setting_of(first["setting"])
+        found.append((readable(env), first["episodes"], first["levels"], setting, others, ours))
+    return found
+
+
+def failures(found: Record) -> str:
+    return ", ".join(f"{word} {percent(n / found['episodes'])}" for word, n in found.get("failures", {}).items())
+
+
+def differences(results: Results) -> Record:
+    """Return paired differences between neighbours under the headline settings, and the reach of their scale."""
+    metrics = ("accuracy", "success", "failed", "equal_length")
+    steps: dict[tuple[str, str], list[Record]] = {pair: [] for pair in itertools.pairwise(results["checkpoints"])}
+    for each in results["differences"]:
+        pair = each["from"], each["to"]
+        if pair in steps and each["metric"] in metrics and is_headline(results, each):
+            steps[pair].append(each)
+    ends = [abs(each[end]) for found in steps.values() for each in found for end in ("low", "high")]
+    rows = [
+        (old, new, [(tables.what(each), tables.figure_of(each, "value")) for each in found])
+        for (old, new), found in steps.items()
+    ]
+    return {"reach": max(0.05, *ends), "steps": rows} if ends else {}
+
+
+def is_headline(results: Results, difference: Record) -> bool:
+    entry = results["checkpoints"][difference["to"]][difference["suite"]]
+    if difference["suite"] == "envs":
+        entry = entry[difference["part"]]
+    if difference["suite"] == "math":  # its sources share their settings
+        entry = next(iter(entry.values()))
+    return entry.get("setting", "") == difference["setting"]
+
+
+# ------------------------------------------------------------------------------------------- levels, before and after
+
+
+def shown(results: Results, row: Record, pictures: Pictures) -> Record:
+    return with_pictures(row, evaluation_stage(results, row), pictures)
+
+
+def first_levels(results: Results, transcripts: Sequence[Record], pictures: Pictures) -> Record | None:
+    """Return the first test levels, as the model played them before and after: data for page.js."""
+    names = list(results["checkpoints"])
+    columns = [name for name in ON_TOP if name in names]
+    if len(columns) < 2:
+        columns = list(dict.fromkeys([names[0], *names[-2:]]))
+    rows = []
+    for env in results["baselines"]:
+        by_column = [played(results, transcripts, name, env) for name in columns]
+        levels = sorted(set.intersection(*map(set, by_column)))[:LEVELS]
+        cells = [[shown(results, found[level], pictures) for level in levels] for found in by_column]
+        if levels and any("frames" in cell for column in cells for cell in column):
+            shares = [percent(results["checkpoints"][name]["envs"][env]["success"]) for name in columns]
+            rows.append({"title": readable(env), "shares": shares, "cells": cells})
+    return {"columns": [ON_TOP.get(name, name) for name in columns], "rows": rows} if rows else None
+
+
+def levels(results: Results, transcripts: Sequence[Record], pictures: Pictures) -> tuple[Record, list[list[Record]]]:
+    """Return how many levels the last two checkpoints solved, together and alone, with some of each kind.
+
+    The second value holds pairs of episodes; the first names their places in it.
+    """
+    envs, pairs = [], list[list[Record]]()
+    names = list(results["checkpoints"])[-2:]
+    for env in results["baselines"] if len(names) > 1 else ():
+        before, after = (played(results, transcripts, name, env) for name in names)
+        kinds: dict[tuple[bool, bool], tuple[str, list[int]]] = {  # by who solved it: before, after
+            (False, True): (f"Solved by {names[1]} alone", []),
+            (True, False): (f"Solved by {names[0]} alone", []),
+            (False, False): ("Solved by neither", []),
+            (True, True): ("Solved by both", []),
+        }
+        for number in (number for number in before if number in after):
+            kinds[before[number]["success"], after[number]["success"]][1].append(number)
+        counts = ", ".join(f"{len(numbers)} {title[0].lower()}{title[1:]}" for title, numbers in kinds.values())
+        blocks = []
+        for title, numbers in list(kinds.values())[:3]:
+            few = numbers[:LEVELS]
+            blocks.append((title, [(number, len(pairs) + place) for place, number in enumerate(few)]))
+            pairs += [[shown(results, side[number], pictures) for side in (before, after)] for number in few]
+        envs.append((readable(env), sum(len(numbers) for _, numbers in kinds.values()), counts, blocks))
+    return ({"before": names[0], "after": names[1], "envs": envs} if envs else {}), pairs
+
+
+# ------------------------------------------------------------------------------------------------- answers, facts
+
+
+def answers(results: Results, transcripts: Sequence[Record]) -> list[tuple[Any, ...]]:
+    """Return (title, prompt, expected answer, [(row, opening, rest)]) of the first prompts of each part."""
+    found = []
+    for suite, title in (("math", "Math"), ("recall", "Recall"), ("repetition", "Open question")):
+        entry = next(iter(results["checkpoints"].values())).get(suite)
+        entry = next(iter(entry.values())) if entry and suite == "math" else entry
+        asked: dict[tuple[str, int], list[Record]] = {}
+        for row in transcripts:
+            if row["suite"] == suite and entry and row["setting"] == entry["setting"] and row["index"] < SAMPLES:
+                asked.setdefault((row["part"], row["index"]), []).append(row)
+        for (part, _), rows in asked.items():
+            words = f"{title}, {_spaced(part)}" if part else title
+            given = [(row, *folded(cut(row["text"]))) for row in rows]
+            found.append((words, rows[0]["messages"], rows[0].get("answer"), given))
+    return found
+
+
+def cut(words: str) -> str:
+    """Return the beginning of a long text; line breaks become a sign, since some models write a page of them."""
+    words = words.replace("\n", " ↵ ")
+    return words if len(words) <= SHOWN_CHARACTERS else words[:SHOWN_CHARACTERS] + " …"
+
+
+def folded(words: str) -> tuple[str, str]:
+    """Return a text and what of it is unfolded on request: long answers of an untrained model would fill the page."""
+    return words[:OPENING_CHARACTERS], words[OPENING_CHARACTERS:]
+
+
+def commands(results: Results, folder: Path) -> list[tuple[str, str]]:
+    """Return (purpose, command) of what a reader would type next, ready to copy."""
+    places = [results["config"]["checkpoints"][name] for name in results["checkpoints"]]
+    local = [place for place in places if isinstance(place, str)]  # the others are endpoints
+    chat = "python inference_with_improved_settings.py"
+    if results["config"].get("goals"):  # those of the quickstart, whose models want other presets
+        chat += " --config configs/quickstart/chat.yaml"
+    chat += f" {shlex.quote(f'model.name_or_path={local[-1]}' if local else 'model.name_or_path=MODEL')}"
+    beside = f" --beside {shlex.quote(local[-2])}" if len(local) > 1 else ""
+    return [
+        ("Talk to the result", chat),
+        ("In the browser" + (", beside its predecessor" if beside else ""), f"{chat} --web{beside}"),
+        ("The same question under each preset", f'{chat} --compare --prompt "Tell me about the old garden."'),
+        *((f"Watch it play {_spaced(name)}", f"{chat} --play {name}") for name in results["baselines"]),
+        ("All answers and episodes, with filters", f"posttrain report {folder / 'transcripts.jsonl'}"),
+        ("Beside another run, with a verdict", f"posttrain report {folder} ANOTHER_RUN"),
+        ("Make this page again", f"posttrain report {folder}"),
+        ("The reference run, on a GPU with a real model", "python train_phase1_sft.py"),
+    ]
+
+
+def provenance(results: Results) -> dict[str, Any]:
+    """Return how the figures came about, fact by fact."""
+    config = results["config"]
+    knobs = ("temperature", "top_k", "top_p", "repetition_penalty")
+    return {
+        "Settings": "; ".join(
+            f"{setting['name']}: " + ", ".join(f"{knob.replace('_', ' ')} {setting[knob]:g}" for knob in knobs)
+            for setting in config["settings"]
+        ),
+        "Intervals": "95 %: Wilson for shares, bootstrap over items for repetition; those of paired differences hold "
+        "zero where an exact test (McNemar's, sign flips) does not reject it, and those of the headline's changes hold "
+        "together (Bonferroni)",
+        "Repetition": "seq-rep-4 on token ids without the stop token: 1 - distinct 4-grams / all 4-grams",
+        "Commit": results["commit"] or "not a git checkout",
+        "Seed": config["seed"],
+        "Hardware": config["hardware"] or "not stated",
+        "Versions": ", ".join(f"{name} {version}" for name, version in results["versions"].items()),
+    }
