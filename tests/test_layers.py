@@ -26,7 +26,6 @@ LAYERS = [
         f"posttrain.{name}"
         for name in (
             "chat",
-            "judge",
             "metrics",
             "runlog",
             "convgpt",
