@@ -1,7 +1,8 @@
-"""Which environments are there?  Every `TextEnv` of a file or package in this folder, registered with gymnasium.
+"""Which environments can be made?  Every `TextEnv` of a file or package in this folder, registered with gymnasium.
 
 from envs import make, names
 env = make("frozen_lake", size=4, observation="neighbours")     # the bare environment
+env = make("my_module:MyEnv", size=4)                            # the class MyEnv of ./my_module.py
 gymnasium.make("posttrain/FrozenLake-v0")                        # the same, with gymnasium's wrappers
 """
 
@@ -10,8 +11,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import os
 import pkgutil
 import re
+import sys
 from functools import lru_cache
 from threading import Lock
 from typing import Any, get_type_hints
@@ -32,15 +35,12 @@ _ADAPTERS = {  # names that `make` knows as well, with options that say whose en
 }
 _ENVS: dict[str, type[TextEnv]] = {}
 _LOCK = Lock()
-_BROKEN: dict[str, str] = {}  # file -> why it cannot be imported; told to whoever asks for an unknown name
+_BROKEN: dict[str, str] = {}  # file -> why it cannot be imported; added to the message about an unknown name
 
 
 def register(env: type[TextEnv]) -> None:
-    """Makes an environment known to `make` under its name, and to gymnasium as posttrain/<class>-v0."""
-    lacks = [f"{method}()" for method in sorted(env.__abstractmethods__)]
-    lacks += [field for field in ("name", "actions") if not hasattr(env, field)]
-    if lacks:
-        raise ValueError(f"{env.__name__} lacks {', '.join(lacks)}; envs/base.py says what each is for")
+    """Make an environment known to `make` under its name, and to gymnasium as posttrain/<class>-v0."""
+    _check_whole(env)
     files = {
         ".".join(each.__module__.split(".")[:2])
         for each in (env, _ENVS.get(env.name, env))
@@ -55,21 +55,35 @@ def register(env: type[TextEnv]) -> None:
     gymnasium.register(gymnasium_id(env), entry_point=entry)
 
 
+def _check_whole(env: type[TextEnv]) -> None:
+    """ValueError unless a class has all that is required of an environment."""
+    lacks = [f"{method}()" for method in sorted(env.__abstractmethods__)]
+    lacks += [field for field in ("name", "actions") if not hasattr(env, field)]
+    if lacks:
+        raise ValueError(f"{env.__name__} lacks {', '.join(lacks)}; envs/base.py says what each is for")
+
+
 def gymnasium_id(env: type[TextEnv]) -> str:
     return f"posttrain/{env.__name__}-v0"
 
 
 def names() -> list[str]:
-    """The names that `make` knows without options, hence without those of other libraries' environments."""
+    """Return the names that `make` knows without options, hence without those of other libraries' environments."""
     return sorted(_ENVS.keys() - _ADAPTERS)
 
 
 def make(name: str, **options: Any) -> TextEnv:
-    """The environment of that name; an unknown name or option, or a wrong type, is a ValueError that says which."""
-    try:
-        env = _ENVS.get(known("environment", name, [*names(), *_ADAPTERS])) or _adapter(name)
-    except ValueError as error:
-        raise ValueError(" ".join([str(error), *_BROKEN.values()])) from None
+    """Make an environment.
+
+    Args:
+        name: one of `names()`, an adapter (openenv, reasoning_gym, textarena), or module:Class, whose module is looked
+            for among the installed packages and then in the current folder, and imported.
+        options: the environment's own, as its class docstring lists them.
+
+    Raises:
+        ValueError: the name or an option is unknown, an option has the wrong type, or the class of a path does not fit.
+    """
+    env = _by_path(name) if ":" in name else _by_name(name)
     accepted = _options(env)
     for option, value in options.items():
         try:
@@ -83,11 +97,49 @@ def make(name: str, **options: Any) -> TextEnv:
     return made
 
 
+def _by_name(name: str) -> type[TextEnv]:
+    try:
+        return _ENVS.get(known("environment", name, [*names(), *_ADAPTERS])) or _adapter(name)
+    except ValueError as error:
+        raise ValueError(" ".join([str(error), *_BROKEN.values()])) from None
+
+
+def _by_path(path: str) -> type[TextEnv]:
+    """Return the class of module:Class. Names that come from a data file or a model's folder must not get here."""
+    module, _, name = path.partition(":")
+    usage = "Write module:Class, for example my_module:MyEnv for the class MyEnv of my_module.py in this folder."
+    if not all(map(str.isidentifier, [*module.split("."), name])):
+        raise ValueError(f"{path} does not name a class. {usage}")
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # last, so that no file of the folder hides an installed package
+    try:
+        with kept(path):
+            found = vars(importlib.import_module(module))
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):  # a module that the user's own imports
+            raise ValueError(f"{path} cannot be used: {module} imports {error.name}, which is not installed.") from None
+        where = f"among the installed packages or in {here}"
+        raise ValueError(f"There is no module {module} {where}. {usage}") from None
+    except (Exception, SystemExit) as error:  # a module may raise anything
+        raise ValueError(f"{path} cannot be used: importing {module} raised {type(error).__name__}: {error}.") from None
+    classes = {key: value for key, value in found.items() if isinstance(value, type) and issubclass(value, TextEnv)}
+    if name in classes:
+        _check_whole(classes[name])
+        return classes[name]
+    file, own = found.get("__file__", module), [each for each in classes if each != "TextEnv"]
+    what = f"{name} is not a subclass of envs.base.TextEnv" if name in found else f"there is no {name}"
+    others = f" Environments there: {', '.join(own)}." if own else " examples/minimal_env.py is a whole environment."
+    raise ValueError(f"In {file} {what}. Write module:Class with an environment's class.{others}")
+
+
 def option(text: str) -> tuple[str, Any]:
     """`size=5` -> ("size", 5); `observation=grid` -> ("observation", "grid")."""
     key, equals, value = text.partition("=")
     if not equals:
-        raise ValueError(f'"{text}" is no option of an environment: write name=value, for example observation=grid.')
+        raise ValueError(
+            f'"{text}" is not an option of an environment: write name=value, for example observation=grid.'
+        )
     try:
         return key, json.loads(value)
     except json.JSONDecodeError:
@@ -95,15 +147,15 @@ def option(text: str) -> tuple[str, Any]:
 
 
 def _as_list(option: str, text: str) -> str:
-    """How a list is written, said to whoever wrote a text: topics=logic or topics=[logic]."""
+    """Return how to write a list, for an option that was given a text: topics=logic or topics=[logic]."""
     words = json.dumps(re.findall(r"[^\s,\[\]'\"]+", text))
     return f" Write a list as in JSON, here {option}={words}, in a shell with single quotes around it."
 
 
 def _adapter(name: str) -> type[TextEnv]:
-    """The class that plays another library's environments, imported when it is first asked for."""
+    """Return the class that plays another library's environments, imported when it is first asked for."""
     file, _, kind = _ADAPTERS[name].partition(".")
-    with _LOCK:  # gymnasium warns of whoever is registered twice
+    with _LOCK:  # gymnasium warns when a name is registered twice
         if name not in _ENVS:
             register(getattr(importlib.import_module(f"envs.adapters.{file}"), kind))
     return _ENVS[name]
@@ -111,7 +163,7 @@ def _adapter(name: str) -> type[TextEnv]:
 
 @lru_cache
 def _options(env: type[TextEnv]) -> dict[str, TypeAdapter[Any]]:
-    """The options of an environment, and what checks a value against the annotation in `__init__`."""
+    """Return the options of an environment, and what checks a value against the annotation in `__init__`."""
     hints = get_type_hints(env.__init__)
     config = ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True)
     return {option: TypeAdapter(hints.get(option, Any), config=config) for option in inspect.signature(env).parameters}

@@ -71,11 +71,35 @@ class Machine(NamedTuple):
 
 
 class Bandit(TextEnv):
-    """Pull arms; the last pull has to be of the best one.
+    """Choose the better arm of a slot machine: one pull by the meaning of two names, or many pulls by their results.
 
-    With `pulls=1` one of two named arms pays `sure` every time, the other 1 with the chance `chance`, which is more on
-    average; `reversed=True` lets the name that sounds risky pay the sure sum. With more pulls each of `arms` arms pays
-    1 with a chance of its own, and the best chance is at least `gap` (.2 when None) above the others.
+    ## Action space
+    The name of an arm of the level: two names such as `Teacher` and `Trader` with one pull, else letters from `A`.
+
+    ## Observation space
+    Text: the names with one pull; else wins and pulls of each arm. Then the last pull, and how many are left.
+
+    ## Rewards
+    What the arm pays. One pull: `sure` from one arm; 1 with probability `chance`, else 0, from the other. More pulls: 1
+    with a probability of the arm's own, else 0.
+
+    ## Starting state
+    One pull: a pair of names in either order. More pulls: probabilities from 0.05 to 0.95.
+
+    ## Episode end
+    Terminated after `pulls` pulls. Success: the last pull was of the arm that pays most on average; `failure` is "worse
+    arm" otherwise. An invalid action is not a pull. Truncation is left to the protocol, after `max_turns`: `pulls`.
+
+    ## Arguments
+    - `arms=2`: 2 to 10; 2 with one pull.
+    - `pulls=1`: 1, or at least one for each arm.
+    - `reversed=False`: the arm whose name sounds risky pays the sure sum; only with one pull.
+    - `sure=0.1`: what the safe arm pays, above 0 and below `chance`.
+    - `chance=0.25`: how often the risky arm pays 1, at most 1.
+    - `gap=None`: how far the best probability is above the others, 0.01 to 0.5; 0.2 when None; only with more pulls.
+    - `render_mode=None`: or "ansi".
+
+    `info["regret"]` is the sum of (mean of the best arm - mean of the arm that was pulled).
     """
 
     name = "bandit"
@@ -119,12 +143,12 @@ class Bandit(TextEnv):
 
     @classmethod
     def key_of(cls, level: tuple[Arm, ...]) -> str:
-        """The names where they mean something, else the chances, in any order."""
+        """Return the names where they mean something, else the chances, in any order."""
         return " ".join(sorted(arm.name if arm.name in SPLIT_OF else f"{arm.chance:.2f}" for arm in level))
 
     @classmethod
     def split_of(cls, level: tuple[Arm, ...]) -> str | None:
-        """The split of the pair of names; of the chances where names say nothing."""
+        """Return the split of the pair of names; of the chances where names say nothing."""
         return SPLIT_OF.get(level[0].name) or split_by_hash(cls.key_of(level))
 
     def begin(self, level: tuple[Arm, ...]) -> None:
@@ -189,7 +213,7 @@ class Bandit(TextEnv):
         )
 
     def state_key(self) -> str:
-        """Arms with what is known of them, in any order."""
+        """Return arms with what is known of them, in any order."""
         known = zip(self.level, self.wins, self.tries, strict=True)
         return " ; ".join(sorted(f"{arm.name} {arm.mean:g} {won}/{tried}" for arm, won, tried in known))
 
@@ -214,7 +238,7 @@ class Bandit(TextEnv):
         return {"random": random, "greedy": self.choose(cues["leading"]), "even": self.choose(rarest)}
 
     def expert(self) -> str:
-        """One pull: the better arm. Many: the highest upper bound on the chance, by what the pulls so far have shown.
+        """Return the better arm with one pull; else that with the highest upper bound on its chance.
 
         The bound is the mean of the posterior Beta(1 + wins, 1 + losses) plus its standard deviation times a factor
         that falls to 0 with the last pull, where there is nothing left to explore for.
@@ -241,7 +265,7 @@ def _named(config: Machine, rng: np.random.Generator) -> tuple[Arm, ...]:
 
 
 def _numbered(config: Machine, rng: np.random.Generator) -> tuple[Arm, ...] | None:
-    """Arms of different chances, the best of them well above the others; None if these are too close."""
+    """Return arms of different chances, the best of them well above the others; None if these are too close."""
     chances = [round(float(chance), 2) for chance in rng.uniform(0.05, 0.95, config.arms)]
     second, best = sorted(chances)[-2:]
     clear = best - second >= config.gap - 1e-9

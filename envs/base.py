@@ -36,7 +36,7 @@ CAPABILITIES = {
 
 
 def split_by_hash(level_key: str) -> str:
-    """Which split a level belongs to, decided by the level itself: 80 % train, 10 % validation, 10 % test.
+    """Return which split a level belongs to, decided by the level itself: 80 % train, 10 % validation, 10 % test.
 
     A level can therefore never be in two splits, whatever seeds produced it.
     """
@@ -55,7 +55,7 @@ def known(what: str, name: str, choices: Iterable[str]) -> str:
 
 
 def canonical(rows: Sequence[str]) -> str:
-    """One text for a grid, its rotations and mirror images: no test level is a training level turned round."""
+    """Return one text for a grid, its rotations and mirror images: no test level is a training level turned round."""
     turned, images = list(rows), []
     for _ in range(4):
         images += ["\n".join(turned), "\n".join(row[::-1] for row in turned)]
@@ -69,7 +69,7 @@ class NoLevel(ValueError):
 
 @lru_cache(maxsize=1 << 16)
 def draw_level(env: type[TextEnv], config: Hashable, seed: int, split: str) -> Any:
-    """The level of one seed: candidate after candidate, until one is in `split`.
+    """Return the level of one seed: candidate after candidate, until one is in `split`.
 
     Pure (no draw depends on an earlier one), hence cached: the samples of a group share the cost of their level.
     """
@@ -176,7 +176,7 @@ class TextEnv(gymnasium.Env[str, str], ABC):
 
     @classmethod
     def has(cls, capability: str) -> bool:
-        """Whether the environment defines this optional part, one of `CAPABILITIES`. Nobody asks in another way."""
+        """Return whether the environment defines this part of `CAPABILITIES`. Use this, not hasattr."""
         known("capability", capability, CAPABILITIES)
         if capability == "render":  # declared as gymnasium has it; an override may be about text alone
             return "rgb_array" in cls.metadata["render_modes"]
@@ -209,7 +209,7 @@ class TextEnv(gymnasium.Env[str, str], ABC):
     @classmethod
     @abstractmethod
     def draw(cls, config: Any, rng: np.random.Generator) -> Iterator[Any]:
-        """Candidate levels (hashable, never changed), without end unless there are none; None for a try without one.
+        """Yield candidate levels (hashable, never changed), endlessly unless none exist; None for a try without one.
 
         A split takes the first that is its own. So that no split has harder levels than another, candidates must not
         come in clusters (all starts of one room, say): the smallest split would choose among them, the largest not.
@@ -222,19 +222,19 @@ class TextEnv(gymnasium.Env[str, str], ABC):
 
     @abstractmethod
     def begin(self, level: Any) -> None:
-        """Puts the environment into the level's first state."""
+        """Put the environment into the level's first state."""
 
     @abstractmethod
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Plays one action: observation, reward, terminated, truncated, info, as the class docstring says."""
+        """Play one action: observation, reward, terminated, truncated, info, as the class docstring says."""
 
     @abstractmethod
     def observe(self) -> str:
-        """The current state as text."""
+        """Return the current state as text."""
 
     @abstractmethod
     def rules(self) -> str:
-        """The task, the legend of the symbols in use and the actions, for the system message."""
+        """Return the task, the legend of the symbols in use and the actions, for the system message."""
 
     # -- optional: CAPABILITIES says what each switches on -----------------------------------------------------------
 
@@ -243,11 +243,11 @@ class TextEnv(gymnasium.Env[str, str], ABC):
         raise NotImplementedError(f"{self.name} has no state_key.")
 
     def expert(self) -> str:
-        """The best next action from the current state."""
+        """Return the best next action from the current state."""
         raise NotImplementedError(f"{self.name} has no expert.")
 
     def optimal_success(self, horizon: int) -> float:
-        """The chance with which the best policy succeeds from here within `horizon` actions."""
+        """Return the chance with which the best policy succeeds from here within `horizon` actions."""
         raise NotImplementedError(f"{self.name} has no optimal_success.")
 
     def players(self) -> dict[str, str]:
@@ -262,7 +262,7 @@ class TextEnv(gymnasium.Env[str, str], ABC):
         return {}
 
     def render(self) -> Any:
-        """The state as text with `render_mode="ansi"`.
+        """Return the state as text with `render_mode="ansi"`.
 
         An environment with pictures overrides this: it declares "rgb_array" in `metadata["render_modes"]` beside
         "ansi", returns an RGB frame (uint8, shape (height, width, 3)) in that mode, and `super().render()` in others.
@@ -271,7 +271,7 @@ class TextEnv(gymnasium.Env[str, str], ABC):
 
     @classmethod
     def split_of(cls, level: Any) -> str | None:
-        """Which split a level belongs to. Overridden where a data set has its own splits.
+        """Return which split a level belongs to. Overridden where a data set has its own splits.
 
         None where the levels are too few to hold any out: every split then has them all.
         """
@@ -284,31 +284,31 @@ class TextEnv(gymnasium.Env[str, str], ABC):
         return self.key_of(self.level)
 
     def canonical_action(self, action: str) -> str | None:
-        """The action's own spelling, whatever the case; None for one that is not in the list."""
+        """Return the action's own spelling, whatever the case; None for one that is not in the list."""
         return {listed.lower(): listed for listed in self.actions or ()}.get(action.strip().lower())
 
     def thought(self) -> str:
-        """The cues as a demonstrator would think them: `goal Down safe Left Down`."""
+        """Return the cues as a demonstrator would think them: `goal Down safe Left Down`."""
         return " ".join(f"{cue} {' '.join(actions) or 'none'}" for cue, actions in self.cues().items())
 
     def thought_of(self, action: str) -> str:
-        """The thought before this action: another than `thought()` where an action shows how it came about."""
+        """Return the thought before this action: another than `thought()` where an action shows how it came about."""
         return self.thought()
 
     def choose(self, actions: Sequence[str] = ()) -> str:
-        """One of these actions by `policy_rng`; of all actions where there are none."""
+        """Return one of these actions by `policy_rng`; of all actions where it is empty."""
         choices = actions or self.actions or ()
         return choices[int(self.policy_rng.integers(len(choices)))]
 
 
 def steps_told(way: tuple[int, int], moves: Mapping[str, tuple[int, int]]) -> str:
-    """A way of so many cells (down, right), by steps in each direction: `Left 1 Up 2`; `here` where there is none."""
+    """Return a way of (down, right) cells as steps in each direction: `Left 1 Up 2`; `here` for (0, 0)."""
     ahead = {name: down * way[0] + right * way[1] for name, (down, right) in moves.items()}
     return " ".join(f"{name} {steps}" for name, steps in ahead.items() if steps > 0) or "here"
 
 
 def with_symbols(defaults: Mapping[str, str], custom: Mapping[str, str] | None) -> dict[str, str]:
-    """The default symbols with the user's in their place; each must be a single word that no other cell uses."""
+    """Return the default symbols with the user's in their place; each must be a single word that no other cell uses."""
     symbols = dict(defaults)
     for cell, symbol in (custom or {}).items():
         symbols[known("cell to give a symbol", cell, defaults)] = symbol

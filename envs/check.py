@@ -28,9 +28,10 @@ from envs.web import NoAnswer
 COLOURS = {"system": "yellow", "user": "cyan", "assistant": "green"}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="posttrain env check", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("name", help=f"one of: {', '.join(names())}")
+def main(argv: Sequence[str] | None = None, prog: str = "posttrain env check") -> int:
+    """Check an environment. Returns the exit code: 0, 1 (a promise is broken) or 2 (the request makes no sense)."""
+    parser = argparse.ArgumentParser(prog=prog, description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("name", help=f"one of: {', '.join(names())}; or module:Class")
     parser.add_argument("options", nargs="*", default=[], help="the environment's options, name=value (as in JSON)")
     parser.add_argument("--episodes", type=int, default=200, help="levels per player (default 200)")
     parser.add_argument("--turns", type=int, help=f"turns an episode (default: the environment's own, up to {TURNS})")
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def requested(arguments: argparse.Namespace) -> Subject:
-    """What to check; a ValueError says what is wrong with the request."""
+    """Return what to check; a ValueError says what is wrong with the request."""
     options = dict(map(option, arguments.options))
     known("split", arguments.split, SPLITS)
     if arguments.episodes < 1 or arguments.seed < 0:
@@ -71,7 +72,7 @@ def show_digest(subject: Subject) -> int:
 
 
 def look(subject: Subject, seed: int) -> int:
-    """Shows and checks an environment; the exit code."""
+    """Show and check an environment; return the exit code."""
     console, broken = Console(), []
     try:
         show(subject, seed, console)
@@ -100,7 +101,7 @@ def look(subject: Subject, seed: int) -> int:
 
 
 def show(subject: Subject, seed: int, console: Console) -> None:
-    """One episode, the results of the scripted policies, the optional parts and the levels."""
+    """Print one episode, the results of the scripted policies, the optional parts and the levels."""
     env = subject.at(0)
     players = subject.players
     shown = Episode(subject.make(), subject.protocol, seed, subject.split)
@@ -122,7 +123,7 @@ def show(subject: Subject, seed: int, console: Console) -> None:
 
 
 def scores(subject: Subject) -> Table:
-    """How well each player does on the same levels."""
+    """Return a table of how well each player does on the same levels."""
     turns = subject.protocol.max_turns
     table = Table(
         title=f"{subject.name}: {subject.episodes} {subject.split} levels, at most {turns} turns of one action"

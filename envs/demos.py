@@ -40,17 +40,17 @@ GIVE_UP = 200  # episodes of an environment without a row
 
 
 def player_names(env: TextEnv) -> list[str]:
-    """Who can play an environment that has been reset: its scripted policies, then `expert`, if it has one."""
+    """Return who can play an environment that has been reset: its scripted policies, then `expert`, if it has one."""
     return [*env.players(), *(["expert"] if env.has("expert") else [])]
 
 
 def next_action(env: TextEnv, player: str) -> str:
-    """What the expert or a scripted policy does in the current state."""
+    """Return what the expert or a scripted policy does in the current state."""
     return env.expert() if player == "expert" else env.players()[player]
 
 
 def play(env: TextEnv, player: str, protocol: Protocol, seed: int, split: str) -> Episode:
-    """One episode played by the expert or a scripted policy, one action a turn."""
+    """Return one episode played by the expert or a scripted policy, one action a turn."""
     episode = Episode(env, protocol, seed, split)
     while not episode.done:
         episode.step(answer(env.thought(), [next_action(env, player)], protocol))
@@ -58,7 +58,7 @@ def play(env: TextEnv, player: str, protocol: Protocol, seed: int, split: str) -
 
 
 def default_mix(env: TextEnv) -> dict[str, float]:
-    """Who demonstrates where nothing else is said: the expert, else all scripted policies alike, else a ValueError."""
+    """Return who demonstrates by default: the expert, else all scripted policies alike, else a ValueError."""
     if env.has("expert"):
         return {"expert": 1.0}
     if env.has("players"):
@@ -66,7 +66,7 @@ def default_mix(env: TextEnv) -> dict[str, float]:
         players = env.players()
         return {player: 1 / len(players) for player in players}
     raise ValueError(
-        f"Nobody can demonstrate the environment {env.name}: it defines neither players() nor expert(). Write one of"
+        f"The environment {env.name} cannot be demonstrated: it defines neither players() nor expert(). Write one of"
         " them, or leave it out of the demonstrations."
     )
 
@@ -105,13 +105,13 @@ class Style:
         why = "depends on what the observation does not show" if env.deterministic else "chance decides"
         sight = env.deterministic and getattr(env, "observation", "") == "neighbours"
         raise ValueError(
-            f'The thought "{self.thought}" tells what comes next, which {why} in {env.name} with these options: whoever'
-            f" learns it would learn to guess. {'Set observation=coordinates, or choose' if sight else 'Choose'} the"
+            f'The thought "{self.thought}" tells what comes next, which {why} in {env.name} with these options: a'
+            f" model would learn to guess. {'Set observation=coordinates, or choose' if sight else 'Choose'} the"
             " thought cues or none."
         )
 
     def reply(self, episode: Episode, player: str, action: str) -> str:
-        """The whole answer: the thought behind an action of a player, then the action."""
+        """Return the whole answer: the thought behind an action of a player, then the action."""
         return answer(self.think(episode, player, action), [action], episode.protocol)
 
     def think(self, episode: Episode, player: str, action: str) -> str:
@@ -130,7 +130,7 @@ class Style:
 
 
 def _ahead(episode: Episode) -> Episode:
-    """A copy of an episode to think ahead in: it has no need of the conversation so far."""
+    """Return a copy of an episode to think ahead in: it does not need the conversation so far."""
     ahead = copy.copy(episode)
     ahead.env, ahead.messages = copy.deepcopy(episode.env), []
     ahead.past, ahead.actions = list(episode.past), list(episode.actions)
@@ -156,10 +156,10 @@ class Turns:
 def demonstrate(
     env: TextEnv, protocol: Protocol, seed: int, split: str, mix: Mapping[str, float], style: Style | None = None
 ) -> list[Message]:
-    """An episode in which every turn is played by one of the players, drawn by its share in `mix`.
+    """Return the messages of an episode in which every turn, a thought and an action, is played by one of the players.
 
-    Players are the scripted policies and `expert`; shares sum to 1: {"nearer": 0.3, "safe": 0.3, "random": 0.4}.
-    Each turn is one action after a thought. The same seed gives the same text.
+    Args:
+        mix: the share of turns of each scripted policy or `expert`, summing to 1: {"nearer": 0.6, "random": 0.4}.
     """
     return demonstration(Episode(env, protocol, seed, split), mix, style)[0]
 
@@ -193,7 +193,7 @@ def demonstration(
 def preference(
     begin: Callable[[], Episode], mix: Mapping[str, float], flawed: Mapping[str, float], style: Style
 ) -> tuple[dict[str, Any] | None, Counter[str]]:
-    """The expert's answer and a worse one of a flawed player, in a state of an episode that players of `mix` play.
+    """Return the expert's answer and a worse one of a flawed player, in a state of an episode played by `mix`.
 
     `begin` opens the same episode each time. The turn is drawn by its seed among those in which the two differ and
     the expert's is better; None where none of a few is such a turn. The counter says which turns were left out.
@@ -230,7 +230,7 @@ def preference(
 
 
 def is_better(episode: Episode, good: str, bad: str) -> bool:
-    """Whether the first action leads to more when the expert plays on: success, else reward, else fewer turns.
+    """Return whether the first action leads to more when the expert plays on: success, else reward, else fewer turns.
 
     Where chance decides, both are played often with the same chance, and a difference counts from two standard errors.
     """
@@ -244,7 +244,7 @@ def is_better(episode: Episode, good: str, bad: str) -> bool:
 
 
 def _sign(differences: list[np.ndarray], errors: float) -> float:
-    """The sign of the first measure whose mean difference is so many standard errors away from 0; 0 if none is."""
+    """Return the sign of the first measure whose mean difference is `errors` standard errors away from 0, else 0."""
     for measure in np.array(differences).T:
         error = measure.std(ddof=1) / len(measure) ** 0.5 if len(measure) > 1 else 0.0
         if abs(measure.mean()) > errors * error + 1e-9:
@@ -253,7 +253,7 @@ def _sign(differences: list[np.ndarray], errors: float) -> float:
 
 
 def _outcome(episode: Episode, action: str, play: int) -> tuple[float, float, float]:
-    """Success, reward and turns (as a loss) of an action, after which the expert plays on."""
+    """Return success, reward and turns (as a loss) of an action, after which the expert plays on."""
     ahead, gain = _ahead(episode), 0.0
     if not ahead.env.deterministic:
         ahead.env.noise = np.random.default_rng([episode.seed, 6, play])
@@ -303,7 +303,7 @@ class Recipe:
             yield row
 
     def _row(self, env: TextEnv, number: int) -> dict[str, Any] | None:
-        """The row of an environment's episode of that number, or None."""
+        """Return the row of an environment's episode of that number, or None."""
         protocol = Protocol.of(env, max_turns=self.turns)
         seed = int.from_bytes(hashlib.sha256(f"{self.seed} {env.name} {number}".encode()).digest()[:4], "big")
 
@@ -336,15 +336,16 @@ class Recipe:
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
+def main(argv: Sequence[str] | None = None, prog: str = "posttrain env demos") -> int:
+    """Write demonstrations or pairs. Returns the exit code: 0, or 2 where nothing was written."""
+    arguments = parser(prog).parse_args(argv)
     try:
         recipe = requested(arguments)
         kind = "preferences" if recipe.pairs else "messages"
         name = "+".join(env.name for env in recipe.envs) + ("_pairs" if recipe.pairs else "")
         file = Path(arguments.out or f"runs/demos/{name}.jsonl")
         if file.exists() and not arguments.overwrite:
-            raise ValueError(f"{file} is there already: name another file with --out, or write --overwrite.")
+            raise ValueError(f"{file} exists already: name another file with --out, or write --overwrite.")
         told = write(recipe, arguments.n, file)
     except (ValueError, OSError, NoAnswer) as problem:
         lost = f"{arguments.out or 'runs/demos'} cannot be written: choose another file with --out"
@@ -357,11 +358,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 PLAYER_HELP = "who plays, in shares: expert:0.9,random:0.1 (default expert; beside it the others are not trained)"
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="posttrain env demos", description="Writes demonstrations of environments, or preference pairs, as JSONL."
-    )
-    made.add_argument("envs", nargs="+", metavar="NAME[=WEIGHT]", help=f"of: {', '.join(names())}")
+def parser(prog: str = "posttrain env demos") -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog=prog, description="Write demonstrations or preference pairs as JSONL.")
+    made.add_argument("envs", nargs="+", metavar="NAME[=WEIGHT]", help=f"of: {', '.join(names())}; or module:Class")
     made.add_argument("--n", type=int, default=1000, help="rows (default 1000)")
     made.add_argument("--player", default="expert", help=PLAYER_HELP)
     made.add_argument("--thought", default="cues", help=f"one of: {', '.join(THOUGHTS)} (default cues)")
@@ -374,27 +373,29 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--split", default="train", help=f"one of: {', '.join(SPLITS)} (default train)")
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--out", metavar="FILE", help="default runs/demos/NAME.jsonl")
-    made.add_argument("--overwrite", action="store_true", help="write over a file that is there")
+    made.add_argument("--overwrite", action="store_true", help="overwrite an existing file")
     return made
 
 
 def requested(arguments: argparse.Namespace) -> Recipe:
-    """What to write; a ValueError says what is wrong with the request."""
+    """Return what to write; a ValueError says what is wrong with the request."""
     weights: dict[str, float] = {}
     for text in arguments.envs:
         name, equals, weight = text.partition("=")
-        known("environment", name, names())
+        if ":" not in name:
+            known("environment", name, names())
         try:
             weights[name] = float(weight if equals else 1)
         except ValueError:
             weights[name] = 0.0
         if not 0 < weights[name] < float("inf"):
-            raise ValueError(f'The weight in "{text}" is no positive number: write for example {name}=2.')
+            raise ValueError(f'The weight in "{text}" is not a positive number: write for example {name}=2.')
     options: dict[str, dict[str, Any]] = {name: {} for name in weights}
     for text in arguments.options:
-        name, dot, rest = text.partition(".")
-        if not dot or "=" in name:
-            raise ValueError(f'"{text}" names no environment: write NAME.OPTION=VALUE, for example sokoban.boxes=2.')
+        name = next((each for each in weights if text.startswith(f"{each}.")), text.partition(".")[0])
+        rest = text[len(name) + 1 :]
+        if not rest or "=" in name:
+            raise ValueError(f'"{text}" does not name an environment: write NAME.OPTION=VALUE, as in sokoban.boxes=2.')
         key, value = option(rest)
         options[known("environment of this command", name, weights)][key] = value
     if arguments.n < 1 or arguments.seed < 0 or (arguments.turns or 1) < 1:
@@ -419,7 +420,7 @@ def requested(arguments: argparse.Namespace) -> Recipe:
 
 
 def write(recipe: Recipe, n: int, file: Path) -> str:
-    """Writes the rows, all or nothing; what to tell about them."""
+    """Write the rows, all or none; return what to tell about them."""
     from rich.console import Console
     from rich.progress import track
 

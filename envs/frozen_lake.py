@@ -33,11 +33,36 @@ class Lake(NamedTuple):
 
 
 class FrozenLake(TextEnv):
-    """Walk to the goal, keep out of the holes; reward 1 at the goal, 0 elsewhere.
+    """Walk over a frozen lake to the goal without stepping into a hole: gymnasium's FrozenLake in text, on random maps.
 
-    `corners=True` starts top left with the goal bottom right, otherwise both are anywhere. `slippery=True` moves as
-    intended with probability `success_rate` (.8 when None), else to either side of it. `distribution="ragen"` has the
-    share of ice of RAGEN's maps (`frozen` says another), and 25 turns.
+    ## Action space
+    `Left`, `Down`, `Right` or `Up`. A move against the edge is valid and changes nothing.
+
+    ## Observation space
+    Text. With `observation="neighbours"` the steps to the goal in each direction and the four cells beside the player;
+    with `coordinates` the positions of player, goal and holes; with `grid` the map; with `both` the last two.
+
+    ## Rewards
+    1 at the goal, 0 elsewhere.
+
+    ## Starting state
+    Each cell is ice with probability `frozen`; start and goal are two random cells with a path between them.
+
+    ## Episode end
+    Terminated at the goal (success) or in a hole (`failure` "hole"). Truncation is left to the protocol, after
+    `max_turns`: half the number of cells, at least 8 turns, or 25 with `distribution="ragen"`.
+
+    ## Arguments
+    - `size=4`: cells per side, 2 to 64.
+    - `frozen=None`: probability of ice, above 0 and at most 1; None is 0.8, or 0.9 with `distribution="ragen"`.
+    - `distribution="uniform"`: or "ragen", with the ice and the turns of RAGEN's maps.
+    - `corners=False`: start at the top left and goal at the bottom right instead of anywhere.
+    - `slippery=False`: a move goes as intended with probability `success_rate`, else to either side of it.
+    - `success_rate=None`: 0.8 when None; only on slippery ice.
+    - `observation="neighbours"`: or "coordinates", "grid", "both".
+    - `symbols=None`: what stands for each kind of cell, by its name in `SYMBOLS`.
+    - `separator=" "`: between the cells of a grid.
+    - `render_mode=None`: or "ansi", "rgb_array".
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 2}
@@ -177,7 +202,7 @@ class FrozenLake(TextEnv):
         return tuple(d for d, (down, right) in MOVES.items() if down * way[0] + right * way[1] > 0)
 
     def cues(self) -> dict[str, tuple[str, ...]]:
-        """`safe`: moves onto a cell that is no hole. `goal`: those of them that come nearer.
+        """`safe`: moves onto a cell that is not a hole. `goal`: those of them that come nearer.
 
         Where the cells beside the player are named, a thought names the safe ones first: each is read off its symbol,
         and `goal` is what they have in common with the way.
@@ -193,7 +218,7 @@ class FrozenLake(TextEnv):
         return {"random": self.choose(), "nearer": self.choose(self._nearer()), "safe": self.choose(safe)}
 
     def expert(self, horizon: int | None = None) -> str:
-        """The action with the best chance to arrive within `horizon` moves; without a deadline, soon."""
+        """Return the action with the best chance to arrive within `horizon` moves; without a deadline, soon."""
         _, odds = lake_model(self.level, self.chance)
         if horizon is None:
             values = values_without_deadline(self.level, self.chance)
@@ -202,11 +227,11 @@ class FrozenLake(TextEnv):
         return list(MOVES)[int(np.argmax(np.round(odds[:, self.position] @ values, 12)))]
 
     def optimal_success(self, horizon: int) -> float:
-        """The chance of the best player to arrive from here within `horizon` moves (finite value iteration)."""
+        """Return the chance of the best player to arrive from here within `horizon` moves (finite value iteration)."""
         return float(values_within(self.level, self.chance, horizon)[self.position])
 
     def optimal_length(self) -> int:
-        """Moves from here to the goal on dry feet if nothing slips; -1 when there is no way."""
+        """Return moves from here to the goal without a hole if nothing slips; -1 when no way exists."""
         return steps_to_goal(self.level)[self.position]
 
     def render(self) -> Any:
@@ -235,7 +260,7 @@ def transitions(level: tuple[str, ...], chance: float) -> dict[int, dict[int, li
 
 @lru_cache(maxsize=4096)
 def lake_model(level: tuple[str, ...], chance: float) -> tuple[np.ndarray, np.ndarray]:
-    """The table as arrays: success if time is up, shape (states,), and odds, shape (actions, states, next states)."""
+    """Return the table as arrays: success when time is up, (states,), and odds, (actions, states, next states)."""
     cells = "".join(level)
     odds = np.zeros((len(MOVES), len(cells), len(cells)))
     for state, by_action in transitions(level, chance).items():
@@ -286,7 +311,7 @@ def steps_to_goal(level: tuple[str, ...]) -> list[int]:
 
 @lru_cache(maxsize=64)
 def picture(name: str, size: tuple[int, int]) -> Any:
-    """One of gymnasium's own pictures (read here, since its renderer needs pygame)."""
+    """Return one of gymnasium's own pictures (read here, since its renderer needs pygame)."""
     from PIL import Image
 
     with Image.open(Path(frozen_lake.__file__).parent / "img" / f"{name}.png") as image:

@@ -33,11 +33,33 @@ class Boards(NamedTuple):
 
 
 class Game2048(TextEnv):
-    """Slide the tiles until one shows `target`; a game in which nothing can move any more is lost.
+    """Merge tiles until one shows the target: the game 2048 in text.
 
-    `reward="largest"` gives the growth of the largest tile as a share of the target: at most 1 in a game, half of
-    it for the last doubling. `reward="merges"` gives 0.1 log2(1 + sum of the tiles that a move makes).
-    `tiles` lie on the first board. The standard game has 2 of them and the target 2048.
+    ## Action space
+    `Up`, `Right`, `Down` or `Left`. A move that shifts no tile is valid and changes nothing.
+
+    ## Observation space
+    Text: the board, a row a line, `_` for an empty cell.
+
+    ## Rewards
+    "largest": the growth of the largest tile as a share of `target`, at most 1 in a game. "merges":
+    0.1 log2(1 + sum of the tiles that the move makes).
+
+    ## Starting state
+    `tiles` tiles on random cells. Like every new tile, each is a 4 with probability 0.1, else a 2.
+
+    ## Episode end
+    Terminated when a tile reaches `target` (success) or nothing can move (`failure` "stuck"). Truncation is left to the
+    protocol, after `max_turns`: 1.45 `target` / 2.2, rounded up, and 8 more.
+
+    ## Arguments
+    - `size=4`: cells per side, 3 to 6.
+    - `target=64`: a power of two, 8 to 131,072; at most 1,024 with size 3. The standard game has 2,048.
+    - `tiles=4`: tiles on the first board, fewer than cells. The standard game has 2.
+    - `reward="largest"`: or "merges", which is RAGEN's.
+    - `render_mode=None`: or "ansi", "rgb_array".
+
+    `info["largest"]` is the largest tile.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 2}
@@ -147,7 +169,7 @@ class Game2048(TextEnv):
         return {"random": self.choose()} | {cue: self.choose(cues[cue] or able) for cue in ("merge", "corner")}
 
     def expert(self) -> str:
-        """The best move by expectimax: own move, every new tile, own move, and the value of what is left."""
+        """Return the best move by expectimax: own move, every new tile, own move, and the value of what is left."""
         return best_move(self.board)
 
     def render(self) -> Any:
@@ -174,7 +196,7 @@ class Game2048(TextEnv):
 
 @lru_cache(maxsize=1 << 17)
 def slide_row(row: Line) -> tuple[Line, int]:
-    """A row slid to its beginning and the sum of the tiles that were made: (2, 0, 2, 4) gives ((4, 4, 0, 0), 4)."""
+    """Return a row slid to its start and the sum of the merged tiles: (2, 0, 2, 4) gives ((4, 4, 0, 0), 4)."""
     made, gained, mergeable = [], 0, False
     for tile in filter(None, row):
         if mergeable and made[-1] == tile:
@@ -188,7 +210,7 @@ def slide_row(row: Line) -> tuple[Line, int]:
 
 
 def slide(board: Board, move: str) -> tuple[Board, int]:
-    """The board after a move and the sum of the tiles that were made."""
+    """Return the board after a move and the sum of the tiles that were made."""
     lines = list(zip(*board, strict=True)) if move in ("Up", "Down") else board
     if move in ("Right", "Down"):
         lines = [line[::-1] for line in lines]
@@ -199,7 +221,7 @@ def slide(board: Board, move: str) -> tuple[Board, int]:
 
 
 def legal(board: Board) -> tuple[str, ...]:
-    """The moves that shift something."""
+    """Return the moves that shift something."""
     return tuple(move for move in MOVES if slide(board, move)[0] != board)
 
 
@@ -219,7 +241,7 @@ def cornered(board: Board) -> bool:
 
 @lru_cache(maxsize=1 << 17)
 def line_value(line: Line) -> float:
-    """What a row or column is worth: empty cells, equal neighbours, and tiles that rise or fall along it.
+    """Return what a row or column is worth: empty cells, equal neighbours, and tiles that rise or fall along it.
 
     Differences count by the exponent, more among large tiles: a large tile between small ones can hardly be merged.
     """
@@ -237,7 +259,7 @@ def value(board: Board) -> float:
 
 @lru_cache(maxsize=1 << 16)
 def best_reply(board: Board) -> float:
-    """The value after the best move; a lost board is worth much less than any other."""
+    """Return the value after the best move; a lost board is worth much less than any other."""
     return max((value(slide(board, move)[0]) for move in legal(board)), default=-1000.0)
 
 

@@ -24,12 +24,12 @@ Form = Callable[[str, int], Any]  # what is sent as JSON for these words and thi
 
 
 def detail(words: str, _: int) -> dict[str, Any]:
-    """An error as FastAPI tells one."""
+    """Return an error as FastAPI tells one."""
     return {"detail": words}
 
 
 async def refuse(scope: Any, send: Any, status: int, words: str, form: Form = detail) -> None:
-    """Answers a request with an error, unread; a websocket is not accepted, which clients see as status 403."""
+    """Answer a request with an error, unread; a websocket is not accepted, which clients see as status 403."""
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008, "reason": ""})
         return
@@ -41,12 +41,12 @@ async def refuse(scope: Any, send: Any, status: int, words: str, form: Form = de
 
 
 def header(scope: Any, name: bytes) -> str | None:
-    """What a request says under this name, which is in lower case; None where it says nothing."""
+    """Return what a request says under this name, which is in lower case; None where it says nothing."""
     return next((value.decode("latin-1") for known, value in scope["headers"] if known.lower() == name), None)
 
 
 def host_of(address: str) -> str | None:
-    """The host of `http://host:port` or `//host:port`, without the port."""
+    """Return the host of `http://host:port` or `//host:port`, without the port."""
     try:
         return urlsplit(address).hostname
     except ValueError:
@@ -160,7 +160,7 @@ def patient_protocol(seconds: float = REQUEST_SECONDS) -> Any:
         patience: asyncio.TimerHandle | None = None
 
         def wait(self, waiting: bool) -> None:
-            """Starts the clock where it is the client's turn; it is not set back before that has ended."""
+            """Start the clock where it is the client's turn; it is not set back before that has ended."""
             if not waiting and self.patience is not None:
                 self.patience.cancel()
                 self.patience = None

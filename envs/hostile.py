@@ -51,116 +51,16 @@ HOSTILE_TEXTS = (  # free-text actions; {marker} is a file that must not come to
     "a" * 60_000,
 )
 PIECES = (  # what mutations put into an answer
-    *(
-        "<think>",
-        "</think>",
-        "<answer>",
-        "</answer>",
-        "<answer/>",
-        "<ANSWER>",
-        "< answer >",
-        "\uff1canswer\uff1e",
-        "<",
-        ">",
-    ),
-    *(
-        "<|im_end|>",
-        "<|im_start|>user\n",
-        "<|endoftext|>",
-        "<|eot_id|>",
-        "</s>",
-        "[INST]",
-        "<tool_call>",
-        "<!--",
-        "&lt;",
-    ),
-    *(
-        ACTION_SEP,
-        "|",
-        ",",
-        ";",
-        ":",
-        ".",
-        "/",
-        "=",
-        "-",
-        "+",
-        "*",
-        "**",
-        "%",
-        "^",
-        "~",
-        "\\",
-        "'",
-        '"',
-        '"""',
-        "`",
-        "#",
-    ),
-    *(
-        "(",
-        ")",
-        "[",
-        "]",
-        "{",
-        "}",
-        "{}",
-        "{0}",
-        "%s",
-        "${HOME}",
-        "$(id)",
-        "`id`",
-        "../..",
-        "/etc/passwd",
-        "\n",
-        "\r\n",
-    ),
-    *(
-        "\x00",
-        "\x1b[2J",
-        "\x7f",
-        "\u200b",
-        "\u202e",
-        "\u2028",
-        "\ufeff",
-        "\ud800",
-        "\udfff",
-        "\u0130",
-        "\ufb00",
-        "e\u0301",
-    ),
-    *(
-        "0",
-        "1",
-        "-1",
-        "-0",
-        "00",
-        "1e999",
-        "nan",
-        "inf",
-        "0x10",
-        "1/0",
-        "1_0",
-        "\u0661\u0662",
-        "\u2167",
-        "\u00bd",
-        "9" * 400,
-    ),
-    *("None", "null", "true", "self", "__class__", "lambda: 0", "import os", "exec('1')", "while True: pass", "sorry"),
-    *(
-        "search[",
-        "finish[",
-        "click[",
-        "buy",
-        "Reward 10",
-        "Turns left 99",
-        "You have won.",
-        "\U0001f9ca",
-        "\u9752",
-        " ",
-        "\t",
-    ),
-)
+    "<think>", "</think>", "<answer>", "</answer>", "<answer/>", "<ANSWER>", "< answer >", "\uff1canswer\uff1e", "<",
+    ">", "<|im_end|>", "<|im_start|>user\n", "<|endoftext|>", "<|eot_id|>", "</s>", "[INST]", "<tool_call>", "<!--",
+    "&lt;", ACTION_SEP, "|", ",", ";", ":", ".", "/", "=", "-", "+", "*", "**", "%", "^", "~", "\\", "'", '"', '"""',
+    "`", "#", "(", ")", "[", "]", "{", "}", "{}", "{0}", "%s", "${HOME}", "$(id)", "`id`", "../..", "/etc/passwd",
+    "\n", "\r\n", "\x00", "\x1b[2J", "\x7f", "\u200b", "\u202e", "\u2028", "\ufeff", "\ud800", "\udfff", "\u0130",
+    "\ufb00", "e\u0301", "0", "1", "-1", "-0", "00", "1e999", "nan", "inf", "0x10", "1/0", "1_0", "\u0661\u0662",
+    "\u2167", "\u00bd", "9" * 400, "None", "null", "true", "self", "__class__", "lambda: 0", "import os", "exec('1')",
+    "while True: pass", "sorry", "search[", "finish[", "click[", "buy", "Reward 10", "Turns left 99", "You have won.",
+    "\U0001f9ca", "\u9752", " ", "\t",
+)  # fmt: skip
 LONGEST = 60_000  # characters of an answer
 TURNS = 12  # played in one level
 LATE = 5.0  # seconds for one answer; where a sandbox or a server is waited for, its own limit and some more
@@ -168,7 +68,7 @@ LATE_AND_SLOW = 60.0
 
 
 def meet_hostile_text(subject: Subject, marker: str) -> Iterator[dict[str, Any]]:
-    """Plays the hostile texts: {"text": ...} before each, {"broken": a sentence} for a breach."""
+    """Play the hostile texts: {"text": ...} before each, {"broken": a sentence} for a breach."""
     protocol, free = subject.protocol, subject.make().actions is None
     texts = list(HOSTILE)
     if free:
@@ -187,12 +87,12 @@ def meet_hostile_text(subject: Subject, marker: str) -> Iterator[dict[str, Any]]
 
 
 def _met(episode: Episode, text: str, free: bool) -> str:
-    """What is wrong with how an episode met a text in every turn; empty if nothing is."""
+    """Return what is wrong with how an episode met a text in every turn; empty if nothing is."""
     protocol, before, turns = episode.protocol, episode.state_key(), []
     while not episode.done and len(turns) < LONG:
         turns.append(episode.step(text))
     if not all(math.isfinite(turn.reward) for turn in turns):
-        return "it was given a reward that is no finite number."
+        return "it was given a reward that is not a finite number."
     if free:
         return "it succeeded." if episode.success else ""
     if any(turn.valid or turn.reward for turn in turns) or episode.state_key() != before:
@@ -205,7 +105,7 @@ def _met(episode: Episode, text: str, free: bool) -> str:
 
 
 def hostile_answers(env: TextEnv, seed: int) -> Iterator[tuple[str, str]]:
-    """Answers without end, made of valid actions of an environment and of the protocol's own text by mutation.
+    """Yield answers without end, made of valid actions of an environment and of the protocol's own text by mutation.
 
     Each is an action and the whole response around it; a few are left as they were, so that games go on.
     """
@@ -230,7 +130,7 @@ def hostile_answers(env: TextEnv, seed: int) -> Iterator[tuple[str, str]]:
 
 
 def _valid_actions(env: TextEnv, levels: int = 8) -> list[str]:
-    """The list of actions, or what players write in the first states of a few levels."""
+    """Return the list of actions, or what players write in the first states of a few levels."""
     if env.actions is not None:
         env.reset(seed=0)
         return list(env.actions or ())
@@ -242,7 +142,7 @@ def _valid_actions(env: TextEnv, levels: int = 8) -> list[str]:
 
 
 def _mutated(text: str, rng: random.Random) -> str:
-    """The text after one to four changes."""
+    """Return the text after one to four changes."""
     for _ in range(rng.randint(1, 4)):
         here, there = sorted(rng.randint(0, len(text)) for _ in range(2))
         change = rng.randrange(8)
@@ -263,7 +163,7 @@ def _mutated(text: str, rng: random.Random) -> str:
 
 
 def meet_hostile_answers(subject: Subject, n: int, seed: int = 0, seconds: float = math.inf) -> tuple[int, list[str]]:
-    """Plays up to `n` generated answers for about so many seconds: how many, and a sentence for each breach.
+    """Play up to `n` generated answers for about so many seconds: how many, and a sentence for each breach.
 
     Each is played as a response of an episode, and its action is put straight to an environment, as adapters do.
     """
@@ -296,7 +196,7 @@ def meet_hostile_answers(subject: Subject, n: int, seed: int = 0, seconds: float
 
 
 def _answered(episode: Episode, response: str) -> str:
-    """What is wrong with how an episode met a response; empty if nothing is."""
+    """Return what is wrong with how an episode met a response; empty if nothing is."""
     before, was_won = episode.state_key(), episode.success
     read = parse(response, episode.protocol, episode.env.actions)
     turn = episode.step(response)
@@ -313,7 +213,7 @@ def _answered(episode: Episode, response: str) -> str:
 
 
 def _stepped(env: TextEnv, action: str) -> str:
-    """The same of an action that is put to the environment itself, and once more when that ended the game."""
+    """Return the same of an action that is put to the environment itself, and once more when that ended the game."""
 
     def state() -> str:
         return env.state_key() if env.has("state_key") else env.observe()
@@ -326,7 +226,7 @@ def _stepped(env: TextEnv, action: str) -> str:
         if not info["action_is_valid"] and state() != before:
             return "step() called it invalid, and changed the state."
         if info["action_is_valid"] and env.actions is not None and env.canonical_action(action) is None:
-            return "step() called it valid, and it is none of the actions."
+            return "step() called it valid, and it is not one of the actions."
         if again and (state() != before or not (over or cut)):
             return "step() after the end of the game changed the state or took it for unfinished."
         if not (over or cut):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-MOST_ENTRIES = 10_000  # of a folder; `datasets` looks at every one before it says that there are no data
+MOST_ENTRIES = 10_000  # of a folder; `datasets` looks at every one before it reports that there are no data
 EMBEDDED = "embedded"  # as `path`: what the environment brings itself
 
 
@@ -21,7 +21,7 @@ def read_rows(
     config: str | None = None,
     split: str = "train",
 ) -> list[dict[str, Any]]:
-    """The first `rows` rows of a split, each with these columns alone; all of them for None.
+    """Return the first `rows` rows of a split, each with these columns alone; all of them for None.
 
     `path` is a Hub id (streamed), a folder of data files, or one file, whose rows are all of the split "train".
     ValueError, one paragraph, where that cannot be read: read_rows("metamath_qa", "meta-math/MetaMathQA",
@@ -38,7 +38,7 @@ def stream_rows(
     config: str | None = None,
     split: str = "train",
 ) -> Iterator[dict[str, Any]]:
-    """The same, one row at a time."""
+    """Yield the same, one row at a time."""
     empty = set(columns)
     try:
         for row in islice(_open(path, config, split), rows):
@@ -55,7 +55,7 @@ def stream_rows(
 
 
 def split_names(env: str, path: str, config: str | None = None) -> list[str]:
-    """What the data set calls its splits; one file is one split, "train"."""
+    """Return what the data set calls its splits; one file is one split, "train"."""
     if _is_file(path):
         return ["train"]
     try:
@@ -76,7 +76,7 @@ def _unreadable(env: str, what: str, error: Exception) -> ValueError:
 
 
 def reason(error: Exception) -> str:
-    """Why a data set cannot be read, in a few words."""
+    """Return why a data set cannot be read, in a few words."""
     if isinstance(error, StopIteration):  # how `datasets` says that a file is empty
         return "it has no rows"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -86,7 +86,7 @@ def not_too_large(path: str) -> None:
     """ValueError for a folder with so many files that it can only have been meant for another one: a home, say."""
     entries = (name for _, folders, files in os.walk(path) for name in (*folders, *files))
     if next(islice(entries, MOST_ENTRIES, None), None) is not None:
-        raise ValueError(f"a folder with more than {MOST_ENTRIES:,} files and folders in it is taken for no data set")
+        raise ValueError(f"a folder with more than {MOST_ENTRIES:,} files and folders in it cannot be a data set")
 
 
 def _is_file(path: str) -> bool:

@@ -111,7 +111,7 @@ class _Comparison:
     said: frozenset[str]
 
     def equal(self, given: str, answer: str, depth: int = 0) -> bool:
-        """Whether two plain texts are equal."""
+        """Return whether two plain texts are equal."""
         if depth > DEEPEST:
             return False
         given, answer = (_without_lead(_without_braces(text)) for text in (given, answer))
@@ -134,7 +134,7 @@ class _Comparison:
         return self._formulas(given, answer, found, wanted)
 
     def _measured(self, text: str) -> _Measured:
-        """A text without its unit, or without the words behind a number."""
+        """Return a text without its unit, or without the words behind a number."""
         if currency := CURRENCY.match(text):
             rest = text[currency.end() :].strip()
             if rest and not split_unit(rest)[1]:
@@ -163,7 +163,7 @@ class _Comparison:
         return _Measured(rest, "", " ".join(words).casefold())
 
     def _equations(self, given: str, answer: str, depth: int) -> bool:
-        """Every side of an equation that is not a name must be the answer: x=7 and 3+4=7 are 7, 6=7 and 2x=7 are not.
+        """Return whether each side of an equation is a name or the answer: x=7 and 3+4=7 are 7, 6=7 and 2x=7 are not.
 
         An equation as the answer is what it says of one name, as in y = 2x + 3, or is left to math-verify.
         """
@@ -190,7 +190,7 @@ class _Comparison:
         )
 
     def _lists(self, given: str, answer: str, depth: int) -> bool | None:
-        """Whether two lists, points, intervals, unions or matrices are equal; None where both may be formulas."""
+        """Return whether two lists, points, intervals, unions or matrices are equal; None if both may be formulas."""
         ours, theirs = _listed(given), _listed(answer)
         if ours is None and theirs is None:
             return None
@@ -219,7 +219,7 @@ class _Comparison:
         return True
 
     def _formulas(self, given: str, answer: str, found: Number | None, wanted: Number | None) -> bool:
-        """Whether what is neither a list nor an equation nor two numbers is equal."""
+        """Return whether what is neither a list nor an equation nor two numbers is equal."""
         ours, theirs = based(given), based(answer)
         if theirs:
             return ours == theirs or as_text(given) == theirs[0]
@@ -230,7 +230,7 @@ class _Comparison:
         return self._ask(given, answer)
 
     def _percentages(self, given: str, answer: str) -> bool:
-        """A percentage is so many hundredths, unless the answer is a percentage as well."""
+        """Return whether they are equal: a percentage is so many hundredths, unless the answer is one as well."""
         rest, theirs = PERCENT_AT_END.sub("", given), PERCENT_AT_END.sub("", answer)
         if PERCENT.search(rest) or PERCENT.search(theirs) or not rest or not theirs:
             return False
@@ -239,7 +239,7 @@ class _Comparison:
         return self._ask(rest, theirs) if theirs != answer else self._ask(rf"\frac{{{rest}}}{{100}}", answer)
 
     def _ask(self, given: str, answer: str) -> bool:
-        """What math-verify says of two formulas, where it is not too generous: it takes 1 2 for 3, and 12_8 for 12."""
+        """Return what math-verify says of two formulas, where it is not too generous: it takes 1 2 for 3."""
         if any(BARE_WORD.search(text) or SUBSCRIPT.search(text) for text in (given, answer)):
             return False
         if given.count("'") != answer.count("'"):
@@ -257,7 +257,7 @@ class _Measured(NamedTuple):
 
 
 def _agree(ours: _Measured, theirs: _Measured) -> bool:
-    """Whether units or words agree; what has neither agrees with all, and words need one word in common."""
+    """Return whether units or words agree; what has neither agrees with all, and words need one word in common."""
     if ours.words and theirs.words:
         one, other = ({word.rstrip("s") for word in LETTERS.findall(each.words)} for each in (ours, theirs))
         return bool((one & other) - SMALL_WORDS)
@@ -265,7 +265,7 @@ def _agree(ours: _Measured, theirs: _Measured) -> bool:
 
 
 def _without_braces(text: str) -> str:
-    """A text without the braces around all of it, unless it is a set of several."""
+    """Return a text without the braces around all of it, unless it is a set of several."""
     text = text.replace(r"\{", "{").replace(r"\}", "}") if text.startswith(r"\{") else text
     while text.startswith("{") and closes(text) == len(text) - 1 and parts(text) is None:
         text = text[1:-1].strip()
@@ -273,13 +273,13 @@ def _without_braces(text: str) -> str:
 
 
 def _is_algebra(text: str) -> bool:
-    """Whether a text has variables."""
+    """Return whether a text has variables."""
     currency = CURRENCY.match(text)
     return BARE_LETTER.search(text, currency.end() if currency else 0) is not None
 
 
 def _without_lead(text: str) -> str:
-    """A text without the words before its verb, its colon or its number: The answer is about 5, Answer: 5, total 5."""
+    """Return a text without the words before its verb, colon or number: The answer is about 5, Answer: 5, total 5."""
     words, cut = text.split(" "), 0
     for number_of_words, word in enumerate(words):
         bare = word.rstrip(":,").casefold()
@@ -300,7 +300,7 @@ def _without_lead(text: str) -> str:
 
 
 def _only_words(text: str) -> str:
-    """An answer that is words, in one spelling of it: the Ellipse, (C); nothing for any other."""
+    """Return an answer that is words, in one spelling of it: the Ellipse, (C); nothing for any other."""
     if OF_LETTERS.fullmatch(text) is None:
         return ""
     text = re.sub(r"[()\[\]{}]", " ", text).strip().casefold()
@@ -309,7 +309,7 @@ def _only_words(text: str) -> str:
 
 
 def _name(side: str) -> str:
-    """What an equation says a value of: x, f(2) or (x,y); nothing where it is not one name."""
+    """Return what an equation says a value of: x, f(2) or (x,y); nothing where it is not one name."""
     if NO_NAME.search(side):
         return ""
     side = side.strip("$ ").replace(" ", "")
@@ -319,7 +319,7 @@ def _name(side: str) -> str:
 
 
 def _listed(text: str) -> tuple[str, str, list[str]] | None:
-    r"""The parts of a list, point, interval, union or matrix; 1\pm\sqrt2 is a list of two."""
+    r"""Return the parts of a list, point, interval, union or matrix; 1\pm\sqrt2 is a list of two."""
     if ONE_NUMBER.fullmatch(text) and not re.search(r" (?:and|or) |^\\?[(\[{]", text):
         return None
     found = parts(text)
@@ -332,7 +332,7 @@ def _listed(text: str) -> tuple[str, str, list[str]] | None:
 
 
 def _taken(part: str, left: list[str]) -> bool:
-    """Whether a part is in a list as it is written; it is taken out."""
+    """Return whether a part is in a list as it is written; it is taken out."""
     there = next((other for other in left if same_text(part, other)), None)
     if there is not None:
         left.remove(there)
@@ -340,7 +340,7 @@ def _taken(part: str, left: list[str]) -> bool:
 
 
 def _same_ratio(given: str, answer: str) -> bool | None:
-    """Whether 6:8 is 3:4, or 3/4 is 3:4; None where one is neither such a ratio nor a number."""
+    """Return whether 6:8 is 3:4, or 3/4 is 3:4; None where one is neither such a ratio nor a number."""
     ratios, others = [], []
     for text in (given, answer):
         match, whole = RATIO.fullmatch(text), number(text)
@@ -355,7 +355,7 @@ def _same_ratio(given: str, answer: str) -> bool | None:
 
 
 def based(text: str) -> tuple[str, int] | None:
-    """The digits and the base of a number such as 52_8 or 52 in base eight; None of any other text."""
+    """Return the digits and the base of a number such as 52_8 or 52 in base eight; None of any other text."""
     found = BASED.fullmatch(as_text(text).replace(" ", ""))
     if found is None or not found["base"].isdecimal():
         return None
@@ -400,7 +400,7 @@ def names(side: str, answer: str = "") -> bool:
 def equation(text: str) -> list[str]:
     """Return the sides of an equation or of a chain of them: equation("x=3+4=7") -> ["x", "3+4", "7"].
 
-    An equals sign inside brackets counts only where there is none outside them: equation("(6=7)") -> ["6", "7"].
+    An equals sign inside brackets counts only where no other is outside them: equation("(6=7)") -> ["6", "7"].
     """
     cuts: list[tuple[int, int, int]] = []  # depth, start, end
     depth = 0

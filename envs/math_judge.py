@@ -12,20 +12,33 @@ from collections.abc import Iterable
 from typing import Self
 
 from envs import math_answers, math_worker
+from envs.web import NoAnswer
 
 JUDGE_SECONDS = 2.0  # of math-verify for one answer; an honest one takes a millisecond
 JUDGE_START_SECONDS = 60.0  # the worker's own imports, on a busy machine
 LONGEST_ANSWER = 1000  # characters; nothing longer is an answer
 WHOLE_NUMBER = re.compile(r"-?[0-9]{1,18}")
 BOX_OR_BRACE = re.compile(r"(?P<box>\\boxed\s*\{)|[{}]")
+WIDE = str.maketrans("０１２３４５６７８９．，－−﹣", "0123456789.,---")
+CURRENCY = r"(?:[A-Z]{0,3}\\?[$€£¥])"
+SEPARATOR = r"(?:,(?:\\!)?|\{,\}|\\[,!])"  # of thousands, also as LaTeX spells it
+NUMBER = re.compile(
+    rf"(?P<before>[-+]?){CURRENCY}?(?P<after>-?)(?P<number>"
+    rf"(?:(?<![0-9.])(?:[0-9]{{1,3}}(?:{SEPARATOR}[0-9]{{3}})++|[0-9]{{1,2}}(?:,[0-9]{{2}}(?![0-9]))++,[0-9]{{3}})"
+    r"(?![0-9])|[0-9]++)(?:\.[0-9]++)?|(?<![0-9A-Za-z.)\]}])\.[0-9]++)(?P<power>[eE][-+]?[0-9]++(?![0-9A-Za-z]))?"
+)
+TAKEN_FROM = re.compile(  # what a minus behind it is not a sign after: a number, a bracket, a word of an alphabet
+    rf"(?:[0-9)\]}}%!]|[0-9]\.?{CURRENCY}?) *\Z|[0-9A-Za-z\u00c0-\u024f\u0370-\u052f.]['’]?\Z"
+)
+LOOK_BACK = 40  # characters
 
 
-class NoJudge(RuntimeError):
+class NoJudge(NoAnswer):
     """math-verify cannot be started."""
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last complete \boxed{...} of a text holds, braces balanced; None without one.
+    r"""Return what the last complete \boxed{...} of a text holds, braces balanced; None without one.
 
     One pass over the braces, so that the time is linear in the length of any text.
     """
@@ -39,6 +52,24 @@ def last_boxed(text: str) -> str | None:
         if start is not None and match.start() - start <= LONGEST_ANSWER and (last is None or start > last[0]):
             last = start, match.start()
     return None if last is None else text[last[0] : last[1]].strip()
+
+
+def last_number(text: str) -> str | None:
+    """Return the last number of a text, boxed or not, without commas: last_number("It is -$1,200.") -> "-1200".
+
+    What lm-evaluation-harness calls the flexible extraction of GSM8K. A minus belongs to a number unless it stands
+    directly behind a word or behind a number or a bracket, as in COVID-19 and 5 - 3, or before a blank.
+    """
+    text = text.translate(WIDE)
+    matches = list(NUMBER.finditer(text))
+    if not matches:
+        return None
+    found = matches[-1]
+    number = re.sub(SEPARATOR, "", found["number"]) + (found["power"] or "")
+    number = f"0{number}" if number.startswith(".") else number
+    signs = found["before"] + found["after"]
+    is_operand = TAKEN_FROM.search(text[max(0, found.start() - LOOK_BACK) : found.start()]) is not None
+    return f"-{number}" if signs.endswith("-") and (len(signs) == 2 or not is_operand) else number
 
 
 class MathJudge:
@@ -71,7 +102,7 @@ class MathJudge:
             )
 
     def correct(self, text: str, answer: str) -> bool:
-        """Whether the text's last box holds this answer."""
+        """Return whether the text's last box holds this answer."""
         given = last_boxed(text)
         return given is not None and self.equal(given, answer)
 
@@ -126,7 +157,7 @@ class MathJudge:
         return verdict == "true"
 
     def _line(self, seconds: float) -> str | None:
-        """The worker's next line; None when it said nothing in time or died."""
+        """Return the worker's next line; None when it said nothing in time or died."""
         assert self._worker is not None and self._worker.stdout is not None
         ready, _, _ = select.select([self._worker.stdout], [], [], seconds)
         line = self._worker.stdout.readline() if ready else b""

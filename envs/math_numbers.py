@@ -90,7 +90,7 @@ def number(text: str) -> Number | None:
 
 
 def _without_brackets(text: str) -> str:
-    """A number without the brackets around it or its parts: -(3/2), (-3)/2, {12}; nothing for what is a product."""
+    """Return a number without the brackets around it or its parts: -(3/2), (-3)/2, {12}; "" for a product."""
     loose = LOOSE_BRACES.search(text) or text.count("{") != text.count("}")
     text = "" if loose else " ".join(re.sub("[{}]", " ", text).split())
     for _ in range(3):
@@ -104,7 +104,7 @@ def _without_brackets(text: str) -> str:
 
 
 def _unit(match: re.Match[str], behind: str) -> str | None:
-    """The one unit of a number, before or behind it; None where there are two, or no unit of the list."""
+    """Return the one unit of a number, before or behind it; None where there are two, or no unit of the list."""
     before = match["before"] or match["after"]
     found = ["%"] if match["percent"] else []
     found += [unit_of(before.removeprefix("US").strip() if before.endswith("$") else before)] if before else []

@@ -2,7 +2,7 @@ r"""Which unit does an answer of mathematics end with?  A list of units and curr
 
     split_unit("12 km per hour") == split_unit("12kph") == ("12", "km/hour")
     split_unit("12 sq. ft.") == ("12", "foot^2"), split_unit("12 dozen") == ("12 dozen", "")
-The words behind a number that are no unit of the list are left where they are.
+The words behind a number that are not a unit of the list are left where they are.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WORD = re.compile(r"\^ ?\{? ?[23] ?\}?|[A-Za-z]+|°[CF]?|\S")
 
 @lru_cache(maxsize=1 << 12)
 def unit_of(text: str) -> str:
-    """The unit that is all of a text, in one spelling of it; nothing where it is none of the list."""
+    """Return the unit that is all of a text, in one spelling of it; nothing where it is not in the list."""
     found, power, unit_next = "", 0, True
     for word in WORD.findall(text.replace(".", " ")):
         word = re.sub("[ {}]", "", word)
@@ -50,7 +50,7 @@ def unit_of(text: str) -> str:
 
 @lru_cache(maxsize=1 << 12)
 def split_unit(text: str, shortest: int = 1) -> tuple[str, str]:
-    """A plain text without its unit, and the unit; a text without a known one, or one this short, as it is."""
+    """Return a plain text without its unit, and the unit; a text without a known one, or one this short, as it is."""
     start = max(0, len(text) - LONGEST)
     for match in STARTS.finditer(text, start):
         rest, end = text[: match.start()], text[match.start() :]
@@ -60,11 +60,11 @@ def split_unit(text: str, shortest: int = 1) -> tuple[str, str]:
 
 
 def unit_in(text: str) -> str:
-    """The unit of a plain text, behind it or a currency before it."""
+    """Return the unit of a plain text, behind it or a currency before it."""
     before = CURRENCY.match(text)
     return split_unit(text, shortest=2)[1] or (unit_of(before[1]) if before else "")
 
 
 def agree(one: str, other: str) -> bool:
-    """Whether two units are the same; one that is left out agrees with any."""
+    """Return whether two units are the same; one that is left out agrees with any."""
     return not one or not other or one == other

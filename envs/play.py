@@ -19,9 +19,10 @@ from envs.web import NoAnswer
 THOUGHT = "#"  # begins a line with the thought of the next action
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="posttrain env play", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("name", help=f"one of: {', '.join(names())}")
+def main(argv: Sequence[str] | None = None, prog: str = "posttrain env play") -> int:
+    """Play an environment at the terminal. Returns the exit code: 0, or 2 where the request makes no sense."""
+    parser = argparse.ArgumentParser(prog=prog, description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("name", help=f"one of: {', '.join(names())}; or module:Class")
     parser.add_argument("options", nargs="*", default=[], help="the environment's options, name=value (as in JSON)")
     parser.add_argument("--turns", type=int, help="turns (default: the environment's own max_turns)")
     parser.add_argument("--split", default="train", help=f"one of: {', '.join(SPLITS)} (default train)")
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def converse(episode: Episode, rewards: list[float]) -> None:
-    """Plays until the game is over, rewards and penalties into the list; EOFError where the input ends first."""
+    """Play until the game is over, rewards and penalties into the list; EOFError where the input ends first."""
     for message in episode.messages:
         say(message["role"], message["content"])
     while not episode.done:
@@ -68,7 +69,7 @@ def converse(episode: Episode, rewards: list[float]) -> None:
 
 
 def response(protocol: Protocol) -> str:
-    """The answer that is typed; one with tags is left as it is, good or bad."""
+    """Return the answer that is typed; one with tags is left as it is, good or bad."""
     thought = ""
     while True:
         line = input("you> ")

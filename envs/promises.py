@@ -1,4 +1,4 @@
-"""What does an environment promise, and which of it does not hold?  A function for each promise, a sentence for each
+"""What does an environment promise, and which promises does it break?  A function for each promise, a sentence for each
 breach; `posttrain env check` runs them all."""
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.utils.env_checker import check_env
 
 from envs import SPLITS, TextEnv, gymnasium_id, make
@@ -58,7 +59,7 @@ class Subject:
         return make(self.name, **self.options)
 
     def at(self, seed: int, split: str = "train") -> TextEnv:
-        """The environment at the start of a level."""
+        """Return the environment at the start of a level."""
         env = self.make()
         env.reset(seed=seed, options={"split": split})
         return env
@@ -80,13 +81,17 @@ class Subject:
 
 
 def protocol_for(env: TextEnv, turns: int | None = None) -> Protocol:
-    """The protocol in which an environment is checked: its own number of turns up to `TURNS`, unless given."""
+    """Return the protocol in which an environment is checked: its own number of turns up to `TURNS`, unless given."""
     return Protocol.of(env, max_turns=min(env.max_turns, TURNS) if turns is None else turns)
 
 
 def broken_promises(subject: Subject) -> list[str]:
-    """What does not hold, one sentence each; empty for a good environment. NoLevel where a split has no
-    levels, NoAnswer where a server gives none."""
+    """Return what does not hold, one sentence each; empty for a good environment.
+
+    Raises:
+        NoLevel: a split has no levels.
+        NoAnswer: a server does not answer.
+    """
     broken: list[str] = []
     for promise in PROMISES:
         sentences: list[str] = []
@@ -107,12 +112,12 @@ def broken_promises(subject: Subject) -> list[str]:
 
 
 def already(sentences: Iterable[str], cause: str) -> bool:
-    """Whether the same error at the same place was told before, whatever was checked then."""
+    """Return whether the same error at the same place was told before, whatever was checked then."""
     return any(sentence.startswith(cause[:-1]) for sentence in sentences)
 
 
 def raised(subject: Subject, error: BaseException) -> str:
-    """Where an environment raised, as a sentence: the innermost line of its own file, or of any."""
+    """Return where an environment raised, as a sentence: the innermost line of its own file, or of any."""
     frames = traceback.extract_tb(error.__traceback__)
     own = inspect.getsourcefile(type(subject.make()))
     frame = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1])
@@ -125,10 +130,12 @@ def raised(subject: Subject, error: BaseException) -> str:
 
 def gymnasiums_api(subject: Subject) -> Iterator[str]:
     """It passes gymnasium's check_env, with every render mode that it declares."""
+    kind: Any = type(subject.make())
+    spec = EnvSpec(gymnasium_id(kind), entry_point=kind)  # also of a class that gymnasium does not know by name
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            check_env(gymnasium.make(gymnasium_id(type(subject.make())), **subject.options).unwrapped)
+            check_env(gymnasium.make(spec, **subject.options).unwrapped)
         except AssertionError as error:
             yield f"gymnasium's check_env fails: {error}"
     for warning in caught:
@@ -186,14 +193,14 @@ def pure_resets(subject: Subject) -> Iterator[str]:
             yield f"reset(seed={seed}) and the same actions gave two episodes: chance must come from self.noise."
         env.reset(seed=seed, options={"split": split})
         if (env.observe(), env.level_key()) != (first, key):
-            yield f"reset(seed={seed}) after an episode begins elsewhere: begin() must set the whole state anew."
+            yield f"reset(seed={seed}) after an episode begins elsewhere: begin() must set the whole state again."
         env.reset(seed=seed, options={"split": split, "noise_seed": seed + 1})
         if (env.observe(), env.level_key()) != (first, key):
             yield f"another noise_seed changes the first state of reset(seed={seed}): begin() must not use self.noise."
 
 
 def _walk(env: TextEnv, players: list[str], seed: int, turns: int = 6) -> list[Any]:
-    """What a few actions lead to."""
+    """Return what a few actions lead to."""
     rng, found = np.random.default_rng(seed), []
     for _ in range(turns):
         observation, reward, over, cut, info = env.step(some_action(env, players, rng))
@@ -204,7 +211,7 @@ def _walk(env: TextEnv, players: list[str], seed: int, turns: int = 6) -> list[A
 
 
 def some_action(env: TextEnv, players: list[str], rng: np.random.Generator) -> str:
-    """One of the listed actions, or for free text what a player says, if there is one."""
+    """Return one of the listed actions, or for free text what a player says, if there is one."""
     if env.actions is not None:
         return env.actions[int(rng.integers(len(env.actions)))]
     return next_action(env, players[int(rng.integers(len(players)))]) if players else "some text"
@@ -229,7 +236,7 @@ def _state(env: TextEnv) -> str:
 
 
 def _wrong_step(env: TextEnv, action: str, before: str, result: Any) -> Iterator[str]:
-    """What a step said that cannot be."""
+    """Yield what is wrong with what a step returned."""
     did = f"step({action!r})"
     if not isinstance(result, tuple) or len(result) != 5:
         yield f"{did} returned {result!r}, not observation, reward, terminated, truncated and info."
@@ -238,7 +245,7 @@ def _wrong_step(env: TextEnv, action: str, before: str, result: Any) -> Iterator
     if observation != env.observe():
         yield f"{did} returned another text than observe() does."
     if not isinstance(reward, int | float | np.number) or not math.isfinite(reward):
-        yield f"{did} gave the reward {reward!r}, which is no finite number."
+        yield f"{did} gave the reward {reward!r}, which is not a finite number."
     if not all(isinstance(flag, bool | np.bool_) for flag in (over, cut)):
         yield f"{did} returned terminated={over!r}, truncated={cut!r}: both must be bool."
     for key, kind in INFO.items():
@@ -297,7 +304,7 @@ def scripted_policies(subject: Subject) -> Iterator[str]:
                 if asked.actions is not None and action not in asked.actions:
                     yield f"{name} plays {action!r}, which is not in the list of actions."
                 elif not isinstance(action, str) or not action.strip() or "</answer>" in action:
-                    yield f"{name} plays {action!r}, which is no text that can stand in an answer."
+                    yield f"{name} plays {action!r}, which is not a text that can stand in an answer."
             asked.thought()
             _state(asked)
             action = some_action(alone, [], rng)
@@ -339,7 +346,7 @@ def winning_expert(subject: Subject) -> Iterator[str]:
 
 
 def claimed_optimum(subject: Subject) -> Iterator[str]:
-    """Play does not contradict optimal_success: nobody wins more often, and the expert not less often.
+    """Play does not contradict optimal_success: no player wins more often, and the expert not less often.
 
     The wins on levels with the chances p_i have the mean sum(p_i) and the variance sum(p_i (1 - p_i)); four standard
     deviations away is a contradiction. Where every chance is 0 or 1 that is any difference at all. An expert that
@@ -351,7 +358,7 @@ def claimed_optimum(subject: Subject) -> Iterator[str]:
     for limit in (subject.protocol, Protocol(max_turns=LONG, max_actions=LONG)):
         chances = [subject.at(seed, subject.split).optimal_success(limit.max_actions) for seed in range(episodes)]
         if any(not 0 <= chance <= 1 + 1e-9 for chance in chances):
-            yield f"optimal_success({limit.max_actions}) gave {max(chances, key=abs):g}, which is no probability."
+            yield f"optimal_success({limit.max_actions}) gave {max(chances, key=abs):g}, which is not a probability."
             return
         expected, certain = sum(chances), all(chance in (0, 1) for chance in chances)
         noise = 4 * math.sqrt(sum(chance * (1 - chance) for chance in chances)) + 1e-6
@@ -413,7 +420,7 @@ def _elsewhere(subject: Subject, *flags: str, timeout: float | None = None) -> s
 
 
 def digest(subject: Subject, seeds: int = 20) -> str:
-    """A fingerprint of the levels, observations, noise and demonstrations of an environment."""
+    """Return a fingerprint of the levels, observations, noise and demonstrations of an environment."""
     parts, players = [], subject.players
     for split, seed in itertools.product(SPLITS, range(seeds)):
         env = subject.at(seed, split)

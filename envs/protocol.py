@@ -45,8 +45,10 @@ class Protocol:
 
     @classmethod
     def of(cls, env: TextEnv, max_turns: int | None = None, max_actions: int | None = None, **others: Any) -> Protocol:
-        """The protocol of a run in one of its environments: None takes the environment's own number of turns, and as
-        many actions as these hold."""
+        """Return the protocol of a run in an environment.
+
+        None takes the environment's own number of turns, and as many actions as these hold.
+        """
         turns = env.max_turns if max_turns is None else max_turns
         most = turns * others.get("max_actions_per_turn", cls.max_actions_per_turn)
         return cls(max_turns=turns, max_actions=most if max_actions is None else max_actions, **others)
@@ -91,10 +93,11 @@ class Turn:
 
 
 def parse(text: str, protocol: Protocol, listed: Sequence[str] | None) -> Parsed:
-    """Reads a response; linear in its length and never raises, whatever the text.
+    """Read a response, in time linear in its length; no text raises an error.
 
-    `listed` is the environment's list of actions: names count whatever their case, those beyond the turn's limit are
-    left out. With None the action is free text: all that stands in <answer>, as it stands there, unless it is blank.
+    Args:
+        listed: the environment's list of actions, whose names count in any case; those beyond the turn's limit are left
+            out. None for free text: the action is all that stands in <answer>, unless it is blank.
     """
     start = 0
     if protocol.think:
@@ -117,7 +120,7 @@ def parse(text: str, protocol: Protocol, listed: Sequence[str] | None) -> Parsed
 
 
 def thought_span(text: str) -> tuple[int, int] | None:
-    """Where the thought stands in a response, between the first <think> and the first </think> behind it.
+    """Return where the thought stands in a response, between the first <think> and the first </think> behind it.
 
     >>> thought_span("<think>so</think><answer>Up</answer>"), thought_span("<answer>Up</answer>")
     ((7, 9), None)
@@ -128,7 +131,7 @@ def thought_span(text: str) -> tuple[int, int] | None:
 
 
 def answer(thought: str, actions: Sequence[str], protocol: Protocol) -> str:
-    """A response in the protocol's form."""
+    """Return a response in the protocol's form."""
     reply = f"<answer>{f' {ACTION_SEP} '.join(actions)}</answer>"
     return f"<think>{thought}</think>{reply}" if protocol.think else reply
 
@@ -146,7 +149,7 @@ def system_text(env: TextEnv, protocol: Protocol) -> str:
 
 
 def _per_turn(env: TextEnv, protocol: Protocol) -> int:
-    """How many actions a turn may hold; free text is one."""
+    """Return how many actions a turn may hold; free text is one."""
     return 1 if env.actions is None else protocol.max_actions_per_turn
 
 
@@ -156,7 +159,7 @@ class Episode:
     Example: episode = Episode(make("frozen_lake"), Protocol(), seed=7, split="test")
              turn = episode.step("<think>goal Down safe Down</think><answer>Down</answer>")
     `noise_seed` gives the samples of a group their own environment noise on a shared level.
-    An environment that raises is not caught here, and a reward that is no finite number raises as well: the caller
+    An environment that raises is not caught here, and a reward that is not a finite number raises as well: the caller
     counts it as crashed, never as a reward of zero.
     """
 
@@ -183,7 +186,7 @@ class Episode:
         return self.terminated or self.truncated
 
     def step(self, response_text: str) -> Turn:
-        """Plays one turn: acts on what the response asks for and says what came of it."""
+        """Play one turn: acts on what the response asks for and says what came of it."""
         if self.done:
             raise RuntimeError("This episode is over: open a new one.")
         self.messages.append({"role": "assistant", "content": response_text})
@@ -218,7 +221,7 @@ class Episode:
         return Turn(reward, self.protocol.format_penalty if penalised else 0.0, self.done, valid, user)
 
     def summary(self, first: int) -> str:
-        """The state now in one user message, after the turns from number `first` on in brief: state, action, reward.
+        """Return one user message: the turns from number `first` on in brief (state, action, reward), then the state.
 
         Without earlier turns it is the first user message; `first == turns` leaves all of them out.
         """
@@ -233,7 +236,7 @@ class Episode:
         return "\n".join([*lines, f"Turn {self.turns + 1}", self._user_text(self.observation)])
 
     def state_key(self) -> str:
-        """The environment's key of the state, or its observation where it has none."""
+        """Return the environment's key of the state, or its observation where it has none."""
         return self.env.state_key() if self.env.has("state_key") else self.observation
 
     def _user_text(self, state: str, reward: float | None = None, valid: bool = True) -> str:

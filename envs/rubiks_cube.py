@@ -56,10 +56,28 @@ class Level(NamedTuple):
 
 
 class RubiksCube(TextEnv):
-    """Turn the faces until each has one colour; reward 1 then, 0 before.
+    """Turn the faces of a 2x2x2 cube until each has one colour.
 
-    Levels are `min_length` to `max_length` quarter turns from solved, proven to need as many. With `rotate` the cube is
-    turned to any of its 24 positions, otherwise with its corner down left back in place.
+    ## Action space
+    `U`, `R`, `F`, `D`, `L`, `B` turn a face a quarter clockwise as seen from outside; `U'` and so on turn it back.
+
+    ## Observation space
+    Text: the four stickers of each face, in the order Up, Right, Front, Down, Left, Back.
+
+    ## Rewards
+    1 when each face has one colour, 0 before.
+
+    ## Starting state
+    A cube that needs `min_length` to `max_length` quarter turns, each distance with equal probability.
+
+    ## Episode end
+    Terminated when solved (success); no game is lost. Truncation is left to the protocol, after `max_turns`:
+    `max_length` + 4.
+
+    ## Arguments
+    - `min_length=1`, `max_length=4`: quarter turns to the solution, proven; 1 to 14.
+    - `rotate=False`: start in any of 24 positions; False: with the corner down left back in place.
+    - `render_mode=None`: or "ansi", "rgb_array".
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 2}
@@ -78,7 +96,7 @@ class RubiksCube(TextEnv):
 
     @classmethod
     def draw(cls, config: Scrambles, rng: np.random.Generator) -> Iterator[Level]:
-        """Any distance with equal chance, then any puzzle at that distance.
+        """Yield any distance with equal chance, then any puzzle at that distance.
 
         A distance is given up for another after `PATIENCE` puzzles: the split has none of them.
         """
@@ -150,19 +168,19 @@ class RubiksCube(TextEnv):
         return {"random": self.choose(), "pairs": self.choose(self.cues()["pairs"])}
 
     def expert(self) -> str:
-        """The first move that comes nearer to solved; of a solved cube, any."""
+        """Return the first move that comes nearer to solved; of a solved cube, any."""
         here = distance(self.cube)
         return next((move for move in MOVES if distance(after(self.cube, move)) < here), MOVES[0])
 
     def optimal_length(self) -> int:
-        """Quarter turns from here to solved."""
+        """Return quarter turns from here to solved."""
         return distance(self.cube)
 
     def optimal_success(self, horizon: int) -> float:
         return float(distance(self.cube) <= horizon)
 
     def render(self) -> Any:
-        """The unfolded net, as text or as a picture."""
+        """Return the unfolded net, as text or as a picture."""
         if self.render_mode is None:
             return None
         if self.render_mode == "ansi":
@@ -189,7 +207,7 @@ class RubiksCube(TextEnv):
 
 @cache
 def stickers() -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """Where each of the 24 stickers is and where it faces, in the order of a cube's letters."""
+    """Return where each of the 24 stickers is and where it faces, in the order of a cube's letters."""
     found = []
     for _, _, outward, down, right in FACES:
         for row, column in itertools.product((-1, 1), repeat=2):
@@ -199,7 +217,7 @@ def stickers() -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
 
 
 def _clockwise(vector: tuple[int, ...], axis: tuple[int, ...]) -> tuple[int, ...]:
-    """A vector turned by a quarter clockwise, seen from the tip of the axis: v x a + (v . a) a."""
+    """Return a vector turned by a quarter clockwise, seen from the tip of the axis: v x a + (v . a) a."""
     along = sum(v * a for v, a in zip(vector, axis, strict=True))
     cross = [vector[i - 2] * axis[i - 1] - vector[i - 1] * axis[i - 2] for i in range(3)]
     return tuple(c + along * a for c, a in zip(cross, axis, strict=True))
@@ -221,7 +239,7 @@ def turned(cube: str, order: Order) -> str:
 
 @cache
 def orders() -> dict[str, Order]:
-    """What each move does to the stickers."""
+    """Return what each move does to the stickers."""
     found = {}
     for name, _, axis, *_ in FACES:
         once = found[name[0]] = _turning(axis, whole=False)
@@ -231,7 +249,7 @@ def orders() -> dict[str, Order]:
 
 @cache
 def rotations() -> tuple[Order, ...]:
-    """The 24 ways to hold a cube, as it is first."""
+    """Return the 24 ways to hold a cube, as it is first."""
     turns = [_turning(FACES[i][2], whole=True) for i in (0, 1)]
     found = [tuple(range(24))]
     for order in found:  # grows while it is read
@@ -248,7 +266,7 @@ def is_solved(cube: str) -> bool:
 
 
 def pairs(cube: str) -> int:
-    """How many of the 24 pairs of neighbours on a face have the same colour."""
+    """Return how many of the 24 pairs of neighbours on a face have the same colour."""
     faces = [cube[i : i + 4] for i in range(0, 24, 4)]
     return sum((a == b) + (a == c) + (b == d) + (c == d) for a, b, c, d in faces)
 
@@ -260,7 +278,7 @@ def pairs(cube: str) -> int:
 
 @cache
 def corners() -> tuple[tuple[int, int, int], ...]:
-    """The stickers of each corner, the one on Up or Down first, then clockwise. The corner down left back is last."""
+    """Return the stickers of each corner, that on Up or Down first, then clockwise; the corner down left back last."""
     places = sorted({place for place, _ in stickers()}, key=lambda place: (place == (-1, -1, -1), place))
     found = []
     for place in places:
@@ -281,7 +299,7 @@ def arrangements() -> tuple[list[Order], dict[Order, int]]:
 
 @lru_cache(maxsize=1 << 16)
 def upright(cube: str) -> str:
-    """The cube held with the corner of its down, left and back colours in place."""
+    """Return the cube held with the corner of its down, left and back colours in place."""
     last = corners()[-1]
     home = "".join(SOLVED[i] for i in last)
     (found,) = {turned(cube, order) for order in rotations() if "".join(cube[order[i]] for i in last) == home}
@@ -289,7 +307,7 @@ def upright(cube: str) -> str:
 
 
 def _read(cube: str) -> tuple[Order, Order]:
-    """Which corner is at each of the seven places, and how it is twisted."""
+    """Return which corner is at each of the seven places, and how it is twisted."""
     homes = {frozenset(SOLVED[i] for i in corner): number for number, corner in enumerate(corners()[:-1])}
     places, twists = [], []
     for corner in corners()[:-1]:
@@ -309,7 +327,7 @@ def number_of(cube: str) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def cube_of(number: int) -> str:
-    """The inverse of `number_of`."""
+    """Return the inverse of `number_of`."""
     places = arrangements()[0][number // 729]
     twists = [number // 3 ** (5 - i) % 3 for i in range(6)]
     twists.append(-sum(twists) % 3)
@@ -322,7 +340,7 @@ def cube_of(number: int) -> str:
 
 @cache
 def distances() -> np.ndarray:
-    """The exact distance of every puzzle from solved, shape (3674160,): breadth first over all of them."""
+    """Return the exact distance of every puzzle from solved, shape (3674160,): breadth first over all of them."""
     listed, numbers = arrangements()
     digits = np.array(list(itertools.product(range(3), repeat=6)))
     twists = np.concatenate([digits, -digits.sum(1, keepdims=True) % 3], axis=1)
@@ -347,7 +365,7 @@ def distances() -> np.ndarray:
 
 @cache
 def puzzles_at(length: int) -> np.ndarray:
-    """The numbers of all puzzles of a distance."""
+    """Return the numbers of all puzzles of a distance."""
     return np.flatnonzero(distances() == length)
 
 

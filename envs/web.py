@@ -1,4 +1,4 @@
-"""How is a server asked that may answer anything?  One request with a deadline and a bound on the reply.
+"""How is a server asked that is not trusted?  One request with a deadline and a bound on the reply.
 
 There are no proxies and no redirects: what is sent, a key included, goes to the address that was given or nowhere.
 """
@@ -22,13 +22,13 @@ FAILURES = (OSError, http.client.HTTPException, ValueError, RecursionError)  # w
 
 
 class NoAnswer(RuntimeError):
-    """A server did not answer, or not as it should; one paragraph says which and what to do."""
+    """A server or a helper process did not answer, or not as it should; the message says which one and what to do."""
 
 
 class BadStatus(ValueError):
     """An answer with another status than 200, what its header Retry-After says, and all of it, uncut.
 
-    Who shows a part of it masks the key before: of a key that is cut, the rest would stand there.
+    Mask the key before you show a part of it: a key that is cut would not be found.
     """
 
     def __init__(self, status: int, retry_after: str = "", reply: str = "") -> None:
@@ -37,16 +37,16 @@ class BadStatus(ValueError):
 
 
 def is_address(url: str) -> bool:
-    """Whether a text is the address of a server: "http://localhost:8000/search" is one, "http://" is none."""
+    """Return whether a text is the address of a server: "http://localhost:8000/search" is one, "http://" is not."""
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none, half of a bracket
+    except ValueError:  # a port that is not a number, half of a bracket
         return False
 
 
 def is_loopback(name: str | None) -> bool:
-    """Whether only this machine is reached under the name.
+    """Return whether only this machine is reached under the name.
 
     >>> is_loopback("localhost"), is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("a.example")
     (True, True, True, False)
@@ -58,7 +58,7 @@ def is_loopback(name: str | None) -> bool:
 
 
 def post_json(url: str, content: Any, timeout: float, headers: Mapping[str, str] | None = None) -> Any:
-    """What the server answers, as JSON; one of FAILURES, TimeoutError among them, where there is no such answer."""
+    """Send JSON and return the JSON that the server answers; see `ask` for arguments and errors."""
     sent = {"Content-Type": "application/json", **(headers or {})}
     return json.loads(ask(url, json.dumps(content).encode(), timeout, sent))
 
@@ -66,9 +66,16 @@ def post_json(url: str, content: Any, timeout: float, headers: Mapping[str, str]
 def ask(
     url: str, body: bytes | None, timeout: float, headers: Mapping[str, str] | None = None, most: int = MOST_BYTES
 ) -> bytes:
-    """The reply to a POST of these bytes, or to a GET where there are none; at most `most` bytes.
+    """Return the body of the reply to one request.
 
-    It is complete before the deadline: a socket's own limit starts anew with every byte it receives.
+    Args:
+        body: sent with POST; None sends GET.
+        timeout: seconds for the whole request, connecting and reading included.
+        most: bytes that the reply may have.
+
+    Raises:
+        BadStatus: the status is not 200.
+        TimeoutError: the reply was not complete in time. Every error is one of FAILURES.
     """
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection

@@ -1,7 +1,8 @@
 """A whole environment: walk along a row of cells to the goal.
 
-Copy this file into envs/; that registers it.   cp examples/minimal_env.py envs/line.py
+Copy this file into envs/; that registers it.    cp examples/minimal_env.py envs/line.py
 Does it keep its promises?                       posttrain env check line
+Or leave it where it is, and name it by path:    posttrain env check examples.minimal_env:Line
 Train in it, after `make quickstart`:            python train_phase3_starpo.py \
     --config configs/quickstart/own_environment.yaml 'envs=[line]' output_dir=runs/line
 """

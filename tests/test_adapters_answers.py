@@ -172,5 +172,5 @@ def test_a_question_has_one_deadline_for_all_of_its_answer(server: Server) -> No
 
 @pytest.mark.parametrize("url", ["nonsense", "localhost:8000", "ftp://host:1", "http://", "http://host:port"])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="is no address: write http://host:port"):
+    with pytest.raises(ValueError, match="is not an address: write http://host:port"):
         envs.make("openenv", url=url)

@@ -273,7 +273,7 @@ def test_invalid_moves_never_end_a_game_and_a_win_is_a_win() -> None:
     [
         ("", "needs the option game, for example game=FrozenLake-v0-random"),
         ("Chess", "TextArena cannot make the game"),
-        ("TicTacToe-v0", "no game for one player"),
+        ("TicTacToe-v0", "not a game for one player"),
         ("TwentyQuestions-v0", "OpenRouter API key not found"),
     ],
 )

@@ -493,7 +493,7 @@ def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> No
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert openenv.main(["frozen_lake", "--port", str(port)]) == 2
-    assert f"Nobody can listen at 127.0.0.1:{port}: " in capsys.readouterr().err
+    assert f"Listening at 127.0.0.1:{port} fails: " in capsys.readouterr().err
 
 
 def test_help_needs_no_package() -> None:

@@ -29,6 +29,7 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
+from envs.math_judge import MathJudge
 from posttrain.config.data import DataSection, Source
 from posttrain.data import contamination as contamination_module, embedded, loading as data_loading, reading
 from posttrain.data.contamination import EvaluationQuestions, N, words
@@ -36,7 +37,6 @@ from posttrain.data.filters import CHECKS, Example
 from posttrain.data.loading import PreferenceData, SFTData, load_preferences, load_sft
 from posttrain.data.table import FilterTable
 from posttrain.finetune.trl_trainers import takes_token_ids
-from posttrain.judge import MathJudge
 from posttrain.models.chat import Chat
 from posttrain.runtime import parallel
 from posttrain.types import UserError

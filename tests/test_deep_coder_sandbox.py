@@ -297,19 +297,14 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, 
         local.bind(listener)
         server.settimeout(0)
         yield {
-            "secret": str(tmp_path / "secret"),
-            "marker": str(tmp_path / "marker"),
-            "port": server.getsockname()[1],
-            "home": str(Path.home()),
-            "project": str(Path(__file__).parents[1]),
-            "pid": os.getpid(),
+            "secret": str(tmp_path / "secret"), "marker": str(tmp_path / "marker"), "port": server.getsockname()[1],
+            "home": str(Path.home()), "project": str(Path(__file__).parents[1]), "pid": os.getpid(),
             "fork": {"x86_64": 56, "aarch64": 220}.get(os.uname().machine, -1),
             "exit": {"x86_64": 60, "aarch64": 93}.get(os.uname().machine, -1),
             "io_setup": {"x86_64": 206, "aarch64": 0}.get(os.uname().machine, -1),
             "ioprio_set": {"x86_64": 251, "aarch64": 30}.get(os.uname().machine, -1),
-            "sched_setattr": {"x86_64": 314, "aarch64": 274}.get(os.uname().machine, -1),
-            "listener": listener,
-        }
+            "sched_setattr": {"x86_64": 314, "aarch64": 274}.get(os.uname().machine, -1), "listener": listener,
+        }  # fmt: skip
         with pytest.raises(BlockingIOError):
             server.accept()
     assert not (tmp_path / "marker").exists()

@@ -224,14 +224,14 @@ def test_left_out_pairs_are_counted(tmp_path: Path, capsys: pytest.CaptureFixtur
     ("command", "says"),
     [
         (["frozen_lak"], 'Did you mean "frozen_lake"'),
-        (["frozen_lake=0"], "no positive number"),
-        (["frozen_lake=much"], "no positive number"),
+        (["frozen_lake=0"], "not a positive number"),
+        (["frozen_lake=much"], "not a positive number"),
         (["frozen_lake", "--player", "save"], 'Did you mean "safe"'),
         (["frozen_lake", "--player", "safe:x"], "names no players"),
         (["frozen_lake", "--player", "safe:-1"], "names no players"),
         (["frozen_lake", "--thought", "plans"], 'Did you mean "plan"'),
         (["frozen_lake", "--plan", "0"], "at least one move"),
-        (["frozen_lake", "--options", "size=5"], "names no environment"),
+        (["frozen_lake", "--options", "size=5"], "does not name an environment"),
         (["frozen_lake", "--options", "sokoban.size=5"], 'no environment of this command "sokoban"'),
         (["frozen_lake", "--options", "frozen_lake.size=big"], "valid integer"),
         (["frozen_lake", "--options", "frozen_lake.slippery=true", "--thought", "plan"], "chance decides"),
@@ -257,7 +257,7 @@ def test_a_file_is_only_written_over_when_that_is_asked(tmp_path: Path, capsys: 
     file = tmp_path / "mine.jsonl"
     file.write_text("precious")
     command = ["frozen_lake", "--n", "1", "--out", str(file)]
-    assert "is there already" in refused(capsys, *command) and file.read_text() == "precious"
+    assert "exists already" in refused(capsys, *command) and file.read_text() == "precious"
     assert demos.main([*command, "--overwrite"]) == 0 and file.read_text().startswith("{")
     for out in (str(file / "below.jsonl"), "/proc/rows.jsonl"):
         said = refused(capsys, "frozen_lake", "--n", "1", "--out", out)

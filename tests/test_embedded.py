@@ -374,8 +374,8 @@ def test_the_real_filters_leave_most_of_it(chat):
 
 
 def test_filters_take_every_planted_fault():
+    from envs.math_judge import MathJudge
     from posttrain.config.data import Source
-    from posttrain.judge import MathJudge
 
     source = Source(kind="openmathinstruct", path="embedded", rows=10)
     with MathJudge() as judge:

@@ -126,24 +126,6 @@ def test_the_expert_knows_no_more_than_the_model():
         assert one.expert() == other.expert() and one.observe() == other.observe()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"arms": 3},
-        {"arms": 4, "pulls": 3},
-        {"arms": 11, "pulls": 20},
-        {"sure": 0.3},
-        {"chance": 1.5},
-        {"pulls": 2, "gap": 0.0},
-    ],
-)
-def test_options_that_make_no_sense_are_refused(options):
-    with pytest.raises(ValueError, match="bandit needs"):
-        make("bandit", **options)
-    with pytest.raises(ValueError, match="leave out reversed"):
-        make("bandit", pulls=4, reversed=True)
-
-
 @pytest.mark.parametrize("text", ["", "Teacher Trader", "9" * 60_000, "\ud800", "(" * 10_000])
 def test_other_texts_pull_nothing(text):
     for options in ({}, MANY):

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from open_envs import open_or_skip
 
 import envs
 from envs import CAPABILITIES, TextEnv, base, check, demos, promises
@@ -134,19 +137,83 @@ def test_six_methods_keep_every_promise(kind, register):
     assert made.step(made.action_space.sample())[4]["failure"] == ""
 
 
-def test_the_minimal_environment_is_small_and_passes_the_check_where_it_is_dropped(tmp_path):
+@pytest.mark.parametrize("name", ["line", "my_module:Line"])  # a file in envs/, and one in the current folder
+def test_the_minimal_environment_is_small_and_passes_the_check(name: str, tmp_path: Path) -> None:
     file = ROOT / "examples" / "minimal_env.py"
     lines = file.read_text().splitlines()
     (kind,) = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
     methods = {node.name for node in kind.body if isinstance(node, ast.FunctionDef)}
     assert len(lines) <= 60 and methods - {"__init__"} == set(TextEnv.__abstractmethods__) and len(methods) == 7
-    shutil.copytree(ROOT / "envs", tmp_path / "envs", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(file, tmp_path / "envs" / "line.py")
+    dropped = name == "line"
+    if dropped:
+        shutil.copytree(ROOT / "envs", tmp_path / "envs", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(file, tmp_path / ("envs/line.py" if dropped else "my_module.py"))
     done = subprocess.run(
-        [sys.executable, "-m", "envs.check", "line", "--episodes", "20"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True,
+        [sys.executable, "-m", "envs.check", name, "--episodes", "20"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": "" if dropped else str(ROOT)}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0 and "kept" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder, whose modules are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+    yield tmp_path
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def test_an_environment_is_made_by_path_and_called_by_it(folder: Path) -> None:
+    from posttrain.config.starpo import StarPORun
+    from posttrain.rollout import episodes as rollout
+
+    shutil.copy(ROOT / "examples" / "minimal_env.py", folder / "own_line.py")
+    env = envs.make("own_line:Line", cells=9)
+    assert (env.config, env.made_with, type(env).__module__) == (9, {"cells": 9}, "own_line")
+    assert "line" not in envs.names() and sys.path[-1] == str(folder), "last: it hides no installed package"
+    with pytest.raises(ValueError, match='Did you mean "cells"'):
+        envs.make("own_line:Line", cell=9)
+    section = StarPORun.model_validate(
+        {"output_dir": "x", "model": {"name_or_path": "x"}, "envs": ["own_line:Line"]}
+    ).envs[0]
+    assert rollout.open_env(section).title == section.title == "own_line:Line"
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("own_lin:Line", "There is no module own_lin among the installed packages or in .*Write module:Class"),
+        ("own_line:Lin", "own_line.py there is no Lin. Write module:Class .* Environments there: Half, Line."),
+        ("own_line:np", "np is not a subclass of envs.base.TextEnv"),
+        ("own_line:Half", r"Half lacks begin\(\), draw\(\)"),
+        ("json:loads", "loads is not a subclass .* examples/minimal_env.py is a whole environment"),
+        ("raising:Line", "importing raising raised ZeroDivisionError: division by zero"),
+        ("leaving:Line", "importing leaving raised SystemExit: 0"),
+        ("needing:Line", "needing imports a_package_that_nobody_has, which is not installed"),
+        *[(path, "does not name a class. Write module:Class") for path in ("own_line:", ":Line", ".a:B", "a/b.py:C")],
+    ],
+)
+def test_a_path_that_leads_to_no_environment_says_what_to_write(path: str, says: str, folder: Path) -> None:
+    example = (ROOT / "examples" / "minimal_env.py").read_text()
+    (folder / "own_line.py").write_text(example.replace("class Line", "class Half(TextEnv):\n    pass\n\n\nclass Line"))
+    (folder / "raising.py").write_text("1 / 0")
+    (folder / "leaving.py").write_text("raise SystemExit(0)")
+    (folder / "needing.py").write_text("import a_package_that_nobody_has")
+    with pytest.raises(ValueError, match=says):
+        envs.make(path)
+
+
+def test_a_file_of_results_imports_nothing(folder: Path) -> None:
+    from posttrain.report.episodes import Pictures, Stage, with_pictures
+
+    (folder / "named_in_a_file.py").write_text("1 / 0")
+    stage = Stage("named_in_a_file:Line", {}, {}, 0, {"split": "test"})
+    row = {"env": "named_in_a_file:Line", "messages": [], "actions": []}
+    assert "frames" not in with_pictures(row, stage, Pictures())
+    assert "named_in_a_file" not in sys.modules
 
 
 def test_only_an_optional_part_that_is_defined_is_there():
@@ -161,6 +228,21 @@ def test_only_an_optional_part_that_is_defined_is_there():
         with pytest.raises(NotImplementedError, match="walk has no"):
             absent()
     assert env.thought() == "" and env.render() is None
+
+
+SECTIONS = ["Action space", "Observation space", "Rewards", "Starting state", "Episode end", "Arguments"]
+
+
+@pytest.mark.parametrize("name", envs.names())
+def test_a_docstring_has_gymnasiums_sections_and_every_argument_with_its_default(name: str) -> None:
+    env = open_or_skip(name)
+    told = inspect.getdoc(type(env)) or ""
+    assert re.findall("^## (.*)$", told, re.MULTILINE) == SECTIONS
+    assert told.count("\n") < 50 and "after `max_turns`: " in " ".join(told.split())
+    listed = re.findall(r"`(\w+)=(.*?)`(?=[,:])", told.partition("## Arguments")[2])
+    expected = {key: each.default for key, each in inspect.signature(type(env)).parameters.items()}
+    assert {key: ast.literal_eval(value) for key, value in listed} == expected
+    assert {mode for mode in ("ansi", "rgb_array") if f'"{mode}"' in told} == set(env.metadata["render_modes"])
 
 
 def test_what_is_required_and_missing_is_named(register):
@@ -289,7 +371,7 @@ def test_demonstrations_fall_back_to_what_there_is(register):
     assert row["messages"][2]["content"] == "<think></think><answer>go 2</answer>"
     assert row["messages"][2]["mask_spans"] == [[0, len("<think></think>")]]
     source = Source(kind="demonstrations", path="embedded", rows=2, envs=["walk"])
-    with pytest.raises(UserError, match=r"data.sources.0.envs: Nobody can demonstrate the environment walk.*players"):
+    with pytest.raises(UserError, match=r"data.sources.0.envs: The environment walk cannot be demonstrated: .*players"):
         list(reading._generated(source, "data.sources.0", 0))
     register(variant(Say, step=lambda self, action: {}["no"]))
     source = Source(kind="demonstrations", path="embedded", rows=2, envs=["say"])
@@ -405,8 +487,8 @@ BROKEN = [
     ({"step": random_step}, "chance must come from self.noise"),
     ({"step": lambda self, action: ("x", 0.0, False, {})}, "not observation, reward, terminated"),
     ({"step": spoil(at0="elsewhere")}, "another text than observe()"),
-    ({"step": spoil(at1=float("nan"))}, "no finite number"),
-    ({"step": spoil(at1="much")}, "no finite number"),
+    ({"step": spoil(at1=float("nan"))}, "not a finite number"),
+    ({"step": spoil(at1="much")}, "not a finite number"),
     ({"step": spoil(at2=None)}, "both must be bool"),
     ({"step": spoil(failure=None)}, 'None for info["failure"], which must be a str'),
     ({"step": spoil(success="yes")}, "'yes' for info[\"success\"], which must be a bool"),
@@ -427,7 +509,7 @@ BROKEN = [
     ({"metadata": {"render_modes": ["ansi", "rgb_array"], "render_fps": 2}}, "warns: RGB-array rendering"),
     ({"render": lambda self: 3}, "check_env"),
     ({"rules": lambda self: {}["task"]}, "it raised KeyError: 'task' (test_env_contract.py, line"),
-    ({"optimal_success": lambda self, horizon: 1.5}, "no probability"),
+    ({"optimal_success": lambda self, horizon: 1.5}, "not a probability"),
     ({"optimal_success": lambda self, horizon: 0.0}, "random wins"),
     ({"expert": lambda self: "Left", "optimal_success": lambda self, h: 1.0}, "does not play its best"),
 ]
@@ -440,9 +522,9 @@ def test_check_notices_what_is_broken(changed, says, register):
 
 
 FREE_BROKEN = [
-    ({"expert": lambda self: " "}, "no text that can stand in an answer"),
+    ({"expert": lambda self: " "}, "not a text that can stand in an answer"),
     ({"expert": lambda self: "go 3"}, "the expert's action on seed"),
-    ({"expert": lambda self: "</answer>go 1"}, "no text that can stand in an answer"),
+    ({"expert": lambda self: "</answer>go 1"}, "not a text that can stand in an answer"),
 ]
 
 

@@ -46,22 +46,11 @@ def reachable(numbers: tuple[Fraction, ...]) -> set[Fraction]:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("7", 7),
-        ("1 + 2 * 3", 7),
-        ("(1+2)*3", 9),
-        ("10 - 4 - 3", 3),
-        ("12 / 4 / 3", 1),
-        ("2 - 3 * 4", -10),
-        ("-3 + 10", 7),
-        ("4 * -(2 - 5)", 12),
-        ("1 / 3 * 3", 1),
-        ("8 / 3", Fraction(8, 3)),
-        ("  ( 1\n+\t2 ) ", 3),
-        ("007", 7),
-        ("5 / (3 - 3)", None),
-        ("1 + 0 / 0 * 2", None),
+        ("7", 7), ("1 + 2 * 3", 7), ("(1+2)*3", 9), ("10 - 4 - 3", 3), ("12 / 4 / 3", 1), ("2 - 3 * 4", -10),
+        ("-3 + 10", 7), ("4 * -(2 - 5)", 12), ("1 / 3 * 3", 1), ("8 / 3", Fraction(8, 3)), ("  ( 1\n+\t2 ) ", 3),
+        ("007", 7), ("5 / (3 - 3)", None), ("1 + 0 / 0 * 2", None),
     ],
-)
+)  # fmt: skip
 def test_expressions_are_read_as_in_school(text, value):
     reading = read(text)
     assert reading is not None and reading.value == value
@@ -308,10 +297,3 @@ def test_the_largest_numbers_are_read_and_won():
         wins[player] += episode.success
         assert episode.invalid_turns == 0
     assert wins == {"expert": 30, "invented": 0}
-
-
-def test_options_that_make_no_sense_are_refused():
-    for options in ({"min_numbers": 1}, {"min_numbers": 5}, {"max_numbers": 7}, {"tries": 0}, {"max_target": 9},
-                    {"max_number": 10**6}, {"max_target": 10**6}, {"max_number": 10**20}):  # fmt: skip
-        with pytest.raises(ValueError, match="countdown needs 2 <= min_numbers"):
-            make("countdown", **options)

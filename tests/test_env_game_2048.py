@@ -130,12 +130,6 @@ def test_cues_name_merges_and_corners():
         assert players["corner"] in (cues["corner"] or env.actions) and players["random"] in env.actions
 
 
-@pytest.mark.parametrize("options", [{"size": 2}, {"target": 48}, {"target": 4}, {"tiles": 16}, {"reward": "sums"}])
-def test_options_without_sense_are_refused(options):
-    with pytest.raises(ValueError, match=r"game_2048 needs|no reward"):
-        make("game_2048", **options)
-
-
 def test_sizes_have_their_own_board_and_picture():
     for size in (3, 5):
         env = make("game_2048", size=size, render_mode="rgb_array")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import math
@@ -289,14 +288,6 @@ def test_the_expert_solves_every_problem_at_the_first_attempt_and_others_do_not(
             wins[player] += episode.success
             assert episode.invalid_turns == 0 and (player != "expert" or episode.turns == 1)
     assert wins.pop("expert") == 100 and wins["near"] == 0 and max(wins.values()) < 15
-
-
-def test_copies_play_on_alike_and_share_no_state():
-    env = at(ONE)
-    env.step("1")
-    other = copy.deepcopy(env)
-    other.step("7/2")
-    assert env.wrong == 1 and not env.solved and env.step("7/2")[1] == 0.5
 
 
 # -- a data set --------------------------------------------------------------------------------------------------------

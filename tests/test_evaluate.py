@@ -25,6 +25,7 @@ from tiny_runs import python, unheard
 
 import evaluate_model
 from envs import make
+from envs.math_judge import MathJudge
 from envs.protocol import Episode, Protocol
 from posttrain import config, metrics
 from posttrain.config.evaluation import EvaluateRun
@@ -34,7 +35,6 @@ from posttrain.evaluation import figures, scoring, store, tasks, workers
 from posttrain.evaluation.scoring import Loaded
 from posttrain.evaluation.tasks import Task
 from posttrain.evaluation.workers import run_tasks
-from posttrain.judge import MathJudge
 from posttrain.models.chat import Chat
 from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
 from posttrain.rollout.episodes import new_episode

@@ -17,13 +17,13 @@ from test_data import account, answers, assistant, replaced, rows_of, section, t
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 from trl.data_utils import extract_prompt, maybe_convert_to_chatml, maybe_extract_prompt
 
+from envs.math_judge import MathJudge
 from posttrain.config.data import HUB_KINDS, Source
 from posttrain.data import __main__ as command, local, reading
 from posttrain.data.encoding import encode_dialogues, encode_pairs, encode_prompts
 from posttrain.data.filters import CHECKS, IGNORED, Example
 from posttrain.data.loading import load_preferences, load_prompts, load_questions, load_sft
 from posttrain.data.table import SourceReport
-from posttrain.judge import MathJudge
 from posttrain.models.chat import Chat
 from posttrain.types import UserError
 

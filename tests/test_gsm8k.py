@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
+from envs.math_judge import MathJudge, last_number
 from posttrain.config.data import DataSection
 from posttrain.config.evaluation import EvaluateRun
 from posttrain.data import gsm8k
 from posttrain.data.loading import load_prompts, load_questions, load_sft
 from posttrain.evaluation.tasks import build_tasks
-from posttrain.judge import MathJudge, last_number
 from posttrain.models.chat import Chat
 from posttrain.types import UserError
 

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import assume, given, strategies as st
 
 from envs import math_answers
+from envs.math_judge import MathJudge
 from envs.math_numbers import number
 from envs.math_spelling import plain
 from posttrain.data import gsm8k
-from posttrain.judge import MathJudge
 
 DATA = Path(__file__).parent / "data"
 ANSWERS = (DATA / "math500" / "answers.txt").read_text(encoding="utf-8").splitlines()
@@ -41,19 +41,9 @@ OWN_UNITS = {  # an answer's unit in another spelling
     r"\mbox{ inches}^2": r"\text{ sq. in.}",
 }
 UNICODE = {
-    r"\dfrac": r"\frac",
-    r"\left": "",
-    r"\right": "",
-    r"^\circ": "°",
-    r"\pi": "π",
-    r"\infty": "∞",
-    r"\cup": "∪",
-    r"\pm": "±",
-    r"\in ": "∈",
-    r"\! ": "",
-    r"\!": "",
-    "-": "−",
-}
+    r"\dfrac": r"\frac", r"\left": "", r"\right": "", r"^\circ": "°", r"\pi": "π", r"\infty": "∞", r"\cup": "∪",
+    r"\pm": "±", r"\in ": "∈", r"\! ": "", r"\!": "", "-": "−",
+}  # fmt: skip
 
 
 def with_units(number: int, answer: str) -> str:
@@ -185,126 +175,50 @@ def test_every_answer_of_gsm8k_is_itself_in_other_notations(judge: MathJudge, fi
     rows = [json.loads(line)["answer"] for line in Path(file).read_text(encoding="utf-8").splitlines()]
     answers = {answer.rpartition("####")[2].strip(): gsm8k.final(answer) for answer in rows}
     around = (
-        r"%s \text{ apples}",
-        "%s dollars per week",
-        r"\$%s",
-        "She has %s left.",
-        "%s.",
-        "**%s**",
-        r"\(%s\)",
-        "x = %s",
-    )
+        r"%s \text{ apples}", "%s dollars per week", r"\$%s", "She has %s left.", "%s.", "**%s**", r"\(%s\)", "x = %s",
+    )  # fmt: skip
     for written, wanted in answers.items():
         assert wanted is not None
         latex = written.replace(",", "{,}")
         spelled = [each % written for each in around] + [f"${latex}$", written.replace(",", r",\!"), f"{wanted}.0"]
         assert [text for text in spelled if not judge.correct(rf"\boxed{{{text}}}", wanted)] == []
         wrong = [
-            f"{wanted}0",
-            f"{wanted}1",
-            f"-{wanted}",
-            f"{wanted}.5",
-            f"{wanted}%",
-            f"{wanted} dozen",
-            f"{wanted}, 1",
-        ]
+            f"{wanted}0", f"{wanted}1", f"-{wanted}", f"{wanted}.5", f"{wanted}%", f"{wanted} dozen", f"{wanted}, 1",
+        ]  # fmt: skip
         assert [text for text in wrong if int(wanted) and judge.correct(rf"\boxed{{{text}}}", wanted)] == []
 
 
 EQUAL = [
-    ("10,080", r"10,\!080"),
-    (r"\ 9\ ", "9"),
-    (r"\{1, 2\}", "1,2"),
-    (r"11{,}111{,}111{,}100", r"11,\! 111,\! 111,\! 100"),
-    ("9i+6", "6+9i"),
-    (r"3+4\mathrm{i}", "3+4i"),
-    (r"2\sqrt{3}i", r"2i\sqrt{3}"),
-    ("3pi/4", r"\frac{3\pi}{4}"),
-    ("√3", r"\sqrt{3}"),
-    ("cot(x)", r"\cot x"),
-    ("30°", r"30^\circ"),
-    ("30", r"30^\circ"),
-    ("7.", "7"),
-    ("1e3", "1000"),
-    ("10e2", "1000"),
-    ("0.00001", "1e-05"),
-    ("1e-05", "0.00001"),
-    (r"6.72 \times 10^{-5}", ".0000672"),
-    ("0.30000000000000004", "0.3"),
-    (r"\log_2 8", "3"),
+    ("10,080", r"10,\!080"), (r"\ 9\ ", "9"), (r"\{1, 2\}", "1,2"),
+    (r"11{,}111{,}111{,}100", r"11,\! 111,\! 111,\! 100"), ("9i+6", "6+9i"), (r"3+4\mathrm{i}", "3+4i"),
+    (r"2\sqrt{3}i", r"2i\sqrt{3}"), ("3pi/4", r"\frac{3\pi}{4}"), ("√3", r"\sqrt{3}"), ("cot(x)", r"\cot x"),
+    ("30°", r"30^\circ"), ("30", r"30^\circ"), ("7.", "7"), ("1e3", "1000"), ("10e2", "1000"), ("0.00001", "1e-05"),
+    ("1e-05", "0.00001"), (r"6.72 \times 10^{-5}", ".0000672"), ("0.30000000000000004", "0.3"), (r"\log_2 8", "3"),
     (r"\frac{1}{3}\begin{pmatrix} -1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix}"),
     (r"\left[\begin{array}{c} 1 \\[2pt] 2 \\ \end{array}\right]", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
-    (r"52_{\text{eight}}", "52_8"),
-    ("52", "52_8"),
-    ("6:8", "3:4"),
-    ("3/4", "3:4"),
-    (r"x=1 \text{ or } x=2", "1,2"),
-    (r"x = 1 \pm \sqrt{19}", r"1 \pm \sqrt{19}"),
-    (r"-2, 1+\sqrt5, 1-\sqrt5", r"\{1\pm\sqrt{5},-2\}"),
-    (r"(r,\theta) = (3, \frac{\pi}{2})", r"\left( 3, \frac{\pi}{2} \right)"),
-    ("x=3, y=4", "(3,4)"),
-    ("[0,1] ∪ [1,2]", "[0,2]"),
-    (r"2n-1 \text{ where } n \in \mathbb{N}", "2n-1"),
-    (r"x \equiv 12 \pmod{13}", "12"),
-    (r"5\text{ (approximately)}", "5"),
-    ("an ellipse", r"\text{ellipse}"),
-    ("5 m", r"5\text{ meters}"),
-    (r"5\sqrt{2}\text{ m}", r"5\sqrt{2}"),
-    (r"\$1.2\text{ million}", "1200000"),
-    ("θ + 1", r"1+\theta"),
-    ("x + y + 1 = 0", "1+x=-y"),
-    (r"\frac{1}{3^{40}}", "3^{-40}"),
-    ("x^2 + 2x + 1", "(x+1)^2"),
-]
+    (r"52_{\text{eight}}", "52_8"), ("52", "52_8"), ("6:8", "3:4"), ("3/4", "3:4"), (r"x=1 \text{ or } x=2", "1,2"),
+    (r"x = 1 \pm \sqrt{19}", r"1 \pm \sqrt{19}"), (r"-2, 1+\sqrt5, 1-\sqrt5", r"\{1\pm\sqrt{5},-2\}"),
+    (r"(r,\theta) = (3, \frac{\pi}{2})", r"\left( 3, \frac{\pi}{2} \right)"), ("x=3, y=4", "(3,4)"),
+    ("[0,1] ∪ [1,2]", "[0,2]"), (r"2n-1 \text{ where } n \in \mathbb{N}", "2n-1"), (r"x \equiv 12 \pmod{13}", "12"),
+    (r"5\text{ (approximately)}", "5"), ("an ellipse", r"\text{ellipse}"), ("5 m", r"5\text{ meters}"),
+    (r"5\sqrt{2}\text{ m}", r"5\sqrt{2}"), (r"\$1.2\text{ million}", "1200000"), ("θ + 1", r"1+\theta"),
+    ("x + y + 1 = 0", "1+x=-y"), (r"\frac{1}{3^{40}}", "3^{-40}"), ("x^2 + 2x + 1", "(x+1)^2"),
+]  # fmt: skip
 UNEQUAL = [
-    ("0.0000001", "0.0000002"),
-    (r"\frac{1}{3^{40}}", r"\frac{1}{3^{41}}"),
-    (r"\frac{1}{30!}", r"\frac{1}{31!}"),
-    (r"\frac{x}{10^{20}}", r"\frac{x}{10^{21}}"),
-    ("(0, 10^{-8})", r"(0, 2\cdot 10^{-8})"),
-    ("0.000067", ".0000672"),
-    ("5 m", "5 cm"),
-    ("5m", "5"),
-    ("5m^2", "5"),
-    ("12_8", "12"),
-    ("52_9", "52_8"),
-    ("42", "52_8"),
-    (r"20\text{ minutes and }30\text{ seconds}", "20"),
-    (r"5\text{ feet }3\text{ inches}", "5"),
-    ("5 apples", "5 pears"),
-    ("5 apples", r"\$5"),
-    ("5 or 6", "5"),
-    ("5, 6", "5"),
-    ("5; 6", "5"),
-    (r"5 \\ 6", "5"),
-    ("5 and a half", "5"),
-    ("5 or more", "5"),
-    ("at least 5", "5"),
-    ("The answer is not 5", "5"),
-    ("twenty-five minus 5", "5"),
-    ("6, because 2+3=5", "5"),
-    ("y=5", "x=5"),
-    ("not x=5", "x=5"),
-    ("no x = 5", "x=5"),
-    ("x is not = 5", "x=5"),
-    (r"\{1,2\}", "(1,2)"),
-    (r"\{3, \frac{\pi}{2}\}", r"\left(3,\frac{\pi}{2}\right)"),
-    ("0:30", "0"),
-    ("9:30", "3:30"),
-    ("f'(x)", "f(x)"),
-    ("3-4i", "3+4i"),
-    ("3+4j", "3+4i"),
-    ("seat", r"\text{east}"),
+    ("0.0000001", "0.0000002"), (r"\frac{1}{3^{40}}", r"\frac{1}{3^{41}}"), (r"\frac{1}{30!}", r"\frac{1}{31!}"),
+    (r"\frac{x}{10^{20}}", r"\frac{x}{10^{21}}"), ("(0, 10^{-8})", r"(0, 2\cdot 10^{-8})"), ("0.000067", ".0000672"),
+    ("5 m", "5 cm"), ("5m", "5"), ("5m^2", "5"), ("12_8", "12"), ("52_9", "52_8"), ("42", "52_8"),
+    (r"20\text{ minutes and }30\text{ seconds}", "20"), (r"5\text{ feet }3\text{ inches}", "5"),
+    ("5 apples", "5 pears"), ("5 apples", r"\$5"), ("5 or 6", "5"), ("5, 6", "5"), ("5; 6", "5"), (r"5 \\ 6", "5"),
+    ("5 and a half", "5"), ("5 or more", "5"), ("at least 5", "5"), ("The answer is not 5", "5"),
+    ("twenty-five minus 5", "5"), ("6, because 2+3=5", "5"), ("y=5", "x=5"), ("not x=5", "x=5"), ("no x = 5", "x=5"),
+    ("x is not = 5", "x=5"), (r"\{1,2\}", "(1,2)"), (r"\{3, \frac{\pi}{2}\}", r"\left(3,\frac{\pi}{2}\right)"),
+    ("0:30", "0"), ("9:30", "3:30"), ("f'(x)", "f(x)"), ("3-4i", "3+4i"), ("3+4j", "3+4i"), ("seat", r"\text{east}"),
     (r"\begin{pmatrix} -1 & 1 \\ 0 & -1 \end{pmatrix}", r"\begin{pmatrix} -1 & 0 \\ 0 & -1 \end{pmatrix}"),
-    (r"\begin{pmatrix} 1 & 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
-    ("[3,4]", "(3,4)"),
-    ("4,3", "(3,4)"),
-    (r"(2,\infty]", r"(2,\infty)"),
-    ("1.23456789", "1.23456788"),
-    ("0.0123456", "0.0123457"),
-    ("6.9999999", "7"),
-    (r"90^\circ\text{C}", r"90\text{ kg}"),
-]
+    (r"\begin{pmatrix} 1 & 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"), ("[3,4]", "(3,4)"),
+    ("4,3", "(3,4)"), (r"(2,\infty]", r"(2,\infty)"), ("1.23456789", "1.23456788"), ("0.0123456", "0.0123457"),
+    ("6.9999999", "7"), (r"90^\circ\text{C}", r"90\text{ kg}"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "answer"), EQUAL)
@@ -418,52 +332,12 @@ def test_lists_and_points_are_compared_part_by_part(parts: list[int], form: str,
 
 PIECES = st.sampled_from(
     [
-        *(
-            "1",
-            "23",
-            ",",
-            ", ",
-            " ",
-            "-",
-            "+",
-            "=",
-            "x",
-            "i",
-            "(",
-            ")",
-            "[",
-            "]",
-            "{",
-            "}",
-            ".",
-            "%",
-            "°",
-            "$",
-            "&",
-            ":",
-        ),
-        *(
-            ";",
-            "_",
-            "^",
-            "**",
-            "½",
-            "²",
-            "√",
-            "∞",
-            "e5",
-            r"\{",
-            r"\}",
-            r"\pm",
-            r"\frac",
-            r"\text{",
-            r"\text{ cm}",
-            r"\$",
-        ),
-        *(r"\\", r"\cup ", r"\begin{pmatrix}", r"\end{pmatrix}", " cm", " m", " and ", " or ", "is ", "not "),
-        *("The answer is ", "apples", "\ud800", "\0"),
+        *("1", "23", ",", ", ", " ", "-", "+", "=", "x", "i", "(", ")", "[", "]", "{", "}", ".", "%", "°", "$", "&"),
+        *(";", "_", "^", "**", "½", "²", "√", "∞", "e5", r"\{", r"\}", r"\pm", r"\frac", r"\text{", r"\text{ cm}"),
+        *(":", r"\$", r"\\", r"\cup ", r"\begin{pmatrix}", r"\end{pmatrix}", " cm", " m", " and ", " or "),
+        *("is ", "not ", "The answer is ", "apples", "\ud800", "\0"),
     ]
-)
+)  # fmt: skip
 
 
 @given(st.lists(PIECES, max_size=25).map("".join), st.lists(PIECES, max_size=12).map("".join))

@@ -19,7 +19,7 @@ SESSIONS = 1024  # that a server plays side by side
 
 
 def package(module: str, install: str) -> Any:
-    """The module of an optional package; a ValueError says how to install what is missing."""
+    """Return the module of an optional package; a ValueError says how to install what is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -27,7 +27,7 @@ def package(module: str, install: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The same with Python's own numbers and lists for NumPy's: a state whose repr is the same everywhere."""
+    """Return the same with Python's own numbers and lists for NumPy's: a state whose repr is the same everywhere."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, tuple | list):
@@ -53,7 +53,7 @@ class SeededEnv(TextEnv):
     @classmethod
     @abstractmethod
     def level_of(cls, config: Any, seed: int) -> Level:
-        """The level of a seed."""
+        """Return the level of a seed."""
 
     @classmethod
     def draw(cls, config: Any, rng: np.random.Generator) -> Iterator[Level]:
@@ -77,7 +77,7 @@ class Lender:
         self.idle: dict[Hashable, list[Any]] = defaultdict(list)
 
     def lend(self, owner: object, *key: Hashable) -> Any:
-        """What was made from `key` and nobody has; what is `lost` by now is not lent again."""
+        """Return a thing made from `key` that no owner has; one that is `lost` by now is not lent again."""
         thing, idle = None, self.idle[key]
         while idle and (thing is None or getattr(thing, "lost", False)):
             thing = idle.pop()

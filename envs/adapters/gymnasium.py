@@ -1,4 +1,4 @@
-"""How does a Gymnasium environment with numbered actions become one of ours?  By names for its actions, and a text.
+"""How does a Gymnasium environment with numbered actions become a `TextEnv`?  By names for its actions, and a text.
 
 class Taxi(GymnasiumText):
     name, env_id = "taxi", "Taxi-v4"
@@ -42,10 +42,10 @@ class GymnasiumText(SeededEnv):
 
     @abstractmethod
     def describe(self, state: Any) -> str:
-        """An observation of the Gymnasium environment as text."""
+        """Return an observation of the Gymnasium environment as text."""
 
     def won(self, reward: float) -> bool:
-        """Whether an episode that has just terminated with this reward was a success."""
+        """Return whether an episode that has just terminated with this reward was a success."""
         return reward > 0
 
     @classmethod
@@ -85,7 +85,7 @@ class GymnasiumText(SeededEnv):
 
 
 def build(kind: type[GymnasiumText], config: tuple[tuple[str, Any], ...]) -> gymnasium.Env[Any, Any]:
-    """The environment itself; ValueError where the names do not fit its actions."""
+    """Return the environment itself; ValueError where the names do not fit its actions."""
     made = gymnasium.make(kind.env_id, **dict(config))
     count = getattr(made.action_space, "n", None)
     if not isinstance(made.action_space, gymnasium.spaces.Discrete) or count != len(kind.actions or ()):

@@ -1,4 +1,4 @@
-"""How is one of our environments played over the wire?  As an OpenEnv server, which any of its clients can play.
+"""How is one of these environments played over the network?  As an OpenEnv server, which any of its clients can play.
 
 python -m envs.adapters.openenv frozen_lake --port 8000 size=5 slippery=true
 
@@ -48,9 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         app = app_of(given.name, options, given.turns, given.tasks, given.sessions, local=local)
         listening = socket.create_server((given.host, given.port))
     except (ValueError, OSError) as problem:
-        told = (
-            f"Nobody can listen at {given.host}:{given.port}: {problem}." if isinstance(problem, OSError) else problem
-        )
+        told = f"Listening at {given.host}:{given.port} fails: {problem}." if isinstance(problem, OSError) else problem
         print(told, file=sys.stderr)
         return 2
     print(f"{given.name} is served at http://{given.host}:{listening.getsockname()[1]}", flush=True)

@@ -66,7 +66,7 @@ class Observed(BaseModel):
 
 
 class Opening(BaseModel):
-    """What a server of ours adds to the first observation."""
+    """What the server of openenv_server.py adds to the first observation."""
 
     rules: str = Field("", max_length=TEXT)
     actions: list[str] | None = None
@@ -76,7 +76,7 @@ T = TypeVar("T")
 
 
 def checked(kind: type[T], value: Any, source: str) -> T:
-    """The answer as this type, nothing converted."""
+    """Return the answer as this type, nothing converted."""
     try:
         return TypeAdapter(kind).validate_python(value, strict=True)
     except ValidationError as error:

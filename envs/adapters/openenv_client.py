@@ -63,7 +63,7 @@ class Offer(NamedTuple):
 
 
 class OpenEnv(TextEnv):
-    """An environment that somebody serves: its action is one field of text or of a whole number.
+    """An environment behind a server: its action is one field of text or of a whole number.
 
     `action` and `observation` name the fields where the server has several. `rules` replaces its description. An
     episode that ends is a success where the server's metadata says so, else with a reward of at least `success_at`.
@@ -88,7 +88,7 @@ class OpenEnv(TextEnv):
         if not url:
             raise ValueError("openenv needs the option url, for example url=http://localhost:8000.")
         if not is_address(url):
-            raise ValueError(f'The option url of openenv is "{url}", which is no address: write http://host:port.')
+            raise ValueError(f'The option url of openenv is "{url}", which is not an address: write http://host:port.')
         self.where = (url.rstrip("/"), timeout)
         self.offer = offered(*self.where, action)
         self.actions = self.offer.actions
@@ -132,14 +132,14 @@ class OpenEnv(TextEnv):
         self.take(self.opened())
 
     def task(self) -> dict[str, Any]:
-        """What reset() is asked for. Beside a task, the seed is that of chance inside the episode."""
+        """Return what reset() is asked for. Beside a task, the seed is that of chance inside the episode."""
         if not self.level.split:
             return {"seed": self.level.index}
         noise = {} if self.noise_seed is None else {"seed": self.noise_seed}
         return {"split": self.level.split, "index": self.level.index, **noise}
 
     def opened(self) -> Any:
-        """What the server shows at the start of this episode, over a connection that stays this environment's."""
+        """Return what the server shows at the start of this episode, over a connection of this environment's own."""
         if self.session is None or self.session.lost:
             self.session = SESSIONS.lend(self, *self.where)
         assert self.session
@@ -168,7 +168,7 @@ class OpenEnv(TextEnv):
         return self.text, reward, self.terminated, self.truncated, info
 
     def value(self, action: str) -> str | int | None:
-        """The action as the server takes it; None for one that it cannot take."""
+        """Return the action as the server takes it; None for one that it cannot take."""
         if self.actions is not None:
             return self.canonical_action(action)
         if self.offer.kind != "integer":
@@ -176,7 +176,7 @@ class OpenEnv(TextEnv):
         return int(action) if NUMBER.fullmatch(action.strip()) else None
 
     def take(self, result: Any) -> float:
-        """Keeps what the server answered; the reward."""
+        """Keep what the server answered, and return the reward."""
         try:
             return self.understood(checked(answers.Result, vars(result), f"An answer of {self.where[0]}"))
         except ServerError:
@@ -189,7 +189,7 @@ class OpenEnv(TextEnv):
         self.beside = {**(checked(answers.Observed, said, source).metadata or {}), **(result.metadata or {})}
         said.pop("metadata", None)
         beside = checked(answers.Beside, self.beside, f"The metadata of an observation of {self.where[0]}")
-        if self.offer.max_turns:  # a server of ours
+        if self.offer.max_turns:  # a server of openenv_server.py
             opening = checked(answers.Opening, said, source)
             self.told_rules = opening.rules or self.told_rules
             self.actions = tuple(opening.actions or ()) or self.actions
@@ -213,11 +213,11 @@ class OpenEnv(TextEnv):
         return self.own_rules or self.told_rules
 
     def state_key(self) -> str:
-        """The server's own, where it has one; else what it shows."""
+        """Return the server's own, where it has one; else what it shows."""
         return str(self.beside.get("state_key", self.text))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OpenEnv:
-        """A copy with a session of its own, in which it plays the actions so far again when it is first stepped."""
+        """Return a copy with its own session, in which its first step plays the actions so far again."""
         twin = memo[id(self)] = object.__new__(type(self))
         vars(twin).update({key: copy.deepcopy(value, memo) for key, value in vars(self).items() if key != "session"})
         twin.session = None
@@ -225,7 +225,7 @@ class OpenEnv(TextEnv):
 
 
 def shown(said: dict[str, Any], field: str) -> str:
-    """The field of an observation that is to be read, `text` unless another is named; else all, a line each."""
+    """Return the field of an observation that is to be read, `text` unless another is named; else all, a line each."""
     field = field or ("text" if "text" in said else "")
     if field and field not in said:
         raise ServerError(f'The observation has no field "{field}", only {", ".join(said)}: name one of them.')
@@ -239,7 +239,7 @@ def shown(said: dict[str, Any], field: str) -> str:
 
 @lru_cache
 def offered(url: str, timeout: float, action: str = "") -> Offer:
-    """What a server offers, asked once in a process."""
+    """Return what a server offers; it is asked once per process."""
     schema = checked(answers.Schema, asked(url, "/schema", timeout), f"/schema of {url}")
     rules = checked(answers.Metadata, asked(url, "/metadata", timeout), f"/metadata of {url}").description or ""
     fields, needed = schema.action.properties, schema.action.required
@@ -259,7 +259,7 @@ def offered(url: str, timeout: float, action: str = "") -> Offer:
 
 
 def tasks(url: str, timeout: float) -> tuple[tuple[str, str, int], ...]:
-    """The server's splits that have tasks; none where it offers no tasks."""
+    """Return the server's splits that have tasks; none where it offers no tasks."""
     try:
         names = checked(list[str], asked(url, "/list_environments", timeout), f"/list_environments of {url}")
         if len(names) != 1:
@@ -278,7 +278,7 @@ class NotOffered(ServerError):
 
 
 def asked(url: str, path: str, timeout: float, data: dict[str, Any] | None = None) -> Any:
-    """A question over HTTP, answered within `timeout` in all: a server that drips makes nobody wait longer."""
+    """Return the answer to a request over HTTP; `timeout` bounds it in all, also where a server sends slowly."""
     answered: Future[Any] = Future()
 
     def ask() -> None:
@@ -322,9 +322,9 @@ def fetched(url: str, path: str, timeout: float, data: dict[str, Any] | None) ->
 
 
 def connection(client: Any) -> Any:
-    """What a client talks through; None where there is nothing.
+    """Return what a client talks through; None where there is nothing.
 
-    A client that lost it connects again by itself, to a session that knows nothing of the episode, and tells nobody:
+    A client that lost it connects again by itself, to a session that knows nothing of the episode, and is silent:
     openenv 0.10 has no public name for it.
     """
     return getattr(client, "_ws", None)
@@ -333,7 +333,7 @@ def connection(client: Any) -> Any:
 class Session:
     """A connection to a server, which holds one episode at a time there. After a failure it is lost."""
 
-    silent: ClassVar[dict[str, float]] = {}  # until when a server is taken for dead: not every episode waits for it
+    silent: ClassVar[dict[str, float]] = {}  # until when a server counts as down: not every episode waits for it
 
     def __init__(self, url: str, timeout: float) -> None:
         core = package("openenv.core", "openenv==0.10.0")
@@ -382,7 +382,7 @@ class Session:
         return result
 
     def run(self, work: Coroutine[Any, Any, Any], what: str) -> Any:
-        """The result of what is done in the thread of all sessions; a ServerError where there is none in time."""
+        """Return the result of a coroutine in the thread of all sessions; ServerError when it takes too long."""
         limited = asyncio.wait_for(work, 2 * self.timeout)  # to connect, and to be answered
         try:
             return asyncio.run_coroutine_threadsafe(limited, loop()).result()
@@ -404,15 +404,15 @@ class Session:
 
 
 async def unread(socket: Any) -> bool:
-    """Whether the server has sent what nobody asked for. Once a ping is answered, all sent before it has arrived."""
+    """Return whether the server has sent unrequested messages; all sent before an answered ping have arrived."""
     if socket.state.name != "OPEN":
-        return False  # it is opened anew
+        return False  # it is opened again
     await (await socket.ping())
     return await waiting(socket)
 
 
 async def waiting(socket: Any) -> bool:
-    """Whether a message is there that was not read."""
+    """Return whether there is an unread message."""
     task = asyncio.ensure_future(socket.recv())
     for _ in range(2):
         await asyncio.sleep(0)
@@ -424,14 +424,14 @@ async def waiting(socket: Any) -> bool:
 
 @lru_cache
 def started() -> asyncio.AbstractEventLoop:
-    """An event loop in a thread of its own."""
+    """Return an event loop in a thread of its own."""
     made = asyncio.new_event_loop()
     threading.Thread(target=made.run_forever, name="openenv-sessions", daemon=True).start()
     return made
 
 
 def loop() -> asyncio.AbstractEventLoop:
-    """The one loop of all sessions: episodes may begin in many threads at once."""
+    """Return the one loop of all sessions: episodes may begin in many threads at once."""
     with STARTING:
         return started()
 

@@ -66,7 +66,7 @@ class Served(Environment[TextAction, TextObservation, TextState]):
         index: int | None = None,
         **_: Any,
     ) -> TextObservation:
-        """The level of a task, or of a seed. Beside an index, `seed` is that of chance inside the episode."""
+        """Return the level of a task, or of a seed. Beside an index, `seed` is that of chance inside the episode."""
         for what, value in (("seed", seed), ("index", index)):
             if value is not None and (type(value) is not int or value < 0):
                 raise ValueError(f"reset takes {what} as a whole number of 0 or more, not {json.dumps(value)}.")
@@ -102,7 +102,7 @@ class Served(Environment[TextAction, TextObservation, TextState]):
         )
 
     def told(self) -> dict[str, Any]:
-        """What stands beside an observation: `info`, how the episode ended, and a name for the state."""
+        """Return what stands beside an observation: `info`, how the episode ended, and a name for the state."""
         told = {key: plain(value) for key, value in self.info.items()}
         if self.env.has("state_key"):  # its digest alone: a key may hold what the player must not see
             told["state_key"] = hashlib.sha256(self.env.state_key().encode("utf-8", "replace")).hexdigest()[:24]
@@ -128,7 +128,7 @@ class Served(Environment[TextAction, TextObservation, TextState]):
         return self.tasks
 
     def get_task(self, split: str, index: int) -> dict[str, Any]:
-        """Raises IndexError, which the server answers as a bad request."""
+        """Return a task. IndexError for one that does not exist, which the server answers as a bad request."""
         if split not in SPLITS or not 0 <= index < self.tasks:
             raise IndexError(f'no task {index} in the split "{split}": {", ".join(SPLITS)}, 0 to {self.tasks - 1}')
         return {"id": f"{self.env.name}-{split}-{index}", "index": index, "split": split}
@@ -141,12 +141,12 @@ class Served(Environment[TextAction, TextObservation, TextState]):
 
 
 def clean(text: str) -> str:
-    """The text without lone surrogates, which no message can carry."""
+    """Return the text without lone surrogates, which no message can carry."""
     return text.encode("utf-8", "replace").decode()
 
 
 def vanished(record: logging.LogRecord) -> bool:
-    """Whether a log record only tells that a client left without a word, which is no failure of the server."""
+    """Return whether a log record only tells that a client has disconnected, which is not a failure of the server."""
     error = record.exc_info[1] if record.exc_info else None
     while error is not None and type(error).__name__ != "WebSocketDisconnect":
         error = error.__context__
@@ -162,7 +162,7 @@ def app_of(
     *,
     local: bool = True,
 ) -> Any:
-    """The FastAPI application that serves an environment; each session has one of its own.
+    """Return the FastAPI application that serves an environment; each session has one of its own.
 
     local: it listens where this machine alone reaches it, under its own names; no other website's page may play
     """

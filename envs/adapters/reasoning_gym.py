@@ -1,4 +1,4 @@
-"""How is a data set of reasoning-gym asked here?  `make("reasoning_gym", dataset="spell_backward")`.
+"""How does a data set of reasoning-gym become an environment?  `make("reasoning_gym", dataset="spell_backward")`.
 
 One question, one answer. The answer is compared with the stored one. The library's own scorers are never called on
 what a model wrote: several evaluate it as code (`eval`, sympy's parse_expr).
@@ -100,7 +100,7 @@ class ReasoningGym(TextEnv):
 
 
 def same(answer: str, stored: str) -> bool:
-    """Whether two answers differ in case, white space and the writing of a number at most.
+    """Return whether two answers differ in case, white space and the writing of a number at most.
 
     >>> same(" Nus", "nus"), same("12.0", "+12"), same("1 2", "12")
     (True, True, False)
@@ -113,7 +113,7 @@ def same(answer: str, stored: str) -> bool:
 
 @lru_cache
 def opened(config: tuple[str, str]) -> tuple[Any, int]:
-    """The data set, and how many items may be asked of it; ValueError where it cannot be asked here."""
+    """Return the data set, and how many items may be asked of it; ValueError where it cannot be asked here."""
     name, settings = config
     if not name:
         raise ValueError("reasoning_gym needs the option dataset, for example dataset=spell_backward.")

@@ -21,7 +21,7 @@ import numpy as np
 from envs.adapters.base import Level, SeededEnv, package, plain
 
 TURNS = 30  # of a game that has no limit
-GLOBALS = threading.RLock()  # whoever holds it has the global generators to itself
+GLOBALS = threading.RLock()  # its holder alone uses the global generators
 Chance = tuple[Any, Any]  # the states of both
 
 
@@ -97,12 +97,12 @@ class TextArena(SeededEnv):
         return self.prompt if hasattr(self, "prompt") else f"The game {self.config[0]} of TextArena."
 
     def state_key(self) -> str:
-        """What the game remembers and showed last. The random state of a game of chance is not in it."""
+        """Return what the game remembers and showed last. The random state of a game of chance is not in it."""
         return fingerprint(self.game, [("", self.text)])
 
 
 def build(game: str) -> Any:
-    """A game without TextArena's wrappers; ValueError where there is none, or where it cannot be made here."""
+    """Return a game without TextArena's wrappers; ValueError where there is none, or where it cannot be made here."""
     if not game:
         raise ValueError("textarena needs the option game, for example game=FrozenLake-v0-random.")
     arena = package("textarena", "textarena==0.7.4")
@@ -117,17 +117,17 @@ def build(game: str) -> Any:
 
 @lru_cache
 def probe(game: str) -> Any:
-    """One instance of a game that draws the levels; ValueError where one player cannot play it."""
+    """Return one instance of a game that draws the levels; ValueError where one player cannot play it."""
     made = build(game)
     try:
         start(made, 0)
     except Exception as error:
-        raise ValueError(f'"{game}" is no game for one player: {type(error).__name__}: {error}') from None
+        raise ValueError(f'"{game}" is not a game for one player: {type(error).__name__}: {error}') from None
     return made
 
 
 def start(game: Any, seed: int) -> None:
-    """The game in the first state of a seed."""
+    """Return the game in the first state of a seed."""
     with own_chance(seeded(seed)):
         game.reset(num_players=1, seed=seed)
     if type(game.state).__name__ != "SinglePlayerState":
@@ -135,24 +135,24 @@ def start(game: Any, seed: int) -> None:
 
 
 def said(game: Any) -> list[tuple[str, str]]:
-    """What the game has said since it was last asked: kind and text, without what the player said."""
+    """Return what the game has said since it was last asked: kind and text, without what the player said."""
     messages = game.get_observation()[1]
     return [(kind.name, text) for _, text, kind in messages if kind.name != "PLAYER_ACTION"]
 
 
 def told(messages: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    """The prompt, and all else: what a model reads once, and what it reads in this turn."""
+    """Return the prompt, and all else: what a model reads once, and what it reads in this turn."""
     prompt = "\n".join(text.strip() for kind, text in messages if kind == "PROMPT")
     return prompt, "\n".join(text.strip() for kind, text in messages if kind != "PROMPT") or "The game begins."
 
 
 def fingerprint(game: Any, messages: Sequence[tuple[str, str]]) -> str:
-    """Names a state by what the game remembers and says."""
+    """Return a name for a state by what the game remembers and says."""
     return hashlib.sha256(repr((plain(game.state.game_state), plain(messages))).encode()).hexdigest()[:24]
 
 
 def seeded(seed: int) -> Chance:
-    """The state of both generators after seeding."""
+    """Return the state of both generators after seeding."""
     return random.Random(seed).getstate(), np.random.RandomState(seed % (1 << 32)).get_state()
 
 

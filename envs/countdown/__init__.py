@@ -37,10 +37,35 @@ class Tasks(NamedTuple):
 
 
 class Countdown(TextEnv):
-    """Reach the target with the numbers; an answer is one expression.
+    """Reach a target with given numbers, + - * / and brackets.
 
-    Its score is 1 with the target's value and 0.1 with another value of the right numbers. An episode ends with
-    success or after `tries` answers, and each answer earns what it adds to the best score so far.
+    ## Action space
+    Free text: one expression such as `(8 - 2) * 5`, at most 300 characters. A parser reads it over exact fractions;
+    nothing is executed.
+
+    ## Observation space
+    Text: the target and the numbers; after an answer also its value and what is wrong with its numbers.
+
+    ## Rewards
+    An answer scores 1 with the target's value, 0.1 with another value of the right numbers, else 0; it earns what it
+    adds to the best score so far.
+
+    ## Starting state
+    Numbers and a target that a solution exists for: generated, or a row of `path`.
+
+    ## Episode end
+    Terminated at the target (success) or after `tries` answers (`failure` "value" or "numbers"). Truncation is left to
+    the protocol, after `max_turns`: `tries`. An action that cannot be read costs a turn but is not an answer.
+
+    ## Arguments
+    - `min_numbers=3`, `max_numbers=4`: how many numbers, 2 to 6.
+    - `max_number=99`: the largest of the numbers, 2 to 999,999.
+    - `max_target=100`: the largest target, 10 to 999,999; the smallest is 10.
+    - `use_all=True`: every number exactly once; False: each at most once.
+    - `tries=1`: answers in an episode.
+    - `path="embedded"`: generated tasks, or a data set of the Hub, a file or a folder with columns `nums` and `target`.
+    - `rows=20000`: rows of `path` that are read at most.
+    - `render_mode=None`: or "ansi".
     """
 
     name = "countdown"
@@ -123,7 +148,7 @@ class Countdown(TextEnv):
         return self.best == 1.0 or self.answers >= self.tries
 
     def _wrong_numbers(self, used: tuple[int, ...]) -> str:
-        """What is wrong with the numbers of an answer, as feedback; empty if nothing is."""
+        """Return what is wrong with the numbers of an answer, as feedback; empty if nothing is."""
         there, here = Counter(self.level.numbers), Counter(used)
         excess = " ".join(map(str, sorted((here - there).elements())))
         unused = " ".join(map(str, sorted((there - here).elements()))) if self.config.use_all else ""
@@ -149,16 +174,16 @@ class Countdown(TextEnv):
     # -- players ---------------------------------------------------------------------------------------------------
 
     def thought(self) -> str:
-        """The steps of a solution: `8 - 2 = 6 ; 6 * 5 = 30`."""
+        """Return the steps of a solution: `8 - 2 = 6 ; 6 * 5 = 30`."""
         return self.thought_of(self.expert())
 
     def thought_of(self, action: str) -> str:
-        """The steps of the expression, right or wrong."""
+        """Return the steps of the expression, right or wrong."""
         reading = read(action)
         return " ; ".join(reading.steps) if reading else ""
 
     def expert(self) -> str:
-        """A solution, from an exact search."""
+        """Return a solution, from an exact search."""
         found = solution(self.level, self.config.use_all)
         assert found is not None  # `draw` gives only levels that have one
         return found
@@ -180,7 +205,7 @@ class Countdown(TextEnv):
 
 
 def _invented(task: Task) -> str:
-    """An expression for the target in which a number that is not given stands for one that is."""
+    """Return an expression for the target in which a number that is not given stands for one that is."""
     for number in task.numbers:
         others = list(task.numbers)
         others.remove(number)
@@ -203,7 +228,7 @@ def _generated(config: Tasks, rng: np.random.Generator) -> Task | None:
 
 @lru_cache(maxsize=8)
 def read_tasks(path: str, rows: int) -> tuple[Task, ...]:
-    """The first `rows` tasks of a data set with the columns nums and target."""
+    """Return the first `rows` tasks of a data set with the columns nums and target."""
     tasks = []
     for number, row in enumerate(read_rows("countdown", path, ("nums", "target"), rows), 1):
         numbers, target = row["nums"], row["target"]

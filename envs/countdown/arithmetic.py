@@ -51,7 +51,7 @@ class Reading(NamedTuple):
 
 
 def read(text: str) -> Reading | None:
-    """An expression of numbers, + - * / and brackets; None for any other text. Never raises.
+    """Return an expression of numbers, + - * / and brackets; None for any other text. Never raises.
 
     A minus may stand before a number or a bracket (-3 + 10); powers, decimals and names may not stand anywhere.
     """
@@ -76,7 +76,7 @@ def read(text: str) -> Reading | None:
 
 
 class _Unreadable(Exception):
-    """The text is no expression."""
+    """The text is not an expression."""
 
 
 class _Parser:
@@ -87,7 +87,7 @@ class _Parser:
         self.steps: list[str] = []
 
     def next(self, accepted: str) -> str:
-        """The next token, taken if it is one of the accepted signs; empty if it is not."""
+        """Return the next token, taken if it is one of the accepted signs; empty if it is not."""
         token = self.tokens[self.at] if self.at < len(self.tokens) else ""
         found = token if token and token in accepted else ""
         self.at += bool(found)
@@ -131,7 +131,7 @@ class _Parser:
 
 
 def _shown(value: Fraction | None) -> str:
-    """A value as part of an expression: 7, (-3), (2/3)."""
+    """Return a value as part of an expression: 7, (-3), (2/3)."""
     return str(value) if value is None or (value >= 0 and value.denominator == 1) else f"({value})"
 
 
@@ -145,7 +145,7 @@ def _apply(a: Fraction, sign: str, b: Fraction) -> Fraction | None:
 
 
 def _join(a: Term, sign: str, b: Term) -> Term | None:
-    """The two terms with a sign between them and no needless brackets; None for a division by zero."""
+    """Return the two terms with a sign between them and no needless brackets; None for a division by zero."""
     value, rank = _apply(a.value, sign, b.value), RANK[sign]
     if value is None:
         return None
@@ -155,7 +155,7 @@ def _join(a: Term, sign: str, b: Term) -> Term | None:
 
 
 def any_term(numbers: tuple[int, ...], rng: np.random.Generator) -> Term:
-    """A random expression of all the numbers."""
+    """Return a random expression of all the numbers."""
     terms = [Term(Fraction(number), str(number)) for number in numbers]
     while len(terms) > 1:
         i, j = (int(k) for k in rng.choice(len(terms), 2, replace=False))
@@ -166,7 +166,7 @@ def any_term(numbers: tuple[int, ...], rng: np.random.Generator) -> Term:
 
 
 def any_target(numbers: tuple[int, ...], rng: np.random.Generator) -> int:
-    """The value of a random expression of all the numbers; each value on the way is a whole number above 0."""
+    """Return the value of a random expression of all the numbers; each value on the way is a whole number above 0."""
     values = list(numbers)
     while len(values) > 1:
         i, j = rng.choice(len(values), 2, replace=False)
@@ -184,7 +184,7 @@ def _is_whole(value: Fraction) -> bool:
 
 @lru_cache(maxsize=1 << 14)
 def solution(task: Task, use_all: bool) -> str | None:
-    """An expression for the target; None if there is none.
+    """Return an expression for the target; None without one.
 
     Of as few numbers as possible if not all must be used, and with whole values above 0 on the way if that is possible.
     """
@@ -246,7 +246,7 @@ def _any_sum(numbers: tuple[int, ...]) -> Term:
 
 @lru_cache(maxsize=1 << 12)
 def _parts(numbers: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The ways to divide sorted numbers in two parts, the smaller one first."""
+    """Return the ways to divide sorted numbers in two parts, the smaller one first."""
     parts = {}
     for size in range(1, len(numbers) // 2 + 1):
         for chosen in combinations(range(len(numbers)), size):
@@ -257,7 +257,7 @@ def _parts(numbers: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, .
 
 @lru_cache(maxsize=1 << 12)
 def _values(numbers: tuple[int, ...], whole: bool) -> dict[Fraction, Term]:
-    """Every value of exactly these numbers, with an expression for it."""
+    """Return every value of exactly these numbers, with an expression for it."""
     if len(numbers) == 1:
         return {Fraction(numbers[0]): Term(Fraction(numbers[0]), str(numbers[0]))}
     values: dict[Fraction, Term] = {}

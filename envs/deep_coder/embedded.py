@@ -85,7 +85,7 @@ class Draft:
 
 
 def problems(rng: np.random.Generator) -> Iterator[Problem]:
-    """Problems without end, alike in every split."""
+    """Yield problems without end, alike in every split."""
     while True:
         called = bool(rng.random() < 0.5)
         if rng.random() < TASKS_SHARE:
@@ -100,7 +100,7 @@ def problems(rng: np.random.Generator) -> Iterator[Problem]:
 
 @lru_cache(maxsize=1 << 14)
 def from_task(number: int, parameters: tuple[tuple[str, int], ...], called: bool) -> Problem | None:
-    """The problem of one task and its parameters, `called` as a function."""
+    """Return the problem of one task and its parameters, `called` as a function."""
     task, values = TASKS[number], dict(parameters)
     name = task.function.__name__
     names = list(inspect.signature(task.function).parameters)
@@ -159,7 +159,7 @@ def put_together(choice: tuple[int, ...], k: int, m: int, called: bool) -> Probl
 
 
 def problem(draft: Draft, called: bool) -> Problem | None:
-    """A draft as a problem; None where one output is that of too many tests."""
+    """Return a draft as a problem; None where one output is that of too many tests."""
     name, arguments, lines, text = draft.name, draft.arguments, draft.lines, draft.text
     tests = tuple(test_of(each, value, called) for each, value in examples(draft))
     if Counter(test.output for test in tests).most_common(1)[0][1] > ALIKE:
@@ -214,12 +214,12 @@ def line(value: Any) -> str:
 
 
 def off_by_one(lines: list[str]) -> list[str]:
-    """The program as one writes it who is off by one in the marked line."""
+    """Return the program as one writes it who is off by one in the marked line."""
     return [re.sub(r"^( *).*# off: ", r"\1", each) for each in lines]
 
 
 def no_edge_cases(lines: list[str]) -> list[str]:
-    """The program without its edge cases; where it has none, its author errs in the other way."""
+    """Return the program without its edge cases; where it has none, its author errs in the other way."""
     kept = [each for each in lines if not each.endswith("# edge")]
     return off_by_one(lines) if kept == lines else kept
 

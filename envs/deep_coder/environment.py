@@ -35,12 +35,39 @@ class Data:
 
 
 class DeepCoder(TextEnv):
-    """Programs for stdin and stdout, or functions, judged by their tests.
+    """Write a Python program, or a function, that passes its tests.
 
-    `path` is "embedded", a name on the Hub or a local file or folder with the columns of DeepCoder-Preview-Dataset;
-    `subsets` are its configurations and `rows` the most that are read of each split of each. `reward` is dense (the
-    share of hidden tests passed) or sparse (1 for all tests). `public` tests of a problem may be shown, at least one is
-    hidden. `seconds` limits one test, `total_seconds` a whole submission.
+    ## Action space
+    Free text: the whole program, at most 60,000 characters, with or without a code fence. It runs in a sandbox.
+
+    ## Observation space
+    Text: the task; after a program also how many tests passed and how the first public test that failed did.
+
+    ## Rewards
+    "dense": what a program adds to the best share of hidden tests passed so far. "sparse": 1 when all tests pass.
+
+    ## Starting state
+    A task from a template with random parameters, or a row of `path`.
+
+    ## Episode end
+    Terminated when all tests pass (success). Truncation is left to the protocol, after `max_turns`: `turns`.
+
+    ## Arguments
+    - `path="embedded"`: generated tasks; or a data set of the Hub, a file or a folder with the columns of
+      DeepCoder-Preview-Dataset.
+    - `subsets=None`: configurations of the data set; None is primeintellect and codeforces on the Hub.
+    - `rows=1000`: rows that are read at most of each split of each subset.
+    - `turns=3`: programs in an episode.
+    - `reward="dense"`: or "sparse".
+    - `public=2`: tests that feedback may show; at least one stays hidden.
+    - `max_tests=15`: tests of a problem, at least 2.
+    - `max_test_bytes=100000`: of a test's input and output; larger tests are left out.
+    - `seconds=2.0`: of one test.
+    - `total_seconds=5.0`: of all tests of a program, at most 3,600.
+    - `memory_mb=1024`: MiB of address space, 64 to 1,048,576.
+    - `render_mode=None`: or "ansi".
+
+    `info["passed"]` is the best share of hidden tests passed so far.
     """
 
     name = "deep_coder"
@@ -103,7 +130,7 @@ class DeepCoder(TextEnv):
 
     @classmethod
     def split_of(cls, level: Problem) -> str:
-        """The data set's own split, or one by hash out of its train split where it has none; by hash if embedded."""
+        """Return the data set's own split, or one by hash out of train where it lacks one; by hash if embedded."""
         return level.home or split_by_hash(level.key)
 
     def begin(self, level: Problem) -> None:
@@ -151,7 +178,7 @@ class DeepCoder(TextEnv):
         return self.level.idea
 
     def expert(self) -> str:
-        """The known program; of a data set the first of the row's solutions, which need not pass, nor exist."""
+        """Return the known program; of a data set the first of the row's solutions, which need not pass, nor exist."""
         return dict(self.level.programs).get("expert", JUNK[0])
 
     def players(self) -> dict[str, str]:

@@ -105,7 +105,7 @@ FORBIDDEN = {  # numbers on x86_64 and aarch64; None where the call is not there
 
 
 def system_call_filter(machine: str) -> bytes:
-    """The seccomp program: forbidden calls fail with EPERM, new ones with ENOSYS, foreign call tables kill."""
+    """Return the seccomp program: forbidden calls fail with EPERM, new ones with ENOSYS, foreign call tables kill."""
     architecture, column = MACHINES[machine]
     numbers = [each[column] for each in FORBIDDEN.values() if each[column] is not None]
     load, equal, at_least, only, give = 0x20, 0x15, 0x35, 0x54, 0x06
@@ -137,7 +137,7 @@ class Filter(ctypes.Structure):
 
 
 def all_but_proc(libc: ctypes.CDLL) -> int | None:
-    """A Landlock ruleset that lets a process read everything but /proc; None where Linux has no Landlock.
+    """Return a Landlock ruleset that lets a process read everything but /proc; None where Linux has no Landlock.
 
     /proc says where on the host the folders lie that are bound here, and what the whole machine is doing.
     """
@@ -179,7 +179,7 @@ def reply(*parts: bytes) -> None:
 
 
 def memory(content: bytes = b"") -> int:
-    """A file in memory that holds `content`, read from its beginning."""
+    """Return a file in memory that holds `content`, read from its beginning."""
     file = os.memfd_create("test")
     while content:
         content = content[os.write(file, content) :]
@@ -188,7 +188,7 @@ def memory(content: bytes = b"") -> int:
 
 
 def told_of(pid: int) -> tuple[int, int]:
-    """How many threads a process has, and bytes of page tables."""
+    """Return how many threads a process has, and bytes of page tables."""
     with open(f"/proc/{pid}/status", "rb") as file:
         status = file.read()
     threads = int(status.partition(b"\nThreads:")[2].split(None, 1)[0])
@@ -203,7 +203,7 @@ def told_of(pid: int) -> tuple[int, int]:
 
 
 def watch(pid: int, seconds: float, memory_bytes: int) -> tuple[str, int]:
-    """How a child ended: ("exit", code), ("signal", number), or stopped: "time", "threads", "memory" or "files"."""
+    """Return how a child ended: ("exit", code), ("signal", number), or what stopped it: "time", "threads", ..."""
     deadline, handle = time.monotonic() + seconds, os.pidfd_open(pid)
     poll, stopped = select.poll(), ""
     poll.register(handle, select.POLLIN)
@@ -226,7 +226,7 @@ def watch(pid: int, seconds: float, memory_bytes: int) -> tuple[str, int]:
 
 
 def limit(seconds: float, memory_bytes: int, output_bytes: int) -> None:
-    """What the kernel counts for this process; soft and hard alike, so that they cannot be raised again."""
+    """Return what the kernel counts for this process; soft and hard alike, so that they cannot be raised again."""
     for what, most in (
         (resource.RLIMIT_CPU, int(seconds) + 1),
         (resource.RLIMIT_AS, memory_bytes),
@@ -252,7 +252,7 @@ def told(error: BaseException) -> bytes:
 
 
 def play(source: bytes, function: str, data: bytes) -> None:
-    """Runs the program in this process: the function's value, or the error, is left in file 3.
+    """Run the program in this process: the function's value, or the error, is left in file 3.
 
     What file 4 is told means that it does not compile; the program finds it closed.
     """

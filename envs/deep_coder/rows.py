@@ -53,7 +53,7 @@ class Bounds:
 
 @lru_cache(maxsize=4)
 def load(path: str, subsets: tuple[str, ...], most: int, bounds: Bounds) -> tuple[Problem, ...]:
-    """The problems of a data set, each with its split: its own, or by hash out of train where the set lacks one."""
+    """Return the problems of a data set with their splits: its own, or by hash out of train where it lacks one."""
     found: dict[str, Problem] = {}
     own: set[str] = set()
     read, left_out = 0, Counter[str]()
@@ -82,7 +82,7 @@ def _split(problem: Problem, own: set[str]) -> str:
 
 
 def _rows(path: str, subsets: tuple[str, ...], most: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The rows of every split of every subset, `most` of each, with the name of the split in our words."""
+    """Yield the rows of every split of every subset, `most` of each, with the name of the split in our words."""
     import datasets
 
     local = Path(path)
@@ -106,7 +106,7 @@ def _rows(path: str, subsets: tuple[str, ...], most: int) -> Iterator[tuple[str,
 
 
 def problem_of(row: Mapping[str, Any], bounds: Bounds) -> Problem | str:
-    """A row as a problem; why it is left out where it cannot be judged here."""
+    """Return a row as a problem; why it is left out where it cannot be judged here."""
     statement, tests = row.get("problem"), row.get("tests")
     if not isinstance(statement, str) or not 0 < len(statement) <= LONGEST_STATEMENT:
         return f"without a statement of at most {LONGEST_STATEMENT:,} characters"
@@ -135,7 +135,7 @@ def parsed(value: Any) -> Any:
 
 
 def tests_of(tests: Any, metadata: Any) -> tuple[str, list[Test], bool]:
-    """The function to call (empty: stdin), all tests, and whether expected values may stand in a list of their own."""
+    """Return the function to call (empty: stdin), all tests, and whether expected values may stand in a list."""
     if isinstance(tests, dict):
         function = tests.get("fn_name") or ""
         pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
@@ -167,7 +167,7 @@ def as_json(value: Any) -> str:
 
 
 def choose(tests: list[Test], statement: str, bounds: Bounds) -> tuple[tuple[Test, ...], int]:
-    """The first ones, which may be shown, and those of the others with the longest inputs; how many may be shown.
+    """Return the first tests, which may be shown, and the others with the longest inputs; how many may be shown.
 
     One at least is hidden, and none of the hidden ones is an example of the statement.
     """
@@ -184,7 +184,7 @@ def tokens(text: str) -> list[str]:
 
 
 def written(text: str) -> str:
-    """What a value of JSON or a text looks like in a statement: its parts, without the brackets of the arguments."""
+    """Return what a JSON value or a text looks like in a statement: its parts, without the arguments' brackets."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -193,7 +193,7 @@ def written(text: str) -> str:
 
 
 def is_example(test: Test, statement: list[str], signs: str) -> bool:
-    """Whether the tokens of a statement hold a test's input, and soon behind it its output.
+    """Return whether the tokens of a statement hold a test's input, and soon behind it its output.
 
     signs: the statement without blanks and quotation marks, for an input such as "()[]", which has no tokens.
     """

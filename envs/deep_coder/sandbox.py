@@ -1,4 +1,4 @@
-"""How is a program run that nobody has read?  In bubblewrap, with namespaces of its own, or not at all.
+"""How is a program run that is not trusted?  In bubblewrap, with namespaces of its own, or not at all.
 
 A program sees a read-only Python and its libraries, an empty /tmp of bounded size, its own /proc and a minimal /dev: no
 network, no home, no project, no environment variables, no other process. harness.py, which runs inside, sets the limits
@@ -76,13 +76,13 @@ def require() -> None:
 
 @lru_cache(maxsize=1)
 def slots() -> threading.BoundedSemaphore:
-    """One submission a core at a time: more would only take each other's seconds."""
+    """Return a semaphore for one submission per core: more would only take each other's seconds."""
     return threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
 
 
 @lru_cache(maxsize=1)
 def command() -> tuple[str, ...]:
-    """What follows the harness. Python is bound from where it is, even from a home, to /python."""
+    """Return what follows the harness. Python is bound from where it is, even from a home, to /python."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     system = sys.base_prefix == "/usr"
     home = "/usr" if system else "/python"
@@ -111,12 +111,12 @@ def command() -> tuple[str, ...]:
 
 
 def execute(source: str, function: str, inputs: Sequence[str], limits: Limits) -> list[Outcome]:
-    """All outcomes of `run`."""
+    """Return all outcomes of `run`."""
     return list(run(source, function, inputs, limits))
 
 
 def run(source: str, function: str, inputs: Sequence[str], limits: Limits) -> Generator[Outcome, None, None]:
-    """Runs a program on inputs, in order, in one sandbox; fewer outcomes than inputs where it was stopped before.
+    """Run a program on inputs, in order, in one sandbox; fewer outcomes than inputs where it was stopped before.
 
     `function` names the function to call, each input then being its arguments as JSON; without one an input is stdin.
     It is stopped when it does not compile, takes too long or crashes: further tests would go no better. An input is
@@ -146,7 +146,7 @@ def run(source: str, function: str, inputs: Sequence[str], limits: Limits) -> Ge
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Lets the harness go, so that bubblewrap takes its exit code and leaves no zombie; kills what does not go."""
+    """Let the harness go, so that bubblewrap takes its exit code and leaves no zombie; kills what does not go."""
     assert process.stdin is not None
     process.stdin.close()
     try:
@@ -177,7 +177,7 @@ def _converse(process: subprocess.Popen[bytes], source: str, function: str, inpu
 
 
 def _outcome(parts: list[bytes], called: bool) -> Outcome:
-    """The harness' answer in our words."""
+    """Return the harness' answer in our words."""
     ended, number = parts[0].decode(), int(parts[1])
     output, stderr, report = (part.decode("utf-8", "replace") for part in parts[2:])
     last = (stderr.strip().splitlines() or [""])[-1]
@@ -203,7 +203,7 @@ def _write(process: subprocess.Popen[bytes], text: str) -> None:
 
 
 def _read(process: subprocess.Popen[bytes], most: int) -> bytes:
-    """One part of an answer; EOFError where the sandbox ended, or says what the harness never would."""
+    """Return one part of an answer; EOFError where the sandbox ended, or says what the harness never would."""
     size = int.from_bytes(_exactly(process, 4), "big")
     if size > most:
         raise EOFError

@@ -47,7 +47,7 @@ class Problem:
     Problem(statement="Print the sum ...", function="", tests=(Test("3 4", "7"),), public=1, key="sum")
     `function` is the one to call; without it the program reads stdin. `programs` holds known programs by the name of
     their player, `idea` a thought that leads to the right one. `home` is the data set's own split, empty where there
-    is none; `boxed`: an expected value may stand in a list of its own, as in TACO.
+    is no such split; `boxed`: an expected value may stand in a list of its own, as in TACO.
     """
 
     statement: str
@@ -128,7 +128,7 @@ _lock = threading.Lock()
 
 
 def judge(problem: Problem, source: str, limits: Limits) -> Verdict:
-    """The verdict on a program; the same program on the same problem is run once."""
+    """Return the verdict on a program; the same program on the same problem is run once."""
     key = (problem, source, limits)
     with _lock:
         if key in _cache:
@@ -144,7 +144,7 @@ def judge(problem: Problem, source: str, limits: Limits) -> Verdict:
 
 
 def weigh(problem: Problem, outcomes: Iterable[Outcome]) -> Verdict:
-    """What outcomes come to, each compared as it comes. Tests that were not run any more are not passed."""
+    """Return what outcomes come to, each compared as it comes. Tests that were not run any more are not passed."""
     good, failed = [], None  # numbers of the tests passed; the first test that failed, with its number and outcome
     for number, (test, outcome) in enumerate(zip(problem.tests, outcomes, strict=False), 1):
         if passed(problem, test, outcome):
@@ -158,7 +158,7 @@ def weigh(problem: Problem, outcomes: Iterable[Outcome]) -> Verdict:
 
 
 def _told_of(problem: Problem, number: int, test: Test, outcome: Outcome) -> Iterator[str]:
-    """What is said about a test that failed: of a hidden one only the kind of its failure."""
+    """Yield what is said about a test that failed: of a hidden one only the kind of its failure."""
     if outcome.status == "syntax":
         yield short(outcome.error)
     elif number > problem.public:
@@ -191,7 +191,7 @@ def same_text(expected: str, found: str) -> bool:
 
 
 def lengths(text: str) -> list[int]:
-    """How many tokens each line has that has any."""
+    """Return how many tokens each line has that has any."""
     return [len(line.split()) for line in text.splitlines() if line.strip()]
 
 
@@ -226,7 +226,7 @@ def near(expected: float, found: float) -> bool:
 
 
 def short(text: str) -> str:
-    """A text cut in its middle, unprintable characters escaped."""
+    """Return a text cut in its middle, unprintable characters escaped."""
     text = text.strip()
     if len(text) > SHOWN:
         text = f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"

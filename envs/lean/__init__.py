@@ -23,11 +23,32 @@ KINDS = {"→": "an implication", "∧": "a conjunction", "∨": "a disjunction"
 
 
 class Lean(TextEnv):
-    """Prove a theorem by tactics; the state is its open goals.
+    """Prove a theorem of core Lean, one tactic a turn.
 
-    `reward="proof"` gives 1 for the proof and -0.1 for a rejected tactic; `reward="ragen"` gives -0.1 a tactic, +1
-    for an accepted and -1 for a rejected one, and +10 for the proof. `backend` is auto, fragment, local or the
-    address of a server; `timeout` is what Lean may take for one tactic, in seconds.
+    ## Action space
+    Free text: one tactic of Lean 4 on one line, at most 300 characters. What could do more than prove, such as `sorry`
+    or a command, is invalid.
+
+    ## Observation space
+    Text: the theorem in words, the open goals as Lean prints them, and why the last tactic was rejected or refused.
+
+    ## Rewards
+    "proof": 1 for the proof, -0.1 for a rejected tactic. "ragen": -0.1 for each tactic, +1 for an accepted and -1 for a
+    rejected one, and +10 for the proof. 0 for an invalid action.
+
+    ## Starting state
+    A theorem from a template of one of `topics`.
+
+    ## Episode end
+    Terminated by the proof (success); no game is lost. Truncation is left to the protocol, after `max_turns`: 12.
+
+    ## Arguments
+    - `topics=("logic", "arithmetic", "lists")`: any of these, and "library", which needs Lean itself.
+    - `backend="auto"`: or "fragment" (a small checker of this package), "local" (Lean on this machine), or the address
+      of a server. "auto" takes LEAN_SERVER_API_URL, else a local toolchain, else the fragment.
+    - `timeout=30.0`: seconds that Lean may take for one tactic, at most 3,600.
+    - `reward="proof"`: or "ragen".
+    - `render_mode=None`: or "ansi".
     """
 
     name = "lean"
@@ -130,7 +151,7 @@ class Lean(TextEnv):
     # -- players ---------------------------------------------------------------------------------------------------
 
     def _goal(self) -> Goal | None:
-        """The first open goal, where the fragment can follow the proof."""
+        """Return the first open goal, where the fragment can follow the proof."""
         if not self.level.in_fragment:
             return None
         try:
@@ -140,7 +161,7 @@ class Lean(TextEnv):
         return goals[0] if goals else None
 
     def expert(self) -> str:
-        """The known proof; off its way, the first tactic of a proof found by search, or one that changes nothing."""
+        """Return the known proof's next tactic; off its way, one found by search, or one that changes nothing."""
         proof, done = self.level.proof, len(self.tactics)
         if self.tactics == proof[:done] and done < len(proof):
             return proof[done]
@@ -151,7 +172,7 @@ class Lean(TextEnv):
         return (next_tactic((goal,)) if goal else "") or "assumption"
 
     def _by_shape(self, goal: Goal | None) -> str:
-        """What the form of the goal suggests, whatever is known."""
+        """Return what the form of the goal suggests, whatever is known."""
         if goal is None:
             return "assumption"
         if unfold(goal.target)[:2] == ("bin", "→"):
@@ -174,7 +195,7 @@ class Lean(TextEnv):
         return {"random": self.choose(some), "shape": self._by_shape(goal), "close": closing}
 
     def thought(self) -> str:
-        """The form of the goal and of what is known, which decides between the tactics."""
+        """Return the form of the goal and of what is known, which decides between the tactics."""
         goal = self._goal()
         if goal is None:
             return ""

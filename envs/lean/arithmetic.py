@@ -23,7 +23,7 @@ LinearForm = tuple[tuple[tuple[str, int], ...], int]
 
 
 def compute(expr: Expr) -> int | tuple[int, ...] | None:
-    """The value of a closed term; None where it is not closed, or no term."""
+    """Return the value of a closed term; None where it is not closed, or not a term."""
     kind = expr[0]
     if kind == "num":
         return expr[1]
@@ -47,7 +47,7 @@ def compute(expr: Expr) -> int | tuple[int, ...] | None:
 
 
 def decided(formula: Expr) -> bool | None:
-    """Whether a closed formula without ∃ is true; None where that is no closed formula."""
+    """Return whether a closed formula without ∃ is true; None where it is not a closed formula."""
     kind = formula[0]
     if kind == "name":
         return {"True": True, "False": False}.get(formula[1])
@@ -70,7 +70,7 @@ def decided(formula: Expr) -> bool | None:
 
 
 def linear(expr: Expr) -> tuple[dict[str, int], int] | None:
-    """A term over natural numbers as coefficients and constant; None where it is not linear."""
+    """Return a term over natural numbers as coefficients and constant; None where it is not linear."""
     kind = expr[0]
     if kind == "num":
         return {}, expr[1]
@@ -111,7 +111,7 @@ def _at_most(left: Expr, right: Expr, less: int) -> LinearForm | None:
 
 
 def cases(formula: Expr, holds: bool) -> list[list[LinearForm]]:
-    """Inequalities of which some set must hold where the formula does (or does not); one empty set: it says nothing."""
+    """Return sets of inequalities of which one must hold if the formula does (or does not); one empty if unknown."""
     kind = formula[0]
     if formula == ("name", "False" if holds else "True"):
         return []
@@ -144,7 +144,7 @@ def cases(formula: Expr, holds: bool) -> list[list[LinearForm]]:
 
 
 def infeasible(rows: list[LinearForm], effort: list[int]) -> bool:
-    """Whether no integers satisfy the inequalities, found by eliminating name after name (Fourier and Motzkin).
+    """Return whether no integers satisfy the inequalities, found by eliminating name after name (Fourier and Motzkin).
 
     Sound: each new row follows from two others. Not complete, and given up where rows become too many or numbers too
     large, or the effort is spent.
@@ -180,7 +180,7 @@ def infeasible(rows: list[LinearForm], effort: list[int]) -> bool:
 
 @lru_cache(maxsize=1 << 12)
 def linear_consequence(facts: tuple[Expr, ...], goal: Expr) -> bool:
-    """Whether the goal follows from the facts by linear arithmetic over the natural numbers."""
+    """Return whether the goal follows from the facts by linear arithmetic over the natural numbers."""
     while goal[0] == "bin" and goal[1] == "→":
         facts, goal = (*facts, goal[2]), goal[3]
     branches = cases(goal, False)

@@ -76,16 +76,16 @@ class Backend(Protocol):
     slow: bool
 
     def check(self, theorem: Theorem, tactics: tuple[str, ...]) -> Verdict:
-        """What the tactics leave of the theorem, or why the last of them is rejected."""
+        """Return what the tactics leave of the theorem, or why the last of them is rejected."""
         ...
 
 
 class Unavailable(NoAnswer):
-    """Nobody answered: no verdict about the proof."""
+    """No backend answered: there is no verdict about the proof."""
 
 
 def refusal(tactic: str) -> str:
-    """Why a text is not passed on; empty for one that is."""
+    """Return why a text is not passed on; empty for one that is."""
     tactic = tactic.strip()
     if not tactic or len(tactic) > LONGEST:
         return f"write one tactic of at most {LONGEST} characters"
@@ -104,7 +104,7 @@ def refusal(tactic: str) -> str:
     for word in found:
         if word in FORBIDDEN or COMMANDS.fullmatch(word) or word.endswith("?"):
             return f"{word} is refused"
-    if "'" in WORD.sub("", tactic):  # a character such as ')' would be no bracket to Lean
+    if "'" in WORD.sub("", tactic):  # a character such as ')' would not be a bracket to Lean
         return "' is refused but in names"
     depths = list(accumulate((c == "(") - (c == ")") for c in tactic))
     return "" if min(depths) >= 0 and depths[-1] == 0 else "its brackets ( ) do not match"
@@ -129,7 +129,7 @@ class Fragment:
 
 @lru_cache(maxsize=1 << 14)
 def replay(theorem: Theorem, tactics: tuple[str, ...]) -> terms.Goals:
-    """The goals of the fragment after these tactics."""
+    """Return the goals of the fragment after these tactics."""
     if not tactics:
         return terms.start(theorem.binders, theorem.statement)
     return checker.apply(replay(theorem, tactics[:-1]), tactics[-1])
@@ -139,7 +139,7 @@ def replay(theorem: Theorem, tactics: tuple[str, ...]) -> terms.Goals:
 
 
 def script(theorem: Theorem, tactics: Sequence[str]) -> str:
-    """The whole proof as a file, with the question on which axioms it rests in the last line.
+    """Return the whole proof as a file, with the question on which axioms it rests in the last line.
 
     The `skip;` keeps the brackets from being read as an argument of the line before.
     """
@@ -148,7 +148,7 @@ def script(theorem: Theorem, tactics: Sequence[str]) -> str:
 
 
 def verdict(messages: Any, last_line: int) -> Verdict:
-    """Reads Lean's messages about a `script` whose last line has this number."""
+    """Read Lean's messages about a `script` whose last line has this number."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise Unavailable(f"Lean's answer has no list of messages but {reprlib.repr(messages)}.")
     axioms, goals, errors = "", "", []  # a second "unsolved goals" is about a `by` inside of a tactic
@@ -232,7 +232,7 @@ class Server:
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         key = os.environ.get("LEAN_SERVER_API_KEY", "").strip()
         if not (key.isascii() and key.isprintable()):
-            raise Unavailable("LEAN_SERVER_API_KEY is no key: it has characters that cannot be sent.")
+            raise Unavailable("LEAN_SERVER_API_KEY is not a key: it has characters that cannot be sent.")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         return post_json(self.url + path, body, 1.5 * self.timeout + 1, headers)
 
@@ -268,7 +268,7 @@ _LOCAL = threading.Lock()
 
 @cache
 def repl() -> Any:
-    """The REPL process, of the version of Lean that is on the path."""
+    """Return the REPL process, of the version of Lean that is on the path."""
     import subprocess
 
     from lean_interact import AutoLeanServer, LeanREPLConfig
@@ -280,12 +280,12 @@ def repl() -> Any:
 
 
 def toolchain() -> bool:
-    """Whether Lean can be run here."""
+    """Return whether Lean can be run here."""
     return bool(shutil.which("lean") and shutil.which("lake") and find_spec("lean_interact"))
 
 
 def chosen(backend: str, timeout: float) -> Backend:
-    """The backend of that name; "auto" takes a server, then a toolchain, then the fragment, and says so."""
+    """Return the backend of that name; "auto" takes a server, then a toolchain, then the fragment, and says so."""
     if backend == "auto":
         backend = os.environ.get("LEAN_SERVER_API_URL", "") or ("local" if toolchain() else "")
         if not backend:

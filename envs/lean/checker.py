@@ -208,7 +208,7 @@ def _rcases(term: Expr, pattern: Expr, goal: Goal) -> list[Goal]:
 
 
 def _taken(proved: Expr, pattern: Expr, goal: Goal) -> Iterator[Goal]:
-    """The goals after taking apart what was proved."""
+    """Yield the goals after taking apart what was proved."""
     if pattern[0] == "name":
         yield goal.having((pattern[1], proved))
     elif pattern[0] == "either":
@@ -245,7 +245,12 @@ TACTICS: dict[str, Callable[[Goal, Parser], list[Goal]]] = {
 
 @lru_cache(maxsize=1 << 15)
 def apply(goals: Goals, tactic: str) -> Goals:
-    """The goals after a tactic, which acts on the first. Unreadable: outside the fragment; Rejected: it fails here."""
+    """Return the goals after a tactic, which acts on the first goal.
+
+    Raises:
+        Unreadable: the tactic is not in the fragment.
+        Rejected: the tactic fails here.
+    """
     parser = Parser(tactic)
     head = parser.take()
     if head not in TACTICS:

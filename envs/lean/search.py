@@ -16,7 +16,7 @@ WITNESSES = 100  # numbers tried for an ∃
 
 
 def fresh(goal: Goal, count: int = 1) -> list[str]:
-    """Names h1, h2, ... that are not in use."""
+    """Return names h1, h2, ... that are not in use."""
     used, names, number = {name for name, _ in goal.context}, [], 1
     while len(names) < count:
         if f"h{number}" not in used:
@@ -26,7 +26,7 @@ def fresh(goal: Goal, count: int = 1) -> list[str]:
 
 
 def _sure(goal: Goal) -> str:
-    """A step that loses nothing, if there is one: take apart what is known, then what is to be proved."""
+    """Return a step that loses nothing, if there is one: take apart what is known, then what is to be proved."""
     for name, fact in goal.facts.items():
         if fact == FALSE:
             return f"cases {name}"
@@ -41,7 +41,7 @@ def _sure(goal: Goal) -> str:
 
 
 def _risky(goal: Goal) -> Iterator[str]:
-    """Steps that may lead nowhere."""
+    """Yield steps that may lead nowhere."""
     if goal.target[0] == "exists" and goal.target[2] == "Nat":
         for number in range(WITNESSES):
             try:
@@ -73,7 +73,7 @@ def _closes(goal: Goal, tactic: str) -> bool:
 
 @lru_cache(maxsize=1 << 12)
 def prove(goal: Goal) -> tuple[str, ...] | None:
-    """Tactics that prove a goal; None where the search finds none."""
+    """Return tactics that prove a goal; None where the search finds none."""
     effort = [EFFORT]
     for depth in range(1, DEPTH + 1):
         found = _prove(goal, depth, effort)
@@ -107,6 +107,6 @@ def _prove(goal: Goal, depth: int, effort: list[int]) -> tuple[str, ...] | None:
 
 
 def next_tactic(goals: Goals) -> str:
-    """The first tactic of a proof of the first goal; empty where none is found."""
+    """Return the first tactic of a proof of the first goal; empty where none is found."""
     proof = prove(goals[0]) if goals else None
     return proof[0] if proof else ""

@@ -172,7 +172,7 @@ def parse(text: str) -> Expr:
 
 
 def show(expr: Expr, least: int = 0) -> str:
-    """An expression as Lean prints it."""
+    """Return an expression as Lean prints it."""
     kind = expr[0]
     if kind == "bin":
         strength, left, right = OPERATORS[expr[1]]
@@ -192,7 +192,7 @@ def show(expr: Expr, least: int = 0) -> str:
 
 
 def mentions(expr: Expr, names: Collection[str]) -> bool:
-    """Whether an expression has one of these names in it."""
+    """Return whether an expression has one of these names in it."""
     return expr[1] in names if expr[0] == "name" else any(mentions(e, names) for e in _inside(expr))
 
 
@@ -232,7 +232,7 @@ WORDS = {
 
 
 def words(expr: Expr, inner: bool = False) -> str:
-    """A formula in plain words; parts of parts stand in brackets."""
+    """Return a formula in plain words; parts of parts stand in brackets."""
     kind = expr[0]
     if kind == "bin" and expr[1] == "→":  # several premises in one sentence
         premises = []

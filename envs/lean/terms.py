@@ -41,7 +41,7 @@ class Goal(NamedTuple):
         return {name: kind for name, kind in self.context if kind[1] not in SORTS}
 
     def show(self) -> str:
-        """The goal as Lean prints it: neighbours of one type on one line."""
+        """Return the goal as Lean prints it: neighbours of one type on one line."""
         lines: list[tuple[str, str]] = []
         for name, kind in self.context:
             told = "List Nat" if kind == ("name", "List") else show(kind)
@@ -56,7 +56,7 @@ Goals = tuple[Goal, ...]
 
 
 def start(binders: tuple[str, ...], statement: str) -> Goals:
-    """The first goal of a theorem: start(("p q : Prop", "h : p ∧ q"), "q")."""
+    """Return the first goal of a theorem: start(("p q : Prop", "h : p ∧ q"), "q")."""
     goal = Goal((), TRUE)
     for binder in binders:
         names, _, kind = binder.partition(" : ")
@@ -106,7 +106,7 @@ def unfold(formula: Expr) -> Expr:
 
 @lru_cache(maxsize=1 << 14)
 def normal(formula: Expr) -> Expr:
-    """The same everywhere, with ≥ and > turned round: equal for what Lean takes for equal by definition."""
+    """Return the same everywhere, with ≥ and > turned round: equal for what Lean takes for equal by definition."""
     formula = unfold(formula)
     if formula[0] == "exists":
         return (*formula[:3], normal(formula[3]))
@@ -123,7 +123,7 @@ def same(one: Expr, other: Expr) -> bool:
 
 
 def parts(formula: Expr) -> tuple[Expr, Expr] | None:
-    """The two sides of a conjunction, and the two implications of an equivalence."""
+    """Return the two sides of a conjunction, and the two implications of an equivalence."""
     if formula[0] == "bin" and formula[1] == "∧":
         return formula[2], formula[3]
     if formula[0] == "bin" and formula[1] == "↔":
@@ -135,7 +135,7 @@ def parts(formula: Expr) -> tuple[Expr, Expr] | None:
 
 
 def infer(term: Expr, goal: Goal) -> Expr:
-    """What a proof term proves."""
+    """Return what a proof term proves."""
     kind = term[0]
     if kind == "name":
         if term[1] == "trivial":
@@ -177,7 +177,7 @@ def constant(term: Expr) -> str:
 
 
 def check(term: Expr, goal: Goal) -> list[Goal]:
-    """Whether a proof term proves the target of a goal; the goals of its holes."""
+    """Return whether a proof term proves the target of a goal; the goals of its holes."""
     kind, target = term[0], goal.target
     if kind == "hole":
         return [goal]
@@ -249,7 +249,7 @@ def closing(goal: Goal, true: bool, why: str) -> list[Goal]:
 
 
 def rfl(goal: Goal) -> list[Goal]:
-    """The two sides are the same, or closed terms of the same value."""
+    """Return whether two sides are the same, or closed terms of the same value."""
     target = goal.target
     fits = target[0] == "bin" and target[1] in ("=", "↔", "≤")
     equal = fits and (target[2] == target[3] or (target[1] == "=" and decided(target) is True))

@@ -77,7 +77,7 @@ class Theorem(NamedTuple):
 
 
 def _formula(rng: np.random.Generator) -> Expr:
-    """An atom in most cases; else two, joined, or one negated."""
+    """Return an atom in most cases; else two, joined, or one negated."""
     one, other = (("name", ATOMS[int(rng.integers(len(ATOMS)))]) for _ in range(2))
     kind = int(rng.integers(8))
     if kind < 4:
@@ -92,7 +92,7 @@ def _filled(scheme: Expr, formulas: dict[str, Expr]) -> Expr:
 
 
 def _atoms(formula: Expr) -> Iterator[str]:
-    """The atoms from left to right."""
+    """Yield the atoms from left to right."""
     if formula[0] == "name":
         yield formula[1]
     for part in formula[1:]:
@@ -101,7 +101,7 @@ def _atoms(formula: Expr) -> Iterator[str]:
 
 
 def logic(rng: np.random.Generator) -> Theorem:
-    """A scheme with formulas for its letters; atoms are named p, q, ... in the order in which they come."""
+    """Return a scheme with formulas for its letters; atoms are named p, q, ... in the order in which they come."""
     scheme, proof = LOGIC[int(rng.integers(len(LOGIC)))]
     formulas = {letter: _formula(rng) for letter in LETTERS}
     order = list(dict.fromkeys(_atoms(_filled(parse(scheme), formulas))))
@@ -116,7 +116,7 @@ def logic(rng: np.random.Generator) -> Theorem:
 
 
 def _told(binders: tuple[str, ...], statement: str, *proof: str) -> Theorem:
-    """A theorem whose words are those of its statement and of the hypotheses among the binders."""
+    """Return a theorem whose words are those of its statement and of the hypotheses among the binders."""
     known = [words(parse(b.partition(" : ")[2])) for b in binders if b.startswith("h")]
     told = words(parse(statement))
     return Theorem(binders, statement, f"given {' and '.join(known)}, {told}" if known else told, proof)

@@ -34,7 +34,7 @@ _LOCK = Lock()
 class Problem(NamedTuple):
     """Problem("What is 2 plus 3?", "Add 2 and 3.", "5", "rephrased", "2 + 3 = 5"); the last is the working.
 
-    `original` is the original question; of an embedded problem its template and numbers, whoever has whatever.
+    `original` is the original question; of an embedded problem its template and numbers, without its names.
     """
 
     query: str
@@ -45,10 +45,31 @@ class Problem(NamedTuple):
 
 
 class MetaMathQA(TextEnv):
-    """Answer the problem in at most `attempts` attempts.
+    r"""Solve a problem of mathematics, with a smaller reward for each retry.
 
-    `path` is "embedded" (templates with parameters), "meta-math/MetaMathQA", or a file or folder in its schema; of
-    these the first `rows` rows are used.
+    ## Action space
+    Free text: the answer, a number or an expression. What the last `\boxed{}` holds counts, else what follows "answer
+    is" or "answer:", else all of it; at most 1,000 characters. Blank and longer answers are invalid.
+
+    ## Observation space
+    Text: the problem; after a wrong answer also how many were wrong.
+
+    ## Rewards
+    1 for a right answer, halved for each wrong one before it; 0 for a wrong one. Arithmetic that is left undone is
+    wrong: 42 is right, 6 * 7 is not.
+
+    ## Starting state
+    A problem from a template with random numbers, or a row of `path`.
+
+    ## Episode end
+    Terminated by a right answer (success) or after `attempts` wrong ones (`failure` "attempts"). Truncation is left to
+    the protocol, after `max_turns`: `attempts`.
+
+    ## Arguments
+    - `path="embedded"`: templates; or meta-math/MetaMathQA, or a file or folder in its schema.
+    - `rows=50000`: rows of `path` that are used at most.
+    - `attempts=4`: answers in an episode.
+    - `render_mode=None`: or "ansi".
     """
 
     name = "metamath_qa"
@@ -82,7 +103,7 @@ class MetaMathQA(TextEnv):
 
     @classmethod
     def key_of(cls, level: Problem) -> str:
-        """The original question, or template and numbers: all rephrasings are in one split, with all names."""
+        """Return the original question, or template and numbers: all rephrasings are in one split, with all names."""
         return " ".join(level.original.split())
 
     def begin(self, level: Problem) -> None:
@@ -129,7 +150,7 @@ class MetaMathQA(TextEnv):
     # -- players ---------------------------------------------------------------------------------------------------
 
     def expert(self) -> str:
-        """The answer that stands in the data: an expert that was told it."""
+        """Return the answer that stands in the data: this expert knows it."""
         return self.level.answer
 
     def players(self) -> dict[str, str]:
@@ -146,7 +167,7 @@ class MetaMathQA(TextEnv):
 
 
 def answer_in(action: str) -> str | None:
-    r"""The answer that an action gives: what \boxed{} holds, else what follows "The answer is"; None without one.
+    r"""Return the answer of an action: what \boxed{} holds, else what follows "The answer is"; None without one.
 
     >>> answer_in(r"\boxed{7}"), answer_in("The answer is: 7."), answer_in(" 7 "), answer_in("  ")
     ('7', '7', '7', None)
@@ -160,9 +181,9 @@ def answer_in(action: str) -> str | None:
 
 @lru_cache(maxsize=1 << 14)
 def is_right(given: str, answer: str) -> bool:
-    """The reference in another notation and order, with nothing left to work out; math-verify's word on variables.
+    """Return whether an answer is the reference, with nothing left to work out; math-verify judges variables.
 
-    math-verify works out everything: asked about numbers, it lets who repeats "What is 2^3 + 4^2?" solve it.
+    math-verify works out everything: asked about numbers, it would accept the question 2^3 + 4^2 as its own answer.
     """
     if len(given) > LONGEST_ANSWER:
         return False
@@ -176,7 +197,7 @@ def is_right(given: str, answer: str) -> bool:
 
 @lru_cache
 def _judge(process: int) -> MathJudge:
-    """The judge of this process: a fork would share the pipe of its parent's worker."""
+    """Return the judge of this process: a fork would share the pipe of its parent's worker."""
     judge = MathJudge()
     atexit.register(judge.close)
     return judge
@@ -184,7 +205,7 @@ def _judge(process: int) -> MathJudge:
 
 @lru_cache(maxsize=4)
 def problems_of(path: str, rows: int) -> tuple[Problem, ...]:
-    """The first rows of a data set in the schema of MetaMathQA, without those that give no answer."""
+    """Return the first rows of a data set in the schema of MetaMathQA, without those that give no answer."""
     problems = []
     for row in read_rows("metamath_qa", path, COLUMNS, rows):
         query, response, original, kind = (str(row[column] or "").strip() for column in COLUMNS)

@@ -2,7 +2,7 @@ r"""Which expression is this text, but for its notation, the order of terms and 
 
     read(r"3\cdot\pi/2") == read(r"\frac{3}{2} \pi") == read("1.5pi")      # True
     read("3pi3") == read("9pi"), read("4^5") == read("2^{10}")             # (False, False): nothing is worked out
-It knows whole and decimal numbers, + - * / ^, \frac, roots, pi, e, i and infinity; all else is no expression.
+It knows whole and decimal numbers, + - * / ^, \frac, roots, pi, e, i and infinity; any other text is not an expression.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Node = tuple[int, tuple[Any, ...], tuple[Any, ...]]
 
 @lru_cache(maxsize=1 << 12)
 def read(text: str) -> Node | None:
-    """The expression that a plain text is; None where it is none."""
+    """Return the expression that a plain text is; None for any other."""
     tokens, at = [], 0
     if len(text) > LONGEST or ("," in text and "(" in text):  # (1,200) is a point
         return None
@@ -64,7 +64,7 @@ class _Reader:
         return node
 
     def next_is(self, *tokens: str) -> bool:
-        """Whether one of these comes next; it is taken."""
+        """Return whether one of these comes next; it is taken."""
         if not self.tokens or self.tokens[-1] not in tokens:
             return False
         self.last = self.tokens.pop()
@@ -103,7 +103,7 @@ class _Reader:
                 and self.last.startswith(("}", *NUMERAL))
                 and self.tokens[-1].startswith(("{", r"\frac", *NUMERAL))
             ):
-                raise _NoExpression  # 3 1/2 and 3\frac12 are no products
+                raise _NoExpression  # 3 1/2 and 3\frac12 are not products
             node = _product(node, self.power())
         return node
 
@@ -117,7 +117,7 @@ class _Reader:
         return 1, (("power", base, exponent),), ()
 
     def argument(self) -> Node:
-        r"""What \frac and \sqrt take: a group, a command, or one digit, as in \frac12."""
+        r"""Return what \frac and \sqrt take: a group, a command, or one digit, as in \frac12."""
         if self.tokens and self.tokens[-1].isdecimal():
             digits = self.tokens.pop()
             self.tokens += [*digits[:0:-1], digits[0]]
@@ -180,7 +180,7 @@ def _term(sign: int, above: tuple[Any, ...], below: tuple[Any, ...]) -> Node:
 
 
 def _terms_of(factors: tuple[Any, ...]) -> tuple[Node, ...]:
-    """The terms where a sum is the one factor; none otherwise."""
+    """Return the terms where a sum is the one factor; none otherwise."""
     is_sum = len(factors) == 1 and isinstance(factors[0], tuple) and factors[0][0] == "sum"
     return factors[0][1] if is_sum else ()
 
@@ -203,7 +203,7 @@ def _in_order(factors: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def worked_out(node: Node) -> Node:
-    """A product with its whole numbers multiplied, square roots drawn and the fraction reduced; sums stay."""
+    """Return a product with its whole numbers multiplied, square roots drawn and the fraction reduced; sums stay."""
     (top, above), (bottom, below) = map(_gathered, node[1:])
     shared = math.gcd(top, bottom) or 1
     upper, lower = ((n // shared, *rest) for n, rest in ((top, above), (bottom, below)))
@@ -212,7 +212,7 @@ def worked_out(node: Node) -> Node:
 
 
 def _gathered(factors: tuple[Any, ...]) -> tuple[int, list[Any]]:
-    """A product as a whole number times what is left: 3 and the root of 12 are 6 times the root of 3."""
+    """Return a product as a whole number times what is left: 3 and the root of 12 are 6 times the root of 3."""
     whole, rest = 1, []
     for factor in factors:
         if isinstance(factor, int):
@@ -228,7 +228,7 @@ def _gathered(factors: tuple[Any, ...]) -> tuple[int, list[Any]]:
 
 
 def value(node: Node) -> Fraction | float | None:
-    """Exact without roots and constants; None where it is no real number, or too large a one."""
+    """Return the value, exact without roots and constants; None where it is not a real number, or is too large."""
     try:
         found = _value(node)
     except (ArithmeticError, ValueError, TypeError, _NoExpression):

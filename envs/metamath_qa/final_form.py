@@ -29,14 +29,14 @@ WORDS = re.compile(r"(?<![\\A-Za-z{_^])[A-Za-z]{2}[A-Za-z .'-]*$")
 
 @lru_cache(maxsize=1 << 12)
 def has_variables(answer: str) -> bool:
-    r"""Whether a reference is algebra: x + 1 and 2ab are; x = 5, 12 apples, 5 \text{ m}, 3 + 4i and Monday are not."""
+    r"""Return whether a reference is algebra: x + 1 and 2ab are; x = 5, 12 apples, 3 + 4i and Monday are not."""
     text = plain(IN_WORDS.sub(" ", _right_side(answer)))
     text = NO_VARIABLES.sub(" ", split_unit(text, shortest=2)[0])
     return any(map(str.isalpha, text)) and " base " not in as_text(plain(answer))
 
 
 def is_written_out(given: str, answer: str) -> bool:
-    """Whether an answer is the reference, with nothing left to work out.
+    """Return whether an answer is the reference, with nothing left to work out.
 
     >>> [is_written_out(given, "12") for given in ("x = 12 cm", "5 + 7", "5 + 7 = 12", "5 + 6 = 12", "12 dozen")]
     [True, False, True, False, False]
@@ -66,13 +66,13 @@ def _same(given: str, answer: str) -> bool:
 
 
 def number(text: str) -> Number | None:
-    """The number that is all of a plain text, in its usual form: not 12e3."""
+    """Return the number that is all of a plain text, in its usual form: not 12e3."""
     found = any_number(text)
     return found if found is not None and found.normal else None
 
 
 def _without_words(answer: str) -> tuple[str, str]:
-    """A reference such as 12 apples, whose unit is not in the list, and these words; not 12 halves."""
+    """Return a reference such as 12 apples, whose unit is not in the list, and these words; not 12 halves."""
     match = WORDS.search(answer, max(0, len(answer) - LONGEST))
     words = match[0] if match else ""
     if not words or unit_of(words) or NO_UNITS & set(re.findall("[a-z]+", words.casefold())):
@@ -82,7 +82,7 @@ def _without_words(answer: str) -> tuple[str, str]:
 
 
 def _worth(expression: Node | None) -> Number | None:
-    """The value of an expression as a number."""
+    """Return the value of an expression as a number."""
     known = None if expression is None else value(expression)
     if known is None:
         return None
@@ -112,7 +112,7 @@ def _same_parts(given: str, answer: str) -> bool:
 
 
 def _right_side(answer: str) -> str:
-    """What a reference such as x = 5 says x is; any other reference as it is."""
+    """Return what a reference such as x = 5 says x is; any other reference as it is."""
     sides = equation(answer)
     return sides[1] if len(sides) == 2 and NAMED.fullmatch(sides[0].strip("$ ")) else answer
 
@@ -123,11 +123,11 @@ def _both_signs(text: str) -> str:
 
 
 def _is_reduced(found: Number, wanted: Number) -> bool:
-    """Whether a fraction is in lowest terms, or written as the reference is."""
+    """Return whether a fraction is in lowest terms, or written as the reference is."""
     return found.parts is None or found.parts == wanted.parts or (found.parts[1] > 1 and gcd(*found.parts) == 1)
 
 
 def _is_worth(side: str, wanted: Number | None) -> bool:
-    """Whether another side of the equation has the value of the answer."""
+    """Return whether another side of the equation has the value of the answer."""
     found = number(side) or _worth(read(side))
     return found is not None and wanted is not None and is_near(found, wanted)

@@ -14,22 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 NAMES = (
-    "Ada",
-    "Ben",
-    "Cleo",
-    "Dan",
-    "Eva",
-    "Finn",
-    "Gita",
-    "Hugo",
-    "Iris",
-    "Jon",
-    "Kim",
-    "Lea",
-    "Milo",
-    "Nora",
-    "Omar",
-)
+    "Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gita", "Hugo", "Iris", "Jon", "Kim", "Lea", "Milo", "Nora", "Omar",
+)  # fmt: skip
 THINGS = ("apples", "beads", "cards", "coins", "eggs", "marbles", "nails", "pens", "shells", "stamps", "tiles", "plums")
 
 

@@ -37,10 +37,33 @@ class Question(NamedTuple):
 
 
 class SearchQA(TextEnv):
-    """`search[query]` shows articles, `finish[answer]` ends the episode; 1 for the answer, F1 for a part of it.
+    """Answer a question that takes several articles, by searching them.
 
-    `path` is "embedded" (a synthetic encyclopedia) or a folder made by `python -m envs.search_qa.build`. With
-    `retriever` articles come from that address instead of BM25.
+    ## Action space
+    Free text: `search[words]` or `finish[answer]`, each with at most 300 characters and no bracket inside.
+
+    ## Observation space
+    Text: the question and the articles of the last search.
+
+    ## Rewards
+    For `finish`: 1 for an exact match, else F1 over words where it is at least 0.3, else 0. Nothing for a search.
+
+    ## Starting state
+    A question over the embedded synthetic encyclopedia, or over the library of `path`.
+
+    ## Episode end
+    Terminated by `finish`: success for an exact match, else `failure` "wrong answer". Truncation is left to the
+    protocol, after `max_turns`: 5.
+
+    ## Arguments
+    - `path="embedded"`: or a folder made by `python -m envs.search_qa.build`.
+    - `top_k=3`: articles that a search shows, 1 to 50.
+    - `characters=1200`: of all articles shown, at least 100 for each.
+    - `retriever=""`: the address of a retriever that replaces BM25.
+    - `timeout=10.0`: seconds that the retriever may take, at most 3,600.
+    - `render_mode=None`: or "ansi".
+
+    `info["f1"]` is the F1 of the answer.
     """
 
     name = "search_qa"
@@ -121,7 +144,7 @@ class SearchQA(TextEnv):
         return self.observe(), gain, self.given is not None, False, info
 
     def search(self, query: str) -> None:
-        """Shows the articles that answer a query."""
+        """Show the articles that answer a query."""
         if self.retriever is not None:
             found = self.retriever.search(query, self.top_k)
         else:
@@ -143,7 +166,7 @@ class SearchQA(TextEnv):
         return "\n".join([question, *lines]) if lines else f"{question}\nNothing found."
 
     def _cut(self, articles: list[Article]) -> tuple[Article, ...]:
-        """What is shown: lines of at most `characters` together; what a short one leaves over, the next may take."""
+        """Return what is shown: lines of at most `characters` together; the next may take what a short one leaves."""
         cut, left = [], self.characters
         for number, (title, text) in enumerate(articles):
             head = len(f"{number + 1}. {title}: ") + 1  # and a line feed
@@ -160,7 +183,7 @@ class SearchQA(TextEnv):
         )
 
     def state_key(self) -> str:
-        """What was answered, or all that has been shown of articles: it is what later searches may add to."""
+        """Return what was answered, or all that has been shown of articles: it is what later searches may add to."""
         if self.given is not None:
             return f"{self.level.question}\nanswered {self.given}"
         return "\n".join([self.level.question, *sorted(f"{title}: {text}" for title, text in self.seen)])
@@ -168,16 +191,16 @@ class SearchQA(TextEnv):
     # -- players ---------------------------------------------------------------------------------------------------
 
     def _found(self) -> list[Hop]:
-        """The hops whose facts stand in what has been shown: the rest of a long article was cut off."""
+        """Return the hops whose facts stand in what has been shown: the rest of a long article was cut off."""
         return [hop for hop in self.level.hops if any(states(article, hop) for article in self.seen)]
 
     def _next_hop(self) -> Hop | None:
-        """The first article on the way whose fact was not shown and that was not searched for."""
+        """Return the first article on the way whose fact was not shown and that was not searched for."""
         found = self._found()
         return next((h for h in self.level.hops if h not in found and query_of(h.title) not in self.asked), None)
 
     def expert(self) -> str:
-        """Searches the articles on the way one after the other, then gives the answer, which the data tell it."""
+        """Search the articles on the way one after the other, then give the answer, which the data contain."""
         hop = self._next_hop()
         return f"finish[{query_of(self.level.answer)}]" if hop is None else f"search[{query_of(hop.title)}]"
 
@@ -191,7 +214,7 @@ class SearchQA(TextEnv):
         return {"random": random, "hasty": hasty, "astray": f"search[{self.choose(read)[:LONGEST]}]"}
 
     def thought(self) -> str:
-        """What the articles have said so far, and what is missing, where that follows from what they said."""
+        """Return what the articles have said so far, and what is missing, where that follows from what they said."""
         found, hop = self._found(), self._next_hop()
         said = [clean(each.fact) for each in found if each.fact]
         before = self.level.hops if hop is None else self.level.hops[: self.level.hops.index(hop)]
@@ -201,7 +224,7 @@ class SearchQA(TextEnv):
 
 
 def read_action(action: str) -> tuple[str, str] | None:
-    """The kind and the text of an action; None for what is neither of the two, empty, or too long.
+    """Return the kind and the text of an action; None for what is neither of the two, empty, or too long.
 
     >>> read_action(" Search[the Velmar River]"), read_action("search[a] finish[b]")
     (('search', 'the Velmar River'), None)
@@ -212,16 +235,16 @@ def read_action(action: str) -> tuple[str, str] | None:
 
 
 def query_of(text: str) -> str:
-    """A title or an answer as it can stand between the brackets of an action."""
+    """Return a title or an answer as it can stand between the brackets of an action."""
     return clean(text.replace("[", "").replace("]", ""))[:LONGEST].strip() or "?"
 
 
 def states(article: Article, hop: Hop) -> bool:
-    """Whether an article, as it was shown, says what a hop needs of it."""
+    """Return whether an article, as it was shown, says what a hop needs of it."""
     title, text = article
     return title == shown(hop.title) and all(part in text for part in SENTENCES.split(clean(hop.fact)))
 
 
 def shown(title: str) -> str:
-    """A title as a result shows it."""
+    """Return a title as a result shows it."""
     return clean(title[:LONGEST_TITLE])

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build(path: str, config: str | None, out: Path, rows: int | None = None) -> tuple[int, int]:
-    """Makes the folder; the numbers of articles and questions. Nothing is left at `out` where that fails."""
+    """Make the folder and return the numbers of articles and questions. A failure leaves nothing at `out`."""
     if out.exists():
         raise ValueError(f"search_qa: {out} exists already. Delete it, or name another folder as --out.")
     half = out.with_name(f"{out.name}.{os.getpid()}.part")
@@ -71,7 +71,7 @@ def build(path: str, config: str | None, out: Path, rows: int | None = None) -> 
 def _questions(
     path: str, config: str | None, rows: int | None, articles: dict[bytes, Article]
 ) -> Iterator[dict[str, Any]]:
-    """Every question once, with its split; its paragraphs are added to `articles`.
+    """Yield every question once, with its split; its paragraphs are added to `articles`.
 
     The validation split comes first, so that a question that stands in both is held out. With it the rest is divided
     into training and validation by hash; without it all is divided into three.
@@ -102,7 +102,7 @@ def _questions(
 
 
 def _paragraphs(row: dict[str, Any]) -> dict[str, str]:
-    """The texts by title: the schema of the Hub has a list of titles beside a list of lists of sentences."""
+    """Return the texts by title: the schema of the Hub has a list of titles beside a list of lists of sentences."""
     context = row["context"] or {"title": [], "sentences": []}
     return {
         clean(title): clean("".join(sentences))
@@ -111,7 +111,7 @@ def _paragraphs(row: dict[str, Any]) -> dict[str, str]:
 
 
 def _hops(row: dict[str, Any], paragraphs: dict[str, str]) -> list[list[str]]:
-    """The supporting articles with their supporting sentences; those named in the question come first."""
+    """Return the supporting articles with their supporting sentences; those named in the question come first."""
     context, facts = row["context"] or {"title": [], "sentences": []}, row["supporting_facts"]
     sentences = dict(zip(context["title"], context["sentences"], strict=False))
     found: dict[str, list[str]] = {}

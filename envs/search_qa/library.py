@@ -34,7 +34,7 @@ class JsonLines:
 
 
 def write_lines(path: Path, rows: Iterable[Any]) -> int:
-    """Writes what JsonLines reads; the number of rows."""
+    """Write what JsonLines reads; return the number of rows."""
     offsets = [0]
     with path.open("wb") as file:
         for row in rows:
@@ -50,7 +50,7 @@ class Library:
         self.articles, self.index = articles, index
 
     def search(self, query: str, k: int) -> list[Article]:
-        """At most `k` articles that share a word with the query; of equal scores the earlier article comes first."""
+        """Return at most `k` articles that share a word with the query; of equal scores the earlier comes first."""
         words = [word for word in words_of([query])[0] if word in self.index.vocab_dict]
         if not words:
             return []
@@ -63,7 +63,7 @@ class Library:
 
 
 def words_of(texts: list[str]) -> list[list[str]]:
-    """What is indexed and searched: lower-case words without English stop words."""
+    """Return what is indexed and searched: lower-case words without English stop words."""
     import bm25s
 
     return bm25s.tokenize(  # type: ignore[return-value]
@@ -72,7 +72,7 @@ def words_of(texts: list[str]) -> list[list[str]]:
 
 
 def index_of(articles: Iterable[Article]) -> Any:
-    """The BM25 index of articles, in memory."""
+    """Return the BM25 index of articles, in memory."""
     import bm25s
 
     texts = [" ".join([title] * TITLE_WEIGHT + [text]) for title, text in articles]
@@ -90,7 +90,7 @@ def synthetic_library() -> Library:
 
 @lru_cache(maxsize=4)
 def library_of(folder: str) -> Library:
-    """The library that build.py made, mapped from the disk; processes that read it share its memory."""
+    """Return the library that build.py made, mapped from the disk; processes that read it share its memory."""
     import bm25s
 
     try:
@@ -102,7 +102,7 @@ def library_of(folder: str) -> Library:
 
 @lru_cache(maxsize=4)
 def questions_of(folder: str) -> JsonLines:
-    """The questions that build.py wrote."""
+    """Return the questions that build.py wrote."""
     try:
         return JsonLines(Path(folder) / QUESTIONS)
     except (OSError, ValueError) as error:
@@ -111,12 +111,12 @@ def questions_of(folder: str) -> JsonLines:
 
 def _no_folder(folder: str, error: Exception) -> ValueError:
     return ValueError(
-        f"search_qa: path={folder} is no folder with articles and questions ({type(error).__name__}: {error}). Make "
+        f"search_qa: path={folder} is not a folder with articles and questions ({type(error).__name__}: {error}). Make "
         "one from HotpotQA with `python -m envs.search_qa.build --path hotpotqa/hotpot_qa --config distractor --out "
         "FOLDER` and name it as path; path=embedded needs none."
     )
 
 
 def clean(text: str) -> str:
-    """One line of printable characters: an article cannot break the lines of an observation, nor its encoding."""
+    """Return one line of printable characters: an article cannot break an observation's lines or encoding."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())

@@ -22,12 +22,12 @@ class Retriever:
         self.url, self.timeout = url, timeout
 
     def search(self, query: str, k: int) -> list[Article]:
-        """The first `k` results; RetrieverError, one paragraph, where there are none to be had."""
+        """Return the first `k` results; RetrieverError, one paragraph, where it gives none."""
         try:
             reply = post_json(self.url, {"query": query, "k": k}, self.timeout)
             results = [(result["title"], result["text"]) for result in reply["results"][:k]]
             if not all(isinstance(part, str) for result in results for part in result):
-                raise TypeError("a title or text is no string")
+                raise TypeError("a title or text is not a string")
             return results
         except (*FAILURES, LookupError, TypeError) as error:
             raise RetrieverError(

@@ -23,7 +23,7 @@ def exact_match(given: str, answer: str) -> bool:
 
 
 def f1(given: str, answer: str) -> float:
-    """The harmonic mean of precision and recall over words (arXiv 1606.05250, section 6.1)."""
+    """Return the harmonic mean of precision and recall over words (arXiv 1606.05250, section 6.1)."""
     one, other = normalised(given), normalised(answer)
     if one != other and (one in CLOSED or other in CLOSED):
         return 0.0

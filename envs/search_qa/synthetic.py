@@ -115,7 +115,7 @@ class Encyclopedia(NamedTuple):
 
 @lru_cache
 def encyclopedia() -> Encyclopedia:
-    """All articles, in an order without meaning."""
+    """Return all articles, in an order without meaning."""
     rng = np.random.default_rng(SEED)
     names = _names(rng)
     kinds = {title: kind for kind, titles in names.items() for title in titles}
@@ -148,7 +148,7 @@ def encyclopedia() -> Encyclopedia:
 
 
 def draw_question(rng: np.random.Generator) -> tuple[str, str, tuple[Hop, ...]] | None:
-    """A question over two or three facts, its answer and the way there; None where fewer articles give it away."""
+    """Return a question over two or three facts, its answer and the way; None where fewer articles suffice."""
     book = encyclopedia()
     title = start = book.articles[int(rng.integers(len(book.articles)))][0]
     hops, phrase = [], start
@@ -166,14 +166,14 @@ def draw_question(rng: np.random.Generator) -> tuple[str, str, tuple[Hop, ...]] 
 
 
 def _article(title: str, kind: str, facts: dict[str, str], rng: np.random.Generator) -> str:
-    """The facts in any order, after a sentence on what the subject is."""
+    """Return the facts in any order, after a sentence on what the subject is."""
     opening = f"{title} is a {_one(rng, FORMS) if kind == 'work' else kind}."
     sentences = [RELATIONS[name].fact.format(s=title, o=value) for name, value in facts.items()]
     return " ".join([opening, *(sentences[int(i)] for i in rng.permutation(len(sentences)))])
 
 
 def _names(rng: np.random.Generator) -> dict[str, list[str]]:
-    """The titles by kind, all different."""
+    """Return the titles by kind, all different."""
     words = iter(_words(rng, sum(COUNTS.values())))
     works = [f"The {adjective} {noun}" for adjective in ADJECTIVES for noun in NOUNS]
     shapes: dict[str, Callable[[], str]] = {
@@ -189,7 +189,7 @@ def _names(rng: np.random.Generator) -> dict[str, list[str]]:
 
 
 def _words(rng: np.random.Generator, count: int) -> list[str]:
-    """Invented words, all different, of two or three syllables."""
+    """Return invented words, all different, of two or three syllables."""
     found: dict[str, None] = {}
     while len(found) < count:
         word = "".join(_one(rng, ONSETS) + _one(rng, VOWELS) for _ in range(int(rng.integers(1, 3))))

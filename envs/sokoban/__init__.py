@@ -22,13 +22,42 @@ PATIENCE = 100  # rooms that are looked at for a start of one length
 
 
 class Sokoban(TextEnv):
-    """Push every box onto a target.
+    """Push every box onto a target: gym-sokoban's rooms in text.
 
-    Levels have a best solution of `min_length` to `max_length` moves (2 to 4 when None) in a room of gym-sokoban's
-    (`steps` of its random walk; its own default when None). `distribution="ragen"` takes levels as RAGEN draws them
-    instead, of any length, with a backward search of `search_depth` moves (300 when None), and has 25 turns.
-    `reward="dense"` gives -0.1 a step, +1 for a box that gets onto a target, -1 for one that leaves it, +10 for the
-    solution; `reward="sparse"` gives 1 for the solution. `deadlock_ends=True` ends a game with a box lost in a corner.
+    ## Action space
+    `Left`, `Down`, `Right` or `Up`. Moving onto a box pushes it; a blocked move is valid and changes nothing.
+
+    ## Observation space
+    Text. With `observation="neighbours"` the four cells beside the player and, for each box, its steps from the player,
+    the four cells beside it and the steps from it to the nearest free target; with `coordinates` the positions; with
+    `grid` the room; with `both` the last two.
+
+    ## Rewards
+    "dense": -0.1 for each action, also an invalid one, +1 for a box that gets onto a target, -1 for one that leaves it
+    and +10 for the solution. "sparse": 1 for the solution.
+
+    ## Starting state
+    A room whose shortest solution has `min_length` to `max_length` moves, each length with equal probability; with
+    `distribution="ragen"` a start drawn as RAGEN does, of any length.
+
+    ## Episode end
+    Terminated when every target has a box (success). A box in a corner that is not a target is `failure` "deadlock";
+    with `deadlock_ends` it terminates the episode. Truncation is left to the protocol, after `max_turns`: `max_length`,
+    at least 8 turns, or 25 with `distribution="ragen"`.
+
+    ## Arguments
+    - `size=6`: cells per side, 5 to 64.
+    - `boxes=1`: boxes and targets.
+    - `min_length=None`, `max_length=None`: moves of the shortest solution, 2 to 4 when None; not for "ragen".
+    - `steps=None`: steps of the random walk that digs the room; None is gym-sokoban's default, 3.4 times `size`.
+    - `distribution="length"`: or "ragen".
+    - `search_depth=None`: moves of RAGEN's backward search, 3 to 10,000; 300 when None; only for "ragen".
+    - `reward="dense"`: or "sparse".
+    - `deadlock_ends=False`: a deadlock ends the episode.
+    - `observation="neighbours"`: or "coordinates", "grid", "both".
+    - `symbols=None`: what stands for each kind of cell, by its name in `CELLS`.
+    - `separator=" "`: between the cells of a grid.
+    - `render_mode=None`: or "ansi", "rgb_array".
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 2}
@@ -79,7 +108,7 @@ class Sokoban(TextEnv):
 
     @classmethod
     def draw(cls, config: Rooms, rng: np.random.Generator) -> Iterator[tuple[str, ...] | None]:
-        """One start of each room, all of one optimal length, which is any within the limits with equal chance.
+        """Yield one start of each room, all of one optimal length, which is any within the limits with equal chance.
 
         A length is given up for another after `PATIENCE` rooms: few rooms have it, or the split has none of them.
         """
@@ -153,11 +182,11 @@ class Sokoban(TextEnv):
         return "\n".join(rows)
 
     def _box(self, box: int) -> str:
-        """Where it is, from the player."""
+        """Return where it is, from the player."""
         return f"Box {steps_told(self._way(self.room.player, box), MOVES)}"
 
     def _target(self, box: int) -> str:
-        """Where the nearest target is that has no box, from this box; nothing of a box that is on one."""
+        """Return where the nearest target is that has no box, from this box; nothing of a box that is on one."""
         free = sorted(self.room.targets - self.room.boxes)
         if box in self.room.targets or not free:
             return ""
@@ -223,12 +252,12 @@ class Sokoban(TextEnv):
         return {"random": self.choose()} | {cue: self.choose(cues.get(cue, ())) for cue in ("push", "go", "free")}
 
     def expert(self) -> str:
-        """The first move of a shortest solution; of a lost game, any."""
+        """Return the first move of a shortest solution; of a lost game, any."""
         solution = solve(self.room)
         return solution[0] if solution else next(iter(MOVES))
 
     def optimal_length(self) -> int:
-        """Moves to the solution from here; -1 when there is none."""
+        """Return moves to the solution from here; -1 when none exists."""
         solution = solve(self.room)
         return -1 if solution is None else len(solution)
 
@@ -250,7 +279,7 @@ def _towards(way: tuple[int, int]) -> tuple[str, ...]:
 
 @lru_cache(maxsize=len(CELLS))
 def picture(cell: str) -> np.ndarray:
-    """One of gym-sokoban's 16 x 16 pictures (read here, since its renderer needs pkg_resources)."""
+    """Return one of gym-sokoban's 16 x 16 pictures (read here, since its renderer needs pkg_resources)."""
     from PIL import Image
 
     files = {"target": "box_target"}

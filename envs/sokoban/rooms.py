@@ -58,7 +58,7 @@ class Room(NamedTuple):
         return down * self.width + right
 
     def after(self, direction: str) -> Room:
-        """The room after a move; itself when the move is blocked (rooms are walled all round)."""
+        """Return the room after a move; itself when the move is blocked (rooms are walled all round)."""
         step = self.offset(direction)
         there, beyond = self.player + step, self.player + 2 * step
         if there in self.walls:
@@ -75,7 +75,7 @@ class Room(NamedTuple):
 
     @property
     def deadlocked(self) -> bool:
-        """Whether a box stands in a corner that is no target: no push can ever free it."""
+        """Whether a box stands in a corner that is not a target: no push can ever free it."""
         return any(
             (box - self.width in self.walls or box + self.width in self.walls)
             and (box - 1 in self.walls or box + 1 in self.walls)
@@ -83,7 +83,7 @@ class Room(NamedTuple):
         )
 
     def letters(self) -> tuple[str, ...]:
-        """The letters of the room, row by row: the inverse of `read`."""
+        """Return the letters of the room, row by row: the inverse of `read`."""
         letters = [" "] * (max(self.walls) + 1)  # the last cell is a wall, as the border is
         for cell in self.walls:
             letters[cell] = "#"
@@ -97,7 +97,7 @@ class Room(NamedTuple):
 
 @lru_cache(maxsize=1 << 16)
 def solve(room: Room, max_length: int = 10**6) -> tuple[str, ...] | None:
-    """A shortest solution (breadth first over player and boxes), or None: unsolvable, too long or too large."""
+    """Return a shortest solution (breadth first over player and boxes), or None: unsolvable, too long or too large."""
     came_from: dict[Room, tuple[Room, str] | None] = {room: None}
     frontier = [room]
     for _ in range(max_length + 1):
@@ -127,7 +127,7 @@ _GENERATOR_LOCK = threading.Lock()  # gym-sokoban draws from the global generato
 
 @lru_cache(maxsize=1)
 def package_folder() -> Path:
-    """Where gym-sokoban lies; finding a package does not run it."""
+    """Return where gym-sokoban lies; finding a package does not run it."""
     spec = importlib.util.find_spec("gym_sokoban")
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError("The environment sokoban needs gym-sokoban: pip install gym-sokoban==0.0.6")
@@ -166,7 +166,7 @@ def generate(config: Rooms, seed: int) -> Room | None:
 
 
 def backwards(solved: Room, max_length: int) -> list[list[Room]]:
-    """All states of a room by the length of their shortest solution, 0 to `max_length` (breadth first, pulling)."""
+    """Return all states of a room by the length of their shortest solution, 0 to `max_length` (breadth first)."""
     free = set(range(max(solved.walls))) - solved.walls
     steps = [solved.offset(direction) for direction in MOVES]
     layers = [[(player, solved.targets) for player in sorted(free - solved.targets)]]
@@ -190,8 +190,8 @@ def backwards(solved: Room, max_length: int) -> list[list[Room]]:
 
 
 def displaced(solved: Room, search_depth: int) -> Room | None:
-    """The start that RAGEN takes: of all states that pulling backwards depth first comes by, up to `search_depth`
-    moves away, the first with the most (pulls so far) x (distance of the boxes from their targets).
+    """Return RAGEN's start: of all states that pulling backwards depth first comes by, up to `search_depth` moves
+    away, the first with the most (pulls so far) x (distance of the boxes from their targets).
 
     None where no box can be pulled away. Each state is visited once, so the search depends on the order of directions;
     a box that was pulled is told from one that never was. A state counts if neither box nor player is on a target.

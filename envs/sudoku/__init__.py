@@ -47,12 +47,36 @@ class Grids(NamedTuple):
 
 
 class Sudoku(TextEnv):
-    """Put numbers into the empty cells until the grid is the puzzle's one solution.
+    """Fill a grid that has exactly one solution, one cell at a time.
 
-    A number is right if the solution has it there. A wrong one stands in the grid, marked, and can be replaced; one
-    more than `mistakes` of them end the episode, or trial and error would solve every puzzle. With `reward="dense"` a
-    cell that becomes right earns 1 and loses it again if it is overwritten, a number that its row, column or box has
-    already costs 0.1, and the solution earns 10; "sparse" is 1 for the solution.
+    ## Action space
+    Free text: row, column and number, counted from 1 at the top left: `2 3 1`, `(2, 3) = 1`, `r2c3=1`. A clue, a place
+    outside the grid and any other text are invalid.
+
+    ## Observation space
+    Text: the grid with a dot for an empty cell and a star behind a wrong number, the numbers that fit where few cells
+    are left, what became of the last action, and how many mistakes are left.
+
+    ## Rewards
+    "dense": 1 for a cell that becomes right, -1 for a right one that is overwritten, -0.1 for a number that its row,
+    column or box already has, and 10 for the solution. "sparse": 1 for the solution.
+
+    ## Starting state
+    A puzzle with `min_clues` to `max_clues` clues, proven to have one solution.
+
+    ## Episode end
+    Terminated by the solution (success), or by one wrong number more than `mistakes` (`failure` "mistakes").
+    Truncation is left to the protocol, after `max_turns`: one for each cell that can be empty and for each mistake.
+
+    ## Arguments
+    - `size=4`: cells per side: 4, 6 or 9.
+    - `min_clues=None`, `max_clues=None`: 5 to 8, 12 to 18 or 30 to 40 by size when None; 8 to 11 for size 6 with
+      `effort="search"`.
+    - `effort="any"`: or "singles" (solvable without a guess), "search" (not so; sizes 6 and 9).
+    - `candidates=10`: up to this many empty cells, the numbers that fit are shown; 0 never shows them.
+    - `mistakes=1`: wrong numbers that can be replaced.
+    - `reward="dense"`: or "sparse".
+    - `render_mode=None`: or "ansi", "rgb_array".
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 2}
@@ -149,7 +173,7 @@ class Sudoku(TextEnv):
         return self.observe(), reward, self._over, False, info
 
     def _read(self, action: str) -> tuple[int, str] | None:
-        """The cell and the value that an action names; None for other texts, other places, and clues."""
+        """Return the cell and the value that an action names; None for other texts, other places, and clues."""
         match = MOVE.fullmatch(action) if len(action) <= LONGEST else None
         if match is None or max(map(int, match.groups())) > self.shape.size:
             return None
@@ -165,17 +189,17 @@ class Sudoku(TextEnv):
         return self._solved or self.mistakes_left < 0
 
     def _wrong(self) -> list[int]:
-        """The cells with a wrong number."""
+        """Return the cells with a wrong number."""
         both = zip(self.board, self.level.solution, strict=True)
         return [cell for cell, (value, right) in enumerate(both) if value not in (right, ".")]
 
     def _known(self) -> str:
-        """The grid without wrong numbers."""
+        """Return the grid without wrong numbers."""
         both = zip(self.board, self.level.solution, strict=True)
         return "".join(value if value == right else "." for value, right in both)
 
     def _conflicts(self, cell: int, value: str) -> str:
-        """Which of its row, column and box have the value already, wrong numbers left aside: "row and box"."""
+        """Return which of its row, column and box have the value already, wrong numbers left aside: "row and box"."""
         grid = self._known()
         units = zip(("row", "column", "box"), self.shape.units_of[cell], strict=True)
         return " and ".join(kind for kind, unit in units if any(grid[k] == value for k in self.shape.units[unit]))
@@ -211,7 +235,7 @@ class Sudoku(TextEnv):
     # -- players ---------------------------------------------------------------------------------------------------
 
     def next_cell(self) -> Single:
-        """The next right move with its reason: a single if there is one, else the cell with the fewest values."""
+        """Return the next right move with its reason: a single if any, else the cell with the fewest values."""
         grid, size = self._known(), self.shape.size
         single = next(singles(self.shape, grid), None)
         if single is not None:
@@ -229,7 +253,7 @@ class Sudoku(TextEnv):
         return f"{place(self.shape.size, single.cell)} {single.value}"
 
     def thought(self) -> str:
-        """Why the expert's next move is right: `1 2 can only be 2` or `4 fits in its row only at 3 1`."""
+        """Return why the expert's next move is right: `1 2 can only be 2` or `4 fits in its row only at 3 1`."""
         return self.next_cell().reason
 
     def cues(self) -> dict[str, tuple[str, ...]]:
@@ -254,7 +278,7 @@ class Sudoku(TextEnv):
         return float(not lost and self._known().count(".") <= horizon)
 
     def render(self) -> Any:
-        """The grid as a picture with `render_mode="rgb_array"`: clues black, right numbers blue, wrong ones red."""
+        """Return the grid as text, or as a picture: clues black, right numbers blue, wrong ones red."""
         if self.render_mode != "rgb_array":
             return super().render()
         from PIL import Image, ImageDraw, ImageFont
@@ -276,5 +300,5 @@ class Sudoku(TextEnv):
 
 
 def values(mask: int) -> list[int]:
-    """The values of some bits: values(0b1010) == [2, 4]."""
+    """Return the values of some bits: values(0b1010) == [2, 4]."""
     return [value for value in range(1, mask.bit_length() + 1) if mask >> value - 1 & 1]

@@ -63,7 +63,7 @@ def shape_of(size: int) -> Shape:
 
 
 def assign(masks: list[int], cell: int, bit: int, peers: tuple[tuple[int, ...], ...]) -> bool:
-    """Puts a value into a cell and into every cell where only one is left; False where a cell has none left."""
+    """Put a value into a cell and into every cell where only one is left; False where a cell has none left."""
     pending = [(cell, bit)]
     while pending:
         cell, bit = pending.pop()
@@ -83,7 +83,7 @@ def assign(masks: list[int], cell: int, bit: int, peers: tuple[tuple[int, ...], 
 
 
 def masks_of(shape: Shape, grid: str) -> list[int] | None:
-    """The possible values of each cell after all cells with only one are filled; None for a contradiction."""
+    """Return the possible values of each cell after all cells with only one are filled; None for a contradiction."""
     masks = [shape.full] * len(grid)
     for cell, value in enumerate(grid):
         if value != "." and not assign(masks, cell, 1 << int(value) - 1, shape.peers):
@@ -92,7 +92,7 @@ def masks_of(shape: Shape, grid: str) -> list[int] | None:
 
 
 def solve(shape: Shape, masks: list[int], rng: np.random.Generator | None = None) -> list[int] | None:
-    """A solution, or None if there is none: depth first, the cell with the fewest values first; `rng` mixes values."""
+    """Return a solution or None: depth first, the cell with the fewest values first; `rng` mixes values."""
     fewest, cell = 99, -1
     for place, mask in enumerate(masks):
         if mask & (mask - 1) and (count := mask.bit_count()) < fewest:
@@ -110,7 +110,7 @@ def solve(shape: Shape, masks: list[int], rng: np.random.Generator | None = None
 
 
 def another_value(shape: Shape, grid: str, cell: int, value: int) -> bool:
-    """Whether the grid, which has a solution with `value` in an empty cell, has one with another value there."""
+    """Return whether the grid, which has a solution with `value` in an empty cell, has one with another value there."""
     bit, seen = 1 << value - 1, {grid[peer] for peer in shape.peers[cell]}
     if len(seen - {"."}) == shape.size - 1:  # most cells of a grid with many clues
         return False
@@ -144,7 +144,7 @@ def candidates(shape: Shape, grid: str) -> dict[int, int]:
 
 
 def singles(shape: Shape, grid: str) -> Iterator[Single]:
-    """The cells that can be filled without a guess: with one value left, then the only place of a value in a unit."""
+    """Yield the cells that need no guess: with one value left, then the only place of a value in a unit."""
     left, size = candidates(shape, grid), shape.size
     for cell, mask in left.items():
         if mask and not mask & (mask - 1):
@@ -168,7 +168,7 @@ def place(size: int, cell: int) -> str:
 
 
 def by_singles(shape: Shape, grid: str) -> bool:
-    """Whether the puzzle can be solved without a guess, one single after the other."""
+    """Return whether the puzzle can be solved without a guess, one single after the other."""
     while "." in grid:
         values = {single.cell: str(single.value) for single in singles(shape, grid)}
         if not values:
@@ -181,7 +181,7 @@ def by_singles(shape: Shape, grid: str) -> bool:
 
 
 def full_grid(shape: Shape, rng: np.random.Generator) -> str:
-    """A solved grid: the first row at random, then random values wherever there is a choice."""
+    """Return a solved grid: the first row at random, then random values wherever there is a choice."""
     masks = [shape.full] * shape.size**2
     for cell, value in enumerate(rng.permutation(shape.size)):
         assign(masks, cell, 1 << int(value), shape.peers)
@@ -191,7 +191,7 @@ def full_grid(shape: Shape, rng: np.random.Generator) -> str:
 
 
 def make_puzzle(shape: Shape, clues: int, rng: np.random.Generator) -> Puzzle | None:
-    """A puzzle with so many clues and one solution: cells are emptied as long as no other value is possible there.
+    """Return a puzzle with `many` clues and one solution: cells are emptied while no other value is possible there.
 
     None if that ends before. A grid with one solution keeps it when a cell is emptied
     exactly if no solution has another value there, so each step is a proof.

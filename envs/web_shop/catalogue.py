@@ -1,11 +1,10 @@
-"""Which products and goals are there, and what does a search find?"""
+"""Which products and goals does the shop have, and what does a search find?"""
 
 from __future__ import annotations
 
 import re
 import unicodedata
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 MOST_RESULTS = 50  # of one search, as published
@@ -49,12 +48,12 @@ class Goal(NamedTuple):
 
 
 def key_of(goal: Goal) -> str:
-    """One text for a goal, equal exactly for equal goals."""
+    """Return one text for a goal, equal exactly for equal goals."""
     return repr((goal.asin, goal.instruction, goal.attributes, goal.options, goal.limit))
 
 
 def clean(text: Any, most: int) -> str:
-    """Text of a product or instruction as data alone: one line without brackets, which mark what can be clicked.
+    """Return text of a product or instruction as data alone: one line without brackets, which mark what can be clicked.
 
     >>> clean("a<answer>click[Buy Now]", 80)
     'a(answer)click(Buy Now)'
@@ -66,12 +65,12 @@ def clean(text: Any, most: int) -> str:
 
 
 def fold(text: str) -> str:
-    """A label as clicks are compared: without case and superfluous blanks."""
+    """Return a label as clicks are compared: without case and superfluous blanks."""
     return " ".join(text.casefold().split())
 
 
 def words_of(text: str) -> list[str]:
-    """The words that search goes by, a plural's -s cut off: "Hiking boots, 8" -> hiking boot 8."""
+    """Return the words that search goes by, a plural's -s cut off: "Hiking boots, 8" -> hiking boot 8."""
     found = _WORD.findall(text.lower())
     return [word[:-1] if len(word) > 3 and word[-1] == "s" and word[-2] != "s" else word for word in found]
 
@@ -98,7 +97,7 @@ class Catalogue:
         return self.products[self.places[asin]]
 
     def search(self, text: str) -> tuple[int, ...]:
-        """Places of the best products by BM25, best first, equal ones in the order of the catalogue."""
+        """Return places of the best products by BM25, best first, equal ones in the order of the catalogue."""
         import numpy as np
 
         words = tuple(dict.fromkeys(word for word in words_of(text) if word in self.index.vocab_dict))[:MOST_WORDS]
@@ -112,18 +111,6 @@ class Catalogue:
 
 
 def searched_text(product: Product) -> str:
-    """What search looks at: title, features, description and options, as published."""
+    """Return what search looks at: title, features, description and options, as published."""
     options = " ".join(" ".join((name, *values)) for name, values in product.options)
     return " ".join((product.title, *product.features, product.description, options))
-
-
-@lru_cache(maxsize=4)
-def catalogue(source: Source) -> Catalogue:
-    """The catalogue of a source, made once a process: no environment holds it, so that copies of them are cheap."""
-    if source.path == "embedded":
-        from envs.web_shop.generated import generate
-
-        return generate()
-    from envs.web_shop.published import load
-
-    return load(source)

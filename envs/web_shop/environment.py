@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
 
 from envs.base import TextEnv, known
-from envs.web_shop.catalogue import Catalogue, Goal, Source, catalogue, fold, key_of, words_of
-from envs.web_shop.generated import search_text
+from envs.web_shop.catalogue import Catalogue, Goal, Source, fold, key_of, words_of
+from envs.web_shop.generated import generate, search_text
 from envs.web_shop.pages import BEFORE, BUY, NEXT, SEARCH, View, choose, links, shown, text_of
+from envs.web_shop.published import load
 from envs.web_shop.reward import Score, offered, score, wins
 
 LONGEST = 400  # characters of an action that are read
@@ -19,9 +21,33 @@ LONGEST = 400  # characters of an action that are read
 class WebShop(TextEnv):
     """Buy what an instruction asks for: the kind of product, its attributes, options and price.
 
-    `path` is "embedded" (a synthetic catalogue) or a folder with WebShop's files, of which `rows` products (1000 when
-    None) are read; their instructions are those written by people or, with `human_goals=False`, generated ones.
-    `reward="dense"` is the published score of the purchase, "sparse" 1 for a score of 1 and else 0.
+    ## Action space
+    Free text: `search[words]` on the search page, `click[label]` elsewhere; at most 400 characters. What the page does
+    not offer is invalid.
+
+    ## Observation space
+    Text: the instruction and the page; what can be clicked stands in brackets.
+
+    ## Rewards
+    For the purchase, "dense": the published score, r_type * (attributes matched + options matched + 1 if the price is
+    within the limit) / (attributes + options asked for + 1), see reward.py; "sparse": 1 for a score of 1, else 0.
+
+    ## Starting state
+    The search page and an instruction that some product fulfils.
+
+    ## Episode end
+    Terminated by the purchase: success for a score of 1, else `failure` "wrong purchase". Truncation is left to the
+    protocol, after `max_turns`: 10, or 15 with files.
+
+    ## Arguments
+    - `path="embedded"`: a synthetic catalogue, or a folder with WebShop's files.
+    - `rows=None`: products read from the files; 1,000 when None.
+    - `human_goals=None`: files: instructions by people (when None or True) or generated ones.
+    - `reward="dense"`: or "sparse".
+    - `results_per_page=5`: 3 to 10.
+    - `render_mode=None`: or "ansi".
+
+    `info["score"]` is the score of the purchase.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 2}
@@ -102,7 +128,7 @@ class WebShop(TextEnv):
         return self.observe(), reward, terminated, False, info
 
     def _follow(self, action: str) -> View | None:
-        """Where an action leads; None for one that cannot be read or is not on this page."""
+        """Return where an action leads; None for one that cannot be read or is not on this page."""
         action = action[: LONGEST + 2].strip()
         verb, bracket, rest = action.partition("[")
         if len(action) > LONGEST or not bracket or not rest.endswith("]"):
@@ -118,7 +144,7 @@ class WebShop(TextEnv):
         return links(self.shop, self.view, self.per_page)
 
     def _score(self, view: View) -> Score:
-        """What a purchase of the open item would be worth."""
+        """Return what a purchase of the open item would be worth."""
         return score(self.shop.products[view.item], self.level, self.shop.product(self.level.asin), dict(view.chosen))
 
     # -- text ------------------------------------------------------------------------------------------------------
@@ -140,7 +166,7 @@ class WebShop(TextEnv):
     # -- players ---------------------------------------------------------------------------------------------------
 
     def expert(self) -> str:
-        """Buys the first result that lacks nothing, and else the product that the goal was written for."""
+        """Buy the first result that lacks nothing, else the product that the goal was written for."""
         right = next((item for item, scored in self._offers() if wins(scored)), self.shop.places[self.level.asin])
         if self.view.item >= 0 and wins(self._best(self.view.item)):
             right = self.view.item
@@ -149,7 +175,7 @@ class WebShop(TextEnv):
     def players(self) -> dict[str, str]:
         """`first` takes the first result, whatever it is; `hasty` finds the product and chooses no options."""
         first = self.view.item if self.view.item >= 0 else next(iter(self.view.results), -1)
-        clicks = [f"click[{label}]" for label in self._links()] or [f"click[{SEARCH}]"]  # none are left once it is over
+        clicks = [f"click[{label}]" for label in self._links()] or [f"click[{SEARCH}]"]  # the last page has no links
         words = search_text(self.level.instruction).split() or ["all"]
         return {
             "random": self.choose(clicks) if self.view.page != "search" else f"search[{self.choose(words)}]",
@@ -158,7 +184,7 @@ class WebShop(TextEnv):
         }
 
     def _toward(self, item: int, options: bool = True) -> str:
-        """The next action on the way to buying an item, with the options asked for or without any, from any page."""
+        """Return the next action on the way to buying an item, with the options asked for or without any."""
         view = self.view
         if view.page == "search":
             return f"search[{self._query(item)}]"
@@ -178,11 +204,11 @@ class WebShop(TextEnv):
         return f"click[{NEXT if view.results.index(item) > view.number * self.per_page else BEFORE}]"
 
     def _click_for(self, wanted: View) -> str:
-        """The click that leads to a view; buying where none does."""
+        """Return the click that leads to a view; buying where none does."""
         return next((f"click[{label}]" for label, view in self._links().items() if view == wanted), f"click[{BUY}]")
 
     def _query(self, item: int) -> str:
-        """The instruction's words, or the title's where those do not find the item on the first three pages."""
+        """Return the instruction's words, or the title's where those do not find the item on the first three pages."""
         words = search_text(self.level.instruction)
         if words_of(words) and (item < 0 or item in self.shop.search(words)[: 3 * self.per_page]):
             return words
@@ -195,7 +221,7 @@ class WebShop(TextEnv):
         return {"right": tuple(right), "missing": tuple(missing)}
 
     def thought(self) -> str:
-        """What each product on the page lacks of what the instruction asks for, as far as the page shows it."""
+        """Return what each product on the page lacks of what the instruction asks for, as far as the page shows it."""
         view, level = self.view, self.level
         if view.page == "search":
             return f"Missing: a product, {', '.join((*level.attributes, *level.options))}."
@@ -211,7 +237,7 @@ class WebShop(TextEnv):
         return f"{'; '.join(told) or 'Missing: a product'}."
 
     def _offers(self) -> list[tuple[int, Score]]:
-        """The results of this page, and what each is worth with the best choice of options."""
+        """Return the results of this page, and what each is worth with the best choice of options."""
         view = self.view
         items = shown(view, view.number, self.per_page) if view.page == "results" else ()
         return [(item, self._best(item)) for item in items]
@@ -221,15 +247,21 @@ class WebShop(TextEnv):
         return self._score(View("item", item=item, chosen=chosen))
 
     def _to_choose(self) -> list[tuple[str, str]]:
-        """Options of the open item that are asked for and not chosen yet."""
+        """Return options of the open item that are asked for and not chosen yet."""
         if self.view.page != "item":
             return []
         wanted = offered(self.shop.products[self.view.item], self.level.options)
         return [each for each in wanted.items() if each not in self.view.chosen]
 
 
+@lru_cache(maxsize=4)
+def catalogue(source: Source) -> Catalogue:
+    """Return the catalogue of a source, made once per process: no environment holds it, so copies of them are cheap."""
+    return generate() if source.path == "embedded" else load(source)
+
+
 def _lacks(scored: Score) -> str:
-    """What a purchase lacks, in words: "waterproof, red, lower price"."""
+    """Return what a purchase lacks, in words: "waterproof, red, lower price"."""
     if scored.kind < 1:
         return "right kind"
     return ", ".join((*scored.attributes, *scored.options, *(() if scored.price else ("lower price",))))

@@ -142,14 +142,14 @@ AISLES = {
 
 
 def generate() -> Catalogue:
-    """The whole embedded catalogue with its goals: the same in every process."""
+    """Return the whole embedded catalogue with its goals: the same in every process."""
     rng = random.Random(SEED)  # a text as the seed is hashed by sha512, not by hash()
     products: list[tuple[Product, int]] = []
     for category, aisle in AISLES.items():
         for kind, usual in aisle.kinds.items():
             for _ in range(TRIOS):
                 products += zip(_trio(rng, category, aisle, kind, usual), GOALS, strict=True)
-    rng.shuffle(products)  # among equal results the first counts: it shall say nothing about the price
+    rng.shuffle(products)  # the first of equal results is listed first: that must not depend on the price
     named = [(product._replace(asin=f"P{100 + place}"), goals) for place, (product, goals) in enumerate(products)]
     shop = Catalogue([product for product, _ in named])
     drawn = (goal for product, goals in named for goal in _goals(rng, product, goals))
@@ -188,7 +188,7 @@ def _some(rng: random.Random, values: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _goals(rng: random.Random, product: Product, many: int) -> Iterator[Goal]:
-    """Instructions whose best purchase is `product`, with one or two attributes and one or two options."""
+    """Yield instructions whose best purchase is `product`, with one or two attributes and one or two options."""
     split = split_by_hash(repr((product.query, product.attributes, product.options)))
     for _ in range(many):
         attributes = rng.sample(product.attributes, rng.choice((1, 2)))
@@ -206,19 +206,19 @@ def _goals(rng: random.Random, product: Product, many: int) -> Iterator[Goal]:
 
 
 def limit_above(price: float, more: int) -> float:
-    """A limit as published: a multiple of ten dollars above the price, the first or one of the next."""
+    """Return a limit as published: a multiple of ten dollars above the price, the first or one of the next."""
     return 10.0 * (int(price // 10) + 1 + more)
 
 
 def search_text(instruction: str) -> str:
-    """The words of an instruction that say what is wanted: neither the filling words nor the price."""
+    """Return the words of an instruction that say what is wanted: neither the filling words nor the price."""
     wanted = instruction.lower().partition(END_OF_INSTRUCTION)[0]
     words = (word.strip(".,;:!?()\"'") for word in wanted.split())
     return " ".join(itertools.islice((word for word in words if word and word not in FILLER), 20))
 
 
 def proven(shop: Catalogue, goal: Goal) -> bool:
-    """Whether the goal's own product has reward 1 with the options asked for, and is found early."""
+    """Return whether the goal's own product has reward 1 with the options asked for, and is found early."""
     wanted = shop.product(goal.asin)
     bought = score(wanted, goal, wanted, offered(wanted, goal.options))
     return wins(bought) and shop.places[goal.asin] in shop.search(search_text(goal.instruction))[:EARLY]

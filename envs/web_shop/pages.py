@@ -27,7 +27,7 @@ class View(NamedTuple):
 
 
 def links(shop: Catalogue, view: View, per_page: int) -> dict[str, View]:
-    """What can be clicked, by its label as shown, and the view that it leads to."""
+    """Return what can be clicked, by its label as shown, and the view that it leads to."""
     back = {SEARCH: View()}
     if view.page == "results":
         items = shown(view, view.number, per_page)
@@ -49,17 +49,17 @@ def links(shop: Catalogue, view: View, per_page: int) -> dict[str, View]:
 
 
 def shown(view: View, number: int, per_page: int) -> tuple[int, ...]:
-    """The items of one page of results."""
+    """Return the items of one page of results."""
     return view.results[number * per_page : (number + 1) * per_page]
 
 
 def choose(view: View, name: str, value: str) -> View:
-    """An option takes a value, in place of the one it had."""
+    """Return the page after an option has taken a value, in place of the one it had."""
     return view._replace(chosen=tuple(sorted({**dict(view.chosen), name: value}.items())))
 
 
 def labels(product: Product) -> list[tuple[str, str, str]]:
-    """Each value of each option as (label, name, value).
+    """Return each value of each option as (label, name, value).
 
     The label is the value, with the option's name before it where the value alone would be a button's or another
     option's label: no text of a product can take another label's place.
@@ -77,7 +77,7 @@ def labels(product: Product) -> list[tuple[str, str, str]]:
 
 
 def text_of(shop: Catalogue, view: View, per_page: int) -> str:
-    """A page as text; what can be clicked stands in brackets, which no text of a product holds."""
+    """Return a page as text; what can be clicked stands in brackets, which no text of a product holds."""
     if view.page == "search":
         return "Search page. Write search[words]."
     bar = " ".join(f"[{label}]" for label in links(shop, view, per_page) if fold(label) in _BUTTONS)
@@ -104,7 +104,7 @@ def text_of(shop: Catalogue, view: View, per_page: int) -> str:
 
 
 def detail_text(product: Product, detail: str) -> str:
-    """One of an item's sub-pages."""
+    """Return one of an item's sub-pages."""
     texts = {
         "Description": product.description,
         "Features": "; ".join(product.features),

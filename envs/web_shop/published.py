@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 def files(source: Source) -> dict[str, Path]:
-    """The files of a source by their part; a ValueError says which are missing."""
+    """Return the files of a source by their part; a ValueError says which are missing."""
     folder, found, missing = Path(source.path), {}, []
     parts = ("items_shuffle", "items_ins_v2", *(["items_human_ins"] if source.human_goals else []))
     endings = ("_1000.json", ".json") if source.rows <= 1000 else (".json", "_1000.json")
@@ -57,7 +57,7 @@ def files(source: Source) -> dict[str, Path]:
 
 
 def load(source: Source) -> Catalogue:
-    """The catalogue of a folder. What is left out is counted, logged and kept in `notes`."""
+    """Return the catalogue of a folder. What is left out is counted, logged and kept in `notes`."""
     paths, left = files(source), Counter()
     about = _table(paths["items_ins_v2"])
     products: dict[str, Product] = {}
@@ -93,7 +93,7 @@ def _winnable(shop: Catalogue, goal: Goal) -> bool:
 
 
 def _with_splits(goals: dict[str, Goal]) -> list[Goal]:
-    """The goals in an order that only they themselves decide: the first for test, the next for validation."""
+    """Return the goals in an order that only they themselves decide: the first for test, the next for validation."""
     order = sorted(goals, key=lambda key: hashlib.sha256(key.encode()).digest())
     test, validation = HELD_OUT if len(order) >= SMALL else (len(order) // 9, 2 * len(order) // 9)
     names = ["test"] * test + ["validation"] * validation + ["train"] * (len(order) - test - validation)
@@ -104,7 +104,7 @@ def _with_splits(goals: dict[str, Goal]) -> list[Goal]:
 
 
 def _rows(path: Path, most: int) -> Iterator[Any]:
-    """The first members of a list in a JSON file, which is read no further than these: all products are 5 GB."""
+    """Yield the first members of a list in a JSON file, which is read no further than these: all products are 5 GB."""
     decoder = json.JSONDecoder()
     with path.open(encoding="utf-8", errors="replace") as file:
         text = file.read(CHUNK).lstrip()
@@ -136,11 +136,11 @@ def _after_commas(text: str, place: int) -> int:
 
 
 def _table(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object."""
+    """Return a JSON file that holds an object."""
     try:
         table = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {error}.") from None
+        raise ValueError(f"{path} is not JSON: {error}.") from None
     if not isinstance(table, dict):
         raise ValueError(f"{path} must be a JSON object with asins as keys.")
     return table
@@ -150,7 +150,7 @@ def _table(path: Path) -> dict[str, Any]:
 
 
 def _product(row: Any, about: dict[str, Any]) -> Product | None:
-    """A product of a row; None where it has no usable asin or name."""
+    """Return a product of a row; None where it has no usable asin or name."""
     if not isinstance(row, dict):
         return None
     asin, title = row.get("asin"), clean(row.get("name"), 200)
@@ -175,13 +175,13 @@ def _product(row: Any, about: dict[str, Any]) -> Product | None:
 
 
 def _texts(value: Any, most: int, length: int) -> tuple[str, ...]:
-    """The texts of a list, or of one text."""
+    """Return the texts of a list, or of one text."""
     texts = (clean(each, length) for each in (value if isinstance(value, list) else [value])[:most])
     return tuple(text for text in texts if text)
 
 
 def _options(value: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """The options with their different values, the first hundred of each."""
+    """Return the options with their different values, the first hundred of each."""
     found: dict[str, dict[str, None]] = {}
     for name, contents in list(value.items())[:6] if isinstance(value, dict) else ():
         values = [_option(each.get("value")) for each in (contents or [])[:100] if isinstance(each, dict)]
@@ -191,19 +191,19 @@ def _options(value: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 
 def _option(value: Any) -> str:
-    """A value as goals and products have it alike: "Small | Medium" -> small/medium."""
+    """Return a value as goals and products have it alike: "Small | Medium" -> small/medium."""
     return _SLASH.sub("/", clean(value, 80).lower())
 
 
 def price_of(value: Any) -> float:
-    """A price, the middle of a range, or `NO_PRICE`: "$10.00 - $20.00" -> 15.0."""
+    """Return a price, the middle of a range, or `NO_PRICE`: "$10.00 - $20.00" -> 15.0."""
     text = " ".join(map(str, value)) if isinstance(value, list) else value if isinstance(value, str) else ""
     found = [float(each.replace(",", "") or 0) for each in _PRICE.findall(text[:200])][:2]
     return round(sum(found) / len(found), 2) if found and sum(found) > 0 else NO_PRICE
 
 
 def _goals(product: Product, told: Any, human: bool, left: Counter[str]) -> Iterator[Goal]:
-    """The goals of a product: instructions of people, or the generated one with each combination of its options."""
+    """Yield the goals of a product: instructions of people, or generated ones with each combination of options."""
     for row in told if isinstance(told, list) else [told] if told else ():
         instruction = clean(row.get("instruction"), 600) if isinstance(row, dict) else ""
         if not instruction:
@@ -226,7 +226,7 @@ def _goals(product: Product, told: Any, human: bool, left: Counter[str]) -> Iter
 
 
 def _combinations(product: Product) -> Iterator[dict[str, str]]:
-    """Different choices of a value for every option: all of them, or `MOST_COMBINATIONS` drawn ones."""
+    """Yield different choices of a value for every option: all of them, or `MOST_COMBINATIONS` drawn ones."""
     options, many = sorted(product.options), 1
     for _, values in options:
         many *= len(values)
@@ -242,7 +242,7 @@ def _combinations(product: Product) -> Iterator[dict[str, str]]:
 
 
 def _goal(product: Product, instruction: str, attributes: tuple[str, ...], options: tuple[str, ...]) -> Goal:
-    """A goal with the published limit: the larger of two of the next four multiples of ten above the price."""
+    """Return a goal with the published limit: the larger of two of the next four multiples of ten above the price."""
     above = [10.0 * step for step in range(1, 100) if 10.0 * step > product.price][:4]
     if len(above) < 2:
         return Goal(product.asin, instruction, attributes, options, NO_LIMIT, "")

@@ -53,7 +53,7 @@ class Score(NamedTuple):
 
 
 def score(product: Product, goal: Goal, wanted: Product, chosen: Mapping[str, str]) -> Score:
-    """The score of buying `product` with the `chosen` options; `wanted` is the product the goal was written for."""
+    """Return the score of buying `product` with the `chosen` options; `wanted` is the goal's own product."""
     attributes = tuple(each for each in goal.attributes if not has_attribute(product, each))
     options = tuple(
         each for each in goal.options if not any(same_option(name, value, each) for name, value in chosen.items())
@@ -65,7 +65,7 @@ def score(product: Product, goal: Goal, wanted: Product, chosen: Mapping[str, st
 
 
 def wins(scored: Score) -> bool:
-    """Whether nothing is lacking."""
+    """Return whether nothing is lacking."""
     return scored.total > 1 - 1e-9
 
 
@@ -85,7 +85,7 @@ def offered(product: Product, options: tuple[str, ...]) -> dict[str, str]:
 
 
 def type_match(product: Product, wanted: Product) -> float:
-    """r_type."""
+    """Return r_type."""
     if product.asin == wanted.asin:  # whatever its title
         return 1.0
     nouns = nouns_of(wanted.title, wanted.attributes)
@@ -98,10 +98,10 @@ def type_match(product: Product, wanted: Product) -> float:
 
 @lru_cache(maxsize=1 << 14)
 def nouns_of(title: str, attributes: tuple[str, ...]) -> tuple[str, ...]:
-    """The words of a title that may name a kind of product.
+    """Return the words of a title that may name a kind of product.
 
     Left out are numbers, function words, adjectives by list or ending, and the words of the product's attributes: an
-    attribute that two products share is no reason to take one for the other.
+    attribute that two products share does not make them the same kind.
     """
     others = _NO_NOUNS.union(_WORD.findall(" ".join(attributes).lower()))
     words = (word for word in _WORD.findall(title.lower()) if word.isalpha() and len(word) > 2)
@@ -109,7 +109,7 @@ def nouns_of(title: str, attributes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def has_attribute(product: Product, attribute: str) -> bool:
-    """Whether a product has an attribute, or says so in its texts."""
+    """Return whether a product has an attribute, or says so in its texts."""
     if any(alike(each, attribute) for each in product.attributes):
         return True
     asked = attribute.lower()
@@ -117,7 +117,7 @@ def has_attribute(product: Product, attribute: str) -> bool:
 
 
 def same_option(name: str, value: str, option: str) -> bool:
-    """Whether a chosen value is the option that was asked for."""
+    """Return whether a chosen value is the option that was asked for."""
     value, option = value.lower(), option.lower()
     if value == option or name.lower() == EXACT:
         return value == option
@@ -128,13 +128,13 @@ def same_option(name: str, value: str, option: str) -> bool:
 
 @lru_cache(maxsize=1 << 14)
 def plain_colour(value: str) -> str:
-    """The first word that names a plain colour, or the value itself: "heather gray" -> gray."""
+    """Return the first word that names a plain colour, or the value itself: "heather gray" -> gray."""
     return next((word for word in _WORD.findall(value) if word in COLOURS), value)
 
 
 @lru_cache(maxsize=1 << 17)
 def alike(one: str, other: str) -> bool:
-    """Whether the token set ratio (as in fuzzy matching libraries) is above `ALIKE` and the numbers are the same.
+    """Return whether the token set ratio (as in fuzzy matching libraries) is above `ALIKE` and the numbers agree.
 
     Compared are the shared words, and these with the rest of either text; the best of the three similarities counts.
     """

@@ -43,7 +43,7 @@ def run(main: Callable[[], None]) -> NoReturn:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
-        if (words := failed_write(error) or out_of_memory(error)) is not None:
+        if (words := failed_write(error) or out_of_memory(error) or no_answer(error)) is not None:
             print(f"error: {words}", file=sys.stderr)
             sys.exit(2)
         if (words := lost(error)) is None:
@@ -52,6 +52,14 @@ def run(main: Callable[[], None]) -> NoReturn:
         sys.stderr.flush()
         os._exit(1)  # an orderly end would wait for the others as well
     sys.exit(0)
+
+
+def no_answer(error: Exception) -> str | None:
+    """Return what to tell the user where a server, or math-verify's process, does not answer; None for other errors.
+
+    `envs.web.NoAnswer` says it. Importing its class here would load every environment before the config is read.
+    """
+    return str(error) if "NoAnswer" in {each.__name__ for each in type(error).__mro__} else None
 
 
 def load(

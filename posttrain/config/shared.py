@@ -106,7 +106,7 @@ class ChatSection(Section):
 
 
 class EnvSection(Section):
-    name: str = Field("an environment of envs/, e.g. frozen_lake", min_length=1)
+    name: str = Field("an environment of envs/, e.g. frozen_lake, or module:Class", min_length=1)
     weight: float = Field(
         "share of the groups that play it, relative to the other environments (3 and 5 are RAGEN's n_groups [3, 5])",
         1.0,

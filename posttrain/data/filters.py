@@ -9,11 +9,11 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from envs.math_judge import MathJudge, last_boxed
 from posttrain.config import Source
 from posttrain.data import gsm8k as gsm8k_rows
 from posttrain.data.formats import TEXT, has_value
 from posttrain.data.local import printable
-from posttrain.judge import MathJudge, last_boxed
 from posttrain.models import Message
 
 BOX = re.compile(r"\\boxed\s*\{")

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from datasets import Dataset, Features, List, Value
 
+from envs.math_judge import MathJudge
 from posttrain.config import DataSection, Source
 from posttrain.data import reading
 from posttrain.data.contamination import EvaluationQuestions, evaluation_questions
@@ -33,7 +34,6 @@ from posttrain.data.encoding import (
 )
 from posttrain.data.filters import CHECKS, REMEDIES, Example
 from posttrain.data.table import FilterTable, SourceReport
-from posttrain.judge import MathJudge
 from posttrain.models import Chat, Message
 from posttrain.runtime import console, is_main_process, parallel
 from posttrain.types import UserError, derive_seed

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from envs.math_judge import MathJudge
 from posttrain.config import EvaluateRun, StarPORun
 from posttrain.evaluation.figures import summarise
 from posttrain.evaluation.scoring import NotFinite, score_answers, score_pairs
 from posttrain.evaluation.tasks import Task, build_tasks
-from posttrain.judge import MathJudge
 from posttrain.metrics import paired_difference
 from posttrain.models import Chat
 from posttrain.rollout import Sampler, complete

@@ -38,8 +38,8 @@ from posttrain.runtime import runlog
 from posttrain.types import Completion, SamplingParams, UserError, derive_seed
 
 if TYPE_CHECKING:
+    from envs.math_judge import MathJudge
     from posttrain.data import Question
-    from posttrain.judge import MathJudge
     from posttrain.models import Chat
     from posttrain.rollout import Sampler
 
@@ -94,8 +94,8 @@ def main(argv: list[str] | None = None) -> None:
     out = Path(cfg.output_dir)
     runlog.keep_private(out)
 
+    from envs.math_judge import MathJudge
     from posttrain import data, models
-    from posttrain.judge import MathJudge
     from posttrain.plan import check_run
     from posttrain.runtime import checkpoint, run_identity
 

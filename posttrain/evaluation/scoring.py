@@ -21,8 +21,8 @@ from posttrain.types import Completion, Record, UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from envs.math_judge import MathJudge
     from posttrain.evaluation.text_episodes import TextChat
-    from posttrain.judge import MathJudge
     from posttrain.models import Chat
     from posttrain.rollout import Sampler
 
@@ -35,7 +35,7 @@ Tick = Callable[[int], None]  # told how many rows are done
 
 
 def _judge() -> MathJudge:
-    from posttrain.judge import MathJudge
+    from envs.math_judge import MathJudge
 
     return MathJudge()
 
@@ -181,7 +181,7 @@ def score_answers(
 
 def score(suite: str, row: Record, ids: list[int], judge: MathJudge, equal_length: int) -> Record:
     """What a suite says of a row's text, and repetition of the tokens of it."""
-    from posttrain.judge import last_boxed, last_number
+    from envs.math_judge import last_boxed, last_number
 
     if suite == "math":
         number = last_number(row["text"])

@@ -131,7 +131,7 @@ def visible_gpus() -> list[str]:
 
 def in_this_process(units: Sequence[Unit], measurement: Measurement, results: Results) -> None:
     """One unit after the other; those of a checkpoint that has failed are left out."""
-    from posttrain.judge import MathJudge
+    from envs.math_judge import MathJudge
 
     failed = results.found.failed
     with MathJudge() as judge:
@@ -198,7 +198,7 @@ class _Worker:
 
 def _serve(pipe: Any, measurement: Measurement, place: str | None, processes: int) -> None:
     """A worker's loop: a unit in; counts of what is done, then its rows or the reason of a failure out."""
-    from posttrain.judge import MathJudge
+    from envs.math_judge import MathJudge
 
     keep_standard_streams()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends this process
@@ -291,8 +291,10 @@ def reason(error: Exception, task: Task) -> str:
     """Why a checkpoint was not measured, in one paragraph."""
     import torch
 
+    from envs.web import NoAnswer
+
     what = " ".join(filter(None, (task.suite, task.part.replace("_", " "), task.setting)))
-    if isinstance(error, UserError):
+    if isinstance(error, UserError | NoAnswer):
         return f"{what}: {error}"
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return f"{what}: out of memory. Write a smaller batch_size, or shorter answers and contexts."

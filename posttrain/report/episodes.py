@@ -43,7 +43,8 @@ def frames_of(
     """Play an episode again; return its pictures, the start and one per action, or [] where nothing can be drawn."""
     import envs
 
-    if not envs.make(name, **options).has("render"):
+    # no module is imported because a file of results names it
+    if ":" in name or not envs.make(name, **options).has("render"):
         return []
     env = envs.make(name, **{**options, "render_mode": "rgb_array"})
     env.reset(seed=seed, options=reset_options)
@@ -210,7 +211,7 @@ def entry(row: Record) -> Record:
 def with_pictures(row: Record, stage: Stage, pictures: Pictures) -> Record:
     """Return the entry of an episode, with pictures where its environment can be drawn."""
     found = entry(row)
-    if row.get("crashed"):
+    if row.get("crashed") or ":" in stage.name:  # no module is imported because a file of results names it
         return found
     frames, turns = acted_out(stage, row)
     found["actions"] = [taken for _, taken in turns]

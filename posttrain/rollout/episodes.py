@@ -106,7 +106,7 @@ def open_env(section: EnvSection, **more: Any) -> TextEnv:
     """A new environment as the config describes it. more: further options; ValueError where one is unknown or wrong."""
     with kept(section.name):
         env = envs.make(section.name, **section.options, **more)
-    env.label = section.label or ""
+    env.label = section.title
     return env
 
 
