@@ -45,7 +45,7 @@ from posttrain.types import UserError, derive_seed, short_name
 
 HELP = """\
 /reset          forget the conversation
-/system TEXT    set the system message; without TEXT there is none
+/system TEXT    set the system message; without TEXT remove it
 /preset NAME    answer with another preset; without NAME they are listed
 /save FILE      write the conversation as one row of JSON, which phase 1 can train on (kind: messages)
 /help           this list
@@ -106,14 +106,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     def at_least(minimum: int) -> Callable[[str], int]:
         def number(text: str) -> int:
             if not text.isdecimal() or len(text) > 18 or int(text) < minimum:
-                raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number of at least {minimum} in 18 digits")
+                raise argparse.ArgumentTypeError(f"{text[:40]!r} is not an integer from {minimum} with up to 18 digits")
             return int(text)
 
         return number
 
     def seconds(text: str) -> float:
         if not text.replace(".", "", 1).isdecimal() or float(text) > 3600:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of seconds up to 3600")
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of seconds up to 3600")
         return float(text)
 
     what = parser.add_mutually_exclusive_group()
@@ -136,7 +136,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check(cfg: ChatRun, flags: argparse.Namespace) -> None:
-    """Flags that contradict the config or each other."""
+    """Raise UserError for flags that contradict the config or each other."""
     if flags.preset is not None and flags.preset not in cfg.presets:
         raise UserError(unknown_preset(cfg, flags.preset))
     if flags.prompt is not None and not flags.prompt.strip():
@@ -165,13 +165,13 @@ def check(cfg: ChatRun, flags: argparse.Namespace) -> None:
 
 
 def open_page(flags: argparse.Namespace) -> Callable[[dict[str, Generator], ChatRun], None]:
-    """What shows the page of --web, once the models are there; address and password are settled before they are."""
-    from posttrain.serving import listen, server
+    """Return a function that shows the page of --web; address and password are settled before models are loaded."""
+    from posttrain.serving import chosen_password, listen, require_gradio, serve_page
 
-    server.require_gradio()
-    password = server.chosen_password() if flags.password else None
+    require_gradio()
+    password = chosen_password() if flags.password else None
     listening = listen(flags.host or "127.0.0.1", 7860 if flags.port is None else flags.port)
-    return lambda generators, cfg: server.serve(generators, cfg, listening, password)
+    return lambda generators, cfg: serve_page(generators, cfg, listening, password)
 
 
 def unknown_preset(cfg: ChatRun, name: str) -> str:
@@ -219,7 +219,7 @@ def reply(
 
 
 def converse(generator: Generator, conversation: Conversation, cfg: ChatRun, *, compare: bool) -> None:
-    """Messages and commands until the end of the input: line by line, or in a terminal as they are typed or pasted."""
+    """Take messages and commands to the end of the input: line by line, or in a terminal as typed or pasted."""
     by_hand = sys.stdin.isatty()
     if by_hand:
         with suppress(ImportError):  # Windows has none
@@ -265,7 +265,7 @@ def greet(cfg: ChatRun) -> None:
 
 
 def handle_command(line: str, conversation: Conversation, cfg: ChatRun) -> ChatRun | None:
-    """Carry out a command; returns the config that holds from then on, None when it is the one to leave."""
+    """Carry out a command; return the config that holds from then on, or None for /quit."""
     command, _, rest = line.partition(" ")
     rest = rest.strip()
     match command:

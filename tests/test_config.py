@@ -1099,7 +1099,7 @@ def test_help_shows_sections_and_fields(capsys):
     assert "configs/phase3_starpo.yaml" in said and "  envs: (list)  " in said
 
 
-SLOW_PACKAGES = ("torch", "transformers", "trl", "datasets", "gymnasium")
+SLOW_PACKAGES = ("torch", "transformers", "trl", "datasets", "gymnasium", "openai")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -3,6 +3,7 @@
 # ruff: noqa: F811  (fixtures of other files)
 from __future__ import annotations
 
+import asyncio
 import doctest
 import json
 import re
@@ -10,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,9 +21,10 @@ import pytest
 from test_evaluate import checkpoints, evaluate, resolved, settings  # noqa: F401  `checkpoints` is a fixture
 from test_serve import address, final  # noqa: F401  fixtures: the server of posttrain.serving.serve
 
+from envs.web import MOST_BYTES
 from posttrain.config.evaluation import Endpoint
 from posttrain.evaluation import endpoint, store, tasks
-from posttrain.evaluation.endpoint import Client, Nonsense, read_reply
+from posttrain.evaluation.endpoint import Client, Nonsense, Pace, Reply, read_reply
 from posttrain.evaluation.text_episodes import STOP, TextChat
 from posttrain.types import SamplingParams, UserError
 
@@ -61,6 +64,7 @@ class Server(ThreadingHTTPServer):
         self.behave, self.lock = behave, threading.Lock()
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.headers: list[dict[str, str]] = []
         self.busy = self.most = 0
 
     @property
@@ -80,6 +84,7 @@ class Handler(BaseHTTPRequestHandler):
             number = len(self.server.asked)
             self.server.asked.append(body)
             self.server.keys.append(self.headers["Authorization"])
+            self.server.headers.append(dict(self.headers))
             self.server.busy += 1
             self.server.most = max(self.server.most, self.server.busy)
         try:
@@ -96,6 +101,10 @@ class Handler(BaseHTTPRequestHandler):
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name, value)
+            for _ in range(headers.get("X-Trickles", 0)):  # a piece each 0.1 s, before the head of the reply is whole
+                self.send_header("X-More", "b")
+                self.flush_headers()
+                time.sleep(0.1)
             self.send_header("Content-Length", str(headers.get("X-Claims", len(content))))
             self.end_headers()
             self.wfile.write(content)
@@ -125,15 +134,24 @@ def good(number: int, body: dict[str, Any]) -> Any:
     return 200, {}, completion("<think>so</think><answer>Right</answer>")
 
 
+def ask(client: Client, messages: list[dict[str, str]], params: SamplingParams, seed: int) -> Reply:
+    return client.begin(messages, params, seed).result()
+
+
 def section(server: Server, **more: Any) -> Endpoint:
     return Endpoint(endpoint=server.url, model="m", **{"timeout": 5, "concurrency": 3, **more})
+
+
+def ask_once(kept: Path, server: Server, **more: Any) -> Reply:
+    with Client(section(server, **more), kept) as client:
+        return ask(client, ASKED, PARAMS, 5)
 
 
 # ------------------------------------------------------------------------------------------------------- one request
 
 
 def stall(number: int, body: dict[str, Any]) -> Any:
-    time.sleep(1.2)
+    time.sleep(0.8)  # longer than the client waits
     return good(number, body)
 
 
@@ -152,54 +170,76 @@ FAULTS: dict[str, Callable[[int, dict[str, Any]], Any]] = {
     "half a character": lambda *_: (200, {}, completion("\ud800")),
     "no UTF-8": lambda *_: (200, {}, b"\xff\xfe{"),
     "too deep": lambda *_: (200, {}, b"[" * 100_000),
+    "too large": lambda *_: (200, {}, b" " * (MOST_BYTES + 1)),
+    "too large an error": lambda *_: (400, {}, b" " * (MOST_BYTES + 1)),
+    "trickles": lambda *_: (200, {"X-Trickles": 8}, b""),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_that_passes_costs_another_attempt(serving: Any, tmp_path: Path, fault: str) -> None:
-    server = serving(lambda number, body: (FAULTS[fault] if number < 2 else good)(number, body))
-    with Client(section(server, timeout=0.6), tmp_path / "kept.jsonl") as client:
-        assert client.ask(ASKED, PARAMS, 5).text == "<think>so</think><answer>Right</answer>"
-        assert client.ask(ASKED, PARAMS, 5).finished
-    assert len(server.asked) == 3 and server.asked[0] == server.asked[2]
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_that_stays_is_told_in_a_paragraph(serving: Any, tmp_path: Path, fault: str) -> None:
-    server = serving(FAULTS[fault])
-    with (
-        Client(section(server, timeout=0.3, attempts=2), tmp_path / "kept.jsonl") as client,
-        pytest.raises(UserError, match=r"\(m\) has not answered a request 2 times; at last: .+\. What it has answered"),
-    ):
-        client.ask(ASKED, PARAMS, 5)
-    assert len(server.asked) == 2
+def test_a_fault_costs_an_attempt_and_the_last_one_is_told_in_a_paragraph(
+    serving: Any, tmp_path: Path, fault: str
+) -> None:
+    server = serving(lambda number, body: (FAULTS[fault] if number < 3 else good)(number, body))
+    reason = r"it did not answer in 0\.6 s" if fault in ("stalls", "trickles") else ".+"
+    words = rf"\(m\) has not answered a request 2 times; at last: {reason}\. What it has answered"
+    for attempts in (2, 8):
+        with Client(section(server, timeout=0.6, attempts=attempts), tmp_path / "kept.jsonl") as client:
+            if attempts == 2:
+                with pytest.raises(UserError, match=words):
+                    ask(client, ASKED, PARAMS, 5)
+                continue
+            for _ in range(2):
+                assert ask(client, ASKED, PARAMS, 5) == Reply("<think>so</think><answer>Right</answer>", True, 10, 4)
+    assert len(server.asked) == 4 and server.asked[0] == server.asked[3]
 
 
 def test_nobody_listens(tmp_path: Path) -> None:
     nobody = Endpoint(endpoint="http://127.0.0.1:9/v1", model="m", attempts=1)
-    with Client(nobody, tmp_path / "kept.jsonl") as client, pytest.raises(UserError, match="Connection refused"):
-        client.ask(ASKED, PARAMS, 5)
+    with Client(nobody, tmp_path / "kept.jsonl") as client, pytest.raises(UserError, match="ConnectionRefusedError"):
+        ask(client, ASKED, PARAMS, 5)
 
 
 def test_what_cannot_pass_is_not_tried_again(serving: Any, tmp_path: Path) -> None:
     for status, words in ((400, "refuses the request with status 400: no such field"), (401, "without a key")):
         server = serving(lambda *_, status=status: (status, {}, b"no such field"))
-        with Client(section(server), tmp_path / "kept.jsonl") as client, pytest.raises(UserError, match=words):
-            client.ask(ASKED, PARAMS, 5)
+        with pytest.raises(UserError, match=words):
+            ask_once(tmp_path / "kept.jsonl", server)
         assert len(server.asked) == 1
+
+
+def test_nothing_goes_elsewhere_nor_comes_from_the_environment(
+    serving: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No redirect, no proxy, and neither keys nor headers that openai would take from the environment."""
+    other = serving(good)
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "OPENAI_BASE_URL"):
+        monkeypatch.setenv(name, other.url)
+    for name in ("OPENAI_API_KEY", "OPENAI_ADMIN_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
+        monkeypatch.setenv(name, "from-elsewhere")
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "Authorization: Bearer from-elsewhere\nX-Other: from-elsewhere")
+    monkeypatch.setenv("MY_KEY", KEY)
+    for more, key in (({}, None), ({"api_key_env": "MY_KEY"}, f"Bearer {KEY}")):
+        server = serving(good)
+        ask_once(tmp_path / f"{key is None}.jsonl", server, **more)
+        assert server.keys == [key] and "from-elsewhere" not in str(server.headers)
+        assert not re.search("stainless-(os|arch|runtime)", str(server.headers), re.IGNORECASE)
+    server = serving(lambda *_: (307, {"Location": f"{other.url}/chat/completions"}, b""))
+    with pytest.raises(UserError, match="with status 307"):
+        ask_once(tmp_path / "k.jsonl", server)
+    assert other.asked == []
 
 
 def test_a_request_says_what_a_local_model_is_asked(serving: Any, tmp_path: Path) -> None:
     server = serving(good)
     with Client(section(server), tmp_path / "a.jsonl") as client:
-        client.ask([{**ASKED[0], "mask_spans": []}], PARAMS, (1 << 62) + 5)  # type: ignore[dict-item]
-        client.ask(ASKED, SamplingParams(9, 0.0, 50, 0.9, 1.15), 1)
+        ask(client, [{**ASKED[0], "mask_spans": []}], PARAMS, (1 << 62) + 5)  # type: ignore[dict-item]
+        ask(client, ASKED, SamplingParams(9, 0.0, 50, 0.9, 1.15), 1)
     plain = {"model": "m", "messages": ASKED, "max_tokens": 7, "temperature": 0.5, "seed": 5}
     assert server.asked[0] == plain and server.keys == [None, None]
     cut = {"max_tokens": 9, "temperature": 0.0, "seed": 1, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.15}
     assert server.asked[1] == plain | cut
-    with Client(section(server, tokens_field="max_completion_tokens"), tmp_path / "b.jsonl") as client:
-        client.ask(ASKED, PARAMS, 5)
+    ask_once(tmp_path / "b.jsonl", server, tokens_field="max_completion_tokens")
     assert "max_tokens" not in server.asked[2] and server.asked[2]["max_completion_tokens"] == 7
 
 
@@ -219,8 +259,8 @@ def test_a_refusal_says_which_key_leaves_a_field_out(
     serving: Any, tmp_path: Path, status: int, reply: str, more: dict[str, Any], words: str
 ) -> None:
     server = serving(lambda *_: (status, {}, reply.encode()))
-    with Client(section(server, **more), tmp_path / "k.jsonl") as client, pytest.raises(UserError, match=words):
-        client.ask(ASKED, PARAMS, 5)
+    with pytest.raises(UserError, match=words):
+        ask_once(tmp_path / "k.jsonl", server, **more)
 
 
 def test_what_is_left_out_is_not_sent_and_each_seed_has_its_reply(serving: Any, tmp_path: Path) -> None:
@@ -234,15 +274,15 @@ def test_what_is_left_out_is_not_sent_and_each_seed_has_its_reply(serving: Any, 
     params = SamplingParams(9, 0.0, 50, 0.9, 1.15)
     fields = ["seed", "temperature", "top_k", "repetition_penalty"]
     with Client(section(server, leave_out=fields), kept) as client:
-        assert [client.ask(ASKED, params, seed).text for seed in (1, 2, 1)] == ["reply 0", "reply 1", "reply 0"]
+        assert [ask(client, ASKED, params, seed).text for seed in (1, 2, 1)] == ["reply 0", "reply 1", "reply 0"]
     assert all(body.keys() == allowed for body in server.asked)
     server = serving(good)
     with Client(section(server), tmp_path / "other.jsonl") as client:
-        whole = client.ask(ASKED, PARAMS, 1)
+        whole = ask(client, ASKED, PARAMS, 1)
     with Client(section(server, leave_out=["seed"]), tmp_path / "other.jsonl") as client:
-        assert client.ask(ASKED, PARAMS, 1) == whole and len(server.asked) == 1
+        assert ask(client, ASKED, PARAMS, 1) == whole and len(server.asked) == 1
     with Client(section(server, leave_out=["temperature"]), tmp_path / "other.jsonl") as client:
-        client.ask(ASKED, PARAMS, 1)  # another distribution is another request
+        ask(client, ASKED, PARAMS, 1)  # another distribution is another request
     assert len(server.asked) == 2
 
 
@@ -252,18 +292,23 @@ def test_examples() -> None:
 
 def test_retry_after_holds_for_all_requests(serving: Any, tmp_path: Path) -> None:
     came: list[float] = []
+    refused = threading.Event()
 
     def limited(number: int, body: dict[str, Any]) -> Any:
         came.append(time.monotonic())
-        return (429, {"Retry-After": "1"}, {}) if number == 0 else good(number, body)
+        if number:
+            return good(number, body)
+        refused.set()
+        return 429, {"Retry-After": "0.8"}, {}
 
     server = serving(limited)
     with Client(section(server, concurrency=2), tmp_path / "kept.jsonl") as client:
         first = client.begin(ASKED, PARAMS, 0)
-        time.sleep(0.3)
+        assert refused.wait(10)
+        time.sleep(0.2)  # until the client knows
         others = [client.begin(ASKED, PARAMS, seed) for seed in range(1, 4)]
         assert all(one.result().finished for one in [first, *others])
-    assert len(came) == 5 and min(came[1:]) - came[0] > 0.95
+    assert len(came) == 5 and min(came[1:]) - came[0] > 0.78
 
 
 def test_a_rate_limit_costs_no_attempt_and_everybody_keeps_to_its_pause(serving: Any, tmp_path: Path) -> None:
@@ -287,27 +332,35 @@ def test_a_rate_limit_costs_no_attempt_and_everybody_keeps_to_its_pause(serving:
 
 def test_a_pause_is_shared_and_a_429_lowers_how_many_ask_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "FIRST_PAUSE", 0.05)
-    over = threading.Event()
-    pace = endpoint.Pace(8, over)
-    began = [pace.begin() for _ in range(8)]
-    for one in began:  # they were under way together
-        pace.limited(one or 0.0, 0.0)
-        pace.end()
-    told = time.monotonic()
-    later = [pace.begin() for _ in range(4)]
-    assert min(one or 0.0 for one in later) - told > 0.02
-    late: list[float | None] = []
-    waiting = threading.Thread(target=lambda: late.append(pace.begin()))
-    waiting.start()
-    time.sleep(0.05)
-    assert not late  # four at a time
-    for _ in range(2 * endpoint.RISE):
-        pace.answered()
-    pace.end()
-    waiting.join(5)
-    assert late[0] and pace.begin() and pace.begin()
-    over.set()
-    assert pace.begin() is None
+
+    async def play() -> None:
+        over = asyncio.Event()
+        pace, open_slots = Pace(8, over), AsyncExitStack()
+
+        async def begin() -> float:
+            return await open_slots.enter_async_context(pace.slot())
+
+        for began in [await begin() for _ in range(8)]:  # they were under way together
+            pace.limited(began, 0.0)
+        await open_slots.aclose()
+        told = time.monotonic()
+        assert min([await begin() for _ in range(4)]) - told > 0.02
+        fifth = asyncio.ensure_future(begin())
+        await asyncio.sleep(0)
+        assert not fifth.done()  # four at a time
+        for _ in range(2 * endpoint.RISE):
+            pace.answered()
+        await asyncio.wait_for(fifth, 5)
+        await asyncio.wait_for(begin(), 5)  # six
+        seventh = asyncio.ensure_future(begin())
+        await asyncio.sleep(0)
+        assert not seventh.done()
+        pace.pause(1000)
+        over.set()
+        await open_slots.aclose()
+        await asyncio.wait_for(seventh, 5)  # the end of a run ends every pause
+
+    asyncio.run(play())
 
 
 def test_a_server_that_answers_429_alone_is_left_for_later(
@@ -315,24 +368,18 @@ def test_a_server_that_answers_429_alone_is_left_for_later(
 ) -> None:
     server = serving(lambda *_: (429, {"Retry-After": "3600"}, {"error": "Limit of the day"}))
     words = r"3600 s.*Limit of the day.*--resume"
-    with Client(section(server), tmp_path / "k.jsonl") as client, pytest.raises(UserError, match=words):
-        client.ask(ASKED, PARAMS, 5)
+    with pytest.raises(UserError, match=words):
+        ask_once(tmp_path / "k.jsonl", server)
     assert [endpoint.seconds_of(header) for header in ("nan", "soon", "")] == [None] * 3
     assert endpoint.seconds_of("-3") == 0 and 50 < (endpoint.seconds_of(formatdate(time.time() + 60)) or 0) < 61
     server = serving(lambda *_: (429, {}, {"error": {"message": "Pay first", "code": "insufficient_quota"}}))
-    with (
-        Client(section(server), tmp_path / "k.jsonl") as client,
-        pytest.raises(UserError, match=r"no quota.*Pay first"),
-    ):
-        client.ask(ASKED, PARAMS, 5)
+    with pytest.raises(UserError, match=r"no quota.*Pay first"):
+        ask_once(tmp_path / "k.jsonl", server)
     assert len(server.asked) == 1
     monkeypatch.setattr(endpoint, "LONGEST_WAIT", 0.2)
     server = serving(lambda *_: (429, {"Retry-After": "0"}, {"error": "slow down"}))
-    with (
-        Client(section(server), tmp_path / "k.jsonl") as client,
-        pytest.raises(UserError, match=r"429: .*slow down.*0\.2 s"),
-    ):
-        client.ask(ASKED, PARAMS, 5)
+    with pytest.raises(UserError, match=r"429: .*slow down.*0\.2 s"):
+        ask_once(tmp_path / "k.jsonl", server)
     assert 3 < len(server.asked) < 20
 
 
@@ -352,9 +399,8 @@ def test_an_answer_is_taken_whatever_its_server_counts(
 ) -> None:
     reply = {**completion("x", reason), "usage": usage}  # type: ignore[arg-type]
     server, kept = serving(lambda *_: (200, {}, reply)), tmp_path / "kept.jsonl"
-    with Client(section(server), kept) as client:
-        assert client.ask(ASKED, PARAMS, 5) == endpoint.Reply("x", finished, *known)
-    assert len(server.asked) == 1 and list(endpoint.read_kept(kept).values()) == [endpoint.Reply("x", finished, *known)]
+    assert ask_once(kept, server) == Reply("x", finished, *known)
+    assert len(server.asked) == 1 and list(endpoint.read_kept(kept).values()) == [Reply("x", finished, *known)]
     assert endpoint.spent(kept) == (1, known[0] or 0, known[1] or 0, int(None in known))
 
 
@@ -373,26 +419,24 @@ def test_a_key_is_masked_in_whatever_form_it_comes_back(
             )
             with Client(section(server, api_key_env="MY_KEY"), tmp_path / f"{len(text)}-{status}") as client:
                 if status == 200:
-                    assert client.ask(ASKED, PARAMS, 5).text == "a" * 284 + " *** b"
+                    assert ask(client, ASKED, PARAMS, 5).text == "a" * 284 + " *** b"
                     continue
                 with pytest.raises(UserError, match=r"a \*\*\* b") as problem:
-                    client.ask(ASKED, PARAMS, 5)
+                    ask(client, ASKED, PARAMS, 5)
                 assert "qzx7vkw" not in str(problem.value)
     server = serving(lambda *_: (400, {}, b" " * 990 + KEY.encode()))  # where a reply was cut
-    with (
-        Client(section(server, api_key_env="MY_KEY"), tmp_path / "k") as client,
-        pytest.raises(UserError, match=r": \*\*\*\. C"),
-    ):
-        client.ask(ASKED, PARAMS, 5)
+    with pytest.raises(UserError, match=r": \*\*\*\. C"):
+        ask_once(tmp_path / "k", server, api_key_env="MY_KEY")
     monkeypatch.setenv("MY_KEY", "EMPTY")  # what servers without keys are sent is a word
     server = serving(lambda *_: (200, {}, completion("EMPTY")))
-    with Client(section(server, api_key_env="MY_KEY"), tmp_path / "w") as client:
-        assert client.ask(ASKED, PARAMS, 5).text == "EMPTY"
+    assert ask_once(tmp_path / "w", server, api_key_env="MY_KEY").text == "EMPTY"
 
 
 def test_no_more_requests_than_allowed_at_a_time(serving: Any, tmp_path: Path) -> None:
+    together = threading.Barrier(3)
+
     def slow(number: int, body: dict[str, Any]) -> Any:
-        time.sleep(0.05)
+        together.wait(10)
         return good(number, body)
 
     server = serving(slow)
@@ -403,39 +447,42 @@ def test_no_more_requests_than_allowed_at_a_time(serving: Any, tmp_path: Path) -
 
 
 def test_after_a_failure_nothing_more_is_sent_and_what_was_under_way_is_kept(serving: Any, tmp_path: Path) -> None:
+    under_way, refused = threading.Event(), threading.Event()
+
     def behave(number: int, body: dict[str, Any]) -> Any:
         if body["seed"] == 1:
-            time.sleep(0.2)
+            assert under_way.wait(5)
             return 400, {}, b"wrong"
-        time.sleep(0.6)
+        under_way.set()
+        assert refused.wait(5)
         return good(number, body)
 
     server, kept = serving(behave), tmp_path / "kept.jsonl"
-    with Client(section(server, concurrency=2), kept) as client:
+    with Client(section(server, concurrency=2, timeout=20), kept) as client:
         coming = [client.begin(ASKED, PARAMS, seed) for seed in range(8)]
         with pytest.raises(UserError, match="status 400"):
             coming[1].result()
+        refused.set()
     assert len(server.asked) == 2 and endpoint.spent(kept) == (1, 10, 4, 0)
 
 
 def test_a_reply_that_is_kept_is_not_paid_for_again(serving: Any, tmp_path: Path) -> None:
     server, kept = serving(good), tmp_path / "kept.jsonl"
     with Client(section(server), kept) as client:
-        said = [client.ask(ASKED, PARAMS, seed) for seed in range(3)]
+        said = [ask(client, ASKED, PARAMS, seed) for seed in range(3)]
     whole = kept.read_bytes()
     kept.write_bytes(whole + whole[: len(whole) // 5])  # cut short while it was written
     with Client(section(server), kept) as client:
-        assert [client.ask(ASKED, PARAMS, seed) for seed in range(3)] == said and len(server.asked) == 3
-        client.ask(ASKED, PARAMS, 3)
-        client.ask(ASKED, SamplingParams(7, 0.6), 0)
+        assert [ask(client, ASKED, PARAMS, seed) for seed in range(3)] == said and len(server.asked) == 3
+        ask(client, ASKED, PARAMS, 3)
+        ask(client, ASKED, SamplingParams(7, 0.6), 0)
     assert len(server.asked) == 5 and len(endpoint.read_kept(kept)) == 5
 
 
 def test_replies_that_are_of_no_use_are_counted_all_the_same(serving: Any, tmp_path: Path) -> None:
     bad = completion(None, tokens=100)  # type: ignore[arg-type]
     server, kept = serving(lambda number, body: good(number, body) if number else (200, {}, bad)), tmp_path / "k.jsonl"
-    with Client(section(server), kept) as client:
-        client.ask(ASKED, PARAMS, 5)
+    ask_once(kept, server)
     assert endpoint.spent(kept) == (2, 20, 104, 0) and len(endpoint.read_kept(kept)) == 1
 
 
@@ -443,7 +490,7 @@ def test_thoughts_that_a_server_cuts_off_are_put_back() -> None:
     reply = completion("<answer>Up</answer>", "length")
     for name in ("reasoning_content", "reasoning"):
         reply["choices"][0]["message"] = {"content": "<answer>Up</answer>", name: "so"}
-        assert read_reply(reply) == endpoint.Reply("<think>so</think><answer>Up</answer>", False, 10, 4)
+        assert read_reply(reply) == Reply("<think>so</think><answer>Up</answer>", False, 10, 4)
     assert read_reply(completion(None, "content_filter")).text == ""  # type: ignore[arg-type]
     with pytest.raises(Nonsense):
         read_reply(completion(None))  # type: ignore[arg-type]
@@ -630,7 +677,7 @@ def test_a_message_takes_as_much_of_the_context_as_in_a_local_model(tiny_chat: A
     messages = [{"role": "system", "content": "Rules."}, {"role": "user", "content": "Now?"}]
     ids = chat.prompt(messages)
     assert len(ids) == len(tiny_chat.prompt(messages)) and chat.of(ids) == messages
-    said = chat.completion(endpoint.Reply("Right", True, 1, 1))
+    said = chat.completion(Reply("Right", True, 1, 1))
     assert said.ids[-1] == STOP and chat.decode(said.ids[:-1]) == "Right"
     more = chat.extend("Next?")
     assert len(more) == len(tiny_chat.extend("Next?"))

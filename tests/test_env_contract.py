@@ -375,7 +375,7 @@ def test_demonstrations_fall_back_to_what_there_is(register):
         list(reading._generated(source, "data.sources.0", 0))
     register(variant(Say, step=lambda self, action: {}["no"]))
     source = Source(kind="demonstrations", path="embedded", rows=2, envs=["say"])
-    with pytest.raises(UserError, match=r"raised KeyError: 'no'.*envs\.check"):
+    with pytest.raises(UserError, match=r"raised KeyError: 'no'.*env check"):
         list(reading._generated(source, "data.sources.0", 0))
 
 

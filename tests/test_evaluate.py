@@ -462,7 +462,8 @@ def test_messages_from_the_shell(tmp_path: Path) -> None:
     done = python(*command, f"checkpoints={{base: {tmp_path / 'none' / 'final'}}}", "suites={recall: {n: 2}}")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr and "checkpoints.base" in done.stderr
-    code = "import sys, evaluate_model; assert not {'torch', 'transformers', 'gymnasium'} & set(sys.modules)"
+    code = "import sys, evaluate_model; assert not {'torch', 'transformers', 'gymnasium'} & set(sys.modules)\n"
+    code += "import posttrain.evaluation.endpoint; assert 'openai' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 

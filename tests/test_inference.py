@@ -111,6 +111,26 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[int]]]:
     return fake
 
 
+def sampler(generator: Generator) -> Any:
+    return open_sampler(generator.model, generator.chat)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
+    """The prompts (.ids) and settings (.params) that the model is asked with; .said is what it writes."""
+    calls: list[SimpleNamespace] = []
+    original = Generator.write
+
+    def write(self: Generator, ids: list[int], params: SamplingParams, seed: int) -> Iterator[int]:
+        calls.append(SimpleNamespace(ids=list(ids), params=params, said=[]))
+        for token in original(self, ids, params, seed):
+            calls[-1].said.append(token)
+            yield token
+
+    monkeypatch.setattr(Generator, "write", write)
+    return calls
+
+
 def user(*contents: str) -> list[dict[str, str]]:
     """Messages of user and assistant in turn."""
     return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)]
@@ -141,13 +161,9 @@ def test_one_shot_prints_the_answer_alone_and_the_rest_beside(says: Says, genera
     said = says("--prompt", "Hello?", "max_new_tokens=20")
     ids = generator.chat.prompt(user("Hello?"))
     improved = SamplingParams(20, temperature=0.7, top_p=0.9, top_k=50, repetition_penalty=1.15)
-    (expected,) = complete(open_sampler(*_pair(generator)), [ids], improved, [derive_seed(0, "chat", 0)])
+    (expected,) = complete(sampler(generator), [ids], improved, [derive_seed(0, "chat", 0)])
     assert said.out == display.escape_control_characters(generator.chat.decode(expected.ids)) + "\n"
     assert said.err == "[cut after 20 tokens: max_new_tokens]\n"
-
-
-def _pair(generator: Generator) -> tuple[Any, Chat]:
-    return generator.model, generator.chat
 
 
 def test_seeds_reproduce(says: Says) -> None:
@@ -160,16 +176,11 @@ def test_seeds_reproduce(says: Says) -> None:
     )
 
 
-def test_the_preset_of_the_flag_answers(says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[SamplingParams] = []
-    monkeypatch.setattr(Generator, "write", lambda self, ids, params, seed: iter(used.append(params) or [2]))
+def test_the_preset_of_the_flag_answers(says: Says, recorded: list[SimpleNamespace]) -> None:
     for args in ((), ("--preset", "plain"), ("preset=plain",)):
-        says("--prompt", "Hi", *args)
-    assert used == [
-        SamplingParams(128, temperature=0.7, top_p=0.9, top_k=50, repetition_penalty=1.15),
-        SamplingParams(128),
-        SamplingParams(128),
-    ]
+        says("--prompt", "Hi", "max_new_tokens=2", *args)
+    improved = SamplingParams(2, temperature=0.7, top_p=0.9, top_k=50, repetition_penalty=1.15)
+    assert [call.params for call in recorded] == [improved, SamplingParams(2), SamplingParams(2)]
 
 
 # ---------------------------------------------------------------------------------------------------- what is shown
@@ -254,9 +265,7 @@ def test_compare_shows_both_answers_with_their_figures(says: Says, generator: Ge
     presets = config.resolve(ChatRun, ROOT / "configs" / "chat.yaml").presets
     figures = []
     for name in ("improved", "plain", "greedy"):
-        (done,) = complete(
-            open_sampler(*_pair(generator)), [ids], presets[name].params(30), [derive_seed(0, "chat", 0)]
-        )
+        (done,) = complete(sampler(generator), [ids], presets[name].params(30), [derive_seed(0, "chat", 0)])
         assert f"--- {name}: " in said.out
         assert display.escape_control_characters(generator.chat.decode(done.ids)) in said.out
         written = done.ids[:-1] if done.finished else done.ids
@@ -360,17 +369,13 @@ def test_what_was_saved_is_data_for_phase_1(says: Says, answers: Callable[..., A
     assert row["messages"] == [{"role": "system", "content": "Be kind."}, *user("Hallo", "Grüße 🦊")]
 
 
-def test_history_is_the_sampled_tokens_themselves(generator: Generator, says: Says) -> None:
+def test_history_is_the_sampled_tokens_themselves(
+    generator: Generator, says: Says, recorded: list[SimpleNamespace]
+) -> None:
     """Random tokens that would be tokenised otherwise when read back; the first answer is cut, so it gets its stop."""
-    asked: list[list[int]] = []
-    original = Generator.write
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            Generator, "write", lambda self, ids, *rest: asked.append(list(ids)) or original(self, ids, *rest)
-        )
-        says("--preset", "plain", "max_new_tokens=15", stdin="Hi\nHo\n")
-    chat = generator.chat
-    (first,) = complete(open_sampler(*_pair(generator)), [asked[0]], SamplingParams(15), [derive_seed(0, "chat", 0)])
+    says("--preset", "plain", "max_new_tokens=15", stdin="Hi\nHo\n")
+    chat, asked = generator.chat, [call.ids for call in recorded]
+    (first,) = complete(sampler(generator), [asked[0]], SamplingParams(15), [derive_seed(0, "chat", 0)])
     assert not first.finished
     assert asked == [chat.prompt(user("Hi")), asked[0] + first.ids + chat.extend("Ho", finished=False)]
     assert chat.content_ids(chat.decode(first.ids)) != first.ids
@@ -458,22 +463,14 @@ def test_the_first_ctrl_c_stops_the_answer_and_the_second_leaves(
 
 @pytest.mark.parametrize("name", GRIDS)
 def test_play_shows_the_episodes_that_rollouts_would_play(
-    says: Says, generator: Generator, monkeypatch: pytest.MonkeyPatch, name: str
+    says: Says, generator: Generator, recorded: list[SimpleNamespace], name: str
 ) -> None:
-    original, seen = Generator.write, []
-
-    def write(self: Generator, ids: list[int], params: SamplingParams, seed: int) -> Iterator[int]:
-        seen.append(list(ids))
-        for token in original(self, ids, params, seed):
-            seen[-1].append(token)
-            yield token
-
-    monkeypatch.setattr(Generator, "write", write)
     said = says("--play", name, "--episodes", "2", "max_completion_length=10")
     seeds = [derive_seed(0, name, n) for n in range(2)]
     games = [Episode(envs.make(name), Protocol(), seed, "test") for seed in seeds]
-    played = rollout_play(open_sampler(*_pair(generator)), generator.chat, games, SamplingParams(10), seeds)
-    assert [ids for n, ids in enumerate(seen) if n % 8 == 7] == [trajectory.segments[0].ids for trajectory in played]
+    played = rollout_play(sampler(generator), generator.chat, games, SamplingParams(10), seeds)
+    seen = [call.ids + call.said for call in recorded[7::8]]  # the last turns
+    assert seen == [trajectory.segments[0].ids for trajectory in played]
     for episode in games:
         for message in episode.messages[1:]:
             assert all(display.escape_control_characters(line) in said.out for line in message["content"].split("\n"))
@@ -509,18 +506,17 @@ def test_play_with_an_expert(says: Says, monkeypatch: pytest.MonkeyPatch, name: 
 
 
 def test_play_takes_the_environments_options_the_protocol_and_a_preset_asked_for(
-    says: Says, monkeypatch: pytest.MonkeyPatch
+    says: Says, recorded: list[SimpleNamespace]
 ) -> None:
-    used: list[SamplingParams] = []
-    monkeypatch.setattr(Generator, "write", lambda self, ids, params, seed: iter(used.append(params) or [2]))
     game = "envs=[{name: frozen_lake, options: {size: 3, observation: coordinates}}]"
     said = says("--play", "frozen_lake", game, "protocol.max_turns=2", "max_completion_length=9")
     assert "3 x 3 cells" in said.out and "Holes" in said.out and "At most 2 turns" in said.out
     assert said.out.count("level 1, turn") == 2
-    assert used == [SamplingParams(9)] * 2  # the distribution of the rollouts: no penalty, no filter
-    used.clear()
+    assert [call.params for call in recorded] == [SamplingParams(9)] * 2  # as in the rollouts: no penalty, no filter
+    recorded.clear()
     says("--play", "sokoban", "--preset", "improved", "protocol.max_turns=1")
-    assert used == [SamplingParams(48, temperature=0.7, top_p=0.9, top_k=50, repetition_penalty=1.15)]
+    improved = SamplingParams(48, temperature=0.7, top_p=0.9, top_k=50, repetition_penalty=1.15)
+    assert [call.params for call in recorded] == [improved]
 
 
 def test_play_forgets_old_turns_and_ends_where_nothing_fits(says: Says, answers: Callable[..., Any]) -> None:
@@ -533,18 +529,11 @@ def test_play_forgets_old_turns_and_ends_where_nothing_fits(says: Says, answers:
 
 @pytest.mark.parametrize("change", ["context=last_k", "context=single_turn"])
 def test_play_shows_a_turn_what_it_was_trained_under(
-    says: Says, answers: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, change: str, tiny_chat: Chat
+    says: Says, answers: Callable[..., Any], change: str, tiny_chat: Chat
 ) -> None:
-    answers("Jump</answer>")
-    asked: list[str] = []
-    original = Generator.write
-
-    def write(self: Generator, ids: list[int], *rest: Any) -> Iterator[int]:
-        asked.append(self.chat.decode(ids))
-        return original(self, ids, *rest)
-
-    monkeypatch.setattr(Generator, "write", write)
+    shown = answers("Jump</answer>")
     said = says("--play", "frozen_lake", change, "context_turns=2", "protocol.think=false", "protocol.force_think=true")
+    asked = [tiny_chat.decode(ids) for ids in shown]
     messages = [3, *[5] * 7] if change == "context=last_k" else [3] * 8
     assert [text.count("<|im_start|>") for text in asked] == messages
     assert all(text.endswith("<answer>") for text in asked)

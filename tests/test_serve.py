@@ -22,8 +22,9 @@ import openai
 import pytest
 from hypothesis import given, strategies as st
 from test_evaluate import tiny_model
-from tiny_runs import ROOT, python
+from tiny_runs import ROOT
 
+from posttrain import config
 from posttrain.config.shared import ModelSection
 from posttrain.models import loading as models
 from posttrain.models.chat import Chat
@@ -70,12 +71,17 @@ def ask(client: openai.OpenAI, final: Path, **given: Any) -> Any:
     return client.chat.completions.create(**asked)
 
 
-def local(final: Path, messages: list[dict[str, str]], tokens: int) -> str:
-    """What this project's own sampler writes, greedily; characters that no client is sent left out."""
+def loaded(final: Path) -> tuple[Any, Chat]:
     section = ModelSection(name_or_path=str(final), dtype="float32")
     model, chat = models.load(section, device="cpu", chat_template=None, training=False)
+    return model.eval(), chat
+
+
+def local(final: Path, messages: list[dict[str, str]], tokens: int) -> str:
+    """What this project's own sampler writes, greedily; characters that no client is sent left out."""
+    model, chat = loaded(final)
     params = SamplingParams(max_new_tokens=tokens, temperature=0)
-    (said,) = complete(open_sampler(model.eval(), chat), [chat.prompt(messages)], params, [0])
+    (said,) = complete(open_sampler(model, chat), [chat.prompt(messages)], params, [0])
     return chat.tokenizer.decode(said.ids, skip_special_tokens=True)  # type: ignore[return-value]
 
 
@@ -245,51 +251,49 @@ def test_it_samples_as_asked(client: openai.OpenAI, final: Path) -> None:
         ({"top_logprobs": 3}, "top_logprobs is not supported"),
         ({"tool_choice": "required"}, "tool_choice is not supported"),
         ({"stop": ""}, "stop is neither"),
-        ({"extra_body": {"generation_config": "[1]"}}, "generation_config is no JSON object"),
+        ({"extra_body": {"generation_config": "[1]"}}, "generation_config is not a JSON object"),
         ({"extra_body": {"generation_config": "{"}}, "Expecting"),
         ({"extra_body": {"generation_config": '{"top_k": "x"}'}}, "generation_config: top_k is 'x'"),
         ({"extra_body": {"generation_config": '{"top_k": 1.5}'}}, r"top_k is 1\.5, not a whole number"),
         ({"extra_body": {"generation_config": '{"num_beams": 3}'}}, "'num_beams' is not taken here, only max"),
         ({"extra_body": {"generation_config": '{"custom_generate": "a/b"}'}}, "'custom_generate' is not taken here"),
         ({"extra_body": {"chat_template_kwargs": {"a": 1}}}, "chat_template_kwargs is not supported"),
-        ({"extra_body": {"logit_bias": [[5, 1]]}}, "logit_bias is no object"),
-        ({"logit_bias": {"512": 1}}, "'512' is no token of this model, a whole number below 512"),
-        ({"logit_bias": {"5": 101}}, "101 is no number from -100 to 100"),
+        ({"extra_body": {"logit_bias": [[5, 1]]}}, "logit_bias is not an object"),
+        ({"logit_bias": {"512": 1}}, "'512' is not a token of this model, an integer below 512"),
+        ({"logit_bias": {"5": 101}}, "101 is not a number from -100 to 100"),
         ({"temperature": 1e-30}, r"temperature is 1e-30: write 0, .* or a number from 1e-05"),
         ({"extra_body": {"generation_config": '{"temperature": 1e-6}'}}, "generation_config: temperature is 1e-06"),
         ({"extra_body": {"generation_config": []}}, "generation_config .*JSON object"),
         ({"extra_body": {"generation_config": "[" * 100_000}}, "nested too deeply"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop holds 5 texts, more than 4"),
         ({"stop": "a" * 65}, "stop holds a text of 65 characters, more than 64"),
-        ({"logit_bias": {"٥": 1}}, "'٥' is no token of this model"),
+        ({"logit_bias": {"٥": 1}}, "'٥' is not a token of this model"),
         ({"messages": [{"content": "x"}]}, "role is None, not a text"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "role is .*, not a text"),
         ({"messages": [{"role": "user"}]}, "content is None, not a text"),
         ({"messages": [{"role": "user", "content": 5}]}, "content is 5, not a text"),
+        ({"messages": QUESTION * 2049}, "messages holds 2049 messages, more than 2048"),
+        ({"extra_body": {"stream": "yes"}}, "stream is 'yes'"),
     ],
 )
 def test_what_it_cannot_do_is_said(client: openai.OpenAI, final: Path, given: dict[str, Any], words: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=words):
-        ask(client, final, **given)
-    with pytest.raises(openai.BadRequestError, match=words):
-        ask(client, final, stream=True, **given)
-    with pytest.raises(openai.UnprocessableEntityError, match="unheard_of") as caught:
-        ask(client, final, extra_body={"unheard_of": 1})
-    assert isinstance(caught.value.body, dict) and caught.value.body["type"] == "invalid_request_error"
-    assert ask(client, final).choices[0].message.content  # and it goes on
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match=words):
+            ask(client, final, stream=stream, **given)
 
 
 def test_a_request_that_is_none_is_said(client: openai.OpenAI, final: Path) -> None:
-    with pytest.raises(openai.BadRequestError, match="stream is 'yes'"):
-        ask(client, final, extra_body={"stream": "yes"})
-    with pytest.raises(openai.BadRequestError, match="no JSON object"):
+    with pytest.raises(openai.UnprocessableEntityError, match="unheard_of") as unknown:
+        ask(client, final, extra_body={"unheard_of": 1})
+    assert isinstance(unknown.value.body, dict) and unknown.value.body["type"] == "invalid_request_error"
+    with pytest.raises(openai.BadRequestError, match="not a JSON object"):
         client.post("/completions", cast_to=object, body=["a"])
     for route in ("/chat/completions", "/completions"):
         for raw, words in (
             (b"{", "The request cannot be read as a JSON object"),
             (b"[" * 100_000, "nested too deeply"),
             (rb'{"prompt": "a\ud800", "messages": []}', "surrogates not allowed"),
-            (b"{}", "messages is no list" if "chat" in route else "prompt must be a string"),
+            (b"{}", "messages is not a list" if "chat" in route else "prompt must be a string"),
         ):
             with pytest.raises(openai.BadRequestError, match=words):
                 client.post(
@@ -301,6 +305,7 @@ def test_a_request_that_is_none_is_said(client: openai.OpenAI, final: Path) -> N
     with pytest.raises(openai.NotFoundError, match=f"The model here is {final}"):
         client.models.retrieve("another")
     assert client.models.retrieve(str(final)).id == str(final)
+    assert ask(client, final).choices[0].message.content  # it goes on after all of these
 
 
 def test_a_bias_holds_for_its_token(client: openai.OpenAI, final: Path, tiny_chat: Chat) -> None:
@@ -330,19 +335,9 @@ def test_a_request_that_is_too_large_is_refused_before_it_is_read(
     assert refused.status_code == 400 and "480000 characters, which cannot fit" in refused.message
 
 
-def test_many_messages_are_refused_before_they_are_read(client: openai.OpenAI, final: Path) -> None:
-    with pytest.raises(openai.BadRequestError, match="messages holds 2049 messages, more than 2048"):
-        ask(client, final, messages=QUESTION * 2049)
-
-
-def in_process(final: Path, **more: Any) -> tuple[Any, Chat]:
-    section = ModelSection(name_or_path=str(final), dtype="float32")
-    model, chat = models.load(section, device="cpu", chat_template=None, training=False)
-    return serve.build_app(model.eval(), chat, "m", **more), chat
-
-
 def test_a_prompt_is_read_beside_the_event_loop(final: Path) -> None:
-    app, chat = in_process(final)
+    model, chat = loaded(final)
+    app = serve.build_app(model, chat, "m")
     reading, go_on, prompt = threading.Event(), threading.Event(), chat.prompt
 
     def slow(messages: Any) -> list[int]:
@@ -374,7 +369,7 @@ def test_beyond_this_machine_it_asks_for_a_key_and_refuses_websites(
         monkeypatch.delenv(serve.KEY, raising=False) if key is None else monkeypatch.setenv(serve.KEY, key)
         with pytest.raises(UserError, match="environment variable SERVE_API_KEY"):
             serve.main([str(final), "--host", "0.0.0.0", "--port", "0"])
-    app, _ = in_process(final, local=False, key="secret")
+    app = serve.build_app(*loaded(final), "m", local=False, key="secret")
     http = TestClient(app, "http://gpu7:8000", raise_server_exceptions=False)
 
     def client(key: str, **headers: str) -> openai.OpenAI:
@@ -409,9 +404,8 @@ def test_a_model_that_fails_is_told_as_a_fault_of_the_server(final: Path, stream
     def fail(*_: Any) -> None:
         raise RuntimeError('no "memory"\nleft')
 
-    section = ModelSection(name_or_path=str(final), dtype="float32")
-    model, chat = models.load(section, device="cpu", chat_template=None, training=False)
-    broken = model.eval().register_forward_pre_hook(fail)
+    model, chat = loaded(final)
+    broken = model.register_forward_pre_hook(fail)
     app = TestClient(serve.build_app(model, chat, str(final)), "http://localhost", raise_server_exceptions=False)
     client = openai.OpenAI(base_url="http://localhost/v1", api_key="none", max_retries=0, http_client=app)
     with pytest.raises(openai.APIError, match='no "memory" left') as caught:
@@ -432,8 +426,7 @@ def test_what_else_stands_in_a_message_changes_nothing(client: openai.OpenAI, fi
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_nothing_is_computed_for_a_client_that_has_gone(final: Path, stream: bool) -> None:
-    section = ModelSection(name_or_path=str(final), dtype="float32")
-    model, chat = models.load(section, device="cpu", chat_template=None, training=False)
+    model, chat = loaded(final)
     asked = {"messages": QUESTION, "max_tokens": 1500, "logit_bias": {str(chat.stop_id): -100}, "stream": stream}
     calls, sent = [], []
     model.register_forward_hook(lambda *_: calls.append(None))
@@ -451,7 +444,7 @@ def test_nothing_is_computed_for_a_client_that_has_gone(final: Path, stream: boo
 
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b""}
     scope |= {"headers": [(b"host", b"localhost")], "http_version": "1.1", "state": {}}
-    asyncio.run(serve.build_app(model.eval(), chat, "m")(scope, receive, send))
+    asyncio.run(serve.build_app(model, chat, "m")(scope, receive, send))
     assert 3 <= len(calls) < 1000
 
 
@@ -491,18 +484,22 @@ def test_no_request_loads_or_drops_a_model(client: openai.OpenAI, address: str) 
             client.post(f"{address.removesuffix('/v1')}/{route}", cast_to=object, body={"model": "gpt2"})
 
 
-def test_mistakes_are_told_in_a_paragraph(final: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = python("-m", "posttrain.serving.serve", str(tmp_path / "nothing"))
-    assert told.returncode == 2 and told.stderr.startswith("error: There is no folder") and not told.stdout
+def test_mistakes_are_told_in_a_paragraph(
+    final: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        config.run(lambda: serve.main([str(tmp_path / "nothing")]))
+    told = capsys.readouterr()
+    assert told.err.startswith("error: There is no folder") and not told.out
     with pytest.raises(UserError, match=r"no config\.json"):
         serve.main([str(tmp_path)])
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=rf"port {port} .*in use.*--port {port + 1}"):
             serve.main([str(final), "--port", str(port)])
-    for wrong, words in ((["--host", "127.0.0..1"], "Nothing can listen"), (["--port", "70000"], "no port")):
+    for wrong, words in ((["--host", "127.0.0..1"], "Nothing can listen"), (["--port", "70000"], "not a port")):
         with pytest.raises(UserError, match=words):
             serve.main([str(final), *wrong])
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
-    with pytest.raises(UserError, match=r"fastapi, uvicorn and openai.*requirements-extras"):
+    with pytest.raises(UserError, match=r"fastapi and uvicorn.*requirements-extras"):
         serve.main([str(final)])

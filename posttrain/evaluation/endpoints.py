@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 def left_out(cfg: EvaluateRun, task: Task) -> str:
-    """Why an endpoint is not asked this task, in a sentence; empty where it is."""
+    """Return why an endpoint is not asked this task, in a sentence; empty where it is asked."""
     if task.suite == "preferences":
         return "Preferences compare log-probs of given answers, which an endpoint does not tell."
     if task.suite == "repetition" and not cfg.local:
-        return "Repetition is counted in tokens of the first local checkpoint, and there is none."
+        return "Repetition is counted in tokens of the first local checkpoint, and all of these are endpoints."
     return ""
 
 
 def counting_chat(cfg: EvaluateRun) -> Chat | None:
-    """The chat of the first local checkpoint, in whose tokens contexts are cut and repetition is counted."""
+    """Return the chat of the first local checkpoint, in whose tokens contexts are cut and repetition is counted."""
     from posttrain import models
     from posttrain.config import ModelSection
 
@@ -35,7 +35,7 @@ def counting_chat(cfg: EvaluateRun) -> Chat | None:
 
 
 def replies_file(cfg: EvaluateRun, name: str, task: Task) -> Path:
-    """Where the replies to a task are kept until the evaluation has ended, whatever becomes of its other items.
+    """Return where the replies to a task are kept until the evaluation has ended, also where other items fail.
 
     The file's name says who was asked what, so that a checkpoint may get another name.
     """
@@ -50,7 +50,7 @@ def _folder(cfg: EvaluateRun) -> Path:
 
 
 def _who(cfg: EvaluateRun, name: str) -> str:
-    """A digest of the server and the model; one that is asked twice, under two names, gives two answers."""
+    """Return a digest of server and model; an endpoint that is listed under two names is asked twice."""
     asked = [(one.endpoint, one.model) for one in cfg.endpoints.values()]
     place = list(cfg.endpoints).index(name)
     return _digest([*asked[place], asked[:place].count(asked[place])])
@@ -61,7 +61,7 @@ def _digest(facts: list[Any]) -> str:
 
 
 def costs(cfg: EvaluateRun, tasks: Sequence[Task]) -> dict[str, Record]:
-    """For each endpoint what was paid for, in this process and those before it that were cut short, and left out."""
+    """Return for each endpoint what was paid for, in processes that were cut short too, and what was left out."""
     from posttrain.evaluation.endpoint import spent
 
     found: dict[str, Record] = {}
@@ -78,7 +78,7 @@ def costs(cfg: EvaluateRun, tasks: Sequence[Task]) -> dict[str, Record]:
 
 
 def in_words(paid: Record) -> str:
-    """412 replies, 120,000 tokens of prompts and 31,000 of answers, which cost 0.53. Preferences compare ..."""
+    """Say: 412 replies, 120,000 tokens of prompts and 31,000 of answers, which cost 0.53. Preferences compare ..."""
     words = f"{paid['replies']:,} replies, {paid['prompt_tokens']:,} tokens of prompts and "
     words += f"{paid['completion_tokens']:,} of answers"
     words += "." if paid["cost"] is None else f", which cost {paid['cost']:.4g}."

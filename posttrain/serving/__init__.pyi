@@ -16,4 +16,8 @@ from .keyboard import (
     one_ctrl_c as one_ctrl_c,
 )
 from .serve import listen as listen
-from .web_chat import server as server
+from .web_chat.server import (
+    chosen_password as chosen_password,
+    require_gradio as require_gradio,
+    serve_page as serve_page,
+)

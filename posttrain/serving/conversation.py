@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Exchange:
-    """One message and the tokens of its answer: Exchange("Hi", [40, 7, 2], finished=True)."""
+    """One message and the tokens of its answer: Exchange("Hi", [40, 7, 2], finished=True, text="Hello.")."""
 
     asked: str
     ids: list[int]
@@ -33,7 +33,7 @@ class Conversation:
     forgotten: int = 0  # exchanges at the start that the model no longer sees
 
     def prompt(self, text: str) -> list[int]:
-        """The ids up to the answer to `text`: as many of the latest whole turns as leave room for that answer."""
+        """Return the ids up to the answer to `text`, with as many of the latest turns as leave room for that answer."""
         answer_tokens = min(self.max_new_tokens, self.context // 2)
         for start in range(self.forgotten, len(self.exchanges) + 1):
             ids = self._ids(start, text)
@@ -56,7 +56,7 @@ class Conversation:
         return ids
 
     def messages(self) -> list[dict[str, Any]]:
-        """All of it, as data: also what the model no longer sees. An answer that was cut short says so."""
+        """Return all of it, also what the model no longer sees; an answer that was cut short says so."""
         said: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
         for exchange in self.exchanges:
             said.append({"role": "user", "content": exchange.asked})

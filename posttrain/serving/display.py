@@ -30,7 +30,7 @@ _ESCAPED |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(
 
 
 def escape_control_characters(text: str) -> str:
-    """Text that a terminal only shows: "\\x1b[2J" comes out as "␛[2J"."""
+    """Return text that a terminal only shows: "␛[2J" for "\\x1b[2J"."""
     return text.translate(_ESCAPED)
 
 
@@ -48,7 +48,7 @@ def stream(answer: Answer, stopped: Callable[[], bool] = never) -> None:
 
 
 def described(cfg: ChatRun, name: str) -> str:
-    """`improved: temperature 0.7, top-p 0.9, top-k 50, repetition penalty 1.15`."""
+    """Return `improved: temperature 0.7, top-p 0.9, top-k 50, repetition penalty 1.15`."""
     return f"{name}: {in_words(cfg.presets[name])}"
 
 
@@ -61,18 +61,18 @@ def in_words(setting: SamplingSection) -> str:
 
 
 def note(text: str) -> None:
-    """A line about the answer rather than of it."""
+    """Print a line about the answer, on stderr."""
     err = Console(stderr=True, markup=False, highlight=False, emoji=False)
     err.print(Text(escape_control_characters(text), "dim"), soft_wrap=not err.is_terminal)
 
 
 def console() -> Console:
-    """stdout, where nothing in a text is taken for markup; a line is broken for the eye only, never in a file."""
+    """Return stdout as a console that takes nothing for markup and breaks lines in a terminal alone."""
     return runlog.console(markup=False, highlight=False, emoji=False)
 
 
 def show_beside(answers: dict[str, Answer], cfg: ChatRun, stopped: Callable[[], bool]) -> None:
-    """All answers, in columns that grow together or, where there is no room, one below the other; then the figures."""
+    """Show all answers, in columns that grow together or, where these do not fit, in turn; then their figures."""
     out = console()
     if out.is_terminal and out.width >= NARROW * len(answers):
         in_columns(out, answers, cfg, stopped)
@@ -85,12 +85,12 @@ def show_beside(answers: dict[str, Answer], cfg: ChatRun, stopped: Callable[[], 
 
 
 def in_columns(out: Console, answers: dict[str, Answer], cfg: ChatRun, stopped: Callable[[], bool]) -> None:
-    """Each answer in its column, a token each in turn."""
+    """Write each answer in its column, a token each in turn."""
     said = dict.fromkeys(answers, "")
     writing = {name: iter(answer) for name, answer in answers.items()}
 
     def columns(rows: int) -> Table:
-        """The last `rows` lines of each answer: what is higher than the terminal can't be drawn again."""
+        """Show the last `rows` lines of each answer: what is higher than the terminal cannot be drawn again."""
         table = Table(box=box.SIMPLE_HEAD, expand=True)
         for name in answers:
             table.add_column(Text(f"{name}\n").append(in_words(cfg.presets[name]), "dim"), ratio=1, overflow="fold")
@@ -115,7 +115,7 @@ def in_columns(out: Console, answers: dict[str, Answer], cfg: ChatRun, stopped: 
 
 
 def repetition_table(answers: dict[str, Answer]) -> Table:
-    """How much each answer repeats itself."""
+    """Return a table of how much each answer repeats itself."""
     table = Table("", box=box.SIMPLE_HEAD)
     for name in answers:
         table.add_column(name, justify="right")
@@ -125,7 +125,7 @@ def repetition_table(answers: dict[str, Answer]) -> Table:
 
 
 def figures(answers: dict[str, Answer]) -> list[tuple[str, list[str]]]:
-    """Of answers, finished or still being written: [("tokens", ["74", "31"]), ("finished", ["no", "yes"])]."""
+    """Return figures of answers, also unfinished ones: [("tokens", ["74", "31"]), ("finished", ["no", "yes"]), ...]."""
     from posttrain import metrics
 
     found = [metrics.repetition([answer.written], [answer.finished]) for answer in answers.values()]

@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 
 class DamagedModel(UserError):
-    """The model computes no probabilities, so no other message will help."""
+    """The model's probabilities are NaN, so another message would not help."""
+
+
+def context_of(model: PreTrainedModel) -> int:
+    """Return the tokens of a prompt and its answer that the model was built for."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
 @dataclass(frozen=True)
@@ -29,14 +34,13 @@ class Generator:
 
     @property
     def context(self) -> int:
-        """Tokens of a whole conversation that the model was built for."""
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+        return context_of(self.model)
 
     def answer(self, ids: list[int], params: SamplingParams, seed: int) -> Answer:
         return Answer(self.chat, self.write(ids, params, seed))
 
     def write(self, ids: list[int], params: SamplingParams, seed: int) -> Iterator[int]:
-        """The tokens that follow `ids`, one by one, up to the stop token: those `rollout.complete` gives at once."""
+        """Sample the tokens after `ids` one by one, up to the stop token: the same that `rollout.complete` samples."""
         import torch
 
         from posttrain.rollout import sample_tokens, uniforms
@@ -53,8 +57,8 @@ class Generator:
             token_1, logprob_1 = sample_tokens(logits_1V, params, uniforms(seed_1, step), seen_1V)
             if math.isnan(logprob_1.item()):
                 raise DamagedModel(
-                    "The model gives probabilities that are no numbers (NaN), so its weights are damaged: a training"
-                    " that diverged leaves such ones. Name an earlier checkpoint (model.name_or_path=...)."
+                    "The model's probabilities are not numbers (NaN), so its weights are damaged: a training that"
+                    " diverged leaves such ones. Name an earlier checkpoint (model.name_or_path=...)."
                 )
             token = int(token_1)
             yield token
@@ -76,12 +80,12 @@ class Answer:
         self.finished = False
 
     def stop(self) -> None:
-        """No more tokens: what the model keeps for them in memory is freed."""
+        """End the answer, and free what the model keeps in memory for further tokens."""
         self.tokens = iter(())
 
     @property
     def written(self) -> list[int]:
-        """The ids without the stop token."""
+        """Return the ids without the stop token."""
         return self.ids[:-1] if self.finished else self.ids
 
     @property
@@ -89,7 +93,7 @@ class Answer:
         return self.chat.decode(self.written)
 
     def __iter__(self) -> Iterator[str]:
-        """One piece a token; empty while a character of several tokens is not whole yet."""
+        """Give one piece a token; empty while a character of several tokens is not whole yet."""
         start = end = 0  # ids[start:end] is text that was given out, as context for what comes next
         for token in self.tokens:
             self.ids.append(token)

@@ -14,7 +14,7 @@ from posttrain.serving.display import note
 
 
 def next_message(by_hand: bool) -> str:
-    """The next line; in a terminal with all lines that came at once, as they do when a text is pasted."""
+    """Read the next line; in a terminal with all lines that came at once, as they do when a text is pasted."""
     if not by_hand:
         return input()
     text = typed_line("\nyou> ")
@@ -25,7 +25,7 @@ def next_message(by_hand: bool) -> str:
 
 
 def typed_line(prompt: str) -> str:
-    """A line as it is typed. Ctrl-C clears what is typed so far; with nothing typed it interrupts."""
+    """Read a line as it is typed. Ctrl-C clears what is typed so far; with nothing typed it interrupts."""
     while True:
         try:
             return input(prompt)
@@ -37,7 +37,7 @@ def typed_line(prompt: str) -> str:
 
 
 def pending() -> str:
-    """What a terminal holds that nobody has read yet: a paste comes faster than anybody types."""
+    """Read what is waiting in the terminal: a paste comes faster than anybody types."""
     if os.name != "posix":  # elsewhere a terminal cannot be asked
         return ""
     found, descriptor = b"", sys.stdin.fileno()
@@ -48,7 +48,7 @@ def pending() -> str:
 
 @contextmanager
 def ctrl_c_keeps_what_was_typed() -> Iterator[None]:
-    """Within it Ctrl-C does not empty the terminal's queue, so lines that wait for their turn are still answered."""
+    """Keep Ctrl-C from emptying the terminal's queue, so that lines that wait there are still answered."""
     if os.name != "posix" or not sys.stdin.isatty():
         yield
         return
@@ -67,7 +67,7 @@ def ctrl_c_keeps_what_was_typed() -> Iterator[None]:
 
 @contextmanager
 def one_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Within it the first Ctrl-C only makes `stopped()` true, the second one interrupts as ever."""
+    """Let the first Ctrl-C only make `stopped()` true, and the second one interrupt."""
     pressed: list[int] = []
 
     def note_it(number: int, _: Any) -> None:

@@ -39,7 +39,7 @@ COLOURS = {
 
 
 def open_env(cfg: ChatRun, name: str) -> TextEnv:
-    """The environment to play, with the options that the config gives it."""
+    """Return the environment to play, with the options that the config gives it."""
     from posttrain.rollout import open_env
 
     section = next((env for env in cfg.envs if env.title == name), EnvSection(name=name))
@@ -71,18 +71,18 @@ class Level:
 
     @property
     def told(self) -> str:
-        """What the model is told before the coming turn."""
+        """Return what the model reads before the coming turn."""
         if self.game.context.kind == "single_turn":
             return self.episode.summary(self.game.segment.first_turn)
         return self.episode.messages[-1]["content"]
 
     def answer(self) -> Answer:
-        """The coming turn, which is written while it is read."""
+        """Return the coming turn, which is written while it is read."""
         seed = derive_seed(self.episode.seed, "turn", self.episode.turns)
         return self.generator.answer(self.game.segment.ids, self.setting.params(self.budget), seed)
 
     def take(self, answer: Answer) -> tuple[str, bool]:
-        """Play the turn: what came of it in words, and whether the answer was valid."""
+        """Play the turn; return what came of it in words, and whether the answer was valid."""
         episode, played, acted = self.episode, self.game.trajectory, len(self.episode.actions)
         going = self.game.take_turn(Completion(answer.ids, [0.0] * len(answer.ids), answer.finished))
         if played.crashed:
@@ -100,7 +100,7 @@ class Level:
 def play_levels(
     generator: Generator, env: TextEnv, cfg: ChatRun, setting: SamplingSection, episodes: int, delay: float
 ) -> None:
-    """Levels of the evaluator, one after the other: what the model sees, thinks and does, and what comes of it."""
+    """Play levels of the evaluator and show what the model sees, thinks and does, and what comes of it."""
     from posttrain import metrics
 
     out, won = display.console(), 0
@@ -119,7 +119,7 @@ def play_levels(
 
 
 def play_level(level: Level, out: Console, title: str, delay: float) -> None:
-    """One level to its end, on the terminal."""
+    """Play one level to its end, on the terminal."""
     env = level.episode.env
     while not level.over:
         out.print(Text(f"\n{title}, turn {level.episode.turns + 1}", "bold"))
@@ -142,7 +142,7 @@ def outcome(episode: Episode, total: float) -> Text:
 
 
 def beside(env: TextEnv, text: str) -> Table:
-    """The map, where the environment has one, and what the model is told."""
+    """Return the map, where the environment has one, beside what the model is told."""
     table = Table.grid(padding=(0, 3))
     view = grid(env)
     table.add_row(*([view] if view is not None else []), Text(escape_control_characters(text), "dim", overflow="fold"))
@@ -150,7 +150,7 @@ def beside(env: TextEnv, text: str) -> Table:
 
 
 def grid(env: TextEnv) -> Text | None:
-    """The environment as a coloured map, whatever the model is shown; None for an environment without a grid."""
+    """Return the environment as a coloured map, whatever the model is shown; None where it does not have a grid."""
     if not env.symbols:
         return None
     view = copy.copy(env)

@@ -15,7 +15,6 @@ import json
 import os
 import re
 import socket
-import sys
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.config import ModelSection, run
 from posttrain.runtime import runlog
+from posttrain.serving.generation import context_of
 from posttrain.serving.served_requests import check_size, fit, generation_config, not_text, parsed, refusal
 from posttrain.types import HUB_NAME, UserError, one_line
 
@@ -75,12 +75,12 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def check(model: str) -> None:
-    """UserError where the packages of the server are missing, or MODEL is none; the Hub itself is not asked."""
+    """Raise UserError where the server's packages are missing or MODEL cannot be one; the Hub itself is not asked."""
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
         raise UserError(
-            "The server needs the packages fastapi, uvicorn and openai: `pip install` their three lines of "
+            "The server needs the packages fastapi and uvicorn: `pip install` their two lines of "
             "requirements-extras.txt."
         )
     folder = Path(model)
@@ -88,17 +88,17 @@ def check(model: str) -> None:
         raise UserError(f"There is no folder {model}. Name the folder `final` of a phase, or a model of the Hub.")
     if folder.exists() and not (folder / "config.json").is_file():
         raise UserError(
-            f"{model} holds no model: there is no config.json in it. Name the folder `final` that a phase has written."
+            f"{model} is not a model: there is no config.json in it. Name the folder `final` that a phase has written."
         )
 
 
 def chosen_key(asked: str, host: str) -> str | None:
-    """The key that clients have to send; UserError where others reach the server and there is none."""
+    """Return the key that clients have to send; UserError where others reach the server and none is set."""
     from envs.web import is_loopback
 
     key = os.environ.get(KEY)
     if key is not None and not re.fullmatch("[!-~]+", key):
-        raise UserError(f"The environment variable {KEY} is empty, or holds spaces or letters that no key has.")
+        raise UserError(f"The environment variable {KEY} is empty, or holds characters that a key cannot have.")
     if key is None and not is_loopback(host):
         raise UserError(
             f"--host {asked} lets others reach this server: set the environment variable {KEY} to a secret word, which "
@@ -108,16 +108,16 @@ def chosen_key(asked: str, host: str) -> str | None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket at this address, before any model is loaded; UserError where there can be none."""
+    """Return a socket that listens at this address, before any model is loaded; UserError where that fails."""
     if not 0 <= port < 65536:  # getaddrinfo would take the remainder
-        raise UserError(f"--port {port} is no port: write a number from 0, which takes a free one, to 65535.")
+        raise UserError(f"--port {port} is not a port: write a number from 0, which takes a free one, to 65535.")
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(place)
         listening.listen()
-    except (OSError, UnicodeError) as error:  # of a name that can be no host's
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that no host can have
         raise UserError(
             f"Nothing can listen at {host}, port {port} ({one_line(error)}). Where another program has the port, "
             f"choose another one: --port {(port + 1) % 65536}, or --port 0 for any that is free."
@@ -126,7 +126,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def build_app(model: PreTrainedModel, chat: Chat, name: str, *, local: bool = True, key: str | None = None) -> Any:
-    """The application of transformers, for this model alone, under this name.
+    """Build the application of transformers for this model alone, under this name.
 
     Requests wait for each other: transformers generates for one at a time where each has sampling settings of its own.
     local: it listens where this machine alone reaches it, under its own names
@@ -142,7 +142,7 @@ def build_app(model: PreTrainedModel, chat: Chat, name: str, *, local: bool = Tr
     from posttrain.serving.served_answers import OneByOne
 
     class OneModel(ModelManager):
-        """The model that is loaded, whatever is asked for: no request reads a file or the Hub."""
+        """Gives the loaded model, whatever is asked for: no request reads a file or the Hub."""
 
         def load_model_and_processor(self, *_: Any, **__: Any) -> Any:
             return model, chat.tokenizer
@@ -198,13 +198,8 @@ def build_app(model: PreTrainedModel, chat: Chat, name: str, *, local: bool = Tr
     return app
 
 
-def context_of(model: PreTrainedModel) -> int:
-    """Tokens of a prompt and its answer that the model was built for."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-
-
 def handlers(model: PreTrainedModel, chat: Chat) -> tuple[Any, Any]:
-    """The classes of transformers that answer in a conversation and go on with a text: an instance for each request."""
+    """Return transformers' handlers of conversations and of texts, classes with an instance for each request."""
     from fastapi import HTTPException, Response
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
     from transformers.cli.serving.completion import CompletionHandler
@@ -219,14 +214,14 @@ def handlers(model: PreTrainedModel, chat: Chat) -> tuple[Any, Any]:
     reading = ThreadPoolExecutor(1, "reading")  # beside the event loop: it takes a second for the longest prompts
 
     class Checked:
-        """What a request asks for is done or refused, with status 400."""
+        """Does what a request asks for, or refuses it with status 400."""
 
         def prompt(self, body: dict[str, Any]) -> list[int]:
-            """The ids of its prompt; UserError where it has none."""
+            """Return the ids of its prompt; UserError where it has none."""
             raise NotImplementedError
 
         def read(self, raw: bytes) -> dict[str, Any]:
-            """What a request asks for; UserError where it cannot be done."""
+            """Return what a request asks for; UserError where it cannot be done."""
             try:
                 body = parsed("The request", raw)
                 if problem := refusal(body):
@@ -282,21 +277,21 @@ def handlers(model: PreTrainedModel, chat: Chat) -> tuple[Any, Any]:
 
 
 async def hung_up(request: Request) -> None:
-    """Ends when the client of a request does not wait for its answer any more."""
+    """Wait until the client of a request no longer waits for its answer."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def told(message: str, status: int) -> dict[str, Any]:
-    """An error in the form that clients of OpenAI's interface show."""
+    """Return an error in the form that clients of OpenAI's interface show."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
 async def as_openai_streams(pieces: AsyncIterator[str]) -> AsyncIterator[str]:
-    """A stream of transformers, with the end that OpenAI's has.
+    """Give a stream of transformers the end that OpenAI's has.
 
-    transformers' own message of an error in the middle is not JSON where it has a quote.
+    transformers' own message of an error in the middle is not valid JSON where it has a quote.
     """
     async for piece in pieces:
         before, error, words = piece.partition('data: {"error": "')  # within JSON each quote has a backslash

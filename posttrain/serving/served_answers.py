@@ -55,7 +55,7 @@ class Ended(Exception):
 
 
 class Writer(BaseStreamer):
-    """What `generate` writes, as items for a queue of transformers' server; ends the generation at a stop text.
+    """Sends what `generate` writes to a queue of transformers' server; ends the generation at a stop text.
 
     tokenizer: of the library `tokenizers`
     parser: sorts the text into content and thought where transformers knows the model to reason, or None
@@ -129,10 +129,10 @@ class Answers(GenerateManager):
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
     ) -> tuple[asyncio.Queue[Any], Any]:
-        """The queue gets pieces of text, then None, or an error at the end.
+        """Return a queue that gets pieces of text, then None or an error, and the writer behind it.
 
-        Whether an answer was cut transformers tells by comparing its length with `max_new_tokens` of `gen_config`,
-        afterwards: an answer that has ended by itself takes the limit out of there.
+        transformers decides afterwards whether an answer was cut, by comparing its length with `max_new_tokens` of
+        `gen_config`: an answer that has ended by itself takes that limit out.
         """
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
         stops, gen_config.stop_strings = gen_config.stop_strings or [], None
@@ -163,7 +163,7 @@ class Answers(GenerateManager):
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
-        """Text, tokens of the prompt, and ids of a whole answer; who stops waiting for it ends it."""
+        """Return text, tokens of the prompt, and ids of a whole answer; cancelling this ends the generation."""
         stops, failure = gen_config.stop_strings or [], compat.stream_error()
         queue, writer = self.generate_streaming(model, processor, inputs, gen_config, request_id)
         try:
@@ -190,7 +190,7 @@ class OneByOne(GenerationState):
 
 
 def reader_of(tokenizer: Any) -> Callable[[list[int]], Any]:
-    """What makes a tokenizer for one request, whose prompt was read before, with these ids.
+    """Return a function that makes the tokenizer of one request from the ids of its prompt, which was read before.
 
     transformers reads the prompt while the whole server waits, and a chat's with control tokens in its texts.
     """

@@ -52,19 +52,19 @@ LONGEST = 1024  # new tokens where a request names no limit, as in transformers
 
 
 def parsed(what: str, text: Any) -> dict[str, Any]:
-    """The JSON object in a text; UserError where there is none, or half a surrogate pair in it."""
+    """Return the JSON object in a text; UserError for anything else, and for half a surrogate pair in it."""
     try:
         found = json.loads(text)
         json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, TypeError) as error:
         raise UserError(f"{what} cannot be read as a JSON object: {one_line(error)}.") from error
     if not isinstance(found, dict):
-        raise UserError(f"{what} is no JSON object.")
+        raise UserError(f"{what} is not a JSON object.")
     return found
 
 
 def refusal(body: dict[str, Any]) -> str | None:
-    """Why a request cannot be answered; None where it can."""
+    """Return why a request cannot be answered; None where it can."""
     for key, harmless in REFUSED.items():
         if not any(type(body.get(key)) is type(one) and body.get(key) == one for one in harmless):
             return f"{key} is not supported here."
@@ -83,7 +83,7 @@ def refusal(body: dict[str, Any]) -> str | None:
 
 
 def beyond_limits(given: dict[str, Any]) -> str | None:
-    """Which number is none that it may be."""
+    """Return which number is outside its limits; None where all are inside."""
     for key, (kind, low, high) in LIMITS.items():
         value = given.get(key)
         if value is not None and not (type(value) in (int, kind) and low <= value <= high):
@@ -96,9 +96,9 @@ def beyond_limits(given: dict[str, Any]) -> str | None:
 
 
 def not_text(messages: Any) -> str | None:
-    """What in the messages transformers would leave out without a word, because it is no text."""
+    """Return what is not text in the messages, which transformers would leave out silently; None for text alone."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        return "messages is no list of messages."
+        return "messages is not a list of messages."
     if len(messages) > MOST_MESSAGES:
         return f"messages holds {len(messages)} messages, more than {MOST_MESSAGES}."
     for message in messages:
@@ -117,7 +117,7 @@ def not_text(messages: Any) -> str | None:
 
 
 def fit(body: dict[str, Any], settings: dict[str, Any], prompt: int, context: int) -> None:
-    """Where no limit is asked for, an answer ends with the context; UserError where a request does not fit into it."""
+    """Set the longest answer, at most the rest of the context; UserError where a request does not fit into that."""
     limits = [body.get("max_completion_tokens"), body.get("max_tokens")]
     asked = next((one for one in limits if one is not None), settings["max_new_tokens"])
     if not prompt:
@@ -131,7 +131,7 @@ def fit(body: dict[str, Any], settings: dict[str, Any], prompt: int, context: in
 
 
 def check_size(characters: int, most: int, context: int) -> None:
-    """UserError where a prompt cannot fit into the context, whatever its tokens are: they are not counted then."""
+    """Raise UserError where a prompt has too many characters for the context, before its tokens are counted."""
     if characters > most:
         raise UserError(
             f"The context of this model has {context} tokens. The prompt has {characters} characters, which cannot fit "
@@ -140,7 +140,7 @@ def check_size(characters: int, most: int, context: int) -> None:
 
 
 def generation_config(body: dict[str, Any], chat: Chat, vocabulary: int) -> dict[str, Any]:
-    """What transformers is to generate with, unless the request says otherwise: OpenAI's defaults, not the model's.
+    """Return what transformers generates with: what the request says, else OpenAI's defaults rather than the model's.
 
     A model's own config may sample greedily, or from the 50 likeliest tokens, whatever temperature is asked for.
     Where the request names no longest answer, `max_new_tokens` is None.
@@ -162,18 +162,18 @@ def generation_config(body: dict[str, Any], chat: Chat, vocabulary: int) -> dict
 
 
 def sequence_bias(biases: Any, vocabulary: int) -> list[tuple[list[int], float]]:
-    """OpenAI's `logit_bias` as transformers has it.
+    """Return OpenAI's `logit_bias` in the form of transformers.
 
     >>> sequence_bias({"5": -100}, 512)
     [([5], -100.0)]
     """
     if not isinstance(biases, dict):
-        raise UserError('logit_bias is no object of tokens and numbers, such as {"5": -100}.')
+        raise UserError('logit_bias is not an object of tokens and numbers, such as {"5": -100}.')
     found = []
     for token, bias in biases.items():
         if not (token.isascii() and token.isdecimal() and int(token[:20]) < vocabulary):
-            raise UserError(f"logit_bias: {token!r:.40} is no token of this model, a whole number below {vocabulary}.")
+            raise UserError(f"logit_bias: {token!r:.40} is not a token of this model, an integer below {vocabulary}.")
         if type(bias) not in (int, float) or not -MOST_BIAS <= bias <= MOST_BIAS:
-            raise UserError(f"logit_bias: {bias!r:.40} is no number from -{MOST_BIAS} to {MOST_BIAS}.")
+            raise UserError(f"logit_bias: {bias!r:.40} is not a number from -{MOST_BIAS} to {MOST_BIAS}.")
         found.append(([int(token)], float(bias)))
     return found

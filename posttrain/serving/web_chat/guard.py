@@ -16,7 +16,7 @@ MOST_GUESSES = 10  # that wait; further ones are refused unread, so that a flood
 
 
 class Password:
-    """One guess at a time, and after a wrong one the next waits: at most one guess a second, from all together."""
+    """Compares one guess at a time and lets the next wait after a wrong one: all visitors share one guess a second."""
 
     def __init__(self, password: str) -> None:
         self.password, self.turn, self.waiting = password.encode(), asyncio.Lock(), 0
@@ -36,7 +36,7 @@ class Password:
 
 
 def most_bytes(scope: Any) -> int:
-    """How large the body of a request may be: no page sends more than a message and its settings."""
+    """Return how large the body of a request may be: no page sends more than a message and its settings."""
     return LOGIN_BYTES if scope["path"].rstrip("/") == "/login" else MOST_BYTES
 
 
@@ -64,7 +64,7 @@ class Visitors:
 
 
 def one_place_a_page(page: Any, queue_name: str) -> None:
-    """Refuses what a page puts into the queue while it has something waiting there: nobody takes ten places.
+    """Refuse what a page puts into the queue while it has something waiting there: nobody takes ten places.
 
     gradio's `trigger_mode` holds in the browser alone. Until its queue takes a limit for a session.
     """

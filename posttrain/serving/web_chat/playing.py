@@ -17,8 +17,7 @@ from posttrain.config import ChatRun, SamplingSection
 from posttrain.report import png
 from posttrain.serving.generation import Generator
 from posttrain.serving.playing import Level, open_env, outcome
-from posttrain.serving.web_chat.server import ONE_AT_A_TIME
-from posttrain.serving.web_chat.talking import PAUSE, wait_until_idle
+from posttrain.serving.web_chat.events import ONE_AT_A_TIME, PAUSE, QUICK, refusal, table, wait_until_idle
 from posttrain.types import UserError
 
 ROLLOUTS = "as in the rollouts"  # the model's own distribution, as phase 3 plays and --play without a preset
@@ -64,40 +63,37 @@ class PlayTab:
                 answer = gradio.Textbox(label="Answer of the last turn", lines=1, max_lines=8, interactive=False)
         turns = gradio.HTML(elem_id="turns", elem_classes="figures")
 
-        quick: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden", "queue": False}
         shown = [state, status, told, turns, step, stop]
-        begun = step.click(self.begin, seat, [asked, step, stop], **quick)
-        played = begun.then(
-            self.turn, [seat, asked], [thought, answer], api_name="turn", show_progress="minimal", **ONE_AT_A_TIME
-        )
+        begun = step.click(self.begin, seat, [asked, step, stop], **QUICK)
+        played = begun.then(self.turn, [seat, asked], [thought, answer], api_name="turn", **ONE_AT_A_TIME)
         start.click(
             self.open, [seat, model, env, level, preset], [*shown, thought, answer], api_name="open", cancels=[played]
         )
         for over in (played.then, played.failure):
-            over(self.view, seat, shown, **quick)
+            over(self.view, seat, shown, **QUICK)
         stop.click(None, None, None, cancels=[played], api_visibility="private")
 
     def open(self, seat: Seat, model: str, env: str, level: int | None, preset: str) -> tuple[Any, ...]:
-        """A level in its first state, the same one that --play shows under this number."""
+        """Show a level in its first state, the same one that --play shows under this number."""
         if level is None or level < 1:
-            raise gradio.Error("Levels are numbered from 1.", print_exception=False)
+            raise refusal("Levels are numbered from 1.")
         if model not in self.generators or not env or preset not in (ROLLOUTS, *self.cfg.presets):
-            raise gradio.Error("Choose a model, an environment and a sampling setting.", print_exception=False)
+            raise refusal("Choose a model, an environment and a sampling setting.")
         setting = SamplingSection() if preset == ROLLOUTS else self.cfg.presets[preset]
         try:
             opened = Level(self.generators[model], open_env(self.cfg, env), self.cfg, setting, level - 1)
         except UserError as problem:
-            raise gradio.Error(str(problem), print_exception=False) from problem
+            raise refusal(problem) from problem
         seat.opened += 1  # before the level: a turn that begins right now finds either its own level or that it is void
         seat.turns, seat.level = [], opened
         return *self.view(seat), "", ""
 
     def begin(self, seat: Seat) -> tuple[Any, ...]:
-        """Which level a turn is asked for, and the buttons while it waits and is played."""
+        """Return which level a turn is asked for, and the buttons while it waits and is played."""
         return seat.opened, *enabled(step=False, stop=True)
 
     def turn(self, seat: Seat, asked: int | None = None) -> Iterator[tuple[str, str]]:
-        """The model writes one turn, and the environment answers; a turn that is stopped has not been played.
+        """Let the model write one turn and the environment answer; a turn that is stopped has not been played.
 
         asked: for which of the levels that were opened, as `begin` says; without a number, for the one that is open.
         """
@@ -105,7 +101,7 @@ class PlayTab:
         if asked is not None and asked != seat.opened:
             return
         if level is None or level.over:
-            raise gradio.Error("Open a level first.", print_exception=False)
+            raise refusal("Open a level first.")
         drawn, opening = time.monotonic(), level.episode.protocol.opening
         said, seat.busy = level.answer(), True
         try:
@@ -117,7 +113,7 @@ class PlayTab:
                     drawn = time.monotonic()
             came, _ = level.take(said)
         except UserError as problem:
-            raise gradio.Error(str(problem), print_exception=False) from problem
+            raise refusal(problem) from problem
         else:
             thought, answer = parts(opening + said.text)
             turns.append([str(level.episode.turns), answer, came])
@@ -127,7 +123,7 @@ class PlayTab:
             yield thought, answer
 
     def view(self, seat: Seat) -> tuple[Any, ...]:
-        """What the page shows of the level as it is now."""
+        """Return what the page shows of the level as it is now."""
         wait_until_idle(seat)
         level = seat.level
         if level is None:
@@ -137,32 +133,30 @@ class PlayTab:
         if level.over:
             now = outcome(episode, total).plain
         told = level.told if not level.over else episode.env.observe()
-        rows = [["turn", "answer", "what came of it"], *seat.turns]
-        cells = ["".join(f"<td class=words>{html.escape(cell)}</td>" for cell in row) for row in rows]
-        past = f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>" if seat.turns else ""
+        past = table([["turn", "answer", "what came of it"], *seat.turns], "words") if seat.turns else ""
         return pictured(level), now, told, past, *enabled(step=not level.over, stop=False)
 
 
 def enabled(*, step: bool, stop: bool) -> tuple[Any, Any]:
-    """The buttons `Next turn` and `Stop`."""
+    """Return the buttons `Next turn` and `Stop`."""
     return gradio.Button(interactive=step), gradio.Button(interactive=stop)
 
 
 def parts(text: str) -> tuple[str, str]:
-    """Thought and answer of a turn, also of one that is being written: what is outside of <think> is the answer.
+    """Return thought and answer of a turn, whole or being written: what is outside of <think> is the answer.
 
     >>> parts("<think>left is safe</think><answer>Left</answer>"), parts("<think>left"), parts("Left")
     (('left is safe', '<answer>Left</answer>'), ('left', ''), ('', 'Left'))
     """
-    before, _, inside = text.partition("<think>")
-    if not _:
+    before, opened, inside = text.partition("<think>")
+    if not opened:
         return "", text
     thought, _, behind = inside.partition("</think>")
     return thought, before + behind
 
 
 def pictured(level: Level) -> str:
-    """The state as a picture, or as text where the environment has none."""
+    """Return the state as a picture, or as text where the environment draws none."""
     env = level.episode.env
     view = copy.copy(env)
     if env.has("render"):

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from posttrain.serving.generation import Generator
 
 PASSWORD = "CHAT_PASSWORD"  # an environment variable: what stands on a command line, every user of a machine can read
-ONE_AT_A_TIME: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1}  # first come, first served
 STYLE = """
 .dark { --color-accent: var(--primary-400) !important; }
 .gradio-container { max-width: 1280px !important; }
@@ -33,7 +32,7 @@ STYLE = """
 
 
 def require_gradio() -> None:
-    """UserError where gradio is missing. Its telemetry is off from here on."""
+    """Turn gradio's telemetry off; UserError where gradio is missing."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     os.environ["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = str(1 << 60)  # else it keeps figures of each event, with pandas
     try:
@@ -46,20 +45,20 @@ def require_gradio() -> None:
 
 
 def chosen_password() -> str:
-    """From the environment, or typed here without being shown; never from the command line."""
+    """Return the password from the environment, or as it is typed without being shown."""
     found = os.environ.get(PASSWORD)
     if found is None and sys.stdin.isatty():
         found = getpass.getpass("Password for the page: ")
     if not found:
         raise UserError(
-            f"--password found none: set the environment variable {PASSWORD}, or start in a terminal and type it. It is"
+            f"--password: set the environment variable {PASSWORD} to the password, or type it in a terminal. It is"
             " not taken from the command line, which every user of the machine can read."
         )
     return found
 
 
 def build_app(generators: dict[str, Generator], cfg: ChatRun, password: str | None, *, local: bool = True) -> Any:
-    """The page as an application of FastAPI. generators: one or two models by the names that the page shows.
+    """Build the page as an application of FastAPI. generators: one or two models by the names that the page shows.
 
     local: it listens where this machine alone reaches it.
     """
@@ -68,6 +67,7 @@ def build_app(generators: dict[str, Generator], cfg: ChatRun, password: str | No
     from fastapi import FastAPI
 
     from envs.guard import OwnPagesOnly, WholeRequests
+    from posttrain.serving.web_chat.events import ONE_AT_A_TIME
     from posttrain.serving.web_chat.guard import Password, Visitors, most_bytes, one_place_a_page
     from posttrain.serving.web_chat.playing import PlayTab
     from posttrain.serving.web_chat.talking import ChatTab
@@ -107,7 +107,7 @@ def build_app(generators: dict[str, Generator], cfg: ChatRun, password: str | No
 
 
 def theme() -> Any:
-    """gradio's own look with the fonts of the system, and colours that stand out enough (WCAG 2.2, 1.4.3)."""
+    """Return gradio's own look with the fonts of the system and readable colours (WCAG 2.2, 1.4.3)."""
     from gradio.themes import Default, Font
 
     system, code = (Font("system-ui"), Font("sans-serif")), (Font("ui-monospace"), Font("monospace"))
@@ -123,8 +123,8 @@ def theme() -> Any:
     return Default(primary_hue="blue", font=system, font_mono=code).set(**readable, **dark)
 
 
-def serve(generators: dict[str, Generator], cfg: ChatRun, listening: socket.socket, password: str | None) -> None:
-    """Until Ctrl-C."""
+def serve_page(generators: dict[str, Generator], cfg: ChatRun, listening: socket.socket, password: str | None) -> None:
+    """Serve the page until Ctrl-C."""
     import uvicorn
 
     from envs.guard import patient_protocol

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,12 @@ from posttrain.config import ChatRun, SamplingSection
 from posttrain.serving.conversation import Conversation, Exchange
 from posttrain.serving.display import figures, in_words
 from posttrain.serving.generation import Answer, Generator
-from posttrain.serving.web_chat.server import ONE_AT_A_TIME
+from posttrain.serving.web_chat.events import ONE_AT_A_TIME, PAUSE, QUICK, refusal, table, wait_until_idle
 from posttrain.types import UserError, derive_seed
 
 OWN = "own settings"  # what the list of presets says once a slider was moved
+SLIDERS = ("temperature", "top_p", "top_k", "repetition_penalty")  # of SamplingSection
 SEND, STOP = "Send", "Stop"
-PAUSE = 0.1  # seconds between two pictures of an answer that is being written
 DOWNLOAD = """(rows) => {
   const link = document.createElement("a");
   link.href = URL.createObjectURL(new Blob([rows], { type: "application/jsonl" }));
@@ -32,8 +32,16 @@ DOWNLOAD = """(rows) => {
 FOCUS = """() => {
   if (document.activeElement === document.body) document.querySelector("#message textarea").focus();
 }"""
-Plan = tuple[Generator, SamplingSection]  # who answers on a side, and how
 Shown = list[Any]  # messages as gradio takes them
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the settings ask for: Wanted([("model 1", SamplingSection())], "Be brief.", 512), an entry for each side."""
+
+    sides: list[tuple[str, SamplingSection]]
+    system: str | None
+    longest: int
 
 
 @dataclass
@@ -46,21 +54,21 @@ class Talk:
     pending: str = ""  # a message that has no answer
     waiting: bool = False  # while it may still get one
     settings: list[list[str]] = field(default_factory=lambda: [[], []])  # of each answer in `sides`
-    seconds: dict[str, float] = field(default_factory=dict)  # that each of them took
+    seconds: dict[str, float] = field(default_factory=dict)  # that each of the last answers took
     busy: bool = False  # while an answer is being written
     unwanted: bool = False  # it is to end
 
-    def side(self, number: int, generator: Generator, longest: int, system: str) -> Conversation:
-        """The conversation of a side; a new one where another model, which has other tokens, or system message is."""
-        found, wanted = self.sides[number], system.strip() or None
-        if found is None or found.chat is not generator.chat or found.system != wanted:
-            found = self.sides[number] = Conversation(generator.chat, generator.context, longest, wanted)
-            self.settings[number] = []
-        found.max_new_tokens = longest
+    def side(self, number: int, generator: Generator, wanted: Wanted) -> Conversation:
+        """Return the conversation of a side, which a change of the system message or of the model begins again."""
+        found = self.sides[number]
+        if found is None or found.chat is not generator.chat or found.system != wanted.system:
+            found = Conversation(generator.chat, generator.context, wanted.longest, wanted.system)
+            self.sides[number], self.settings[number] = found, []
+        found.max_new_tokens = wanted.longest
         return found
 
     def shown(self, number: int) -> Shown:
-        """The messages of a side, with the answer that is being written."""
+        """Return the messages of a side, with the answer that is being written."""
         found = self.sides[number]
         said = [message for message in found.messages() if message["role"] != "system"] if found else []
         if self.waiting:
@@ -69,12 +77,10 @@ class Talk:
             said += [{"role": "assistant", "content": answer.text} for answer in writing if answer.ids]
         # gradio takes every text for HTML, whatever `render_markdown` says: a model's <img> would be loaded. Of a plain
         # string it would also take the indentation away.
+        texts = [html.escape(message["content"], quote=False) for message in said]
         return [
-            {
-                "role": message["role"],
-                "content": [{"type": "text", "text": html.escape(message["content"], quote=False)}],
-            }
-            for message in said
+            {"role": message["role"], "content": [{"type": "text", "text": text}]}
+            for message, text in zip(said, texts, strict=True)
         ]
 
 
@@ -85,7 +91,7 @@ class ChatTab:
         self.generators, self.cfg = generators, cfg
 
     def build(self) -> None:
-        """Lays out the tab inside of a page; which button does what stands in `connect`."""
+        """Lay out the tab inside of a page; which button does what stands in `connect`."""
         cfg, names = self.cfg, list(self.generators)
         self.talk = gradio.State(Talk())
         with gradio.Row():
@@ -119,96 +125,95 @@ class ChatTab:
         self.connect()
 
     def chatbot(self, letter: str, *, visible: bool) -> gradio.Chatbot:
-        """Texts are shown as they were written: no Markdown, no HTML, hence no picture from elsewhere either."""
+        """Show texts as they were written: no Markdown, no HTML, hence no picture from elsewhere either."""
         return gradio.Chatbot(
             label=letter, visible=visible, height=420, render_markdown=False, buttons=[], layout="bubble",
             min_width=300, elem_id=f"side-{letter}",
         )  # fmt: skip
 
     def setting(self, letter: str, model: str, preset: str) -> list[Any]:
-        """The settings of one side: model, preset, four sliders."""
-        presets, start = self.cfg.presets, self.cfg.presets[preset]
-        hottest = max(2.0, *(each.temperature for each in presets.values()))
-        penalty = max(2.0, *(each.repetition_penalty for each in presets.values()))
-        kept = max(200, *(each.top_k for each in presets.values()))
-        lowest = min(0.01, *(each.top_p for each in presets.values()))
+        """The settings of one side: model, preset, and the SLIDERS."""
+        presets = self.cfg.presets
+
+        def values(name: str) -> list[float]:
+            return [getattr(each, name) for each in presets.values()]
+
         with gradio.Column(min_width=260, visible=letter == "A" or len(self.generators) > 1) as column:
             gradio.Markdown(f"### {letter}")
             choices = gradio.Dropdown(list(self.generators), value=model, label=f"Model {letter}", interactive=True)
             choices.visible = len(self.generators) > 1
             chosen = gradio.Dropdown([*presets, OWN], value=preset, label=f"Preset {letter}", interactive=True)
+            heat, top_p, top_k, penalty = self.slid(preset)
             sliders = [
-                gradio.Slider(0, hottest, start.temperature, step=0.05, label=f"Temperature {letter}"),
-                gradio.Slider(lowest, 1, start.top_p, step=0.01, label=f"Top-p {letter}"),
-                gradio.Slider(0, kept, start.top_k, step=1, label=f"Top-k {letter} (0: all)"),
-                gradio.Slider(1, penalty, start.repetition_penalty, step=0.01, label=f"Repetition penalty {letter}"),
+                gradio.Slider(0, max(2.0, *values("temperature")), heat, step=0.05, label=f"Temperature {letter}"),
+                gradio.Slider(min(0.01, *values("top_p")), 1, top_p, step=0.01, label=f"Top-p {letter}"),
+                gradio.Slider(0, max(200, *values("top_k")), top_k, step=1, label=f"Top-k {letter} (0: all)"),
+                gradio.Slider(
+                    1, max(2.0, *values("repetition_penalty")), penalty, step=0.01, label=f"Repetition penalty {letter}"
+                ),
             ]
         if letter == "B":
             self.second = column
         return [choices, chosen, *sliders]
 
     def connect(self) -> None:
-        """Which function answers which event."""
-        quick: dict[str, Any] = {"queue": False, "api_visibility": "private", "show_progress": "hidden"}
+        """Say which function answers which event."""
         view = [*self.chatbots, self.figures]
         inputs = [self.beside, self.system, self.longest, *self.settings[0], *self.settings[1]]
         begun = self.message.submit(
-            self.begin, [self.message, self.talk, *inputs], [self.message, self.asked, *view], **quick
+            self.begin, [self.message, self.talk, *inputs], [self.message, self.asked, *view], **QUICK
         )
         answered = begun.success(
-            self.answer, [self.asked, self.talk, *inputs], view, api_name="chat", show_progress="minimal",
-            show_progress_on=self.chatbots, **ONE_AT_A_TIME,
+            self.answer, [self.asked, self.talk, *inputs], view, api_name="chat", show_progress_on=self.chatbots,
+            **ONE_AT_A_TIME,
         )  # fmt: skip
         for over in (answered.then, answered.failure):  # gradio calls `then` after a success and after a stop
-            over(self.settle, self.talk, [self.message, *view], **quick).then(
+            over(self.settle, self.talk, [self.message, *view], **QUICK).then(
                 None, None, None, js=FOCUS, api_visibility="private"
             )
         self.message.stop(None, None, None, cancels=[answered], api_visibility="private")
         models = [setting[0] for setting in self.settings]
         gradio.on(
             [self.new.click, self.beside.input, *(each.clear for each in self.chatbots), *(m.input for m in models)],
-            self.reset, [self.talk, self.beside], [self.message, *view, self.second], cancels=[answered], **quick,
+            self.reset, [self.talk, self.beside], [self.message, *view, self.second], cancels=[answered], **QUICK,
         )  # fmt: skip
-        self.export.click(self.exported, [self.talk, *models], self.rows, **quick).success(
+        self.export.click(self.exported, [self.talk, *models], self.rows, **QUICK).success(
             None, self.rows, None, js=DOWNLOAD, api_visibility="private"
         )
         for _, preset, *sliders in self.settings:
-            preset.input(self.slid, preset, sliders, **quick)
-            gradio.on([slider.input for slider in sliders], lambda: OWN, None, preset, **quick)
+            preset.input(self.slid, preset, sliders, **QUICK)
+            gradio.on([slider.input for slider in sliders], lambda: OWN, None, preset, **QUICK)
 
     # What the buttons do
 
     def begin(self, text: str, talk: Talk, *inputs: Any) -> tuple[Any, ...]:
-        """The message stands on the page at once, also while others are answered."""
+        """Show the message at once, also while others are answered."""
         if not (text or "").strip():
-            raise gradio.Error("Write a message first.", print_exception=False)
-        plans, (system, longest) = self.plans(*inputs), limits(inputs)
+            raise refusal("Write a message first.")
+        wanted = self.wanted(*inputs)
         talk.pending, talk.waiting, talk.answers = text, True, {}
-        for side, (who, _) in enumerate(plans):
-            talk.side(side, who, longest, system)
-        names = [
-            f"{letter}: {self.name(who)}, {in_words(how)}" for letter, (who, how) in zip("AB", plans, strict=False)
-        ]
-        labelled = [
-            gradio.Chatbot(talk.shown(side), label=names[side]) if side < len(plans) else gradio.skip()
-            for side in range(2)
-        ]
+        labelled: list[Any] = [gradio.skip(), gradio.skip()]
+        for side, (name, how) in enumerate(wanted.sides):
+            talk.side(side, self.generators[name], wanted)
+            labelled[side] = gradio.Chatbot(talk.shown(side), label=f"{'AB'[side]}: {name}, {in_words(how)}")
         waiting = gradio.Textbox("", submit_btn=False, stop_btn=STOP, interactive=False)
         return waiting, text, *labelled, self.figured(talk)
 
     def answer(self, text: str, talk: Talk, *inputs: Any) -> Iterator[tuple[Any, ...]]:
-        """Both sides a token each in turn. It ends early when it is stopped, or when its page is closed."""
-        plans, (system, longest) = self.plans(*inputs), limits(inputs)
-        talk.pending, talk.waiting, talk.busy = text, True, True
+        """Write a token on each side in turn, until all is said, or it is stopped, or its page is closed."""
+        wanted = self.wanted(*inputs)
+        talk.pending, talk.waiting, talk.busy, talk.seconds = text, True, True, {}
         seed = derive_seed(self.cfg.seed, "chat", talk.number)  # the same for both: what differs is who answers, or how
         began = drawn = time.monotonic()
-        conversations = [talk.side(side, who, longest, system) for side, (who, _) in enumerate(plans)]
+        conversations: list[Conversation] = []
         answers: list[Answer] = []
-        talk.seconds = {}
         try:
-            for (who, how), conversation in zip(plans, conversations, strict=True):
-                ids = conversation.prompt(text)
-                answers.append(who.answer(ids, how.params(min(longest, conversation.context - len(ids))), seed))
+            for side, (name, how) in enumerate(wanted.sides):
+                generator = self.generators[name]
+                conversations.append(talk.side(side, generator, wanted))
+                ids = conversations[side].prompt(text)
+                params = how.params(min(wanted.longest, generator.context - len(ids)))
+                answers.append(generator.answer(ids, params, seed))
             talk.answers = dict(zip("AB", answers, strict=False))
             writing = {side: iter(answer) for side, answer in talk.answers.items()}
             while writing and not talk.unwanted:
@@ -220,13 +225,13 @@ class ChatTab:
                     yield self.view(talk)
                     drawn = time.monotonic()
         except UserError as problem:
-            raise gradio.Error(str(problem), print_exception=False) from problem
+            raise refusal(problem) from problem
         finally:
             writing = {}
             for side, said in enumerate(answers):
                 said.stop()
                 if said.ids:
-                    talk.settings[side].append(in_words(plans[side][1]))
+                    talk.settings[side].append(in_words(wanted.sides[side][1]))
                     conversations[side].exchanges.append(Exchange(text, said.ids, said.finished, said.text))
                     talk.pending, talk.waiting = "", False
             talk.number += 1
@@ -234,7 +239,7 @@ class ChatTab:
         yield self.view(talk)
 
     def settle(self, talk: Talk) -> tuple[Any, ...]:
-        """The page after an answer, whole or stopped; a message that got none goes back where it was typed."""
+        """Show the page after an answer, whole or stopped; a message that got none goes back where it was typed."""
         wait_until_idle(talk)
         if talk.unwanted:  # `reset` shows an empty page, and what is shown here could arrive after it
             return (gradio.skip(),) * 4
@@ -242,60 +247,51 @@ class ChatTab:
         return gradio.Textbox(talk.pending, submit_btn=SEND, stop_btn=False, interactive=True), *self.view(talk)
 
     def reset(self, talk: Talk, beside: bool) -> tuple[Any, ...]:
-        """A new conversation, on one side or on both."""
+        """Begin a new conversation, on one side or on both."""
         talk.unwanted = True
         wait_until_idle(talk)
-        talk.sides, talk.settings, talk.answers, talk.number = [None, None], [[], []], {}, 0
-        talk.pending, talk.waiting, talk.unwanted = "", False, False
+        vars(talk).update(vars(Talk()))
         first = gradio.Chatbot([], label="A"), gradio.Chatbot([], label="B", visible=beside)
         typing = gradio.Textbox("", submit_btn=SEND, stop_btn=False, interactive=True)
         return typing, *first, self.figured(talk), gradio.Column(visible=beside)
 
     def exported(self, talk: Talk, *models: str) -> str:
-        """A line of JSON for each side, which phase 1 can train on (kind: messages). settings: of each answer."""
+        """Return a line of JSON for each side: a row of kind `messages` for phase 1, with each answer's settings."""
         rows = [
             {"model": model, "settings": settings, "messages": conversation.messages()}
             for model, settings, conversation in zip(models, talk.settings, talk.sides, strict=True)
             if conversation and conversation.exchanges
         ]
         if not rows:
-            raise gradio.Error("There is nothing to export yet: no message has an answer.", print_exception=False)
+            raise refusal("There is nothing to export yet: no message has an answer.")
         return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
     def slid(self, preset: str) -> list[Any]:
-        """The sliders as a preset has them."""
+        """Return the values of the sliders in a preset."""
         if preset == OWN:
-            return [gradio.skip()] * 4
-        found = self.cfg.presets[preset]
-        return [found.temperature, found.top_p, found.top_k, found.repetition_penalty]
+            return [gradio.skip()] * len(SLIDERS)
+        return [getattr(self.cfg.presets[preset], name) for name in SLIDERS]
 
     # What is shown
 
-    def plans(self, beside: bool, _system: str, _longest: int, *settings: Any) -> list[Plan]:
-        """Who answers, and how, from the values of the settings' components."""
-        half = len(settings) // 2
-        plans = []
-        for model, _, temperature, top_p, top_k, penalty in (settings[:half], settings[half:])[: 1 + beside]:
+    def wanted(self, beside: bool, system: str | None, longest: float, *settings: Any) -> Wanted:
+        """Read the values of the settings' components."""
+        half, sides = len(settings) // 2, []
+        for model, _, *values in (settings[:half], settings[half:])[: 1 + beside]:
+            if model not in self.generators:
+                raise refusal("Choose a model.")
             try:
-                how = SamplingSection(
-                    temperature=temperature, top_p=top_p, top_k=int(top_k), repetition_penalty=penalty
-                )
-                plans.append((self.generators[model], how))
+                sides.append((model, SamplingSection(**dict(zip(SLIDERS, values, strict=True)))))
             except ValidationError as error:  # programs send what no slider has
                 words = "; ".join(f"{problem['loc'][0]}: {problem['msg']}" for problem in error.errors())
-                raise gradio.Error(f"These settings cannot be used: {words}.", print_exception=False) from error
-            except KeyError:
-                raise gradio.Error("Choose a model.", print_exception=False) from None
-        return plans
-
-    def name(self, generator: Generator) -> str:
-        return next(name for name, each in self.generators.items() if each is generator)
+                raise refusal(f"These settings cannot be used: {words}.") from error
+        return Wanted(sides, (system or "").strip() or None, int(longest))
 
     def view(self, talk: Talk) -> tuple[Any, ...]:
         return talk.shown(0), talk.shown(1), self.figured(talk)
 
     def figured(self, talk: Talk) -> str:
-        """The table of figures of the last answers."""
+        """Return the table of figures of the last answers."""
         answers = {name: answer for name, answer in talk.answers.items() if answer.ids}
         if not answers:
             return ""
@@ -304,25 +300,3 @@ class ChatTab:
         rows = [("", list(answers)), *figures(answers), ("tokens a second", speed)]
         rows += [("turns out of the model's context", forgotten)] if any(map(int, forgotten)) else []
         return table([[label, *values] for label, values in rows])
-
-
-def limits(inputs: Sequence[Any]) -> tuple[str, int]:
-    """System message and longest answer, from the values of the settings' components."""
-    _, system, longest, *_ = inputs
-    return system or "", int(longest)
-
-
-def wait_until_idle(what: Any, seconds: float = 60.0) -> None:
-    """gradio tells a page that its event is cancelled before the function has ended: after the token it was at."""
-    until = time.monotonic() + seconds
-    while what.busy and time.monotonic() < until:
-        time.sleep(0.02)
-
-
-def table(rows: list[list[str]]) -> str:
-    """A small table; the first cell of a row says what it is about."""
-    lines = [
-        f"<th>{html.escape(first)}</th>" + "".join(f"<td>{html.escape(value)}</td>" for value in rest)
-        for first, *rest in rows
-    ]
-    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
