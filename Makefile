@@ -143,7 +143,7 @@ test: $(STAMP)
 check: $(STAMP)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/pyright --pythonpath $(PY)
-	$(PY) -m pytest -q tests/test_layers.py
+	$(PY) -m pytest -q tests/project/test_layers.py
 
 bench: $(STAMP)
 	@set -e; for file in $(filter-out %/simulation.py,$(wildcard benchmarks/[a-z]*.py)); do echo "== $$file"; $(PY) $$file; done

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from posttrain.config import StarPORun
 
-LIMITS: dict[str, float] = {  # benchmarks/alarms.py and tests/data/alarms.json have runs that they tell apart
+LIMITS: dict[str, float] = {  # benchmarks/alarms.py and tests/fixtures/alarms.json have runs that they tell apart
     "variance_collapse": 0.27,  # of its best
     "variance_gone": 0.10,  # of its best, mean of 10 steps: RAGEN's early stopping
     "saturated": 0.8,  # success from which a small std or entropy, or steps without a group, raise no alarm

@@ -1,0 +1,388 @@
+"""Does `--plan` say what fits and what it takes, for every config file and without touching a thing?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings as bounds, strategies as st
+from open_envs import MISSING
+from test_plan import SHAPE, config
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import train_phase1_sft as phase1
+import train_phase2_dpo as phase2
+import train_phase3_starpo as phase3
+from envs.protocol import Protocol
+from posttrain import plan
+from posttrain.config.dpo import DPORun
+from posttrain.config.loading import resolve
+from posttrain.config.sft import SFTRun
+from posttrain.config.starpo import StarPORun
+from posttrain.plan import devices, known_models, report, rows, seconds, work
+from posttrain.plan.devices import Device, Fleet
+from posttrain.plan.episodes import Place
+from posttrain.plan.parts import Numbers
+from posttrain.plan.shape import Shape
+from posttrain.plan.work import Episodes, Rows
+from posttrain.types import UserError
+
+ROOT = Path(__file__).parents[2]
+GIB = 2**30
+GPU = Device("GPU", memory=24, bandwidth=600, peak=70, single=30, link=32, network=1.5, price=1.0)
+
+
+def run_of(kind: type[SFTRun] | type[DPORun] = SFTRun, **trainer: Any) -> Any:
+    source = {"kind": "messages" if kind is SFTRun else "preferences", "path": "rows.jsonl"}
+    given = {"bf16": False, "gradient_checkpointing": False, "per_device_train_batch_size": 4}
+    data = {"sources": [source], "max_length": trainer.pop("max_length", 512), "eval_rows": 8}
+    model = {"name_or_path": "unused", **trainer.pop("model", {})}
+    settings = {"output_dir": "unused", "model": model, "data": data, "trainer": given | trainer}
+    return kind.model_validate(settings)
+
+
+# ------------------------------------------------------------------------------------------------ every config file
+
+
+def training_configs() -> list[tuple[type[SFTRun] | type[DPORun] | type[StarPORun], Path]]:
+    found = []
+    for file in sorted((ROOT / "configs").rglob("*.yaml")):
+        content = yaml.safe_load(file.read_text())
+        kind = StarPORun if "data" not in content else DPORun if "phase2" in file.name else SFTRun
+        if "output_dir" in content and "model" in content and ("algorithm" in content or "trainer" in content):
+            found.append((kind, file))
+    return found
+
+
+def test_every_config_file_has_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)  # as if no phase had run, and nothing may be written
+    known, shapes = training_configs(), {}
+    count = Shape.of
+
+    def counted_once(of_model: Any, model: Any) -> Shape:
+        key = of_model.to_json_string() + model.tuning
+        shapes[key] = shapes[key] if key in shapes else count(of_model, model)
+        return shapes[key]
+
+    monkeypatch.setattr(Shape, "of", counted_once)
+    assert len(known) >= 22
+    for kind, file in known:
+        cfg = resolve(kind, file)
+        if MISSING and any(env.name == "deep_coder" for env in getattr(cfg, "envs", [])):
+            continue
+        plan.show(cfg, "all", str(file))
+        table = capsys.readouterr().out.split("\n\n")[1].splitlines()
+        assert len(table) == 1 + 3 * len(devices.DEVICES) and "does not fit" not in table[1], file
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("script", "file", "told"),
+    [(phase1, "phase1_sft", "hours"), (phase2, "phase2_dpo", "hours"), (phase3, "phase3_starpo", "rollout s")],
+)
+def test_the_hours_in_the_config_files_are_those_of_the_plan(
+    script: Any, file: str, told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    script.main(["--plan", "A10G", f"output_dir={out}"])
+    printed = capsys.readouterr().out
+    head, row = printed.split("\n\n")[1].splitlines()
+    assert told in head and "at most, at one time" in printed and not out.exists()
+    hours = row.split()[-2]
+    if script is phase3:  # the example of the documentation
+        assert printed.strip() in (ROOT / "docs" / "config.md").read_text()
+    assert f"computed {float(hours):.1f} h" in (ROOT / "configs" / f"{file}.yaml").read_text()
+
+
+# -------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_a_device_on_which_a_run_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = f"output_dir={tmp_path / 'run'}"
+    with pytest.raises(
+        UserError, match=r"(?s)does not fit on A10G.*per_device_train_batch_size=2 trainer.gradient_acc"
+    ):
+        phase2.main(["--plan", "A10G", "trainer.per_device_train_batch_size=64", out])
+    assert "(not as written)" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"A10G: This run does not fit.*What helps: .*model.tuning=lora"):
+        phase3.main(["--plan", "A10G", "model.name_or_path=Qwen/Qwen2.5-7B-Instruct", out])
+    with pytest.raises(UserError, match=r"The largest that fit are rollout.slots=112 "):
+        phase3.main(["--plan", "A10G", "rollout.slots=500", "rollout.groups=64", out])
+    phase2.main(["--plan", "trainer.per_device_train_batch_size=64", out])  # of all devices some are large enough
+    table = capsys.readouterr().out
+    assert table.count("(not as written)") < table.count("\n") and not (tmp_path / "run").exists()
+
+
+def test_what_helps_is_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """28.5 GiB of weights alone: no row is short enough."""
+    lora = ["--plan", "A10G", "model.name_or_path=Qwen/Qwen2.5-7B-Instruct", "model.tuning=lora"]
+    with pytest.raises(UserError, match=r"What helps: model.tuning=qlora, model.dtype=bfloat16, a smaller model\."):
+        phase1.main(lora)
+    assert "1 does not fit" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"What helps: trainer\.per_device_train_batch_size=4 "):
+        phase1.main([*lora[:-1], "model.tuning=qlora"])
+    one = "trainer.per_device_train_batch_size=1 trainer.gradient_accumulation_steps=64"
+    with pytest.raises(UserError, match=rf"What helps: {one}, "):
+        phase1.main([*lora, "model.dtype=bfloat16"])
+    phase1.main([*lora, "model.dtype=bfloat16", *one.split()])
+
+
+def test_devices_that_have_nothing_to_play_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    phase3.main(["--plan", "8xH100", "rollout.groups=3"])
+    assert "3 of 8 play" in capsys.readouterr().out
+    phase3.main(["--plan", "8xH100"])
+    assert " play" not in capsys.readouterr().out.split("\n\n")[1]
+
+
+def test_reading_the_history_in_every_turn_takes_longer() -> None:
+    kept, again = (
+        report.plan(SHAPE, config(rollout={"engine": engine}, trainer={"bf16": True}), Fleet(devices.DEVICES[0]))
+        for engine in ("slots", "replay")
+    )
+    assert kept.seconds and again.seconds and kept.seconds.parts["rollout"] < again.seconds.parts["rollout"]
+    assert kept.seconds.parts["update"] == again.seconds.parts["update"]
+
+
+def test_a_number_of_another_phase_or_above_the_longest_row_is_refused() -> None:
+    with pytest.raises(UserError, match="`new` is no number of this phase, which has rows, tokens, trained, padding"):
+        phase1.main(["--plan", "A10G:new=3"])
+    with pytest.raises(UserError, match="`rows` is no number of this phase, which has prompt, new, reply, turns, kept"):
+        phase3.main(["--plan", "all:rows=3"])
+    with pytest.raises(UserError, match="no row is longer than 2048 tokens"):
+        phase1.main(["--plan", "A10G:tokens=2049"])
+
+
+@pytest.mark.parametrize("asked", ["A10", "x8xH100", "0xH100", "H100:price", "H100:prise=2", "T4:memory=16", "all:x"])
+def test_what_is_no_device_is_said_in_words(asked: str) -> None:
+    with pytest.raises(UserError, match=r"^--plan .*(A100-80|KEY=NUMBER)"):
+        devices.fleets(asked)
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        *((f"{key}=0", "above 0") for key in ("memory", "bandwidth", "peak", "single", "link", "network", "matmul")),
+        ("matmul=1.01", "at most 1"), ("kept=2", "at most 1"), ("turns=0.5", "1 or more"), ("rows=0", "1 or more"),
+        ("price=1,price=2", "twice"),
+    ],
+)  # fmt: skip
+def test_a_fact_that_cannot_be_is_refused(written: str, words: str) -> None:
+    with pytest.raises(UserError, match=rf"^--plan A10G:.*{words}"):
+        devices.fleets(f"A10G:{written}")
+    (free,) = devices.fleets("A10G:price=0,padding=0,prompt=0,reply=0,stream=1")
+    assert free.price == 0
+
+
+@pytest.mark.parametrize("script", [phase1, phase2, phase3])
+@pytest.mark.parametrize("asked", [["--plan", ""], ["--plan="]])
+def test_an_empty_plan_starts_no_run(script: Any, asked: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^--plan \(empty\) names no device"):
+        script.main([*asked, f"output_dir={tmp_path / 'run'}"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_devices_by_name_number_and_facts() -> None:
+    assert len(devices.fleets("all")) == 18
+    (two,) = devices.fleets("2x8xH100:price=2.5,new=30")
+    assert (two.name, two.count, two.price, two.known["new"]) == ("2x8xH100", 16, 40.0, 30)
+    assert two.wire < devices.fleets("8xh100")[0].wire
+    (own,) = devices.fleets("RTX4090:memory=24,bandwidth=1008,peak=165")
+    assert own.device.bandwidth == 1008 and own.price is None
+
+
+def test_this_machine_is_measured_and_float32_has_a_peak_of_its_own() -> None:
+    (here,) = devices.fleets("2xcpu:memory=8")
+    limits = here.device
+    assert here.count == 2 and limits.waits and limits.memory == 8 and limits.price is None
+    assert limits.bandwidth > 0.1 and 0 < limits.operation < 0.01 and limits.peak > 0.0001 and limits.single > 0.0001
+    half, whole = (seconds.Cost(SHAPE, Numbers(4, size, "full", False, False), Fleet(GPU)) for size in (2, 4))
+    assert half.flops / whole.flops == pytest.approx(GPU.peak / GPU.single)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("mkurman/ConvGPT-0.2B-SYNTH-250B-EC", 163_952_769),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", 134_515_008),
+        ("Qwen/Qwen2.5-0.5B-Instruct", 494_032_768),
+        ("Qwen/Qwen3-0.6B", 596_049_920),
+        ("google/gemma-3-270m-it", 268_098_176),
+        ("meta-llama/Llama-3.2-1B-Instruct", 1_235_814_400),
+        ("microsoft/Phi-4-mini-instruct", 3_836_021_760),
+        ("HuggingFaceTB/SmolLM3-3B", 3_075_098_624),
+        ("openai-community/gpt2", 124_439_808),
+        ("state-spaces/mamba-130m-hf", 129_135_360),
+    ],
+)
+def test_published_models_have_as_many_parameters_as_their_cards_say(name: str, parameters: int) -> None:
+    kind, sizes = known_models.PUBLISHED[name]
+    with torch.device("meta"):
+        assert AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).num_parameters() == parameters
+
+
+def test_an_unknown_model_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no config file says which model"):
+        phase3.main(["--plan", f"model.name_or_path={tmp_path}/phase2/final"])
+
+
+@pytest.mark.parametrize(
+    "beside", ["output_dir: {saved}", "output_dir: {saved}\nmodel: null", "model: 3\noutput_dir: []"]
+)
+def test_files_beside_a_config_that_name_no_model_are_passed_over(tmp_path: Path, beside: str) -> None:
+    (tmp_path / "phase2.yaml").write_text(beside.format(saved=tmp_path / "phase2"))
+    file = tmp_path / "phase3.yaml"
+    model = {"name_or_path": f"{tmp_path}/phase2/final"}
+    file.write_text(yaml.safe_dump({"output_dir": "x", "envs": ["frozen_lake"], "model": model}))
+    with pytest.raises(UserError, match="no config file says which model"):
+        phase3.main(["--plan", "--config", str(file)])
+
+
+def test_an_environment_that_raises_in_a_step_does_not_stop_the_plan() -> None:
+    def broken(_: str) -> None:
+        raise OSError("gone")
+
+    episode: Any = SimpleNamespace(env=SimpleNamespace(actions=["Left"]), protocol=Protocol(), step=broken)
+    assert work._reply(episode, 7.0) == 7.0
+
+
+# ------------------------------------------------------------------------------------------------------ properties
+
+
+@bounds(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([SFTRun, DPORun]), st.sampled_from([1, 2, 4, 8]), st.sampled_from([128, 512, 2048]),
+    st.integers(1, 100), st.sampled_from(["full", "lora"]), st.sampled_from([1, 2, 8]), st.booleans(),
+)  # fmt: skip
+def test_more_rows_or_longer_ones_take_more_and_more_memory_takes_more_rows(
+    kind: Any, batch: int, longest: int, memory: int, tuning: str, processes: int, cuda: bool
+) -> None:
+    shape = SHAPE._replace(adapter=8_000_000 if tuning == "lora" else 0)
+    cfg = run_of(kind, max_length=longest, model={"tuning": tuning}, gradient_accumulation_steps=batch)
+    longer = run_of(kind, max_length=2 * longest, model={"tuning": tuning}, gradient_accumulation_steps=batch)
+    place = Place(memory * GIB, cuda=cuda, processes=processes)
+
+    def taken(cfg: Any, count: int, place: Place) -> int:
+        return plan.most(rows.memory(shape, cfg, place, count))
+
+    assert taken(cfg, batch, place) <= min(taken(cfg, 2 * batch, place), taken(longer, batch, place))
+    best, more = (rows.largest_batch(shape, cfg, place._replace(free=each * GIB)) for each in (memory, 2 * memory))
+    assert best is None or (more is not None and more >= best)
+    assert best is None or taken(cfg, best, place) <= (1.0 if best == 1 else 0.85) * memory * GIB
+    if processes > 1:
+        assert taken(cfg, batch, place._replace(sharded=True)) < taken(cfg, batch, place) or tuning == "lora"
+
+
+@bounds(max_examples=40, deadline=None)
+@given(
+    st.floats(50, 5000), st.floats(1, 4), st.floats(50, 2000), st.floats(1, 4), st.integers(1, 8), st.booleans(),
+    st.integers(16, 200),
+)  # fmt: skip
+def test_a_faster_device_is_never_slower_and_more_tokens_never_faster(
+    bandwidth: float, wider: float, peak: float, stronger: float, each: int, checkpointing: bool, new: int
+) -> None:
+    slow = Fleet(GPU._replace(memory=200, bandwidth=bandwidth, peak=peak, single=peak / 8), each=each)
+    fast = slow._replace(device=slow.device._replace(bandwidth=bandwidth * wider, peak=peak * stronger))
+    fast = fast._replace(device=fast.device._replace(single=fast.device.peak / 8))
+    cfg = config(
+        rollout={"groups": 8, "num_generations": 4, "max_context": 1024},
+        trainer={"bf16": True, "gradient_checkpointing": checkpointing, "max_steps": 10},
+    )
+    work = Episodes(8, 4, turns=3, prompt=200, new=new, reply=30, longest=1024)
+    chosen = plan.choose(SHAPE, cfg, Place(200 * GIB, processes=each))
+
+    def hours(fleet: Fleet, work: Episodes) -> float:
+        return seconds.of_episodes(SHAPE, cfg, fleet, work, chosen, 1).run
+
+    assert hours(fast, work) <= hours(slow, work) <= hours(slow, work._replace(new=new + 16))
+    sft, data = run_of(gradient_checkpointing=checkpointing), Rows(10_000, 100 + new)
+
+    def of_rows(fleet: Fleet, data: Rows) -> float:
+        return seconds.of_rows(SHAPE, sft, fleet, data, 1, 1).run
+
+    assert of_rows(fast, data) <= of_rows(slow, data) <= of_rows(slow, data._replace(tokens=200 + new))
+    assert of_rows(slow, data) <= of_rows(slow, data._replace(rows=20_000))
+
+
+def test_what_is_sharded_is_divided_and_activations_are_not() -> None:
+    cfg = config(rollout={"groups": 16}, algorithm={"beta": 0.1}, trainer={"bf16": True})
+    whole, shared = plan.always(SHAPE, cfg), plan.always(SHAPE, cfg, 8)
+    assert sum(shared.values()) == pytest.approx(sum(whole.values()) / 8, rel=1e-6)
+    alone, divided = (plan.learning(SHAPE, cfg, 4096, True, shards) for shards in (1, 8))
+    assert divided["gradients"] == pytest.approx(alone["gradients"] / 8, rel=1e-6)
+    assert divided["activations"] == alone["activations"] and divided["gathered weights"] > 0
+    sft = run_of()
+    place = Place(24 * GIB, processes=8)
+    copied, shards = rows.memory(SHAPE, sft, place, 4), rows.memory(SHAPE, sft, place._replace(sharded=True), 4)
+    for name in ("weights", "optimizer"):
+        assert shards["always"][name] == pytest.approx(copied["always"][name] / 8, rel=1e-6)
+    assert (
+        copied["always"]["buckets of DDP"] == copied["learning"]["gradients"] and not shards["always"]["buckets of DDP"]
+    )
+    assert shards["learning"]["activations"] == copied["learning"]["activations"]
+
+
+@pytest.mark.parametrize(
+    ("each", "told"), [(1, "16 x 4, at most 64"), (3, "7 x 3, at most 21, 63 a step"), (8, "8 x 1")]
+)
+def test_a_batch_that_devices_cannot_divide_is_named(each: int, told: str) -> None:
+    cfg = run_of(max_length=128, bf16=None, per_device_train_batch_size=16, gradient_accumulation_steps=4)
+    found = report.plan(SHAPE, cfg, Fleet(devices.DEVICES[4], each=each))
+    assert found.settings == told
+
+
+def test_a_model_too_large_for_one_device_is_sharded_over_eight() -> None:
+    model = known_models.config_of(resolve(StarPORun, ROOT / "configs/models/qwen2.5-0.5b.yaml").model, ROOT)
+    assert model.num_hidden_layers == 24
+    cfg = run_of(max_length=1024, bf16=None, gradient_checkpointing=True, per_device_train_batch_size=8)
+    large = SHAPE._replace(parameters=7_600_000_000, blocks=6_500_000_000, layers=28, hidden=3584, states=3584)
+    one, eight = (report.plan(large, cfg, Fleet(devices.DEVICES[4], each=each)) for each in (1, 8))
+    assert one.seconds is None and one.problem and eight.sharded and eight.seconds is not None and not eight.problem
+    assert one.settings == "1 does not fit"
+    whole = cfg.model_copy(update={"trainer": cfg.trainer | {"optim": "adamw_8bit"}})  # which cannot be sharded
+    eight = report.plan(large._replace(parameters=30_000_000_000), whole, Fleet(devices.DEVICES[4], each=8))
+    assert not eight.sharded and "optim=adamw_8bit of bitsandbytes cannot be" in eight.problem
+
+
+def test_what_several_processes_cannot_do_is_not_planned_for_them() -> None:
+    cfg = config(rollout={"engine": "vllm"}, trainer={"bf16": True})
+    one, eight = (report.plan(SHAPE, cfg, Fleet(devices.DEVICES[4], each=each)) for each in (1, 8))
+    assert one.seconds is not None and not one.problem
+    assert eight.seconds is None and "runs in one process alone" in eight.problem
+    assert "cannot run" in report.table([eight], cfg)
+    cfg = config(rollout={"engine": "vllm_server", "servers": ["http://a:1"]}, trainer={"bf16": True})
+    eight = report.plan(SHAPE, cfg, Fleet(devices.DEVICES[4], each=8))
+    assert eight.seconds is None and "names 1 servers for 8 processes" in eight.problem
+
+
+def test_servers_play_side_by_side_and_ahead_of_the_learner() -> None:
+    def planned(**rollout: Any) -> report.Planned:
+        clip = {"importance_sampling_clip_max": 2.0}
+        cfg = config(rollout={"groups": 8, **rollout}, algorithm=clip, trainer={"max_steps": 10, "bf16": True})
+        return report.plan(SHAPE, cfg, Fleet(devices.DEVICES[4]))
+
+    two: Any = {"engine": "vllm_server", "servers": ["http://a:1", "http://b:1"]}
+    alone, served, ahead = planned(), planned(**two), planned(**two, max_staleness=1)
+    assert alone.seconds and served.seconds and ahead.seconds and "KV cache" not in served.parts["playing"]
+    sent = 2 * 4 * SHAPE.parameters / (devices.DEVICES[4].network * 1e9)
+    assert sent < served.seconds.parts["rollout"] <= alone.seconds.parts["rollout"] + sent
+    evaluating = [each.run - 10 * sum(each.parts.values()) for each in (served.seconds, alone.seconds)]
+    assert 0 < evaluating[0] < evaluating[1]  # two servers evaluate as well
+    assert ahead.seconds.run < served.seconds.run
+    assert alone.dollars == pytest.approx(alone.seconds.run / 3600 * 4.5)
+    assert served.dollars == pytest.approx(served.seconds.run / 3600 * 4.5 * 3)
+
+
+def test_the_seconds_of_a_plain_case() -> None:
+    """Decoding reads two bytes of every weight and of the cache; a forward pass takes two operations a weight."""
+    cost = seconds.Cost(SHAPE, Numbers(4, 2, "full", False, False), Fleet(GPU._replace(operation=0.0)))
+    read = 2 * (SHAPE.blocks + SHAPE.top + 32 * 600 * SHAPE.cache) / 300e9 + 32 * 32 * SHAPE.vocabulary / 480e9
+    assert cost.decodes(100, 32, 600) == pytest.approx(100 * read)
+    moved = 2 * 1000 * cost.moved / 480e9
+    assert cost.reads(1000, 0, 0) == pytest.approx(1000 * 2 * SHAPE.blocks / 42e12 + moved)
+    waiting = seconds.Cost(SHAPE, cost.numbers, Fleet(GPU))
+    assert waiting.decodes(1, 1, 100) == pytest.approx(devices.OPERATIONS * 24 * 18e-6)
+    assert waiting.decodes(1, 1, 100, compiled=True) == cost.decodes(1, 1, 100)

@@ -1,0 +1,539 @@
+"""Do several processes, each with a share of the model, compute what one computes?  And is what cannot be done told?
+
+The figures of docs/config.md ("Several GPUs"):
+    python -m pytest tests/runtime/test_sharding.py -m "" -k "equal or goes_on" -rP
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import test_phase3
+import torch
+import yaml
+from safetensors.torch import load_file
+from tiny_runs import ROOT, conversations, preferences, python, rows_of, settings, tiny_base
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import train_phase1_sft
+import train_phase2_dpo
+from posttrain.config.sft import SFTRun
+from posttrain.runtime import checkpoint, hardware, launcher, parallel, run_identity
+from posttrain.types import UserError
+
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
+LORA = {"tuning": "lora", "lora": {"r": 4, "alpha": 8}}
+SCRIPTS = {"sft": train_phase1_sft, "dpo": train_phase2_dpo}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast) -> SimpleNamespace:
+    folder = tmp_path_factory.mktemp("sharding")
+    return SimpleNamespace(
+        base=tiny_base(folder / "base", tiny_tokenizer, 16),
+        sft=conversations(folder / "rows.jsonl"),
+        dpo=preferences(folder / "pairs.jsonl"),
+    )
+
+
+def config_in(folder: Path, files: SimpleNamespace, phase: str, model: dict[str, Any], **trainer: Any) -> Path:
+    """Five steps of eight rows on one process."""
+    kind, data = ("messages", files.sft) if phase == "sft" else ("preferences", files.dpo)
+    steps = {"max_steps": 5, "save_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    steps |= {"per_device_eval_batch_size": 3}  # eight rows are held out
+    file = settings(folder / f"{phase}.yaml", kind, files.base, data, **(steps | trainer))
+    config = yaml.safe_load(file.read_text())
+    config["model"] |= model
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def script(phase: str) -> str:
+    return f"{SCRIPTS[phase].__name__}.py"
+
+
+def launched(count: int, *command: str, env: dict[str, str] = FSDP2) -> Any:
+    """A script in `count` processes, as `accelerate launch` starts it."""
+    return python("tests/ranks.py", str(count), *(f"{key}={value}" for key, value in env.items()), *command)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in checkpoint.weight_files(folder) for name, tensor in load_file(file).items()}
+
+
+def equal(what: str, one: Path, other: Path, figures: tuple[str, ...] = ("loss", "grad_norm")) -> None:
+    """Figures of every step and the weights at the end agree within 1e-5; prints the line of the table."""
+    apart = []
+    for figure in figures:
+        here, there = rows_of(one, figure), rows_of(other, figure)
+        assert here.keys() == there.keys() and here
+        apart.append(max(abs(here[step] - there[step]) for step in here))
+    before, after = weights(one / "final"), weights(other / "final")
+    assert before.keys() == after.keys()
+    apart.append(max((before[name] - after[name]).abs().max().item() for name in before))
+    print(f"| {what} | {' | '.join(f'{value:.1e}' for value in apart)} |")
+    assert max(apart) < 1e-5
+    assert rows_of(other, "eval_loss") == pytest.approx(rows_of(one, "eval_loss"), abs=1e-5)
+
+
+# -------------------------------------------------------------------------------------------------- phases 1 and 2
+
+
+def test_fsdp2_trains_supervised_equal_to_one_process(tmp_path: Path, files: SimpleNamespace) -> None:
+    """With whole checkpoints and an ordinary final/."""
+    file = config_in(tmp_path, files, "sft", {})
+    train_phase1_sft.main(["--config", str(file), f"output_dir={tmp_path}/one"])
+    half = [script("sft"), "--config", str(file), "trainer.gradient_accumulation_steps=2"]
+    done = launched(2, *half)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "2 processes" in done.stderr + done.stdout and done.stdout.count("Saved") == 1
+    equal("phase 1, full, FSDP2 | 2", tmp_path / "one", tmp_path / "run")
+    run = tmp_path / "run"
+    kept = weights(run / "final")
+    assert AutoModelForCausalLM.from_pretrained(run / "final").state_dict().keys() >= kept.keys()
+    assert json.loads((run / "checkpoint-2" / "counts.json").read_text())["sharding"] == "fsdp2"
+    AutoModelForCausalLM.from_pretrained(run / "checkpoint-2")  # whole as well
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("phase", "tuning", "count"),
+    [("sft", "full", 4), ("sft", "lora", 2), ("sft", "lora", 4)]
+    + [("dpo", tuning, count) for tuning in ("full", "lora") for count in (2, 4)],
+)
+def test_fsdp2_equal_to_one_process(
+    tmp_path: Path, files: SimpleNamespace, phase: str, tuning: str, count: int
+) -> None:
+    file = config_in(tmp_path, files, phase, LORA if tuning == "lora" else {})
+    SCRIPTS[phase].main(["--config", str(file), f"output_dir={tmp_path}/one"])
+    share = f"trainer.gradient_accumulation_steps={4 // count}"
+    done = launched(count, script(phase), "--config", str(file), share)
+    assert done.returncode == 0, done.stderr[-3000:]
+    equal(f"phase {1 if phase == 'sft' else 2}, {tuning}, FSDP2 | {count}", tmp_path / "one", tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("phase", "tuning", "sharded", "before", "after"),
+    [("sft", "full", sharded, *counts) for sharded, *counts in
+     ((False, 2, 1), (False, 1, 2), (False, 2, 4), (True, 2, 2), (True, 2, 4))]
+    + [("sft", "lora", True, 2, 4), ("dpo", "full", True, 2, 4), ("dpo", "lora", True, 2, 4)],
+)  # fmt: skip
+def test_resumed_equal_to_one_process(
+    tmp_path: Path, files: SimpleNamespace, phase: str, tuning: str, sharded: bool, before: int, after: int
+) -> None:
+    """The accumulation makes up for the processes: each step has the rows that it would have had."""
+    file = config_in(tmp_path, files, phase, LORA if tuning == "lora" else {})
+    SCRIPTS[phase].main(["--config", str(file), f"output_dir={tmp_path}/one"])
+    env = FSDP2 if sharded else {}
+    command = [script(phase), "--config", str(file), f"trainer.gradient_accumulation_steps={4 // before}"]
+    done = launched(before, *command, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for folder in ("checkpoint-4", "checkpoint-5", "final"):
+        shutil.rmtree(tmp_path / "run" / folder)
+    done = launched(after, *command, "--resume", env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = f"now on {after}: with gradient_accumulation_steps={4 // after} a step has the same 8 rows"
+    assert "checkpoint-2" in done.stdout and (told in done.stdout) == (after != before)
+    what = f"phase {1 if phase == 'sft' else 2}, {tuning}, {'FSDP2' if sharded else 'copies'}, resumed at step 2"
+    equal(f"{what} | {before}, then {after}", tmp_path / "one", tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_grouped_rows_equal_to_one_process(tmp_path: Path, files: SimpleNamespace) -> None:
+    """`group_by_length`, the reference configs' order; resumed in the second epoch on one process, then on two."""
+    steps = {"max_steps": 12, "save_steps": 10}  # nine of them are an epoch
+    file = config_in(tmp_path, files, "sft", {}, train_sampling_strategy="group_by_length", **steps)
+    train_phase1_sft.main(["--config", str(file), f"output_dir={tmp_path}/one"])
+    command = [script("sft"), "--config", str(file), "trainer.gradient_accumulation_steps=2"]
+    assert launched(2, *command, env={}).returncode == 0
+    for processes in (1, 2):
+        for folder in ("checkpoint-12", "final"):
+            shutil.rmtree(tmp_path / "run" / folder)
+        assert launched(processes, *command, "--resume", env={}).returncode == 0
+        equal(f"phase 1, full, copies, grouped by length | 2, then {processes}", tmp_path / "one", tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("phase", "tuning"), [("sft", "full"), ("sft", "lora"), ("dpo", "full")])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("count", [2, 4])
+def test_deepspeed_equal_to_one_process(
+    tmp_path: Path, files: SimpleNamespace, phase: str, tuning: str, stage: int, count: int
+) -> None:
+    pytest.importorskip("deepspeed")
+    file = config_in(tmp_path, files, phase, LORA if tuning == "lora" else {})
+    SCRIPTS[phase].main(["--config", str(file), f"output_dir={tmp_path}/one"])
+    env = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage),
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
+        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
+        "DS_ACCELERATOR": "cpu",
+    }
+    command = [script(phase), "--config", str(file), f"trainer.gradient_accumulation_steps={4 // count}"]
+    done = launched(count, *command, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    what = f"phase {1 if phase == 'sft' else 2}, {tuning}, ZeRO {stage}"
+    equal(f"{what} | {count}", tmp_path / "one", tmp_path / "run")
+    for folder in ("checkpoint-4", "checkpoint-5", "final"):
+        shutil.rmtree(tmp_path / "run" / folder)
+    done = launched(count, *command, "--resume", env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    equal(f"{what}, resumed at step 2 | {count}", tmp_path / "one", tmp_path / "run")
+    done = launched(6 - count, *command, "--resume", env=env)
+    assert done.returncode == 2 and "DeepSpeed's checkpoints hold one file for each process" in done.stderr
+
+
+# --------------------------------------------------------------------------------------------------------- phase 3
+
+UPDATES = {
+    "full": {"algorithm": {"minibatches": 2}},
+    "tied": {"algorithm": {}, "tied": True},
+    "lora": {"algorithm": {"beta": 0.1}, "tuning": "lora"},
+    "reference": {"algorithm": {"beta": 0.1}},
+    "shared critic": {"algorithm": {"advantage": "gae", "critic": {"kind": "shared"}}},
+    "separate critic": {"algorithm": {"advantage": "gae", "critic": {"kind": "separate", "warmup_steps": 1}}},
+    "recomputed layers": {"algorithm": {}, "trainer": {"gradient_checkpointing": True}},
+    "distillation": {"algorithm": {}, "distillation": True},
+    "lora, distillation": {"algorithm": {}, "distillation": True, "tuning": "lora"},
+    "uneven": {
+        "algorithm": {"loss_type": "gspo", "aggregation": "sequence_mean", "epsilon": 3e-4, "epsilon_high": 4e-4},
+        "groups": 5,
+        "members": 3,
+    },
+    "nothing for some": {"algorithm": {}, "groups": 1, "members": 2, "trainer": {"micro_batch_tokens": 4096}},
+}
+
+
+def updated(folder: Path, count: int, asked: dict[str, Any]) -> dict[str, Any]:
+    """tests/sharded_updates.py in `count` processes; one is a plain run."""
+    asked = {"groups": 3, "members": 4, "trainer": {"micro_batch_tokens": 48}} | asked
+    asked["trainer"] = {"micro_batch_tokens": 48} | asked["trainer"]
+    file = folder / f"{count}.pt"
+    done = launched(count, "tests/sharded_updates.py", str(file), json.dumps(asked), env=FSDP2 if count > 1 else {})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(file, weights_only=True)
+
+
+def most(one: Any, other: Any) -> float:
+    """The largest difference between two equal trees of tensors and numbers."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        return max((most(one[key], other[key]) for key in one), default=0.0)
+    if isinstance(one, list):
+        assert len(one) == len(other)
+        return max((most(a, b) for a, b in zip(one, other, strict=True)), default=0.0)
+    if isinstance(one, torch.Tensor):
+        assert one.shape == other.shape
+        return (one - other).abs().max().item()
+    return abs(one - other)
+
+
+def equal_updates(folder: Path, name: str, count: int) -> None:
+    one, several = (updated(folder, each, UPDATES[name]) for each in (1, count))
+    assert several["resumed"] and one["resumed"]
+    assert several["share"] <= 1 / count + 0.05, "each process holds its share alone"
+    assert len(one["gradients"]) >= 5
+    apart = [most(one[key], several[key]) for key in ("figures", "gradients", "weights", "played")]
+    print(f"| phase 3, {name}, FSDP2 | {count} | {' | '.join(f'{value:.1e}' for value in apart[:3])} |")
+    assert max(apart) < 1e-5
+
+
+def test_a_sharded_update_with_nothing_for_some_processes_is_equal_to_that_of_one(tmp_path: Path) -> None:
+    equal_updates(tmp_path, "nothing for some", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_sharded_update_is_equal_to_that_of_one_process(tmp_path: Path, name: str, count: int) -> None:
+    equal_updates(tmp_path, name, count)
+
+
+@pytest.mark.slow
+def test_a_sharded_run_of_phase_3_is_equal_to_one_process(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Rollouts, evaluations and checkpoints; half of the run is sharded on two, and one process goes on unsharded."""
+    player = test_phase3.taught(tmp_path / "player" / "final", tiny_tokenizer, 60)
+    file = test_phase3.settings(tmp_path / "run.yaml", player)
+    test_phase3.train(file, f"output_dir={tmp_path / 'one'}")
+    done = launched(2, "train_phase3_starpo.py", "--config", str(file))
+    assert done.returncode == 0, done.stderr[-3000:]
+    for step in (3, 4):
+        shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}")
+    shutil.rmtree(tmp_path / "run" / "final")
+    test_phase3.train(file, "--resume")
+    for one, two in zip(test_phase3.rows(tmp_path / "one"), test_phase3.rows(tmp_path / "run"), strict=True):
+        assert one["step"] == two["step"]
+        for key in ("rollout/reward", "rollout/kept_groups", "rollout/tokens", "evaluation/success"):
+            assert one.get(key) == two.get(key), (one["step"], key)
+    for step in (2, 4):
+        found = [weights(tmp_path / name / f"checkpoint-{step}") for name in ("one", "run")]
+        assert most(*found) < 1e-5
+
+
+# ------------------------------------------------------------------------------------------- processes that are lost
+
+
+@pytest.mark.parametrize("way", ["dies", pytest.param("hangs", marks=pytest.mark.slow)])
+def test_a_process_that_loses_another_says_so_in_bounded_time(way: str) -> None:
+    began = time.monotonic()
+    done = launched(2, "PATIENCE=3", "tests/lost_process.py", way, env={})
+    assert time.monotonic() - began < 30
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert "error: Process 0 of 2 has lost the others: one has ended" in done.stderr
+    assert "trainer.ddp_timeout" in done.stderr and "--resume" in done.stderr
+
+
+def lose_the_second(command: list[str], saved: Path, number: int) -> None:
+    """Two processes, of which the second gets this signal after this checkpoint: the first says so, and ends soon."""
+    run = subprocess.Popen(
+        [sys.executable, "tests/ranks.py", "2", *command],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while not (saved / checkpoint.MANIFEST).exists():
+        assert run.poll() is None
+        time.sleep(0.02)
+    max(psutil.Process(run.pid).children(), key=psutil.Process.create_time).send_signal(number)
+    began = time.monotonic()
+    said = run.communicate(timeout=120)[1]
+    assert time.monotonic() - began < 60 and run.returncode != 0
+    assert re.search("error: Process [01] of 2 has lost the others", said) and "Traceback" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("env", [{}, FSDP2], ids=["copies", "fsdp2"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+def test_phase_3_ends_that_loses_a_process_and_goes_on(
+    tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, number: int, env: dict[str, str]
+) -> None:
+    player = test_phase3.taught(tmp_path / "player" / "final", tiny_tokenizer, 60)
+    trainer = {"max_steps": 12, "ddp_timeout": 10}
+    file = test_phase3.settings(tmp_path / "run.yaml", player, trainer=trainer, checkpoint={"every": 2})
+    command = ["train_phase3_starpo.py", "--config", str(file)]
+    settings = [f"{key}={value}" for key, value in (env | {"PATIENCE": "5"}).items()]
+    lose_the_second([*settings, *command], tmp_path / "run" / "checkpoint-2", number)
+    done = launched(2, *command, "--resume", env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    trained = [row["step"] for row in test_phase3.rows(tmp_path / "run") if "policy/loss" in row]
+    assert trained == list(range(1, 13))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+def test_a_run_ends_that_loses_a_process_and_goes_on(tmp_path: Path, files: SimpleNamespace, number: int) -> None:
+    """After the first checkpoint one of two processes is gone; --resume comes to the end that would have been."""
+    file = config_in(tmp_path, files, "sft", {}, ddp_timeout=10, max_steps=60, save_steps=20)
+    train_phase1_sft.main(["--config", str(file), f"output_dir={tmp_path}/one"])
+    command = [script("sft"), "--config", str(file), "trainer.gradient_accumulation_steps=2"]
+    settings = [f"{key}={value}" for key, value in (FSDP2 | {"PATIENCE": "5"}).items()]
+    lose_the_second([*settings, *command], tmp_path / "run" / "checkpoint-20", number)
+    done = launched(2, *command, "--resume")
+    assert done.returncode == 0, done.stderr[-3000:]
+    equal(f"phase 1, full, FSDP2, a process that {'dies' if number == signal.SIGKILL else 'hangs'} | 2",
+          tmp_path / "one", tmp_path / "run")  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------- bad input
+
+
+def some_run(**changes: Any) -> SFTRun:
+    section: dict[str, Any] = {"output_dir": "x", "model": {"name_or_path": "a/b"}, "device": "cpu"}
+    section["data"] = {"sources": [{"kind": "capybara", "path": "embedded"}]}
+    for name, change in changes.items():
+        section[name] = {**section.get(name, {}), **change}
+    return SFTRun.model_validate(section)
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "two_nodes", "zero2", "zero3"])
+def test_the_files_of_accelerate_ask_for_what_is_taken(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As `accelerate launch` turns them into variables; a change of any setting that matters is refused."""
+    file = ROOT / "configs" / "accelerate" / f"{name}.yaml"
+    variables = variables_of(file)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    for key, value in variables.items():
+        monkeypatch.setenv(key, value)
+    launcher.check(some_run())
+    assert launcher.sharding() == ("fsdp2" if name == "two_nodes" else name)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert launcher.sharding() == "none"
+
+
+def variables_of(file: Path) -> dict[str, str]:
+    from accelerate.commands import launch
+    from accelerate.utils import launch as environment
+
+    args = launch.launch_command_parser().parse_args(["--config_file", str(file), "script.py"])
+    args, *_ = launch._validate_launch_command(args)
+    if args.use_deepspeed:
+        args.deepspeed_fields_from_accelerate_config = ""
+        made = environment.prepare_deepspeed_cmd_env(args)[1]
+    else:
+        made = environment.prepare_multi_gpu_env(args)
+    return {key: value for key, value in made.items() if key.startswith(("ACCELERATE_", "FSDP_"))}
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"FSDP_VERSION": "1"}, "fsdp_version: 2"),
+        ({"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}, "fsdp_state_dict_type: FULL_STATE_DICT"),
+        ({"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"),
+        ({"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, "fsdp_cpu_ram_efficient_loading: false"),
+        ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "trainer.gradient_checkpointing"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "yes"}, "ACCELERATE_USE_MEGATRON_LM=true.*fsdp2.yaml"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "1"}, "ACCELERATE_USE_PARALLELISM_CONFIG=true.*fsdp2.yaml"),
+    ],
+)
+def test_what_the_launcher_may_not_ask_for(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], words: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for key, value in (FSDP2 | env).items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(UserError, match=words) as error:
+        hardware.settle(some_run())
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}, "zero_stage is 0. Write 1, 2 or 3"),
+        ({"ACCELERATE_DEEPSPEED_ZERO3_INIT": "true"}, "zero3_init_flag: false"),
+        ({"ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "false"}, "zero3_save_16bit_model: true"),
+        ({"ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, "no deepspeed_config_file"),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "gradient_accumulation_steps: auto"),
+    ],
+)
+def test_what_deepspeed_may_not_be_told(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], words: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    right = {"ACCELERATE_USE_DEEPSPEED": "True", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
+    right |= {"ACCELERATE_DEEPSPEED_ZERO3_INIT": "false", "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true"}
+    for key, value in (right | env).items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(UserError, match=words):
+        hardware.settle(some_run())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": {"name_or_path": "a/b", "tuning": "qlora"}}, "4-bit weights, which are not sharded.*tuning=lora"),
+        ({"trainer": {"optim": "adamw_8bit"}}, "trainer.optim=adamw_8bit.*adamw_torch"),
+    ],
+)
+def test_what_a_sharded_model_cannot_be(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], words: str) -> None:
+    cfg = some_run(**change)
+    launcher.check(cfg)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for key, value in FSDP2.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(UserError, match=words):
+        launcher.check(cfg)
+
+
+def test_fewer_processes_than_asked_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `accelerate launch --cpu --num_processes 2` leaves to the one process that it starts."""
+    from accelerate.commands import launch
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    words = ["--cpu", "--num_processes", "2", "--mixed_precision", "no", "--dynamo_backend", "no", "train.py"]
+    args = launch.launch_command_parser().parse_args(words)
+    args, *_ = launch._validate_launch_command(args)
+    made = prepare_simple_launcher_cmd_env(args)[1]
+    for key in set(made) - set(os.environ):
+        monkeypatch.setenv(key, made[key])
+    with pytest.raises(UserError, match=r"asked for several processes and has started one.*two_cpu.yaml"):
+        hardware.settle(some_run())
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "False")
+    with pytest.raises(UserError, match="started one"):  # a machine without a GPU, --cpu forgotten
+        hardware.settle(some_run())
+    monkeypatch.setenv("MASTER_ADDR", "node17")  # one was asked for, in a job of a cluster
+    hardware.settle(some_run())
+    monkeypatch.delenv("MASTER_ADDR")
+    hardware.settle(some_run())
+
+
+def test_more_processes_than_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert hardware.resolve_device("cuda") == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(UserError, match=r"started 4 processes on this machine.*finds 2 GPUs.*--nproc_per_node 2"):
+        hardware.resolve_device("cuda")
+
+
+def test_a_resumed_run_keeps_its_batches_or_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def begun(processes: int, sharding: str) -> None:
+        (tmp_path / "checkpoint-4").mkdir(exist_ok=True)
+        counts = {"num_tokens": 9, "processes": processes, "sharding": sharding}
+        (tmp_path / "checkpoint-4" / run_identity.COUNTS).write_text(json.dumps(counts))
+
+    six = some_run(trainer={"gradient_accumulation_steps": 3})
+    assert run_identity.same_batches(tmp_path, six) is six, "nothing was begun"
+    begun(2, "none")
+    for now, steps in ((1, 6), (2, 3), (3, 2), (6, 1)):
+        monkeypatch.setenv("WORLD_SIZE", str(now))
+        assert run_identity.same_batches(tmp_path, six).trainer["gradient_accumulation_steps"] == steps
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(
+        UserError, match=r"begun on 2 processes.*6 micro-batches a step.*cannot be shared by 4.*torchrun"
+    ):
+        run_identity.same_batches(tmp_path, six)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    begun(2, "fsdp2")
+    with pytest.raises(UserError, match=r"sharding fsdp2 and would go on with none.*fsdp2.yaml --num_processes 2"):
+        run_identity.same_batches(tmp_path, six)
+
+
+def test_a_port_in_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        rank = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for key, value in rank.items():
+            monkeypatch.setenv(key, value)
+        with pytest.raises(UserError, match=rf"Port {port}, at which the processes.*in use.*--main_process_port"):
+            parallel.start(torch.device("cpu"), timeout=5)
+        with pytest.raises(SystemExit) as end:
+            parallel.launch(
+                ["--master_addr", "127.0.0.1", "--master_port", str(port), "--nproc_per_node", "2", "none.py"]
+            )
+        assert end.value.code == 2
+
+
+@pytest.mark.parametrize("given, seconds", [([], parallel.SHUTDOWN), (["--shutdown-timeout", "5"], 5)])
+def test_processes_have_long_to_end_unless_the_command_line_says_otherwise(
+    given: list[str], seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed import run
+
+    asked: list[Any] = []
+    monkeypatch.setattr(run, "run", asked.append)
+    with pytest.raises(SystemExit):
+        parallel.launch([*given, "--nproc_per_node", "1", "none.py"])
+    assert asked[0].shutdown_timeout == seconds
