@@ -1,4 +1,4 @@
-"""What do five updates of phase 3 do in these processes?  `sharded_updates.py OUT SETTINGS` (tests/runtime/test_sharding.py).
+"""What do five updates of phase 3 do in these processes?  `sharded_updates.py OUT SETTINGS` (test_sharding.py).
 
 SETTINGS is JSON: `algorithm`, `trainer`, `tuning` and `distillation` as in a config; `groups` and `members` of the
 episodes, which are the same in every process; `tied`: one weight for embedding and output layer. OUT is given the

@@ -1,6 +1,6 @@
 """TRL's trainers as phases 1 and 2 use them: what they read, and what they say of held-out rows.
 
-As in runtime/compat.py: private parts of another library, which tests/runtime/test_compat.py watches, each with its reason.
+As in runtime/compat.py: private parts of another library, which test_compat.py watches, each with its reason.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which bytes do all three phases have in common?  Weights, copies, activations, conversations, the output layer.
 
-Each part says whether it is exact or an estimate; tests/plan/test_plan.py compares them with the tensors of small models.
+Each part says whether it is exact or an estimate; test_plan.py compares them with the tensors of small models.
 Where a model is sharded (FSDP2, ZeRO-3), each of `shards` devices holds that part of the parameters, the gradients and
 the optimizer's moments; activations are never shared out.
 """

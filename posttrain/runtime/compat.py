@@ -1,6 +1,6 @@
 """Which private parts of other libraries are used or replaced?  Each in one place, with its reason.
 
-CHECKED says with which versions. For everything here tests/runtime/test_compat.py fails as soon as it no longer fits (a name is
+CHECKED says with which versions. For everything here test_compat.py fails as soon as it no longer fits (a name is
 gone, an argument is another one) and as soon as the library does the same by itself. Each docstring ends with what has
 to happen until it can go. Not here: TRL's trainers (finetune/trl_trainers.py), reading TRL's dataclasses without
 importing them (config/trl_fields.py) and importing transformers' chat templates alone
