@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import _measure
 
 import envs
-from envs.demos import play, player_names
+from envs.demos import play_scripted, player_names
 from envs.protocol import Protocol
 from posttrain.metrics import wilson
 
@@ -27,7 +27,7 @@ def baselines(name: str, episodes: int) -> dict[str, dict[str, Any]]:
     env.reset(seed=0, options={"split": "test"})
     found = {}
     for player in [each for each in SHOWN if each in player_names(env)]:
-        played = [play(envs.make(name), player, Protocol.of(env), seed, "test") for seed in range(episodes)]
+        played = [play_scripted(envs.make(name), player, Protocol.of(env), seed, "test") for seed in range(episodes)]
         reward = sum(turn.reward for episode in played for turn in episode.past) / episodes
         found[player] = {"won": sum(episode.success for episode in played), "of": episodes, "reward": reward}
     return found

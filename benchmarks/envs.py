@@ -31,9 +31,9 @@ import _measure
 import envs
 from envs.base import draw_level
 from envs.deep_coder import verdict
-from envs.lean.backends import replay
+from envs.lean.backends import replay_tactics
 from envs.metamath_qa import is_right
-from envs.protocol import Episode, answer
+from envs.protocol import Episode, format_response
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart" / "phase3_starpo.yaml"
@@ -51,7 +51,7 @@ def our_levels(name: str, count: int) -> None:
 def our_steps(name: str, moves: list[tuple[int, list[str]]]) -> None:
     """Plays these actions on these levels, with what is seen after each. Every answer is judged, none looked up."""
     verdict._cache.clear()
-    replay.cache_clear()
+    replay_tactics.cache_clear()
     is_right.cache_clear()
     env = envs.make(name)
     for seed, actions in moves:
@@ -159,7 +159,7 @@ def share(player: Path, file: Path, env: str) -> dict[str, float]:
         return run
 
     def at_random(episode: Episode, response: str) -> Any:
-        return play(episode, answer("", [episode.env.players()["random"]], episode.protocol))
+        return play(episode, format_response("", [episode.env.players()["random"]], episode.protocol))
 
     with contextlib.ExitStack() as patches:
         for name in ("reset", "step", "observe"):

@@ -23,7 +23,7 @@ import gymnasium
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from envs.base import CAPABILITIES, SPLITS, TextEnv, known
-from envs.process_state import kept
+from envs.process_state import keep_process_state
 
 __all__ = ["CAPABILITIES", "SPLITS", "TextEnv", "make", "names", "option", "register"]
 
@@ -114,7 +114,7 @@ def _by_path(path: str) -> type[TextEnv]:
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)  # last, so that no file of the folder hides an installed package
     try:
-        with kept(path):
+        with keep_process_state(path):
             found = vars(importlib.import_module(module))
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):  # a module that the user's own imports
@@ -173,7 +173,7 @@ for _module in pkgutil.iter_modules(__path__):
     if _module.name in _NO_ENVS:
         continue
     try:
-        with kept(f"envs/{_module.name}.py"):
+        with keep_process_state(f"envs/{_module.name}.py"):
             _found = importlib.import_module(f"envs.{_module.name}")
         for _thing in list(vars(_found).values()):
             _own = f"{getattr(_thing, '__module__', '')}.".startswith(f"{_found.__name__}.")

@@ -19,9 +19,9 @@ from rich.table import Table
 
 from envs import CAPABILITIES, SPLITS, make, names, option
 from envs.base import NoLevel, known
-from envs.demos import play
+from envs.demos import play_scripted
 from envs.hostile import HOSTILE, HOSTILE_TEXTS, meet_hostile_text
-from envs.promises import LEVELS, SAME, TURNS, Subject, already, broken_promises, digest, protocol_for, raised
+from envs.promises import LEVELS, SAME, TURNS, Subject, already, broken_promises, env_digest, protocol_for, where_raised
 from envs.protocol import Episode
 from envs.web import NoAnswer
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "posttrain env check") -
     parser.add_argument("--hostile", metavar="FILE", help=argparse.SUPPRESS)  # how `hostile_text` plays elsewhere
     arguments = parser.parse_args(argv)
     try:
-        subject = requested(arguments)
+        subject = check_request(arguments)
     except (ValueError, NoAnswer) as problem:
         print(problem, file=sys.stderr)
         return 2
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "posttrain env check") -
         return 2
 
 
-def requested(arguments: argparse.Namespace) -> Subject:
+def check_request(arguments: argparse.Namespace) -> Subject:
     """Return what to check; a ValueError says what is wrong with the request."""
     options = dict(map(option, arguments.options))
     known("split", arguments.split, SPLITS)
@@ -67,7 +67,7 @@ def requested(arguments: argparse.Namespace) -> Subject:
 
 
 def show_digest(subject: Subject) -> int:
-    print(digest(subject))
+    print(env_digest(subject))
     return 0
 
 
@@ -75,11 +75,11 @@ def look(subject: Subject, seed: int) -> int:
     """Show and check an environment; return the exit code."""
     console, broken = Console(), []
     try:
-        show(subject, seed, console)
+        show_environment(subject, seed, console)
     except (NoLevel, NoAnswer):
         raise
     except (Exception, SystemExit) as error:  # an environment may raise anything
-        broken = [raised(subject, error)]
+        broken = [where_raised(subject, error)]
     broken += [sentence for sentence in broken_promises(subject) if not any(already([sentence], one) for one in broken)]
     if subject.options and broken and all(SAME in sentence for sentence in broken):
         told = " ".join(f"{name}={value}" for name, value in subject.options.items())
@@ -100,13 +100,13 @@ def look(subject: Subject, seed: int) -> int:
     return 1 if broken else 0
 
 
-def show(subject: Subject, seed: int, console: Console) -> None:
+def show_environment(subject: Subject, seed: int, console: Console) -> None:
     """Print one episode, the results of the scripted policies, the optional parts and the levels."""
     env = subject.at(0)
     players = subject.players
     shown = Episode(subject.make(), subject.protocol, seed, subject.split)
     if players:
-        shown = play(subject.make(), players[-1], subject.protocol, seed, subject.split)
+        shown = play_scripted(subject.make(), players[-1], subject.protocol, seed, subject.split)
     for message in shown.messages:
         role = message["role"]
         console.print(Panel(escape(message["content"]), title=role, title_align="left", border_style=COLOURS[role]))
@@ -132,7 +132,8 @@ def scores(subject: Subject) -> Table:
         table.add_column(column, justify="left" if column == "player" else "right")
     for player in subject.players:
         played = [
-            play(subject.make(), player, subject.protocol, level, subject.split) for level in range(subject.episodes)
+            play_scripted(subject.make(), player, subject.protocol, level, subject.split)
+            for level in range(subject.episodes)
         ]
         won, lost = sum(e.success for e in played), sum(bool(e.failure) for e in played)
         mean = sum(e.turns for e in played) / len(played)

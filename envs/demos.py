@@ -23,7 +23,7 @@ import numpy as np
 
 from envs import SPLITS, make, names, option
 from envs.base import TextEnv, known
-from envs.protocol import ACTION_SEP, Episode, Message, Protocol, answer, parse
+from envs.protocol import ACTION_SEP, Episode, Message, Protocol, format_response, parse
 from envs.web import NoAnswer
 
 THOUGHTS = {
@@ -49,11 +49,11 @@ def next_action(env: TextEnv, player: str) -> str:
     return env.expert() if player == "expert" else env.players()[player]
 
 
-def play(env: TextEnv, player: str, protocol: Protocol, seed: int, split: str) -> Episode:
+def play_scripted(env: TextEnv, player: str, protocol: Protocol, seed: int, split: str) -> Episode:
     """Return one episode played by the expert or a scripted policy, one action a turn."""
     episode = Episode(env, protocol, seed, split)
     while not episode.done:
-        episode.step(answer(env.thought(), [next_action(env, player)], protocol))
+        episode.step(format_response(env.thought(), [next_action(env, player)], protocol))
     return episode
 
 
@@ -112,7 +112,7 @@ class Style:
 
     def reply(self, episode: Episode, player: str, action: str) -> str:
         """Return the whole answer: the thought behind an action of a player, then the action."""
-        return answer(self.think(episode, player, action), [action], episode.protocol)
+        return format_response(self.think(episode, player, action), [action], episode.protocol)
 
     def think(self, episode: Episode, player: str, action: str) -> str:
         if self.thought == "none":
@@ -120,12 +120,12 @@ class Style:
         if self.thought == "cues":
             return episode.env.thought_of(action)
         ahead, moves = _ahead(episode), [action]
-        ahead.step(answer("", [action], ahead.protocol))
+        ahead.step(format_response("", [action], ahead.protocol))
         if self.thought == "next_state":
             return f"Next state: {ahead.env.observe()}"
         while len(moves) < self.plan and not ahead.done:
             moves.append(next_action(ahead.env, player))
-            ahead.step(answer("", moves[-1:], ahead.protocol))
+            ahead.step(format_response("", moves[-1:], ahead.protocol))
         return f"Plan: {f' {ACTION_SEP} '.join(moves)}"
 
 
@@ -190,7 +190,7 @@ def demonstration(
 # -- pairs -------------------------------------------------------------------------------------------------------------
 
 
-def preference(
+def preference_in_state(
     begin: Callable[[], Episode], mix: Mapping[str, float], flawed: Mapping[str, float], style: Style
 ) -> tuple[dict[str, Any] | None, Counter[str]]:
     """Return the expert's answer and a worse one of a flawed player, in a state of an episode played by `mix`.
@@ -259,7 +259,7 @@ def _outcome(episode: Episode, action: str, play: int) -> tuple[float, float, fl
         ahead.env.noise = np.random.default_rng([episode.seed, 6, play])
     while not ahead.done and (ahead.env.deterministic or ahead.turns < episode.turns + LOOK_AHEAD):
         first = ahead.turns == episode.turns
-        turn = ahead.step(answer("", [action if first else ahead.env.expert()], ahead.protocol))
+        turn = ahead.step(format_response("", [action if first else ahead.env.expert()], ahead.protocol))
         gain += turn.reward + turn.penalty
     return float(ahead.success), gain, -float(ahead.turns if ahead.success else 0)
 
@@ -312,7 +312,7 @@ class Recipe:
 
         told = {"env": env.name, "seed": seed}
         if self.pairs:
-            pair, left_out = preference(begin, self.mix, self.flawed or self._players(env), self.style)
+            pair, left_out = preference_in_state(begin, self.mix, self.flawed or self._players(env), self.style)
             self.left_out.update(left_out)
             return None if pair is None else pair | told
         episode = begin()
@@ -340,7 +340,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "posttrain env demos") -
     """Write demonstrations or pairs. Returns the exit code: 0, or 2 where nothing was written."""
     arguments = parser(prog).parse_args(argv)
     try:
-        recipe = requested(arguments)
+        recipe = demos_request(arguments)
         kind = "preferences" if recipe.pairs else "messages"
         name = "+".join(env.name for env in recipe.envs) + ("_pairs" if recipe.pairs else "")
         file = Path(arguments.out or f"runs/demos/{name}.jsonl")
@@ -377,7 +377,7 @@ def parser(prog: str = "posttrain env demos") -> argparse.ArgumentParser:
     return made
 
 
-def requested(arguments: argparse.Namespace) -> Recipe:
+def demos_request(arguments: argparse.Namespace) -> Recipe:
     """Return what to write; a ValueError says what is wrong with the request."""
     weights: dict[str, float] = {}
     for text in arguments.envs:

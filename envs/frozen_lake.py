@@ -244,10 +244,10 @@ class FrozenLake(TextEnv):
         frame = Image.new("RGB", (self.side * size, self.side * size))
         for i, cell in enumerate(self.cells):
             x, y = i % self.side * size, i // self.side * size
-            frame.paste(picture("tile_hole" if cell == "H" else "tile_ice", (size, size)), (x, y))
+            frame.paste(tile_picture("tile_hole" if cell == "H" else "tile_ice", (size, size)), (x, y))
             for image, there, box in (("goal_flag", i == self.goal, (32, 42)), ("agent", i == self.position, (48, 44))):
                 if there:
-                    overlay = picture(image, box)
+                    overlay = tile_picture(image, box)
                     frame.paste(overlay, (x + (size - box[0]) // 2, y + (size - box[1]) // 2), overlay)
         return np.asarray(frame)
 
@@ -310,7 +310,7 @@ def steps_to_goal(level: tuple[str, ...]) -> list[int]:
 
 
 @lru_cache(maxsize=64)
-def picture(name: str, size: tuple[int, int]) -> Any:
+def tile_picture(name: str, size: tuple[int, int]) -> Any:
     """Return one of gymnasium's own pictures (read here, since its renderer needs pygame)."""
     from PIL import Image
 

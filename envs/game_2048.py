@@ -253,14 +253,14 @@ def line_value(line: Line) -> float:
 
 
 @lru_cache(maxsize=1 << 16)
-def value(board: Board) -> float:
+def board_value(board: Board) -> float:
     return sum(map(line_value, board)) + sum(map(line_value, zip(*board, strict=True)))
 
 
 @lru_cache(maxsize=1 << 16)
 def best_reply(board: Board) -> float:
     """Return the value after the best move; a lost board is worth much less than any other."""
-    return max((value(slide(board, move)[0]) for move in legal(board)), default=-1000.0)
+    return max((board_value(slide(board, move)[0]) for move in legal(board)), default=-1000.0)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -28,7 +28,7 @@ def detail(words: str, _: int) -> dict[str, Any]:
     return {"detail": words}
 
 
-async def refuse(scope: Any, send: Any, status: int, words: str, form: Form = detail) -> None:
+async def refuse_unread(scope: Any, send: Any, status: int, words: str, form: Form = detail) -> None:
     """Answer a request with an error, unread; a websocket is not accepted, which clients see as status 403."""
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008, "reason": ""})
@@ -70,9 +70,9 @@ class OwnPagesOnly:
             return
         host, origin = header(scope, b"host") or "", header(scope, b"origin")
         if self.local and not is_loopback(host_of(f"//{host}")):
-            await refuse(scope, send, 403, "This server is for this machine alone.", self.form)
+            await refuse_unread(scope, send, 403, "This server is for this machine alone.", self.form)
         elif origin is not None and origin.lower().partition("://")[2] != host.lower():
-            await refuse(scope, send, 403, "This server takes no requests of other websites.", self.form)
+            await refuse_unread(scope, send, 403, "This server takes no requests of other websites.", self.form)
         else:
             await self.app(scope, receive, own_headers(send))
 
@@ -103,7 +103,7 @@ class KeyHolders:
         if scope["type"] == "lifespan" or hmac.compare_digest(given, self.expected):
             await self.app(scope, receive, send)
         else:
-            await refuse(scope, send, 401, "The key of this server is missing, or it is another one.", self.form)
+            await refuse_unread(scope, send, 401, "The key of this server is missing, or it is another one.", self.form)
 
 
 class WholeRequests:
@@ -137,7 +137,9 @@ class WholeRequests:
             pieces.append(message.get("body", b""))
             size, more = size + len(pieces[-1]), message.get("more_body", False)
         if size > most:
-            await refuse(scope, send, 413, f"A request may have {most:,} bytes here, and this one has more.", self.form)
+            await refuse_unread(
+                scope, send, 413, f"A request may have {most:,} bytes here, and this one has more.", self.form
+            )
             return
         body: list[Any] = [{"type": "http.request", "body": b"".join(pieces), "more_body": False}]
 

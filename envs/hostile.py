@@ -13,8 +13,8 @@ from typing import Any
 
 from envs.base import TextEnv
 from envs.demos import next_action, player_names
-from envs.promises import LONG, Subject, raised
-from envs.protocol import ACTION_SEP, MAX_PENALISED_TURNS, Episode, answer, parse
+from envs.promises import LONG, Subject, where_raised
+from envs.protocol import ACTION_SEP, MAX_PENALISED_TURNS, Episode, format_response, parse
 from envs.web import NoAnswer
 
 HOSTILE = (  # whole responses
@@ -72,7 +72,7 @@ def meet_hostile_text(subject: Subject, marker: str) -> Iterator[dict[str, Any]]
     protocol, free = subject.protocol, subject.make().actions is None
     texts = list(HOSTILE)
     if free:
-        texts += [answer("", [text.format(marker=marker)], protocol) for text in HOSTILE_TEXTS]
+        texts += [format_response("", [text.format(marker=marker)], protocol) for text in HOSTILE_TEXTS]
     for text in texts:
         shown = repr(text if len(text) < 60 else f"{text[:60]}...")
         yield {"text": shown}
@@ -81,7 +81,7 @@ def meet_hostile_text(subject: Subject, marker: str) -> Iterator[dict[str, Any]]
         except NoAnswer:
             raise
         except (Exception, SystemExit) as error:  # an environment may raise anything
-            broken = raised(subject, error)
+            broken = where_raised(subject, error)
         if broken:
             yield {"broken": f"the hostile text {shown}: {broken}"}
 
@@ -185,7 +185,7 @@ def meet_hostile_answers(subject: Subject, n: int, seed: int = 0, seconds: float
             try:
                 wrong = meet(game, text)
             except (Exception, SystemExit) as error:  # an environment may raise anything
-                wrong, episode = raised(subject, error), None
+                wrong, episode = where_raised(subject, error), None
                 straight.reset(seed=seed)
             if time.monotonic() - start > (LATE_AND_SLOW if env.slow else LATE):
                 wrong = wrong or f"it took {time.monotonic() - start:.1f} seconds."

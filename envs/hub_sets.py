@@ -69,13 +69,13 @@ def split_names(env: str, path: str, config: str | None = None) -> list[str]:
 
 def _unreadable(env: str, what: str, error: Exception) -> ValueError:
     return ValueError(
-        f"{env}: the data set path={what} cannot be read ({reason(error)}). Name a data set on the Hugging Face Hub"
-        " (which needs a network), a folder or a .jsonl or .parquet file with its columns;"
+        f"{env}: the data set path={what} cannot be read ({reason_unreadable(error)}). Name a data set on the"
+        " Hugging Face Hub (which needs a network), a folder or a .jsonl or .parquet file with its columns;"
         f" path={EMBEDDED} needs none of them."
     )
 
 
-def reason(error: Exception) -> str:
+def reason_unreadable(error: Exception) -> str:
     """Return why a data set cannot be read, in a few words."""
     if isinstance(error, StopIteration):  # how `datasets` says that a file is empty
         return "it has no rows"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from envs.math_numbers import BASED, Number, as_text, is_same, number
+from envs.math_numbers import BASED, Number, as_text, is_same, parse_number
 from envs.math_spelling import (
     CLOSE_MATRIX,
     FUNCTION,
@@ -25,7 +25,7 @@ from envs.math_spelling import (
     ROW_END,
     closes,
     for_math_verify,
-    plain,
+    plain_spelling,
 )
 from envs.math_units import CURRENCY, agree, split_unit, unit_of
 
@@ -99,7 +99,7 @@ def equal(given: str, answer: str, same: Same) -> bool:
     if same_text(given, answer):
         return True  # also where math-verify could read neither, such as a name
     said = frozenset(LETTERS.findall(" ".join(IN_WORDS.findall(f"{given} {answer}"))))
-    given, answer = plain(given), plain(answer)
+    given, answer = plain_spelling(given), plain_spelling(answer)
     return bool(given and answer) and _Comparison(same, said).equal(given, answer)
 
 
@@ -119,7 +119,7 @@ class _Comparison:
             given = QUALIFIED.sub("", given) or given
         if same_text(given, answer) or (_only_words(given) == _only_words(answer) != ""):
             return True
-        found, wanted = (None if ATTACHED.search(text) else number(text) for text in (given, answer))
+        found, wanted = (None if ATTACHED.search(text) else parse_number(text) for text in (given, answer))
         if found is not None and wanted is not None:
             return agree(found.unit, wanted.unit) and is_same(found, wanted)
         ours, theirs = self._measured(given), self._measured(answer)
@@ -148,7 +148,7 @@ class _Comparison:
             variable = letters is not None and len(letters[0]) == 1 and letters[0] not in self.said
             if end.startswith(" ") and not variable:
                 return _Measured(rest, unit, "")
-            if number(rest) is not None if end.startswith(" ") else not variable and not _is_algebra(rest):
+            if parse_number(rest) is not None if end.startswith(" ") else not variable and not _is_algebra(rest):
                 return _Measured(rest, unit, "")
         match = WORDS_BEHIND.search(text, max(0, len(text) - LONGEST_UNIT))
         words = match[0].split() if match else []
@@ -186,7 +186,8 @@ class _Comparison:
         if not self.equal(last, answer, depth + 1):
             return False
         return all(
-            names(side, answer) or _name(side).startswith("(") or self.equal(side, answer, depth + 1) for side in before
+            names_variable(side, answer) or _name(side).startswith("(") or self.equal(side, answer, depth + 1)
+            for side in before
         )
 
     def _lists(self, given: str, answer: str, depth: int) -> bool | None:
@@ -296,7 +297,11 @@ def _without_lead(text: str) -> str:
         return " ".join(words[cut:]).removeprefix("=").strip() or text
     lead, rest = words[:number_of_words], " ".join(words[number_of_words:])
     is_lead = all(len(word) > 2 and not CURRENCY.match(word) and not FUNCTION.match(word) for word in lead)
-    return rest if lead and is_lead and words[number_of_words].casefold() not in NOT_BESIDE and number(rest) else text
+    return (
+        rest
+        if lead and is_lead and words[number_of_words].casefold() not in NOT_BESIDE and parse_number(rest)
+        else text
+    )
 
 
 def _only_words(text: str) -> str:
@@ -343,8 +348,8 @@ def _same_ratio(given: str, answer: str) -> bool | None:
     """Return whether 6:8 is 3:4, or 3/4 is 3:4; None where one is neither such a ratio nor a number."""
     ratios, others = [], []
     for text in (given, answer):
-        match, whole = RATIO.fullmatch(text), number(text)
-        sides = [number(side.strip()) for side in match.groups()] if match else []
+        match, whole = RATIO.fullmatch(text), parse_number(text)
+        sides = [parse_number(side.strip()) for side in match.groups()] if match else []
         if all(sides) and sides and sides[1] and sides[1].value:
             ratios.append(Fraction(sides[0].value, sides[1].value))  # pyright: ignore[reportOptionalMemberAccess]
         elif whole is not None:
@@ -380,7 +385,7 @@ def parts(text: str) -> tuple[str, str, list[str]] | None:
     return (brackets, separators, [*found, text[start:].strip()]) if found else None
 
 
-def names(side: str, answer: str = "") -> bool:
+def names_variable(side: str, answer: str = "") -> bool:
     r"""Return whether a side of an equation names what is asked for: x, f(2), a+b; not 2x, -x, x^2, 13 or x.
 
     Of an answer with letters it is one name that the answer does not have.

@@ -58,7 +58,7 @@ class Number(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 12)
-def number(text: str) -> Number | None:
+def parse_number(text: str) -> Number | None:
     """Return the number that is all of a plain text, but for a unit of the list."""
     text = LATEX_FRACTION.sub(lambda m: f" {m[1] or m[2]}/{m[3] or m[4]} ", text)
     text = _without_brackets(re.sub(r"\\overline *\{([0-9]+)\}", r"\\overline \1 ", text))

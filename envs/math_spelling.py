@@ -79,7 +79,7 @@ IMAGINARY = re.compile(r"(?<![\\a-zA-Z{])i(?![a-zA-Z])")
 
 
 @lru_cache(maxsize=1 << 12)
-def plain(text: str) -> str:
+def plain_spelling(text: str) -> str:
     """Return the text without what is put around it, blanks as one blank; nothing where it is not an answer."""
     if len(text) > LONGEST_TEXT or len(text := _without_unicode(text)) > LONGEST_TEXT:
         return ""

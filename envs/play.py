@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from envs import SPLITS, make, names, option
 from envs.base import known
-from envs.protocol import Episode, Protocol, Turn, answer
+from envs.protocol import Episode, Protocol, Turn, format_response
 from envs.web import NoAnswer
 
 THOUGHT = "#"  # begins a line with the thought of the next action
@@ -55,17 +55,17 @@ def main(argv: Sequence[str] | None = None, prog: str = "posttrain env play") ->
 def converse(episode: Episode, rewards: list[float]) -> None:
     """Play until the game is over, rewards and penalties into the list; EOFError where the input ends first."""
     for message in episode.messages:
-        say(message["role"], message["content"])
+        print_as(message["role"], message["content"])
     while not episode.done:
         said = response(episode.protocol)
         if not sys.stdin.isatty():
             print(said)
         turn = episode.step(said)
         rewards.append(turn.reward + turn.penalty)
-        print(f"[{told(turn)}]")
+        print(f"[{print_turn(turn)}]")
         if turn.user is not None:
-            say("user", turn.user)
-    say("last state", episode.env.observe())
+            print_as("user", turn.user)
+    print_as("last state", episode.env.observe())
 
 
 def response(protocol: Protocol) -> str:
@@ -80,10 +80,10 @@ def response(protocol: Protocol) -> str:
                 line += f"\n{input('...> ')}"
             return line
         elif line.strip():
-            return answer(thought, [line.strip()], protocol)
+            return format_response(thought, [line.strip()], protocol)
 
 
-def told(turn: Turn) -> str:
+def print_turn(turn: Turn) -> str:
     penalty = f", penalty {turn.penalty:g}" if turn.penalty else ""
     return f"reward {round(turn.reward, 6):g}{penalty}{'' if turn.valid else ', invalid answer'}"
 
@@ -96,7 +96,7 @@ def summary(episode: Episode, total: float) -> str:
     return f"{ended.capitalize()} after {turns}, return {round(total, 6):g}.{limit}"
 
 
-def say(role: str, text: str) -> None:
+def print_as(role: str, text: str) -> None:
     colour = {"system": "33", "user": "36"}.get(role, "32")
     title = f"\x1b[{colour}m{role}\x1b[0m" if sys.stdout.isatty() else role
     print(f"-- {title}\n{text}")

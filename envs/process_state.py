@@ -67,7 +67,7 @@ class ProcessState(NamedTuple):
 
 
 @contextmanager
-def kept(who: str) -> Iterator[None]:
+def keep_process_state(who: str) -> Iterator[None]:
     """Whatever runs in here, an environment's code, the process is afterwards as it was before."""
     before = ProcessState.now()
     try:

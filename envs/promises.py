@@ -29,8 +29,8 @@ from gymnasium.utils.env_checker import check_env
 
 from envs import SPLITS, TextEnv, gymnasium_id, make
 from envs.base import NoLevel
-from envs.demos import demonstrate, next_action, play, player_names
-from envs.protocol import ACTION_SEP, Episode, Protocol, answer, parse
+from envs.demos import demonstrate, next_action, play_scripted, player_names
+from envs.protocol import ACTION_SEP, Episode, Protocol, format_response, parse
 from envs.web import NoAnswer
 
 LEVELS = 64  # drawn from each split to count the different ones
@@ -104,7 +104,7 @@ def broken_promises(subject: Subject) -> list[str]:
         except (NoLevel, NoAnswer):
             raise
         except (Exception, SystemExit) as error:  # an environment may raise anything
-            if not already(broken, cause := raised(subject, error)):
+            if not already(broken, cause := where_raised(subject, error)):
                 checked = (inspect.getdoc(promise) or "").partition("\n")[0]
                 sentences.append(f"{cause[:-1]} while this was checked: {checked}")
         broken += sentences
@@ -116,7 +116,7 @@ def already(sentences: Iterable[str], cause: str) -> bool:
     return any(sentence.startswith(cause[:-1]) for sentence in sentences)
 
 
-def raised(subject: Subject, error: BaseException) -> str:
+def where_raised(subject: Subject, error: BaseException) -> str:
     """Return where an environment raised, as a sentence: the innermost line of its own file, or of any."""
     frames = traceback.extract_tb(error.__traceback__)
     own = inspect.getsourcefile(type(subject.make()))
@@ -273,7 +273,7 @@ def play_in_the_protocol(subject: Subject) -> Iterator[str]:
     if not isinstance(env.observe(), str) or not env.observe().strip():
         yield f"observe() returned {env.observe()!r}, not the text of the state."
     for action in env.actions or ():
-        read = parse(answer("so", [action], protocol), protocol, env.actions)
+        read = parse(format_response("so", [action], protocol), protocol, env.actions)
         if read.actions != [action]:
             yield (
                 f"the action {action!r} is read as {read.actions or read.invalid}: names need letters, differ in more"
@@ -283,7 +283,7 @@ def play_in_the_protocol(subject: Subject) -> Iterator[str]:
     for seed in range(SAMPLE):
         episode, rng = Episode(subject.make(), protocol, seed), np.random.default_rng(seed)
         while not episode.done:
-            turn = episode.step(answer("so", [some_action(episode.env, subject.players, rng)], protocol))
+            turn = episode.step(format_response("so", [some_action(episode.env, subject.players, rng)], protocol))
             turns, valid = turns + 1, valid + turn.valid
     if not valid and (subject.players or env.actions is not None):
         yield f"none of {turns} well-formed answers was valid: every turn is penalised, and nothing can be learnt."
@@ -315,7 +315,7 @@ def scripted_policies(subject: Subject) -> Iterator[str]:
                 break
     if subject.make().has("expert"):
         for seed in range(SAMPLE):
-            episode = play(subject.make(), "expert", subject.protocol, seed, "train")
+            episode = play_scripted(subject.make(), "expert", subject.protocol, seed, "train")
             if episode.invalid_turns:
                 yield f"the expert's action on seed {seed} is invalid."
 
@@ -338,7 +338,7 @@ def winning_expert(subject: Subject) -> Iterator[str]:
         return
     protocol = protocol_for(env)
     for seed in range(subject.episodes):
-        if not play(subject.make(), "expert", protocol, seed, subject.split).success:
+        if not play_scripted(subject.make(), "expert", protocol, seed, subject.split).success:
             yield (
                 f"the expert does not win the {subject.split} level of seed {seed} within max_turns="
                 f"{protocol.max_turns}: raise max_turns, or define optimal_success where a level cannot be won."
@@ -363,7 +363,9 @@ def claimed_optimum(subject: Subject) -> Iterator[str]:
         expected, certain = sum(chances), all(chance in (0, 1) for chance in chances)
         noise = 4 * math.sqrt(sum(chance * (1 - chance) for chance in chances)) + 1e-6
         for player in subject.players:
-            wins = sum(play(subject.make(), player, limit, seed, subject.split).success for seed in range(episodes))
+            wins = sum(
+                play_scripted(subject.make(), player, limit, seed, subject.split).success for seed in range(episodes)
+            )
             told = f"{wins} of {episodes} levels in {limit.max_turns} turns; optimal_success adds up to {expected:.1f}"
             if wins > expected + noise:
                 yield f"{player} wins {told}: the claimed optimum is too low."
@@ -398,7 +400,7 @@ def hostile_text(subject: Subject) -> Iterator[str]:
 def same_in_every_process(subject: Subject) -> Iterator[str]:
     """Another process with another PYTHONHASHSEED sees the same levels, observations and demonstrations."""
     done = _elsewhere(subject, "--digest")
-    if done.stdout.split()[-1:] != [digest(subject)]:  # what comes before it, the environment printed
+    if done.stdout.split()[-1:] != [env_digest(subject)]:  # what comes before it, the environment printed
         yield (
             "a second process with another PYTHONHASHSEED sees other levels: draw() and begin() must not depend on"
             f" hash(), the order of a set, the time or global generators. {done.stderr[-300:]}".rstrip()
@@ -419,7 +421,7 @@ def _elsewhere(subject: Subject, *flags: str, timeout: float | None = None) -> s
     )
 
 
-def digest(subject: Subject, seeds: int = 20) -> str:
+def env_digest(subject: Subject, seeds: int = 20) -> str:
     """Return a fingerprint of the levels, observations, noise and demonstrations of an environment."""
     parts, players = [], subject.players
     for split, seed in itertools.product(SPLITS, range(seeds)):

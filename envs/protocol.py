@@ -130,7 +130,7 @@ def thought_span(text: str) -> tuple[int, int] | None:
     return (start + len("<think>"), end) if end >= 0 else None
 
 
-def answer(thought: str, actions: Sequence[str], protocol: Protocol) -> str:
+def format_response(thought: str, actions: Sequence[str], protocol: Protocol) -> str:
     """Return a response in the protocol's form."""
     reply = f"<answer>{f' {ACTION_SEP} '.join(actions)}</answer>"
     return f"<think>{thought}</think>{reply}" if protocol.think else reply
@@ -145,7 +145,7 @@ def system_text(env: TextEnv, protocol: Protocol) -> str:
         limits, example = f"{turns}, up to {per_turn} actions{each}", ["Action", "Action"]
     if protocol.max_actions < protocol.max_turns * per_turn:
         limits += f", {protocol.max_actions} actions in all"
-    return f"{env.rules()} {limits}. Reply: {answer('reasoning', example, protocol)}"
+    return f"{env.rules()} {limits}. Reply: {format_response('reasoning', example, protocol)}"
 
 
 def _per_turn(env: TextEnv, protocol: Protocol) -> int:

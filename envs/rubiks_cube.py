@@ -48,7 +48,7 @@ class Scrambles(NamedTuple):
     rotate: bool
 
 
-class Level(NamedTuple):
+class CubeLevel(NamedTuple):
     """A cube and whether its split is decided by hash: Level(cube="WWWW...", held_out=True)."""
 
     cube: str
@@ -95,7 +95,7 @@ class RubiksCube(TextEnv):
         self.config = Scrambles(min_length, max_length, rotate)
 
     @classmethod
-    def draw(cls, config: Scrambles, rng: np.random.Generator) -> Iterator[Level]:
+    def draw(cls, config: Scrambles, rng: np.random.Generator) -> Iterator[CubeLevel]:
         """Yield any distance with equal chance, then any puzzle at that distance.
 
         A distance is given up for another after `PATIENCE` puzzles: the split has none of them.
@@ -109,17 +109,17 @@ class RubiksCube(TextEnv):
                 if config.rotate:
                     positions = rotations()
                     cube = turned(cube, positions[int(rng.integers(len(positions)))])
-                yield Level(cube, held_out)
+                yield CubeLevel(cube, held_out)
 
     @classmethod
-    def key_of(cls, level: Level) -> str:
+    def key_of(cls, level: CubeLevel) -> str:
         return str(number_of(level.cube))
 
     @classmethod
-    def split_of(cls, level: Level) -> str | None:
+    def split_of(cls, level: CubeLevel) -> str | None:
         return split_by_hash(cls.key_of(level)) if level.held_out else None
 
-    def begin(self, level: Level) -> None:
+    def begin(self, level: CubeLevel) -> None:
         self.level = level
         self.cube = level.cube
 

@@ -60,10 +60,10 @@ def is_loopback(name: str | None) -> bool:
 def post_json(url: str, content: Any, timeout: float, headers: Mapping[str, str] | None = None) -> Any:
     """Send JSON and return the JSON that the server answers; see `ask` for arguments and errors."""
     sent = {"Content-Type": "application/json", **(headers or {})}
-    return json.loads(ask(url, json.dumps(content).encode(), timeout, sent))
+    return json.loads(send_request(url, json.dumps(content).encode(), timeout, sent))
 
 
-def ask(
+def send_request(
     url: str, body: bytes | None, timeout: float, headers: Mapping[str, str] | None = None, most: int = MOST_BYTES
 ) -> bytes:
     """Return the body of the reply to one request.

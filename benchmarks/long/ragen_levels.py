@@ -334,7 +334,7 @@ def run(out: Path, label: str, seed: int) -> dict[str, Any]:
 def baselines(game: Game) -> dict[str, Any]:
     """What chance and the expert win on the levels that `evaluate` plays, and what the best player would."""
     import envs
-    from envs.demos import play
+    from envs.demos import play_scripted
     from envs.protocol import Protocol
     from posttrain.config.shared import EnvSection
     from posttrain.evaluation.tasks import held_out_levels
@@ -343,7 +343,7 @@ def baselines(game: Game) -> dict[str, Any]:
     limits, found, best = Protocol.of(env, max_turns=TURNS), {"random": 0, "expert": 0}, []
     for seed in held_out_levels(EnvSection(name=game.name, options=game.options), "test", LEVELS):
         for player in found:
-            found[player] += play(env, player, limits, seed, "test").success
+            found[player] += play_scripted(env, player, limits, seed, "test").success
         if env.has("optimal_success"):
             env.reset(seed=seed, options={"split": "test"})
             best.append(env.optimal_success(TURNS))

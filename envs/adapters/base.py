@@ -26,20 +26,20 @@ def package(module: str, install: str) -> Any:
         raise ValueError(f"{module} cannot be imported ({error}). Install it: pip install {install}") from None
 
 
-def plain(value: Any) -> Any:
+def plain_numbers(value: Any) -> Any:
     """Return the same with Python's own numbers and lists for NumPy's: a state whose repr is the same everywhere."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, tuple | list):
-        return [plain(each) for each in value]
+        return [plain_numbers(each) for each in value]
     if isinstance(value, set | frozenset):
-        return sorted(map(repr, map(plain, value)))
+        return sorted(map(repr, map(plain_numbers, value)))
     if isinstance(value, dict):
-        return sorted((repr(plain(key)), plain(each)) for key, each in value.items())
+        return sorted((repr(plain_numbers(key)), plain_numbers(each)) for key, each in value.items())
     return value if isinstance(value, str | int | float | bool | None) else type(value).__name__
 
 
-class Level(NamedTuple):
+class SeededLevel(NamedTuple):
     """A seed, and the starting state that it gives: Level(seed=7, key="252", held_out=True)."""
 
     seed: int
@@ -52,20 +52,20 @@ class SeededEnv(TextEnv):
 
     @classmethod
     @abstractmethod
-    def level_of(cls, config: Any, seed: int) -> Level:
+    def level_of(cls, config: Any, seed: int) -> SeededLevel:
         """Return the level of a seed."""
 
     @classmethod
-    def draw(cls, config: Any, rng: np.random.Generator) -> Iterator[Level]:
+    def draw(cls, config: Any, rng: np.random.Generator) -> Iterator[SeededLevel]:
         while True:
             yield cls.level_of(config, int(rng.integers(SEEDS)))
 
     @classmethod
-    def key_of(cls, level: Level) -> str:
+    def key_of(cls, level: SeededLevel) -> str:
         return level.key
 
     @classmethod
-    def split_of(cls, level: Level) -> str | None:
+    def split_of(cls, level: SeededLevel) -> str | None:
         return super().split_of(level) if level.held_out else None
 
 

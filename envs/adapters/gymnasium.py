@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import gymnasium
 
-from envs.adapters.base import Lender, Level, SeededEnv, plain
+from envs.adapters.base import Lender, SeededEnv, SeededLevel, plain_numbers
 
 DRAWING = threading.Lock()  # one environment draws all levels
 
@@ -49,11 +49,11 @@ class GymnasiumText(SeededEnv):
         return reward > 0
 
     @classmethod
-    def level_of(cls, config: Any, seed: int) -> Level:
+    def level_of(cls, config: Any, seed: int) -> SeededLevel:
         with DRAWING:
-            return Level(seed, repr(plain(drawing(cls, config).reset(seed=seed)[0])), cls.held_out)
+            return SeededLevel(seed, repr(plain_numbers(drawing(cls, config).reset(seed=seed)[0])), cls.held_out)
 
-    def begin(self, level: Level) -> None:
+    def begin(self, level: SeededLevel) -> None:
         if not hasattr(self, "inner"):
             self.inner = GAMES.lend(self, type(self), self.config)
         self.level = level
@@ -84,7 +84,7 @@ class GymnasiumText(SeededEnv):
         return self.describe(self.state)
 
 
-def build(kind: type[GymnasiumText], config: tuple[tuple[str, Any], ...]) -> gymnasium.Env[Any, Any]:
+def build_env(kind: type[GymnasiumText], config: tuple[tuple[str, Any], ...]) -> gymnasium.Env[Any, Any]:
     """Return the environment itself; ValueError where the names do not fit its actions."""
     made = gymnasium.make(kind.env_id, **dict(config))
     count = getattr(made.action_space, "n", None)
@@ -96,5 +96,5 @@ def build(kind: type[GymnasiumText], config: tuple[tuple[str, Any], ...]) -> gym
     return made
 
 
-drawing = lru_cache(build)
-GAMES = Lender(build)  # some take milliseconds to make, and a group plays many
+drawing = lru_cache(build_env)
+GAMES = Lender(build_env)  # some take milliseconds to make, and a group plays many

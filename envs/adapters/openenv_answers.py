@@ -16,7 +16,7 @@ class ServerError(NoAnswer, ConnectionError, ValueError):
     """A server that cannot be reached, is gone, is too slow, or says that something went wrong."""
 
 
-class Shape(BaseModel):
+class JsonSchema(BaseModel):
     """A JSON schema of an action or a state."""
 
     properties: dict[str, dict[str, Any]] = {}
@@ -24,8 +24,8 @@ class Shape(BaseModel):
 
 
 class Schema(BaseModel):
-    action: Shape
-    state: Shape = Shape()
+    action: JsonSchema
+    state: JsonSchema = JsonSchema()
 
 
 class Metadata(BaseModel):
@@ -54,7 +54,7 @@ class Beside(BaseModel):
     action_is_valid: bool | None = None
 
 
-class Result(BaseModel):
+class StepResult(BaseModel):
     observation: dict[str, Any] | None = None
     reward: FiniteFloat | bool | None = None
     done: bool | None = False

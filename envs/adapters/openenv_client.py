@@ -39,7 +39,7 @@ class Refused(ServerError):
     """A server that did not take an action, which changed nothing."""
 
 
-class Task(NamedTuple):
+class ServerTask(NamedTuple):
     """A level: Task(split="test", index=12, home="test"); without tasks, Task(split="", index=seed, home="train")."""
 
     split: str
@@ -90,7 +90,7 @@ class OpenEnv(TextEnv):
         if not is_address(url):
             raise ValueError(f'The option url of openenv is "{url}", which is not an address: write http://host:port.')
         self.where = (url.rstrip("/"), timeout)
-        self.offer = offered(*self.where, action)
+        self.offer = server_offer(*self.where, action)
         self.actions = self.offer.actions
         super().__init__(render_mode)
         self.config = (url.rstrip("/"), self.offer.splits)
@@ -100,7 +100,7 @@ class OpenEnv(TextEnv):
         self.session: Session | None = None
 
     @classmethod
-    def draw(cls, config: Any, rng: np.random.Generator) -> Iterator[Task]:
+    def draw(cls, config: Any, rng: np.random.Generator) -> Iterator[ServerTask]:
         splits = config[1] or (("", "train", SEEDS),)
         kinds = {kind for _, kind, _ in splits}
         while True:
@@ -110,14 +110,14 @@ class OpenEnv(TextEnv):
                 kind = split_by_hash(f"{name} {index}")
             elif kind == "train" and (other := split_by_hash(f"{name} {index}")) not in kinds:
                 kind = other  # a split that the server lacks is made of tasks for training
-            yield Task(name, index, kind)
+            yield ServerTask(name, index, kind)
 
     @classmethod
-    def key_of(cls, level: Task) -> str:
+    def key_of(cls, level: ServerTask) -> str:
         return f"{level.split} {level.index}".strip()
 
     @classmethod
-    def split_of(cls, level: Task) -> str:
+    def split_of(cls, level: ServerTask) -> str:
         return level.home
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
@@ -125,7 +125,7 @@ class OpenEnv(TextEnv):
         self.noise_seed = None if noise_seed is None else noise_seed % PORTABLE
         return super().reset(seed=seed, options=options)
 
-    def begin(self, level: Task) -> None:
+    def begin(self, level: ServerTask) -> None:
         self.level = level
         self.played: list[Any] = []
         self.terminated = self.truncated = self.success = False
@@ -178,13 +178,13 @@ class OpenEnv(TextEnv):
     def take(self, result: Any) -> float:
         """Keep what the server answered, and return the reward."""
         try:
-            return self.understood(checked(answers.Result, vars(result), f"An answer of {self.where[0]}"))
+            return self.understood(checked(answers.StepResult, vars(result), f"An answer of {self.where[0]}"))
         except ServerError:
             if self.session is not None:  # what such a server says next is not to be trusted
                 self.session.drop()
             raise
 
-    def understood(self, result: answers.Result) -> float:
+    def understood(self, result: answers.StepResult) -> float:
         said, source = dict(result.observation or {}), f"An observation of {self.where[0]}"
         self.beside = {**(checked(answers.Observed, said, source).metadata or {}), **(result.metadata or {})}
         said.pop("metadata", None)
@@ -194,7 +194,7 @@ class OpenEnv(TextEnv):
             self.told_rules = opening.rules or self.told_rules
             self.actions = tuple(opening.actions or ()) or self.actions
             said = {key: value for key, value in said.items() if key not in answers.Opening.model_fields}
-        text = shown(said, self.shown) or "(nothing)"
+        text = readable_field(said, self.shown) or "(nothing)"
         if len(text) > TEXT:
             raise ServerError(f"{source} has {len(text):,} characters, more than {TEXT:,}.")
         self.text = text
@@ -224,7 +224,7 @@ class OpenEnv(TextEnv):
         return twin
 
 
-def shown(said: dict[str, Any], field: str) -> str:
+def readable_field(said: dict[str, Any], field: str) -> str:
     """Return the field of an observation that is to be read, `text` unless another is named; else all, a line each."""
     field = field or ("text" if "text" in said else "")
     if field and field not in said:
@@ -238,10 +238,10 @@ def shown(said: dict[str, Any], field: str) -> str:
 
 
 @lru_cache
-def offered(url: str, timeout: float, action: str = "") -> Offer:
+def server_offer(url: str, timeout: float, action: str = "") -> Offer:
     """Return what a server offers; it is asked once per process."""
-    schema = checked(answers.Schema, asked(url, "/schema", timeout), f"/schema of {url}")
-    rules = checked(answers.Metadata, asked(url, "/metadata", timeout), f"/metadata of {url}").description or ""
+    schema = checked(answers.Schema, request_json(url, "/schema", timeout), f"/schema of {url}")
+    rules = checked(answers.Metadata, request_json(url, "/metadata", timeout), f"/metadata of {url}").description or ""
     fields, needed = schema.action.properties, schema.action.required
     if action and action not in fields:
         raise ServerError(f'Actions at {url} have no field "{action}", only {", ".join(fields)}: name one of them.')
@@ -252,7 +252,7 @@ def offered(url: str, timeout: float, action: str = "") -> Offer:
             f"Actions at {url} need {', '.join(needed) or 'no field'}: an environment of text can fill one field of"
             " text or of a whole number. Name it with the option `action`, where that is enough."
         )
-    told = asked(url, "/state", timeout) if "max_turns" in schema.state.properties else {}
+    told = request_json(url, "/state", timeout) if "max_turns" in schema.state.properties else {}
     state = checked(answers.State, told, f"/state of {url}")
     kind = str(fields[names[0]].get("type", "string"))
     return Offer(names[0], kind, rules, state.max_turns or 0, tuple(state.actions or ()) or None, tasks(url, timeout))
@@ -261,12 +261,12 @@ def offered(url: str, timeout: float, action: str = "") -> Offer:
 def tasks(url: str, timeout: float) -> tuple[tuple[str, str, int], ...]:
     """Return the server's splits that have tasks; none where it offers no tasks."""
     try:
-        names = checked(list[str], asked(url, "/list_environments", timeout), f"/list_environments of {url}")
+        names = checked(list[str], request_json(url, "/list_environments", timeout), f"/list_environments of {url}")
         if len(names) != 1:
             raise ServerError(f"{url} serves {len(names)} environments ({', '.join(names)}): here one is played.")
         path = f"/{quote(names[0], safe='')}"
-        splits = checked(list[answers.Split], asked(url, f"{path}/splits", timeout), f"{path}/splits of {url}")
-        counts = [asked(url, f"{path}/num_tasks", timeout, {"split": split.name}) for split in splits]
+        splits = checked(list[answers.Split], request_json(url, f"{path}/splits", timeout), f"{path}/splits of {url}")
+        counts = [request_json(url, f"{path}/num_tasks", timeout, {"split": split.name}) for split in splits]
     except NotOffered:
         return ()
     sizes = [min(checked(answers.Count, count, f"{path}/num_tasks of {url}").num_tasks, SEEDS) for count in counts]
@@ -277,7 +277,7 @@ class NotOffered(ServerError):
     """The server answers, but does not have this."""
 
 
-def asked(url: str, path: str, timeout: float, data: dict[str, Any] | None = None) -> Any:
+def request_json(url: str, path: str, timeout: float, data: dict[str, Any] | None = None) -> Any:
     """Return the answer to a request over HTTP; `timeout` bounds it in all, also where a server sends slowly."""
     answered: Future[Any] = Future()
 

@@ -14,7 +14,7 @@ from openenv.core.env_server.types import Action, EnvironmentMetadata, Observati
 from pydantic import Field
 
 from envs import SPLITS, make
-from envs.adapters.base import SESSIONS, TASKS, plain
+from envs.adapters.base import SESSIONS, TASKS, plain_numbers
 from envs.base import TextEnv
 from envs.guard import OwnPagesOnly, WholeRequests
 
@@ -78,8 +78,8 @@ class Served(Environment[TextAction, TextObservation, TextState]):
         text, info = self.env.reset(seed=seed, options=options)
         self.info = dict(info)
         self.turns, self.episode_id, self.terminated, self.truncated = 0, episode_id, False, False
-        rules, actions = clean(self.env.rules()), list(self.env.actions) if self.env.actions else None
-        return TextObservation(text=clean(text), rules=rules, actions=actions, metadata=self.told())
+        rules, actions = without_surrogates(self.env.rules()), list(self.env.actions) if self.env.actions else None
+        return TextObservation(text=without_surrogates(text), rules=rules, actions=actions, metadata=self.told())
 
     def step(self, action: TextAction, timeout_s: float | None = None, **_: Any) -> TextObservation:
         if self.turns < 0:
@@ -95,7 +95,7 @@ class Served(Environment[TextAction, TextObservation, TextState]):
             self.turns += 1
             self.truncated = not self.terminated and (self.truncated or self.turns >= self.max_turns)
         return TextObservation(
-            text=clean(self.env.observe()),
+            text=without_surrogates(self.env.observe()),
             reward=reward,
             done=self.terminated or self.truncated,
             metadata=self.told(),
@@ -103,7 +103,7 @@ class Served(Environment[TextAction, TextObservation, TextState]):
 
     def told(self) -> dict[str, Any]:
         """Return what stands beside an observation: `info`, how the episode ended, and a name for the state."""
-        told = {key: plain(value) for key, value in self.info.items()}
+        told = {key: plain_numbers(value) for key, value in self.info.items()}
         if self.env.has("state_key"):  # its digest alone: a key may hold what the player must not see
             told["state_key"] = hashlib.sha256(self.env.state_key().encode("utf-8", "replace")).hexdigest()[:24]
         return told | {"terminated": self.terminated, "truncated": self.truncated}
@@ -116,7 +116,7 @@ class Served(Environment[TextAction, TextObservation, TextState]):
 
     def get_metadata(self) -> EnvironmentMetadata:
         self.env.reset(seed=0)  # rules may speak of the level
-        return EnvironmentMetadata(name=self.env.name, description=clean(self.env.rules()), version="1")
+        return EnvironmentMetadata(name=self.env.name, description=without_surrogates(self.env.rules()), version="1")
 
     # -- tasks -----------------------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class Served(Environment[TextAction, TextObservation, TextState]):
         return self.get_task_range(split)
 
 
-def clean(text: str) -> str:
+def without_surrogates(text: str) -> str:
     """Return the text without lone surrogates, which no message can carry."""
     return text.encode("utf-8", "replace").decode()
 

@@ -29,7 +29,7 @@ UNIQUE = frozenset(
 )
 
 
-class Question(NamedTuple):
+class StoredQuestion(NamedTuple):
     """Question(text="Spell this word backward: sun", answer="nus")."""
 
     text: str
@@ -54,18 +54,22 @@ class ReasoningGym(TextEnv):
         opened(self.config)
 
     @classmethod
-    def draw(cls, config: Any, rng: np.random.Generator) -> Iterator[Question | None]:
+    def draw(cls, config: Any, rng: np.random.Generator) -> Iterator[StoredQuestion | None]:
         data, size = opened(config)
         while True:
             item = data[int(rng.integers(size))]
             answer = str(item["answer"])
-            yield Question(item["question"].strip(), answer) if answer.strip() and "</answer>" not in answer else None
+            yield (
+                StoredQuestion(item["question"].strip(), answer)
+                if answer.strip() and "</answer>" not in answer
+                else None
+            )
 
     @classmethod
-    def key_of(cls, level: Question) -> str:
+    def key_of(cls, level: StoredQuestion) -> str:
         return level.text
 
-    def begin(self, level: Question) -> None:
+    def begin(self, level: StoredQuestion) -> None:
         self.level = level
         self.said: str | None = None
 
@@ -73,7 +77,7 @@ class ReasoningGym(TextEnv):
         valid = self.said is None and bool(action.strip())
         if valid:
             self.said = action
-        right = self.said is not None and same(self.said, self.level.answer)
+        right = self.said is not None and same_answer(self.said, self.level.answer)
         info = {
             "success": right,
             "action_is_valid": valid,
@@ -99,7 +103,7 @@ class ReasoningGym(TextEnv):
         return {"random": next(each for each in self.draw(self.config, self.policy_rng) if each).answer}
 
 
-def same(answer: str, stored: str) -> bool:
+def same_answer(answer: str, stored: str) -> bool:
     """Return whether two answers differ in case, white space and the writing of a number at most.
 
     >>> same(" Nus", "nus"), same("12.0", "+12"), same("1 2", "12")

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from envs.adapters.base import Level, SeededEnv, package, plain
+from envs.adapters.base import SeededEnv, SeededLevel, package, plain_numbers
 
 TURNS = 30  # of a game that has no limit
 GLOBALS = threading.RLock()  # its holder alone uses the global generators
@@ -53,17 +53,17 @@ class TextArena(SeededEnv):
         self.max_turns = probe(game).state.max_turns or TURNS
 
     @classmethod
-    def level_of(cls, config: tuple[str, bool], seed: int) -> Level:
+    def level_of(cls, config: tuple[str, bool], seed: int) -> SeededLevel:
         with GLOBALS:
             game = probe(config[0])
-            start(game, seed)
-            return Level(seed, fingerprint(game, said(game)), config[1])
+            start_game(game, seed)
+            return SeededLevel(seed, game_fingerprint(game, said(game)), config[1])
 
-    def begin(self, level: Level) -> None:
+    def begin(self, level: SeededLevel) -> None:
         self.level = level
-        self.game = build(self.config[0])
-        start(self.game, level.seed)
-        self.prompt, self.text = told(said(self.game))
+        self.game = build_game(self.config[0])
+        start_game(self.game, level.seed)
+        self.prompt, self.text = split_messages(said(self.game))
         self.chance = seeded(int(self.noise.integers(1 << 32)))
         self.reward, self.over = 0.0, False
 
@@ -76,7 +76,7 @@ class TextArena(SeededEnv):
                 valid = not (self.game.state.error_count or self.game.state.game_info[0]["invalid_move"])
             if valid:
                 self.chance = after[0]
-                self.text = told(said(self.game))[1] or self.text
+                self.text = split_messages(said(self.game))[1] or self.text
                 self.reward = reward = float((self.game.state.rewards or {}).get(0, 0.0)) if self.over else 0.0
                 effective = self.state_key() != before[0]
             else:
@@ -98,10 +98,10 @@ class TextArena(SeededEnv):
 
     def state_key(self) -> str:
         """Return what the game remembers and showed last. The random state of a game of chance is not in it."""
-        return fingerprint(self.game, [("", self.text)])
+        return game_fingerprint(self.game, [("", self.text)])
 
 
-def build(game: str) -> Any:
+def build_game(game: str) -> Any:
     """Return a game without TextArena's wrappers; ValueError where there is none, or where it cannot be made here."""
     if not game:
         raise ValueError("textarena needs the option game, for example game=FrozenLake-v0-random.")
@@ -118,15 +118,15 @@ def build(game: str) -> Any:
 @lru_cache
 def probe(game: str) -> Any:
     """Return one instance of a game that draws the levels; ValueError where one player cannot play it."""
-    made = build(game)
+    made = build_game(game)
     try:
-        start(made, 0)
+        start_game(made, 0)
     except Exception as error:
         raise ValueError(f'"{game}" is not a game for one player: {type(error).__name__}: {error}') from None
     return made
 
 
-def start(game: Any, seed: int) -> None:
+def start_game(game: Any, seed: int) -> None:
     """Return the game in the first state of a seed."""
     with own_chance(seeded(seed)):
         game.reset(num_players=1, seed=seed)
@@ -140,15 +140,17 @@ def said(game: Any) -> list[tuple[str, str]]:
     return [(kind.name, text) for _, text, kind in messages if kind.name != "PLAYER_ACTION"]
 
 
-def told(messages: Sequence[tuple[str, str]]) -> tuple[str, str]:
+def split_messages(messages: Sequence[tuple[str, str]]) -> tuple[str, str]:
     """Return the prompt, and all else: what a model reads once, and what it reads in this turn."""
     prompt = "\n".join(text.strip() for kind, text in messages if kind == "PROMPT")
     return prompt, "\n".join(text.strip() for kind, text in messages if kind != "PROMPT") or "The game begins."
 
 
-def fingerprint(game: Any, messages: Sequence[tuple[str, str]]) -> str:
+def game_fingerprint(game: Any, messages: Sequence[tuple[str, str]]) -> str:
     """Return a name for a state by what the game remembers and says."""
-    return hashlib.sha256(repr((plain(game.state.game_state), plain(messages))).encode()).hexdigest()[:24]
+    return hashlib.sha256(repr((plain_numbers(game.state.game_state), plain_numbers(messages))).encode()).hexdigest()[
+        :24
+    ]
 
 
 def seeded(seed: int) -> Chance:

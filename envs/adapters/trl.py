@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from envs import make
 from envs.adapters.base import package
-from envs.protocol import Episode, Protocol, answer
+from envs.protocol import Episode, Protocol, format_response
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 OVER = "The episode is over."
 
 
-class Game:
+class TRLGame:
     """What TRL plays, one instance for each sample of a batch; each public method but two is a tool."""
 
     _name: ClassVar[str]
@@ -65,7 +65,7 @@ class Game:
         if episode is None or episode.done:
             return OVER
         try:
-            turn = episode.step(answer("", [action], self._protocol))
+            turn = episode.step(format_response("", [action], self._protocol))
         except (Exception, SystemExit) as error:  # also for a reward of NaN, which would spoil its group
             self._episode = None
             raise ValueError(f"The environment {self._name} failed ({error}): the episode is over.") from error
@@ -77,7 +77,7 @@ class Game:
         return self._reward
 
 
-def environment(name: str, max_turns: int | None = None, **options: Any) -> type[Game]:
+def environment(name: str, max_turns: int | None = None, **options: Any) -> type[TRLGame]:
     """The class to give to `environment_factory`; TRL logs its reward under the name of the environment's class.
 
     `max_turns` is the environment's own number unless given. ValueError for an unknown name or option.
@@ -90,7 +90,7 @@ def environment(name: str, max_turns: int | None = None, **options: Any) -> type
         "_protocol": Protocol.of(env, max_turns, think=False),
         "_numbers": itertools.count(),
     }
-    return type(type(env).__name__, (Game,), own)
+    return type(type(env).__name__, (TRLGame,), own)
 
 
 def rows(name: str, count: int, split: str = "train", first: int = 0) -> Dataset:
@@ -103,6 +103,6 @@ def rows(name: str, count: int, split: str = "train", first: int = 0) -> Dataset
     return Dataset.from_list([{**row, "seed": seed} for seed in range(first, first + count)])
 
 
-def success(environments: list[Game], **_: Any) -> list[float | None]:
+def success(environments: list[TRLGame], **_: Any) -> list[float | None]:
     """A reward function to be logged with weight 0: whether each sample has solved its level."""
     return [float(game._episode is not None and game._episode.success) for game in environments]

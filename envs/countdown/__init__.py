@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from envs.base import TextEnv
-from envs.countdown.arithmetic import Task, any_target, any_term, read, solution
+from envs.countdown.arithmetic import CountdownTask, any_target, any_term, find_solution, parse_expression
 from envs.hub_sets import EMBEDDED, read_rows
 
 __all__ = ["Countdown"]
@@ -102,28 +102,28 @@ class Countdown(TextEnv):
             read_tasks(path, rows)  # what cannot be read is said at once
 
     @classmethod
-    def draw(cls, config: Tasks, rng: np.random.Generator) -> Iterator[Task | None]:
+    def draw(cls, config: Tasks, rng: np.random.Generator) -> Iterator[CountdownTask | None]:
         tasks = () if config.path == EMBEDDED else read_tasks(config.path, config.rows)
         while tasks:
             task = tasks[int(rng.integers(len(tasks)))]
-            yield task if solution(task, config.use_all) else None
+            yield task if find_solution(task, config.use_all) else None
         empty = 0  # rounds in a row
         while empty < ROUNDS:
             yield (task := _generated(config, rng))
             empty = 0 if task else empty + 1
 
     @classmethod
-    def key_of(cls, level: Task) -> str:
+    def key_of(cls, level: CountdownTask) -> str:
         return f"{level.target} from {' '.join(map(str, sorted(level.numbers)))}"
 
-    def begin(self, level: Task) -> None:
+    def begin(self, level: CountdownTask) -> None:
         self.level = level
         self.best = 0.0
         self.answers = 0
         self.last = self.failure = ""
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        reading, reward = read(action), 0.0
+        reading, reward = parse_expression(action), 0.0
         counts = reading is not None and not self._over
         if reading is not None and counts:
             wrong = self._wrong_numbers(reading.numbers)
@@ -179,12 +179,12 @@ class Countdown(TextEnv):
 
     def thought_of(self, action: str) -> str:
         """Return the steps of the expression, right or wrong."""
-        reading = read(action)
+        reading = parse_expression(action)
         return " ; ".join(reading.steps) if reading else ""
 
     def expert(self) -> str:
         """Return a solution, from an exact search."""
-        found = solution(self.level, self.config.use_all)
+        found = find_solution(self.level, self.config.use_all)
         assert found is not None  # `draw` gives only levels that have one
         return found
 
@@ -204,7 +204,7 @@ class Countdown(TextEnv):
 # -- tasks -------------------------------------------------------------------------------------------------------------
 
 
-def _invented(task: Task) -> str:
+def _invented(task: CountdownTask) -> str:
     """Return an expression for the target in which a number that is not given stands for one that is."""
     for number in task.numbers:
         others = list(task.numbers)
@@ -215,19 +215,19 @@ def _invented(task: Task) -> str:
     return f"{task.target} + 0"
 
 
-def _generated(config: Tasks, rng: np.random.Generator) -> Task | None:
+def _generated(config: Tasks, rng: np.random.Generator) -> CountdownTask | None:
     """Numbers, and as target the value of a random expression of them; None where no good target was found."""
     for _ in range(TRIES):
         count = int(rng.integers(config.least, config.most + 1))
         numbers = tuple(int(number) for number in rng.integers(1, config.highest + 1, count))
         target = any_target(numbers, rng)
         if LEAST_TARGET <= target <= config.target and target not in numbers:
-            return Task(numbers, target)
+            return CountdownTask(numbers, target)
     return None
 
 
 @lru_cache(maxsize=8)
-def read_tasks(path: str, rows: int) -> tuple[Task, ...]:
+def read_tasks(path: str, rows: int) -> tuple[CountdownTask, ...]:
     """Return the first `rows` tasks of a data set with the columns nums and target."""
     tasks = []
     for number, row in enumerate(read_rows("countdown", path, ("nums", "target"), rows), 1):
@@ -242,5 +242,5 @@ def read_tasks(path: str, rows: int) -> tuple[Task, ...]:
                 f"countdown: row {number} of {path} has nums={numbers!r:.80} and target={target!r:.80}. A task has 2 to"
                 " 6 whole numbers and a target, all above 0 and below a million."
             )
-        tasks.append(Task(tuple(numbers), target))
+        tasks.append(CountdownTask(tuple(numbers), target))
     return tuple(tasks)

@@ -20,7 +20,7 @@ RANK = {"+": 1, "-": 1, "*": 2, "/": 2}
 TOKEN = re.compile(r"[ \t\r\n]*(?:([0-9]{1,9})(?![0-9])|([-+*/()]))")
 
 
-class Task(NamedTuple):
+class CountdownTask(NamedTuple):
     """A level: Task(numbers=(3, 4, 5), target=17)."""
 
     numbers: tuple[int, ...]
@@ -50,7 +50,7 @@ class Reading(NamedTuple):
 # -- reading an answer -------------------------------------------------------------------------------------------------
 
 
-def read(text: str) -> Reading | None:
+def parse_expression(text: str) -> Reading | None:
     """Return an expression of numbers, + - * / and brackets; None for any other text. Never raises.
 
     A minus may stand before a number or a bracket (-3 + 10); powers, decimals and names may not stand anywhere.
@@ -183,7 +183,7 @@ def _is_whole(value: Fraction) -> bool:
 
 
 @lru_cache(maxsize=1 << 14)
-def solution(task: Task, use_all: bool) -> str | None:
+def find_solution(task: CountdownTask, use_all: bool) -> str | None:
     """Return an expression for the target; None without one.
 
     Of as few numbers as possible if not all must be used, and with whole values above 0 on the way if that is possible.

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from envs.deep_coder.tasks import TASKS, ints
-from envs.deep_coder.verdict import Problem, Test
+from envs.deep_coder.verdict import CodeProblem, Test
 
 TESTS, PUBLIC = 8, 2
 ALIKE = 4  # tests with one output, at most: a program that prints it whatever it reads passes no more
@@ -84,7 +84,7 @@ class Draft:
     edges: tuple[tuple[Any, ...], ...]
 
 
-def problems(rng: np.random.Generator) -> Iterator[Problem]:
+def problems(rng: np.random.Generator) -> Iterator[CodeProblem]:
     """Yield problems without end, alike in every split."""
     while True:
         called = bool(rng.random() < 0.5)
@@ -99,7 +99,7 @@ def problems(rng: np.random.Generator) -> Iterator[Problem]:
 
 
 @lru_cache(maxsize=1 << 14)
-def from_task(number: int, parameters: tuple[tuple[str, int], ...], called: bool) -> Problem | None:
+def from_task(number: int, parameters: tuple[tuple[str, int], ...], called: bool) -> CodeProblem | None:
     """Return the problem of one task and its parameters, `called` as a function."""
     task, values = TASKS[number], dict(parameters)
     name = task.function.__name__
@@ -124,7 +124,7 @@ def from_task(number: int, parameters: tuple[tuple[str, int], ...], called: bool
 
 
 @lru_cache(maxsize=1 << 14)
-def put_together(choice: tuple[int, ...], k: int, m: int, called: bool) -> Problem | None:
+def put_together(choice: tuple[int, ...], k: int, m: int, called: bool) -> CodeProblem | None:
     """Take some of the numbers, make something of each, tell something of them."""
     (which, keep, good), (change, make, made) = TAKE[choice[0]], MAKE[choice[1]]
     what, tell, told = TELL[choice[2]]
@@ -158,7 +158,7 @@ def put_together(choice: tuple[int, ...], k: int, m: int, called: bool) -> Probl
     )
 
 
-def problem(draft: Draft, called: bool) -> Problem | None:
+def problem(draft: Draft, called: bool) -> CodeProblem | None:
     """Return a draft as a problem; None where one output is that of too many tests."""
     name, arguments, lines, text = draft.name, draft.arguments, draft.lines, draft.text
     tests = tuple(test_of(each, value, called) for each, value in examples(draft))
@@ -177,7 +177,7 @@ def problem(draft: Draft, called: bool) -> Problem | None:
     listed = isinstance(draft.answer(*draft.edges[0]), list)
     end = "" if called else f"\nprint({'*' * listed}{name}({', '.join(kind[2] for kind in kinds_of)}))"
     programs = tuple((player, "\n".join(map(without_mark, each)) + end) for player, each in kinds.items())
-    return Problem(text.rstrip("\n"), name if called else "", tests, PUBLIC, draft.key, programs, draft.idea)
+    return CodeProblem(text.rstrip("\n"), name if called else "", tests, PUBLIC, draft.key, programs, draft.idea)
 
 
 def examples(draft: Draft) -> list[tuple[tuple[Any, ...], Any]]:

@@ -15,9 +15,9 @@ import numpy as np
 
 from envs.base import TextEnv, known, split_by_hash
 from envs.deep_coder import embedded
-from envs.deep_coder.rows import Bounds, load
+from envs.deep_coder.rows import Bounds, load_problems
 from envs.deep_coder.sandbox import Limits, require
-from envs.deep_coder.verdict import Problem, judge, program_of
+from envs.deep_coder.verdict import CodeProblem, judge, program_of
 
 LONGEST = 60_000  # characters of a program
 EMBEDDED = "embedded"
@@ -109,10 +109,10 @@ class DeepCoder(TextEnv):
         self.limits = Limits(seconds, total_seconds, memory_mb)
         self.config = Data(path, tuple(subsets or ()), rows, Bounds(public, max_tests, max_test_bytes))
         if path != EMBEDDED:
-            load(path, self.config.subsets, rows, self.config.bounds)  # what cannot be read is said at once
+            load_problems(path, self.config.subsets, rows, self.config.bounds)  # what cannot be read is said at once
 
     @classmethod
-    def draw(cls, config: Data, rng: np.random.Generator) -> Iterator[Problem]:
+    def draw(cls, config: Data, rng: np.random.Generator) -> Iterator[CodeProblem]:
         if config.path == EMBEDDED:
             for problem in embedded.problems(rng):
                 tests = problem.tests[: config.bounds.max_tests]
@@ -120,21 +120,21 @@ class DeepCoder(TextEnv):
                 problem = replace(problem, tests=tests, public=public)
                 if problem.pays(problem.hidden):
                     yield problem
-        found = load(config.path, config.subsets, config.rows, config.bounds)
+        found = load_problems(config.path, config.subsets, config.rows, config.bounds)
         while True:
             yield found[int(rng.integers(len(found)))]
 
     @classmethod
-    def key_of(cls, level: Problem) -> str:
+    def key_of(cls, level: CodeProblem) -> str:
         return level.key
 
     @classmethod
-    def split_of(cls, level: Problem) -> str:
+    def split_of(cls, level: CodeProblem) -> str:
         """Return the data set's own split, or one by hash out of train where it lacks one; by hash if embedded."""
         return level.home or split_by_hash(level.key)
 
-    def begin(self, level: Problem) -> None:
-        self.level: Problem = level
+    def begin(self, level: CodeProblem) -> None:
+        self.level: CodeProblem = level
         self.best = 0
         self.feedback = ""
         self.over = False

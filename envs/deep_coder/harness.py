@@ -156,7 +156,7 @@ def all_but_proc(libc: ctypes.CDLL) -> int | None:
     return rules
 
 
-def read(size: int) -> bytes:
+def read_exactly(size: int) -> bytes:
     """Exactly so many bytes of the next request; the end of the requests is the end."""
     parts = []
     while size:
@@ -168,8 +168,8 @@ def read(size: int) -> bytes:
     return b"".join(parts)
 
 
-def request() -> bytes:
-    return read(int.from_bytes(read(4), "big"))
+def next_request() -> bytes:
+    return read_exactly(int.from_bytes(read_exactly(4), "big"))
 
 
 def reply(*parts: bytes) -> None:
@@ -178,7 +178,7 @@ def reply(*parts: bytes) -> None:
         message = message[os.write(1, message) :]
 
 
-def memory(content: bytes = b"") -> int:
+def memory_file(content: bytes = b"") -> int:
     """Return a file in memory that holds `content`, read from its beginning."""
     file = os.memfd_create("test")
     while content:
@@ -202,7 +202,7 @@ def told_of(pid: int) -> tuple[int, int]:
     return threads, int((status.partition(b"\nVmPTE:")[2].split(None, 1) or [b"0"])[0]) << 10
 
 
-def watch(pid: int, seconds: float, memory_bytes: int) -> tuple[str, int]:
+def wait_for_child(pid: int, seconds: float, memory_bytes: int) -> tuple[str, int]:
     """Return how a child ended: ("exit", code), ("signal", number), or what stopped it: "time", "threads", ..."""
     deadline, handle = time.monotonic() + seconds, os.pidfd_open(pid)
     poll, stopped = select.poll(), ""
@@ -239,7 +239,7 @@ def limit(seconds: float, memory_bytes: int, output_bytes: int) -> None:
         resource.setrlimit(what, (most, most))
 
 
-def told(error: BaseException) -> bytes:
+def error_line(error: BaseException) -> bytes:
     """`line 3: ValueError: ...`, the line being the program's own."""
     line, trace = getattr(error, "lineno", None) if isinstance(error, SyntaxError) else None, error.__traceback__
     while trace is not None:
@@ -251,7 +251,7 @@ def told(error: BaseException) -> bytes:
     return (f"line {line}: {text}" if line else text)[:TAIL].encode("utf-8", "backslashreplace")
 
 
-def play(source: bytes, function: str, data: bytes) -> None:
+def run_program(source: bytes, function: str, data: bytes) -> None:
     """Run the program in this process: the function's value, or the error, is left in file 3.
 
     What file 4 is told means that it does not compile; the program finds it closed.
@@ -270,7 +270,7 @@ def play(source: bytes, function: str, data: bytes) -> None:
     try:
         code = compile(source.decode("utf-8", "surrogatepass"), "program", "exec", dont_inherit=True)
     except BaseException as error:
-        os.write(3, told(error))
+        os.write(3, error_line(error))
         os.write(4, b"!")
         os._exit(1)
     os.close(4)
@@ -283,10 +283,10 @@ def play(source: bytes, function: str, data: bytes) -> None:
         os.write(3, json.dumps(value, default=list).encode())
     except SystemExit as end:
         if end.code not in (None, 0):
-            os.write(3, told(end))
+            os.write(3, error_line(end))
         raise
     except BaseException as error:
-        os.write(3, told(error))
+        os.write(3, error_line(error))
         try:
             sys.stdout.flush()
         finally:
@@ -302,19 +302,19 @@ def main() -> None:
     prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # or a child could write to our memory by /proc/1/mem
     rules = all_but_proc(libc)
     reply(b"ready")
-    source, function = request(), request().decode()
+    source, function = next_request(), next_request().decode()
     if function:  # imported here, it is there in every child
         import json  # noqa: F401
         import typing  # noqa: F401
     while True:
-        data = request()
-        files = [memory(b"" if function else data), memory(), memory(), memory()]
+        data = next_request()
+        files = [memory_file(b"" if function else data), memory_file(), memory_file(), memory_file()]
         compiled, not_compiled = os.pipe()
         pid = os.fork()
         if pid == 0:
             break
         os.close(not_compiled)
-        ended, number = watch(pid, seconds, memory_bytes)
+        ended, number = wait_for_child(pid, seconds, memory_bytes)
         if os.read(compiled, 1):
             ended = "syntax"
         texts = [os.pread(file, output_bytes, 0) for file in files[1:]]
@@ -330,7 +330,7 @@ def main() -> None:
     limit(seconds, memory_bytes, output_bytes)
     if prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0):
         os._exit(125)
-    play(source, function, data)
+    run_program(source, function, data)
 
 
 if __name__ == "__main__":

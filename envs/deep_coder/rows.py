@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from envs.base import split_by_hash
-from envs.deep_coder.verdict import Problem, Test, program_of
-from envs.hub_sets import not_too_large, reason
+from envs.deep_coder.verdict import CodeProblem, Test, program_of
+from envs.hub_sets import not_too_large, reason_unreadable
 
 SUBSETS = ("primeintellect", "codeforces")  # train and test of the Hub set that belong together
 LONGEST_STATEMENT = 10_000  # characters
@@ -52,9 +52,9 @@ class Bounds:
 
 
 @lru_cache(maxsize=4)
-def load(path: str, subsets: tuple[str, ...], most: int, bounds: Bounds) -> tuple[Problem, ...]:
+def load_problems(path: str, subsets: tuple[str, ...], most: int, bounds: Bounds) -> tuple[CodeProblem, ...]:
     """Return the problems of a data set with their splits: its own, or by hash out of train where it lacks one."""
-    found: dict[str, Problem] = {}
+    found: dict[str, CodeProblem] = {}
     own: set[str] = set()
     read, left_out = 0, Counter[str]()
     for split, row in _rows(path, subsets, most):
@@ -76,7 +76,7 @@ def load(path: str, subsets: tuple[str, ...], most: int, bounds: Bounds) -> tupl
     return tuple(replace(problem, home=_split(problem, own)) for problem in found.values())
 
 
-def _split(problem: Problem, own: set[str]) -> str:
+def _split(problem: CodeProblem, own: set[str]) -> str:
     bucket = split_by_hash(problem.key)
     return problem.home if problem.home != "train" or bucket in own else bucket
 
@@ -102,22 +102,22 @@ def _rows(path: str, subsets: tuple[str, ...], most: int) -> Iterator[tuple[str,
                 for row in islice(rows, most):
                     yield ours, row
     except Exception as error:  # `datasets`, its file systems and its HTTP client raise errors of many libraries
-        raise ValueError(f"deep_coder could not read path={path} ({reason(error)}). {TAKES}") from error
+        raise ValueError(f"deep_coder could not read path={path} ({reason_unreadable(error)}). {TAKES}") from error
 
 
-def problem_of(row: Mapping[str, Any], bounds: Bounds) -> Problem | str:
+def problem_of(row: Mapping[str, Any], bounds: Bounds) -> CodeProblem | str:
     """Return a row as a problem; why it is left out where it cannot be judged here."""
     statement, tests = row.get("problem"), row.get("tests")
     if not isinstance(statement, str) or not 0 < len(statement) <= LONGEST_STATEMENT:
         return f"without a statement of at most {LONGEST_STATEMENT:,} characters"
     try:
-        function, found, boxed = tests_of(parsed(tests), parsed(row.get("metadata")))
+        function, found, boxed = tests_of(decode_json(tests), decode_json(row.get("metadata")))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):  # another schema, or a number too long
         return NO_TESTS
     found = [test for test in found if len(test.input) + len(test.output) <= bounds.max_test_bytes]
     if not found:
         return NO_TESTS
-    chosen, public = choose(found, statement, bounds)
+    chosen, public = choose_tests(found, statement, bounds)
     key = hashlib.sha256(" ".join(statement.split()).encode("utf-8", "surrogatepass")).hexdigest()
     starter = row.get("starter_code")
     if isinstance(starter, str) and starter.strip() and starter.strip() not in statement:
@@ -126,11 +126,11 @@ def problem_of(row: Mapping[str, Any], bounds: Bounds) -> Problem | str:
         statement += f"\nWrite a function {function}."
     solutions = [each for each in row.get("solutions") or () if isinstance(each, str) and each.strip()]
     programs = (("expert", program_of(solutions[0])),) if solutions else ()
-    problem = Problem(statement, function, chosen, public, key, programs, boxed=boxed)
+    problem = CodeProblem(statement, function, chosen, public, key, programs, boxed=boxed)
     return problem if problem.pays(problem.hidden) else NO_HIDDEN_TEST
 
 
-def parsed(value: Any) -> Any:
+def decode_json(value: Any) -> Any:
     return json.loads(value) if isinstance(value, str) and value.strip() else value
 
 
@@ -142,7 +142,7 @@ def tests_of(tests: Any, metadata: Any) -> tuple[str, list[Test], bool]:
     else:
         first = tests[0]
         called = first.get("type", first.get("testtype", "stdin")) in ("function_call", "functional")
-        inner = parsed(first.get("metadata")) or metadata or {}
+        inner = decode_json(first.get("metadata")) or metadata or {}
         function = (first.get("fn_name") or inner.get("func_name") or inner["fn_name"]) if called else ""
         pairs = [(test["input"], test["output"]) for test in tests]
     if not function:
@@ -166,20 +166,20 @@ def as_json(value: Any) -> str:
     return json.dumps(value)
 
 
-def choose(tests: list[Test], statement: str, bounds: Bounds) -> tuple[tuple[Test, ...], int]:
+def choose_tests(tests: list[Test], statement: str, bounds: Bounds) -> tuple[tuple[Test, ...], int]:
     """Return the first tests, which may be shown, and the others with the longest inputs; how many may be shown.
 
     One at least is hidden, and none of the hidden ones is an example of the statement.
     """
     public = min(bounds.public, len(tests) - 1, bounds.max_tests - 1)
-    words = tokens(ARGUMENT.sub(" ", statement))
+    words = output_tokens(ARGUMENT.sub(" ", statement))
     signs = AROUND.sub("", statement.casefold())
     shown, hidden = tests[:public], [test for test in tests[public:] if not is_example(test, words, signs)]
     longest = sorted(range(len(hidden)), key=lambda number: -len(hidden[number].input))[: bounds.max_tests - public]
     return tuple([*shown, *(hidden[number] for number in sorted(longest))]), public
 
 
-def tokens(text: str) -> list[str]:
+def output_tokens(text: str) -> list[str]:
     return TOKEN.findall(text.casefold())
 
 
@@ -199,7 +199,7 @@ def is_example(test: Test, statement: list[str], signs: str) -> bool:
     """
     if len(test.input) + len(test.output) > LONGEST_STATEMENT:
         return False
-    given, wanted = tokens(test.input), tokens(test.output)
+    given, wanted = output_tokens(test.input), output_tokens(test.output)
     if not given:
         said, value = (AROUND.sub("", written(text).casefold()) for text in (test.input, test.output))
         starts = [match.start() for match in re.finditer(f"(?={re.escape(said)})", signs)] if said else []

@@ -47,7 +47,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TestOutcome:
     """What came of one test: Outcome("ok", "3\\n", "").
 
     `status` is ok, error, syntax (it does not compile), time, threads, memory, files or crash. `output` is what it
@@ -70,7 +70,7 @@ def require() -> None:
         (outcome,) = execute("print(input())", "", ["works"], Limits())
     except (SandboxError, OSError) as error:
         raise ValueError(f"{INSTALL} Here it does not start ({error}).{FORBIDDEN}") from None
-    if outcome != Outcome("ok", "works\n", ""):
+    if outcome != TestOutcome("ok", "works\n", ""):
         raise ValueError(f"{INSTALL} Here a program does not run in it ({outcome.status}: {outcome.error}).{FORBIDDEN}")
 
 
@@ -110,12 +110,14 @@ def command() -> tuple[str, ...]:
     return tuple(words)
 
 
-def execute(source: str, function: str, inputs: Sequence[str], limits: Limits) -> list[Outcome]:
+def execute(source: str, function: str, inputs: Sequence[str], limits: Limits) -> list[TestOutcome]:
     """Return all outcomes of `run`."""
-    return list(run(source, function, inputs, limits))
+    return list(run_in_sandbox(source, function, inputs, limits))
 
 
-def run(source: str, function: str, inputs: Sequence[str], limits: Limits) -> Generator[Outcome, None, None]:
+def run_in_sandbox(
+    source: str, function: str, inputs: Sequence[str], limits: Limits
+) -> Generator[TestOutcome, None, None]:
     """Run a program on inputs, in order, in one sandbox; fewer outcomes than inputs where it was stopped before.
 
     `function` names the function to call, each input then being its arguments as JSON; without one an input is stdin.
@@ -155,7 +157,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.kill()
 
 
-def _converse(process: subprocess.Popen[bytes], source: str, function: str, inputs: Sequence[str]) -> Iterator[Outcome]:
+def _converse(
+    process: subprocess.Popen[bytes], source: str, function: str, inputs: Sequence[str]
+) -> Iterator[TestOutcome]:
     try:
         if _read(process, 5) != b"ready":
             raise EOFError
@@ -173,25 +177,25 @@ def _converse(process: subprocess.Popen[bytes], source: str, function: str, inpu
             if outcome.status not in ("ok", "error"):
                 return
     except (EOFError, BrokenPipeError):  # the clock struck
-        yield Outcome("time", "", "time is up")
+        yield TestOutcome("time", "", "time is up")
 
 
-def _outcome(parts: list[bytes], called: bool) -> Outcome:
+def _outcome(parts: list[bytes], called: bool) -> TestOutcome:
     """Return the harness' answer in our words."""
     ended, number = parts[0].decode(), int(parts[1])
     output, stderr, report = (part.decode("utf-8", "replace") for part in parts[2:])
     last = (stderr.strip().splitlines() or [""])[-1]
     if ended == "syntax":
-        return Outcome("syntax", output, report)
+        return TestOutcome("syntax", output, report)
     if ended == "exit" and number == 0:
-        return Outcome("ok", report if called else output, last)
+        return TestOutcome("ok", report if called else output, last)
     if ended == "time":
-        return Outcome("time", output, "time is up")
+        return TestOutcome("time", output, "time is up")
     if ended in ("threads", "files", "memory"):
-        return Outcome(ended, output, f"too {'much' if ended == 'memory' else 'many'} {ended}")
+        return TestOutcome(ended, output, f"too {'much' if ended == 'memory' else 'many'} {ended}")
     if ended == "signal":
-        return Outcome("crash", output, f"killed by signal {number}")
-    return Outcome("error", output, report or last or f"exit code {number}")
+        return TestOutcome("crash", output, f"killed by signal {number}")
+    return TestOutcome("error", output, report or last or f"exit code {number}")
 
 
 def _write(process: subprocess.Popen[bytes], text: str) -> None:

@@ -20,7 +20,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from envs.deep_coder.sandbox import Limits, Outcome, run
+from envs.deep_coder.sandbox import Limits, TestOutcome, run_in_sandbox
 
 TOLERANCE = 1e-6
 SHOWN = 300  # characters of an input or output in the feedback
@@ -41,7 +41,7 @@ class Test:
 
 
 @dataclass(frozen=True)
-class Problem:
+class CodeProblem:
     """A task with its tests, of which the first `public` ones may be shown.
 
     Problem(statement="Print the sum ...", function="", tests=(Test("3 4", "7"),), public=1, key="sum")
@@ -74,7 +74,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TestVerdict:
     """How many tests a program passed, how many of them pay, and what is said: Verdict(2, 1, "Passed 2 of 8 ...")."""
 
     passed: int
@@ -123,18 +123,18 @@ def fenced(text: str) -> list[tuple[str, str]]:
     return [*blocks, (tag, "\n".join(lines))] if fence else blocks
 
 
-_cache: OrderedDict[tuple[Problem, str, Limits], Verdict] = OrderedDict()
+_cache: OrderedDict[tuple[CodeProblem, str, Limits], TestVerdict] = OrderedDict()
 _lock = threading.Lock()
 
 
-def judge(problem: Problem, source: str, limits: Limits) -> Verdict:
+def judge(problem: CodeProblem, source: str, limits: Limits) -> TestVerdict:
     """Return the verdict on a program; the same program on the same problem is run once."""
     key = (problem, source, limits)
     with _lock:
         if key in _cache:
             _cache.move_to_end(key)
             return _cache[key]
-    with closing(run(source, problem.function, [test.input for test in problem.tests], limits)) as outcomes:
+    with closing(run_in_sandbox(source, problem.function, [test.input for test in problem.tests], limits)) as outcomes:
         verdict = weigh(problem, outcomes)
     with _lock:
         _cache[key] = verdict
@@ -143,7 +143,7 @@ def judge(problem: Problem, source: str, limits: Limits) -> Verdict:
     return verdict
 
 
-def weigh(problem: Problem, outcomes: Iterable[Outcome]) -> Verdict:
+def weigh(problem: CodeProblem, outcomes: Iterable[TestOutcome]) -> TestVerdict:
     """Return what outcomes come to, each compared as it comes. Tests that were not run any more are not passed."""
     good, failed = [], None  # numbers of the tests passed; the first test that failed, with its number and outcome
     for number, (test, outcome) in enumerate(zip(problem.tests, outcomes, strict=False), 1):
@@ -154,10 +154,10 @@ def weigh(problem: Problem, outcomes: Iterable[Outcome]) -> Verdict:
     hidden = [problem.tests[number - 1] for number in good if number > problem.public]
     told = [f"Passed {len(good)} of {len(problem.tests)} tests."]
     feedback = "\n".join(told if failed is None else [*told, *_told_of(problem, *failed)])
-    return Verdict(len(good), len(hidden) if problem.pays(hidden) else 0, feedback)
+    return TestVerdict(len(good), len(hidden) if problem.pays(hidden) else 0, feedback)
 
 
-def _told_of(problem: Problem, number: int, test: Test, outcome: Outcome) -> Iterator[str]:
+def _told_of(problem: CodeProblem, number: int, test: Test, outcome: TestOutcome) -> Iterator[str]:
     """Yield what is said about a test that failed: of a hidden one only the kind of its failure."""
     if outcome.status == "syntax":
         yield short(outcome.error)
@@ -171,11 +171,11 @@ def _told_of(problem: Problem, number: int, test: Test, outcome: Outcome) -> Ite
             yield f"Failed: {short(outcome.error)}"
 
 
-def passed(problem: Problem, test: Test, outcome: Outcome) -> bool:
+def passed(problem: CodeProblem, test: Test, outcome: TestOutcome) -> bool:
     if outcome.status != "ok":
         return False
     if not problem.function:
-        return same_text(test.output, outcome.output)
+        return same_output(test.output, outcome.output)
     try:
         expected, found = json.loads(test.output), json.loads(outcome.output)
     except (ValueError, RecursionError):  # no JSON, too deep, or a number of too many digits
@@ -184,13 +184,17 @@ def passed(problem: Problem, test: Test, outcome: Outcome) -> bool:
     return same_value(expected, found) or (boxed and same_value(expected[0], found))
 
 
-def same_text(expected: str, found: str) -> bool:
+def same_output(expected: str, found: str) -> bool:
     ours = expected.split()
     theirs = found.split(maxsplit=len(ours))  # of a long output that is wrong, little is split
-    return len(ours) == len(theirs) and all(map(same_token, ours, theirs)) and lengths(expected) == lengths(found)
+    return (
+        len(ours) == len(theirs)
+        and all(map(same_token, ours, theirs))
+        and line_lengths(expected) == line_lengths(found)
+    )
 
 
-def lengths(text: str) -> list[int]:
+def line_lengths(text: str) -> list[int]:
     """Return how many tokens each line has that has any."""
     return [len(line.split()) for line in text.splitlines() if line.strip()]
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from envs.base import TextEnv, known
-from envs.lean.backends import Backend, Unavailable, chosen, refusal, replay
+from envs.lean.backends import Backend, Unavailable, backend_named, replay_tactics, tactic_refusal
 from envs.lean.search import fresh, next_tactic
-from envs.lean.terms import FALSE, Goal, parts, unfold
+from envs.lean.terms import FALSE, ProofGoal, two_sides, unfold
 from envs.lean.theorems import MAKERS, TOPICS, Theorem
 from envs.web import LONGEST_WAIT
 
@@ -70,7 +70,7 @@ class Lean(TextEnv):
             )
         self.topics = tuple(known("topic of lean", topic, TOPICS) for topic in topics)
         self.reward = known("reward", reward, ("proof", "ragen"))
-        self.backend: Backend = chosen(backend, timeout)
+        self.backend: Backend = backend_named(backend, timeout)
         self.slow = self.backend.slow
         if "library" in self.topics and not self.slow:
             raise ValueError(
@@ -97,7 +97,7 @@ class Lean(TextEnv):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         tactic, before, gained = action.strip(), self.goals, 0.0
-        refused = refusal(tactic)
+        refused = tactic_refusal(tactic)
         if refused:
             self.told = f"Refused: {refused}"
         elif before:
@@ -150,12 +150,12 @@ class Lean(TextEnv):
 
     # -- players ---------------------------------------------------------------------------------------------------
 
-    def _goal(self) -> Goal | None:
+    def _goal(self) -> ProofGoal | None:
         """Return the first open goal, where the fragment can follow the proof."""
         if not self.level.in_fragment:
             return None
         try:
-            goals = replay(self.level, self.tactics)
+            goals = replay_tactics(self.level, self.tactics)
         except ValueError:  # Lean accepted what the fragment does not
             return None
         return goals[0] if goals else None
@@ -167,17 +167,17 @@ class Lean(TextEnv):
             return proof[done]
         goal = self._goal()
         for on_the_way, tactic in enumerate(proof if goal else ()):
-            if replay(self.level, proof[:on_the_way])[:1] == (goal,):
+            if replay_tactics(self.level, proof[:on_the_way])[:1] == (goal,):
                 return tactic
         return (next_tactic((goal,)) if goal else "") or "assumption"
 
-    def _by_shape(self, goal: Goal | None) -> str:
+    def _by_shape(self, goal: ProofGoal | None) -> str:
         """Return what the form of the goal suggests, whatever is known."""
         if goal is None:
             return "assumption"
         if unfold(goal.target)[:2] == ("bin", "→"):
             return f"intro {fresh(goal)[0]}"
-        if parts(goal.target) is not None:
+        if two_sides(goal.target) is not None:
             return "constructor"
         if goal.target[:2] == ("bin", "∨"):
             return "left"

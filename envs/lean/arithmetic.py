@@ -69,7 +69,7 @@ def decided(formula: Expr) -> bool | None:
     return {"∧": left and right, "∨": left or right, "→": not left or right, "↔": left == right}.get(formula[1])
 
 
-def linear(expr: Expr) -> tuple[dict[str, int], int] | None:
+def linear_form(expr: Expr) -> tuple[dict[str, int], int] | None:
     """Return a term over natural numbers as coefficients and constant; None where it is not linear."""
     kind = expr[0]
     if kind == "num":
@@ -78,7 +78,7 @@ def linear(expr: Expr) -> tuple[dict[str, int], int] | None:
         return {expr[1]: 1}, 0
     if kind != "bin" or expr[1] not in ("+", "*"):
         return None
-    left, right = linear(expr[2]), linear(expr[3])
+    left, right = linear_form(expr[2]), linear_form(expr[3])
     if left is None or right is None:
         return None
     if expr[1] == "*":
@@ -101,7 +101,7 @@ def _row(terms: dict[str, int], constant: int) -> LinearForm:
 
 def _at_most(left: Expr, right: Expr, less: int) -> LinearForm | None:
     """left + less <= right."""
-    a, b = linear(left), linear(right)
+    a, b = linear_form(left), linear_form(right)
     if a is None or b is None:
         return None
     terms = dict(b[0])

@@ -84,7 +84,7 @@ class Unavailable(NoAnswer):
     """No backend answered: there is no verdict about the proof."""
 
 
-def refusal(tactic: str) -> str:
+def tactic_refusal(tactic: str) -> str:
     """Return why a text is not passed on; empty for one that is."""
     tactic = tactic.strip()
     if not tactic or len(tactic) > LONGEST:
@@ -120,7 +120,7 @@ class Fragment:
 
     def check(self, theorem: Theorem, tactics: tuple[str, ...]) -> Verdict:
         try:
-            return Verdict(tuple(goal.show() for goal in replay(theorem, tactics)))
+            return Verdict(tuple(goal.show() for goal in replay_tactics(theorem, tactics)))
         except Unreadable as problem:
             return Verdict((), f"not in the fragment: {problem}", unreadable=True)
         except terms.Rejected as problem:
@@ -128,11 +128,11 @@ class Fragment:
 
 
 @lru_cache(maxsize=1 << 14)
-def replay(theorem: Theorem, tactics: tuple[str, ...]) -> terms.Goals:
+def replay_tactics(theorem: Theorem, tactics: tuple[str, ...]) -> terms.Goals:
     """Return the goals of the fragment after these tactics."""
     if not tactics:
-        return terms.start(theorem.binders, theorem.statement)
-    return checker.apply(replay(theorem, tactics[:-1]), tactics[-1])
+        return terms.first_goal(theorem.binders, theorem.statement)
+    return checker.apply(replay_tactics(theorem, tactics[:-1]), tactics[-1])
 
 
 # -- Lean --------------------------------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ def toolchain() -> bool:
     return bool(shutil.which("lean") and shutil.which("lake") and find_spec("lean_interact"))
 
 
-def chosen(backend: str, timeout: float) -> Backend:
+def backend_named(backend: str, timeout: float) -> Backend:
     """Return the backend of that name; "auto" takes a server, then a toolchain, then the fragment, and says so."""
     if backend == "auto":
         backend = os.environ.get("LEAN_SERVER_API_URL", "") or ("local" if toolchain() else "")

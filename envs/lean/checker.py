@@ -12,48 +12,48 @@ from functools import lru_cache
 from itertools import islice
 
 from envs.lean.arithmetic import decided, linear_consequence
-from envs.lean.syntax import DEEPEST, Expr, Parser, Unreadable, mentions, show, substitute
+from envs.lean.syntax import DEEPEST, Expr, Parser, Unreadable, format_formula, mentions, substitute
 from envs.lean.terms import (
     FALSE,
     RULES,
     TRUE,
-    Goal,
     Goals,
+    ProofGoal,
     Rejected,
-    check,
+    check_term,
     closing,
     constant,
     infer,
-    parts,
     rfl,
-    same,
+    same_formula,
     sort_of,
     tupled,
+    two_sides,
     unfold,
 )  # fmt: skip
 
 MOST_GOALS, MOST_FACTS, LONGEST = 12, 24, 2_000  # goals, hypotheses, and characters of one goal
 
 
-def _rfl(goal: Goal, parser: Parser) -> list[Goal]:
+def _rfl(goal: ProofGoal, parser: Parser) -> list[ProofGoal]:
     return rfl(goal)
 
 
-def _decide(goal: Goal, parser: Parser) -> list[Goal]:
+def _decide(goal: ProofGoal, parser: Parser) -> list[ProofGoal]:
     return closing(goal, decided(goal.target) is True, "decide does not find this true")
 
 
-def _assumption(goal: Goal, parser: Parser) -> list[Goal]:
-    return closing(goal, goal.target in goal.facts.values(), f"no hypothesis is {show(goal.target)}")
+def _assumption(goal: ProofGoal, parser: Parser) -> list[ProofGoal]:
+    return closing(goal, goal.target in goal.facts.values(), f"no hypothesis is {format_formula(goal.target)}")
 
 
-def _contradiction(goal: Goal, parser: Parser) -> list[Goal]:
+def _contradiction(goal: ProofGoal, parser: Parser) -> list[ProofGoal]:
     facts = set(goal.facts.values())
     found = FALSE in facts or any(fact[0] == "not" and fact[1] in facts for fact in facts)
     return closing(goal, found, "no hypotheses contradict each other")
 
 
-def _trivial(goal: Goal, parser: Parser) -> list[Goal]:
+def _trivial(goal: ProofGoal, parser: Parser) -> list[ProofGoal]:
     for tactic in (_assumption, _rfl, _contradiction, _decide):
         try:
             return tactic(goal, parser)
@@ -62,7 +62,7 @@ def _trivial(goal: Goal, parser: Parser) -> list[Goal]:
     raise Rejected("trivial does not prove this")
 
 
-def _omega(goal: Goal, parser: Parser) -> list[Goal]:
+def _omega(goal: ProofGoal, parser: Parser) -> list[ProofGoal]:
     lists = {name for name, kind in goal.context if kind == ("name", "List")}
     facts = tuple(fact for fact in goal.facts.values() if not mentions(fact, lists))
     if mentions(goal.target, lists):
@@ -70,27 +70,27 @@ def _omega(goal: Goal, parser: Parser) -> list[Goal]:
     return closing(goal, linear_consequence(facts, goal.target), "omega cannot prove this")
 
 
-def _intro(goal: Goal, parser: Parser) -> list[Goal]:
+def _intro(goal: ProofGoal, parser: Parser) -> list[ProofGoal]:
     while True:
         premise = unfold(goal.target)
         if premise[0] != "bin" or premise[1] != "→":
-            raise Rejected(f"{show(goal.target)} is no implication")
+            raise Rejected(f"{format_formula(goal.target)} is no implication")
         goal = goal.having((parser.name(), premise[2]))._replace(target=premise[3])
         if not parser.next:
             return [goal]
 
 
-def _exact(goal: Goal, parser: Parser) -> list[Goal]:
-    if check(parser.expression(), goal):
+def _exact(goal: ProofGoal, parser: Parser) -> list[ProofGoal]:
+    if check_term(parser.expression(), goal):
         raise Rejected("exact leaves no ?_ open; refine does")
     return []
 
 
-def _refine(goal: Goal, parser: Parser) -> list[Goal]:
-    return check(parser.expression(), goal)
+def _refine(goal: ProofGoal, parser: Parser) -> list[ProofGoal]:
+    return check_term(parser.expression(), goal)
 
 
-def _apply(goal: Goal, parser: Parser) -> list[Goal]:
+def _apply(goal: ProofGoal, parser: Parser) -> list[ProofGoal]:
     term = parser.expression()
     if constant(term) in RULES:
         premises = RULES[constant(term)](goal.target)
@@ -98,41 +98,41 @@ def _apply(goal: Goal, parser: Parser) -> list[Goal]:
             raise Rejected(f"{constant(term)} does not fit here")
         return [goal._replace(target=premise) for premise in premises]
     proved, new = infer(term, goal), []
-    while not same(proved, goal.target):
+    while not same_formula(proved, goal.target):
         proved = unfold(proved)
         if proved[0] != "bin" or proved[1] != "→":
-            raise Rejected(f"its conclusion {show(proved)} is not {show(goal.target)}")
+            raise Rejected(f"its conclusion {format_formula(proved)} is not {format_formula(goal.target)}")
         new.append(goal._replace(target=proved[2]))
         proved = proved[3]
     return new
 
 
-def _constructor(goal: Goal, parser: Parser) -> list[Goal]:
+def _constructor(goal: ProofGoal, parser: Parser) -> list[ProofGoal]:
     if goal.target == TRUE:
         return []
-    sides = parts(goal.target)
+    sides = two_sides(goal.target)
     if sides is None:
-        raise Rejected(f"constructor does not split {show(goal.target)}")
+        raise Rejected(f"constructor does not split {format_formula(goal.target)}")
     return [goal._replace(target=side) for side in sides]
 
 
-def _side(which: int) -> Callable[[Goal, Parser], list[Goal]]:
-    def tactic(goal: Goal, parser: Parser) -> list[Goal]:
+def _side(which: int) -> Callable[[ProofGoal, Parser], list[ProofGoal]]:
+    def tactic(goal: ProofGoal, parser: Parser) -> list[ProofGoal]:
         if goal.target[:2] != ("bin", "∨"):
-            raise Rejected(f"{show(goal.target)} is no disjunction")
+            raise Rejected(f"{format_formula(goal.target)} is no disjunction")
         return [goal._replace(target=goal.target[2 + which])]
 
     return tactic
 
 
-def _exfalso(goal: Goal, parser: Parser) -> list[Goal]:
+def _exfalso(goal: ProofGoal, parser: Parser) -> list[ProofGoal]:
     return [goal._replace(target=FALSE)]
 
 
-def _witness(goal: Goal, parser: Parser) -> list[Goal]:
+def _witness(goal: ProofGoal, parser: Parser) -> list[ProofGoal]:
     """exists e: the witness, then what is left if it is not trivial."""
     if goal.target[0] != "exists":
-        raise Rejected(f"{show(goal.target)} has no ∃")
+        raise Rejected(f"{format_formula(goal.target)} has no ∃")
     (left,) = tupled((parser.expression(), ("hole",)), goal)
     try:
         return _trivial(left, parser)
@@ -140,19 +140,19 @@ def _witness(goal: Goal, parser: Parser) -> list[Goal]:
         return [left]
 
 
-def _have(goal: Goal, parser: Parser) -> list[Goal]:
+def _have(goal: ProofGoal, parser: Parser) -> list[ProofGoal]:
     name = parser.name()
     claimed = parser.expression() if parser.took(":") else None
     parser.take(":=")
     term = parser.expression()
     if claimed is None:
         claimed = infer(term, goal)
-    elif sort_of(claimed, goal) != "Prop" or check(term, goal._replace(target=claimed)):
+    elif sort_of(claimed, goal) != "Prop" or check_term(term, goal._replace(target=claimed)):
         raise Rejected("have needs a whole proof of a formula")
     return [goal.having((name, claimed))]
 
 
-def _by_cases(goal: Goal, parser: Parser) -> list[Goal]:
+def _by_cases(goal: ProofGoal, parser: Parser) -> list[ProofGoal]:
     name = parser.name()
     parser.take(":")
     formula = parser.expression()
@@ -161,19 +161,19 @@ def _by_cases(goal: Goal, parser: Parser) -> list[Goal]:
     return [goal.having((name, formula)), goal.having((name, ("not", formula)))]
 
 
-def _obtain(goal: Goal, parser: Parser) -> list[Goal]:
+def _obtain(goal: ProofGoal, parser: Parser) -> list[ProofGoal]:
     pattern = _pattern(parser)
     parser.take(":=")
     return _rcases(parser.expression(), pattern, goal)
 
 
-def _rcases_with(goal: Goal, parser: Parser) -> list[Goal]:
+def _rcases_with(goal: ProofGoal, parser: Parser) -> list[ProofGoal]:
     term = parser.expression()
     parser.take("with")
     return _rcases(term, _pattern(parser), goal)
 
 
-def _cases(goal: Goal, parser: Parser) -> list[Goal]:
+def _cases(goal: ProofGoal, parser: Parser) -> list[ProofGoal]:
     if infer(parser.expression(), goal) != FALSE:
         raise Unreadable("cases is in the fragment only for False; write rcases h with h1 | h2 or ⟨h1, h2⟩")
     return []
@@ -199,7 +199,7 @@ def _pattern(parser: Parser, depth: int = 0) -> Expr:
     return ways[0] if len(ways) == 1 else ("either", tuple(ways))
 
 
-def _rcases(term: Expr, pattern: Expr, goal: Goal) -> list[Goal]:
+def _rcases(term: Expr, pattern: Expr, goal: ProofGoal) -> list[ProofGoal]:
     if pattern[0] == "name":
         raise Unreadable("take it apart: h1 | h2 or ⟨h1, h2⟩")
     proved = infer(term, goal)
@@ -207,13 +207,13 @@ def _rcases(term: Expr, pattern: Expr, goal: Goal) -> list[Goal]:
     return list(islice(taken, MOST_GOALS + 1))  # n disjunctions make 2**n goals; `apply` refuses so many
 
 
-def _taken(proved: Expr, pattern: Expr, goal: Goal) -> Iterator[Goal]:
+def _taken(proved: Expr, pattern: Expr, goal: ProofGoal) -> Iterator[ProofGoal]:
     """Yield the goals after taking apart what was proved."""
     if pattern[0] == "name":
         yield goal.having((pattern[1], proved))
     elif pattern[0] == "either":
         if proved[:2] != ("bin", "∨"):
-            raise Rejected(f"{show(proved)} is no disjunction")
+            raise Rejected(f"{format_formula(proved)} is no disjunction")
         first, *rest = pattern[1]
         yield from _taken(proved[2], first, goal)
         yield from _taken(proved[3], rest[0] if len(rest) == 1 else ("either", tuple(rest)), goal)
@@ -228,14 +228,14 @@ def _taken(proved: Expr, pattern: Expr, goal: Goal) -> Iterator[Goal]:
             named = substitute(proved[3], proved[1], items[0])
             yield from _taken(named, rest, goal.having((items[0][1], ("name", proved[2]))))
             return
-        sides = parts(proved)
+        sides = two_sides(proved)
         if sides is None:
-            raise Rejected(f"{show(proved)} has no two parts")
+            raise Rejected(f"{format_formula(proved)} has no two parts")
         for half in _taken(sides[0], items[0], goal):
             yield from _taken(sides[1], rest, half)
 
 
-TACTICS: dict[str, Callable[[Goal, Parser], list[Goal]]] = {
+TACTICS: dict[str, Callable[[ProofGoal, Parser], list[ProofGoal]]] = {
     "intro": _intro, "intros": _intro, "exact": _exact, "refine": _refine, "apply": _apply,
     "constructor": _constructor, "left": _side(0), "right": _side(1), "exfalso": _exfalso, "exists": _witness,
     "assumption": _assumption, "contradiction": _contradiction, "trivial": _trivial, "rfl": _rfl, "decide": _decide,

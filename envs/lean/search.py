@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from envs.lean.checker import apply
-from envs.lean.syntax import Unreadable, show
-from envs.lean.terms import FALSE, Goal, Goals, Rejected, parts, unfold
+from envs.lean.syntax import Unreadable, format_formula
+from envs.lean.terms import FALSE, Goals, ProofGoal, Rejected, two_sides, unfold
 
 CLOSING = ("assumption", "contradiction", "rfl", "omega", "decide")
 DEPTH = 9  # tactics of one goal
@@ -15,7 +15,7 @@ EFFORT = 400  # tactics tried for one goal
 WITNESSES = 100  # numbers tried for an ∃
 
 
-def fresh(goal: Goal, count: int = 1) -> list[str]:
+def fresh(goal: ProofGoal, count: int = 1) -> list[str]:
     """Return names h1, h2, ... that are not in use."""
     used, names, number = {name for name, _ in goal.context}, [], 1
     while len(names) < count:
@@ -25,22 +25,22 @@ def fresh(goal: Goal, count: int = 1) -> list[str]:
     return names
 
 
-def _sure(goal: Goal) -> str:
+def _sure(goal: ProofGoal) -> str:
     """Return a step that loses nothing, if there is one: take apart what is known, then what is to be proved."""
     for name, fact in goal.facts.items():
         if fact == FALSE:
             return f"cases {name}"
-        if parts(fact) is not None or fact[0] == "exists":
+        if two_sides(fact) is not None or fact[0] == "exists":
             return "obtain ⟨{}, {}⟩ := {}".format(*fresh(goal, 2), name)
         if fact[:2] == ("bin", "∨"):
             return "rcases {} with {} | {}".format(name, *fresh(goal, 2))
     premise = unfold(goal.target)
     if premise[:2] == ("bin", "→"):
         return f"intro {fresh(goal)[0]}"
-    return "constructor" if parts(goal.target) is not None else ""
+    return "constructor" if two_sides(goal.target) is not None else ""
 
 
-def _risky(goal: Goal) -> Iterator[str]:
+def _risky(goal: ProofGoal) -> Iterator[str]:
     """Yield steps that may lead nowhere."""
     if goal.target[0] == "exists" and goal.target[2] == "Nat":
         for number in range(WITNESSES):
@@ -61,10 +61,10 @@ def _risky(goal: Goal) -> Iterator[str]:
     if goal.target != FALSE:
         yield "exfalso"
         if goal.target[0] == "name" and ("not", goal.target) not in goal.facts.values():
-            yield f"by_cases {fresh(goal)[0]} : {show(goal.target)}"
+            yield f"by_cases {fresh(goal)[0]} : {format_formula(goal.target)}"
 
 
-def _closes(goal: Goal, tactic: str) -> bool:
+def _closes(goal: ProofGoal, tactic: str) -> bool:
     try:
         return not apply((goal,), tactic)
     except (Rejected, Unreadable):
@@ -72,7 +72,7 @@ def _closes(goal: Goal, tactic: str) -> bool:
 
 
 @lru_cache(maxsize=1 << 12)
-def prove(goal: Goal) -> tuple[str, ...] | None:
+def prove(goal: ProofGoal) -> tuple[str, ...] | None:
     """Return tactics that prove a goal; None where the search finds none."""
     effort = [EFFORT]
     for depth in range(1, DEPTH + 1):
@@ -82,7 +82,7 @@ def prove(goal: Goal) -> tuple[str, ...] | None:
     return None
 
 
-def _prove(goal: Goal, depth: int, effort: list[int]) -> tuple[str, ...] | None:
+def _prove(goal: ProofGoal, depth: int, effort: list[int]) -> tuple[str, ...] | None:
     for tactic in CLOSING:
         if _closes(goal, tactic):
             return (tactic,)

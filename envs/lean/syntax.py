@@ -36,7 +36,7 @@ class Unreadable(ValueError):
     """The text is not in the fragment."""
 
 
-def tokens(text: str) -> list[str]:
+def split_tokens(text: str) -> list[str]:
     found, at = [], 0
     text = text.strip()
     while at < len(text):
@@ -52,7 +52,7 @@ class Parser:
     """Reads one text from left to right."""
 
     def __init__(self, text: str) -> None:
-        self.tokens = tokens(text)
+        self.tokens = split_tokens(text)
         self.at = self.depth = 0
 
     @property
@@ -164,29 +164,29 @@ class Parser:
 
 
 @lru_cache(maxsize=1 << 14)
-def parse(text: str) -> Expr:
+def parse_formula(text: str) -> Expr:
     parser = Parser(text)
     found = parser.expression()
     parser.end()
     return found
 
 
-def show(expr: Expr, least: int = 0) -> str:
+def format_formula(expr: Expr, least: int = 0) -> str:
     """Return an expression as Lean prints it."""
     kind = expr[0]
     if kind == "bin":
         strength, left, right = OPERATORS[expr[1]]
-        text = f"{show(expr[2], left)} {expr[1]} {show(expr[3], right)}"
+        text = f"{format_formula(expr[2], left)} {expr[1]} {format_formula(expr[3], right)}"
         return f"({text})" if strength < least else text
     if kind == "not":
-        return f"¬{show(expr[1], NEGATION)}"
+        return f"¬{format_formula(expr[1], NEGATION)}"
     if kind == "exists":
-        text = f"∃ {expr[1]}, {show(expr[3])}"
+        text = f"∃ {expr[1]}, {format_formula(expr[3])}"
         return f"({text})" if least > OPERATORS["→"][2] else text
     if kind == "list":
-        return f"[{', '.join(map(show, expr[1]))}]"
+        return f"[{', '.join(map(format_formula, expr[1]))}]"
     if kind == "proj":
-        return f"{show(expr[1], TIGHT)}.{expr[2]}"
+        return f"{format_formula(expr[1], TIGHT)}.{expr[2]}"
     assert kind in ("name", "num"), expr
     return str(expr[1])
 
@@ -231,25 +231,25 @@ WORDS = {
 }  # fmt: skip
 
 
-def words(expr: Expr, inner: bool = False) -> str:
+def formula_in_words(expr: Expr, inner: bool = False) -> str:
     """Return a formula in plain words; parts of parts stand in brackets."""
     kind = expr[0]
     if kind == "bin" and expr[1] == "→":  # several premises in one sentence
         premises = []
         while expr[:2] == ("bin", "→"):
-            premises.append(words(expr[2], True))
+            premises.append(formula_in_words(expr[2], True))
             expr = expr[3]
-        text = f"if {' and '.join(premises)}, then {words(expr, True)}"
+        text = f"if {' and '.join(premises)}, then {formula_in_words(expr, True)}"
         return f"({text})" if inner else text
     if kind == "bin":
-        text = WORDS[expr[1]].format(words(expr[2], True), words(expr[3], True))
+        text = WORDS[expr[1]].format(formula_in_words(expr[2], True), formula_in_words(expr[3], True))
         plain = expr[1] in RELATIONS or expr[1] in ("*", "++")
         return f"({text})" if inner and not plain else text
     if kind == "not":
-        return f"not {words(expr[1], True)}"
+        return f"not {formula_in_words(expr[1], True)}"
     if kind == "exists":
-        text = f"there is a {'list' if expr[2] == 'List' else 'number'} {expr[1]} such that {words(expr[3])}"
+        text = f"there is a {'list' if expr[2] == 'List' else 'number'} {expr[1]} such that {formula_in_words(expr[3])}"
         return f"({text})" if inner else text
     if kind == "proj":
-        return f"the {'length' if expr[2] == 'length' else 'reverse'} of {words(expr[1], True)}"
-    return "a contradiction" if expr == ("name", "False") else show(expr)
+        return f"the {'length' if expr[2] == 'length' else 'reverse'} of {formula_in_words(expr[1], True)}"
+    return "a contradiction" if expr == ("name", "False") else format_formula(expr)

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from envs.lean.arithmetic import decided
-from envs.lean.syntax import RELATIONS, Expr, Unreadable, parse, show, substitute
+from envs.lean.syntax import RELATIONS, Expr, Unreadable, format_formula, parse_formula, substitute
 
 FALSE, TRUE = ("name", "False"), ("name", "True")
 SORTS = ("Prop", "Nat", "List")
@@ -16,13 +16,13 @@ class Rejected(ValueError):
     """The tactic was read, and does not apply here."""
 
 
-class Goal(NamedTuple):
+class ProofGoal(NamedTuple):
     """What is known and what is to be proved: Goal(context=(("p", ("name", "Prop")), ("h", ("name", "p"))), target)."""
 
     context: tuple[tuple[str, Expr], ...]
     target: Expr
 
-    def having(self, *new: tuple[str, Expr], without: str = "") -> Goal:
+    def having(self, *new: tuple[str, Expr], without: str = "") -> ProofGoal:
         kept = [entry for entry in self.context if entry[0] != without]
         for name, kind in new:
             if any(name == other for other, _ in kept):
@@ -44,28 +44,28 @@ class Goal(NamedTuple):
         """Return the goal as Lean prints it: neighbours of one type on one line."""
         lines: list[tuple[str, str]] = []
         for name, kind in self.context:
-            told = "List Nat" if kind == ("name", "List") else show(kind)
+            told = "List Nat" if kind == ("name", "List") else format_formula(kind)
             if lines and lines[-1][1] == told:
                 lines[-1] = (f"{lines[-1][0]} {name}", told)
             else:
                 lines.append((name, told))
-        return "\n".join([*(f"{names} : {told}" for names, told in lines), f"⊢ {show(self.target)}"])
+        return "\n".join([*(f"{names} : {told}" for names, told in lines), f"⊢ {format_formula(self.target)}"])
 
 
-Goals = tuple[Goal, ...]
+Goals = tuple[ProofGoal, ...]
 
 
-def start(binders: tuple[str, ...], statement: str) -> Goals:
+def first_goal(binders: tuple[str, ...], statement: str) -> Goals:
     """Return the first goal of a theorem: start(("p q : Prop", "h : p ∧ q"), "q")."""
-    goal = Goal((), TRUE)
+    goal = ProofGoal((), TRUE)
     for binder in binders:
         names, _, kind = binder.partition(" : ")
-        told = ("name", "List") if kind == "List Nat" else ("name", kind) if kind in SORTS else parse(kind)
+        told = ("name", "List") if kind == "List Nat" else ("name", kind) if kind in SORTS else parse_formula(kind)
         goal = goal.having(*((name, told) for name in names.split()))
-    return (goal._replace(target=parse(statement)),)
+    return (goal._replace(target=parse_formula(statement)),)
 
 
-def sort_of(expr: Expr, goal: Goal) -> str:
+def sort_of(expr: Expr, goal: ProofGoal) -> str:
     """Prop, Nat or List; Unreadable where the expression has no sort here."""
     kind = expr[0]
     if expr in (TRUE, FALSE):
@@ -118,11 +118,11 @@ def normal(formula: Expr) -> Expr:
     return ("bin", sign, left, right)
 
 
-def same(one: Expr, other: Expr) -> bool:
+def same_formula(one: Expr, other: Expr) -> bool:
     return normal(one) == normal(other)
 
 
-def parts(formula: Expr) -> tuple[Expr, Expr] | None:
+def two_sides(formula: Expr) -> tuple[Expr, Expr] | None:
     """Return the two sides of a conjunction, and the two implications of an equivalence."""
     if formula[0] == "bin" and formula[1] == "∧":
         return formula[2], formula[3]
@@ -134,7 +134,7 @@ def parts(formula: Expr) -> tuple[Expr, Expr] | None:
 # -- proof terms -------------------------------------------------------------------------------------------------------
 
 
-def infer(term: Expr, goal: Goal) -> Expr:
+def infer(term: Expr, goal: ProofGoal) -> Expr:
     """Return what a proof term proves."""
     kind = term[0]
     if kind == "name":
@@ -148,7 +148,7 @@ def infer(term: Expr, goal: Goal) -> Expr:
         if term == ("proj", TRUE, "intro"):
             return TRUE
         whole = infer(term[1], goal)
-        sides, sign = parts(whole), whole[1]
+        sides, sign = two_sides(whole), whole[1]
         which = {"1": 0, "2": 1} | ({"left": 0, "right": 1} if sign == "∧" else {"mp": 0, "mpr": 1})
         if sides is None or term[2] not in which:
             raise Rejected(f".{term[2]} does not fit here")
@@ -162,8 +162,8 @@ def infer(term: Expr, goal: Goal) -> Expr:
 
 
 RULES = {  # constants with all their arguments: the premises for a target; None where it does not fit
-    "And.intro": lambda target: parts(target) if target[1] == "∧" else None,
-    "Iff.intro": lambda target: parts(target) if target[1] == "↔" else None,
+    "And.intro": lambda target: two_sides(target) if target[1] == "∧" else None,
+    "Iff.intro": lambda target: two_sides(target) if target[1] == "↔" else None,
     "Or.inl": lambda target: (target[2],) if target[:2] == ("bin", "∨") else None,
     "Or.inr": lambda target: (target[3],) if target[:2] == ("bin", "∨") else None,
     "False.elim": lambda target: (FALSE,),
@@ -176,7 +176,7 @@ def constant(term: Expr) -> str:
     return term[1] if term[0] == "name" else ""
 
 
-def check(term: Expr, goal: Goal) -> list[Goal]:
+def check_term(term: Expr, goal: ProofGoal) -> list[ProofGoal]:
     """Return whether a proof term proves the target of a goal; the goals of its holes."""
     kind, target = term[0], goal.target
     if kind == "hole":
@@ -184,8 +184,8 @@ def check(term: Expr, goal: Goal) -> list[Goal]:
     if kind == "fun":
         premise = unfold(target)
         if premise[0] != "bin" or premise[1] != "→":
-            raise Rejected(f"fun does not prove {show(target)}")
-        return check(term[2], goal.having((term[1], premise[2]))._replace(target=premise[3]))
+            raise Rejected(f"fun does not prove {format_formula(target)}")
+        return check_term(term[2], goal.having((term[1], premise[2]))._replace(target=premise[3]))
     if kind == "tuple":
         return tupled(term[1], goal)
     if term == ("name", "rfl"):
@@ -196,24 +196,24 @@ def check(term: Expr, goal: Goal) -> list[Goal]:
         premises = RULES[name](target)
         if premises is None or len(premises) != len(arguments):
             raise Rejected(f"{name} does not fit here")
-        return [new for a, p in zip(arguments, premises, strict=True) for new in check(a, goal._replace(target=p))]
+        return [new for a, p in zip(arguments, premises, strict=True) for new in check_term(a, goal._replace(target=p))]
     if name == "absurd" and len(arguments) == 2:
         proved = infer(arguments[0], goal)
-        return check(arguments[1], goal._replace(target=("not", proved)))
+        return check_term(arguments[1], goal._replace(target=("not", proved)))
     if head[0] == "proj" and head[2] == "elim":
         proved = infer(head[1], goal)
         if proved == FALSE and not arguments:
             return []
         if proved[:2] == ("bin", "∨") and len(arguments) == 2:
             ways = [("bin", "→", side, target) for side in proved[2:]]
-            return [new for a, w in zip(arguments, ways, strict=True) for new in check(a, goal._replace(target=w))]
+            return [new for a, w in zip(arguments, ways, strict=True) for new in check_term(a, goal._replace(target=w))]
     proved, holes = _applied(term, goal)
-    if not same(proved, target):
-        raise Rejected(f"this proves {show(proved)}, not {show(target)}")
+    if not same_formula(proved, target):
+        raise Rejected(f"this proves {format_formula(proved)}, not {format_formula(target)}")
     return holes
 
 
-def _applied(term: Expr, goal: Goal) -> tuple[Expr, list[Goal]]:
+def _applied(term: Expr, goal: ProofGoal) -> tuple[Expr, list[ProofGoal]]:
     """`infer` for an application whose arguments may have holes."""
     if term[0] != "app":
         return infer(term, goal), []
@@ -221,13 +221,13 @@ def _applied(term: Expr, goal: Goal) -> tuple[Expr, list[Goal]]:
     for argument in term[2]:
         found = unfold(found)
         if found[0] != "bin" or found[1] != "→":
-            raise Rejected(f"{show(found)} is no implication")
-        holes += check(argument, goal._replace(target=found[2]))
+            raise Rejected(f"{format_formula(found)} is no implication")
+        holes += check_term(argument, goal._replace(target=found[2]))
         found = found[3]
     return found, holes
 
 
-def tupled(items: tuple[Expr, ...], goal: Goal) -> list[Goal]:
+def tupled(items: tuple[Expr, ...], goal: ProofGoal) -> list[ProofGoal]:
     if len(items) < 2:
         raise Rejected("⟨ ⟩ needs two parts here")
     rest = items[1] if len(items) == 2 else ("tuple", items[1:])
@@ -235,22 +235,22 @@ def tupled(items: tuple[Expr, ...], goal: Goal) -> list[Goal]:
         _, name, kind, body = goal.target
         if sort_of(items[0], goal) != kind:
             raise Rejected(f"the witness must be a {'number' if kind == 'Nat' else 'list'}")
-        return check(rest, goal._replace(target=substitute(body, name, items[0])))
-    sides = parts(goal.target)
+        return check_term(rest, goal._replace(target=substitute(body, name, items[0])))
+    sides = two_sides(goal.target)
     if sides is None:
-        raise Rejected(f"⟨ ⟩ does not prove {show(goal.target)}")
-    return check(items[0], goal._replace(target=sides[0])) + check(rest, goal._replace(target=sides[1]))
+        raise Rejected(f"⟨ ⟩ does not prove {format_formula(goal.target)}")
+    return check_term(items[0], goal._replace(target=sides[0])) + check_term(rest, goal._replace(target=sides[1]))
 
 
-def closing(goal: Goal, true: bool, why: str) -> list[Goal]:
+def closing(goal: ProofGoal, true: bool, why: str) -> list[ProofGoal]:
     if not true:
         raise Rejected(why)
     return []
 
 
-def rfl(goal: Goal) -> list[Goal]:
+def rfl(goal: ProofGoal) -> list[ProofGoal]:
     """Return whether two sides are the same, or closed terms of the same value."""
     target = goal.target
     fits = target[0] == "bin" and target[1] in ("=", "↔", "≤")
     equal = fits and (target[2] == target[3] or (target[1] == "=" and decided(target) is True))
-    return closing(goal, equal, f"the two sides of {show(target)} are not the same")
+    return closing(goal, equal, f"the two sides of {format_formula(target)} are not the same")

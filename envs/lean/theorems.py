@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from envs.lean.syntax import Expr, parse, show, words
-from envs.lean.terms import start
+from envs.lean.syntax import Expr, format_formula, formula_in_words, parse_formula
+from envs.lean.terms import first_goal
 
 TOPICS = ("logic", "arithmetic", "lists", "library")
 ATOMS = "pqrst"
@@ -72,7 +72,7 @@ class Theorem(NamedTuple):
     def goal(self) -> str:
         """The first goal as Lean prints it."""
         if self.in_fragment:
-            return start(self.binders, self.statement)[0].show()
+            return first_goal(self.binders, self.statement)[0].show()
         return "\n".join([*self.binders, f"⊢ {self.statement}"])
 
 
@@ -104,21 +104,26 @@ def logic(rng: np.random.Generator) -> Theorem:
     """Return a scheme with formulas for its letters; atoms are named p, q, ... in the order in which they come."""
     scheme, proof = LOGIC[int(rng.integers(len(LOGIC)))]
     formulas = {letter: _formula(rng) for letter in LETTERS}
-    order = list(dict.fromkeys(_atoms(_filled(parse(scheme), formulas))))
+    order = list(dict.fromkeys(_atoms(_filled(parse_formula(scheme), formulas))))
     renamed = {atom: ("name", ATOMS[i]) for i, atom in enumerate(order)}
     formulas = {letter: _filled(formula, renamed) for letter, formula in formulas.items()}
-    statement = _filled(parse(scheme), formulas)
+    statement = _filled(parse_formula(scheme), formulas)
     steps = []
     for step in proof:  # by_cases alone names a formula of the scheme
         head, colon, letter = step.partition(" : ")
-        steps.append(f"{head} : {show(formulas[letter])}" if colon else step)
-    return Theorem((f"{' '.join(ATOMS[: len(order)])} : Prop",), show(statement), words(statement), tuple(steps))
+        steps.append(f"{head} : {format_formula(formulas[letter])}" if colon else step)
+    return Theorem(
+        (f"{' '.join(ATOMS[: len(order)])} : Prop",),
+        format_formula(statement),
+        formula_in_words(statement),
+        tuple(steps),
+    )
 
 
 def _told(binders: tuple[str, ...], statement: str, *proof: str) -> Theorem:
     """Return a theorem whose words are those of its statement and of the hypotheses among the binders."""
-    known = [words(parse(b.partition(" : ")[2])) for b in binders if b.startswith("h")]
-    told = words(parse(statement))
+    known = [formula_in_words(parse_formula(b.partition(" : ")[2])) for b in binders if b.startswith("h")]
+    told = formula_in_words(parse_formula(statement))
     return Theorem(binders, statement, f"given {' and '.join(known)}, {told}" if known else told, proof)
 
 

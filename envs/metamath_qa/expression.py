@@ -29,7 +29,7 @@ Node = tuple[int, tuple[Any, ...], tuple[Any, ...]]
 
 
 @lru_cache(maxsize=1 << 12)
-def read(text: str) -> Node | None:
+def parse_value(text: str) -> Node | None:
     """Return the expression that a plain text is; None for any other."""
     tokens, at = [], 0
     if len(text) > LONGEST or ("," in text and "(" in text):  # (1,200) is a point
@@ -227,7 +227,7 @@ def _gathered(factors: tuple[Any, ...]) -> tuple[int, list[Any]]:
     return whole, rest
 
 
-def value(node: Node) -> Fraction | float | None:
+def value_of(node: Node) -> Fraction | float | None:
     """Return the value, exact without roots and constants; None where it is not a real number, or is too large."""
     try:
         found = _value(node)

@@ -12,11 +12,11 @@ from fractions import Fraction
 from functools import lru_cache
 from math import gcd
 
-from envs.math_answers import MULTIPLES, NAMED, PLUS_MINUS, equation, names, parts
-from envs.math_numbers import LONGEST, Number, as_text, is_near, number as any_number
-from envs.math_spelling import IN_WORDS, plain
+from envs.math_answers import MULTIPLES, NAMED, PLUS_MINUS, equation, names_variable, parts
+from envs.math_numbers import LONGEST, Number, as_text, is_near, parse_number as any_number
+from envs.math_spelling import IN_WORDS, plain_spelling
 from envs.math_units import NAMES, agree, split_unit, unit_of
-from envs.metamath_qa.expression import Node, read, value, worked_out
+from envs.metamath_qa.expression import Node, parse_value, value_of, worked_out
 
 NO_VARIABLES = re.compile(  # commands, constants, units, names and longer words
     r"\\[a-zA-Z]+"
@@ -30,9 +30,9 @@ WORDS = re.compile(r"(?<![\\A-Za-z{_^])[A-Za-z]{2}[A-Za-z .'-]*$")
 @lru_cache(maxsize=1 << 12)
 def has_variables(answer: str) -> bool:
     r"""Return whether a reference is algebra: x + 1 and 2ab are; x = 5, 12 apples, 3 + 4i and Monday are not."""
-    text = plain(IN_WORDS.sub(" ", _right_side(answer)))
+    text = plain_spelling(IN_WORDS.sub(" ", _right_side(answer)))
     text = NO_VARIABLES.sub(" ", split_unit(text, shortest=2)[0])
-    return any(map(str.isalpha, text)) and " base " not in as_text(plain(answer))
+    return any(map(str.isalpha, text)) and " base " not in as_text(plain_spelling(answer))
 
 
 def is_written_out(given: str, answer: str) -> bool:
@@ -41,31 +41,31 @@ def is_written_out(given: str, answer: str) -> bool:
     >>> [is_written_out(given, "12") for given in ("x = 12 cm", "5 + 7", "5 + 7 = 12", "5 + 6 = 12", "12 dozen")]
     [True, False, True, False, False]
     """
-    return _same(_both_signs(plain(given)), _both_signs(plain(_right_side(answer))))
+    return _same(_both_signs(plain_spelling(given)), _both_signs(plain_spelling(_right_side(answer))))
 
 
 def _same(given: str, answer: str) -> bool:
     """For plain texts. Before the last equals sign is nothing but names and what has the same value."""
     answer, words = _without_words(answer)
-    wanted, (rest, unit) = number(answer), split_unit(answer)
-    expression = read(rest)
+    wanted, (rest, unit) = usual_number(answer), split_unit(answer)
+    expression = parse_value(rest)
     if wanted is None and expression is None:
         return _same_parts(given, answer)
     *before, given = equation(given)
     if words and given.casefold().endswith(words.casefold()):
         given, words = given[: -len(words)].rstrip(), ""
-    found, worth = number(given), wanted or _worth(expression)
-    if not all(names(side) or _is_worth(side, worth) for side in before):
+    found, worth = usual_number(given), wanted or _worth(expression)
+    if not all(names_variable(side) or _is_worth(side, worth) for side in before):
         return False
     if worth is not None and found is not None:
         return agree(found.unit, words or worth.unit or unit) and _is_reduced(found, worth) and is_near(found, worth)
     if wanted is not None or expression is None:
         return False
     given, ours = split_unit(given)
-    return agree(ours, words or unit) and read(given) in (expression, worked_out(expression))
+    return agree(ours, words or unit) and parse_value(given) in (expression, worked_out(expression))
 
 
-def number(text: str) -> Number | None:
+def usual_number(text: str) -> Number | None:
     """Return the number that is all of a plain text, in its usual form: not 12e3."""
     found = any_number(text)
     return found if found is not None and found.normal else None
@@ -78,12 +78,12 @@ def _without_words(answer: str) -> tuple[str, str]:
     if not words or unit_of(words) or NO_UNITS & set(re.findall("[a-z]+", words.casefold())):
         return answer, ""
     rest = answer[: -len(words)].rstrip()
-    return (answer, "") if number(rest) is None and read(rest) is None else (rest, words)
+    return (answer, "") if usual_number(rest) is None and parse_value(rest) is None else (rest, words)
 
 
 def _worth(expression: Node | None) -> Number | None:
     """Return the value of an expression as a number."""
-    known = None if expression is None else value(expression)
+    known = None if expression is None else value_of(expression)
     if known is None:
         return None
     exact = isinstance(known, Fraction)
@@ -95,7 +95,7 @@ def _same_parts(given: str, answer: str) -> bool:
     theirs = parts(answer)
     if theirs is None or theirs[0]:  # else each part may be an equation
         *before, given = equation(given)
-        if not all(names(side.strip("()").replace(",", "")) for side in before):
+        if not all(names_variable(side.strip("()").replace(",", "")) for side in before):
             return False
     ours = parts(given)
     if theirs is None:
@@ -129,5 +129,5 @@ def _is_reduced(found: Number, wanted: Number) -> bool:
 
 def _is_worth(side: str, wanted: Number | None) -> bool:
     """Return whether another side of the equation has the value of the answer."""
-    found = number(side) or _worth(read(side))
+    found = usual_number(side) or _worth(parse_value(side))
     return found is not None and wanted is not None and is_near(found, wanted)

@@ -14,7 +14,7 @@ import numpy as np
 
 from envs.base import TextEnv, split_by_hash
 from envs.hub_sets import EMBEDDED
-from envs.search_qa.library import Article, clean, library_of, questions_of, synthetic_library
+from envs.search_qa.library import Article, clean_article, library_of, questions_of, synthetic_library
 from envs.search_qa.retriever import Retriever
 from envs.search_qa.scoring import exact_match, f1, reward
 from envs.search_qa.synthetic import Hop, draw_question
@@ -27,7 +27,7 @@ WORD = re.compile(r"\w+")
 SENTENCES = re.compile(r"(?<=[.!?\"')])\s")  # between them; a fact may be several that do not follow each other
 
 
-class Question(NamedTuple):
+class HopQuestion(NamedTuple):
     """Question("Who is the mayor of the birthplace of Mara Tolk?", "Ugo Bein", (Hop(...), Hop(...)), "train")."""
 
     question: str
@@ -98,26 +98,26 @@ class SearchQA(TextEnv):
                 library_of(path)
 
     @classmethod
-    def draw(cls, config: str, rng: np.random.Generator) -> Iterator[Question | None]:
+    def draw(cls, config: str, rng: np.random.Generator) -> Iterator[HopQuestion | None]:
         if config != EMBEDDED:
             questions = questions_of(config)
             while True:
                 row = questions[int(rng.integers(len(questions)))]
                 hops = tuple(Hop(title, fact) for title, fact in row["hops"])
-                yield Question(row["question"], row["answer"], hops, row["split"])
+                yield HopQuestion(row["question"], row["answer"], hops, row["split"])
         while True:
             drawn = draw_question(rng)
-            yield drawn and Question(*drawn, split_by_hash(drawn[0].lower()))
+            yield drawn and HopQuestion(*drawn, split_by_hash(drawn[0].lower()))
 
     @classmethod
-    def key_of(cls, level: Question) -> str:
+    def key_of(cls, level: HopQuestion) -> str:
         return level.question.lower()
 
     @classmethod
-    def split_of(cls, level: Question) -> str:
+    def split_of(cls, level: HopQuestion) -> str:
         return level.split
 
-    def begin(self, level: Question) -> None:
+    def begin(self, level: HopQuestion) -> None:
         self.level = level
         self.results: tuple[Article, ...] | None = None  # of the last search, as far as they were shown
         self.seen: frozenset[Article] = frozenset()
@@ -150,7 +150,9 @@ class SearchQA(TextEnv):
         else:
             library = synthetic_library() if self.path == EMBEDDED else library_of(self.path)
             found = library.search(query, self.top_k)
-        self.results = self._cut([(shown(title), clean(text[: self.characters])) for title, text in found])
+        self.results = self._cut(
+            [(title_shown(title), clean_article(text[: self.characters])) for title, text in found]
+        )
         self.seen |= set(self.results)
         self.asked |= {query}
 
@@ -216,7 +218,7 @@ class SearchQA(TextEnv):
     def thought(self) -> str:
         """Return what the articles have said so far, and what is missing, where that follows from what they said."""
         found, hop = self._found(), self._next_hop()
-        said = [clean(each.fact) for each in found if each.fact]
+        said = [clean_article(each.fact) for each in found if each.fact]
         before = self.level.hops if hop is None else self.level.hops[: self.level.hops.index(hop)]
         if all(each in found for each in before):
             said.append("Enough." if hop is None else f"Missing: {query_of(hop.title)}.")
@@ -230,21 +232,21 @@ def read_action(action: str) -> tuple[str, str] | None:
     (('search', 'the Velmar River'), None)
     """
     match = ACTION.fullmatch(action) if len(action) <= 2 * LONGEST else None
-    text = clean(match[2]) if match else ""
+    text = clean_article(match[2]) if match else ""
     return (match[1].lower(), text) if match and text and len(text) <= LONGEST else None
 
 
 def query_of(text: str) -> str:
     """Return a title or an answer as it can stand between the brackets of an action."""
-    return clean(text.replace("[", "").replace("]", ""))[:LONGEST].strip() or "?"
+    return clean_article(text.replace("[", "").replace("]", ""))[:LONGEST].strip() or "?"
 
 
 def states(article: Article, hop: Hop) -> bool:
     """Return whether an article, as it was shown, says what a hop needs of it."""
     title, text = article
-    return title == shown(hop.title) and all(part in text for part in SENTENCES.split(clean(hop.fact)))
+    return title == title_shown(hop.title) and all(part in text for part in SENTENCES.split(clean_article(hop.fact)))
 
 
-def shown(title: str) -> str:
+def title_shown(title: str) -> str:
     """Return a title as a result shows it."""
-    return clean(title[:LONGEST_TITLE])
+    return clean_article(title[:LONGEST_TITLE])

@@ -16,7 +16,7 @@ from typing import Any
 
 from envs.base import split_by_hash
 from envs.hub_sets import split_names, stream_rows
-from envs.search_qa.library import ARTICLES, INDEX, QUESTIONS, Article, clean, index_of, write_lines
+from envs.search_qa.library import ARTICLES, INDEX, QUESTIONS, Article, clean_article, index_of, write_lines
 from envs.search_qa.scoring import normalised
 
 COLUMNS = ("question", "answer", "supporting_facts", "context")
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.rows is not None and arguments.rows < 1:
             raise ValueError(f"search_qa: --rows={arguments.rows} leaves nothing: write at least 1, or leave it out.")
-        articles, questions = build(arguments.path, arguments.config, Path(arguments.out), arguments.rows)
+        articles, questions = build_library(arguments.path, arguments.config, Path(arguments.out), arguments.rows)
     except ValueError as problem:
         print(problem, file=sys.stderr)
         return 2
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def build(path: str, config: str | None, out: Path, rows: int | None = None) -> tuple[int, int]:
+def build_library(path: str, config: str | None, out: Path, rows: int | None = None) -> tuple[int, int]:
     """Make the folder and return the numbers of articles and questions. A failure leaves nothing at `out`."""
     if out.exists():
         raise ValueError(f"search_qa: {out} exists already. Delete it, or name another folder as --out.")
@@ -88,7 +88,7 @@ def _questions(
                 articles.setdefault(
                     hashlib.sha256(f"{title}\n{text}".encode("utf-8", "replace")).digest(), (title, text)
                 )
-            question, answer = (clean(str(row[column] or "")) for column in ("question", "answer"))
+            question, answer = (clean_article(str(row[column] or "")) for column in ("question", "answer"))
             key = question.lower()
             if not question or not normalised(answer) or len(answer) > LONGEST_ANSWER or key in seen:
                 continue
@@ -105,7 +105,7 @@ def _paragraphs(row: dict[str, Any]) -> dict[str, str]:
     """Return the texts by title: the schema of the Hub has a list of titles beside a list of lists of sentences."""
     context = row["context"] or {"title": [], "sentences": []}
     return {
-        clean(title): clean("".join(sentences))
+        clean_article(title): clean_article("".join(sentences))
         for title, sentences in zip(context["title"], context["sentences"], strict=False)
     }
 
@@ -117,10 +117,10 @@ def _hops(row: dict[str, Any], paragraphs: dict[str, str]) -> list[list[str]]:
     found: dict[str, list[str]] = {}
     for title, number in zip(facts["title"], facts["sent_id"], strict=False) if facts else ():
         of_title = sentences.get(title, [])
-        found.setdefault(clean(title), []).extend(of_title[number : number + 1] if number >= 0 else [])
+        found.setdefault(clean_article(title), []).extend(of_title[number : number + 1] if number >= 0 else [])
     question = str(row["question"]).lower()
     order = sorted((title for title in found if title in paragraphs), key=lambda title: title.lower() not in question)
-    return [[title, clean("".join(found[title]))[:LONGEST_FACT]] for title in order[:MOST_HOPS]]
+    return [[title, clean_article("".join(found[title]))[:LONGEST_FACT]] for title in order[:MOST_HOPS]]
 
 
 if __name__ == "__main__":

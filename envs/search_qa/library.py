@@ -51,7 +51,7 @@ class Library:
 
     def search(self, query: str, k: int) -> list[Article]:
         """Return at most `k` articles that share a word with the query; of equal scores the earlier comes first."""
-        words = [word for word in words_of([query])[0] if word in self.index.vocab_dict]
+        words = [word for word in index_words([query])[0] if word in self.index.vocab_dict]
         if not words:
             return []
         scores = np.asarray(self.index.get_scores(words))
@@ -62,7 +62,7 @@ class Library:
         return [(title, text) for title, text in articles]
 
 
-def words_of(texts: list[str]) -> list[list[str]]:
+def index_words(texts: list[str]) -> list[list[str]]:
     """Return what is indexed and searched: lower-case words without English stop words."""
     import bm25s
 
@@ -117,6 +117,6 @@ def _no_folder(folder: str, error: Exception) -> ValueError:
     )
 
 
-def clean(text: str) -> str:
+def clean_article(text: str) -> str:
     """Return one line of printable characters: an article cannot break an observation's lines or encoding."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())

@@ -12,7 +12,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 from envs.base import OBSERVATIONS, TextEnv, canonical, known, steps_told, with_symbols
-from envs.sokoban.rooms import MOVES, Room, Rooms, backwards, displaced, generate, package_folder, solve, walked
+from envs.sokoban.rooms import (
+    MOVES,
+    Room,
+    Rooms,
+    backwards,
+    displaced,
+    generate_room,
+    package_folder,
+    solve_room,
+    walked,
+)
 
 CELLS = ("wall", "floor", "target", "box", "box_on_target", "player", "player_on_target")
 LETTERS = dict(zip("# .$*@+", CELLS, strict=True))  # in levels
@@ -113,13 +123,13 @@ class Sokoban(TextEnv):
         A length is given up for another after `PATIENCE` rooms: few rooms have it, or the split has none of them.
         """
         while config.search_depth is not None:
-            room = generate(config, int(rng.integers(1 << 32)))
+            room = generate_room(config, int(rng.integers(1 << 32)))
             start = None if room is None else displaced(room, config.search_depth)
             yield None if start is None else walked(start, rng).letters()
         while True:
             length = int(rng.integers(config.min_length, config.max_length + 1))
             for _ in range(PATIENCE):
-                room = generate(config, int(rng.integers(1 << 32)))
+                room = generate_room(config, int(rng.integers(1 << 32)))
                 layers = backwards(room, length) if room is not None else []
                 starts = layers[length] if len(layers) > length else []
                 yield starts[int(rng.integers(len(starts)))].letters() if starts else None
@@ -253,12 +263,12 @@ class Sokoban(TextEnv):
 
     def expert(self) -> str:
         """Return the first move of a shortest solution; of a lost game, any."""
-        solution = solve(self.room)
+        solution = solve_room(self.room)
         return solution[0] if solution else next(iter(MOVES))
 
     def optimal_length(self) -> int:
         """Return moves to the solution from here; -1 when none exists."""
-        solution = solve(self.room)
+        solution = solve_room(self.room)
         return -1 if solution is None else len(solution)
 
     def optimal_success(self, horizon: int) -> float:
@@ -269,7 +279,9 @@ class Sokoban(TextEnv):
         """gym-sokoban's pictures with `render_mode="rgb_array"`; the grid with "ansi", whatever the model is shown."""
         if self.render_mode != "rgb_array":
             return self._grid(" ") if self.render_mode == "ansi" else None
-        rows = [np.concatenate([picture(LETTERS[letter]) for letter in row], axis=1) for row in self.room.letters()]
+        rows = [
+            np.concatenate([cell_picture(LETTERS[letter]) for letter in row], axis=1) for row in self.room.letters()
+        ]
         return np.concatenate(rows, axis=0).repeat(4, axis=0).repeat(4, axis=1)
 
 
@@ -278,7 +290,7 @@ def _towards(way: tuple[int, int]) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=len(CELLS))
-def picture(cell: str) -> np.ndarray:
+def cell_picture(cell: str) -> np.ndarray:
     """Return one of gym-sokoban's 16 x 16 pictures (read here, since its renderer needs pkg_resources)."""
     from PIL import Image
 

@@ -96,7 +96,7 @@ class Room(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 16)
-def solve(room: Room, max_length: int = 10**6) -> tuple[str, ...] | None:
+def solve_room(room: Room, max_length: int = 10**6) -> tuple[str, ...] | None:
     """Return a shortest solution (breadth first over player and boxes), or None: unsolvable, too long or too large."""
     came_from: dict[Room, tuple[Room, str] | None] = {room: None}
     frontier = [room]
@@ -144,7 +144,7 @@ def room_utils() -> ModuleType:
     return module
 
 
-def generate(config: Rooms, seed: int) -> Room | None:
+def generate_room(config: Rooms, seed: int) -> Room | None:
     """gym-sokoban's room for a seed below 2**32, solved (boxes on the targets), or None where too little is free.
 
     It draws from the global generators, which are lent to it and then put back as they were.

@@ -12,14 +12,14 @@ from envs.base import TextEnv, known
 from envs.sudoku.puzzles import (
     BOXES,
     EFFORTS,
+    GridShape,
     Puzzle,
-    Shape,
     Single,
     by_singles,
     candidates,
-    key_of,
     make_puzzle,
     place,
+    puzzle_key,
     shape_of,
     singles,
 )
@@ -137,10 +137,10 @@ class Sudoku(TextEnv):
 
     @classmethod
     def key_of(cls, level: Puzzle) -> str:
-        return key_of(level.clues)
+        return puzzle_key(level.clues)
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> GridShape:
         return shape_of(self.config.size)  # shared: a copy of the environment does not copy it
 
     def begin(self, level: Puzzle) -> None:

@@ -18,7 +18,7 @@ BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # size -> rows and columns of a box
 EFFORTS = ("any", "singles", "search")
 
 
-class Shape(NamedTuple):
+class GridShape(NamedTuple):
     """A size of grid: its units (rows, columns, boxes, each a tuple of cells), and for each cell those it excludes."""
 
     size: int
@@ -48,7 +48,7 @@ class Single(NamedTuple):
 
 
 @lru_cache
-def shape_of(size: int) -> Shape:
+def shape_of(size: int) -> GridShape:
     high, wide = BOXES[size]
     places = [divmod(cell, size) for cell in range(size * size)]
     numbers = [(r, size + c, 2 * size + r // high * (size // wide) + c // wide) for r, c in places]
@@ -56,7 +56,7 @@ def shape_of(size: int) -> Shape:
     peers = tuple(
         tuple(sorted({other for unit in own for other in units[unit]} - {cell})) for cell, own in enumerate(numbers)
     )
-    return Shape(size, (high, wide), units, peers, tuple(numbers))
+    return GridShape(size, (high, wide), units, peers, tuple(numbers))
 
 
 # -- solving -----------------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def assign(masks: list[int], cell: int, bit: int, peers: tuple[tuple[int, ...], 
     return True
 
 
-def masks_of(shape: Shape, grid: str) -> list[int] | None:
+def masks_of(shape: GridShape, grid: str) -> list[int] | None:
     """Return the possible values of each cell after all cells with only one are filled; None for a contradiction."""
     masks = [shape.full] * len(grid)
     for cell, value in enumerate(grid):
@@ -91,7 +91,7 @@ def masks_of(shape: Shape, grid: str) -> list[int] | None:
     return masks
 
 
-def solve(shape: Shape, masks: list[int], rng: np.random.Generator | None = None) -> list[int] | None:
+def solve_grid(shape: GridShape, masks: list[int], rng: np.random.Generator | None = None) -> list[int] | None:
     """Return a solution or None: depth first, the cell with the fewest values first; `rng` mixes values."""
     fewest, cell = 99, -1
     for place, mask in enumerate(masks):
@@ -104,12 +104,12 @@ def solve(shape: Shape, masks: list[int], rng: np.random.Generator | None = None
     bits = [1 << value for value in range(shape.size) if masks[cell] >> value & 1]
     for bit in bits if rng is None else (bits[k] for k in rng.permutation(len(bits))):
         tried = masks.copy()
-        if assign(tried, cell, bit, shape.peers) and (found := solve(shape, tried, rng)) is not None:
+        if assign(tried, cell, bit, shape.peers) and (found := solve_grid(shape, tried, rng)) is not None:
             return found
     return None
 
 
-def another_value(shape: Shape, grid: str, cell: int, value: int) -> bool:
+def another_value(shape: GridShape, grid: str, cell: int, value: int) -> bool:
     """Return whether the grid, which has a solution with `value` in an empty cell, has one with another value there."""
     bit, seen = 1 << value - 1, {grid[peer] for peer in shape.peers[cell]}
     if len(seen - {"."}) == shape.size - 1:  # most cells of a grid with many clues
@@ -119,16 +119,16 @@ def another_value(shape: Shape, grid: str, cell: int, value: int) -> bool:
     others = masks[cell] ^ bit
     for other in (1 << k for k in range(shape.size) if others >> k & 1):
         tried = masks.copy()
-        if assign(tried, cell, other, shape.peers) and solve(shape, tried) is not None:
+        if assign(tried, cell, other, shape.peers) and solve_grid(shape, tried) is not None:
             return True
     return False
 
 
-def text_of(masks: list[int]) -> str:
+def grid_text(masks: list[int]) -> str:
     return "".join(str(mask.bit_length()) for mask in masks)
 
 
-def candidates(shape: Shape, grid: str) -> dict[int, int]:
+def candidates(shape: GridShape, grid: str) -> dict[int, int]:
     """For each empty cell the values that neither its row nor its column nor its box has, as bits."""
     used = [0] * len(shape.units)
     for cell, value in enumerate(grid):
@@ -143,7 +143,7 @@ def candidates(shape: Shape, grid: str) -> dict[int, int]:
     return found
 
 
-def singles(shape: Shape, grid: str) -> Iterator[Single]:
+def singles(shape: GridShape, grid: str) -> Iterator[Single]:
     """Yield the cells that need no guess: with one value left, then the only place of a value in a unit."""
     left, size = candidates(shape, grid), shape.size
     for cell, mask in left.items():
@@ -167,7 +167,7 @@ def place(size: int, cell: int) -> str:
     return f"{cell // size + 1} {cell % size + 1}"
 
 
-def by_singles(shape: Shape, grid: str) -> bool:
+def by_singles(shape: GridShape, grid: str) -> bool:
     """Return whether the puzzle can be solved without a guess, one single after the other."""
     while "." in grid:
         values = {single.cell: str(single.value) for single in singles(shape, grid)}
@@ -180,17 +180,17 @@ def by_singles(shape: Shape, grid: str) -> bool:
 # -- making ------------------------------------------------------------------------------------------------------------
 
 
-def full_grid(shape: Shape, rng: np.random.Generator) -> str:
+def full_grid(shape: GridShape, rng: np.random.Generator) -> str:
     """Return a solved grid: the first row at random, then random values wherever there is a choice."""
     masks = [shape.full] * shape.size**2
     for cell, value in enumerate(rng.permutation(shape.size)):
         assign(masks, cell, 1 << int(value), shape.peers)
-    found = solve(shape, masks, rng)
+    found = solve_grid(shape, masks, rng)
     assert found is not None  # every first row can be completed
-    return text_of(found)
+    return grid_text(found)
 
 
-def make_puzzle(shape: Shape, clues: int, rng: np.random.Generator) -> Puzzle | None:
+def make_puzzle(shape: GridShape, clues: int, rng: np.random.Generator) -> Puzzle | None:
     """Return a puzzle with `many` clues and one solution: cells are emptied while no other value is possible there.
 
     None if that ends before. A grid with one solution keeps it when a cell is emptied
@@ -211,7 +211,7 @@ def make_puzzle(shape: Shape, clues: int, rng: np.random.Generator) -> Puzzle | 
 
 
 @lru_cache(maxsize=1 << 14)
-def key_of(clues: str) -> str:
+def puzzle_key(clues: str) -> str:
     """Equal for two puzzles that differ by the names of the digits and by a symmetry of the grid alone.
 
     Symmetries are permutations of bands, of stacks, of the rows of a band and of the columns of a stack, and for

@@ -13,7 +13,7 @@ _WORD = re.compile(r"[^\W_]+")
 _BRACKETS = str.maketrans({"[": "(", "<": "(", "{": "(", "]": ")", ">": ")", "}": ")", "|": "/"})
 
 
-class Source(NamedTuple):
+class CatalogueSource(NamedTuple):
     """Where products and goals come from: Source(path="embedded", rows=1000, human_goals=True)."""
 
     path: str
@@ -52,7 +52,7 @@ def key_of(goal: Goal) -> str:
     return repr((goal.asin, goal.instruction, goal.attributes, goal.options, goal.limit))
 
 
-def clean(text: Any, most: int) -> str:
+def clean_field(text: Any, most: int) -> str:
     """Return text of a product or instruction as data alone: one line without brackets, which mark what can be clicked.
 
     >>> clean("a<answer>click[Buy Now]", 80)
@@ -69,7 +69,7 @@ def fold(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-def words_of(text: str) -> list[str]:
+def search_words(text: str) -> list[str]:
     """Return the words that search goes by, a plural's -s cut off: "Hiking boots, 8" -> hiking boot 8."""
     found = _WORD.findall(text.lower())
     return [word[:-1] if len(word) > 3 and word[-1] == "s" and word[-2] != "s" else word for word in found]
@@ -91,7 +91,7 @@ class Catalogue:
 
         self.places = {product.asin: place for place, product in enumerate(self.products)}
         self.index = bm25s.BM25()
-        self.index.index([words_of(searched_text(each)) for each in self.products], show_progress=False)
+        self.index.index([search_words(searched_text(each)) for each in self.products], show_progress=False)
 
     def product(self, asin: str) -> Product:
         return self.products[self.places[asin]]
@@ -100,7 +100,7 @@ class Catalogue:
         """Return places of the best products by BM25, best first, equal ones in the order of the catalogue."""
         import numpy as np
 
-        words = tuple(dict.fromkeys(word for word in words_of(text) if word in self.index.vocab_dict))[:MOST_WORDS]
+        words = tuple(dict.fromkeys(word for word in search_words(text) if word in self.index.vocab_dict))[:MOST_WORDS]
         if words not in self.found:
             if len(self.found) >= 1 << 14:
                 self.found.clear()

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from envs.base import TextEnv, known
-from envs.web_shop.catalogue import Catalogue, Goal, Source, fold, key_of, words_of
-from envs.web_shop.generated import generate, search_text
-from envs.web_shop.pages import BEFORE, BUY, NEXT, SEARCH, View, choose, links, shown, text_of
-from envs.web_shop.published import load
-from envs.web_shop.reward import Score, offered, score, wins
+from envs.web_shop.catalogue import Catalogue, CatalogueSource, Goal, fold, key_of, search_words
+from envs.web_shop.generated import generate_catalogue, search_text
+from envs.web_shop.pages import BEFORE, BUY, NEXT, SEARCH, View, choose_option, links, page_items, page_text
+from envs.web_shop.published import load_published
+from envs.web_shop.reward import Score, matching_options, purchase_score, wins
 
 LONGEST = 400  # characters of an action that are read
 
@@ -76,14 +76,14 @@ class WebShop(TextEnv):
         self.sparse = known("reward", reward, ("dense", "sparse")) == "sparse"
         self.per_page = results_per_page
         super().__init__(render_mode)
-        self.config = Source("embedded", 0, False)
+        self.config = CatalogueSource("embedded", 0, False)
         if path != "embedded":
-            self.config = Source(path, rows, human_goals is not False)
+            self.config = CatalogueSource(path, rows, human_goals is not False)
             catalogue(self.config)  # what cannot be read is said at once
             self.max_turns = 15  # as RAGEN has it for the full catalogue
 
     @classmethod
-    def draw(cls, config: Source, rng: np.random.Generator) -> Iterator[Goal]:
+    def draw(cls, config: CatalogueSource, rng: np.random.Generator) -> Iterator[Goal]:
         goals = catalogue(config).goals
         while True:
             yield goals[int(rng.integers(len(goals)))]
@@ -135,7 +135,7 @@ class WebShop(TextEnv):
             return None
         verb, said = verb.strip().lower(), rest[:-1]
         if verb == "search" and self.view.page == "search":
-            return View("results", results=self.shop.search(said)) if words_of(said) else None
+            return View("results", results=self.shop.search(said)) if search_words(said) else None
         if verb != "click":
             return None
         return {fold(label): view for label, view in self._links().items()}.get(fold(said))
@@ -145,12 +145,14 @@ class WebShop(TextEnv):
 
     def _score(self, view: View) -> Score:
         """Return what a purchase of the open item would be worth."""
-        return score(self.shop.products[view.item], self.level, self.shop.product(self.level.asin), dict(view.chosen))
+        return purchase_score(
+            self.shop.products[view.item], self.level, self.shop.product(self.level.asin), dict(view.chosen)
+        )
 
     # -- text ------------------------------------------------------------------------------------------------------
 
     def observe(self) -> str:
-        return f"Instruction: {self.level.instruction}\n{text_of(self.shop, self.view, self.per_page)}"
+        return f"Instruction: {self.level.instruction}\n{page_text(self.shop, self.view, self.per_page)}"
 
     def rules(self) -> str:
         return (
@@ -192,14 +194,14 @@ class WebShop(TextEnv):
             return self._toward_on_results(item)
         if view.page == "item" and view.item == item:
             missing = self._to_choose() if options else []
-            return self._click_for(choose(view, *missing[0])) if missing else f"click[{BUY}]"
+            return self._click_for(choose_option(view, *missing[0])) if missing else f"click[{BUY}]"
         return f"click[{BEFORE}]"  # also once it is over, where nothing can be clicked
 
     def _toward_on_results(self, item: int) -> str:
         view = self.view
         if item not in view.results:
             return f"click[{SEARCH}]"
-        if item in shown(view, view.number, self.per_page):
+        if item in page_items(view, view.number, self.per_page):
             return f"click[{self.shop.products[item].asin}]"
         return f"click[{NEXT if view.results.index(item) > view.number * self.per_page else BEFORE}]"
 
@@ -210,14 +212,14 @@ class WebShop(TextEnv):
     def _query(self, item: int) -> str:
         """Return the instruction's words, or the title's where those do not find the item on the first three pages."""
         words = search_text(self.level.instruction)
-        if words_of(words) and (item < 0 or item in self.shop.search(words)[: 3 * self.per_page]):
+        if search_words(words) and (item < 0 or item in self.shop.search(words)[: 3 * self.per_page]):
             return words
         return self.shop.products[item].title[:200]
 
     def cues(self) -> dict[str, tuple[str, ...]]:
         """`right`: results of this page that lack nothing. `missing`: clicks on options that are still to be chosen."""
         right = [f"click[{self.shop.products[item].asin}]" for item, scored in self._offers() if wins(scored)]
-        missing = [self._click_for(choose(self.view, name, value)) for name, value in self._to_choose()]
+        missing = [self._click_for(choose_option(self.view, name, value)) for name, value in self._to_choose()]
         return {"right": tuple(right), "missing": tuple(missing)}
 
     def thought(self) -> str:
@@ -239,25 +241,25 @@ class WebShop(TextEnv):
     def _offers(self) -> list[tuple[int, Score]]:
         """Return the results of this page, and what each is worth with the best choice of options."""
         view = self.view
-        items = shown(view, view.number, self.per_page) if view.page == "results" else ()
+        items = page_items(view, view.number, self.per_page) if view.page == "results" else ()
         return [(item, self._best(item)) for item in items]
 
     def _best(self, item: int) -> Score:
-        chosen = tuple(offered(self.shop.products[item], self.level.options).items())
+        chosen = tuple(matching_options(self.shop.products[item], self.level.options).items())
         return self._score(View("item", item=item, chosen=chosen))
 
     def _to_choose(self) -> list[tuple[str, str]]:
         """Return options of the open item that are asked for and not chosen yet."""
         if self.view.page != "item":
             return []
-        wanted = offered(self.shop.products[self.view.item], self.level.options)
+        wanted = matching_options(self.shop.products[self.view.item], self.level.options)
         return [each for each in wanted.items() if each not in self.view.chosen]
 
 
 @lru_cache(maxsize=4)
-def catalogue(source: Source) -> Catalogue:
+def catalogue(source: CatalogueSource) -> Catalogue:
     """Return the catalogue of a source, made once per process: no environment holds it, so copies of them are cheap."""
-    return generate() if source.path == "embedded" else load(source)
+    return generate_catalogue() if source.path == "embedded" else load_published(source)
 
 
 def _lacks(scored: Score) -> str:

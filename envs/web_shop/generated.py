@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from envs.base import split_by_hash
 from envs.web_shop.catalogue import Catalogue, Goal, Product, key_of
-from envs.web_shop.reward import offered, score, wins
+from envs.web_shop.reward import matching_options, purchase_score, wins
 
 SEED = "web shop 1"
 TRIOS = 5  # of products of a kind; the three of a trio differ in maker and price alone
@@ -141,7 +141,7 @@ AISLES = {
 }
 
 
-def generate() -> Catalogue:
+def generate_catalogue() -> Catalogue:
     """Return the whole embedded catalogue with its goals: the same in every process."""
     rng = random.Random(SEED)  # a text as the seed is hashed by sha512, not by hash()
     products: list[tuple[Product, int]] = []
@@ -220,5 +220,5 @@ def search_text(instruction: str) -> str:
 def proven(shop: Catalogue, goal: Goal) -> bool:
     """Return whether the goal's own product has reward 1 with the options asked for, and is found early."""
     wanted = shop.product(goal.asin)
-    bought = score(wanted, goal, wanted, offered(wanted, goal.options))
+    bought = purchase_score(wanted, goal, wanted, matching_options(wanted, goal.options))
     return wins(bought) and shop.places[goal.asin] in shop.search(search_text(goal.instruction))[:EARLY]

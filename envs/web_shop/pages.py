@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from envs.web_shop.catalogue import Catalogue, Product, clean, fold
+from envs.web_shop.catalogue import Catalogue, Product, clean_field, fold
 
 SHORT_TITLE, SHORT_TEXT = 80, 500  # characters shown of a title in a list, and of a description
 BUY, NEXT, BEFORE, SEARCH = "Buy Now", "Next >", "< Prev", "Back to Search"
@@ -30,15 +30,15 @@ def links(shop: Catalogue, view: View, per_page: int) -> dict[str, View]:
     """Return what can be clicked, by its label as shown, and the view that it leads to."""
     back = {SEARCH: View()}
     if view.page == "results":
-        items = shown(view, view.number, per_page)
+        items = page_items(view, view.number, per_page)
         found = {shop.products[item].asin: view._replace(page="item", item=item) for item in items}
         if view.number > 0:
             found[BEFORE] = view._replace(number=view.number - 1)
-        if shown(view, view.number + 1, per_page):
+        if page_items(view, view.number + 1, per_page):
             found[NEXT] = view._replace(number=view.number + 1)
         return found | back
     if view.page == "item":
-        found = {label: choose(view, name, value) for label, name, value in labels(shop.products[view.item])}
+        found = {label: choose_option(view, name, value) for label, name, value in labels(shop.products[view.item])}
         found |= {detail: view._replace(page="detail", detail=detail) for detail in DETAILS}
         found[BUY] = view._replace(page="bought")
         found[BEFORE] = view._replace(page="results", item=-1, chosen=())
@@ -48,12 +48,12 @@ def links(shop: Catalogue, view: View, per_page: int) -> dict[str, View]:
     return {}
 
 
-def shown(view: View, number: int, per_page: int) -> tuple[int, ...]:
+def page_items(view: View, number: int, per_page: int) -> tuple[int, ...]:
     """Return the items of one page of results."""
     return view.results[number * per_page : (number + 1) * per_page]
 
 
-def choose(view: View, name: str, value: str) -> View:
+def choose_option(view: View, name: str, value: str) -> View:
     """Return the page after an option has taken a value, in place of the one it had."""
     return view._replace(chosen=tuple(sorted({**dict(view.chosen), name: value}.items())))
 
@@ -76,7 +76,7 @@ def labels(product: Product) -> list[tuple[str, str, str]]:
     return found
 
 
-def text_of(shop: Catalogue, view: View, per_page: int) -> str:
+def page_text(shop: Catalogue, view: View, per_page: int) -> str:
     """Return a page as text; what can be clicked stands in brackets, which no text of a product holds."""
     if view.page == "search":
         return "Search page. Write search[words]."
@@ -86,9 +86,9 @@ def text_of(shop: Catalogue, view: View, per_page: int) -> str:
             return f"Nothing found.\n{bar}"
         pages = -(-len(view.results) // per_page)
         lines = [f"Results, page {view.number + 1} of {pages}"]
-        for item in shown(view, view.number, per_page):
+        for item in page_items(view, view.number, per_page):
             product = shop.products[item]
-            lines.append(f"[{product.asin}] {clean(product.title, SHORT_TITLE)} ${product.price:.2f}")
+            lines.append(f"[{product.asin}] {clean_field(product.title, SHORT_TITLE)} ${product.price:.2f}")
         return "\n".join([*lines, bar])
     product, chosen = shop.products[view.item], dict(view.chosen)
     if view.page == "bought":
@@ -111,4 +111,4 @@ def detail_text(product: Product, detail: str) -> str:
         "Reviews": product.reviews,
         "Attributes": ", ".join(product.attributes),
     }
-    return clean(texts[detail], SHORT_TEXT) or "none"
+    return clean_field(texts[detail], SHORT_TEXT) or "none"

@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from envs.web_shop.catalogue import Catalogue, Goal, Product, Source, clean, key_of
-from envs.web_shop.reward import offered, score, wins
+from envs.web_shop.catalogue import Catalogue, CatalogueSource, Goal, Product, clean_field, key_of
+from envs.web_shop.reward import matching_options, purchase_score, wins
 
 HELD_OUT = (500, 1000)  # goals for test and validation, as in RAGEN
 SMALL = 4500  # goals below which a ninth and two ninths are held out instead
@@ -35,7 +35,7 @@ _SLASH = re.compile(r"\s*[/|]\s*")
 _log = logging.getLogger(__name__)
 
 
-def files(source: Source) -> dict[str, Path]:
+def files(source: CatalogueSource) -> dict[str, Path]:
     """Return the files of a source by their part; a ValueError says which are missing."""
     folder, found, missing = Path(source.path), {}, []
     parts = ("items_shuffle", "items_ins_v2", *(["items_human_ins"] if source.human_goals else []))
@@ -56,7 +56,7 @@ def files(source: Source) -> dict[str, Path]:
     return found
 
 
-def load(source: Source) -> Catalogue:
+def load_published(source: CatalogueSource) -> Catalogue:
     """Return the catalogue of a folder. What is left out is counted, logged and kept in `notes`."""
     paths, left = files(source), Counter()
     about = _table(paths["items_ins_v2"])
@@ -89,7 +89,7 @@ def load(source: Source) -> Catalogue:
 
 def _winnable(shop: Catalogue, goal: Goal) -> bool:
     wanted = shop.product(goal.asin)
-    return wins(score(wanted, goal, wanted, offered(wanted, goal.options)))
+    return wins(purchase_score(wanted, goal, wanted, matching_options(wanted, goal.options)))
 
 
 def _with_splits(goals: dict[str, Goal]) -> list[Goal]:
@@ -153,7 +153,7 @@ def _product(row: Any, about: dict[str, Any]) -> Product | None:
     """Return a product of a row; None where it has no usable asin or name."""
     if not isinstance(row, dict):
         return None
-    asin, title = row.get("asin"), clean(row.get("name"), 200)
+    asin, title = row.get("asin"), clean_field(row.get("name"), 200)
     if not isinstance(asin, str) or not (asin.isalnum() and asin.isascii() and len(asin) <= 10) or asin == "nan":
         return None
     if not title:
@@ -164,9 +164,9 @@ def _product(row: Any, about: dict[str, Any]) -> Product | None:
         asin=asin,
         title=title,
         price=price_of(row.get("pricing")),
-        query=clean(row.get("query"), 100).lower(),
-        product_category=tuple(clean(each, 100) for each in (path if isinstance(path, str) else "").split("›")),
-        description=clean(row.get("full_description"), 2000),
+        query=clean_field(row.get("query"), 100).lower(),
+        product_category=tuple(clean_field(each, 100) for each in (path if isinstance(path, str) else "").split("›")),
+        description=clean_field(row.get("full_description"), 2000),
         features=_texts(row.get("small_description"), 20, 300),
         attributes=_texts(known.get("attributes") if isinstance(known, dict) else None, 50, 60),
         options=_options(row.get("customization_options")),
@@ -176,7 +176,7 @@ def _product(row: Any, about: dict[str, Any]) -> Product | None:
 
 def _texts(value: Any, most: int, length: int) -> tuple[str, ...]:
     """Return the texts of a list, or of one text."""
-    texts = (clean(each, length) for each in (value if isinstance(value, list) else [value])[:most])
+    texts = (clean_field(each, length) for each in (value if isinstance(value, list) else [value])[:most])
     return tuple(text for text in texts if text)
 
 
@@ -185,14 +185,14 @@ def _options(value: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
     found: dict[str, dict[str, None]] = {}
     for name, contents in list(value.items())[:6] if isinstance(value, dict) else ():
         values = [_option(each.get("value")) for each in (contents or [])[:100] if isinstance(each, dict)]
-        if any(values) and clean(name, 40):
-            found.setdefault(clean(name, 40).lower(), {}).update(dict.fromkeys(filter(None, values)))
+        if any(values) and clean_field(name, 40):
+            found.setdefault(clean_field(name, 40).lower(), {}).update(dict.fromkeys(filter(None, values)))
     return tuple((name, tuple(values)) for name, values in found.items())
 
 
 def _option(value: Any) -> str:
     """Return a value as goals and products have it alike: "Small | Medium" -> small/medium."""
-    return _SLASH.sub("/", clean(value, 80).lower())
+    return _SLASH.sub("/", clean_field(value, 80).lower())
 
 
 def price_of(value: Any) -> float:
@@ -205,7 +205,7 @@ def price_of(value: Any) -> float:
 def _goals(product: Product, told: Any, human: bool, left: Counter[str]) -> Iterator[Goal]:
     """Yield the goals of a product: instructions of people, or generated ones with each combination of options."""
     for row in told if isinstance(told, list) else [told] if told else ():
-        instruction = clean(row.get("instruction"), 600) if isinstance(row, dict) else ""
+        instruction = clean_field(row.get("instruction"), 600) if isinstance(row, dict) else ""
         if not instruction:
             left["damaged instructions" if human else "products without instruction"] += 1
             continue

@@ -52,7 +52,7 @@ class Score(NamedTuple):
     price: bool  # within the limit
 
 
-def score(product: Product, goal: Goal, wanted: Product, chosen: Mapping[str, str]) -> Score:
+def purchase_score(product: Product, goal: Goal, wanted: Product, chosen: Mapping[str, str]) -> Score:
     """Return the score of buying `product` with the `chosen` options; `wanted` is the goal's own product."""
     attributes = tuple(each for each in goal.attributes if not has_attribute(product, each))
     options = tuple(
@@ -69,7 +69,7 @@ def wins(scored: Score) -> bool:
     return scored.total > 1 - 1e-9
 
 
-def offered(product: Product, options: tuple[str, ...]) -> dict[str, str]:
+def matching_options(product: Product, options: tuple[str, ...]) -> dict[str, str]:
     """For each of these options a value of the product that matches it: {"color": "red", "size": "8"}.
 
     The same value goes before one that resembles it. A choice that one option has taken is not changed for another.

@@ -307,7 +307,7 @@ def play_baselines(cfg: EvaluateRun, task: Task) -> dict[str, Record]:
 
     `optimum` is the mean chance of the best possible player. Each of them only where the environment has it.
     """
-    from envs.demos import play, player_names
+    from envs.demos import play_scripted, player_names
     from envs.protocol import Protocol
     from posttrain.rollout import open_env
 
@@ -325,7 +325,7 @@ def play_baselines(cfg: EvaluateRun, task: Task) -> dict[str, Record]:
             if env.has("optimal_success"):
                 optima.append(env.optimal_success(horizon))
             for player in player_names(env):
-                episode = play(env, player, one_action, item["seed"], suite.split)
+                episode = play_scripted(env, player, one_action, item["seed"], suite.split)
                 total = sum(turn.reward for turn in episode.past)
                 if not math.isfinite(total):
                     raise ValueError(f"the sum of its rewards is {total}")

@@ -137,12 +137,12 @@ def headline_levels(cfg: EvaluateRun, tasks: Sequence[Task]) -> dict[str, Task]:
 
 def levels(cfg: EvaluateRun, section: EnvSection, n: int) -> list[dict[str, Any]]:
     """The seeds of `held_out_levels`; a UserError where the environment does not make the first one."""
-    from envs.process_state import kept
+    from envs.process_state import keep_process_state
     from posttrain.rollout import open_env
 
     assert cfg.suites.envs is not None
     try:
-        with kept(section.name):
+        with keep_process_state(section.name):
             first = {"seed": derive_seed(cfg.seed, section.name, 0), "options": {"split": cfg.suites.envs.split}}
             open_env(section).reset(**first)
         return [{"seed": level} for level in held_out_levels(section, cfg.suites.envs.split, n, cfg.seed)]
@@ -170,7 +170,7 @@ def held_out_levels(section: EnvSection, split: str, n: int, seed: int = 0) -> l
 
 @lru_cache(maxsize=64)
 def _drawn(kind: type[TextEnv], section: str, split: str, n: int, seed: int) -> tuple[int, ...]:
-    from envs.process_state import kept
+    from envs.process_state import keep_process_state
     from posttrain.rollout import RAISED, open_env
 
     wanted = EnvSection.model_validate_json(section)
@@ -179,7 +179,7 @@ def _drawn(kind: type[TextEnv], section: str, split: str, n: int, seed: int) -> 
     for i in range(10 * n):
         level = derive_seed(seed, wanted.name, i)
         try:
-            with kept(wanted.name):
+            with keep_process_state(wanted.name):
                 env.reset(seed=level, options={"split": split})
                 key = env.level_key()
         except RAISED:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from envs.protocol import Episode, answer
+from envs.protocol import Episode, format_response
 from posttrain.config import DPORun, Source, StarPORun
 from posttrain.rollout import RAISED, most_turns, new_episode
 from posttrain.types import Trajectory
@@ -124,7 +124,7 @@ def _texts(cfg: StarPORun, number: int) -> tuple[float, float]:
 def _reply(episode: Episode, otherwise: float) -> float:
     listed = list(episode.env.actions or ["1"])
     try:
-        turn = episode.step(answer("x", [random.Random(0).choice(listed)], episode.protocol))
+        turn = episode.step(format_response("x", [random.Random(0).choice(listed)], episode.protocol))
     except RAISED:
         return otherwise
     return float(len(turn.user)) if turn.user else otherwise

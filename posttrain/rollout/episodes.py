@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 import envs
 from envs import TextEnv
-from envs.process_state import ProcessState, kept
+from envs.process_state import ProcessState, keep_process_state
 from envs.protocol import Episode, Protocol, Turn, thought_span
 from posttrain.config import EnvSection, ProtocolSection, StarPORun
 from posttrain.models import Chat
@@ -104,7 +104,7 @@ def complete(
 
 def open_env(section: EnvSection, **more: Any) -> TextEnv:
     """A new environment as the config describes it. more: further options; ValueError where one is unknown or wrong."""
-    with kept(section.name):
+    with keep_process_state(section.name):
         env = envs.make(section.name, **section.options, **more)
     env.label = section.title
     return env
@@ -120,7 +120,7 @@ def set_up(
 ) -> Episode | Trajectory:
     """An episode in its first state; or, of an environment that raised on the way there, the record of that."""
     try:
-        with kept(env.title):
+        with keep_process_state(env.title):
             return Episode(env, protocol, seed, split, noise_seed)
     except RAISED as error:  # it is counted and teaches nothing, as if it had raised later
         crashed = one_line(error)
@@ -324,7 +324,7 @@ class Game:
         """What the environment makes of the text, or what it raised. Touches nothing else: it may run in a thread."""
         began = time.monotonic()
         try:
-            with kept(self.trajectory.env) if not self.episode.env.slow else nullcontext():
+            with keep_process_state(self.trajectory.env) if not self.episode.env.slow else nullcontext():
                 return self.episode.state_key(), self.episode.step(text)
         except RAISED as error:
             return error

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import set_seed
 
-from envs.process_state import kept
+from envs.process_state import keep_process_state
 from envs.protocol import Episode
 from posttrain import models, plan
 from posttrain.config import EnvSection, StarPORun, TrainingEnvSection
@@ -134,7 +134,7 @@ def check_environments(cfg: StarPORun) -> None:
     for n, env in enumerate(cfg.envs):
         try:
             made = open_env(env)
-            with kept(env.title):
+            with keep_process_state(env.title):
                 for split in ("train", "validation", "test"):
                     made.reset(seed=0, options={"split": split})
         except (Exception, SystemExit) as problem:  # an environment may raise anything

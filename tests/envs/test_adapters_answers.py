@@ -73,12 +73,12 @@ def served() -> Iterator[tuple[Server, str]]:
 
 @pytest.fixture
 def server(served: tuple[Server, str]) -> Iterator[Server]:
-    openenv_client.offered.cache_clear()
+    openenv_client.server_offer.cache_clear()
     openenv_client.SESSIONS.idle.clear()
     server, server.url = served  # type: ignore[attr-defined]
     server.says, server.times = {}, 1
     yield server
-    openenv_client.offered.cache_clear()
+    openenv_client.server_offer.cache_clear()
 
 
 def made(server: Any, **options: Any) -> Any:

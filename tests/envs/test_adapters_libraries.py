@@ -19,8 +19,8 @@ import envs
 from envs import promises
 from envs.adapters import base as shared
 from envs.adapters.gymnasium import GymnasiumText
-from envs.adapters.reasoning_gym import UNIQUE, same
-from envs.demos import play
+from envs.adapters.reasoning_gym import UNIQUE, same_answer
+from envs.demos import play_scripted
 from envs.promises import Subject
 from envs.protocol import Protocol
 
@@ -292,14 +292,19 @@ def test_data_sets_of_reasoning_gym_keep_every_promise(dataset: str, broken) -> 
     pytest.importorskip("reasoning_gym", reason=GYM)
     assert not broken("reasoning_gym", dataset=dataset)
     env = envs.make("reasoning_gym", dataset=dataset)
-    assert all(play(env, "expert", Protocol.of(env), seed, "test").success for seed in range(50))
-    assert sum(play(env, "random", Protocol.of(env), seed, "test").success for seed in range(50)) < 25
+    assert all(play_scripted(env, "expert", Protocol.of(env), seed, "test").success for seed in range(50))
+    assert sum(play_scripted(env, "random", Protocol.of(env), seed, "test").success for seed in range(50)) < 25
 
 
 def test_answers_differ_in_form_alone() -> None:
-    assert same(" NUS\n", "nus") and same("1  2\n3", "1 2\n3") and same("+12.50", "12.5") and same("0012", "12")
+    assert (
+        same_answer(" NUS\n", "nus")
+        and same_answer("1  2\n3", "1 2\n3")
+        and same_answer("+12.50", "12.5")
+        and same_answer("0012", "12")
+    )
     wrong = [("1 2", "12"), ("1e3", "1000"), ("12.", "12"), ("", "0"), ("nan", "0"), ("٣", "4"), ("12 34", "12")]
-    assert not any(same(answer, stored) for answer, stored in wrong) and not same("9" * 60_000, "9")
+    assert not any(same_answer(answer, stored) for answer, stored in wrong) and not same_answer("9" * 60_000, "9")
 
 
 def test_the_answers_of_all_data_sets_that_are_asked_are_right_by_their_own_scorers() -> None:

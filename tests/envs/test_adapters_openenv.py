@@ -38,10 +38,10 @@ from websockets.exceptions import InvalidStatus
 import envs
 from envs import base, promises
 from envs.adapters import openenv, openenv_client, openenv_server
-from envs.adapters.openenv_client import ServerError, asked
+from envs.adapters.openenv_client import ServerError, request_json
 from envs.guard import patient_protocol
 from envs.promises import Subject
-from envs.protocol import Episode, Protocol, answer
+from envs.protocol import Episode, Protocol, format_response
 from posttrain.models.chat import Chat
 from posttrain.rollout.episodes import play, set_up
 
@@ -90,7 +90,7 @@ def lived(episode: Episode, shift: int) -> Any:
     for turn in range(40):
         if episode.done:
             break
-        turns.append(episode.step(answer("so", [ANSWERS[(turn + shift) % len(ANSWERS)]], episode.protocol)))
+        turns.append(episode.step(format_response("so", [ANSWERS[(turn + shift) % len(ANSWERS)]], episode.protocol)))
     return turns, episode.messages, episode.success, episode.failure, episode.terminated, episode.truncated
 
 
@@ -169,16 +169,16 @@ def test_it_keeps_every_promise(lake: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_levels_are_the_tasks_of_their_split(lake: str) -> None:
-    assert asked(lake, "/frozen_lake/splits", 5)[1] == {"name": "validation", "type": "validation"}
-    assert asked(lake, "/frozen_lake/num_tasks", 5, {"split": "test"}) == {"num_tasks": 400}
+    assert request_json(lake, "/frozen_lake/splits", 5)[1] == {"name": "validation", "type": "validation"}
+    assert request_json(lake, "/frozen_lake/num_tasks", 5, {"split": "test"}) == {"num_tasks": 400}
     task = {"id": "frozen_lake-test-7", "index": 7, "split": "test"}
-    assert asked(lake, "/frozen_lake/task", 5, {"split": "test", "index": 7}) == {"task": task}
-    some = asked(lake, "/frozen_lake/task_range", 5, {"split": "test", "start": 395})["tasks"]
+    assert request_json(lake, "/frozen_lake/task", 5, {"split": "test", "index": 7}) == {"task": task}
+    some = request_json(lake, "/frozen_lake/task_range", 5, {"split": "test", "start": 395})["tasks"]
     assert [each["index"] for each in some] == [395, 396, 397, 398, 399]
-    assert len(asked(lake, "/frozen_lake/tasks", 5, {"split": "train"})["tasks"]) == 400
+    assert len(request_json(lake, "/frozen_lake/tasks", 5, {"split": "train"})["tasks"]) == 400
     for wrong in ({"split": "test", "index": 400}, {"split": "exam", "index": 0}):
         with pytest.raises(ServerError, match="400"):
-            asked(lake, "/frozen_lake/task", 5, wrong)
+            request_json(lake, "/frozen_lake/task", 5, wrong)
     for split in base.SPLITS:
         wire = over_the_wire(lake, 11, split)
         assert wire.env.level.split == split and wire.env.level.index < 400
@@ -265,7 +265,7 @@ def test_free_text_travels_as_it_is() -> None:
             wire = over_the_wire(url, 4)
             direct = itself(wire, "say")
             for text in ("go 3", "\n go 1\n", "é\u2028{}", "go 2", "go 2", "go 2"):
-                said = answer("so", [text], wire.protocol)
+                said = format_response("so", [text], wire.protocol)
                 if not wire.done:
                     assert wire.step(said) == direct.step(said)
             assert wire.done and wire.messages == direct.messages and wire.success == direct.success
@@ -434,7 +434,7 @@ def test_a_server_that_hangs_or_dies_costs_its_episodes_and_nothing_else(
 
     healthy, lost = Episode(envs.make("frozen_lake"), protocol, 0), begin(16)
     assert all(isinstance(episode, Episode) for episode in lost)
-    lost[0].step(answer("", ["Up"], protocol))
+    lost[0].step(format_response("", ["Up"], protocol))
     os.kill(server.pid, signal.SIGSTOP)
     began = time.monotonic()
     with pytest.raises(ServerError, match=rf"server at {server.url} failed in step\(\): no answer within 2 seconds"):
@@ -455,7 +455,7 @@ def test_a_server_that_hangs_or_dies_costs_its_episodes_and_nothing_else(
     assert not played[0].crashed and played[0].turns
     assert all("ServerError: The OpenEnv server at" in trajectory.crashed for trajectory in played[1:])
     with pytest.raises(ServerError, match=r"No OpenEnv server answers at .*Connection refused.*Start it"):
-        openenv_client.offered.__wrapped__(server.url, 2.0)
+        openenv_client.server_offer.__wrapped__(server.url, 2.0)
 
 
 def test_a_server_that_came_back_does_not_go_on_with_an_episode_it_does_not_know() -> None:

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 pytest.importorskip("trl", reason="TRL is not installed: pip install -r requirements.txt")
 
 import envs
-from envs.adapters.trl import OVER, Game, environment, rows, success
+from envs.adapters.trl import OVER, TRLGame, environment, rows, success
 from envs.protocol import Episode, Protocol
 
 CALL = '<tool_call>\n{{"name": "act", "arguments": {}}}\n</tool_call><|im_end|>'
@@ -46,7 +46,7 @@ def test_the_class_is_what_trl_asks_for() -> None:
     schema = get_json_schema(kind().act)["function"]
     assert schema["name"] == "act" and schema["parameters"]["required"] == ["action"]
     assert kind.__name__ == "Sokoban" and kind().act("Up") == OVER and kind().get_reward() == 0
-    tools = {name for name in vars(Game) | vars(kind) if not name.startswith("_")}
+    tools = {name for name in vars(TRLGame) | vars(kind) if not name.startswith("_")}
     assert tools == {"reset", "act", "get_reward"}, "every other public method would be a tool"
     with pytest.raises(ValueError, match="Did you mean"):
         environment("sokobn")

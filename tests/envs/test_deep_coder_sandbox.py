@@ -22,7 +22,7 @@ from open_envs import needs_sandbox
 
 from envs import make
 from envs.deep_coder import harness, sandbox
-from envs.deep_coder.sandbox import Limits, Outcome, execute
+from envs.deep_coder.sandbox import Limits, TestOutcome, execute
 
 PATIENCE = 6  # seconds in which every attack ends
 SECRET = "a secret of the host"
@@ -342,9 +342,9 @@ def test_every_attack_ends_within_six_seconds_at_the_usual_limits(host):
 @needs_sandbox
 def test_nothing_is_left_running():
     limits = Limits(seconds=0.28125, total_seconds=0.75)
-    assert execute("while True: pass", "", ["1", "2"], limits) == [Outcome("time", "", "time is up")]
+    assert execute("while True: pass", "", ["1", "2"], limits) == [TestOutcome("time", "", "time is up")]
     slow = execute("import time\ntime.sleep(0.25)", "", ["1"] * 9, limits)
-    assert len(slow) < 9 and slow[-1] == Outcome("time", "", "time is up"), "the clock of the whole submission"
+    assert len(slow) < 9 and slow[-1] == TestOutcome("time", "", "time is up"), "the clock of the whole submission"
     time.sleep(0.1)
     assert not running(limits.seconds)
 
@@ -512,7 +512,7 @@ def test_proc_cannot_be_read():
         "        try: way()\n        except PermissionError: pass\n        else: print('ESCAPED', path)\n"
         "print(open('/dev/stdin').read(), os.path.isdir('/usr/lib'), len(os.listdir('/tmp')))"
     )
-    assert execute(program, "", ["5"], Limits()) == [Outcome("ok", "5 True 0\n", "")]
+    assert execute(program, "", ["5"], Limits()) == [TestOutcome("ok", "5 True 0\n", "")]
 
 
 @needs_sandbox
@@ -572,7 +572,7 @@ def test_usual_programs_run(program, output):
 def test_functions_are_called_with_their_arguments():
     assert execute("def f(a, b): return a + b, {1: None}", "f", ["[1, 2]"], Limits())[0].output == '[3, {"1": null}]'
     method = "class Solution:\n    def f(self, a: List[int]) -> int:\n        print('noise')\n        return max(a)"
-    assert execute(method, "f", ["[[1, 5]]"], Limits())[0] == Outcome("ok", "5", "")
+    assert execute(method, "f", ["[[1, 5]]"], Limits())[0] == TestOutcome("ok", "5", "")
     assert "AttributeError" in execute("def g(): pass", "f", ["[]"], Limits())[0].error
     assert "TypeError" in execute("def f(): return f", "f", ["[]"], Limits())[0].error
 
@@ -580,15 +580,15 @@ def test_functions_are_called_with_their_arguments():
 @needs_sandbox
 def test_errors_name_the_programs_line():
     (outcome,) = execute("x = 1\ndef f():\n    return 1 / 0\nf()", "", [""], Limits())
-    assert outcome == Outcome("error", "", "line 3: ZeroDivisionError: division by zero")
+    assert outcome == TestOutcome("error", "", "line 3: ZeroDivisionError: division by zero")
     assert execute("x = 1\nif", "", ["", ""], Limits()) == [
-        Outcome("syntax", "", "line 2: SyntaxError: invalid syntax")
+        TestOutcome("syntax", "", "line 2: SyntaxError: invalid syntax")
     ]
 
 
 @needs_sandbox
 def test_no_program_that_runs_passes_for_one_that_does_not_compile():
-    assert execute("import os\nos._exit(3)", "", ["", ""], Limits()) == [Outcome("error", "", "exit code 3")] * 2
+    assert execute("import os\nos._exit(3)", "", ["", ""], Limits()) == [TestOutcome("error", "", "exit code 3")] * 2
     forged = (
         "import os\nfor file in range(3, 64):\n    try: os.write(file, b'!')\n    except OSError: pass\nos._exit(1)"
     )

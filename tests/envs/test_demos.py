@@ -19,7 +19,7 @@ import envs
 import train_phase1_sft
 import train_phase2_dpo
 from envs import demos
-from envs.countdown.arithmetic import read
+from envs.countdown.arithmetic import parse_expression
 from envs.demos import Style
 from envs.protocol import Episode, Protocol, parse
 from posttrain.config.data import Source
@@ -186,7 +186,7 @@ def test_a_worse_answer_has_true_steps_before_it(name: str, tmp_path: Path) -> N
         if name == "metamath_qa":  # the right working, and another number than it comes to
             assert good == bad and not bad.endswith(f" {reply.removeprefix('<answer>').removesuffix('</answer>')}")
         else:  # the steps of its own expression
-            reading = read(reply.removeprefix("<answer>").removesuffix("</answer>"))
+            reading = parse_expression(reply.removeprefix("<answer>").removesuffix("</answer>"))
             assert reading is not None and " ; ".join(reading.steps) == bad != good
 
 

@@ -25,7 +25,7 @@ import envs
 from envs import CAPABILITIES, TextEnv, base, check, demos, promises
 from envs.base import AnyText, OneOf
 from envs.promises import Subject
-from envs.protocol import Episode, Protocol, answer, system_text
+from envs.protocol import Episode, Protocol, format_response, system_text
 
 ROOT = Path(__file__).parents[2]
 
@@ -312,8 +312,8 @@ def test_listed_actions_are_sampled_by_name_and_may_depend_on_the_level(register
         arms.add(env.actions)
     assert len(arms) == 3
     episode = Episode(env, Protocol(), seed=3)
-    assert not episode.step(answer("", ["Left9"], Protocol())).valid
-    assert env.actions and episode.step(answer("", [env.actions[0].lower()], Protocol())).valid
+    assert not episode.step(format_response("", ["Left9"], Protocol())).valid
+    assert env.actions and episode.step(format_response("", [env.actions[0].lower()], Protocol())).valid
 
 
 def test_any_text_is_any_text():
@@ -339,7 +339,7 @@ def test_free_text_is_judged_by_the_environment_and_is_one_action_a_turn():
 def test_a_state_without_a_key_is_known_by_its_observation():
     walk, say = (Episode(kind(), Protocol(), seed=0) for kind in (Walk, Say))
     assert walk.state_key() == walk.observation != say.state_key() == say.env.state_key()
-    walk.step(answer("", ["Left"], Protocol()))
+    walk.step(format_response("", ["Left"], Protocol()))
     assert walk.state_key() == walk.observation == walk.env.observe()
 
 
@@ -354,7 +354,7 @@ def test_players_are_those_that_are_there():
     free = variant(Walk, actions=None)()
     free.reset(seed=0)
     assert demos.player_names(free) == []
-    assert demos.play(Say(), "expert", Protocol(), 0, "train").success
+    assert demos.play_scripted(Say(), "expert", Protocol(), 0, "train").success
 
 
 def test_demonstrations_fall_back_to_what_there_is(register):

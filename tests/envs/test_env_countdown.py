@@ -15,12 +15,12 @@ import pytest
 
 from envs import SPLITS, hub_sets, make
 from envs.base import NoLevel
-from envs.countdown.arithmetic import DEEPEST, LONGEST, Task, any_term, read, solution
-from envs.demos import play
+from envs.countdown.arithmetic import DEEPEST, LONGEST, CountdownTask, any_term, find_solution, parse_expression
+from envs.demos import play_scripted
 from envs.protocol import Protocol
 
 
-def at(task: Task, **options: Any) -> Any:
+def at(task: CountdownTask, **options: Any) -> Any:
     env = make("countdown", **options)
     env.reset(seed=0)
     env.begin(task)
@@ -52,7 +52,7 @@ def reachable(numbers: tuple[Fraction, ...]) -> set[Fraction]:
     ],
 )  # fmt: skip
 def test_expressions_are_read_as_in_school(text, value):
-    reading = read(text)
+    reading = parse_expression(text)
     assert reading is not None and reading.value == value
 
 
@@ -64,26 +64,31 @@ def test_expressions_are_read_as_in_school(text, value):
      "9" * 60_000],
 )  # fmt: skip
 def test_other_texts_are_no_answer(text):
-    env = at(Task((3, 4, 5), 17))
+    env = at(CountdownTask((3, 4, 5), 17))
     before = env.observe(), env.state_key()
     start = time.perf_counter()
     _, reward, over, _, info = env.step(text)
     assert time.perf_counter() - start < 0.2
     assert not (info["action_is_valid"] or info["action_is_effective"] or over or reward or info["failure"])
-    assert (env.observe(), env.state_key()) == before and read(text) is None
+    assert (env.observe(), env.state_key()) == before and parse_expression(text) is None
 
 
 def test_length_and_depth_are_bounded():
     deep = "(" * DEEPEST + "1" + ")" * DEEPEST
-    assert read(deep) and not read(f"({deep})") and read("-" * DEEPEST + "1") and not read("-" * DEEPEST + "-1")
-    assert read("1+" * (LONGEST // 2 - 1) + "11") and not read("1+" * (LONGEST // 2) + "1")
-    long = read("*".join(["999999999"] * 30))
+    assert (
+        parse_expression(deep)
+        and not parse_expression(f"({deep})")
+        and parse_expression("-" * DEEPEST + "1")
+        and not parse_expression("-" * DEEPEST + "-1")
+    )
+    assert parse_expression("1+" * (LONGEST // 2 - 1) + "11") and not parse_expression("1+" * (LONGEST // 2) + "1")
+    long = parse_expression("*".join(["999999999"] * 30))
     assert long is not None and long.value == 999999999**30
 
 
 def test_twenty_thousand_random_answers_raise_nothing():
     rng, letters = np.random.default_rng(0), np.array(list("0123456789+-*/+-*/()()  .e\n"))
-    env, valid = at(Task((3, 4, 5), 17), tries=20_000), 0
+    env, valid = at(CountdownTask((3, 4, 5), 17), tries=20_000), 0
     for _ in range(20_000):
         valid += env.step("".join(rng.choice(letters, int(rng.integers(1, 10)))))[4]["action_is_valid"]
     assert 500 < valid < 10_000
@@ -94,7 +99,7 @@ def test_a_random_expression_is_read_with_the_value_it_was_made_with():
     for _ in range(300):
         numbers = tuple(int(number) for number in rng.integers(1, 50, int(rng.integers(1, 7))))
         term = any_term(numbers, rng)
-        reading = read(term.text)
+        reading = parse_expression(term.text)
         assert reading is not None and reading.value == term.value and Counter(reading.numbers) == Counter(numbers)
 
 
@@ -107,7 +112,7 @@ def test_every_task_has_a_solution_that_the_checker_accepts(options):
         env = make("countdown", **options)
         env.reset(seed=seed, options={"split": split})
         numbers, target = env.level
-        reading = read(env.expert())
+        reading = parse_expression(env.expert())
         assert reading is not None and reading.value == target and 10 <= target <= 100 and target not in numbers
         given, used = Counter(numbers), Counter(reading.numbers)
         assert used == given if env.config.use_all else not used - given
@@ -120,24 +125,29 @@ def test_the_solver_finds_a_solution_exactly_where_there_is_one():
         numbers = tuple(int(number) for number in rng.integers(1, 10, count))
         values = reachable(tuple(map(Fraction, numbers)))
         for target in range(1, 80):
-            found = solution(Task(numbers, target), True)
-            reading = read(found) if found else None
+            found = find_solution(CountdownTask(numbers, target), True)
+            reading = parse_expression(found) if found else None
             assert (found is not None) == (Fraction(target) in values)
             assert reading is None or (reading.value == target and Counter(reading.numbers) == Counter(numbers))
-    assert solution(Task((3, 3, 8, 8), 24), True) == "8 / (3 - 8 / 3)"
-    assert solution(Task((29, 60, 81), 50), True) == "29 + 81 - 60"
-    assert at(Task((3, 3, 8, 8), 24)).thought() == "8 / 3 = 8/3 ; 3 - (8/3) = 1/3 ; 8 / (1/3) = 24"
-    assert solution(Task((5, 5, 7, 24), 24), True) is not None, "nothing times 7 is added"
-    assert solution(Task((2, 5, 7, 50), 10), False) == "2 * 5" and solution(Task((2, 2), 9), False) is None
+    assert find_solution(CountdownTask((3, 3, 8, 8), 24), True) == "8 / (3 - 8 / 3)"
+    assert find_solution(CountdownTask((29, 60, 81), 50), True) == "29 + 81 - 60"
+    assert at(CountdownTask((3, 3, 8, 8), 24)).thought() == "8 / 3 = 8/3 ; 3 - (8/3) = 1/3 ; 8 / (1/3) = 24"
+    assert find_solution(CountdownTask((5, 5, 7, 24), 24), True) is not None, "nothing times 7 is added"
+    assert (
+        find_solution(CountdownTask((2, 5, 7, 50), 10), False) == "2 * 5"
+        and find_solution(CountdownTask((2, 2), 9), False) is None
+    )
 
 
 def test_six_numbers_are_solved_quickly():
     env, start = make("countdown", min_numbers=6, max_numbers=6), time.process_time()
     for seed in range(12):
         env.reset(seed=seed)
-        reading = read(env.expert())
+        reading = parse_expression(env.expert())
         assert reading is not None and reading.value == env.level.target
-    assert solution(Task((51, 58, 67, 73, 88, 97), 100_003), True) is None, "the longest search: there is none"
+    assert find_solution(CountdownTask((51, 58, 67, 73, 88, 97), 100_003), True) is None, (
+        "the longest search: there is none"
+    )
     assert time.process_time() - start < 4
 
 
@@ -145,8 +155,8 @@ def test_the_checker_and_the_solver_agree_with_reasoning_gym():
     gym = pytest.importorskip("reasoning_gym")
     for entry in gym.create_dataset("countdown", size=30, seed=7, min_numbers=3, max_numbers=5):
         told = entry["metadata"]
-        task = Task(tuple(told["numbers"]), told["target"])
-        reading = read(told["expression"])
+        task = CountdownTask(tuple(told["numbers"]), told["target"])
+        reading = parse_expression(told["expression"])
         assert reading is not None and reading.value == task.target
         assert Counter(reading.numbers) == Counter(task.numbers)
         env = at(task)
@@ -155,7 +165,11 @@ def test_the_checker_and_the_solver_agree_with_reasoning_gym():
 
 def test_the_order_of_the_numbers_is_no_other_task():
     env, keys = make("countdown"), {}
-    assert env.key_of(Task((3, 5, 4), 17)) == env.key_of(Task((5, 4, 3), 17)) != env.key_of(Task((5, 4, 3), 18))
+    assert (
+        env.key_of(CountdownTask((3, 5, 4), 17))
+        == env.key_of(CountdownTask((5, 4, 3), 17))
+        != env.key_of(CountdownTask((5, 4, 3), 18))
+    )
     for split, seed in itertools.product(SPLITS, range(150)):
         env.reset(seed=seed, options={"split": split})
         keys.setdefault(env.level_key(), set()).add(split)
@@ -179,7 +193,7 @@ def test_the_order_of_the_numbers_is_no_other_task():
     ],
 )
 def test_one_answer_is_scored_as_documented(answer, reward, failure, told):
-    env = at(Task((3, 4, 5), 17))
+    env = at(CountdownTask((3, 4, 5), 17))
     assert env.max_turns == 1 and env.observe() == "Target 17 Numbers 3 4 5"
     observation, gain, over, _, info = env.step(answer)
     assert (gain, over, info["failure"], info["success"]) == (reward, True, failure, reward == 1)
@@ -190,21 +204,21 @@ def test_one_answer_is_scored_as_documented(answer, reward, failure, told):
 
 
 def test_each_number_at_most_once():
-    env = at(Task((3, 4, 5, 9), 17), use_all=False)
+    env = at(CountdownTask((3, 4, 5, 9), 17), use_all=False)
     assert "at most once" in env.rules() and env.step("3 * 4 + 5")[4]["success"]
-    env.begin(Task((3, 4, 5, 9), 17))
+    env.begin(CountdownTask((3, 4, 5, 9), 17))
     assert env.step("3 + 3 + 9")[1] == 0 and "not given 3" in env.observe() and "not used" not in env.observe()
 
 
 def test_several_answers_earn_what_they_add_and_never_more_than_one():
-    env = at(Task((3, 4, 5), 17), tries=4)
+    env = at(CountdownTask((3, 4, 5), 17), tries=4)
     assert env.max_turns == 4 and "answer again" in env.rules()
     moves = ["3 + 4 + 5", "3 + 4 - 5", "no answer", "9 + 8", "3 * 4 + 5"]
     results = [env.step(move) for move in moves]
     assert [result[1] for result in results] == [0.1, 0.0, 0.0, 0.0, pytest.approx(0.9)]
     assert [result[2] for result in results] == [False] * 4 + [True] and results[-1][4]["success"]
     assert results[2][0] == results[1][0], "what cannot be read costs no answer"
-    env.begin(Task((3, 4, 5), 17))
+    env.begin(CountdownTask((3, 4, 5), 17))
     assert [env.step("3 + 4 + 5")[2] for _ in range(4)] == [False, False, False, True]
     assert env.step("3 * 4 + 5")[4]["failure"] == "value"
 
@@ -212,7 +226,7 @@ def test_several_answers_earn_what_they_add_and_never_more_than_one():
 def test_the_expert_always_wins_and_the_players_fail_as_they_say():
     wins: Counter[str] = Counter()
     for player, split, seed in itertools.product(("expert", "random", "near", "invented"), SPLITS, range(60)):
-        episode = play(make("countdown"), player, Protocol(max_turns=1), seed, split)
+        episode = play_scripted(make("countdown"), player, Protocol(max_turns=1), seed, split)
         wins[player] += episode.success
         assert episode.invalid_turns == 0
         right_numbers = not episode.success and episode.failure == "value"
@@ -284,7 +298,7 @@ def test_options_without_a_task_are_found_out_soon(options):
 
 
 def test_a_thought_is_the_steps_of_its_own_expression():
-    env = at(Task((2, 75, 7), 70))
+    env = at(CountdownTask((2, 75, 7), 70))
     assert env.thought_of("2 * 75 - 7") == "2 * 75 = 150 ; 150 - 7 = 143" and env.thought_of("what?") == ""
     assert env.thought_of(env.expert()) == env.thought()
 
@@ -293,7 +307,7 @@ def test_the_largest_numbers_are_read_and_won():
     wins: Counter[str] = Counter()
     options = {"max_numbers": 6, "max_number": 999_999, "max_target": 999_999}
     for player, seed in itertools.product(("expert", "invented"), range(30)):
-        episode = play(make("countdown", **options), player, Protocol(max_turns=1), seed, "test")
+        episode = play_scripted(make("countdown", **options), player, Protocol(max_turns=1), seed, "test")
         wins[player] += episode.success
         assert episode.invalid_turns == 0
     assert wins == {"expert": 30, "invented": 0}

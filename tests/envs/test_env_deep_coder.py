@@ -22,16 +22,16 @@ from envs.base import draw_level, split_by_hash
 from envs.deep_coder import embedded, rows, tasks, verdict
 from envs.deep_coder.environment import Data, DeepCoder
 from envs.deep_coder.rows import Bounds
-from envs.deep_coder.sandbox import Limits, Outcome
-from envs.deep_coder.verdict import Problem, program_of, same_text, same_value, short
-from envs.protocol import Episode, Protocol, answer
+from envs.deep_coder.sandbox import Limits, TestOutcome
+from envs.deep_coder.verdict import CodeProblem, program_of, same_output, same_value, short
+from envs.protocol import Episode, Protocol, format_response
 
 TESTS = tuple(verdict.Test(f"{n}\n", f"{2 * n}\n") for n in (1, 2, 3, 4))
-DOUBLE = Problem("Print twice the number.", "", TESTS, public=1, key="double")
-DOUBLE_OF_FIVE = Problem("Print twice the number.", "", (*TESTS, verdict.Test("5\n", "10\n")), 1, "double of five")
+DOUBLE = CodeProblem("Print twice the number.", "", TESTS, public=1, key="double")
+DOUBLE_OF_FIVE = CodeProblem("Print twice the number.", "", (*TESTS, verdict.Test("5\n", "10\n")), 1, "double of five")
 
 
-def started(problem: Problem = DOUBLE, **options):
+def started(problem: CodeProblem = DOUBLE, **options):
     env = make("deep_coder", **options)
     env.reset(seed=0)
     env.begin(problem)
@@ -57,7 +57,7 @@ def test_an_episode_adds_up_to_the_best_share_of_passed_hidden_tests():
 def test_to_know_the_outputs_that_are_shown_pays_nothing():
     """Neither to print one of them nor to look each up, whatever hidden test expects the same."""
     yes = tuple(verdict.Test(f"{n}\n", "no\n" if n % 3 else "yes\n") for n in range(9))
-    problem = Problem("Is it divisible by 3?", "", yes, public=2, key="by three")
+    problem = CodeProblem("Is it divisible by 3?", "", yes, public=2, key="by three")
     assert len(problem.hidden) == 7 and problem.pays(problem.hidden)
     for program in ("print('yes')", "print('no')", "print({0: 'yes', 1: 'no'}.get(int(input()), 'no'))"):
         for options in ({}, {"reward": "sparse"}):
@@ -172,7 +172,7 @@ def test_a_program_is_run_once(monkeypatch):
 
     def run(*given):
         runs.append(given)
-        yield from [Outcome("ok", "0", "")] * 4
+        yield from [TestOutcome("ok", "0", "")] * 4
 
     monkeypatch.setattr(verdict, "run", run)
     for _ in range(3):
@@ -197,13 +197,13 @@ def test_a_program_is_run_once(monkeypatch):
     ],
 )  # fmt: skip
 def test_outputs_are_compared_by_lines_and_tokens(expected, found, same):
-    assert same_text(expected, found) is same
+    assert same_output(expected, found) is same
 
 
 @needs_sandbox
 @pytest.mark.parametrize("line", [r"b'a\n'", r"b'\xff\n'", r"b'\n'"])
 def test_a_megabyte_of_short_lines_costs_little(line):
-    problem, begun = Problem("", "", TESTS * 5, 1, f"lines {line}"), (time.monotonic(), time.process_time())
+    problem, begun = CodeProblem("", "", TESTS * 5, 1, f"lines {line}"), (time.monotonic(), time.process_time())
     program = f"import os\nos.write(1, ({line} * 2**20)[:2**20 - 4])"
     assert verdict.judge(problem, program, Limits()).passed == 0
     assert time.monotonic() - begun[0] < 6 and time.process_time() - begun[1] < 1
@@ -213,7 +213,7 @@ def test_a_megabyte_of_short_lines_costs_little(line):
 def test_the_clock_runs_while_outputs_are_compared(monkeypatch):
     """However many tests there are, and however long their outputs take."""
     monkeypatch.setattr(verdict, "same_text", lambda *texts: time.sleep(0.05) or True)
-    problem, begun = Problem("", "", TESTS * 100, 1, "slow to compare"), time.monotonic()
+    problem, begun = CodeProblem("", "", TESTS * 100, 1, "slow to compare"), time.monotonic()
     told = verdict.judge(problem, "print(1)", Limits(total_seconds=1.0))
     assert time.monotonic() - begun < 2 and 0 < told.passed < 20
 
@@ -235,10 +235,10 @@ def test_values_are_compared_as_json(expected, found, same):
 
 
 def test_values_that_no_json_reader_likes_are_wrong_and_harmless():
-    problem = Problem("", "f", (verdict.Test("[]", "[1.5]"),), 1, "", boxed=True)
+    problem = CodeProblem("", "f", (verdict.Test("[]", "[1.5]"),), 1, "", boxed=True)
     for text in ("[" * 200_000, "9" * 100_000, "", "NaN", "\ud800", '{"a": ' * 50_000, "1e999", "[1" + "0" * 400 + "]"):
-        assert not verdict.passed(problem, problem.tests[0], Outcome("ok", text, ""))
-    assert verdict.passed(problem, problem.tests[0], Outcome("ok", "1.5", "")), "TACO boxes its values"
+        assert not verdict.passed(problem, problem.tests[0], TestOutcome("ok", text, ""))
+    assert verdict.passed(problem, problem.tests[0], TestOutcome("ok", "1.5", "")), "TACO boxes its values"
 
 
 def test_what_is_shown_is_short_and_printable():
@@ -405,7 +405,7 @@ def written(folder: Path, name: str, some: list[dict]) -> Path:
 @needs_sandbox
 def test_every_schema_is_read_and_the_rows_own_solution_passes(tmp_path):
     path = written(tmp_path, "train.jsonl", [*ROWS.values(), *BAD])
-    found = {problem.statement.split("\n")[0]: problem for problem in rows.load(str(path), (), 100, Bounds())}
+    found = {problem.statement.split("\n")[0]: problem for problem in rows.load_problems(str(path), (), 100, Bounds())}
     assert set(found) == {row["problem"] for row in ROWS.values()}
     for problem in found.values():
         env = started(problem)
@@ -421,7 +421,7 @@ def test_every_schema_is_read_and_the_rows_own_solution_passes(tmp_path):
 def test_tests_are_capped_the_first_may_be_shown_and_the_longest_are_kept():
     tests = [{"input": "7" * n, "output": str(n)} for n in (1, 2, 9, 3, 8, 40)]
     problem = rows.problem_of({"problem": "p", "tests": tests}, Bounds(public=2, max_tests=4, max_test_bytes=20))
-    assert isinstance(problem, Problem)
+    assert isinstance(problem, CodeProblem)
     assert [len(test.input) for test in problem.tests] == [1, 2, 9, 8] and problem.public == 2
 
 
@@ -430,7 +430,7 @@ def test_tests_are_capped_the_first_may_be_shown_and_the_longest_are_kept():
 def test_every_row_that_is_kept_has_a_hidden_test(count, public):
     tests = [{"input": f"{n} {n}\n", "output": f"{2 * n}\n"} for n in range(count)]
     problem = rows.problem_of({"problem": "Add the numbers.", "tests": tests}, Bounds(public=public, max_tests=5))
-    assert isinstance(problem, Problem) and problem.hidden and len(problem.tests) == min(count, 5)
+    assert isinstance(problem, CodeProblem) and problem.hidden and len(problem.tests) == min(count, 5)
     assert problem.public == min(public, len(problem.tests) - 1)
 
 
@@ -448,8 +448,10 @@ def test_an_example_of_the_statement_is_not_a_hidden_test(statement):
     assert rows.problem_of({"problem": statement, "tests": [example]}, Bounds()) == rows.NO_HIDDEN_TEST
     assert rows.problem_of({"problem": statement, "tests": [example, example]}, Bounds()) == rows.NO_HIDDEN_TEST
     kept = rows.problem_of({"problem": statement, "tests": [example, other, example]}, Bounds(public=0))
-    assert isinstance(kept, Problem) and [test.input for test in kept.hidden] == ["5 6\n"]
-    assert isinstance(rows.problem_of({"problem": "Add 3 numbers, 4 times 7.", "tests": [example]}, Bounds()), Problem)
+    assert isinstance(kept, CodeProblem) and [test.input for test in kept.hidden] == ["5 6\n"]
+    assert isinstance(
+        rows.problem_of({"problem": "Add 3 numbers, 4 times 7.", "tests": [example]}, Bounds()), CodeProblem
+    )
 
 
 @pytest.mark.parametrize("function", ["isValid", ""])
@@ -468,13 +470,13 @@ def test_an_example_without_words_and_numbers_is_not_a_hidden_test(function):
 
     assert problem([]) == rows.NO_HIDDEN_TEST
     kept = problem([("([)]", False), ("{[]}", True)])
-    assert isinstance(kept, Problem) and ["([)]" in test.input for test in kept.hidden] == [True, False]
+    assert isinstance(kept, CodeProblem) and ["([)]" in test.input for test in kept.hidden] == [True, False]
 
 
 def test_rows_without_a_hidden_test_are_counted(tmp_path, caplog):
     shown = {"problem": "Print 7.", "tests": json.dumps([{"input": "", "output": "7"}] * 3)}
     path = written(tmp_path, "rows.jsonl", [*[{**ROWS["list"], "problem": f"Problem {n}"} for n in range(3)], shown])
-    assert len(rows.load(str(path), (), 100, Bounds())) == 3
+    assert len(rows.load_problems(str(path), (), 100, Bounds())) == 3
     assert f"of 4 rows of {path}, 1 are left out: 1 {rows.NO_HIDDEN_TEST}" in caplog.text
 
 
@@ -491,12 +493,12 @@ def test_own_splits_are_honoured_and_validation_is_by_hash_out_of_train(tmp_path
 
     written(tmp_path, "train.jsonl", numbered(*range(60)))
     written(tmp_path, "test.jsonl", numbered(*range(50, 70)))
-    found = rows.load(str(tmp_path), (), 1000, Bounds())
+    found = rows.load_problems(str(tmp_path), (), 1000, Bounds())
     homes = {problem.statement: problem.home for problem in found}
     assert len(found) == 70 and all(homes[f"Problem {n}"] == "test" for n in range(50, 70))
     assert {homes[f"Problem {n}"] for n in range(50)} == {"train", "validation"}
-    assert len(rows.load(str(tmp_path), (), 10, Bounds())) == 20
-    alone = rows.load(str(tmp_path / "train.jsonl"), (), 1000, Bounds())
+    assert len(rows.load_problems(str(tmp_path), (), 10, Bounds())) == 20
+    alone = rows.load_problems(str(tmp_path / "train.jsonl"), (), 1000, Bounds())
     assert {problem.home for problem in alone} == set(SPLITS), "by hash where there is but one split"
 
 
@@ -556,7 +558,7 @@ def survived(numbers: range) -> int:
     def one(number: int) -> bool:
         env = make("deep_coder", seconds=0.25, total_seconds=3.0)
         episode = Episode(env, protocol, number % 50)
-        episode.step(answer("", [hostile(random.Random(number))], protocol))
+        episode.step(format_response("", [hostile(random.Random(number))], protocol))
         return episode.success
 
     with ThreadPoolExecutor(2) as pool:

@@ -18,7 +18,7 @@ import pytest
 from envs import SPLITS, demos, make
 from envs.hostile import HOSTILE_TEXTS
 from envs.lean import Unavailable, arithmetic, backends, checker, search, terms, theorems
-from envs.lean.syntax import OPERATORS, Unreadable, parse, show, words
+from envs.lean.syntax import OPERATORS, Unreadable, format_formula, formula_in_words, parse_formula
 from envs.lean.theorems import Theorem
 from envs.protocol import Protocol
 
@@ -34,10 +34,10 @@ def at(theorem: Theorem = SWAP, **options):
 
 def left(binders: tuple[str, ...], statement: str, *tactics: str) -> list[str]:
     """The targets that are open after some tactics."""
-    goals = terms.start(binders, statement)
+    goals = terms.first_goal(binders, statement)
     for tactic in tactics:
         goals = checker.apply(goals, tactic)
-    return [show(goal.target) for goal in goals]
+    return [format_formula(goal.target) for goal in goals]
 
 
 # -- the environment ---------------------------------------------------------------------------------------------------
@@ -75,14 +75,14 @@ def test_known_proofs_are_proofs_and_their_words_are_there():
         for theorem in seen:
             assert left(theorem.binders, theorem.statement, *theorem.proof) == [], theorem
             assert len(theorem.proof) <= 8 and len(theorem.words) > 5 and theorem.statement not in theorem.words
-            assert not any(backends.refusal(tactic) for tactic in theorem.proof)
+            assert not any(backends.tactic_refusal(tactic) for tactic in theorem.proof)
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_the_expert_wins_and_comes_back_from_detours(split):
     env, back = make("lean", backend="fragment"), 0
     for seed in range(25):
-        assert demos.play(env, "expert", Protocol.of(env), seed, split).success
+        assert demos.play_scripted(env, "expert", Protocol.of(env), seed, split).success
         env.reset(seed=seed, options={"split": split})
         for _ in range(2):
             env.step(env.players()["shape"])
@@ -96,7 +96,7 @@ def test_the_expert_wins_and_comes_back_from_detours(split):
 def test_scripted_policies_win_less_and_splits_are_disjoint():
     env, keys = make("lean", backend="fragment"), {}
     for player in ("random", "shape", "close"):
-        assert sum(demos.play(env, player, Protocol.of(env), seed, "train").success for seed in range(30)) < 18
+        assert sum(demos.play_scripted(env, player, Protocol.of(env), seed, "train").success for seed in range(30)) < 18
     for split in SPLITS:
         for seed in range(60):
             env.reset(seed=seed, options={"split": split})
@@ -146,7 +146,7 @@ def test_what_leaves_gaps_or_runs_code_is_refused(tactic):
     before = env.state_key()
     _, reward, over, _, info = env.step(tactic)
     assert (reward, over, info["action_is_valid"]) == (0.0, False, False) and env.state_key() == before
-    assert backends.refusal(tactic)
+    assert backends.tactic_refusal(tactic)
 
 
 def test_what_proves_is_not_refused():
@@ -156,14 +156,14 @@ def test_what_proves_is_not_refused():
         "induction n with | zero => rfl | succ n ih => simp [ih]", "rcases h with ⟨a, b⟩ | c",
         "exact absurd (h1 h2) (fun h => h3 h)",
     ):  # fmt: skip
-        assert not backends.refusal(tactic)
+        assert not backends.tactic_refusal(tactic)
 
 
 def test_a_tactic_stands_in_brackets_that_it_cannot_close():
     code = backends.script(Theorem(("p : Prop",), "p → p", "", ()), ("intro h", "exact h unheard_of_command (x)"))
     assert code.splitlines()[1:3] == ["  skip; (intro h)", "  skip; (exact h unheard_of_command (x))"]
     for tactic in ("exact h) unheard_of_command (h", "exact f '(' ) unheard_of_command (a ')'", "exact '(' ) a"):
-        assert "refused" in backends.refusal(tactic) or "do not match" in backends.refusal(tactic)
+        assert "refused" in backends.tactic_refusal(tactic) or "do not match" in backends.tactic_refusal(tactic)
 
 
 def test_hostile_texts_are_read_in_time_and_change_nothing():
@@ -189,7 +189,7 @@ def test_hostile_texts_are_read_in_time_and_change_nothing():
 def test_few_characters_that_ask_for_millions_of_goals_are_refused_in_time():
     letters = "abcdefghijklmnoqrstuvw"
     split = f"rcases k with ⟨{','.join(f'{letter}|{letter}' for letter in letters)}⟩"
-    start = terms.start(("p : Prop",), "p")
+    start = terms.first_goal(("p : Prop",), "p")
     goals = checker.apply(start, f"by_cases k : {'∧'.join(['(p∨p)'] * len(letters))}")
     began = time.monotonic()
     with pytest.raises(Unreadable, match="too many goals"):
@@ -208,7 +208,7 @@ def test_omega_gives_up_where_numbers_or_cases_grow():
             return "+".join(f"{rng.randint(1, 10**9 - 1)}*{name}" for name in rng.sample(names, 2))  # noqa: B023
 
         facts = [f"{term()}{rng.choice('≠≤')}{term()}" for _ in range(9)] + [f"{term()}≤{term()}" for _ in range(5)]
-        asked += not arithmetic.linear_consequence(tuple(map(parse, facts)), parse("a≤b"))
+        asked += not arithmetic.linear_consequence(tuple(map(parse_formula, facts)), parse_formula("a≤b"))
     assert asked > 50 and time.monotonic() - began < 10
     x, y = (("x", 1),), (("x", -1),)
     assert arithmetic.infeasible([(x, -3), (y, 2)], [100]) and not arithmetic.infeasible([(x, -3), (y, 2)], [0])
@@ -229,13 +229,13 @@ def test_omega_gives_up_where_numbers_or_cases_grow():
     ],
 )  # fmt: skip
 def test_formulas_are_printed_as_they_are_read(text):
-    assert show(parse(text)) == text
-    assert show(parse(text.replace("→", "->").replace("∧", "/\\").replace("≤", "<="))) == text
+    assert format_formula(parse_formula(text)) == text
+    assert format_formula(parse_formula(text.replace("→", "->").replace("∧", "/\\").replace("≤", "<="))) == text
 
 
 def test_words_are_plain():
-    assert words(parse("(p → q) → ¬q → ¬p")) == "if (if p, then q) and not q, then not p"
-    assert words(parse("∃ x : Nat, x + 2 = 5")) == "there is a number x such that (x + 2) equals 5"
+    assert formula_in_words(parse_formula("(p → q) → ¬q → ¬p")) == "if (if p, then q) and not q, then not p"
+    assert formula_in_words(parse_formula("∃ x : Nat, x + 2 = 5")) == "there is a number x such that (x + 2) equals 5"
 
 
 @pytest.mark.parametrize(
@@ -317,16 +317,16 @@ def test_whatever_is_proved_is_true():
     for _ in range(300):
         statement = formula(3)
         valid = all(truth(statement, {"p": p, "q": q}) for p, q in itertools.product((True, False), repeat=2))
-        env.begin(Theorem(("p q : Prop",), show(statement), "", ()))
-        found = search.prove(terms.start(env.level.binders, env.level.statement)[0])
+        env.begin(Theorem(("p q : Prop",), format_formula(statement), "", ()))
+        found = search.prove(terms.first_goal(env.level.binders, env.level.statement)[0])
         for turn in range(12):
             env.step(env.players()["random"] if turn % 2 else env.expert())
         proved += found is not None
-        assert valid or (env.goals and found is None), show(statement)
+        assert valid or (env.goals and found is None), format_formula(statement)
     assert proved > 25
 
 
-def valid(goal: terms.Goal) -> bool:
+def valid(goal: terms.ProofGoal) -> bool:
     """Whether a goal over p, q, r holds in every row of its truth table."""
     rows = [dict(zip("pqr", row, strict=True)) | {"True": True} for row in itertools.product((True, False), repeat=3)]
     return all(truth(goal.target, row) or not all(truth(f, row) for f in goal.facts.values()) for row in rows)
@@ -355,7 +355,7 @@ def test_no_tactic_leaves_only_goals_that_hold_of_one_that_does_not():
 
     for _ in range(250):
         names = [f"h{number}" for number in range(3)]
-        start = terms.start(("p q r : Prop", *(f"{name} : {formula(2)}" for name in names)), formula(2))
+        start = terms.first_goal(("p q r : Prop", *(f"{name} : {formula(2)}" for name in names)), formula(2))
         for _ in range(12):
             head = rng.choice(
                 ["exact {}", "refine {}", "apply {}", "have k := {}", "have k : False := {}", "obtain ⟨a, b⟩ := {}"]
@@ -379,7 +379,7 @@ def test_linear_consequences_hold_in_all_small_numbers():
         return f"{term()} {['=', '<', '≤', '≠'][int(rng.integers(4))]} {term()}"
 
     for _ in range(300):
-        facts, goal = tuple(parse(f"{atom()} ∨ {atom()}") for _ in range(2)), parse(atom())
+        facts, goal = tuple(parse_formula(f"{atom()} ∨ {atom()}") for _ in range(2)), parse_formula(atom())
         if arithmetic.linear_consequence(facts, goal):
             found += 1
             for x, y in itertools.product(range(12), repeat=2):
@@ -577,7 +577,7 @@ lean = pytest.mark.skipif(not backends.toolchain(), reason="no Lean on the path"
 @lean
 @pytest.mark.parametrize("topic", theorems.TOPICS)
 def test_known_proofs_are_proofs_in_lean(topic):
-    backend, rng = backends.chosen("local", 60.0), np.random.default_rng(1)
+    backend, rng = backends.backend_named("local", 60.0), np.random.default_rng(1)
     for theorem in {theorems.MAKERS[topic](rng) for _ in range(40)}:
         assert backend.check(theorem, theorem.proof) == backends.Verdict(()), theorem
 
@@ -585,7 +585,7 @@ def test_known_proofs_are_proofs_in_lean(topic):
 @pytest.mark.slow
 @lean
 def test_the_fragment_accepts_what_lean_accepts_and_leaves_the_same_goals():
-    env, backend = at(), backends.chosen("local", 60.0)
+    env, backend = at(), backends.backend_named("local", 60.0)
     for seed in range(40):
         env.reset(seed=seed)
         for _ in range(6):

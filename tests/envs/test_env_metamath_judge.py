@@ -10,7 +10,7 @@ import pytest
 
 from envs import math_answers, math_judge, math_numbers, math_spelling, math_units
 from envs.metamath_qa import answer_in, expression, final_form, is_right
-from envs.metamath_qa.expression import read, value, worked_out
+from envs.metamath_qa.expression import parse_value, value_of, worked_out
 
 WRONG = {
     "2562_7": [
@@ -236,17 +236,25 @@ def test_algebra_alone_is_left_to_math_verify(answer: str, verdict: bool) -> Non
 
 
 def test_an_expression_is_the_same_in_every_notation_and_nothing_is_worked_out() -> None:
-    assert read(r"3*\pi/2") == read(r"\frac{3}{2}\pi") == read(r"1.5\pi") != read(r"3\pi*2/4")
-    assert read("2-√3") == read("-(√3-2)") == read("-√3+2") != read("√3-2")
-    assert [read(text) for text in ("", "3 4", "2^", "(3", "3)", r"3\frac12", "x", "3++4", r"\gcd(2,3)")] == [None] * 9
-    node = read(r"\frac{3√12}{4}")
-    assert node is not None and worked_out(node) == read(r"\frac{3√3}{2}") and value(node) == pytest.approx(2.598076211)
+    assert (
+        parse_value(r"3*\pi/2") == parse_value(r"\frac{3}{2}\pi") == parse_value(r"1.5\pi") != parse_value(r"3\pi*2/4")
+    )
+    assert parse_value("2-√3") == parse_value("-(√3-2)") == parse_value("-√3+2") != parse_value("√3-2")
+    assert [parse_value(text) for text in ("", "3 4", "2^", "(3", "3)", r"3\frac12", "x", "3++4", r"\gcd(2,3)")] == [
+        None
+    ] * 9
+    node = parse_value(r"\frac{3√12}{4}")
+    assert (
+        node is not None
+        and worked_out(node) == parse_value(r"\frac{3√3}{2}")
+        and value_of(node) == pytest.approx(2.598076211)
+    )
 
 
 def test_texts_made_to_be_slow_or_large_have_no_value() -> None:
     for text in ("9^" * 400 + "9", "9^{9^{9^{9}}}", "(" * 450 + "1" + ")" * 450, "√" * 900 + "2", "1/(1-1)", "√(-1)"):
-        node = read(text)
-        assert node is None or value(node) is None
+        node = parse_value(text)
+        assert node is None or value_of(node) is None
     for text in ("9^{999}*" * 120 + "9", "1e999", "12=" * 300 + "13", "12 " + "a/" * 490 + "1", "1," * 490 + "1"):
         for answer in (*WRONG, *RIGHT):
             assert not final_form.is_written_out(f"{text}={text}", answer)
@@ -270,7 +278,12 @@ def test_a_text_of_any_length_is_answered(piece: str) -> None:
             for answer in (r"6\sqrt{5}", "1, 2", "1042_8", "(3,4)", r"12\text{ cm}"):
                 assert not is_right(text, answer)
             assert answer_in(text) is None or length == 1000
-            for read_text in (math_spelling.plain, math_answers.names, math_answers.equation, math_units.split_unit):
+            for read_text in (
+                math_spelling.plain_spelling,
+                math_answers.names_variable,
+                math_answers.equation,
+                math_units.split_unit,
+            ):
                 read_text(text[:1000])
             math_spelling.for_math_verify(text[:1000])
 
@@ -289,7 +302,7 @@ def repeats_in(pattern: Any, inside: bool = False) -> bool:
 def test_no_pattern_repeats_a_repetition() -> None:
     patterns = [spelled for spelled, _ in math_spelling.SPELLINGS]
     for module in (math_answers, math_judge, math_numbers, math_spelling, math_units, expression, final_form):
-        patterns += [value for value in vars(module).values() if isinstance(value, re.Pattern)]
+        patterns += [value_of for value_of in vars(module).values() if isinstance(value_of, re.Pattern)]
     assert len(patterns) > 50
     assert repeats_in(parser.parse("(?: ?[ /] ?[a-z]+)*$")) and not repeats_in(parser.parse("(?:,[0-9]{3})+a*"))
     assert [pattern.pattern for pattern in patterns if repeats_in(parser.parse(pattern.pattern))] == []

@@ -73,7 +73,7 @@ def test_faces_turn_as_those_of_magiccube():
 def test_the_observation_the_reward_and_the_end():
     env = make("rubiks_cube", render_mode="ansi")
     env.reset(seed=0)
-    env.begin(cubes.Level(cubes.after(cubes.SOLVED, "U"), True))
+    env.begin(cubes.CubeLevel(cubes.after(cubes.SOLVED, "U"), True))
     assert env.observe() == "Up WWWW Right BBRR Front RRGG Down YYYY Left GGOO Back OOBB"
     assert env.render().splitlines()[:4] == ["   WW", "   WW", "GG RR BB OO", "OO GG RR BB"]
     _, reward, over, _, info = env.step("f")
@@ -122,9 +122,9 @@ def test_where_the_cubes_are_few_none_is_held_out():
 def test_scripted_policies_win_less():
     env = make("rubiks_cube", min_length=3, max_length=6)
     for player, most in (("random", 3), ("pairs", 30)):
-        wins = [demos.play(env, player, Protocol.of(env), seed, "train").success for seed in range(40)]
+        wins = [demos.play_scripted(env, player, Protocol.of(env), seed, "train").success for seed in range(40)]
         assert sum(wins) <= most
-    env.begin(cubes.Level(cubes.after(cubes.SOLVED, "R"), True))
+    env.begin(cubes.CubeLevel(cubes.after(cubes.SOLVED, "R"), True))
     assert env.thought() == "16 of 24 pairs now. pairs R' L'" and env.players()["pairs"] in ("R'", "L'")
 
 

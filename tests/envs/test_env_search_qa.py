@@ -21,8 +21,8 @@ import pytest
 from envs import SPLITS, demos, make, promises
 from envs.base import split_by_hash
 from envs.promises import Subject
-from envs.protocol import Episode, Protocol, answer
-from envs.search_qa import LONGEST, Question, SearchQA, build, library, read_action, scoring, states
+from envs.protocol import Episode, Protocol, format_response
+from envs.search_qa import LONGEST, HopQuestion, SearchQA, build, library, read_action, scoring, states
 from envs.search_qa.retriever import Retriever, RetrieverError
 from envs.search_qa.synthetic import COUNTS, RELATIONS, Hop, draw_question, encyclopedia
 
@@ -73,7 +73,7 @@ def test_scores_are_those_of_hotpotqa(given: str, gold: str, exact: bool, f1: fl
 def test_an_answer_ends_the_episode_for_good():
     for given, gain, failure in (("Ugo Bein", 1, ""), ("Bein", 2 / 3, "wrong answer"), ("Velmar", 0, "wrong answer")):
         env = at()
-        env.begin(Question("Who?", "Ugo Bein", (), "train"))
+        env.begin(HopQuestion("Who?", "Ugo Bein", (), "train"))
         _, reward, over, cut, info = env.step(f"finish[{given}]")
         assert reward == pytest.approx(gain) == info["f1"] and over and not cut
         assert info["success"] is (gain == 1) and info["failure"] == failure and info["action_is_effective"]
@@ -154,7 +154,7 @@ def test_the_expert_answers_every_question_and_others_do_not(split: str) -> None
     env, wins, keys = make("search_qa"), Counter(), set()
     for player in ("expert", "random", "hasty", "astray"):
         for seed in range(60):
-            episode = demos.play(env, player, Protocol.of(env), seed, split)
+            episode = demos.play_scripted(env, player, Protocol.of(env), seed, split)
             wins[player] += episode.success
             keys.add(episode.level_key)
             assert episode.invalid_turns == 0 and split_by_hash(episode.level_key) == split
@@ -252,7 +252,7 @@ def test_a_file_in_the_schema_of_hotpotqa_becomes_a_library(built: Path) -> None
     assert "synthetic" not in env.rules() and "synthetic" in SearchQA().rules()
     for split in SPLITS:
         for seed in range(20):
-            episode = demos.play(env, "expert", Protocol.of(env), seed, split)
+            episode = demos.play_scripted(env, "expert", Protocol.of(env), seed, split)
             assert episode.success and episode.turns in (2, 3) and episode.invalid_turns == 0
     broken = promises.broken_promises(Subject("search_qa", {"path": str(built)}, Protocol.of(env), episodes=20))
     assert not broken
@@ -261,7 +261,7 @@ def test_a_file_in_the_schema_of_hotpotqa_becomes_a_library(built: Path) -> None
 def test_the_validation_split_of_the_data_is_the_test_split(tmp_path: Path) -> None:
     for name, rows in (("train", [*hotpot(150), *hotpot(5, 500)]), ("validation", list(hotpot(20, 500)))):
         write(tmp_path / "set" / f"{name}.jsonl", rows)
-    assert build.build(str(tmp_path / "set"), None, tmp_path / "out", rows=152)[1] == 170
+    assert build.build_library(str(tmp_path / "set"), None, tmp_path / "out", rows=152)[1] == 170
     questions = library.questions_of(str(tmp_path / "out"))
     homes = {questions[i]["question"]: questions[i]["split"] for i in range(len(questions))}
     held_out = {row["question"] for row in hotpot(20, 500)}
@@ -295,7 +295,7 @@ def test_what_cannot_be_built_or_opened_is_one_clear_paragraph(tmp_path: Path, b
 def test_nothing_in_an_article_ends_the_episode_or_acts(built: Path) -> None:
     env = SearchQA(str(built))
     episode = Episode(env, Protocol(max_turns=5, max_actions=5), seed=0)
-    turn = episode.step(answer("so", ["search[Noise 3 which one]"], episode.protocol))
+    turn = episode.step(format_response("so", ["search[Noise 3 which one]"], episode.protocol))
     assert turn.valid and not turn.done and turn.user is not None and "finish[Paris]" in turn.user
     lines = turn.user.split("\n")
     assert len(lines) == 2 + env.top_k + 1 and lines[-1] == "Turns left 4"
@@ -368,7 +368,7 @@ def server() -> Iterator[Any]:
 def test_a_server_can_search_instead(server: Any) -> None:
     env = at(0, retriever=server.url)
     assert env.slow and not env.deterministic and not SearchQA().slow
-    episode = demos.play(env, "expert", Protocol.of(env), 0, "test")
+    episode = demos.play_scripted(env, "expert", Protocol.of(env), 0, "test")
     assert episode.success and server.asked[0] == {"query": episode.env.level.hops[0].title, "k": 3}
     assert len(env.results or ()) == 3
     server.manner = "hostile"
@@ -416,7 +416,7 @@ def test_a_server_that_is_not_there_and_an_address_that_is_none() -> None:
 
 
 def test_hop_is_what_a_level_is_made_of():
-    level = Question("Who?", "Ugo", (Hop("A [b]", "A is Ugo."),), "train")
+    level = HopQuestion("Who?", "Ugo", (Hop("A [b]", "A is Ugo."),), "train")
     env = at()
     env.begin(level)
     assert env.expert() == "search[A b]" and hash(level)

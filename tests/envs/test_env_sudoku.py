@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 
 from envs import SPLITS, make
-from envs.demos import next_action, play
+from envs.demos import next_action, play_scripted
 from envs.protocol import Protocol
 from envs.sudoku.puzzles import (
     BOXES,
+    GridShape,
     Puzzle,
-    Shape,
     another_value,
     by_singles,
     full_grid,
-    key_of,
+    grid_text,
     make_puzzle,
     masks_of,
+    puzzle_key,
     shape_of,
-    solve,
-    text_of,
+    solve_grid,
 )
 
 TOY = Puzzle("1.3434...143432.", "1234341221434321")
@@ -38,7 +38,7 @@ def toy(**options: Any) -> Any:
     return env
 
 
-def solutions(shape: Shape, grid: str) -> Iterator[str]:
+def solutions(shape: GridShape, grid: str) -> Iterator[str]:
     """Every solution, by plain trial: shares nothing with the solver but the list of cells that exclude each other."""
     options = {
         cell: [v for v in "123456789"[: shape.size] if all(grid[peer] != v for peer in shape.peers[cell])]
@@ -83,7 +83,7 @@ def test_every_puzzle_has_exactly_one_solution(size, clues, count):
         assert all({puzzle.solution[cell] for cell in unit} == digits for unit in shape.units)
         assert list(itertools.islice(solutions(shape, puzzle.clues), 2)) == [puzzle.solution]
         masks = masks_of(shape, puzzle.clues)
-        assert masks is not None and text_of(solve(shape, masks) or []) == puzzle.solution
+        assert masks is not None and grid_text(solve_grid(shape, masks) or []) == puzzle.solution
     assert made > count // 2
 
 
@@ -114,11 +114,11 @@ def test_images_of_a_puzzle_have_its_key_and_other_puzzles_have_others(size):
     while len(keys) < 12:
         puzzle = make_puzzle(shape, clues, rng)
         if puzzle is not None:
-            keys[puzzle.clues] = key_of(puzzle.clues)
-            assert {key_of(image(puzzle.clues, rng)) for _ in range(8)} == {keys[puzzle.clues]}
+            keys[puzzle.clues] = puzzle_key(puzzle.clues)
+            assert {puzzle_key(image(puzzle.clues, rng)) for _ in range(8)} == {keys[puzzle.clues]}
     assert len(set(keys.values())) >= 11
     other = next(iter(keys)).replace(".", "1", 1)
-    assert key_of(other) not in keys.values()
+    assert puzzle_key(other) not in keys.values()
 
 
 def test_keys_of_4x4_tell_nearly_all_puzzles_apart():
@@ -134,7 +134,7 @@ def test_keys_of_4x4_tell_nearly_all_puzzles_apart():
             cells = "".join(turned[list(rows)][:, list(columns)].ravel())
             names = dict(zip(dict.fromkeys(cells.replace(".", "")), "1234", strict=False)) | {".": "."}
             images.append("".join(names[value] for value in cells))
-        exact.setdefault(min(images), set()).add(key_of(puzzle.clues))
+        exact.setdefault(min(images), set()).add(puzzle_key(puzzle.clues))
     assert all(len(keys) == 1 for keys in exact.values()), "images have one key"
     assert len({key for keys in exact.values() for key in keys}) >= 0.9 * len(exact) > 20
 
@@ -160,7 +160,7 @@ def test_the_solver_agrees_with_reasoning_gym():
                 "".join(str(value) for row in told[key] for value in row) for key in ("puzzle", "solution")
             )
             masks = masks_of(shape_of(size), puzzle.replace("0", "."))
-            assert masks is not None and text_of(solve(shape_of(size), masks) or []) == solution
+            assert masks is not None and grid_text(solve_grid(shape_of(size), masks) or []) == solution
 
 
 # -- play --------------------------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_the_expert_solves_every_puzzle_within_the_budget_and_chance_does_not(si
         wins = dict.fromkeys(("expert", "fitting", "random"), 0)
         for player, seed in itertools.product(wins, range(count)):
             env = make("sudoku", size=size)
-            wins[player] += play(env, player, Protocol.of(env), seed, split).success
+            wins[player] += play_scripted(env, player, Protocol.of(env), seed, split).success
         assert wins["expert"] == count and wins["random"] <= 0.05 * count and wins["fitting"] <= 0.85 * count
 
 

@@ -14,11 +14,11 @@ import pytest
 from envs import SPLITS, check, demos, make
 from envs.protocol import Protocol
 from envs.web_shop import published
-from envs.web_shop.catalogue import Goal, Product, Source, clean, fold
+from envs.web_shop.catalogue import CatalogueSource, Goal, Product, clean_field, fold
 from envs.web_shop.generated import AISLES, search_text
 from envs.web_shop.pages import View
 from envs.web_shop.published import HELD_OUT, NO_LIMIT, NO_PRICE, SMALL, _with_splits, price_of
-from envs.web_shop.reward import alike, offered, same_option, score, type_match, wins
+from envs.web_shop.reward import alike, matching_options, purchase_score, same_option, type_match, wins
 
 ROOT = Path(__file__).parents[2]
 MUG = {
@@ -229,12 +229,12 @@ def test_the_score_is_the_published_fraction():
     mug = item(attributes=("dishwasher safe",), features=("Truly hand painted",), options=options)
     goal = want(attributes=("dishwasher safe", "hand painted", "gold rim"), options=("red", "large"), limit=10.0)
     chosen = {"color": "red", "size": "large"}
-    assert score(mug, goal, mug, chosen) == (5 / 6, 1.0, ("gold rim",), (), True)
-    assert score(mug, goal, mug, chosen | {"size": "x large"}).total == 4 / 6, "a size must be the same"
-    assert score(mug, goal, mug, {"color": "blue"}).total == 3 / 6
-    assert score(mug._replace(price=10.01), goal, mug, chosen).total == 4 / 6
-    assert score(mug, want(options=("red",)), mug, {}).total == 1 / 2
-    extra = score(mug, want(options=("red",)), mug, chosen)
+    assert purchase_score(mug, goal, mug, chosen) == (5 / 6, 1.0, ("gold rim",), (), True)
+    assert purchase_score(mug, goal, mug, chosen | {"size": "x large"}).total == 4 / 6, "a size must be the same"
+    assert purchase_score(mug, goal, mug, {"color": "blue"}).total == 3 / 6
+    assert purchase_score(mug._replace(price=10.01), goal, mug, chosen).total == 4 / 6
+    assert purchase_score(mug, want(options=("red",)), mug, {}).total == 1 / 2
+    extra = purchase_score(mug, want(options=("red",)), mug, chosen)
     assert wins(extra) and extra.total == 1.0, "an option that nobody asked for adds nothing"
 
 
@@ -265,9 +265,9 @@ def test_what_counts_as_alike():
     assert same_option("Color", "dark navy", "navy blue") and not same_option("color", "red", "navy")
     assert same_option("size", "XL", "xl") and not same_option("size", "x-large", "large")
     both = item(options=(("front", ("red", "blue")), ("back", ("red", "blue"))))
-    assert offered(both, ("red", "blue")) == {"front": "red", "back": "blue"}
+    assert matching_options(both, ("red", "blue")) == {"front": "red", "back": "blue"}
     metals = item(options=(("finish", ("rose gold", "gold", "silver")),))
-    assert offered(metals, ("gold",)) == {"finish": "gold"} and offered(metals, ("copper",)) == {}
+    assert matching_options(metals, ("gold",)) == {"finish": "gold"} and matching_options(metals, ("copper",)) == {}
 
 
 @pytest.mark.parametrize(("kind", "rewards"), [("dense", [0.5, 1.0]), ("sparse", [0.0, 1.0])])
@@ -294,8 +294,8 @@ def test_the_embedded_shop_is_large_and_every_goal_can_be_won():
     )
     for goal in shop.goals:
         wanted = shop.product(goal.asin)
-        chosen = offered(wanted, goal.options)
-        assert score(wanted, goal, wanted, chosen).total == 1.0 and set(goal.options) == set(chosen.values())
+        chosen = matching_options(wanted, goal.options)
+        assert purchase_score(wanted, goal, wanted, chosen).total == 1.0 and set(goal.options) == set(chosen.values())
         assert shop.places[goal.asin] in shop.search(search_text(goal.instruction))[:9]
 
 
@@ -309,7 +309,11 @@ def test_only_the_right_kind_wins():
     shop, winners = env.shop, []
     for goal in shop.goals[::60]:
         wanted = shop.product(goal.asin)
-        won = [each for each in shop.products if wins(score(each, goal, wanted, offered(each, goal.options)))]
+        won = [
+            each
+            for each in shop.products
+            if wins(purchase_score(each, goal, wanted, matching_options(each, goal.options)))
+        ]
         assert wanted in won and {each.query for each in won} == {wanted.query}
         assert all(each.price <= goal.limit for each in won)
         winners.append(len(won))
@@ -321,10 +325,10 @@ def test_the_expert_wins_and_the_others_do_not(options):
     env = make("web_shop", **options)
     for split in SPLITS:
         for seed in range(40):
-            episode = demos.play(env, "expert", Protocol.of(env), seed, split)
+            episode = demos.play_scripted(env, "expert", Protocol.of(env), seed, split)
             assert episode.success and not episode.invalid_turns
     wins_of = {
-        player: sum(demos.play(env, player, Protocol.of(env), seed, "test").success for seed in range(40))
+        player: sum(demos.play_scripted(env, player, Protocol.of(env), seed, "test").success for seed in range(40))
         for player in ("random", "first", "hasty")
     }
     assert wins_of["random"] <= 4 and wins_of["hasty"] == 0 and 4 <= wins_of["first"] <= 30
@@ -393,7 +397,7 @@ def test_observations_are_short_and_copies_share_the_catalogue():
 
 def test_the_published_files_are_read_and_what_is_left_out_is_told(folder, caplog):
     with caplog.at_level(logging.WARNING):
-        shop = published.load(Source(str(folder), 1000, True))
+        shop = published.load_published(CatalogueSource(str(folder), 1000, True))
     assert shop.notes == (
         "3 products, 2 goals; 1 damaged instructions; 3 damaged products; 1 goals kept that their own product cannot"
         " win; 1 instructions without attributes; 1 repeated products"
@@ -406,11 +410,11 @@ def test_the_published_files_are_read_and_what_is_left_out_is_told(folder, caplo
     goal = next(goal for goal in shop.goals if goal.asin == mug.asin)
     assert goal.options == ("dark blue", "small/medium") and goal.limit in (30.0, 40.0, 50.0)
     assert goal.instruction.endswith(f"dark blue and small, and price lower than {goal.limit:.2f} dollars")
-    assert wins(score(mug, goal, mug, offered(mug, goal.options)))
+    assert wins(purchase_score(mug, goal, mug, matching_options(mug, goal.options)))
 
 
 def test_generated_goals_take_every_choice_of_options(folder):
-    shop = published.load(Source(str(folder), 1000, False))
+    shop = published.load_published(CatalogueSource(str(folder), 1000, False))
     assert {goal.options for goal in shop.goals} == {
         (color, size) for color in ("dark blue", "red") for size in ("small/medium", "large")
     }
@@ -437,30 +441,30 @@ def test_products_are_text_and_no_click_or_markup_comes_of_them(folder):
     assert env.view.page == "item" and dict(env.view.chosen) == {"style": "buy now", "cable": "b000000001"}
     assert not any(tag in env.observe() + env.thought() for tag in ("<think>", "<answer>", "</", "||"))
     for player in ("expert", "first", "hasty"):
-        assert not demos.play(env, player, Protocol.of(env), 1, "train").invalid_turns
-    assert clean("a" * 50, 10) == "aaaaaaa..." and fold(" A\tb ") == "a b"
+        assert not demos.play_scripted(env, player, Protocol.of(env), 1, "train").invalid_turns
+    assert clean_field("a" * 50, 10) == "aaaaaaa..." and fold(" A\tb ") == "a b"
 
 
 def test_rows_bound_what_is_read_and_a_cut_file_is_named(folder, monkeypatch):
     monkeypatch.setattr(published, "CHUNK", 16)  # products are longer than what is read at a time
-    assert len(published.load(Source(str(folder), 1, True)).products) == 1
+    assert len(published.load_published(CatalogueSource(str(folder), 1, True)).products) == 1
     file = folder / "items_shuffle_1000.json"
     assert len(list(published._rows(file, 100))) == 7
     text = file.read_text()
     file.write_text(text[: len(text) // 2])
     assert len(list(published._rows(file, 1))) == 1, "rows beyond are not looked at"
     with pytest.raises(ValueError, match=r"items_shuffle_1000\.json is cut off"):
-        published.load(Source(str(folder), 1000, True))
+        published.load_published(CatalogueSource(str(folder), 1000, True))
     file.write_text("{}")
     with pytest.raises(ValueError, match="must be a JSON list"):
-        published.load(Source(str(folder), 1000, True))
+        published.load_published(CatalogueSource(str(folder), 1000, True))
     (folder / "items_human_ins.json").write_text("[1]")
     with pytest.raises(ValueError, match="must be a JSON object"):
         file.write_text(text)
-        published.load(Source(str(folder), 1000, True))
+        published.load_published(CatalogueSource(str(folder), 1000, True))
     (folder / "items_human_ins.json").write_text("{}")
     with pytest.raises(ValueError, match=r"no goal for the 3 products.*human_goals=false"):
-        published.load(Source(str(folder), 1000, True))
+        published.load_published(CatalogueSource(str(folder), 1000, True))
 
 
 @pytest.mark.parametrize(

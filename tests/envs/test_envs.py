@@ -237,7 +237,9 @@ def test_scripted_policies_follow_their_cue_and_watching_them_changes_nothing(na
 @pytest.mark.parametrize("name", ENVS)
 def test_no_weak_player_is_good_and_the_expert_is_perfect(name):
     wins = {
-        player: sum(demos.play(make(name), player, Protocol(), seed, "validation").success for seed in range(150))
+        player: sum(
+            demos.play_scripted(make(name), player, Protocol(), seed, "validation").success for seed in range(150)
+        )
         for player in Subject(name).players
     }
     assert wins.pop("expert") == 150
@@ -369,7 +371,7 @@ def test_the_expert_crosses_larger_lakes_and_ragens_within_their_budget(options)
     env = make("frozen_lake", **options)
     protocol = Protocol.of(env)
     for split, seed in itertools.product(SPLITS, range(30)):
-        assert demos.play(env, "expert", protocol, seed, split).success
+        assert demos.play_scripted(env, "expert", protocol, seed, split).success
 
 
 def test_state_key_tells_futures_apart_and_nothing_else():
@@ -421,7 +423,7 @@ def test_the_solver_agrees_with_brute_force_on_random_rooms():
             r, c = cells.pop()
             grid[r][c] = letter
         level = tuple("".join(row) for row in grid)
-        solution = rooms.solve(rooms.Room.read(level), 5)
+        solution = rooms.solve_room(rooms.Room.read(level), 5)
         expected = brute_force(level, 5)
         assert (None if solution is None else len(solution)) == expected, level
         lengths[expected] += 1
@@ -436,7 +438,7 @@ def test_backward_search_agrees_with_the_solver():
     free = set(range(30)) - solved.walls
     for box, player in itertools.permutations(sorted(free), 2):
         state = solved._replace(boxes=frozenset({box}), player=player)
-        solution = rooms.solve(state)
+        solution = rooms.solve_room(state)
         assert length.get(state) == (None if solution is None else len(solution))
 
 
@@ -471,7 +473,7 @@ def test_sokoban_generation_leaves_the_global_generators_alone():
     for seed in range(5):
         base.draw_level.cache_clear()
         env.reset(seed=seed)
-    assert rooms.generate(rooms.Rooms(5, 8, 1, 4, 20), 0) is None, "the generator's own failure is survived"
+    assert rooms.generate_room(rooms.Rooms(5, 8, 1, 4, 20), 0) is None, "the generator's own failure is survived"
     after = np.random.get_state()
     assert random.getstate() == python_state
     assert after[0] == numpy_state[0] and np.array_equal(after[1], numpy_state[1]) and after[2:] == numpy_state[2:]
@@ -501,7 +503,7 @@ def test_ragens_start_is_where_pulling_backwards_comes_by():
     start = rooms.displaced(solved, 8)  # a search of 8 goes 6 moves away
     cells = frozenset(divmod(box, 6) for box in start.boxes)
     assert (cells, divmod(start.player, 6)) in reachable
-    assert start.targets.isdisjoint({start.player, *start.boxes}) and len(rooms.solve(start)) <= 6
+    assert start.targets.isdisjoint({start.player, *start.boxes}) and len(rooms.solve_room(start)) <= 6
     # in a corridor there is one way: the farther back, the larger both pulls and distance
     corridor = rooms.Room.read(("#######", "#*@   #", "#######"))
     assert rooms.displaced(corridor, 300).letters() == ("#######", "#.  $@#", "#######")
@@ -528,7 +530,7 @@ def test_the_expert_solves_ragens_sokoban_within_25_turns(boxes):
     for split, seed in itertools.product(SPLITS, range(25)):
         env.reset(seed=seed, options={"split": split})
         lengths.add(env.optimal_length())
-        assert demos.play(env, "expert", protocol, seed, split).success
+        assert demos.play_scripted(env, "expert", protocol, seed, split).success
     assert len(lengths) > 6, "levels of any length"
 
 

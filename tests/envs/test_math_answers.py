@@ -18,8 +18,8 @@ from hypothesis import assume, given, strategies as st
 
 from envs import math_answers
 from envs.math_judge import MathJudge
-from envs.math_numbers import number
-from envs.math_spelling import plain
+from envs.math_numbers import parse_number
+from envs.math_spelling import plain_spelling
 from posttrain.data import gsm8k
 
 DATA = Path(__file__).parents[1] / "fixtures"
@@ -162,7 +162,7 @@ def test_all_wrong_neighbours_of_the_answers_are_wrong(judge: MathJudge) -> None
 
 
 def test_no_answer_of_math500_is_another(judge: MathJudge) -> None:
-    formulas, rng = [answer for answer in ANSWERS if number(plain(answer)) is None], random.Random(0)
+    formulas, rng = [answer for answer in ANSWERS if parse_number(plain_spelling(answer)) is None], random.Random(0)
     pairs = [(one, other) for one, other in zip(rng.sample(formulas, 60), rng.sample(formulas, 60), strict=True)]
     assert wrongly_taken(judge, [(one, other) for one, other in pairs if one != other]) == []
 
@@ -265,7 +265,7 @@ def test_a_decimal_fraction_is_read_in_every_notation(digits: int, places: int, 
         f"${decimal}$",
         decimal.replace("-", "−").replace("0.", ".", decimal.lstrip("-").startswith("0.")),
     ):
-        read = number(plain(spelled))
+        read = parse_number(plain_spelling(spelled))
         assert read is not None and read.value == exact
     for spelled in (
         rf"{decimal} \times 10^{{{power}}}",
@@ -273,7 +273,7 @@ def test_a_decimal_fraction_is_read_in_every_notation(digits: int, places: int, 
         f"{decimal}E{power:+03d}",
         rf"{decimal}\cdot10^{{{power}}}",
     ):
-        read = number(plain(spelled))
+        read = parse_number(plain_spelling(spelled))
         assert read is not None and read.value == shifted
         if digits:
             assert math_answers.equal(spelled, f"{decimal}e{power}", never)
@@ -296,7 +296,7 @@ def test_a_fraction_is_read_in_every_notation(top: int, bottom: int, form: int) 
         rf"\dfrac{{{top}}}{{{bottom}}}",
         f"({top})/({bottom})",
     )
-    read = number(plain(spelled[form]))
+    read = parse_number(plain_spelling(spelled[form]))
     assert read is not None and read.value == exact
     whole, rest = divmod(abs(top), bottom)
     if whole and rest:

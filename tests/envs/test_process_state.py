@@ -14,7 +14,7 @@ import torch
 import envs
 from envs import process_state
 from envs.frozen_lake import FrozenLake
-from envs.process_state import ProcessState, kept
+from envs.process_state import ProcessState, keep_process_state
 from envs.protocol import Protocol
 from posttrain.models.chat import Chat
 from posttrain.rollout.episodes import FULL, Game, set_up, take_turns
@@ -42,7 +42,7 @@ def test_what_was_changed_is_put_back_and_said_once(kind: str, capsys: pytest.Ca
     change, words = FAULTS[kind]
     before = ProcessState.now()
     for _ in range(3):
-        with pytest.raises(RuntimeError, match="also raises"), kept("line"):
+        with pytest.raises(RuntimeError, match="also raises"), keep_process_state("line"):
             change()
             raise RuntimeError("also raises")
         assert ProcessState.now() == before
@@ -57,7 +57,7 @@ def test_a_folder_that_is_gone_is_left_in_words(tmp_path: Path, capsys: pytest.C
         (tmp_path / "gone").rmdir()
 
     before = ProcessState.now()
-    with kept("line"):
+    with keep_process_state("line"):
         leave()
     assert ProcessState.now() == before and "a folder that is gone" in capsys.readouterr().err
 

@@ -10,14 +10,14 @@ from hypothesis import given, settings, strategies as st
 
 from envs import make
 from envs.demos import demonstrate
-from envs.protocol import Episode, Parsed, Protocol, answer, parse, system_text
+from envs.protocol import Episode, Parsed, Protocol, format_response, parse, system_text
 
 ACTIONS = ("Left", "Down", "Right", "Up")
 LAKE = ("SFFF", "FFFF", "FFFF", "FFHG")
 
 
 def say(*actions: str) -> str:
-    return answer("so", actions, Protocol())
+    return format_response("so", actions, Protocol())
 
 
 def lake(protocol: Protocol | None = None, level: tuple[str, ...] = LAKE, **options) -> Episode:
@@ -119,7 +119,7 @@ def test_a_forced_opening_is_the_first_tag_of_the_format():
     assert Protocol().opening == Protocol(think=False).opening == ""
     for think, opening in ((True, "<think>"), (False, "<answer>")):
         protocol = Protocol(think=think, force_think=True)
-        assert protocol.opening == opening and answer("so", ["Up"], protocol).startswith(opening)
+        assert protocol.opening == opening and format_response("so", ["Up"], protocol).startswith(opening)
 
 
 def test_a_summary_tells_the_last_turns_and_the_state():

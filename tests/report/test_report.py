@@ -25,7 +25,7 @@ from PIL import Image
 
 import evaluate_model
 from envs import make
-from envs.protocol import Episode, Protocol, answer
+from envs.protocol import Episode, Protocol, format_response
 from posttrain import metrics, report
 from posttrain.evaluation import store
 from posttrain.evaluation.quickstart_goals import goals
@@ -101,7 +101,7 @@ def _episode(cfg: Any, name: str, task: Any, item: Record, rng: random.Random) -
     paid, penalties = list[float](), list[float]()
     while not episode.done:
         action = episode.env.expert() if rng.random() < PLAYS_WELL[name] else episode.env.players()["random"]
-        said = "qu qu the the" if name == "base" else answer(episode.env.thought(), [action], protocol)
+        said = "qu qu the the" if name == "base" else format_response(episode.env.thought(), [action], protocol)
         turn = episode.step(said)
         paid.append(turn.reward)
         penalties.append(turn.penalty)

@@ -18,7 +18,7 @@ import yaml
 from test_report import build_run, hostile_pages
 
 from envs import make
-from envs.protocol import Episode, Protocol, answer
+from envs.protocol import Episode, Protocol, format_response
 from posttrain import report
 from posttrain.report import comparison
 from posttrain.report.page import build_transcripts
@@ -83,7 +83,7 @@ def trained_episode(step: int, sample: int) -> dict[str, Any]:
     while not episode.done:
         right = sample != 3 and rng.random() < 0.8
         action = episode.env.expert() if right else episode.env.players()["random"]
-        said = HOSTILE if sample == 3 else answer(episode.env.thought(), [action], protocol)
+        said = HOSTILE if sample == 3 else format_response(episode.env.thought(), [action], protocol)
         rewards.append(episode.step(said).reward)
         text = [said[at : at + 4] for at in range(0, len(said), 4)]
         column = lambda low, high: [round(rng.uniform(low, high), 4) for _ in text]  # noqa: E731, B023

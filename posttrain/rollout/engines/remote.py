@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from envs.web import FAILURES, BadStatus, ask
+from envs.web import FAILURES, BadStatus, send_request
 from posttrain.rollout.engines.base import Histories, Then, TurnRequest
 from posttrain.rollout.engines.vllm_server import BRIEF, Lost, Policy, VLLMServer
 from posttrain.runtime import merged_weights, runlog
@@ -190,7 +190,7 @@ class Servers:
 def _answers(url: str) -> bool:
     """Whether something is there that does not hang."""
     try:
-        ask(f"{url}/health", None, BRIEF)
+        send_request(f"{url}/health", None, BRIEF)
     except BadStatus:
         return True
     except FAILURES:

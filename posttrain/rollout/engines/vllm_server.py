@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
-from envs.web import FAILURES, BadStatus, ask
+from envs.web import FAILURES, BadStatus, send_request
 from posttrain.runtime import merged_weights
 from posttrain.types import Completion, SamplingParams, UserError, one_line
 
@@ -120,7 +120,7 @@ class VLLMServer:
     def ping(self) -> None:
         """Ask for a sign of life."""
         try:
-            ask(f"{self.url}/health", None, BRIEF)
+            send_request(f"{self.url}/health", None, BRIEF)
         except FAILURES as error:
             raise Lost(one_line(error)) from error
 
@@ -175,7 +175,7 @@ class VLLMServer:
             headers["Authorization"] = f"Bearer {key}"
         body = None if content is None else json.dumps(content).encode()
         try:
-            return json.loads(ask(self.url + path, body, PATIENCE, headers, MOST_REPLY) or b"{}")
+            return json.loads(send_request(self.url + path, body, PATIENCE, headers, MOST_REPLY) or b"{}")
         except BadStatus as error:
             raise Lost(f"{error}{_said(error.reply)}") from error
         except FAILURES as error:

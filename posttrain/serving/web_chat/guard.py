@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import HTTPException, Request
 
-from envs.guard import refuse
+from envs.guard import refuse_unread
 
 LOGIN_BYTES, MOST_BYTES = 16 << 10, 1 << 20  # of a request: with a password, and any other
 WRONG = 1.0  # seconds that a wrong password takes
@@ -60,7 +60,7 @@ class Visitors:
         if any(cookies.get(name) in self.gradio_app.tokens for name in names):
             await self.app(scope, receive, send)
         else:
-            await refuse(scope, send, 401, "Log in first.")
+            await refuse_unread(scope, send, 401, "Log in first.")
 
 
 def one_place_a_page(page: Any, queue_name: str) -> None:

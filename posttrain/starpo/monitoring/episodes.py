@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from envs.demos import play, player_names
-from envs.process_state import kept
+from envs.demos import play_scripted, player_names
+from envs.process_state import keep_process_state
 from envs.protocol import Protocol
 from posttrain.config import EnvSection, ProtocolSection, StarPORun
 from posttrain.metrics import pass_at, seq_rep_n, wilson_of_levels
@@ -179,14 +179,14 @@ def scripted_returns(section: EnvSection, limits: ProtocolSection, episodes: int
     """The reward of each episode of the environment's expert and its scripted policies, as far as none raises."""
     earned: list[float] = []
     # an environment may raise anything, and a run goes on without this table
-    with contextlib.suppress(*RAISED), kept(section.title):
+    with contextlib.suppress(*RAISED), keep_process_state(section.title):
         env = open_env(section)
         env.reset(seed=0)
         protocol = Protocol.of(env, **limits.model_dump())
         for player in player_names(env):
             for seed in range(episodes):
                 with contextlib.suppress(*RAISED):
-                    episode = play(open_env(section), player, protocol, seed, "train")
+                    episode = play_scripted(open_env(section), player, protocol, seed, "train")
                     earned.append(round(sum(turn.reward for turn in episode.past), 6))
     return [each for each in earned if math.isfinite(each)]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from envs.process_state import kept
+from envs.process_state import keep_process_state
 from posttrain.config import StarPORun
 from posttrain.report import frames_of, gif
 from posttrain.rollout import RAISED
@@ -137,7 +137,7 @@ def save_picture(
     section = next(env for env in cfg.envs if env.title == t.env)
     try:
         reset_options = {"split": split} | ({} if t.noise_seed is None else {"noise_seed": t.noise_seed})
-        with kept(t.env):
+        with keep_process_state(t.env):
             frames = frames_of(section.name, section.options, t.level_seed, reset_options, t.actions)
         if not frames:
             return None
