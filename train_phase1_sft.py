@@ -16,36 +16,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain import config
-from posttrain.config import SFTRun
+# A package loads a module when one of its names is first used, so --help and mistakes answer before torch is loaded.
+from posttrain import data, finetune, models, plan, runtime
+from posttrain.config import SFTRun, load, run, training_flags
 from posttrain.runtime import runlog
 
 
 def main(argv: list[str] | None = None) -> None:
-    # 1. What to do. Heavy imports wait until the config stands, so that --help and every mistake answer at once.
-    cfg, flags = config.load(SFTRun, "configs/phase1_sft.yaml", argv, config.training_flags, __doc__)
+    """Train as the config says. argv: the words of the command line; None takes those of this process."""
+    # 1. What to do.
+    cfg, flags = load(SFTRun, "configs/phase1_sft.yaml", argv, training_flags, __doc__)
     if flags.plan is not None:
-        from posttrain import plan
-
         return plan.show(cfg, flags.plan, flags.config)
     runlog.keep_private(Path(cfg.output_dir))
 
-    from trl.trainer.sft_config import SFTConfig
-    from trl.trainer.sft_trainer import SFTTrainer
-
-    from posttrain import data, models
-    from posttrain.data import prepared_rows
-    from posttrain.finetune import set_up, training, trl_trainers
-    from posttrain.runtime import trl_arguments
-
     # 2. The model, the chat that speaks to it, and the conversations as token ids with a mask on what is trained.
     #    Everything that is wrong is said at once, before anything is written.
-    setup = set_up(cfg, SFTConfig, data.load_sft, "rows", resume=flags.resume)
+    setup = finetune.set_up(cfg, finetune.SFTConfig, data.load_sft, "rows", resume=flags.resume)
     cfg, model, chat = setup.cfg, setup.model, setup.chat
 
     # 3. TRL trains. The rows carry assistant_masks, from which TRL makes the labels: only those tokens have a loss.
-    with trl_arguments.refusals_in_words():
-        trainer = trl_trainers.groups_by_length(trl_trainers.weighs_held_out_rows(SFTTrainer))(
+    with runtime.trl_arguments.refusals_in_words():
+        trainer = finetune.SFTTrainer(
             model=model,
             args=setup.args,
             train_dataset=setup.rows["train"],
@@ -53,15 +45,15 @@ def main(argv: list[str] | None = None) -> None:
             processing_class=chat.tokenizer,
             peft_config=models.peft_config(cfg.model, model, chat),
         )
-    prepared_rows.seal(setup.folder, cfg, chat)
-    outcome = training.fit(trainer, "phase 1", cfg, resume=flags.resume, deterministic=setup.deterministic)
+    data.prepared_rows.seal(setup.folder, cfg, chat)
+    outcome = finetune.training.fit(trainer, "phase 1", cfg, resume=flags.resume, deterministic=setup.deterministic)
 
     # 4. What phase 2 takes over.
-    training.export(
+    finetune.training.export(
         trainer, chat, cfg, outcome, rows=setup.folder, phase="phase1", next_phase="phase2_dpo",
         config_file=flags.config,
     )  # fmt: skip
 
 
 if __name__ == "__main__":
-    config.run(main)
+    run(main)

@@ -18,8 +18,9 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain import config
-from posttrain.config import DPORun
+# A package loads a module when one of its names is first used, so --help and mistakes answer before torch is loaded.
+from posttrain import data, finetune, models, plan, runtime
+from posttrain.config import DPORun, load, run, training_flags
 from posttrain.runtime import runlog
 from posttrain.types import UserError
 
@@ -28,39 +29,28 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> None:
-    # 1. What to do. Heavy imports wait until the config stands, so that --help and every mistake answer at once.
-    cfg, flags = config.load(DPORun, "configs/phase2_dpo.yaml", argv, config.training_flags, __doc__)
+    """Train as the config says. argv: the words of the command line; None takes those of this process."""
+    # 1. What to do.
+    cfg, flags = load(DPORun, "configs/phase2_dpo.yaml", argv, training_flags, __doc__)
     if flags.plan is not None:
-        from posttrain import plan
-
         return plan.show(cfg, flags.plan, flags.config)
     runlog.keep_private(Path(cfg.output_dir))
 
-    from trl.trainer.dpo_config import DPOConfig
-    from trl.trainer.dpo_trainer import DPOTrainer
-
-    from posttrain import data, models
-    from posttrain.data import prepared_rows
-    from posttrain.finetune import set_up, training, trl_trainers
-    from posttrain.runtime import hardware, trl_arguments
-
     # 2. The model, the chat that speaks to it, and the pairs as token ids: prompt, chosen, rejected. Everything that is
     #    wrong is said at once, before anything is written.
-    setup = set_up(
-        cfg, DPOConfig, data.load_preferences, "pairs", resume=flags.resume,
+    setup = finetune.set_up(
+        cfg, finetune.DPOConfig, data.load_preferences, "pairs", resume=flags.resume,
         precompute_ref_log_probs=True, logging_first_step=True,
     )  # fmt: skip
     cfg, args, model, chat = setup.cfg, setup.args, setup.model, setup.chat
 
     # 3. TRL trains. The reference is the policy in memory, asked once for all pairs before the first step: a reference
     #    loaded by name could be another model, and would take the memory of a second one.
-    training.show_reference_progress()
-    # the reference computes as the policy does
-    with trl_arguments.refusals_in_words(), hardware.deterministic(setup.deterministic):
-        kind = trl_trainers.counts_each_pair(trl_trainers.takes_token_ids(DPOTrainer))
-        trainer = trl_trainers.groups_by_length(trl_trainers.weighs_held_out_rows(kind))(
+    finetune.training.show_reference_progress()
+    with runtime.trl_arguments.refusals_in_words(), runtime.hardware.deterministic(setup.deterministic):
+        trainer = finetune.DPOTrainer(
             model=model,
-            ref_model=training.reference_in_shards(model),
+            ref_model=finetune.training.reference_in_shards(model),
             args=args,
             train_dataset=setup.rows["train"],
             eval_dataset=setup.rows.get("eval"),
@@ -68,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
             peft_config=models.peft_config(cfg.model, model, chat),
         )
         trainer.ref_model = None  # it has been asked
-    prepared_rows.seal(setup.folder, cfg, chat)
+    data.prepared_rows.seal(setup.folder, cfg, chat)
 
     margin = reference_margin(
         args,
@@ -79,12 +69,12 @@ def main(argv: list[str] | None = None) -> None:
     def check_first(figures: dict[str, Any]) -> None:
         check_reference(figures, trainer.loss_types, trainer.loss_weights, margin)
 
-    outcome = training.fit(
+    outcome = finetune.training.fit(
         trainer, "phase 2", cfg, resume=flags.resume, deterministic=setup.deterministic, check_first=check_first
     )
 
     # 4. What phase 3 takes over.
-    training.export(
+    finetune.training.export(
         trainer, chat, cfg, outcome, rows=setup.folder, phase="phase2", next_phase="phase3_starpo",
         config_file=flags.config,
     )  # fmt: skip
@@ -133,4 +123,4 @@ def check_reference(
 
 
 if __name__ == "__main__":
-    config.run(main)
+    run(main)

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
+from trl.trainer import dpo_trainer, sft_trainer
+from trl.trainer.dpo_config import DPOConfig as DPOConfig
+from trl.trainer.sft_config import SFTConfig as SFTConfig
 
 from posttrain.data import length_pools, lengths
 
@@ -163,3 +166,8 @@ def side_by_side(order: Sequence[int], lengths: Sequence[int], args: Any) -> lis
     steps = [full[at : at + in_a_step] for at in range(0, len(full), in_a_step)]
     batches = [batch for step in steps for batch in sorted(step, key=lambda batch: lengths[batch[-1]])]
     return [row for batch in batches for row in batch] + list(order[len(full) * size :])
+
+
+# What phases 1 and 2 train with.
+SFTTrainer = groups_by_length(weighs_held_out_rows(sft_trainer.SFTTrainer))
+DPOTrainer = groups_by_length(weighs_held_out_rows(counts_each_pair(takes_token_ids(dpo_trainer.DPOTrainer))))
