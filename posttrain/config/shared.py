@@ -13,6 +13,7 @@ import pydantic
 from pydantic import AfterValidator, BaseModel, BeforeValidator, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from envs.by_path import PATH
 from posttrain.config.trl_fields import STRICT, unfit
 from posttrain.types import SamplingParams
 
@@ -59,6 +60,14 @@ def hint(name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean `{close[0]}`?" if close else ""
 
+
+def _is_path(value: str) -> str:
+    if not PATH.fullmatch(value):
+        raise wrong("write MODULE:FUNCTION, the path of a function of your own")
+    return value
+
+
+OwnFunction = Annotated[str, AfterValidator(_is_path)]  # see config/plugins.py
 
 # --------------------------------------------------------------------------------------------- sections that runs share
 
@@ -157,6 +166,10 @@ class ProtocolSection(Section):
     )
     force_think: bool = Field(
         "give each answer its first tag unsampled, <think> or without think <answer>, as RAGEN always does", False
+    )
+    parser: OwnFunction | None = Field(
+        "MODULE:FUNCTION that finds the actions in an answer; null takes the first well-formed <answer>, as RAGEN does",
+        None,
     )
 
 

@@ -130,7 +130,7 @@ class Distillation:
     """
 
     def __init__(self, learner: Learner, rows: Sequence[Answered]) -> None:
-        self.learner, self.teacher = learner, learner.trained.reference
+        self.learner, self.teacher = learner, learner.reference
         self.rows = [row for row in rows if not row.held_out]
         self.held_out = [row for row in rows if row.held_out]
         if not self.held_out:
@@ -160,26 +160,30 @@ class Distillation:
         return sorted(range(len(self.rows)), key=lambda n: derive_seed(self.learner.cfg.seed, "distilled", epoch, n))
 
     def backward(self, step: int, number: int) -> tuple[float, int]:
-        """Add this process's share of the gradient; the sum of its tokens' KL, and how many tokens all processes have.
+        """Add this process's share of the gradient; gradients are to be summed as those of the policy loss.
 
-        With several processes gradients are to be summed, as those of the policy loss.
+        Returns:
+            the sum of the KL over this process's tokens, nats, and how many tokens all processes have; 0 and 0, and
+            nothing is added, where `distillation.coef` is 0.
         """
+        if not self.coef:
+            return 0.0, 0
         rows = self.chosen(step, number)
         tokens = sum(len(row.completion_ids) for row in rows)
         return self._kl(rows, self.coef / tokens), tokens
 
     def measure(self) -> float:
         """The mean KL of the held-out rows' tokens, in nats, over all processes; there is at least one."""
-        with torch.no_grad():
-            found = parallel.total(self._kl(self.held_out, None), self.learner.device)
-        self.learner.release()
-        return found / max(1, sum(len(row.completion_ids) for row in self.held_out))
+        with self.learner.placement.measuring():
+            total = parallel.total(self._kl(self.held_out, None), self.learner.device)
+        return total / max(1, sum(len(row.completion_ids) for row in self.held_out))
 
     def _kl(self, rows: Sequence[Answered], weight: float | None) -> float:
         """The sum of this process's rows, dealt out by length; rows of similar length share a micro-batch."""
-        learner, policy, total = self.learner, self.learner.trained.policy, 0.0
+        learner, policy, total = self.learner, self.learner.policy, 0.0
         teacher = policy if self.teacher is None else self.teacher
-        for micro, counts in self._micro_batches(rows):
+        for micro in self._micro_batches(rows):
+            counts = learner.placement.weight(micro)
             ids, masks = [row.ids for row in micro], [row.mask for row in micro]
 
             def states(ids: list[list[int]] = ids, masks: list[list[bool]] = masks) -> tuple[torch.Tensor, ...]:
@@ -189,25 +193,22 @@ class Distillation:
                     return teacher_SD, trained_states(policy, ids, masks)[0]
 
             with learner.autocast():
-                teacher_SD, hidden_SD = learner.compute(states)
-                share = weight if counts or weight is None else 0.0
+                teacher_SD, hidden_SD = learner.placement.compute(states)
+                share = None if weight is None else weight * counts
                 kl = kl_backward(policy, hidden_SD, teacher, teacher_SD, share, self._without_adapter())
-            total += kl if counts else 0.0
+            total += kl * counts
         return total
 
     def _without_adapter(self) -> AbstractContextManager[Any]:
         """Within it the policy is the teacher, where there is no other one."""
-        return nullcontext() if self.teacher is not None else self.learner.trained.model.disable_adapter()
+        return nullcontext() if self.teacher is not None else self.learner.model.disable_adapter()
 
-    def _micro_batches(self, rows: Sequence[Answered]) -> list[tuple[list[Answered], bool]]:
-        """This process's micro-batches, and whether they count: where the model is sharded, all have equally many."""
+    def _micro_batches(self, rows: Sequence[Answered]) -> list[list[Answered]]:
+        """This process's micro-batches; where the model is sharded, all have equally many."""
         budget, size = self.learner.cfg.trainer.micro_batch_tokens or math.inf, parallel.size()
         longest_first = sorted(rows, key=lambda row: -len(row.ids))
         shares = [longest_first[rank::size] for rank in range(size)]
         dealt = [
             [[own[n] for n in micro] for micro in microbatches([len(row.ids) for row in own], budget)] for own in shares
         ]
-        found = [(micro, True) for micro in dealt[parallel.rank()]]
-        if self.learner.shards is not None:
-            found += [(longest_first[-1:], False)] * (max(map(len, dealt)) - len(found))
-        return found
+        return self.learner.placement.even(dealt[parallel.rank()], max(map(len, dealt)), longest_first[-1:])

@@ -10,13 +10,16 @@ from typing import NamedTuple
 
 import torch
 
+from posttrain.config import by_path, is_path
+from posttrain.types import UserError
+
 K3_LARGEST = 20.0  # nats
 
 
 class Settings(NamedTuple):
     """What the objective is set to: Settings(loss_type="ppo_clip", epsilon=0.2, epsilon_high=0.28)."""
 
-    loss_type: str = "ppo_clip"  # ppo_clip, gspo or cispo
+    loss_type: str = "ppo_clip"  # ppo_clip, gspo, cispo, or the path of a function of one's own
     epsilon: float = 0.2
     epsilon_high: float = 0.28
     delta: float | None = None  # of ppo_clip
@@ -78,7 +81,11 @@ def objective(tokens: Tokens, settings: Settings) -> Objective:
 
 
 def policy_loss(tokens: Tokens, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
-    """The policy loss by name: of each token, and which tokens are clipped, both (S,)."""
+    """Return the policy loss of each token, and which tokens are clipped, both (S,).
+
+    Raises:
+        UserError: a function of the user's returned something else.
+    """
     new_S, old_S, advantages_S = tokens.logprobs_S, tokens.old_S, tokens.advantages_S
     low, high = settings.epsilon, settings.epsilon_high
     match settings.loss_type:
@@ -89,8 +96,23 @@ def policy_loss(tokens: Tokens, settings: Settings) -> tuple[torch.Tensor, torch
             return gspo(new_S, old_S, advantages_S, tokens.contexts_S, low, high)
         case "cispo":
             return cispo(new_S, old_S, advantages_S, high)
+        case name if is_path(name):
+            return _checked(name, by_path(name, "algorithm.loss_type")(tokens, settings), len(new_S))
         case name:
             raise ValueError(f"unknown loss {name!r}: ppo_clip, gspo or cispo")
+
+
+def _checked(path: str, result: object, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a function of the user's returned; a UserError where it is not loss and clipped tokens, both (S,)."""
+    match result:
+        case (torch.Tensor() as loss_S, torch.Tensor() as clipped_S) if loss_S.shape == clipped_S.shape == (count,):
+            if clipped_S.dtype == torch.bool and (loss_S.requires_grad or not torch.is_grad_enabled()):
+                return loss_S, clipped_S
+    raise UserError(
+        f"`algorithm.loss_type: {path}` has to return two tensors of shape ({count},): the loss of each token, with"
+        " gradient from `tokens.logprobs_S`, and which tokens are clipped, of dtype bool; without a clip"
+        " `torch.zeros_like(loss_S, dtype=torch.bool)`."
+    )
 
 
 # Policy

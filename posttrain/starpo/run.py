@@ -12,18 +12,18 @@ import torch
 from transformers import set_seed
 
 from envs.process_state import kept
-from envs.protocol import Episode
+from envs.protocol import Episode, Parsed, Protocol, answer
 from posttrain import models, plan
-from posttrain.config import EnvSection, StarPORun, TrainingEnvSection
+from posttrain.config import EnvSection, StarPORun, TrainingEnvSection, by_path, is_path
 from posttrain.models import Chat, model_card
 from posttrain.plan import check_run, without_noise
-from posttrain.rollout import Context, Sampler, new_episode, open_env, play
+from posttrain.rollout import Context, Sampler, most_turns, new_episode, open_env, play
 from posttrain.runtime import checkpoint, hardware, parallel, run_identity, runlog, trl_arguments
 from posttrain.starpo import distillation, run_state
 from posttrain.starpo.learner import Learner
 from posttrain.starpo.monitoring.episodes import memory, reward_table
 from posttrain.starpo.run_state import RunState, changed
-from posttrain.types import SamplingParams, Trajectory, UserError, derive_seed
+from posttrain.types import SamplingParams, Trajectory, UserError, derive_seed, one_line
 
 
 class Setup(NamedTuple):
@@ -53,6 +53,7 @@ def set_up(cfg: StarPORun, *, resume: bool, data_sets: list[str]) -> Setup:
     settings, out = given.model_dump(mode="json"), Path(given.output_dir)
     if runlog.is_main_process():
         check_environments(given)
+        check_functions(given)
         runlog.say(reward_table(given, environments_of_groups(given.envs, given.rollout.groups, 1)))
         check_run(given, resume=resume, kept=out / distillation.FOLDER, data_sets=data_sets)
         if resume:
@@ -127,6 +128,58 @@ def levels(cfg: StarPORun, step: int, joined: Sequence[str] = ()) -> tuple[list[
             episodes.append(new_episode(envs_G[group], cfg.protocol, level_seed, "train", noise_seed))
             seeds.append(derive_seed(cfg.seed, "sample", step, group, sample))
     return episodes, seeds
+
+
+def longest_episode(cfg: StarPORun) -> int:
+    """Return how many tokens an episode can sample at most."""
+    return cfg.rollout.max_completion_length * most_turns(cfg.envs, cfg.protocol)
+
+
+def check_functions(cfg: StarPORun) -> None:
+    """Refuse a function of the user's that cannot be used, before anything is loaded.
+
+    Raises:
+        UserError: says what is wrong and what to write.
+    """
+    named = {
+        "algorithm.advantage": cfg.algorithm.advantage,
+        "algorithm.loss_type": cfg.algorithm.loss_type,
+        "protocol.parser": cfg.protocol.parser or "",
+    }
+    for key, path in named.items():
+        if is_path(path):
+            by_path(path, key)
+    if cfg.protocol.parser:
+        for section in cfg.envs:
+            env = open_env(section)
+            with kept(env.title):
+                env.reset(seed=0)
+            check_parser(cfg.protocol.parser, Protocol.of(env, **cfg.protocol.model_dump()), env.actions)
+
+
+def check_parser(path: str, protocol: Protocol, listed: Sequence[str] | None) -> None:
+    """Refuse a parser that raises or returns something else than actions, on texts that a model may write.
+
+    Raises:
+        UserError: says on which text.
+    """
+    action = listed[0] if listed else "1"
+    for text in ("", "Up", answer("why", [action], protocol), "<answer>" * 3, "</answer><answer>"):
+        try:
+            parsed = protocol.read(text, listed)
+        except Exception as error:
+            problem = f"raised {one_line(error)}"
+        else:
+            problem = "" if isinstance(parsed, Parsed) else f"returned {type(parsed).__name__}"
+            if not problem and listed is not None and (unknown := set(parsed.actions) - set(listed)):
+                problem = f"returned the action {unknown.pop()!r}, which the environment does not have,"
+            if not problem and len(parsed.actions) > protocol.max_actions_per_turn:
+                problem = f"returned {len(parsed.actions)} actions, more than `protocol.max_actions_per_turn`"
+        if problem:
+            raise UserError(
+                f"`protocol.parser: {path}` {problem} for the text {text!r}: return Parsed(actions, well_formed,"
+                " invalid) of envs.protocol for any text; posttrain/config/plugins.py describes it."
+            )
 
 
 def check_environments(cfg: StarPORun) -> None:
@@ -240,9 +293,9 @@ def finish(setup: Setup, learner: Learner, chat: Chat, state: RunState, metrics:
 
     broken: why, or "". metrics: of the closing evaluation.
     """
-    with learner.whole():
+    with learner.whole() as whole:
         if runlog.is_main_process():
-            export(setup, learner, chat, state, metrics, broken)
+            export(setup, whole.model, chat, state, metrics, broken)
     parallel.barrier()
     parallel.stop()
     if broken:
@@ -253,7 +306,7 @@ def finish(setup: Setup, learner: Learner, chat: Chat, state: RunState, metrics:
         )
 
 
-def export(setup: Setup, learner: Learner, chat: Chat, state: RunState, metrics: dict[str, float], broken: str) -> None:
+def export(setup: Setup, model: Any, chat: Chat, state: RunState, metrics: dict[str, float], broken: str) -> None:
     """Save the final model with its card. metrics: of its evaluation on test levels, which are printed.
 
     broken: why the last policy is not healthy, "" where it is.
@@ -270,7 +323,7 @@ def export(setup: Setup, learner: Learner, chat: Chat, state: RunState, metrics:
             results += model_card.former_results(line)
     told = model_card.record("phase3", setup.settings, state.best_step, data=distillation.sources(cfg), results=results)
     final = models.save(
-        setup.out / "final", learner.model, chat, setup.settings,
+        setup.out / "final", model, chat, setup.settings,
         source=cfg.model, history=[*model_card.history(cfg.model.name_or_path), told],
         phase="phase3", step=state.best_step,
     )  # fmt: skip

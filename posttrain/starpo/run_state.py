@@ -100,14 +100,14 @@ def save(folder: Path, learner: Learner, chat: Chat, state: RunState) -> None:
     optimizer = whole_state(learner.optimizer)
 
     def write(out: Path) -> None:
-        learner.model.save_pretrained(out, **({"selected_adapters": ["default"]} if learner.adapted else {}))
+        models.model.save_pretrained(out, **({"selected_adapters": ["default"]} if learner.adapted else {}))
         chat.save(out)
         torch.save(optimizer, out / "optimizer.pt")
-        if learner.critic:
-            learner.critic.save(out)
+        if models.critic:
+            models.critic.save(out)
         (out / FILE).write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
 
-    with learner.whole(critic=True):
+    with learner.whole(critic=True) as models:
         if runlog.is_main_process():
             checkpoint.save(folder, write, chat_template_sha256=chat.hash, phase=3, step=state.step)
     parallel.barrier()
@@ -116,18 +116,18 @@ def save(folder: Path, learner: Learner, chat: Chat, state: RunState) -> None:
 def load(folder: Path, learner: Learner) -> RunState:
     """Put a checkpoint's weights, critic and optimizer in place and return where the run was."""
     checkpoint.verify(folder)
-    with learner.whole(critic=True, write=True):
+    with learner.whole(critic=True, write=True) as models:
         if learner.adapted:  # read into the CPU's memory: the device need not hold all of it twice
             from peft import set_peft_model_state_dict
 
-            set_peft_model_state_dict(learner.model, load_file(folder / "adapter_model.safetensors"))
+            set_peft_model_state_dict(models.model, load_file(folder / "adapter_model.safetensors"))
         else:
             shards = [load_file(file) for file in checkpoint.weight_files(folder)]
             weights = {key: value for shard in shards for key, value in shard.items()}
-            missing = learner.model.load_state_dict(weights, strict=False)
+            missing = models.model.load_state_dict(weights, strict=False)
             assert not missing.unexpected_keys, missing.unexpected_keys
-        if learner.critic:
-            learner.critic.load(folder)
+        if models.critic:
+            models.critic.load(folder)
     state = read(folder)
     learner.load_optimizer(folder)
     return state
