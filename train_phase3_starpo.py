@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-# A package loads a module when it is first asked for a name, so --help and mistakes answer before torch is loaded.
+# A package loads a module when one of its names is first used, so --help and mistakes answer before torch is loaded.
 from posttrain import evaluation, models, plan, rollout as rollouts, runtime, starpo
 from posttrain.config import StarPORun, load, run, training_flags
 from posttrain.runtime import runlog

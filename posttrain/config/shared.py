@@ -13,7 +13,6 @@ import pydantic
 from pydantic import AfterValidator, BaseModel, BeforeValidator, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from envs.by_path import PATH
 from posttrain.config.trl_fields import STRICT, unfit
 from posttrain.types import SamplingParams
 
@@ -62,7 +61,8 @@ def hint(name: str, known: list[str]) -> str:
 
 
 def _is_path(value: str) -> str:
-    if not PATH.fullmatch(value):
+    module, _, name = value.partition(":")
+    if not all(part.isidentifier() for part in [*module.split("."), name]):
         raise wrong("write MODULE:FUNCTION, the path of a function of your own")
     return value
 
