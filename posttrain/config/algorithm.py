@@ -171,9 +171,9 @@ class AlgorithmSection(Section):
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> AlgorithmSection:
-        found = self.model_dump()
+        keys_now = self.model_dump()
         for keys, decides, values in _READ_BY:
-            now = _at(found, decides)
+            now = _at(keys_now, decides)
             if now in values.split() or ":" in str(now):  # a function of one's own may read every key
                 continue
             for key in keys.split():

@@ -1,8 +1,8 @@
 """Which part of a model is in this process, and how does it become whole again?  FSDP2's and DeepSpeed's shards.
 
 FSDP2 (`torch.distributed.fsdp.fully_shard`) makes each parameter a DTensor, DeepSpeed's ZeRO 3 a flat part behind an
-empty tensor, ZeRO 1 and 2 leave it whole and keep a float32 copy of a part in the optimizer. Every function that says
-so has to be called by all processes together.
+empty tensor, ZeRO 1 and 2 leave it whole and keep a float32 copy of a part in the optimizer. Functions that say so have
+to be called by all processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from posttrain.runtime import launcher, parallel, runlog
 
 
 def held(parameter: torch.Tensor) -> torch.Tensor:
-    """This process's share of a parameter; all of it where it is not sharded."""
+    """Return this process's share of a parameter; all of it where it is not sharded."""
     if isinstance(parameter, DTensor):
         return parameter.to_local()
     return getattr(parameter, "ds_tensor", parameter)
@@ -36,22 +36,24 @@ def is_sharded(net: torch.nn.Module) -> bool:
 
 
 def number(value: torch.Tensor) -> float:
-    """A scalar that may be spread over processes, such as the norm of sharded gradients; for all processes together."""
+    """Return a scalar that may be spread over processes, such as a norm of gradients. Every process has to call it."""
     return (value.full_tensor() if isinstance(value, DTensor) else value).item()
 
 
 def whole_weights(net: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Every weight by its name, whole and on the CPU, in the first process; {} in the others. For all together.
+    """Return every weight by its name, whole and on the CPU; {} in all processes but the first.
+
+    Every process has to call it.
 
     One weight at a time: no process holds more of the model than its share and one weight. Under DeepSpeed what is
     trained comes from the optimizer's float32 copy.
     """
-    found: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     for name, tensor in net.state_dict(keep_vars=True).items():
         whole = _whole(tensor)
         if runlog.is_main_process():
-            found[name] = whole.detach().cpu()
-    return found
+            weights[name] = whole.detach().cpu()
+    return weights
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,7 +98,7 @@ class Placement:
 
     @contextmanager
     def whole(self, *names: str, write: bool = False) -> Iterator[dict[str, Any]]:
-        """Give these models with all their weights, to play, to be asked and saved; outside they may have none.
+        """Give these models with all their weights, to play, to measure and to save; outside they may have none.
 
         Args:
             write: what is written into them is trained from then on.
@@ -134,7 +136,7 @@ class Placement:
         return 0.0 if isinstance(micro_batch, _Repeated) else 1.0
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Add up what all processes have found."""
+        """Add up the gradients of all processes."""
         parallel.sum_gradients(parameters)
 
     def clip(self, parameters: list[torch.nn.Parameter], max_norm: float) -> float:
@@ -255,7 +257,10 @@ def _share(whole: torch.Tensor, like: DTensor) -> DTensor:
 
 
 def whole_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's state_dict; sharded tensors whole and on the CPU, in the first process. For all together."""
+    """Return an optimizer's state_dict, with sharded tensors whole and on the CPU in the first process, None elsewhere.
+
+    Every process has to call it.
+    """
 
     def whole(tensor: Any) -> Any:
         if not isinstance(tensor, DTensor):
@@ -263,8 +268,8 @@ def whole_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         gathered = tensor.full_tensor()
         return gathered.cpu() if runlog.is_main_process() else None
 
-    told = optimizer.state_dict()
-    return told | {"state": {n: {key: whole(each) for key, each in of.items()} for n, of in told["state"].items()}}
+    state = optimizer.state_dict()
+    return state | {"state": {n: {key: whole(each) for key, each in of.items()} for n, of in state["state"].items()}}
 
 
 def load_whole_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What keeps phase 3 from forgetting?  The model that it starts from, asked again: its own answers to old prompts.
+"""What keeps phase 3 from forgetting?  The model that it starts from, by its own answers to old prompts.
 
 Before the first step that model, the teacher, answers prompts of the former phases. In every optimizer step the policy
 reads some of these rows, and
@@ -52,9 +52,12 @@ class Answered(NamedTuple):
 
 
 def answered(cfg: StarPORun, sampler: Sampler, chat: Chat) -> list[Answered]:
-    """The rows of this run: those in its folder, or new ones, sampled by the model as it is now and written there.
+    """Return the rows of this run: those in its folder, or new ones, which the model as it is now samples.
 
-    A UserError where the folder is damaged.
+    New ones are written into the folder.
+
+    Raises:
+        UserError: the folder is damaged.
     """
     folder = Path(cfg.output_dir) / FOLDER
     if folder.exists():
@@ -77,12 +80,12 @@ def answered(cfg: StarPORun, sampler: Sampler, chat: Chat) -> list[Answered]:
 
 
 def sources(cfg: StarPORun) -> list[dict[str, Any]]:
-    """What the model card says of the prompts: their data sets, with licences and rows; none without distillation."""
+    """Return what the model card says of the prompts: data sets, licences and rows; none without distillation."""
     file = Path(cfg.output_dir) / FOLDER / SOURCES
     if not file.exists():  # a run without distillation, or begun before the file was written
         return []
-    told: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
-    return [source | {"kind": f"{source['kind']}, prompts alone"} for source in told]
+    records: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+    return [source | {"kind": f"{source['kind']}, prompts alone"} for source in records]
 
 
 def _section(cfg: StarPORun) -> DistillationSection:
@@ -115,10 +118,10 @@ def _sample(
             batch=cfg.rollout.conversations,
             done=lambda count: progress.update(progress.done + count),
         )
-    said = parallel.gather([completion.ids for completion in completions])
+    answers = parallel.gather([completion.ids for completion in completions])
     return prompts, [
         Answered(prompt, completion, n >= len(prompts.train))
-        for n, (prompt, completion) in enumerate(zip(ids, said, strict=True))
+        for n, (prompt, completion) in enumerate(zip(ids, answers, strict=True))
     ]
 
 
@@ -142,7 +145,7 @@ class Distillation:
 
     @classmethod
     def start(cls, learner: Learner, sampler: Sampler, chat: Chat) -> Distillation:
-        """With the rows of this run, sampled now where its folder has none."""
+        """Begin with the rows of this run, which are sampled now where its folder has none."""
         return cls(learner, answered(learner.cfg, sampler, chat))
 
     @property
@@ -150,7 +153,7 @@ class Distillation:
         return _section(self.learner.cfg).coef
 
     def chosen(self, step: int, number: int) -> list[Answered]:
-        """The rows of one optimizer step, the `number`-th of this step: each row once before any comes again."""
+        """Return the rows of the `number`-th optimizer step of a step: each row once before any comes again."""
         algorithm, size = self.learner.cfg.algorithm, _section(self.learner.cfg).batch_size
         done = (step - 1) * algorithm.num_iterations * algorithm.minibatches + number
         places = (divmod(place, len(self.rows)) for place in range(done * size, (done + 1) * size))
@@ -173,7 +176,7 @@ class Distillation:
         return self._kl(rows, self.coef / tokens), tokens
 
     def measure(self) -> float:
-        """The mean KL of the held-out rows' tokens, in nats, over all processes; there is at least one."""
+        """Return the mean KL of the held-out rows' tokens, in nats, over all processes; there is at least one."""
         with self.learner.placement.measuring():
             total = parallel.total(self._kl(self.held_out, None), self.learner.device)
         return total / max(1, sum(len(row.completion_ids) for row in self.held_out))
@@ -200,7 +203,7 @@ class Distillation:
         return total
 
     def _without_adapter(self) -> AbstractContextManager[Any]:
-        """Within it the policy is the teacher, where there is no other one."""
+        """Make the policy the teacher inside, where there is no reference."""
         return nullcontext() if self.teacher is not None else self.learner.model.disable_adapter()
 
     def _micro_batches(self, rows: Sequence[Answered]) -> list[list[Answered]]:

@@ -126,12 +126,12 @@ class Experience(NamedTuple):
             count: optimizer steps in an epoch, each of whole groups, in a seeded order.
         """
         lengths_B = torch.bincount(self.batch.episode_S, minlength=len(self.batch.episodes)) * self.trains_B
-        found = []
+        steps = []
         for epoch in range(epochs):
             groups = sorted(
                 self.batch.group_B.unique().tolist(), key=lambda group: derive_seed(seed, "order", step, epoch, group)
             )
             for part in range(count):
                 chosen_B = torch.isin(self.batch.group_B, torch.tensor(groups[part::count]))
-                found.append(Minibatch(epoch * count + part, lengths_B * chosen_B))
-        return [minibatch for minibatch in found if minibatch.lengths_B.sum() > 0]
+                steps.append(Minibatch(epoch * count + part, lengths_B * chosen_B))
+        return [minibatch for minibatch in steps if minibatch.lengths_B.sum() > 0]

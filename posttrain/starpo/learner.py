@@ -67,11 +67,11 @@ class ValueLoss(NamedTuple):
 
 
 class Learner:
-    """The policy, with what is trained and asked beside it.
+    """The policy, with the models that are trained and consulted beside it.
 
     model: a transformers model, or peft's wrapper around one; policy: the same without peft's wrapper. critic: None
-    where advantages need none. reference: a frozen copy of the model that the run began with; None where nobody asks
-    for it or the adapter is switched off instead. These compute and are trained; inside `whole` and `sampling` there
+    where advantages need none. reference: a frozen copy of the model that the run began with; None where nobody needs
+    it or the adapter is switched off instead. These compute and are trained; inside `whole` and `sampling` there
     are those to play with and to save. exact: whether the sampler's log-probs are the learner's, to the bit.
     trainable: the parameters of the policy and those of the critic alone, as places POLICY and CRITIC.
 
@@ -118,7 +118,7 @@ class Learner:
 
     @contextmanager
     def whole(self, critic: bool = False, write: bool = False) -> Iterator[Models]:
-        """Give the models with all their weights in every process, to play, to be asked and saved.
+        """Give the models with all their weights in every process, to play, to be measured and to be saved.
 
         Every process has to enter it.
 
@@ -181,14 +181,14 @@ class Learner:
     def _measured(
         self, batch: Batch, measure: Callable[[list[BatchRow]], torch.Tensor], needed_B: torch.Tensor | None = None
     ) -> torch.Tensor:
-        found = []
+        parts_S = []
         micro_batches = self.micro_batches([row for row in batch.rows if needed_B is None or needed_B[row.episode]])
         with self.placement.measuring():
             for rows, measured_S in self.placement.each(micro_batches, measure):
                 parts = measured_S.float().cpu().split([row.tokens.stop - row.tokens.start for row in rows])
-                found += [(row.tokens, part) for row, part in zip(rows, parts, strict=True)]
+                parts_S += [(row.tokens, part) for row, part in zip(rows, parts, strict=True)]
         out_S = torch.full_like(batch.sampler_S, math.nan)
-        for tokens, part in parallel.gather(found):
+        for tokens, part in parallel.gather(parts_S):
             out_S[tokens] = part
         return out_S
 
@@ -220,11 +220,11 @@ class Learner:
         Args:
             shared: prefixes that do not count towards a micro-batch's tokens.
         """
-        known = set(shared)
+        prefixes = set(shared)
 
         def length(row: BatchRow) -> int:
-            begins = prefix_of(row.ids, row.mask) if known else ()
-            return len(row.ids) - (len(begins) if begins in known else 0)
+            begins = prefix_of(row.ids, row.mask) if prefixes else ()
+            return len(row.ids) - (len(begins) if begins in prefixes else 0)
 
         chosen = list(microbatches([length(row) for row in rows], self._budget))
         own = [[rows[i] for i in batch] for batch in chosen[parallel.rank() :: parallel.size()]]
