@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envs.base import TextEnv
+from envs.by_path import by_path
 
 Message = dict[str, str]
 ACTION_SEP = "||"  # between two actions of one answer, as in RAGEN
@@ -28,6 +29,7 @@ class Protocol:
     MAX_PENALISED_TURNS times an episode: Protocol(max_turns=8, max_actions_per_turn=1, max_actions=8).
     An environment of free text takes one action a turn, whatever `max_actions_per_turn` says.
     With `force_think` every response begins with `opening`, which the model is given instead of writing it.
+    `parser` is the path `module:function` of what takes the place of `parse`, whose parameters and result it has.
     """
 
     max_turns: int = 8
@@ -36,6 +38,7 @@ class Protocol:
     think: bool = True
     format_penalty: float = -0.1
     force_think: bool = False
+    parser: str | None = None
 
     def __post_init__(self) -> None:
         if min(self.max_turns, self.max_actions_per_turn, self.max_actions) < 1:
@@ -52,6 +55,10 @@ class Protocol:
         turns = env.max_turns if max_turns is None else max_turns
         most = turns * others.get("max_actions_per_turn", cls.max_actions_per_turn)
         return cls(max_turns=turns, max_actions=most if max_actions is None else max_actions, **others)
+
+    def read(self, text: str, listed: Sequence[str] | None) -> Parsed:
+        """Return what a response asks for, as `parser` says, or `parse` where there is none."""
+        return (by_path(self.parser) if self.parser else parse)(text, self, listed)
 
     @property
     def opening(self) -> str:
@@ -190,7 +197,7 @@ class Episode:
         if self.done:
             raise RuntimeError("This episode is over: open a new one.")
         self.messages.append({"role": "assistant", "content": response_text})
-        parsed = parse(response_text, self.protocol, self.env.actions)
+        parsed = self.protocol.read(response_text, self.env.actions)
         valid = bool(parsed.well_formed and parsed.actions and not parsed.invalid)
         reward, observation, before = 0.0, None, len(self.actions)
         for action in parsed.actions[: self.protocol.max_actions - len(self.actions)]:

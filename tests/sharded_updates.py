@@ -57,12 +57,12 @@ def main(out: Path, asked: dict[str, Any]) -> None:
         figures.append(updates.learn(cfg, learner, groups, step, distillation=distillation))
         if distillation is not None:
             figures[-1]["held_out"] = distillation.measure()
-    parts = {"model": whole_weights(learner.trained.model)}
-    if learner.trained.critic is not None:
-        parts["critic"] = whole_weights(learner.trained.critic)
+    parts = {"model": whole_weights(learner.model)}
+    if learner.critic is not None:
+        parts["critic"] = whole_weights(learner.critic)
     state = whole_state(learner.optimizer)
-    with learner.whole():
-        played = {name: each.detach().clone() for name, each in learner.model.named_parameters()}
+    with learner.whole() as whole:
+        played = {name: each.detach().clone() for name, each in whole.model.named_parameters()}
     held = [(sharding.held(each).numel(), each.numel()) for group in learner.trainable for each in group]
     share = sum(own for own, _ in held) / sum(all_of_it for _, all_of_it in held)
     resumed = checkpoint_round_trip(cfg, learner, out.with_suffix(""))
@@ -95,15 +95,15 @@ def checkpoint_round_trip(cfg: StarPORun, learner: Learner, folder: Path) -> boo
 
         def save(self, out: Path) -> None: ...
 
-    before = whole_weights(learner.trained.model)
+    before = whole_weights(learner.model)
     moments = whole_state(learner.optimizer)["state"]
     run_state.save(folder, learner, Nothing(), run_state.RunState(step=3))  # type: ignore[arg-type]
     with torch.no_grad():
-        for parameter in learner.trained.model.parameters():
+        for parameter in learner.model.parameters():
             if parameter.requires_grad:
                 parameter.add_(1.0)
     assert run_state.load(folder, learner).step == 3
-    after, again = whole_weights(learner.trained.model), whole_state(learner.optimizer)["state"]
+    after, again = whole_weights(learner.model), whole_state(learner.optimizer)["state"]
     same = all(torch.equal(before[name], after[name]) for name in before)
     return same and all(
         torch.equal(moments[n][key], again[n][key])

@@ -303,9 +303,8 @@ def measure(file: Path) -> dict[str, Any]:
         cfg = resolve(StarPORun, file, [f"evaluation.temperature={temperature}"])
         model, chat = models.load(cfg.model, device="cpu", chat_template=None, training=False)
         sampler = open_sampler(model.eval(), chat, cfg.rollout.engine, cfg.rollout.max_context)
-        won: dict[str, list[bool]] = {}
         with torch.no_grad():
-            script.evaluate(cfg, sampler, chat, "test", LEVELS, won=won)
+            won = script.evaluate(cfg, sampler, chat, "test", LEVELS).won
         found[sampling] = sum(*won.values())
         found["parameters"] = sum(p.numel() for p in model.parameters())
     return found

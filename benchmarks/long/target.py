@@ -62,7 +62,7 @@ class Race:
         if step % evaluation.every and step != self.cfg.trainer.max_steps:
             return False
         sampler = open_sampler(policy, self.chat, self.cfg.rollout.engine)
-        success = phase3.evaluate(self.cfg, sampler, self.chat, "validation", evaluation.episodes)
+        success = phase3.evaluate(self.cfg, sampler, self.chat, "validation", evaluation.episodes).metrics
         row = {"step": step, "success": success["evaluation/success"], "cpu": self.cpu, "wall": self.wall}
         self.curve.append(row)
         print(json.dumps(row), flush=True)

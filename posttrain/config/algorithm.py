@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
 
-from posttrain.config.shared import PRESETS, Field, Section, hint, wrong
+from posttrain.config.shared import PRESETS, Field, OwnFunction, Section, hint, wrong
 from posttrain.config.yaml_file import read_yaml
 
 
@@ -91,22 +91,25 @@ class AlgorithmSection(Section):
     preset: str | None = Field(
         "configs/presets/NAME.yaml is laid under the keys of this file; on the command line, over them", None
     )
-    advantage: Literal[  # a new one: see docs/presets.md
-        "grpo",
-        "rloo",
-        "brpo",
-        "arpo",
-        "reinforce_pp",
-        "reinforce_pp_baseline",
-        "gigpo",
-        "gae",
-        "bilevel_gae",
-    ] = Field(
+    advantage: (
+        Literal[
+            "grpo",
+            "rloo",
+            "brpo",
+            "arpo",
+            "reinforce_pp",
+            "reinforce_pp_baseline",
+            "gigpo",
+            "gae",
+            "bilevel_gae",
+        ]
+        | OwnFunction
+    ) = Field(
         "how rewards become advantages, all but gigpo RAGEN's: of an episode among its group (grpo, rloo), in the"
         " whole batch (brpo, reinforce_pp) or as it is (arpo); of a turn and its episode (verl-agent's gigpo); of a"
         " token (gae, bilevel_gae: a critic; an episode that a limit of turns ended is worth nothing afterwards, as the"
         " turns left are shown to model and critic; one whose next prompt did not fit into the context is worth what"
-        " the critic expects)",
+        " the critic expects); or MODULE:FUNCTION, which gives each sampled token its advantage",
         "grpo",
     )
     advantage_std: bool = Field(
@@ -127,10 +130,10 @@ class AlgorithmSection(Section):
         True,
     )
     critic: CriticSection = Field("gae, bilevel_gae: who estimates values", CriticSection())
-    loss_type: Literal["ppo_clip", "gspo", "cispo"] = Field(
+    loss_type: Literal["ppo_clip", "gspo", "cispo"] | OwnFunction = Field(
         "the policy loss; gspo has one ratio for each context instead of each token: for an episode under `context:"
         " full`, for a turn under the others (with `aggregation: sequence_mean`; TRL's importance_sampling_level:"
-        " sequence)",
+        " sequence); or MODULE:FUNCTION, which gives each sampled token its loss",
         "ppo_clip",
     )
     aggregation: Literal["token_mean", "sequence_mean", "dr_grpo"] = Field(
@@ -170,10 +173,10 @@ class AlgorithmSection(Section):
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> AlgorithmSection:
-        found = self.model_dump()
+        keys_now = self.model_dump()
         for keys, decides, values in _READ_BY:
-            now = _at(found, decides)
-            if now in values.split():
+            now = _at(keys_now, decides)
+            if now in values.split() or ":" in str(now):  # a function of one's own may read every key
                 continue
             for key in keys.split():
                 if self.written(key):

@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -355,6 +355,8 @@ def _describe(schema: type[BaseModel], depth: int = 1) -> Iterator[str]:
 
 
 def _type_name(annotation: Any) -> str:
+    if typing.get_origin(annotation) is Annotated:
+        return _type_name(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) is Literal:
         return "|".join(map(str, typing.get_args(annotation)))
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):

@@ -60,6 +60,15 @@ def hint(name: str, known: list[str]) -> str:
     return f"; did you mean `{close[0]}`?" if close else ""
 
 
+def _is_path(value: str) -> str:
+    module, _, name = value.partition(":")
+    if not all(part.isidentifier() for part in [*module.split("."), name]):
+        raise wrong("write MODULE:FUNCTION, the path of a function of your own")
+    return value
+
+
+OwnFunction = Annotated[str, AfterValidator(_is_path)]  # see config/plugins.py
+
 # --------------------------------------------------------------------------------------------- sections that runs share
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
@@ -157,6 +166,10 @@ class ProtocolSection(Section):
     )
     force_think: bool = Field(
         "give each answer its first tag unsampled, <think> or without think <answer>, as RAGEN always does", False
+    )
+    parser: OwnFunction | None = Field(
+        "MODULE:FUNCTION that finds the actions in an answer; null takes the first well-formed <answer>, as RAGEN does",
+        None,
     )
 
 

@@ -5,7 +5,7 @@ These are the evaluator's tasks and scores, with the run's own sampler instead o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from envs.math_judge import MathJudge
 from posttrain.config import EvaluateRun, StarPORun
@@ -17,9 +17,6 @@ from posttrain.models import Chat
 from posttrain.rollout import Sampler, complete
 from posttrain.runtime import parallel
 from posttrain.types import Record, UserError
-
-if TYPE_CHECKING:
-    from posttrain.starpo import Learner
 
 SETTINGS = {"math": "greedy", "recall": "greedy", "repetition": "sampled"}
 
@@ -40,7 +37,7 @@ class FormerTasks:
                         f"{cfg.rollout.max_context}: lower max_new_tokens or raise rollout.max_context."
                     )
 
-    def measure(self, sampler: Sampler, learner: Learner, first: dict[str, list[float]]) -> dict[str, float]:
+    def measure(self, sampler: Sampler, policy: Any, first: dict[str, list[float]]) -> dict[str, float]:
         """Figures with their 95 % intervals, of all processes together; one without a finite log-prob is left out.
 
         {"evaluation/recall/accuracy": 0.73, "evaluation/recall/low": 0.65, "evaluation/recall/high": 0.80,
@@ -53,7 +50,7 @@ class FormerTasks:
             for task in self.tasks:
                 mine = task.only(parallel.mine(len(task.items)))
                 try:
-                    own = self._rows(mine, sampler, learner, judge)
+                    own = self._rows(mine, sampler, policy, judge)
                 except NotFinite:  # of which the levels' own log-probs tell
                     own = []
                 whole = parallel.gather(own)
@@ -75,9 +72,9 @@ class FormerTasks:
                 found |= {f"evaluation/{suite}/change": change, f"evaluation/{suite}/change_error": error}
         return found
 
-    def _rows(self, task: Task, sampler: Sampler, learner: Learner, judge: MathJudge) -> list[Record]:
+    def _rows(self, task: Task, sampler: Sampler, policy: Any, judge: MathJudge) -> list[Record]:
         if task.params is None:
-            return score_pairs(learner.policy, self.chat, task, lambda _: None)
+            return score_pairs(policy, self.chat, task, lambda _: None)
         completions = complete(
             sampler,
             [self.chat.prompt(item["messages"]) for item in task.items],

@@ -105,7 +105,7 @@ def acted_out(stage: Stage, row: Record) -> tuple[list[np.ndarray], list[tuple[s
     Environments are deterministic: the level's seed and the actions give the episode that was played.
     """
     from envs import make
-    from envs.protocol import Protocol, parse
+    from envs.protocol import Protocol
 
     env = make(stage.name, **stage.options)
     protocol = Protocol.of(env, **stage.protocol)
@@ -113,7 +113,7 @@ def acted_out(stage: Stage, row: Record) -> tuple[list[np.ndarray], list[tuple[s
     turns, left = [], list(row["actions"])
     for message in row["messages"]:
         if message["role"] == "assistant":
-            taken = parse(message["content"], protocol, env.actions).actions[: len(left)]
+            taken = protocol.read(message["content"], env.actions).actions[: len(left)]
             if taken != left[: len(taken)]:
                 raise ValueError("the actions of a transcript do not follow from its text")
             del left[: len(taken)]

@@ -24,5 +24,5 @@ from .dashboards import Dashboards as Dashboards
 from .hardware import DEVICE_ERRORS as DEVICE_ERRORS, trainer_field as trainer_field, widest as widest
 from .run_identity import COUNTS as COUNTS, FREE_TO_CHANGE as FREE_TO_CHANGE
 from .runlog import Progress as Progress, console as console, is_main_process as is_main_process
-from .sharding import Shards as Shards, load_whole_state as load_whole_state, whole_state as whole_state
+from .sharding import whole_state as whole_state
 from .trl_arguments import FIGURES as FIGURES

@@ -1,16 +1,18 @@
 """Which part of a model is in this process, and how does it become whole again?  FSDP2's and DeepSpeed's shards.
 
 FSDP2 (`torch.distributed.fsdp.fully_shard`) makes each parameter a DTensor, DeepSpeed's ZeRO 3 a flat part behind an
-empty tensor, ZeRO 1 and 2 leave it whole and keep a float32 copy of a part in the optimizer. Every function that says
-so has to be called by all processes together.
+empty tensor, ZeRO 1 and 2 leave it whole and keep a float32 copy of a part in the optimizer. Functions that say so have
+to be called by all processes.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from posttrain.runtime import launcher, parallel, runlog
 
 
 def held(parameter: torch.Tensor) -> torch.Tensor:
-    """This process's share of a parameter; all of it where it is not sharded."""
+    """Return this process's share of a parameter; all of it where it is not sharded."""
     if isinstance(parameter, DTensor):
         return parameter.to_local()
     return getattr(parameter, "ds_tensor", parameter)
@@ -34,22 +36,24 @@ def is_sharded(net: torch.nn.Module) -> bool:
 
 
 def number(value: torch.Tensor) -> float:
-    """A scalar that may be spread over processes, such as the norm of sharded gradients; for all processes together."""
+    """Return a scalar that may be spread over processes, such as a norm of gradients. Every process has to call it."""
     return (value.full_tensor() if isinstance(value, DTensor) else value).item()
 
 
 def whole_weights(net: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Every weight by its name, whole and on the CPU, in the first process; {} in the others. For all together.
+    """Return every weight by its name, whole and on the CPU; {} in all processes but the first.
+
+    Every process has to call it.
 
     One weight at a time: no process holds more of the model than its share and one weight. Under DeepSpeed what is
     trained comes from the optimizer's float32 copy.
     """
-    found: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     for name, tensor in net.state_dict(keep_vars=True).items():
         whole = _whole(tensor)
         if runlog.is_main_process():
-            found[name] = whole.detach().cpu()
-    return found
+            weights[name] = whole.detach().cpu()
+    return weights
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -67,6 +71,84 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------------------- phase 3
 
 
+def place(models: dict[str, Any], device: torch.device) -> Placement:
+    """Return where the weights of these models are from now on: here, or with FSDP2 a share in each process.
+
+    Args:
+        models: by name; None where the run has none of this name.
+    """
+    return Shards(models, device) if launcher.sharding() == "fsdp2" else Placement(models, device)
+
+
+class _Repeated(list[Any]):
+    """A micro-batch that another process has as well."""
+
+
+class Placement:
+    """The models of a run and where their weights are: all of them in every process. `Shards` is the other kind.
+
+    models: what computes and is trained, by name. lockstep: whether all processes have to compute together, equally
+    often.
+    """
+
+    lockstep = False
+
+    def __init__(self, models: dict[str, Any], device: torch.device) -> None:
+        self.models, self.device = models, device
+
+    @contextmanager
+    def whole(self, *names: str, write: bool = False) -> Iterator[dict[str, Any]]:
+        """Give these models with all their weights, to play, to measure and to save; outside they may have none.
+
+        Args:
+            write: what is written into them is trained from then on.
+        """
+        yield self.models
+
+    def compute(self, run: Callable[[], Any]) -> Any:
+        """Return what `run()` does, which may call all models."""
+        return run()
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Compute without gradient inside."""
+        with torch.no_grad():
+            yield
+
+    def each(self, micro_batches: list[Any], run: Callable[[Any], Any]) -> Iterator[tuple[Any, Any]]:
+        """Give each micro-batch that counts, with what `run` computes of it."""
+        for micro_batch in micro_batches:
+            computed = self.compute(partial(run, micro_batch))
+            if self.weight(micro_batch):
+                yield micro_batch, computed
+
+    def even(self, own: list[Any], most: int, spare: Sequence[Any]) -> list[Any]:
+        """Return this process's micro-batches, filled up where all processes need equally many.
+
+        Args:
+            most: the largest number that a process has.
+            spare: the rows of a micro-batch that takes the place of a missing one, with weight 0.
+        """
+        return own
+
+    def weight(self, micro_batch: Any) -> float:
+        """Return what a micro-batch counts: 1, or 0 where this process reads it to keep pace alone."""
+        return 0.0 if isinstance(micro_batch, _Repeated) else 1.0
+
+    def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Add up the gradients of all processes."""
+        parallel.sum_gradients(parameters)
+
+    def clip(self, parameters: list[torch.nn.Parameter], max_norm: float) -> float:
+        """Scale the gradients down to this norm at most, and return the norm that they had."""
+        return number(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, file: Path) -> None:
+        """Put the state that `whole_state` has given into an optimizer."""
+        place = "cpu" if self.lockstep else self.device
+        load_whole_state(optimizer, torch.load(file, map_location=place, weights_only=True))
+
+
 class _Root(torch.nn.Module):
     """Everything that is sharded. What computes with its parts is called through it, with their top layers gathered.
 
@@ -82,18 +164,22 @@ class _Root(torch.nn.Module):
         return compute()
 
 
-class Shards:
-    """A twin of some models that is trained, with a share of every layer in each process.
+class Shards(Placement):
+    """FSDP2: a twin of the models is trained, with a share of every layer in each process.
 
-    The models themselves keep their structure. Their weights are there while they are `gathered` and nan otherwise. All
-    methods, and calls, are for all processes together.
+    The models themselves keep their structure. Their weights are there inside `whole` and nan otherwise. All methods
+    have to be called by all processes together. A layer is gathered as often as the process with most micro-batches
+    needs it, so the others read one twice, with weight 0.
     """
 
-    def __init__(self, whole: dict[str, torch.nn.Module], device: torch.device) -> None:
-        originals = list(torch.nn.ModuleDict(whole).parameters())
+    lockstep = True
+
+    def __init__(self, models: dict[str, Any], device: torch.device) -> None:
+        self._whole = {name: model for name, model in models.items() if model is not None}
+        originals = list(torch.nn.ModuleDict(self._whole).parameters())
         twins = {id(each): torch.nn.Parameter(each.data.new_empty(0), each.requires_grad) for each in originals}
         # a copy of the structure alone: nothing is held twice
-        self._root: Any = _Root(copy.deepcopy(torch.nn.ModuleDict(whole), dict(twins)))
+        self._root: Any = _Root(copy.deepcopy(torch.nn.ModuleDict(self._whole), dict(twins)))
         self._waiting = {id(twins[id(each)]): each for each in originals}
         mesh = init_device_mesh(device.type, (parallel.size(),))
         for part in self._root.parts.values():
@@ -101,9 +187,11 @@ class Shards:
                 self._shard(block, mesh=mesh, reshard_after_forward=True)
         self._shard(self._root, mesh=mesh, reshard_after_forward=False)
         assert not self._waiting
+        parts = {name: self._root.parts[name] if name in self._whole else None for name in models}
+        super().__init__(parts, device)
         self._pairs = {
-            name: list(zip(part.parameters(), self.part(name).parameters(), strict=True))
-            for name, part in whole.items()
+            name: list(zip(model.parameters(), self._root.parts[name].parameters(), strict=True))
+            for name, model in self._whole.items()
         }
 
     def _shard(self, module: Any, **how: Any) -> None:
@@ -117,26 +205,29 @@ class Shards:
         module.unshard()  # while it is known what is trained: an adapter may be switched off when it is first read
         module.reshard()
 
-    def part(self, name: str) -> Any:
-        """The twin of a model."""
-        return self._root.parts[name]
-
-    def __call__(self, compute: Callable[[], Any]) -> Any:
-        """What `compute()` returns, tensors, which may use all parts; `release` afterwards unless it goes backward."""
-        return self._root(compute)
-
-    def release(self) -> None:
-        """Let go of the top layers that passes without gradient have gathered."""
-        self._root.reshard()
+    def compute(self, run: Callable[[], Any]) -> Any:
+        return self._root(run)
 
     @contextmanager
-    def gathered(self, *names: str, write: bool = False) -> Iterator[None]:
-        """Within it these models have their weights. `write`: what they are at its end is what is trained from then."""
+    def measuring(self) -> Iterator[None]:
+        with torch.no_grad():
+            yield
+        self._root.reshard()  # lets go of the top layers, which passes without gradient have gathered
+
+    def even(self, own: list[Any], most: int, spare: Sequence[Any]) -> list[Any]:
+        return own + [_Repeated(spare) for _ in range(most - len(own))]
+
+    def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Do nothing: FSDP2 adds them up after each micro-batch."""
+
+    @contextmanager
+    def whole(self, *names: str, write: bool = False) -> Iterator[dict[str, Any]]:
+        names = tuple(name for name in names if name in self._whole)
         for name in names:
             for original, shard in self._pairs[name]:
                 original.data = shard.detach().full_tensor()
         try:
-            yield
+            yield self._whole
             if write:
                 for name in names:
                     for original, shard in self._pairs[name]:
@@ -166,7 +257,10 @@ def _share(whole: torch.Tensor, like: DTensor) -> DTensor:
 
 
 def whole_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's state_dict; sharded tensors whole and on the CPU, in the first process. For all together."""
+    """Return an optimizer's state_dict, with sharded tensors whole and on the CPU in the first process, None elsewhere.
+
+    Every process has to call it.
+    """
 
     def whole(tensor: Any) -> Any:
         if not isinstance(tensor, DTensor):
@@ -174,8 +268,8 @@ def whole_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         gathered = tensor.full_tensor()
         return gathered.cpu() if runlog.is_main_process() else None
 
-    told = optimizer.state_dict()
-    return told | {"state": {n: {key: whole(each) for key, each in of.items()} for n, of in told["state"].items()}}
+    state = optimizer.state_dict()
+    return state | {"state": {n: {key: whole(each) for key, each in of.items()} for n, of in state["state"].items()}}
 
 
 def load_whole_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 from . import advantages as advantages, filters as filters, losses as losses, run_state as run_state
 from .advantages import grpo as grpo
 from .distillation import Distillation as Distillation
+from .estimators import Earned as Earned, estimate as estimate
 from .experience import Batch as Batch, Experience as Experience, Measured as Measured, Scored as Scored
 from .learner import (
     POLICY as POLICY,
@@ -27,6 +28,7 @@ from .run import (
     first_state as first_state,
     kept_in_a_crash as kept_in_a_crash,
     levels as levels,
+    longest_episode as longest_episode,
     make_learner as make_learner,
     play_all as play_all,
     refuse_crashed_evaluation as refuse_crashed_evaluation,

@@ -15,7 +15,7 @@ import torch
 
 
 def grpo(rewards_B: torch.Tensor, group_B: torch.Tensor, *, std: bool = True, eps: float = 1e-4) -> torch.Tensor:
-    """Group-relative advantage, shape (B,): (R - mean of the group) / (standard deviation of the group + eps).
+    """Return the group-relative advantage, (B,): (R - mean of the group) / (standard deviation of the group + eps).
 
     GRPO, arXiv 2402.03300, section 4.1.2; the standard deviation is the sample one (n - 1), as in RAGEN and TRL.
     `std=False` leaves the division out (Dr. GRPO, arXiv 2503.20783). A group of one gets 0: nothing to compare with.
@@ -29,7 +29,7 @@ def grpo(rewards_B: torch.Tensor, group_B: torch.Tensor, *, std: bool = True, ep
 
 
 def rloo(rewards_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
-    """Reward minus the mean of the others in the group, shape (B,). A group of one gets 0.
+    """Return the reward minus the mean of the others in the group, (B,). A group of one gets 0.
 
     RLOO, arXiv 2402.14740; with `ppo_clip` on top it is LOOP, arXiv 2502.01600.
 
@@ -42,7 +42,7 @@ def rloo(rewards_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
 
 
 def brpo(rewards_B: torch.Tensor, env_B: torch.Tensor | None = None, *, std: bool = True) -> torch.Tensor:
-    """The whole batch as one group, shape (B,): RAGEN's BRPO.
+    """Return `grpo` of the whole batch as one group, (B,): RAGEN's BRPO.
 
     env_B: which environment each episode played, any integers; each environment is then a group of its own, because the
     rewards of two need not have one scale.
@@ -55,13 +55,13 @@ def brpo(rewards_B: torch.Tensor, env_B: torch.Tensor | None = None, *, std: boo
 
 
 def arpo(rewards_B: torch.Tensor) -> torch.Tensor:
-    """The reward itself, shape (B,): RAGEN's ARPO, plain REINFORCE."""
+    """Return the reward itself, (B,): RAGEN's ARPO, plain REINFORCE."""
     assert rewards_B.isfinite().all()
     return rewards_B
 
 
 def group_moments(rewards_B: torch.Tensor, group_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and sample standard deviation of each episode's group, both (B,); a group of one has deviation 0.
+    """Return mean and sample standard deviation of each episode's group, both (B,); a group of one has deviation 0.
 
     Taken from the group's smallest reward upwards, so that equal rewards have deviation 0 to the last bit.
     """
@@ -79,7 +79,7 @@ def group_moments(rewards_B: torch.Tensor, group_B: torch.Tensor) -> tuple[torch
 
 
 def returns_to_go(rewards_N: torch.Tensor, episode_N: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Discounted sum of this and all later rewards of the same episode, shape (N,); also of tokens, for `episode_S`.
+    """Return the discounted sum of this and all later rewards of the episode, (N,); of tokens for `episode_S`.
 
     >>> returns_to_go(torch.tensor([0.0, 0.0, 1.0, 3.0]), torch.tensor([0, 0, 0, 1]), 0.5)
     tensor([0.2500, 0.5000, 1.0000, 3.0000])
@@ -105,7 +105,7 @@ def gigpo(
     gamma: float = 0.95,
     std: bool = True,
 ) -> torch.Tensor:
-    """Group-relative return of the episode plus `weight` times that of the step, shape (N,).
+    """Return the group-relative return of the episode plus `weight` times that of the step, (N,).
 
     GiGPO, arXiv 2505.10978, eq. 3, 5, 7 and 8: steps taken from the same state (`bucket_N`, of `state_buckets`) are
     compared by their discounted returns; a state met once gets 0. `std=False` divides neither part.
@@ -115,7 +115,7 @@ def gigpo(
 
 
 def state_buckets(states_N: Sequence[Hashable], group_N: torch.Tensor) -> torch.Tensor:
-    """Number of the bucket of each turn, shape (N,): same group, same state. GiGPO, eq. 6.
+    """Return the number of the bucket of each turn, (N,): same group, same state. GiGPO, eq. 6.
 
     >>> state_buckets(["a", "b", "a", "a"], torch.tensor([0, 0, 0, 1])).tolist()
     [0, 1, 0, 2]
@@ -129,7 +129,7 @@ def state_buckets(states_N: Sequence[Hashable], group_N: torch.Tensor) -> torch.
 
 
 def token_rewards(rewards_N: torch.Tensor, turn_S: torch.Tensor) -> torch.Tensor:
-    """Each turn's reward on its last token, shape (S,).
+    """Return each turn's reward on its last token, (S,).
 
     >>> token_rewards(torch.tensor([0.0, 1.0]), torch.tensor([0, 0, 1, 1, 1]))
     tensor([0., 0., 0., 0., 1.])
@@ -140,7 +140,7 @@ def token_rewards(rewards_N: torch.Tensor, turn_S: torch.Tensor) -> torch.Tensor
 
 
 def at_the_end(rewards_N: torch.Tensor, episode_N: torch.Tensor) -> torch.Tensor:
-    """The sum of each episode's rewards on its last turn and 0 on the others, shape (N,).
+    """Return the sum of each episode's rewards on its last turn and 0 on the others, (N,).
 
     RAGEN's default (`use_turn_scores: False`).
 
@@ -161,7 +161,7 @@ def gae(
     lam: float,
     cut_S: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and the critic's targets, both (S,). GAE, arXiv 1506.02438, eq. 16.
+    """Return advantages and the critic's targets, both (S,). GAE, arXiv 1506.02438, eq. 16.
 
     After a token comes the next sampled one of its episode, however long the environment spoke in between; after the
     last one comes nothing, whose value is 0.
@@ -196,7 +196,7 @@ def bilevel_gae(
     lam: float,
     cut_S: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and the critic's targets, both (S,): GAE over turns, then over the tokens inside each turn.
+    """Return advantages and the critic's targets, both (S,): GAE over turns, then over the tokens inside each turn.
 
     VAGEN, arXiv 2510.16907, as its code has it. The rewards and values at the last tokens of the turns give each turn a
     return (discount `gamma_high`), which is the reward of its last token below (discount `gamma`); there, every turn
@@ -217,7 +217,7 @@ def reinforce_pp(
     trained_S: torch.Tensor | None = None,
     env_S: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The episode's reward for each of its tokens, whitened as `whiten` says, shape (S,).
+    """Return the episode's reward for each of its tokens, whitened as `whiten` says, (S,).
 
     REINFORCE++, arXiv 2501.03262, with the KL in the loss. `baseline` subtracts the mean of the group from the reward
     first (REINFORCE++-baseline).
@@ -229,7 +229,7 @@ def reinforce_pp(
 def whiten(
     advantages_S: torch.Tensor, trained_S: torch.Tensor | None = None, env_S: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Mean 0 and variance 1 over the trained tokens of each environment, shape (S,); equal ones become 0.
+    """Scale to mean 0 and variance 1 over the trained tokens of each environment, (S,); equal ones become 0.
 
     trained_S: the tokens that count; the others are left as they are. None: all. env_S: which environment each token
     belongs to, any integers; None: all to one.

@@ -31,21 +31,21 @@ class Critic(torch.nn.Module):
         torch.nn.init.zeros_(self.head.bias)
         # float32 like all that is trained, whatever the policy's frozen weights are
         self.copy = copy.deepcopy(policy).float().requires_grad_(True) if kind == "separate" else None
-        if self.copy is not None:  # its output layer is not asked
+        if self.copy is not None:  # its output layer computes nothing
             self.copy.get_output_embeddings().requires_grad_(policy.config.tie_word_embeddings)
 
     def values(self, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> torch.Tensor:
-        """V of the state before each trained token, (S,), by the critic's own trunk; not for the shared kind."""
-        assert self.copy is not None, "the shared trunk has already been asked: use `of`"
+        """Return V of the state before each trained token, (S,), by the critic's own trunk; not for the shared kind."""
+        assert self.copy is not None, "the shared trunk has already computed: use `of`"
         return self.of(trained_states(self.copy, rows, masks)[0])
 
     def of(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """V from the states of the trunk, (S,), in the head's own precision: GAE takes differences of values."""
+        """Return V from the states of the trunk, (S,), in the head's own precision: GAE takes differences of values."""
         with torch.autocast(hidden_SD.device.type, enabled=False):
             return self.head(hidden_SD.to(self.head.weight.dtype))[:, 0]
 
     def own_parameters(self) -> list[torch.nn.Parameter]:
-        """Everything the critic learns beside the policy's parameters."""
+        """Return everything the critic learns beside the policy's parameters."""
         return [p for p in self.parameters() if p.requires_grad]
 
     def save(self, folder: Path) -> None:

@@ -15,7 +15,7 @@ EMA = 0.9  # RAGEN's decay of the z-score's scale
 def matched_and_marginal(
     scores_RN: torch.Tensor, own_R: torch.Tensor, weight_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p(z | its own prompt) and log sum_n p(x_n) p(z | x_n), both (R,), with p(x_n) proportional to weight_N.
+    """Return log p(z | its own prompt) and log sum_n p(x_n) p(z | x_n), both (R,), p(x_n) proportional to weight_N.
 
     Their mean difference is the mutual information of prompt and reasoning within the batch (RAGEN-2, section 2.3).
     The weights are how often each distinct prompt was drawn: merging equal prompts then changes nothing.
@@ -32,7 +32,7 @@ def matched_and_marginal(
 def z_score(
     matched_R: torch.Tensor, marginal_R: torch.Tensor, scale: float | None = None
 ) -> tuple[float, float, float]:
-    """The information in units of the marginal's std: (z, z by the running scale, the new running scale).
+    """Return the information in units of the marginal's std: (z, z by the running scale, the new running scale).
 
     RAGEN's mean((matched - marginal) / (sigma + 0.001)) with sigma the marginal's population deviation in the batch,
     and the same with sigma averaged over the run (0.9 old + 0.1 new; None at the first measurement).
@@ -44,7 +44,7 @@ def z_score(
 
 
 def retrieval(scores_RN: torch.Tensor, own_R: torch.Tensor, k: int) -> float:
-    """Share of reasonings whose own prompt is among the k under which they are likeliest; chance is min(1, k / N).
+    """Return the share of reasonings with their own prompt among the k likeliest; chance is min(1, k / N).
 
     Equal scores share the places they stand on, so a model that ignores its prompt scores exactly chance.
 
@@ -63,7 +63,7 @@ def information(
     weight_N: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[dict[str, float], float]:
-    """All figures of one batch of cross scores, and the running scale of the z-score for the next batch.
+    """Return all figures of one batch of cross scores, and the running scale of the z-score for the next batch.
 
     In nats. Per reasoning, where H(Z) = I(X;Z) + H(Z|X) holds exactly: `mi` (at most log N), `conditional_entropy`
     H(Z|X) = -mean(matched), `marginal_entropy` H(Z) = -mean(marginal). `..._token`: the same, each reasoning divided by
@@ -97,7 +97,7 @@ def information(
 
 
 def regime(entropy: float, mi: float, start_entropy: float, start_mi: float, share: float = 0.5) -> str:
-    """Which of RAGEN-2's four regimes (figure 1) this is; high means at least `share` of the value at the start.
+    """Return which of RAGEN-2's four regimes (figure 1) this is; high means at least `share` of the value at the start.
 
     Take H(Z|X) per token and `mi_tempered`. A start without information counts as 0.01: it can be gained, not lost.
 

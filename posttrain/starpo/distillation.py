@@ -1,4 +1,4 @@
-"""What keeps phase 3 from forgetting?  The model that it starts from, asked again: its own answers to old prompts.
+"""What keeps phase 3 from forgetting?  The model that it starts from, by its own answers to old prompts.
 
 Before the first step that model, the teacher, answers prompts of the former phases. In every optimizer step the policy
 reads some of these rows, and
@@ -52,9 +52,12 @@ class Answered(NamedTuple):
 
 
 def answered(cfg: StarPORun, sampler: Sampler, chat: Chat) -> list[Answered]:
-    """The rows of this run: those in its folder, or new ones, sampled by the model as it is now and written there.
+    """Return the rows of this run: those in its folder, or new ones, which the model as it is now samples.
 
-    A UserError where the folder is damaged.
+    New ones are written into the folder.
+
+    Raises:
+        UserError: the folder is damaged.
     """
     folder = Path(cfg.output_dir) / FOLDER
     if folder.exists():
@@ -77,12 +80,12 @@ def answered(cfg: StarPORun, sampler: Sampler, chat: Chat) -> list[Answered]:
 
 
 def sources(cfg: StarPORun) -> list[dict[str, Any]]:
-    """What the model card says of the prompts: their data sets, with licences and rows; none without distillation."""
+    """Return what the model card says of the prompts: data sets, licences and rows; none without distillation."""
     file = Path(cfg.output_dir) / FOLDER / SOURCES
     if not file.exists():  # a run without distillation, or begun before the file was written
         return []
-    told: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
-    return [source | {"kind": f"{source['kind']}, prompts alone"} for source in told]
+    records: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+    return [source | {"kind": f"{source['kind']}, prompts alone"} for source in records]
 
 
 def _section(cfg: StarPORun) -> DistillationSection:
@@ -115,10 +118,10 @@ def _sample(
             batch=cfg.rollout.conversations,
             done=lambda count: progress.update(progress.done + count),
         )
-    said = parallel.gather([completion.ids for completion in completions])
+    answers = parallel.gather([completion.ids for completion in completions])
     return prompts, [
         Answered(prompt, completion, n >= len(prompts.train))
-        for n, (prompt, completion) in enumerate(zip(ids, said, strict=True))
+        for n, (prompt, completion) in enumerate(zip(ids, answers, strict=True))
     ]
 
 
@@ -130,7 +133,7 @@ class Distillation:
     """
 
     def __init__(self, learner: Learner, rows: Sequence[Answered]) -> None:
-        self.learner, self.teacher = learner, learner.trained.reference
+        self.learner, self.teacher = learner, learner.reference
         self.rows = [row for row in rows if not row.held_out]
         self.held_out = [row for row in rows if row.held_out]
         if not self.held_out:
@@ -142,7 +145,7 @@ class Distillation:
 
     @classmethod
     def start(cls, learner: Learner, sampler: Sampler, chat: Chat) -> Distillation:
-        """With the rows of this run, sampled now where its folder has none."""
+        """Begin with the rows of this run, which are sampled now where its folder has none."""
         return cls(learner, answered(learner.cfg, sampler, chat))
 
     @property
@@ -150,7 +153,7 @@ class Distillation:
         return _section(self.learner.cfg).coef
 
     def chosen(self, step: int, number: int) -> list[Answered]:
-        """The rows of one optimizer step, the `number`-th of this step: each row once before any comes again."""
+        """Return the rows of the `number`-th optimizer step of a step: each row once before any comes again."""
         algorithm, size = self.learner.cfg.algorithm, _section(self.learner.cfg).batch_size
         done = (step - 1) * algorithm.num_iterations * algorithm.minibatches + number
         places = (divmod(place, len(self.rows)) for place in range(done * size, (done + 1) * size))
@@ -160,26 +163,30 @@ class Distillation:
         return sorted(range(len(self.rows)), key=lambda n: derive_seed(self.learner.cfg.seed, "distilled", epoch, n))
 
     def backward(self, step: int, number: int) -> tuple[float, int]:
-        """Add this process's share of the gradient; the sum of its tokens' KL, and how many tokens all processes have.
+        """Add this process's share of the gradient; gradients are to be summed as those of the policy loss.
 
-        With several processes gradients are to be summed, as those of the policy loss.
+        Returns:
+            the sum of the KL over this process's tokens, nats, and how many tokens all processes have; 0 and 0, and
+            nothing is added, where `distillation.coef` is 0.
         """
+        if not self.coef:
+            return 0.0, 0
         rows = self.chosen(step, number)
         tokens = sum(len(row.completion_ids) for row in rows)
         return self._kl(rows, self.coef / tokens), tokens
 
     def measure(self) -> float:
-        """The mean KL of the held-out rows' tokens, in nats, over all processes; there is at least one."""
-        with torch.no_grad():
-            found = parallel.total(self._kl(self.held_out, None), self.learner.device)
-        self.learner.release()
-        return found / max(1, sum(len(row.completion_ids) for row in self.held_out))
+        """Return the mean KL of the held-out rows' tokens, in nats, over all processes; there is at least one."""
+        with self.learner.placement.measuring():
+            total = parallel.total(self._kl(self.held_out, None), self.learner.device)
+        return total / max(1, sum(len(row.completion_ids) for row in self.held_out))
 
     def _kl(self, rows: Sequence[Answered], weight: float | None) -> float:
         """The sum of this process's rows, dealt out by length; rows of similar length share a micro-batch."""
-        learner, policy, total = self.learner, self.learner.trained.policy, 0.0
+        learner, policy, total = self.learner, self.learner.policy, 0.0
         teacher = policy if self.teacher is None else self.teacher
-        for micro, counts in self._micro_batches(rows):
+        for micro in self._micro_batches(rows):
+            counts = learner.placement.weight(micro)
             ids, masks = [row.ids for row in micro], [row.mask for row in micro]
 
             def states(ids: list[list[int]] = ids, masks: list[list[bool]] = masks) -> tuple[torch.Tensor, ...]:
@@ -189,25 +196,22 @@ class Distillation:
                     return teacher_SD, trained_states(policy, ids, masks)[0]
 
             with learner.autocast():
-                teacher_SD, hidden_SD = learner.compute(states)
-                share = weight if counts or weight is None else 0.0
+                teacher_SD, hidden_SD = learner.placement.compute(states)
+                share = None if weight is None else weight * counts
                 kl = kl_backward(policy, hidden_SD, teacher, teacher_SD, share, self._without_adapter())
-            total += kl if counts else 0.0
+            total += kl * counts
         return total
 
     def _without_adapter(self) -> AbstractContextManager[Any]:
-        """Within it the policy is the teacher, where there is no other one."""
-        return nullcontext() if self.teacher is not None else self.learner.trained.model.disable_adapter()
+        """Make the policy the teacher inside, where there is no reference."""
+        return nullcontext() if self.teacher is not None else self.learner.model.disable_adapter()
 
-    def _micro_batches(self, rows: Sequence[Answered]) -> list[tuple[list[Answered], bool]]:
-        """This process's micro-batches, and whether they count: where the model is sharded, all have equally many."""
+    def _micro_batches(self, rows: Sequence[Answered]) -> list[list[Answered]]:
+        """This process's micro-batches; where the model is sharded, all have equally many."""
         budget, size = self.learner.cfg.trainer.micro_batch_tokens or math.inf, parallel.size()
         longest_first = sorted(rows, key=lambda row: -len(row.ids))
         shares = [longest_first[rank::size] for rank in range(size)]
         dealt = [
             [[own[n] for n in micro] for micro in microbatches([len(row.ids) for row in own], budget)] for own in shares
         ]
-        found = [(micro, True) for micro in dealt[parallel.rank()]]
-        if self.learner.shards is not None:
-            found += [(longest_first[-1:], False)] * (max(map(len, dealt)) - len(found))
-        return found
+        return self.learner.placement.even(dealt[parallel.rank()], max(map(len, dealt)), longest_first[-1:])

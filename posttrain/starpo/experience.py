@@ -22,6 +22,12 @@ class Scored(NamedTuple):
     weights: list[float]  # of each group: what the group's advantages are multiplied by
     kept: list[int]  # numbers of the groups to train on
 
+    def batch(self, groups: Sequence[Sequence[Trajectory]]) -> tuple[Batch, torch.Tensor]:
+        """Return the members of the kept groups, and whose tokens may count in the loss, (B,) bool."""
+        chosen = [(number, sample) for number in self.kept for sample, on in enumerate(self.members[number]) if on]
+        trains_B = torch.tensor([self.trains[number][sample] for number, sample in chosen])
+        return Batch.of([groups[number][sample] for number, sample in chosen]), trains_B
+
 
 class BatchRow(NamedTuple):
     """One context of an episode: what is read, what was sampled there, and where these tokens stand in the batch."""
@@ -54,6 +60,7 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, episodes: Sequence[Trajectory]) -> Batch:
+        """Return these episodes, of which each has a sampled token in every turn, as tensors."""
         turns, tokens, rows, start = [], [], [], 0
         for number, episode in enumerate(episodes):
             turns += [number] * episode.turns
@@ -77,6 +84,17 @@ class Measured(NamedTuple):
     values_S: torch.Tensor | None
 
 
+class Minibatch(NamedTuple):
+    """The episodes of an optimizer step.
+
+    number: of the step, over all epochs. lengths_B: how many tokens of each episode count in its loss, (B,) integers; 0
+    where the episode is not in it.
+    """
+
+    number: int
+    lengths_B: torch.Tensor
+
+
 class Experience(NamedTuple):
     """What an update learns from: episodes, their tokens as measured before it, and what each token was worth."""
 
@@ -86,9 +104,30 @@ class Experience(NamedTuple):
     returns_S: torch.Tensor | None  # the critic's targets
     trains_B: torch.Tensor  # bool: whose tokens count in the loss; the others are in its group's statistics alone
 
-    def minibatches(self, count: int, seed: int, step: int, epoch: int) -> list[torch.Tensor]:
-        """The episodes of each optimizer step of an epoch, (B,) bool: whole groups, in a seeded order."""
-        groups = sorted(
-            self.batch.group_B.unique().tolist(), key=lambda group: derive_seed(seed, "order", step, epoch, group)
-        )
-        return [torch.isin(self.batch.group_B, torch.tensor(groups[part::count])) for part in range(count)]
+    @property
+    def trained_S(self) -> torch.Tensor:
+        """Which tokens count in the loss, (S,) bool."""
+        return self.trains_B[self.batch.episode_S]
+
+    def read_in(self, minibatches: Sequence[Minibatch]) -> torch.Tensor:
+        """Return which episodes are in any of these optimizer steps, (B,) bool."""
+        lengths_B = torch.zeros(len(self.batch.episodes), dtype=torch.long)
+        return sum((each.lengths_B for each in minibatches), lengths_B) > 0
+
+    def minibatches(self, epochs: int, count: int, seed: int, step: int) -> list[Minibatch]:
+        """Return the optimizer steps of an update, those without a token left out.
+
+        Args:
+            epochs: how often each episode is read.
+            count: optimizer steps in an epoch, each of whole groups, in a seeded order.
+        """
+        lengths_B = torch.bincount(self.batch.episode_S, minlength=len(self.batch.episodes)) * self.trains_B
+        steps = []
+        for epoch in range(epochs):
+            groups = sorted(
+                self.batch.group_B.unique().tolist(), key=lambda group: derive_seed(seed, "order", step, epoch, group)
+            )
+            for part in range(count):
+                chosen_B = torch.isin(self.batch.group_B, torch.tensor(groups[part::count]))
+                steps.append(Minibatch(epoch * count + part, lengths_B * chosen_B))
+        return [minibatch for minibatch in steps if minibatch.lengths_B.sum() > 0]

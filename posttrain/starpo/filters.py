@@ -7,12 +7,27 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from posttrain.starpo.advantages import group_moments
+from posttrain.types import Trajectory
 
 TOP_P_SLACK = 0.01  # RAGEN-2 keeps groups until their scores sum to the share less this
 
 
+def measured(groups: Sequence[Sequence[Trajectory]]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return what groups can be ranked by, and the group of each episode, (B,); without the episodes that crashed.
+
+    Returns:
+        {"reward": raw rewards with penalties, (B,), "length": sampled tokens, (B,)}, and places in `groups`.
+    """
+    alive = [(number, t) for number, group in enumerate(groups) for t in group if not t.crashed]
+    values_B = {
+        "reward": torch.tensor([t.reward for _, t in alive], dtype=torch.float64),
+        "length": torch.tensor([t.tokens for _, t in alive], dtype=torch.float64),
+    }
+    return values_B, torch.tensor([number for number, _ in alive], dtype=torch.long)
+
+
 def group_scores(metric: str, values_B: Mapping[str, torch.Tensor], group_B: torch.Tensor, groups: int) -> torch.Tensor:
-    """One number per group, shape (groups,); NaN for a group without an episode.
+    """Return one number per group, shape (groups,); NaN for a group without an episode.
 
     values_B: by name what the statistics are of: rewards, entropies (means over an episode's tokens), lengths (of its
     sampled tokens). metric: a name for the mean of the group, with `_std` or `_variance` for its sample standard
@@ -51,7 +66,7 @@ def keep_groups(
     ties: Sequence[int] | None = None,
     env_G: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Indices of the groups to train on, best score first; may be empty.
+    """Return the indices of the groups to train on, best score first; may be empty.
 
     score_G: one number per group, of `group_scores`. Groups without a score (NaN) are never kept; groups whose score is
     zero teach nothing and are dropped first unless `keep_zero`. Best is largest, or `smallest`; of equal scores the one
@@ -93,7 +108,7 @@ def keep_groups(
 
 
 def divide(total: int, played: Sequence[int], candidates: Sequence[int]) -> list[int]:
-    """How many of `total` kept groups each environment gets, given the groups it played and those that may be kept.
+    """Return how many of `total` kept groups each environment gets, given those it played and those it may keep.
 
     One each (so `total` grows to the number of environments where it is less), and then one after the other to the
     environment with the largest played / (kept + 1), which keeps the shares proportional to the groups played. What an
@@ -131,7 +146,7 @@ def _passing(ranked_G: torch.Tensor, strategy: str, value: float, smallest: bool
 
 
 def soft_weights(score_G: torch.Tensor, env_G: Sequence[int] | None = None) -> torch.Tensor:
-    """What to multiply each group's advantages by instead of dropping some, shape (G,): its score / the largest score.
+    """Return what to multiply each group's advantages by instead of dropping some, (G,): score / largest score.
 
     RAGEN's soft reweighting, of `reward_std`; groups without a score get 0, and all do where no score is positive.
     env_G: which environment each group played; the largest score is that of the same environment.

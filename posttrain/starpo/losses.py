@@ -10,13 +10,16 @@ from typing import NamedTuple
 
 import torch
 
+from posttrain.config import by_path, is_path
+from posttrain.types import UserError
+
 K3_LARGEST = 20.0  # nats
 
 
 class Settings(NamedTuple):
     """What the objective is set to: Settings(loss_type="ppo_clip", epsilon=0.2, epsilon_high=0.28)."""
 
-    loss_type: str = "ppo_clip"  # ppo_clip, gspo or cispo
+    loss_type: str = "ppo_clip"  # ppo_clip, gspo, cispo, or the path of a function of one's own
     epsilon: float = 0.2
     epsilon_high: float = 0.28
     delta: float | None = None  # of ppo_clip
@@ -46,7 +49,7 @@ class Objective(NamedTuple):
 
 
 def objective(tokens: Tokens, settings: Settings) -> Objective:
-    """What a micro-batch adds to the loss of an optimizer step; call `backward` on `.loss`.
+    """Return what a micro-batch adds to the loss of an optimizer step; call `backward` on `.loss`.
 
         L = sum over S of  weight_S * ( w_S * policy_S  -  entropy_coef * H_S  +  beta * KL_S )
 
@@ -78,7 +81,11 @@ def objective(tokens: Tokens, settings: Settings) -> Objective:
 
 
 def policy_loss(tokens: Tokens, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
-    """The policy loss by name: of each token, and which tokens are clipped, both (S,)."""
+    """Return the policy loss of each token, and which tokens are clipped, both (S,).
+
+    Raises:
+        UserError: a function of the user's returned something else.
+    """
     new_S, old_S, advantages_S = tokens.logprobs_S, tokens.old_S, tokens.advantages_S
     low, high = settings.epsilon, settings.epsilon_high
     match settings.loss_type:
@@ -89,8 +96,23 @@ def policy_loss(tokens: Tokens, settings: Settings) -> tuple[torch.Tensor, torch
             return gspo(new_S, old_S, advantages_S, tokens.contexts_S, low, high)
         case "cispo":
             return cispo(new_S, old_S, advantages_S, high)
+        case name if is_path(name):
+            return _checked(name, by_path(name, "algorithm.loss_type")(tokens, settings), len(new_S))
         case name:
             raise ValueError(f"unknown loss {name!r}: ppo_clip, gspo or cispo")
+
+
+def _checked(path: str, result: object, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a function of the user's returned; a UserError where it is not loss and clipped tokens, both (S,)."""
+    match result:
+        case (torch.Tensor() as loss_S, torch.Tensor() as clipped_S) if loss_S.shape == clipped_S.shape == (count,):
+            if clipped_S.dtype == torch.bool and (loss_S.requires_grad or not torch.is_grad_enabled()):
+                return loss_S, clipped_S
+    raise UserError(
+        f"`algorithm.loss_type: {path}` has to return two tensors of shape ({count},): the loss of each token, with"
+        " gradient from `tokens.logprobs_S`, and which tokens are clipped, of dtype bool; without a clip"
+        " `torch.zeros_like(loss_S, dtype=torch.bool)`."
+    )
 
 
 # Policy
@@ -105,7 +127,7 @@ def ppo_clip(
     *,
     delta: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss per token and which tokens are clipped, both (S,): -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A).
+    """Return the loss per token and which are clipped, both (S,): -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A).
 
     PPO, arXiv 1707.06347, eq. 7, with the asymmetric range of DAPO (arXiv 2503.14476, "clip-higher"). Where A < 0 the
     loss grows with r without end; `delta` (above 1; verl's clip_ratio_c is 3) stops it at -delta A (dual clip, arXiv
@@ -122,7 +144,7 @@ def gspo(
     epsilon: float,
     epsilon_high: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ppo_clip` with one ratio for each context, the geometric mean of its tokens' ratios; both (S,).
+    """Return `ppo_clip` with one ratio for each context, the geometric mean of its tokens' ratios; both (S,).
 
     GSPO, arXiv 2507.18071, eq. 7, in its token form (eq. 14), whose gradient is the same: advantages may differ inside
     a context. `context_S` numbers the contexts: rows as the model reads them, each with the tokens sampled in it. The
@@ -136,7 +158,7 @@ def gspo(
 def cispo(
     logprobs_S: torch.Tensor, old_S: torch.Tensor, advantages_S: torch.Tensor, epsilon_high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-stop_gradient(min(r, epsilon_high)) A log p, and which ratios are truncated; both (S,). All tokens learn.
+    """Return -stop_gradient(min(r, epsilon_high)) A log p, and which ratios are truncated; both (S,). All tokens learn.
 
     CISPO, arXiv 2506.13585, eq. 4 and 5. `epsilon_high` bounds the ratio itself, as in TRL and ScaleRL (5).
     """
@@ -161,7 +183,7 @@ def _clipped(
 
 
 def kl(logprobs_S: torch.Tensor, reference_S: torch.Tensor) -> torch.Tensor:
-    """Schulman's estimate k3 of KL(policy || reference) from the policy's own tokens, never negative; shape (S,).
+    """Return Schulman's estimate k3 of KL(policy || reference) from the policy's own tokens, never negative, (S,).
 
     exp(d) - d - 1 with d = log reference - log policy (joschu.net/blog/kl-approx.html), as in TRL's GRPO and RAGEN's
     code. RAGEN's paper names k1, whose gradient in the loss is zero on average. With the tokens held fixed, as in a
@@ -181,7 +203,7 @@ def kl(logprobs_S: torch.Tensor, reference_S: torch.Tensor) -> torch.Tensor:
 def value_loss(
     values_S: torch.Tensor, old_S: torch.Tensor, returns_S: torch.Tensor, clip: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Half the squared error of the critic per token and which tokens are clipped, both (S,).
+    """Return half the squared error of the critic per token and which tokens are clipped, both (S,).
 
     Values may move by `clip` from those of the rollout; of both errors the larger counts (OpenAI baselines' ppo2).
     """
@@ -196,7 +218,7 @@ def value_loss(
 def token_weights(
     episode_S: torch.Tensor, aggregation: str, lengths_B: torch.Tensor, max_length: int | None = None
 ) -> torch.Tensor:
-    """What each token counts in the loss of the optimizer step, shape (S,).
+    """Return what each token counts in the loss of the optimizer step, (S,).
 
     lengths_B: sampled tokens of every episode of the step, in all micro-batches of all processes, 0 where none counts.
     episode_S: each token's episode, as its place in `lengths_B`. Parts of an episode may so be in different
@@ -223,7 +245,7 @@ def token_weights(
 
 
 def sampler_weights(trainer_S: torch.Tensor, sampler_S: torch.Tensor, clip_max: float | None) -> torch.Tensor:
-    """Importance weight of each token, (S,): min(w, clip_max) with w = p_train / p_sample; 1 with clip_max None.
+    """Return the importance weight of each token, (S,): min(p_train / p_sample, clip_max); 1 with clip_max None.
 
     One policy has different log-probs in the engine that sampled and in the one that trains. Truncated importance
     sampling (fengyao.notion.site/off-policy-rl, where clip_max is 2), TRL's mode `token_truncate`.

@@ -50,7 +50,7 @@ class RolloutWorker:
         self._thread.start()
 
     def update_model_version(self, step: int) -> None:
-        """The weights are those after this step: send them, and play further ahead."""
+        """Send the weights, which are those after this step, and play further ahead."""
         self.servers.renew()
         every = self.cfg.evaluation.every
         last = min(step + 1 + self.cfg.rollout.max_staleness, (step // every + 1) * every, self.cfg.trainer.max_steps)
@@ -61,7 +61,7 @@ class RolloutWorker:
             self.start(step)
 
     def take(self, step: int) -> list[Trajectory]:
-        """The episodes of this step, in their order, when the last one has ended."""
+        """Return the episodes of this step, in their order, when the last one has ended."""
         with self._changed:
             while not self._changed.wait_for(lambda: step in self.rollout_buffer or self._error, LOOK):
                 self.servers.rescue()  # the weights are whole here, and do not change
@@ -72,7 +72,7 @@ class RolloutWorker:
         return episodes
 
     def staleness(self, episodes: Sequence[Trajectory]) -> dict[str, float]:
-        """By how many updates the weights that wrote these tokens are behind those of now."""
+        """Return by how many updates the weights that wrote these tokens are behind those of now."""
         ages = [
             (self.servers.version - version, tokens)
             for each in episodes
@@ -104,7 +104,7 @@ class RolloutWorker:
         try:
             while self._wait_for_a_step():
                 self._play(*self._next())
-        except BaseException as error:  # told to whoever waits for episodes
+        except BaseException as error:  # raised again where episodes are taken
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
@@ -142,7 +142,7 @@ class RolloutWorker:
         for trajectory in ended:
             step = next(step for step, seeds in self._expected.items() if trajectory.seed in seeds)
             self._steps[step].append(trajectory)
-        for step in [step for step, found in self._steps.items() if len(found) == len(self._expected[step])]:
+        for step in [step for step, ended in self._steps.items() if len(ended) == len(self._expected[step])]:
             by_seed = {trajectory.seed: trajectory for trajectory in self._steps.pop(step)}
             with self._changed:
                 self.rollout_buffer[step] = [by_seed[seed] for seed in self._expected.pop(step)]

@@ -12,18 +12,18 @@ import torch
 from transformers import set_seed
 
 from envs.process_state import keep_process_state
-from envs.protocol import Episode
+from envs.protocol import Episode, Parsed, Protocol
 from posttrain import models, plan
-from posttrain.config import EnvSection, StarPORun, TrainingEnvSection
+from posttrain.config import EnvSection, StarPORun, TrainingEnvSection, by_path, is_path
 from posttrain.models import Chat, model_card
 from posttrain.plan import check_run, without_noise
-from posttrain.rollout import Context, Sampler, new_episode, open_env, play
+from posttrain.rollout import Context, Sampler, most_turns, new_episode, open_env, play
 from posttrain.runtime import checkpoint, hardware, parallel, run_identity, runlog, trl_arguments
 from posttrain.starpo import distillation, run_state
 from posttrain.starpo.learner import Learner
 from posttrain.starpo.monitoring.episodes import memory, reward_table
 from posttrain.starpo.run_state import RunState, changed
-from posttrain.types import SamplingParams, Trajectory, UserError, derive_seed
+from posttrain.types import SamplingParams, Trajectory, UserError, derive_seed, one_line
 
 
 class Setup(NamedTuple):
@@ -34,7 +34,7 @@ class Setup(NamedTuple):
     device: torch.device
     plan: plan.Plan
     resumes: bool
-    found: Path | None  # the checkpoint that it goes on from
+    resume_from: Path | None  # a checkpoint
 
     @property
     def out(self) -> Path:
@@ -49,31 +49,36 @@ def set_up(cfg: StarPORun, *, resume: bool, data_sets: list[str]) -> Setup:
 
     data_sets: those that the run will ask the Hub for.
     """
-    given = hardware.settle(cfg)
-    settings, out = given.model_dump(mode="json"), Path(given.output_dir)
+    settled = hardware.settle(cfg)
+    settings, out = settled.model_dump(mode="json"), Path(settled.output_dir)
     if runlog.is_main_process():
-        check_environments(given)
-        runlog.say(reward_table(given, environments_of_groups(given.envs, given.rollout.groups, 1)))
-        check_run(given, resume=resume, kept=out / distillation.FOLDER, data_sets=data_sets)
+        check_environments(settled)
+        check_functions(settled)
+        runlog.say(reward_table(settled, environments_of_groups(settled.envs, settled.rollout.groups, 1)))
+        check_run(settled, resume=resume, kept=out / distillation.FOLDER, data_sets=data_sets)
         if resume:
             run_identity.same_run(out, settings)
         checkpoint.claim(out, resume)
         run_identity.remember_run(out, settings, resume)
-    device = hardware.resolve_device(given.device)
-    parallel.start(device, given.trainer.ddp_timeout)
-    set_seed(given.seed)  # for new adapters; whatever is drawn later has a seed of its own
+    device = hardware.resolve_device(settled.device)
+    parallel.start(device, settled.trainer.ddp_timeout)
+    set_seed(settled.seed)  # for new adapters; whatever is drawn later has a seed of its own
 
-    found = run_state.resume_from(out, runlog.say) if resume else None
+    resume_from = run_state.resume_from(out, runlog.say) if resume else None
     # What a checkpoint's plan chose is chosen again, so that a resumed run rounds as before.
-    chosen = changed(given, run_state.read(found).plan) if found else given
+    chosen = changed(settled, run_state.read(resume_from).plan) if resume_from else settled
     planned = plan.make(chosen, device)
     for words in (planned.table(), *planned.warnings):
         runlog.say(words)
-    return Setup(changed(chosen, planned.changes), settings, device, planned, resume, found)
+    return Setup(changed(chosen, planned.changes), settings, device, planned, resume, resume_from)
 
 
 def make_learner(cfg: StarPORun, model: Any, chat: Chat) -> Learner:
-    """The adapter where one is asked for, memory savings, the reference, and the learner of it all."""
+    """Return the learner of a model, with the adapter, the memory savings and the reference that the config names.
+
+    Raises:
+        UserError: the model cannot be trained in this way.
+    """
     without_noise(model)  # the ratio must start at 1, and a resumed run has no random state to restore
     if cfg.model.tuning != "full" and cfg.model.lora.dropout > 0:
         raise UserError("model.lora.dropout must be 0 in phase 3: sampler and learner have to be the same policy.")
@@ -97,7 +102,7 @@ def make_learner(cfg: StarPORun, model: Any, chat: Chat) -> Learner:
 def environments_of_groups(
     environments: Sequence[TrainingEnvSection], groups: int, step: int, joined: Sequence[str] = ()
 ) -> list[TrainingEnvSection]:
-    """Which environment each group of a step plays: by weight, evenly over the steps.
+    """Return which environment each group of a step plays: by weight, evenly over the steps.
 
     joined: those of the curriculum that are played by now; the others with `after` are left out.
     """
@@ -114,7 +119,7 @@ def environments_of_groups(
 
 
 def levels(cfg: StarPORun, step: int, joined: Sequence[str] = ()) -> tuple[list[Episode | Trajectory], list[int]]:
-    """This process's episodes of a step, in their first state, and the seed of what is sampled in each.
+    """Return this process's episodes of a step, in their first state, and the seed of what is sampled in each.
 
     joined: the environments of the curriculum (`envs.after`) that are played by now.
     """
@@ -129,8 +134,60 @@ def levels(cfg: StarPORun, step: int, joined: Sequence[str] = ()) -> tuple[list[
     return episodes, seeds
 
 
+def longest_episode(cfg: StarPORun) -> int:
+    """Return how many tokens an episode can sample at most."""
+    return cfg.rollout.max_completion_length * most_turns(cfg.envs, cfg.protocol)
+
+
+def check_functions(cfg: StarPORun) -> None:
+    """Refuse a function of the user's that cannot be used, before anything is loaded.
+
+    Raises:
+        UserError: says what is wrong and what to write.
+    """
+    named = {
+        "algorithm.advantage": cfg.algorithm.advantage,
+        "algorithm.loss_type": cfg.algorithm.loss_type,
+        "protocol.parser": cfg.protocol.parser or "",
+    }
+    for key, path in named.items():
+        if is_path(path):
+            by_path(path, key)
+    if cfg.protocol.parser:
+        for section in cfg.envs:
+            env = open_env(section)
+            with keep_process_state(env.title):
+                env.reset(seed=0)
+            check_parser(cfg.protocol.parser, Protocol.of(env, **cfg.protocol.model_dump()), env.actions)
+
+
+def check_parser(path: str, protocol: Protocol, listed: Sequence[str] | None) -> None:
+    """Refuse a parser that raises or returns something else than actions, on texts that a model may write.
+
+    Raises:
+        UserError: says on which text.
+    """
+    action = listed[0] if listed else "1"
+    for text in ("", "Up", format_response("why", [action], protocol), "<answer>" * 3, "</answer><answer>"):
+        try:
+            parsed = protocol.read(text, listed)
+        except Exception as error:
+            problem = f"raised {one_line(error)}"
+        else:
+            problem = "" if isinstance(parsed, Parsed) else f"returned {type(parsed).__name__}"
+            if not problem and listed is not None and (unknown := set(parsed.actions) - set(listed)):
+                problem = f"returned the action {unknown.pop()!r}, which the environment does not have,"
+            if not problem and len(parsed.actions) > protocol.max_actions_per_turn:
+                problem = f"returned {len(parsed.actions)} actions, more than `protocol.max_actions_per_turn`"
+        if problem:
+            raise UserError(
+                f"`protocol.parser: {path}` {problem} for the text {text!r}: return Parsed(actions, well_formed,"
+                " invalid) of envs.protocol for any text; posttrain/config/plugins.py describes it."
+            )
+
+
 def check_environments(cfg: StarPORun) -> None:
-    """UserError unless every environment is there, takes its options and has levels in every split."""
+    """Raise a UserError unless every environment is there, takes its options and has levels in every split."""
     for n, env in enumerate(cfg.envs):
         try:
             made = open_env(env)
@@ -155,7 +212,7 @@ class Crashed(UserError):
 
 
 def refuse_crashes(cfg: StarPORun, state: RunState, groups: Sequence[Sequence[Trajectory]]) -> None:
-    """Crashed where an environment has done nothing else for `max_empty_steps` steps in a row.
+    """Raise Crashed where an environment has done nothing else for `max_empty_steps` steps in a row.
 
     Counts this step in `state`. A resumed run counts anew. An episode without an action says nothing of its
     environment.
@@ -171,20 +228,20 @@ def refuse_crashes(cfg: StarPORun, state: RunState, groups: Sequence[Sequence[Tr
 
 
 def refuse_crashed_evaluation(env: EnvSection, played: Sequence[Trajectory]) -> None:
-    """Crashed where no episode of an evaluation came to its end, which then measures nothing.
+    """Raise Crashed where no episode of an evaluation came to its end, which then measures nothing.
 
     played: the episodes of this process; all processes ask together. Those without an action say nothing of the
     environment, as long as they are less than half.
     """
-    told = parallel.gather([(t.crashed, bool(t.crashed or t.actions)) for t in played])
-    crashes = [crashed for crashed, _ in told if crashed]
-    if 2 * len(crashes) >= len(told) and len(crashes) == sum(acted for _, acted in told):
+    ends = parallel.gather([(t.crashed, bool(t.crashed or t.actions)) for t in played])
+    crashes = [crashed for crashed, _ in ends if crashed]
+    if 2 * len(crashes) >= len(ends) and len(crashes) == sum(acted for _, acted in ends):
         raise Crashed(env, f"on held-out levels in which it was given an action ({len(crashes)})", crashes[-1])
 
 
 @contextmanager
 def kept_in_a_crash(setup: Setup, learner: Learner, chat: Chat, state: RunState) -> Iterator[None]:
-    """Whatever an environment does, what has been learned is there to go on from."""
+    """Save a checkpoint where an environment that crashes ends the run, and say so in a UserError."""
     try:
         yield
     except Crashed as crash:
@@ -205,7 +262,7 @@ def play_all(
     seeds: Sequence[int],
     done: Callable[[list[Trajectory]], None] | None = None,
 ) -> list[Trajectory]:
-    """`posttrain.rollout.play` under the limits of this run."""
+    """Play these episodes to their ends under the limits of this run, as `posttrain.rollout.play`."""
     return play(
         sampler,
         chat,
@@ -219,15 +276,15 @@ def play_all(
 
 
 def first_state(setup: Setup, learner: Learner, chat: Chat) -> RunState:
-    """A new run's state, or that of its checkpoint, whose weights are then in place."""
+    """Return a new run's state, or that of its checkpoint, whose weights are then in place."""
     runlog.say(f"phase 3: {models.describe(setup.cfg, learner.model, setup.device)}")
     state = RunState(plan=setup.plan.changes)
-    if setup.found:
-        state = run_state.load(setup.found, learner)
-        runlog.say(f"Resuming from {setup.found}.")
+    if setup.resume_from:
+        state = run_state.load(setup.resume_from, learner)
+        runlog.say(f"Resuming from {setup.resume_from}.")
         best = setup.best(state)
         if parallel.total(not checkpoint.is_whole(best), setup.device) > 0:
-            runlog.say(f"{best.name} is damaged: {setup.found.name} stands in for it until the next evaluation.")
+            runlog.say(f"{best.name} is damaged: {setup.resume_from.name} stands in for it until the next evaluation.")
             state.forget_best()
             run_state.save(setup.best(state), learner, chat, state)
     if setup.resumes:
@@ -240,9 +297,9 @@ def finish(setup: Setup, learner: Learner, chat: Chat, state: RunState, metrics:
 
     broken: why, or "". metrics: of the closing evaluation.
     """
-    with learner.whole():
+    with learner.whole() as whole:
         if runlog.is_main_process():
-            export(setup, learner, chat, state, metrics, broken)
+            export(setup, whole.model, chat, state, metrics, broken)
     parallel.barrier()
     parallel.stop()
     if broken:
@@ -253,7 +310,7 @@ def finish(setup: Setup, learner: Learner, chat: Chat, state: RunState, metrics:
         )
 
 
-def export(setup: Setup, learner: Learner, chat: Chat, state: RunState, metrics: dict[str, float], broken: str) -> None:
+def export(setup: Setup, model: Any, chat: Chat, state: RunState, metrics: dict[str, float], broken: str) -> None:
     """Save the final model with its card. metrics: of its evaluation on test levels, which are printed.
 
     broken: why the last policy is not healthy, "" where it is.
@@ -268,10 +325,11 @@ def export(setup: Setup, learner: Learner, chat: Chat, state: RunState, metrics:
     for line in runlog.read_metrics(setup.out / "metrics.jsonl"):
         if line["step"] == state.best_step:
             results += model_card.former_results(line)
-    told = model_card.record("phase3", setup.settings, state.best_step, data=distillation.sources(cfg), results=results)
+    data = distillation.sources(cfg)
+    record = model_card.record("phase3", setup.settings, state.best_step, data=data, results=results)
     final = models.save(
-        setup.out / "final", learner.model, chat, setup.settings,
-        source=cfg.model, history=[*model_card.history(cfg.model.name_or_path), told],
+        setup.out / "final", model, chat, setup.settings,
+        source=cfg.model, history=[*model_card.history(cfg.model.name_or_path), record],
         phase="phase3", step=state.best_step,
     )  # fmt: skip
     print(f"Best on validation levels: step {state.best_step}. On test levels:")

@@ -67,7 +67,7 @@ class RunState:
     unfinished_reported: bool = False  # that in some groups no episode ended by itself
 
     def join(self, envs: Sequence[TrainingEnvSection], won: Mapping[str, Sequence[bool]]) -> list[str]:
-        """The environments that join the curriculum after this evaluation; won: as `best_won`."""
+        """Add the environments that join the curriculum after this evaluation; return them. won: as `best_won`."""
         playing = [env.title for env in envs if env.after is None or env.title in self.joined]
         new = [
             env.title
@@ -78,36 +78,36 @@ class RunState:
         return new
 
     def forget_best(self) -> None:
-        """The policy of this step stands in for a best that is damaged: any evaluation is better."""
+        """Let the policy of this step stand in for a best that is damaged: any evaluation is better."""
         self.best_step, self.best_success, self.best_won = self.step, -1.0, {}
 
 
 def changed(cfg: StarPORun, changes: dict[str, Any]) -> StarPORun:
-    """The run's config with these dotted paths changed."""
-    given = cfg.model_dump()
+    """Return the run's config with these dotted paths changed."""
+    sections = cfg.model_dump()
     for path, value in changes.items():
-        *sections, key = path.split(".")
-        inner = given
-        for section in sections:
+        *parents, key = path.split(".")
+        inner = sections
+        for section in parents:
             inner = inner[section]
         inner[key] = value
-    return type(cfg).model_validate(given)
+    return type(cfg).model_validate(sections)
 
 
 def save(folder: Path, learner: Learner, chat: Chat, state: RunState) -> None:
-    """A checkpoint that a run resumes from bit by bit, and that transformers (or peft) can load as it is."""
+    """Save a checkpoint that a run resumes from bit by bit, and that transformers (or peft) can load as it is."""
 
     optimizer = whole_state(learner.optimizer)
 
     def write(out: Path) -> None:
-        learner.model.save_pretrained(out, **({"selected_adapters": ["default"]} if learner.adapted else {}))
+        models.model.save_pretrained(out, **({"selected_adapters": ["default"]} if learner.adapted else {}))
         chat.save(out)
         torch.save(optimizer, out / "optimizer.pt")
-        if learner.critic:
-            learner.critic.save(out)
+        if models.critic:
+            models.critic.save(out)
         (out / FILE).write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
 
-    with learner.whole(critic=True):
+    with learner.whole(critic=True) as models:
         if runlog.is_main_process():
             checkpoint.save(folder, write, chat_template_sha256=chat.hash, phase=3, step=state.step)
     parallel.barrier()
@@ -116,38 +116,38 @@ def save(folder: Path, learner: Learner, chat: Chat, state: RunState) -> None:
 def load(folder: Path, learner: Learner) -> RunState:
     """Put a checkpoint's weights, critic and optimizer in place and return where the run was."""
     checkpoint.verify(folder)
-    with learner.whole(critic=True, write=True):
+    with learner.whole(critic=True, write=True) as models:
         if learner.adapted:  # read into the CPU's memory: the device need not hold all of it twice
             from peft import set_peft_model_state_dict
 
-            set_peft_model_state_dict(learner.model, load_file(folder / "adapter_model.safetensors"))
+            set_peft_model_state_dict(models.model, load_file(folder / "adapter_model.safetensors"))
         else:
             shards = [load_file(file) for file in checkpoint.weight_files(folder)]
             weights = {key: value for shard in shards for key, value in shard.items()}
-            missing = learner.model.load_state_dict(weights, strict=False)
+            missing = models.model.load_state_dict(weights, strict=False)
             assert not missing.unexpected_keys, missing.unexpected_keys
-        if learner.critic:
-            learner.critic.load(folder)
+        if models.critic:
+            models.critic.load(folder)
     state = read(folder)
     learner.load_optimizer(folder)
     return state
 
 
 def read(folder: Path) -> RunState:
-    """Where the run was when it wrote this checkpoint."""
-    found = files.read_json(folder / FILE, REMEDY)
-    known = {each.name for each in dataclasses.fields(RunState)}
-    if found.keys() != known:
+    """Return where the run was when it wrote this checkpoint."""
+    saved = files.read_json(folder / FILE, REMEDY)
+    fields = {each.name for each in dataclasses.fields(RunState)}
+    if saved.keys() != fields:
         raise UserError(
             f"{folder / FILE} was written by another version of this program: it has other keys"
-            f" ({', '.join(sorted(found.keys() ^ known))}). Go on with that version, or start anew in another"
+            f" ({', '.join(sorted(saved.keys() ^ fields))}). Go on with that version, or start anew in another"
             " output_dir."
         )
-    return RunState(**found)
+    return RunState(**saved)
 
 
 def resume_from(out: Path, say: Callable[[str], None]) -> Path | None:
-    """The newest whole checkpoint whose best policy is whole as well: from there the run repeats itself exactly.
+    """Return the newest whole checkpoint whose best policy is whole as well: from there the run repeats itself exactly.
 
     Where no checkpoint has its best, the newest whole one, which then begins to look for a best anew.
     """
@@ -160,7 +160,7 @@ def resume_from(out: Path, say: Callable[[str], None]) -> Path | None:
 
 
 def drop_later(out: Path, step: int) -> None:
-    """Checkpoints and bests behind the step that a run resumes from: damaged or unknown to it, and taken for newer."""
+    """Remove checkpoints and bests behind the step that a run resumes from, which would be taken for newer."""
     if runlog.is_main_process():
         for number, folder in checkpoint.numbered(out) + checkpoint.numbered(out, "best"):
             if number > step:
@@ -168,7 +168,7 @@ def drop_later(out: Path, step: int) -> None:
 
 
 def drop_old(out: Path, keep: int) -> None:
-    """Only the newest `keep` checkpoints stay, and the bests that they know."""
+    """Remove all but the newest `keep` checkpoints and the bests that they know."""
     if runlog.is_main_process():
         folders = checkpoint.numbered(out)
         known = [best for best in checkpoint.numbered(out, "best") if best[0] <= folders[-keep:][0][0]]
@@ -177,7 +177,7 @@ def drop_old(out: Path, keep: int) -> None:
 
 
 def remove(folder: Path) -> None:
-    """A folder and all that is in it; of a link, the link alone."""
+    """Remove a folder and all that is in it; of a link, the link alone."""
     if folder.is_symlink():
         folder.unlink()
     else:

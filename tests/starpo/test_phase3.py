@@ -367,7 +367,7 @@ def test_a_signal_in_the_closing_evaluation_stops_it_and_resume_closes_the_run(
     file, run = settings(tmp_path / "run.yaml", player), begun_again(whole, tmp_path / "run")
     evaluate = phase3.evaluate
 
-    def interrupted(*given: Any, **named: Any) -> dict[str, float]:
+    def interrupted(*given: Any, **named: Any) -> phase3.Evaluation:
         os.kill(os.getpid(), signal.SIGTERM)
         return evaluate(*given, **named)
 
@@ -878,11 +878,8 @@ def test_what_was_learned_before_an_early_stop_is_exported(
     """An alarm ends the run in step 3, between two evaluations, when the policy wins far more than at the start."""
     real, stopped = phase3.evaluate, [0]
 
-    def evaluate(*given: Any, won: dict[str, list[bool]] | None = None, **named: Any) -> dict[str, float]:
-        row = real(*given, won=won, **named)
-        if won is not None:
-            won["frozen_lake"] = [stopped[0] > 0] * 8
-        return row
+    def evaluate(*given: Any, **named: Any) -> phase3.Evaluation:
+        return real(*given, **named)._replace(won={"frozen_lake": [stopped[0] > 0] * 8})
 
     def stop_early(self: Monitor, state: RunState, success: float) -> None:
         state.stopped_early = state.step == 3
@@ -918,13 +915,13 @@ def test_the_best_policy_wins_more_of_the_same_levels(
     real = phase3.evaluate
     begun: list[int] = []
 
-    def evaluate(*given: Any, won: dict[str, list[bool]] | None = None, **named: Any) -> dict[str, float]:
-        row = real(*given, won=won, **named)
-        if won is not None:
-            count = levels_won[begun.pop(0)]
-            won["frozen_lake"] = [n < count for n in range(8)]
-            row |= {"evaluation/success": count / 8, "evaluation/frozen_lake/success": count / 8}
-        return row
+    def evaluate(*given: Any, **named: Any) -> phase3.Evaluation:
+        result = real(*given, **named)
+        if named.get("name") == "final":
+            return result
+        count = levels_won[begun.pop(0)]
+        shares = {"evaluation/success": count / 8, "evaluation/frozen_lake/success": count / 8}
+        return result._replace(metrics=result.metrics | shares, won={"frozen_lake": [n < count for n in range(8)]})
 
     monkeypatch.setattr(phase3, "evaluate", evaluate)
     every = {"trainer": {"max_steps": 3}, "evaluation": {"every": 2}, "transcripts": {"every": 9}}
@@ -989,7 +986,9 @@ def test_a_model_that_computes_no_numbers_is_not_trained(
         train(settings(tmp_path / "run.yaml", broken))
     real = phase3.evaluate
     broke = {"evaluation/frozen_lake/logprob": math.nan}
-    monkeypatch.setattr(phase3, "evaluate", lambda *given, **named: real(*given, **named) | broke)
+    monkeypatch.setattr(
+        phase3, "evaluate", lambda *given, **named: (r := real(*given, **named))._replace(metrics=r.metrics | broke)
+    )
     with pytest.raises(UserError, match=r"final cannot be trained: since step 0 .*evaluation/frozen_lake/logprob"):
         train(settings(tmp_path / "other.yaml", player, output_dir=str(tmp_path / "other")))
     assert not list(tmp_path.glob("*/best-*"))

@@ -90,7 +90,9 @@ def thoughts_and_prompts(
     ]
     lengths = [len(turn.reasoning) for turns in episodes for turn in turns]
     row: dict[str, float] = {"rollout/thought_tokens": sum(lengths) / max(1, len(lengths))}
-    chosen = samples_within(cfg, episodes, step, state, can_share_prefixes(learner.policy))
+    with learner.whole() as models:
+        shared = can_share_prefixes(models.policy)
+    chosen = samples_within(cfg, episodes, step, state, shared)
     if chosen is None and step == cfg.diagnostics.every:
         say(
             f"step {step}: whether thoughts depend on their prompts is not looked at yet: it would take more than"
@@ -98,9 +100,9 @@ def thoughts_and_prompts(
         )
     for scope, (size, tokens, pairs) in (chosen or {}).items():
         own = list(parallel.mine(len(pairs.reasonings)))
-        with learner.autocast():
+        with learner.sampling() as models:
             scores = cross_scores(
-                learner.policy, pairs.prompts, [pairs.reasonings[i] for i in own], temperature=cfg.rollout.temperature
+                models.policy, pairs.prompts, [pairs.reasonings[i] for i in own], temperature=cfg.rollout.temperature
             )
         before = state.collapse.get(scope)
         scores_RN = torch.tensor(parallel.gather(scores.tolist()))

@@ -6,7 +6,7 @@ import torch
 
 from posttrain.runtime import parallel
 from posttrain.starpo import losses
-from posttrain.starpo.learner import CRITIC, POLICY, Learner, ValueLoss
+from posttrain.starpo.learner import CRITIC, POLICY, Forward, Learner, ValueLoss
 
 
 class UpdateFigures:
@@ -19,8 +19,12 @@ class UpdateFigures:
         self.distilled, self.distilled_tokens = 0.0, 0
 
     @torch.no_grad()
-    def policy(self, tokens: losses.Tokens, result: losses.Objective, sampler_S: torch.Tensor) -> None:
-        """sampler_S: the sampler's log-probs, compared in the first optimizer step; later the policy has moved."""
+    def policy(
+        self, forward: Forward, tokens: losses.Tokens, result: losses.Objective, sampler_S: torch.Tensor
+    ) -> None:
+        """Add a micro-batch; sampler_S: the sampler's log-probs, (S,), compared in the first optimizer step alone."""
+        if not forward.weight:
+            return
         new_S, clipped_S = tokens.logprobs_S, result.clipped_S
         if self.steps == 0:
             self.sampler_gap += (new_S - sampler_S).abs().sum().item()
@@ -39,7 +43,10 @@ class UpdateFigures:
         self._add(found)
 
     @torch.no_grad()
-    def critic(self, value: ValueLoss) -> None:
+    def critic(self, forward: Forward, value: ValueLoss | None) -> None:
+        """Add a micro-batch; value: of the critic, None where there is none."""
+        if value is None or not forward.weight:
+            return
         found = {
             "critic/loss": value.loss_S.sum().item(),
             "critic/value": value.values_S.sum().item(),

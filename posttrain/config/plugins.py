@@ -1,0 +1,83 @@
+"""How is a function of your own used?  Name it in YAML as `module:function`.
+
+The module is a file of the folder that the command is run in (`my_rewards.py` is the module `my_rewards`) or one of an
+installed package. Nothing is imported from a model's folder or a data file. examples/ has one of each, tested.
+
+`algorithm.advantage`: what each sampled token was worth
+
+    def advantage(earned: posttrain.starpo.Earned, algorithm: posttrain.config.AlgorithmSection) -> torch.Tensor
+
+    earned: rewards of episodes and turns, and the group, episode and turn of everything. algorithm: the section of the
+    config, whose keys (`gamma`, `advantage_std`, ...) it may read. Returns a finite float tensor (S,), one number for
+    each sampled token. There is no critic, so `earned.values_S` is None.
+
+`algorithm.loss_type`: the policy loss of each sampled token
+
+    def loss(tokens: posttrain.starpo.losses.Tokens, settings: posttrain.starpo.losses.Settings)
+        -> tuple[torch.Tensor, torch.Tensor]
+
+    tokens: log-probs under the policy (with gradient) and before the update, advantages, ... of a micro-batch, each
+    (S,). settings: `epsilon`, `epsilon_high`, ... of the config. Returns the loss of each token, float with gradient,
+    and which tokens are clipped, bool (for the figures alone), both (S,). Weights, the importance of tokens, KL and
+    entropy are added by `losses.objective`.
+
+`protocol.parser`: the actions that a model's text asks for
+
+    def parser(text: str, protocol: envs.protocol.Protocol, listed: Sequence[str] | None) -> envs.protocol.Parsed
+
+    text: what the model wrote in one turn, any text. listed: the environment's actions as they are spelled; None where
+    an action is free text. Returns Parsed(actions, well_formed, invalid), with at most `protocol.max_actions_per_turn`
+    actions, each of which is in `listed`. It must not raise. The words that tell a model how to answer stay those of
+    the built-in form.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from envs import by_path as paths
+from posttrain.types import UserError
+
+PARAMETERS = {  # of a function that a key may name
+    "algorithm.advantage": ("earned", "algorithm"),
+    "algorithm.loss_type": ("tokens", "settings"),
+    "protocol.parser": ("text", "protocol", "listed"),
+}
+
+
+def is_path(name: str) -> bool:
+    """Return whether the value of a key names a function, as `module:function`, and not a built-in choice."""
+    return ":" in name
+
+
+@cache
+def by_path(path: str, key: str) -> Callable[..., Any]:
+    """Return the function that a key of the config names.
+
+    Args:
+        path: e.g. "my_module:function".
+        key: where it is written, a key of `PARAMETERS`.
+
+    Raises:
+        UserError: there is no such module or function, or it cannot be called with these parameters.
+    """
+    try:
+        function = paths.by_path(path)
+    except ValueError as problem:
+        raise UserError(f"`{key}: {path}` cannot be used: {problem}") from problem.__cause__
+    names = PARAMETERS[key]
+    call = f"{path.partition(':')[2]}({', '.join(names)})"
+    try:
+        inspect.signature(function).bind(*names)
+    except TypeError:
+        has = f"has the parameters {inspect.signature(function)}" if callable(function) else "is not a function"
+        raise UserError(
+            f"`{key}: {path}` {has}, and it is called as {call}: write a function with {len(names)} parameters, as"
+            " the docstring of posttrain/config/plugins.py describes it."
+        ) from None
+    except ValueError:  # a function of C, whose parameters nobody can ask for
+        pass
+    return function

@@ -1,0 +1,235 @@
+"""Is a function of one's own used, and is a wrong one refused in words before anything is loaded?"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_learner import config, learn, moved, played, policy
+from test_phase3 import rows, settings, taught, train
+from tiny_runs import ROOT, python
+from transformers import PreTrainedTokenizerFast
+
+import envs
+from envs.by_path import by_path as bare_by_path
+from envs.protocol import Parsed, Protocol, parse
+from examples import own_advantage, own_loss, own_parser
+from posttrain.config import AlgorithmSection
+from posttrain.config.algorithm import AlgorithmSection as Algorithm
+from posttrain.config.plugins import PARAMETERS, by_path
+from posttrain.starpo import estimators
+from posttrain.starpo.experience import Batch
+from posttrain.starpo.run import check_parser
+from posttrain.types import UserError
+
+ADVANTAGE = "examples.own_advantage:group_relative"
+LOSS = "examples.own_loss:unclipped"
+PARSER = "examples.own_parser:last_answer"
+
+
+@pytest.fixture(scope="module")
+def player(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast) -> Path:
+    return taught(tmp_path_factory.mktemp("player") / "final", tiny_tokenizer, 60)
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Writes own.py into the folder that the run is started in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(text: str) -> None:
+        (tmp_path / "own.py").write_text(text)
+        importlib.invalidate_caches()
+
+    yield write
+    by_path.cache_clear()
+    bare_by_path.cache_clear()
+    sys.modules.pop("own", None)
+
+
+def short(file: Path, player: Path) -> Path:
+    few = {"every": 2, "episodes": 2, "final_episodes": 2}
+    return settings(file, player, trainer={"max_steps": 2}, rollout={"groups": 3}, evaluation=few)
+
+
+def first_update(run: Path) -> dict[str, Any]:
+    updates = [row for row in rows(run) if "policy/loss" in row]
+    assert [row["step"] for row in updates] == [1, 2]
+    return updates[0]
+
+
+@pytest.fixture(scope="module")
+def built_in(player: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    file = short(tmp_path_factory.mktemp("built_in") / "run.yaml", player)
+    train(file)
+    return first_update(file.with_name("run"))
+
+
+@pytest.mark.parametrize(
+    ("key", "path", "same"),
+    [
+        ("algorithm.advantage", ADVANTAGE, True),  # it is GRPO's
+        ("algorithm.loss_type", LOSS, False),
+        ("protocol.parser", PARSER, False),
+    ],
+    ids=["advantage", "loss", "parser"],
+)
+def test_a_run_takes_a_function_of_one_s_own(
+    player: Path, built_in: dict[str, Any], tmp_path: Path, key: str, path: str, same: bool
+) -> None:
+    file = short(tmp_path / "run.yaml", player)
+    train(file, f"{key}={path}")
+    own = first_update(tmp_path / "run")
+    close = all(own.get(name) == pytest.approx(value, rel=1e-4, abs=1e-6) for name, value in built_in.items())
+    assert close == same
+    with pytest.raises(UserError, match=path):  # who goes on has to name the same function
+        train(file, "--resume")
+
+
+def test_the_example_advantage_is_grpo() -> None:
+    groups = played(policy())
+    for number, group in enumerate(groups):
+        for t in group:
+            t.group = number
+    batch = Batch.of([t for group in groups for t in group])
+    earned = estimators.Earned.of(batch, torch.ones(len(batch.episodes), dtype=torch.bool), None)
+    built_in, named = (estimators.estimate(AlgorithmSection(advantage=name), earned)[0] for name in ("grpo", ADVANTAGE))
+    assert torch.allclose(built_in, named, atol=1e-12) and built_in.abs().max() > 0.1
+    assert torch.equal(named, own_advantage.group_relative(earned, AlgorithmSection()))
+
+
+def test_every_estimator_is_in_the_registry_and_the_config() -> None:
+    choices = Algorithm.model_fields["advantage"].annotation.__args__[0].__args__  # type: ignore[union-attr]
+    assert set(choices) == estimators.ESTIMATORS.keys() | estimators.WITH_CRITIC.keys()
+
+
+def test_the_example_loss_is_the_policy_gradient() -> None:
+    """On-policy PPO's clip is never reached, so the gradients are the same."""
+    one = {"num_iterations": 1, "minibatches": 1}
+    assert torch.equal(moved(config(loss_type=LOSS, **one)), moved(config(**one)))
+    assert own_loss.unclipped.__doc__
+
+
+@pytest.mark.parametrize(
+    ("text", "actions"),
+    [
+        ("<think>a</think><answer>Left</answer>", ["Left"]),
+        ("<answer>Up</answer> no, <answer>left, please, or right</answer>", ["Left"]),
+        ("<answer>", None),
+        ("", None),
+    ],
+)
+def test_the_example_parser_takes_the_last_answer(text: str, actions: list[str] | None) -> None:
+    listed, protocol = ["Left", "Right", "Up", "Down"], Protocol(parser=PARSER)
+    parsed = protocol.read(text, listed)
+    assert parsed == own_parser.last_answer(text, protocol, listed)
+    assert parsed == Parsed(actions or [], actions is not None, [])
+    assert Protocol().read(text, listed) == parse(text, Protocol(), listed)
+    check_parser(PARSER, protocol, listed)
+    check_parser(PARSER, protocol, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "words"),
+    [
+        ("", "nowhere:f", r"there is no module nowhere: run the command in the folder that has nowhere\.py"),
+        ("", "own.deeper:f", r"there is no module own\.deeper"),
+        ("def g(): ...", "own:f", r"own \(.*own\.py\) has no f\. It has g\."),
+        ("import nowhere", "own:f", r"own imports nowhere, which is not installed"),
+        ("1 / 0", "own:f", r"importing own raised ZeroDivisionError"),
+        ("raise SystemExit", "own:f", r"importing own raised SystemExit"),
+        ("f = 3", "own:f", r"own:f` is not a function, and it is called as f\(earned, algorithm\)"),
+        ("def f(earned): ...", "own:f", r"has the parameters \(earned\), and it is called as f\(earned, algorithm\)"),
+        ("def f(a, b, c): ...", "own:f", r"has the parameters \(a, b, c\)"),
+    ],
+)
+def test_a_path_that_cannot_be_used_is_refused_in_words(module: Any, text: str, path: str, words: str) -> None:
+    module(text)
+    with pytest.raises(UserError, match=rf"`algorithm\.advantage: {path}`.*{words}|{words}") as error:
+        by_path(path, "algorithm.advantage")
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_is_searched_that_python_was_not_started_in(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module("def f(earned, algorithm, *, scale=1): return scale")
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(Path.cwd()))])
+    assert by_path("own:f", "algorithm.advantage")(None, None) == 1
+
+
+def advantage(code: str) -> str:
+    return f"import torch\ndef f(earned, algorithm): return {code}"
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("None", "returned NoneType, and a tensor of shape"),
+        ("earned.rewards_B", r"returned a tensor of shape \(12,\), and a tensor of shape \(\d+,\) is needed"),
+        ("torch.full([len(earned.turn_S)], torch.nan)", "not finite"),
+    ],
+)
+def test_an_advantage_of_another_shape_is_refused(module: Any, code: str, words: str) -> None:
+    module(advantage(code))
+    with pytest.raises(UserError, match=words):
+        learn(config(advantage="own:f"), model := policy(), played(model))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "None",
+        "tokens.logprobs_S",
+        "(tokens.logprobs_S.sum(), tokens.advantages_S > 0)",
+        "(tokens.logprobs_S, tokens.advantages_S)",
+        "(tokens.advantages_S, tokens.advantages_S > 0)",  # nothing to learn from
+    ],
+)
+def test_a_loss_of_another_shape_is_refused(module: Any, code: str) -> None:
+    module(f"def f(tokens, settings): return {code}")
+    with pytest.raises(UserError, match=r"`algorithm\.loss_type: own:f` has to return two tensors of shape"):
+        learn(config(loss_type="own:f"), model := policy(), played(model))
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("text", "returned str for the text ''"),
+        ("1 / 0", "raised ZeroDivisionError"),
+        ("Parsed(['Jump'], True, [])", "returned the action 'Jump', which the environment does not have"),
+        ("Parsed(['Up'] * 9, True, [])", "returned 9 actions, more than"),
+    ],
+)
+def test_a_parser_that_cannot_be_used_is_refused(module: Any, code: str, words: str) -> None:
+    module(f"from envs.protocol import Parsed\ndef f(text, protocol, listed): return {code}")
+    with pytest.raises(UserError, match=words):
+        check_parser("own:f", Protocol(parser="own:f"), ["Up", "Down"])
+
+
+@pytest.mark.parametrize("key", PARAMETERS)
+def test_a_run_says_so_before_anything_is_loaded(player: Path, tmp_path: Path, key: str) -> None:
+    file = settings(tmp_path / "run.yaml", player)
+    with pytest.raises(UserError, match=f"`{key}: nowhere:f` cannot be used: there is no module nowhere"):
+        train(file, f"{key}=nowhere:f")
+    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").glob("*.jsonl"))
+
+
+def test_what_is_neither_a_choice_nor_a_path_is_refused(player: Path, tmp_path: Path) -> None:
+    file = settings(tmp_path / "run.yaml", player)
+    done = python("train_phase3_starpo.py", "--config", str(file), "algorithm.advantage=own.f", "protocol.parser=x")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "algorithm.advantage (on the command line): 'own.f' is not one of" in done.stderr
+    assert "write MODULE:FUNCTION, the path of a function of your own" in done.stderr
+
+
+def test_an_environment_is_played_with_the_parser() -> None:
+    from envs.protocol import Episode
+
+    episode = Episode(envs.make("frozen_lake"), Protocol(parser=PARSER), seed=7)
+    assert episode.step("I go <answer>down</answer>").valid and episode.actions == ["Down"]
+    assert (ROOT / "examples" / "own_parser.py").exists()
