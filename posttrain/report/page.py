@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 from posttrain import files
+from posttrain.config import command
 from posttrain.report import figures, levels, samples, training_log, verdict
 from posttrain.report.markup import document, text
 from posttrain.report.rows import Pictures, packed
@@ -120,7 +121,7 @@ def commands(results: Results, folder: Path) -> str:
     """What a reader would type next, ready to copy."""
     places = [results["config"]["checkpoints"][name] for name in results["checkpoints"]]
     local = [place for place in places if isinstance(place, str)]  # the others are endpoints
-    chat = "python inference_with_improved_settings.py"
+    chat = command("inference_with_improved_settings")
     if results["config"].get("goals"):  # those of the quickstart, whose models want other presets
         chat += " --config configs/quickstart/chat.yaml"
     chat += f" {shlex.quote(f'model.name_or_path={local[-1]}' if local else 'model.name_or_path=MODEL')}"
@@ -132,7 +133,7 @@ def commands(results: Results, folder: Path) -> str:
     lines += [("All answers and episodes, with filters", f"posttrain report {folder / 'transcripts.jsonl'}")]
     lines += [("Beside another run, with a verdict", f"posttrain report {folder} ANOTHER_RUN")]
     lines += [("Make this page again", f"posttrain report {folder}")]
-    lines += [("The reference run, on a GPU with a real model", "python train_phase1_sft.py")]
+    lines += [("The reference run, on a GPU with a real model", command("train_phase1_sft"))]
     items = "".join(f"<li><span>{text(why)}</span><code>{text(command)}</code></li>" for why, command in lines)
     return f'<ul class="commands">{items}</ul>'
 

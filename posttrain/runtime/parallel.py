@@ -1,9 +1,9 @@
 """Which share of the work is mine?  The few collective operations of a run on several processes, no-ops on one.
 
 Processes come from `torchrun` or `accelerate launch`, or from `python -m posttrain.runtime.parallel`, which takes
-torchrun's arguments and ends with the exit code of the run, where torchrun says 1 whatever has happened. Gradients are summed by
-hand after the last micro-batch, so ranks may hold different numbers of micro-batches, or none, and no rank ever waits
-for a batch another does not have.
+torchrun's arguments and ends with the exit code of the run, where torchrun says 1 whatever has happened. Gradients are
+summed by hand after the last micro-batch, so ranks may hold different numbers of micro-batches, or none, and no rank
+ever waits for a batch another does not have.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from transformers import set_seed
 from envs.process_state import kept
 from envs.protocol import Episode
 from posttrain import models, plan
-from posttrain.config import EnvSection, StarPORun, TrainingEnvSection
+from posttrain.config import EnvSection, StarPORun, TrainingEnvSection, command
 from posttrain.models import Chat, model_card
 from posttrain.plan import check_run, without_noise
 from posttrain.rollout import Context, Sampler, new_episode, open_env, play
@@ -285,5 +285,5 @@ def export(setup: Setup, learner: Learner, chat: Chat, state: RunState, metrics:
     print(f"Memory: at most {memory(setup.device):.2f} GiB; planned {plan.gib(setup.plan.peak)} GiB.")
     print(f"Saved: {final}  (curves: {setup.out / 'metrics.jsonl'})")
     if not broken:
-        chat_with_it = f"inference_with_improved_settings.py model.name_or_path={final}"
-        print(f"Next: python {chat_with_it} --play {cfg.envs[0].name}")
+        chat_with_it = f"{command('inference_with_improved_settings')} model.name_or_path={final}"
+        print(f"Next: {chat_with_it} --play {cfg.envs[0].name}")
