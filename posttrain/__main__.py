@@ -3,6 +3,8 @@
     posttrain sft --config quickstart/phase1_sft     with a reference config, found by name from any folder
     posttrain rl --config mine.yaml seed=1           with a file of your own, and a key of it changed
     posttrain COMMAND --help                         its options, and every key of its config file
+
+The scripts at the root of the repository are the same code.
 """
 
 from __future__ import annotations
