@@ -56,12 +56,15 @@ def _name(given: str | Path) -> str:
 
 
 def _like(name: str) -> list[str]:
-    """The reference configs whose name is spelled like this one, or else its last part."""
+    """The reference configs whose name begins so or is spelled like this one, or else its last part."""
     names, last = config_names(), name.rpartition("/")[2]
     lasts = difflib.get_close_matches(last, {each.rpartition("/")[2] for each in names}, 1, 0.8)
-    return difflib.get_close_matches(name, names, 2, 0.8) or [
-        each for each in names if each.rpartition("/")[2] in lasts
-    ]
+    begun = [each for each in names if name and each.startswith(name)][:3]
+    return (
+        begun
+        or difflib.get_close_matches(name, names, 2, 0.8)
+        or [each for each in names if each.rpartition("/")[2] in lasts]
+    )
 
 
 def command(script: str) -> str:
