@@ -3,10 +3,10 @@
 #   docker build -t posttrain-cuda --build-arg DEVICE=cuda .          GPU: run it with --gpus all (NVIDIA Container Toolkit)
 #   mkdir -p runs                                                     else Docker makes it, for root alone
 #   docker run --rm -v "$PWD/runs:/app/runs" posttrain                the quickstart; its results lie in runs/
-#   docker run --rm -it -v "$PWD/runs:/app/runs" posttrain python train_phase1_sft.py --help
+#   docker run --rm -it -v "$PWD/runs:/app/runs" posttrain posttrain sft --help
 # The chat in the browser, then at http://127.0.0.1:7860 of this machine; other containers reach it too, so it asks for a
 # password, which is typed at the start:
-#   docker run --rm -it -p 127.0.0.1:7860:7860 -v "$PWD/runs:/app/runs" posttrain python inference_with_improved_settings.py --config configs/quickstart/chat.yaml --web --host 0.0.0.0 --password
+#   docker run --rm -it -p 127.0.0.1:7860:7860 -v "$PWD/runs:/app/runs" posttrain posttrain chat --config quickstart/chat --web --host 0.0.0.0 --password
 # Inside it is user 1000, who must be able to write to what is mounted; other users: --user "$(id -u)" -e HOME=/tmp.
 # deep_coder runs programs in bubblewrap, which needs namespaces of its own: --security-opt seccomp=unconfined (where
 # AppArmor is on, apparmor=unconfined as well); without them it refuses to start. All else needs no such option.
@@ -30,11 +30,11 @@ RUN python -m venv "$VENV" && awk '/^[^ ]/ {on = /^pip==/} on' requirements.lock
     if [ "$DEVICE" = cpu ]; then \
       pip install --no-deps --extra-index-url https://download.pytorch.org/whl/cpu $(grep -o '^torch==[^ ]*' requirements.lock); \
     fi && \
-    pip install --require-hashes -c requirements.lock -r requirements.txt
+    pip install --require-hashes -c requirements.lock -r requirements.txt hatchling
 
 COPY . .
-# The stamp tells the Makefile that its environment is there.
-RUN useradd --create-home --uid 1000 posttrain && mkdir runs && chown posttrain runs && touch "$VENV/.installed"
+# The command posttrain; the stamp tells the Makefile that its environment is there.
+RUN pip install --no-deps --no-build-isolation --no-index -e . && useradd --create-home --uid 1000 posttrain && mkdir runs && chown posttrain runs && touch "$VENV/.installed"
 USER 1000
 ENV PYTHONUNBUFFERED=1
 CMD ["make", "quickstart"]

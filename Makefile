@@ -1,10 +1,11 @@
 # make quickstart   three phases on a laptop CPU, a table, a report, and what to type next
 # make smollm2      all of it with SmolLM2-135M on two cores: hours
 # make test         the default test suite
-# make check        lint, types, layers
+# make check        lint, format, types, layers
 # make bench        speed beside other libraries, everything in benchmarks/; hours
 # make lock         requirements.lock: exact versions and hashes; UPGRADE=--upgrade takes the newest within the bounds
-# make setup        .venv alone; every target above does it by itself
+# make setup        .venv alone, with the command posttrain; every target above does it by itself
+# make help         this list
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,10 +20,13 @@ TWO := $(PY) -m posttrain.runtime.parallel --standalone --nproc_per_node 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup quickstart smollm2 test check bench lock
+.PHONY: help setup quickstart smollm2 test check bench lock
 .PRECIOUS: $(QUICK)/base/manifest.json $(patsubst %,$(QUICK)/%/final/manifest.json,phase1 phase2 phase3)
 .PRECIOUS: $(SMOL)/base/manifest.json $(SMOL)/demos.jsonl $(SMOL)/answers/best.jsonl $(SMOL)/pairs/pairs.jsonl
 .PRECIOUS: $(patsubst %,$(SMOL)/%/final/manifest.json,phase1 phase2 coin phase3)
+
+help:
+	@sed -n 's/^# \(make [a-z0-9]*  .*\)/\1/p' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP)
 
@@ -42,7 +46,8 @@ $(STAMP): requirements.txt requirements-dev.txt requirements.lock
 	pip="$(PY) -m pip install --disable-pip-version-check --progress-bar off"; \
 	{ awk '/^[^ ]/ {on = /^pip==/} on' requirements.lock >$(VENV)/pip.txt && $$pip --require-hashes -r $(VENV)/pip.txt && \
 	  { [ -z "$$cpu" ] || $$pip --no-deps $$index $$(grep -o '^torch==[^ ]*' requirements.lock); } && \
-	  $$pip --require-hashes -c requirements.lock -r requirements.txt -r requirements-dev.txt; } >$$log 2>&1 || \
+	  $$pip --require-hashes -c requirements.lock -r requirements.txt -r requirements-dev.txt && \
+	  $$pip --no-deps --no-build-isolation --no-index -e .; } >$$log 2>&1 || \
 	  { echo; cat $$log; exit 1; }; \
 	[ ! -t 1 ] || echo; echo "Installed in $$(($$(date +%s) - began)) s."
 	@touch $@
@@ -138,10 +143,12 @@ $(SMOL)/report.html: | $(SMOL)/coin/final/manifest.json
 	  $(call held_out,) $(if $(wildcard $(SMOL)/evaluation_rows/*),--resume,--overwrite)
 
 test: $(STAMP)
-	$(PY) -m pytest -q -n 2 --dist loadfile
+	@began=$$(date +%s); $(PY) -m pytest -q -n 2 --dist loadfile; code=$$?; \
+	took=$$(($$(date +%s) - began)); echo "make test took $$((took / 60)) min $$((took % 60)) s."; exit $$code
 
 check: $(STAMP)
 	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/pyright --pythonpath $(PY)
 	$(PY) -m pytest -q tests/project/test_layers.py
 

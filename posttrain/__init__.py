@@ -2,6 +2,8 @@
 
 import logging
 
+__version__ = "0.1.0"
+
 # At import bitsandbytes warns that a CPU lacks a kernel for 4-bit weights, and TRL imports it before anything of ours
 # that could prevent it. Until it warns where there are such weights alone.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

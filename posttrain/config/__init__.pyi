@@ -19,6 +19,13 @@ from .evaluation import (
 from .loading import dump as dump, load as load, resolve as resolve, run as run, training_flags as training_flags
 from .pairs import PairsRun as PairsRun
 from .plugins import by_path as by_path, is_path as is_path
+from .reference import (
+    CONFIGS as CONFIGS,
+    command as command,
+    find_config as find_config,
+    find_file as find_file,
+    reference_name as reference_name,
+)
 from .sft import SFTRun as SFTRun
 from .shared import (
     COLDEST as COLDEST,

@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from posttrain.config import suggestions
+from posttrain.config.reference import find_config
 from posttrain.config.shared import Section, hint
 from posttrain.config.trl_fields import NOT_SUPPORTED, SET_BY_SCRIPTS, TRLFields
 from posttrain.config.yaml_file import parse_yaml, read_yaml
@@ -74,13 +75,17 @@ def load(
     description: what `--help` begins with, the script's own docstring.
     """
     parser = argparse.ArgumentParser(
+        prog=Path(sys.argv[0]).name,  # as Python before 3.14 has it
         description=description,
         epilog="keys of the YAML file and of the overrides:\n" + "\n".join(_describe(schema)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. seed=1, or model.tuning=lora")
-    parser.add_argument("--config", default=str(default), metavar="FILE", help="YAML file (default: %(default)s)")
+    parser.add_argument(
+        "--config", default=str(default), metavar="FILE",
+        help="YAML file, or the name of a reference config such as quickstart/phase1_sft (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--print-config", action="store_true", help="print the resolved config as YAML and stop")
     if add_arguments:
         add_arguments(parser)
@@ -118,7 +123,7 @@ def resolve(schema: type[Config], file: str | Path, overrides: list[str] | None 
     A preset that an override names takes the place of the file's section `algorithm`, and its other keys win over the
     file's: who asks for a preset gets it, whatever the file was tuned for.
     """
-    given = read_yaml(Path(file))
+    given = read_yaml(find_config(file))
     problems: list[str] = []
     changed: list[tuple[str, ...]] = []
     overrides = list(overrides or ())
@@ -139,7 +144,7 @@ def resolve(schema: type[Config], file: str | Path, overrides: list[str] | None 
     try:
         config = schema.model_validate(_merge(schema.preset_keys(given), given))
     except ValidationError as error:
-        if other := suggestions.other_script(schema, Path(file)):
+        if other := suggestions.other_script(schema, file):
             raise UserError(other) from None
         problems += _explain_all(schema, error, changed, given)
     else:
@@ -290,7 +295,7 @@ def _no_options(
     """What to write instead of options such as `--learning_rate 1e-5`, as other trainers take them."""
     given: dict[str, Any] = {}
     with contextlib.suppress(UserError):  # the file is not what is wrong here
-        given = read_yaml(Path(file))
+        given = read_yaml(find_config(file))
     write, nothing_like = [], []
     options = list(dict.fromkeys(each.partition("=")[0] for each in unknown if each.startswith("-")))
     for option in options:

@@ -6,17 +6,17 @@ import difflib
 import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import AfterValidator, BaseModel, BeforeValidator, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from posttrain.config.reference import CONFIGS
 from posttrain.config.trl_fields import STRICT, unfit
 from posttrain.types import SamplingParams
 
-PRESETS = Path(__file__).parents[2] / "configs" / "presets"
+PRESETS = CONFIGS / "presets"
 
 
 def Field(description: str, default: Any = ..., **limits: Any) -> Any:
@@ -109,7 +109,8 @@ class ModelSection(Section):
 
 class ChatSection(Section):
     template: str | None = Field(
-        "path of a Jinja chat template (TRL's chat_template_path); null keeps the model's own if usable, else ours",
+        "chatml, which is ours, or the path of a Jinja template (TRL's chat_template_path); null keeps the model's own"
+        " if usable, else ours",
         None,
     )
 

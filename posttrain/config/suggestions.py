@@ -17,6 +17,7 @@ from posttrain.config.data import Source
 from posttrain.config.dpo import DPORun
 from posttrain.config.evaluation import Endpoint, EvaluateRun
 from posttrain.config.pairs import PairsRun
+from posttrain.config.reference import command, find_config
 from posttrain.config.sft import SFTRun
 from posttrain.config.shared import EnvSection, Section
 from posttrain.config.starpo import StarPORun
@@ -67,11 +68,11 @@ ALIASES: dict[str, tuple[str, ...]] = {
 MAIN_KEY = {"model": "name_or_path", "chat": "template", "algorithm": "preset"}
 KINDS = {SFTRun: "messages", DPORun: "preferences"}  # of a file of somebody's own; elsewhere its prompts are read
 SCRIPTS: dict[type[Section], str] = {
-    SFTRun: "train_phase1_sft.py",
-    DPORun: "train_phase2_dpo.py",
-    StarPORun: "train_phase3_starpo.py",
-    EvaluateRun: "evaluate_model.py",
-    ChatRun: "inference_with_improved_settings.py",
+    SFTRun: "train_phase1_sft",
+    DPORun: "train_phase2_dpo",
+    StarPORun: "train_phase3_starpo",
+    EvaluateRun: "evaluate_model",
+    ChatRun: "inference_with_improved_settings",
     PairsRun: "posttrain pairs",
 }
 
@@ -250,9 +251,9 @@ def instead(schema: Any, given: Any, path: str, value: Any, typed: bool) -> str:
     return f"; write `{name}: {f'{{{below}: {new}}}' if below else new}`"
 
 
-def other_script(schema: Any, file: Path) -> str | None:
+def other_script(schema: Any, file: str | Path) -> str | None:
     """The script that a config file is for, if it is another one: its keys fit there far better than here."""
-    given = read_yaml(file)
+    given = read_yaml(find_config(file))
 
     def problems(of: type[Section]) -> list[str]:
         try:
@@ -268,4 +269,5 @@ def other_script(schema: Any, file: Path) -> str | None:
     best = min(others, key=others.__getitem__)
     if others[best] >= len(mine) / 2:
         return None
-    return f"{file} is a config of {SCRIPTS[best]}. Write: python {SCRIPTS[best]} --config {shlex.quote(str(file))}"
+    how = SCRIPTS[best] if best is PairsRun else command(SCRIPTS[best])
+    return f"{file} is a config of {how.removeprefix('python ')}. Write: {how} --config {shlex.quote(str(file))}"

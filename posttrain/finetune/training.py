@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallb
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from posttrain import files, models
-from posttrain.config import TrainingRun, read_yaml
+from posttrain.config import TrainingRun, command, find_config, read_yaml, reference_name
 from posttrain.data import SOURCES
 from posttrain.metrics import wilson
 from posttrain.models import VOCABULARY_CHUNK, Chat, model_card, no_bars, pads_on_the_right
@@ -292,17 +292,17 @@ def export(
 
 def next_command(phase: str, config_file: Path, final: Path, device: str) -> str:
     """The command of the next phase, with the config file that lies beside this one's, on the device of this one."""
-    file, given = config_file.with_name(f"{phase}.yaml"), ""
+    file, shown = config_file.with_name(f"{phase}.yaml"), ""
     if file.is_file():
-        given = f" --config {shlex.quote(str(file))}"
-    else:
-        file = Path("configs") / file.name
+        shown = f" --config {shlex.quote(str(file))}"
+    elif (beside := reference_name(config_file)) and (name := reference_name(Path(beside).with_name(phase))):
+        shown = f" --config {name}"
     try:
-        written = read_yaml(file).get("device", "auto")
+        written = read_yaml(find_config(file if shown else phase)).get("device", "auto")
     except UserError:  # it is not there, or broken, which the next phase says better
         written = "auto"
     there = "" if written in ("auto", device) else f" device={device}"
-    return f"python train_{phase}.py{given} model.name_or_path={shlex.quote(str(final))}{there}"
+    return f"{command(f'train_{phase}')}{shown} model.name_or_path={shlex.quote(str(final))}{there}"
 
 
 def _record(phase: str, settings: dict[str, Any], step: int, figures: dict[str, float], rows: Path) -> dict[str, Any]:

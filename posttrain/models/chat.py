@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import jinja2
 from tokenizers import AddedToken
 
+from posttrain.config import find_file
 from posttrain.files import read_text
 from posttrain.models import template_limits
 from posttrain.runtime import panics_in_words, plain_text_tokenizer
@@ -40,7 +40,7 @@ Message = dict[str, Any]  # {"role": "assistant", "content": "Left"}; optional: 
 TEMPLATE_PATH = Path(__file__).with_name("chatml.jinja")
 ROLES = ("system", "user", "assistant")  # a role is printed by many templates as it stands, so it is no free text
 REMEDY = (
-    "Write chat.template=posttrain/models/chatml.jinja to train with this project's ChatML template, or "
+    "Write chat.template=chatml to train with this project's ChatML template, or "
     "chat.template=FILE with a corrected copy of the model's own."
 )
 _PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")  # private-use characters: no template says them
@@ -54,8 +54,8 @@ class Encoded(NamedTuple):
 
 
 def template_text(template: str | Path) -> str:
-    """The text of a template file, looked for in the project's folder as well: README's name works from any folder."""
-    path = next(filter(os.path.isfile, (Path(template), TEMPLATE_PATH.parent.parent / template)), None)
+    """The text of a template: `chatml`, the project's own, or a file."""
+    path = TEMPLATE_PATH if str(template) == "chatml" else find_file(template)
     if path is None:
         raise UserError(f"chat.template={template}: there is no such file. {REMEDY}")
     return read_text(path, REMEDY)
@@ -133,7 +133,7 @@ class Chat:
             if not isinstance(text, str):
                 text = text.get("default", "") if isinstance(text, dict) else ""
         else:
-            text, origin = TEMPLATE_PATH.read_text(encoding="utf-8"), "The chat template posttrain/models/chatml.jinja"
+            text, origin = TEMPLATE_PATH.read_text(encoding="utf-8"), "The chat template chatml"
         text = text.replace("\r\n", "\n")  # as it will be read back from the checkpoint: the hash must not change
 
         added = 0

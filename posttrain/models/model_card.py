@@ -161,9 +161,11 @@ def render(
 
 
 def commit() -> str | None:
-    """Return the commit of this code, with "+" for changes on top of it; None outside a git checkout."""
+    """Return the commit of this code, with "+" for changes on top of it; None outside a git checkout of it."""
     git = ["git", "-C", str(Path(__file__).parents[1])]
     try:
+        if subprocess.run([*git, "ls-files", "--error-unmatch", __file__], capture_output=True).returncode:
+            return None  # installed into an environment that lies in somebody's own checkout
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
         changes = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True)
     except OSError:  # no git

@@ -1,8 +1,8 @@
 """What works for a model, and what to write for what does not?  Tried with the functions that the scripts use.
 
     posttrain check-model Qwen/Qwen3-0.6B
-    posttrain check-model models/mine --config configs/phase1_sft.yaml model.tuning=lora
-    posttrain check-model models/mine chat.template=posttrain/models/chatml.jinja
+    posttrain check-model models/mine --config phase1_sft model.tuning=lora
+    posttrain check-model models/mine chat.template=chatml
 
 A line for each subject, with a mark: `ok`, `slower` (it works, at a price that is named), `does not work`. What depends
 on settings is checked for those of the config file and of KEY=VALUE; without a file those of the reference run of
@@ -16,17 +16,16 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from posttrain.config import DPO_KINDS, DPORun, ModelSection, SFTRun, StarPORun, read_yaml, resolve, run
+from posttrain.config import DPO_KINDS, DPORun, ModelSection, SFTRun, StarPORun, find_config, read_yaml, resolve, run
 from posttrain.types import UserError
 
 if TYPE_CHECKING:
     from posttrain.models import Chat
 
 OK, SLOWER, BROKEN = "ok", "slower", "does not work"
-OURS = "posttrain/models/chatml.jinja"
+OURS = "chatml"
 
 
 class Line(NamedTuple):
@@ -361,7 +360,7 @@ def _memory(section: ModelSection) -> Line:
 
 def schema_of(file: str) -> type[SFTRun] | type[DPORun] | type[StarPORun]:
     """Which phase a config file is for."""
-    given = read_yaml(Path(file))
+    given = read_yaml(find_config(file))
     if "envs" in given:
         return StarPORun
     data: Any = given.get("data")

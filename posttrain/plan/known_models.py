@@ -11,12 +11,11 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from posttrain.config import ModelSection, read_yaml
+from posttrain.config import CONFIGS, ModelSection, find_config, read_yaml
 from posttrain.data import SHAPE, VOCABULARY
 from posttrain.models import convgpt, model_files
 from posttrain.types import HUB_NAME, UserError
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART = (convgpt.ConvGPTConfig.model_type, SHAPE | {"vocab_size": VOCABULARY})
 QWEN = {"vocab_size": 151936, "num_key_value_heads": 2, "tie_word_embeddings": True}
 SMOLLM2 = {"vocab_size": 49152, "tie_word_embeddings": True}
@@ -161,7 +160,7 @@ def _phase_that_saves(folder: str, beside: Path) -> str | None:
     with the project."""
     if not _is_of_a_phase(folder):
         return None
-    files = [*sorted(beside.parent.glob("phase*.yaml")), *sorted(CONFIGS.rglob("phase*.yaml"))]
+    files = [*sorted(find_config(beside).parent.glob("phase*.yaml")), *sorted(CONFIGS.rglob("phase*.yaml"))]
     for file in files:
         content = read_yaml(file)
         model, saved = content.get("model"), content.get("output_dir")

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.config import command
 from posttrain.metrics import Interval
 from posttrain.report import tables
 from posttrain.report.episodes import Pictures, evaluation_stage, played, with_pictures
@@ -236,7 +237,7 @@ def commands(results: Results, folder: Path) -> list[tuple[str, str]]:
     """Return (purpose, command) of what a reader would type next, ready to copy."""
     places = [results["config"]["checkpoints"][name] for name in results["checkpoints"]]
     local = [place for place in places if isinstance(place, str)]  # the others are endpoints
-    chat = "python inference_with_improved_settings.py"
+    chat = command("inference_with_improved_settings")
     if results["config"].get("goals"):  # those of the quickstart, whose models want other presets
         chat += " --config configs/quickstart/chat.yaml"
     chat += f" {shlex.quote(f'model.name_or_path={local[-1]}' if local else 'model.name_or_path=MODEL')}"
@@ -249,7 +250,7 @@ def commands(results: Results, folder: Path) -> list[tuple[str, str]]:
         ("All answers and episodes, with filters", f"posttrain report {folder / 'transcripts.jsonl'}"),
         ("Beside another run, with a verdict", f"posttrain report {folder} ANOTHER_RUN"),
         ("Make this page again", f"posttrain report {folder}"),
-        ("The reference run, on a GPU with a real model", "python train_phase1_sft.py"),
+        ("The reference run, on a GPU with a real model", command("train_phase1_sft")),
     ]
 
 

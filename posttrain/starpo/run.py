@@ -12,9 +12,9 @@ import torch
 from transformers import set_seed
 
 from envs.process_state import keep_process_state
-from envs.protocol import Episode, Parsed, Protocol
+from envs.protocol import Episode, Parsed, Protocol, format_response
 from posttrain import models, plan
-from posttrain.config import EnvSection, StarPORun, TrainingEnvSection, by_path, is_path
+from posttrain.config import EnvSection, StarPORun, TrainingEnvSection, by_path, command, is_path
 from posttrain.models import Chat, model_card
 from posttrain.plan import check_run, without_noise
 from posttrain.rollout import Context, Sampler, most_turns, new_episode, open_env, play
@@ -343,5 +343,5 @@ def export(setup: Setup, model: Any, chat: Chat, state: RunState, metrics: dict[
     print(f"Memory: at most {memory(setup.device):.2f} GiB; planned {plan.gib(setup.plan.peak)} GiB.")
     print(f"Saved: {final}  (curves: {setup.out / 'metrics.jsonl'})")
     if not broken:
-        chat_with_it = f"inference_with_improved_settings.py model.name_or_path={final}"
-        print(f"Next: python {chat_with_it} --play {cfg.envs[0].name}")
+        chat_with_it = f"{command('inference_with_improved_settings')} model.name_or_path={final}"
+        print(f"Next: {chat_with_it} --play {cfg.envs[0].name}")

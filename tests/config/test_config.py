@@ -107,7 +107,7 @@ def test_every_file_says_what_it_is_written_for(file):
     assert cfg.hardware
     expected = "cpu" if file.parent.name in ("quickstart", "smollm2") else "cuda"
     assert cfg.device == expected or (schema_of(file) is ChatRun and cfg.device == "auto")
-    assert re.match(r"# .+\n(#.*\n)*#   python (\w+\.py|-m posttrain\.pairs)", file.read_text()), (
+    assert re.match(r"# .+\n(#.*\n)*#   (python \w+\.py|posttrain pairs)", file.read_text()), (
         "the file opens with what it is and its command"
     )
 
@@ -764,9 +764,9 @@ def test_a_config_of_another_script_is_told_by_its_name(tmp_path):
             own = others.get(file.stem, file.stem)
             if own == name:
                 continue
-            script = {each: f"{each}.py" for each in SCRIPTS}
+            script = {each: f"python {each}.py" for each in SCRIPTS}
             wanted = next((script[each] for each in SCRIPTS if SCRIPTS[each] == own), "posttrain pairs")
-            assert f"Write: python {wanted} --config {file}" in complaint(schema, file)
+            assert f"Write: {wanted} --config {file}" in complaint(schema, file)
 
     # with a mistake of its own, too; but a file that lacks something, or has mistakes alone, is nobody else's
     file = tmp_path / "mine.yaml"
@@ -776,7 +776,7 @@ def test_a_config_of_another_script_is_told_by_its_name(tmp_path):
     for text in ("{}", "sed: 1", "data: {sources: [{kind: messages, path: a.jsonl}]}", "model: {name_or_path: a/b}"):
         file.write_text(text, encoding="utf-8")
         said = complaint(SFTRun, file)
-        assert "Write: python" not in said and "output_dir: missing; write `output_dir: ...`" in said
+        assert "Write: " not in said and "output_dir: missing; write `output_dir: ...`" in said
     file.write_text("model: a/b\ndata: mine.jsonl", encoding="utf-8")
     assert "model: should be a section, but is 'a/b'; write `model: {name_or_path: a/b}`" in complaint(SFTRun, file)
     assert "write `data: {sources: [{kind: messages, path: mine.jsonl}]}`" in complaint(SFTRun, file)

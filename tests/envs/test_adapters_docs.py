@@ -21,7 +21,7 @@ from envs import check
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/adapters.md").read_text(encoding="utf-8")
 TAXI, PLAY, TRAIN = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-COMMANDS = [shlex.split(line) for line in re.findall(r"^    (python -m .*)", PAGE, re.MULTILINE)]
+COMMANDS = [shlex.split(line) for line in re.findall(r"^    ((?:python|posttrain) .*)", PAGE, re.MULTILINE)]
 SECTIONS: list[dict[str, Any]] = yaml.safe_load(re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[0])[
     "envs"
 ]
@@ -38,7 +38,7 @@ def test_the_file_of_the_gymnasium_section_is_an_environment(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_the_commands_are_right(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    checked = {command[3]: command[3:] for command in COMMANDS if command[2] == "envs.check"}
+    checked = {command[3]: command[3:] for command in COMMANDS if command[:3] == ["posttrain", "env", "check"]}
     served = [command[3:] for command in COMMANDS if command[2] == "envs.adapters.openenv"]
     assert checked.keys() == {"textarena", "reasoning_gym"} and len(served) == 1 and len(COMMANDS) == 3
     for package, arguments in checked.items():

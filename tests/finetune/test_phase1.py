@@ -833,6 +833,19 @@ def test_what_comes_next_runs_on_this_device(
     assert found == f"python train_phase2_dpo.py {command}"
 
 
+def test_what_comes_next_is_the_command_where_that_is_how_one_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["posttrain sft"])
+    for given, words in (
+        ("configs/phase1_sft.yaml", "--config phase2_dpo model.name_or_path=f"),
+        ("quickstart/phase1_sft", "--config quickstart/phase2_dpo model.name_or_path=f device=cuda"),
+        ("models/gpt2", "model.name_or_path=f"),  # the reference run's own file
+    ):
+        assert training.next_command("phase2_dpo", Path(given), Path("f"), "cuda") == f"posttrain dpo {words}"
+
+
 def test_the_command_line_says_it_in_one_paragraph_with_code_2(tmp_path: Path, files: SimpleNamespace) -> None:
     file = config_in(tmp_path, files)
     done = python("train_phase1_sft.py", "--config", str(file), "model.name_or_path=runs/none/final")

@@ -31,7 +31,7 @@ from posttrain.runtime import checkpoint
 from posttrain.types import UserError
 
 FILE = str(ROOT / "configs" / "phase3_starpo.yaml")
-OURS = "chat.template=posttrain/models/chatml.jinja"
+OURS = "chat.template=chatml"
 WINDOWS = {"KV cache": ("slower", "engine=replay"), "shared prefixes": ("slower", "reads its prompt")}
 ODD: dict[str, dict[str, tuple[str, str]]] = {  # what is not simply ok: subject -> mark, words
     "llama": {"chat template": ("ok", "today's date")},

@@ -25,7 +25,7 @@ import yaml
 
 import envs
 from envs import check
-from posttrain import config
+from posttrain import __main__ as command, config
 from posttrain.config import suggestions
 from posttrain.config.chat import ChatRun
 from posttrain.config.dpo import DPORun
@@ -36,6 +36,7 @@ from posttrain.data import reading
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+SCRIPTS = [path.stem for path in ROOT.glob("*.py")]
 SCHEMAS = (SFTRun, DPORun, StarPORun, EvaluateRun, ChatRun)
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 QUICKSTART = [f"configs/quickstart/{phase}.yaml" for phase in ("phase1_sft", "phase2_dpo", "phase3_starpo")]
@@ -86,9 +87,9 @@ class Shell:
                     self.made |= {"runs/quickstart/base", *(f"{output_dir(file)}/final" for file in QUICKSTART)}
             case [".", place]:
                 assert re.search(rf"^VENV \?= {place.removesuffix('/bin/activate')}$", self.makefile(), re.MULTILINE)
-            case ["trackio", command, *flags]:
+            case ["trackio", verb, *flags]:
                 assert importlib.metadata.entry_points(group="console_scripts", name="trackio")
-                asked = [command, *(flag for flag in flags if flag.startswith("-"))]
+                asked = [verb, *(flag for flag in flags if flag.startswith("-"))]
                 assert all(f'"{word}"' in self.source("trackio", "cli.py") for word in asked)
             case ["torchrun", *rest]:
                 from torch.distributed.run import get_args_parser
@@ -108,8 +109,14 @@ class Shell:
                 spec.loader.exec_module(module)
                 own = [each for each in vars(module).values() if getattr(each, "__module__", "") == spec.name]
                 envs.register(next(each for each in own if isinstance(each, type) and issubclass(each, envs.TextEnv)))
-            case ["python", "-m", "envs.check", *rest]:
+            case ["posttrain", "env", "check", *rest]:
                 outcome(lambda: sys.exit(check.main([*rest, "--digest"])), [])
+            case ["posttrain", name, *rest] if (module := command.COMMANDS[name].module) in SCRIPTS:
+                self.python(f"{module}.py", rest)
+            case ["posttrain", name, *rest]:
+                first = [rest.pop(0)] if name in command.SECOND else []
+                said = outcome(command.main, ["posttrain", name, *first, "--help"])
+                assert all(flag in said for flag in rest if flag.startswith("-")), said
             case ["python", "-m", module, *rest]:
                 said = outcome(lambda: runpy.run_module(module, run_name="__main__"), [module, "--help"])
                 assert all(flag in said for flag in rest if flag.startswith("-")), said
@@ -175,6 +182,8 @@ def test_commands_work(document, monkeypatch):
         "python train_phase1_sft.py --restart",
         "python train_phase2_dpo.py",  # nothing has made runs/phase1/final
         "posttrain env check frozen_lak",
+        "posttrain evals",
+        "posttrain report --gyf FILE",
         "python -m posttrain.data.embedded --output runs/base",
         "torchrun --processes 2 train_phase1_sft.py",
         "trackio show --projekt posttrain",
@@ -183,7 +192,7 @@ def test_commands_work(document, monkeypatch):
 )
 def test_a_wrong_command_is_noticed(line, monkeypatch):
     monkeypatch.chdir(ROOT)
-    with pytest.raises((AssertionError, SystemExit)):
+    with pytest.raises((AssertionError, KeyError, SystemExit)):
         Shell().run(shlex.split(line))
 
 

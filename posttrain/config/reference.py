@@ -1,0 +1,72 @@
+"""Where are the reference configs, and how is a script started?  In a checkout and where the package is installed."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from pathlib import Path
+
+from posttrain.types import UserError
+
+_PACKAGED = Path(__file__).parents[1] / "configs"
+CONFIGS = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parents[2] / "configs"
+_COMMANDS = {
+    "train_phase1_sft": "sft",
+    "train_phase2_dpo": "dpo",
+    "train_phase3_starpo": "rl",
+    "evaluate_model": "eval",
+    "inference_with_improved_settings": "chat",
+}
+
+
+def config_names() -> list[str]:
+    """The reference configs of the scripts: chat, quickstart/phase1_sft, ..."""
+    names = (file.relative_to(CONFIGS).with_suffix("").as_posix() for file in CONFIGS.rglob("*.yaml"))
+    return sorted(name for name in names if not name.startswith(("accelerate/", "presets/")))
+
+
+def reference_name(given: str | Path) -> str | None:
+    """The name of the reference config that `--config` means; None where it is a path, or nothing.
+
+    quickstart/phase1_sft, quickstart/phase1_sft.yaml and configs/quickstart/phase1_sft.yaml are one name.
+    """
+    name = _name(given)
+    return name if name in config_names() and not os.path.exists(given) else None
+
+
+def find_config(given: str | Path) -> Path:
+    """The file that `--config` names: a path, or else the name of a reference config, from any folder."""
+    if (found := reference_name(given)) is not None:
+        return CONFIGS / f"{found}.yaml"
+    if not os.path.exists(given) and (close := _like(_name(given))):
+        words = "there is no such file, and no reference config of this name"
+        raise UserError(f"--config {given}: {words}. Did you mean {' or '.join(close)}?")
+    return Path(given)
+
+
+def find_file(given: str | Path) -> Path | None:
+    """A file as it is named, or from any folder one of the project, e.g. configs/models/phi-4-mini.jinja."""
+    places = (Path(given), CONFIGS.parent / given, Path(__file__).parents[2] / given)
+    return next(filter(os.path.isfile, places), None)
+
+
+def _name(given: str | Path) -> str:
+    return Path(given).as_posix().removeprefix("configs/").removesuffix(".yaml")
+
+
+def _like(name: str) -> list[str]:
+    """The reference configs whose name begins so or is spelled like this one, or else its last part."""
+    names, last = config_names(), name.rpartition("/")[2]
+    lasts = difflib.get_close_matches(last, {each.rpartition("/")[2] for each in names}, 1, 0.8)
+    begun = [each for each in names if name and each.startswith(name)][:3]
+    return (
+        begun
+        or difflib.get_close_matches(name, names, 2, 0.8)
+        or [each for each in names if each.rpartition("/")[2] in lasts]
+    )
+
+
+def command(script: str) -> str:
+    """How the user starts a script: `python train_phase2_dpo.py`, or `posttrain dpo` where that is how this began."""
+    return f"posttrain {_COMMANDS[script]}" if sys.argv[0].startswith("posttrain ") else f"python {script}.py"
