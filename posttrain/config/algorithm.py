@@ -91,7 +91,7 @@ class AlgorithmSection(Section):
     preset: str | None = Field(
         "configs/presets/NAME.yaml is laid under the keys of this file; on the command line, over them", None
     )
-    advantage: Literal[  # a new one: see docs/presets.md
+    advantage: Literal[  # a new one: see docs/algorithm.md
         "grpo",
         "rloo",
         "brpo",
