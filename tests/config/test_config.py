@@ -107,7 +107,7 @@ def test_every_file_says_what_it_is_written_for(file):
     assert cfg.hardware
     expected = "cpu" if file.parent.name in ("quickstart", "smollm2") else "cuda"
     assert cfg.device == expected or (schema_of(file) is ChatRun and cfg.device == "auto")
-    assert re.match(r"# .+\n(#.*\n)*#   python (\w+\.py|-m posttrain\.pairs)", file.read_text()), (
+    assert re.match(r"# .+\n(#.*\n)*#   (python \w+\.py|posttrain pairs)", file.read_text()), (
         "the file opens with what it is and its command"
     )
 
