@@ -1,4 +1,4 @@
-"""Which tables do the README and docs/decisions.md show?  Each from files in results/.
+"""Which tables do the README and docs/results.md show?  Each from files in results/.
 
     python benchmarks/tables.py               # all of them
     python benchmarks/tables.py quickstart    # results/quickstart.json: parts of the results.json of `make quickstart`
@@ -6,7 +6,7 @@
     python benchmarks/tables.py smollm2       # results/smollm2.json, by configs/smollm2/evaluate.yaml
     python benchmarks/tables.py ragen         # results/ragen_levels.jsonl, by long/ragen_levels.py
 
-A test compares them with these texts; the table of the seeds stands in docs/decisions.md.
+A test compares them with these texts; the table of the seeds stands in docs/results.md.
 """
 
 from __future__ import annotations

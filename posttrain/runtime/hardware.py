@@ -135,7 +135,7 @@ def keep_freed_memory() -> None:
     """Let glibc hand out again what this process has freed, instead of giving it back to the system.
 
     Each training step needs the memory of the last one, and virtual machines in particular take long to provide it.
-    Rows of many lengths leave pieces too small to be used again (docs/decisions.md, "SmolLM2"). Where glibc's own
+    Rows of many lengths leave pieces too small to be used again (docs/results.md, "SmolLM2"). Where glibc's own
     variable says which pieces are large, they do go back.
     """
     if platform.libc_ver()[0] == "glibc":

@@ -632,7 +632,7 @@ def test_the_tables_of_the_results_are_those_of_their_figures(
 def test_the_table_of_real_iterations_is_that_of_its_figures() -> None:
     figures = json.loads((FILE.parent / "results" / "scale-out-check.json").read_text(encoding="utf-8"))
     table = loaded(FILE.parent / "scale_out.py").checked(figures).split("\n\n")[-1]
-    assert table in (FILE.parent.parent / "docs" / "scaling.md").read_text(encoding="utf-8")
+    assert table in (FILE.parent.parent / "docs" / "results.md").read_text(encoding="utf-8")
 
 
 def test_the_table_of_smollm2s_phase_3_is_that_of_its_rows(
@@ -672,14 +672,14 @@ def test_the_table_of_smollm2s_phase_3_is_that_of_its_rows(
         script.main()
 
 
-def test_the_tables_of_readme_and_decisions_are_those_of_the_results(
+def test_the_tables_of_readme_and_results_are_those_of_the_results(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = loaded(FILE.parent / "tables.py")
     monkeypatch.setattr(sys, "argv", ["tables.py"])
     tables.main()
     root = FILE.parent.parent
-    text = "\n".join((root / name).read_text(encoding="utf-8") for name in ("README.md", "docs/decisions.md"))
+    text = "\n".join((root / name).read_text(encoding="utf-8") for name in ("README.md", "docs/results.md"))
     found = capsys.readouterr().out.strip().split("\n\n")
     assert len(found) == len(tables.TABLES)
     assert all(f"\n\n{table}\n\n" in text for table in found)

@@ -1,4 +1,4 @@
-"""Is the documentation true?  Commands, snippets, tree, links, hours and licences, and a line for every metric.
+"""Is the documentation true?  Commands, snippets, figure, links, hours and licences, and a line for every metric.
 
 Commands are run as far as costs nothing: scripts up to `--print-config`, so that every file, key and flag must exist,
 and the folders that they read must be saved by a command that stands before them.
@@ -20,12 +20,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
+import test_layers
 import yaml
+from tiny_runs import tiny_base
 
 import envs
 from envs import check
-from posttrain import __main__ as command, config
+from posttrain import __main__ as command
 from posttrain.config import suggestions
 from posttrain.config.chat import ChatRun
 from posttrain.config.dpo import DPORun
@@ -75,10 +78,13 @@ class Shell:
     def __init__(self) -> None:
         self.made: set[str] = set()  # folders that hold a checkpoint by now
         self.written: set[str] = set()  # output folders of this block
+        self.files: dict[str, Path] = {}  # YAML of the documents under the names that the text gives them
 
     def run(self, words: list[str]) -> None:
         while "=" in words[0]:
             assert re.fullmatch(r"[A-Z_]+", words.pop(0).partition("=")[0])
+        if words[0] == "posttrain":
+            words = self.without_posttrain(*words[1:])
         match words:
             case ["make", target]:
                 done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
@@ -128,7 +134,7 @@ class Shell:
 
     def python(self, script: str, arguments: list[str]) -> None:
         """One of the five scripts: its config must stand, and what it reads must be there."""
-        argv = [script, *arguments, "--print-config"]
+        argv = [script, *(str(self.files.get(word, word)) for word in arguments), "--print-config"]
         printed = outcome(lambda: runpy.run_path(str(ROOT / script), run_name="__main__"), argv)
         cfg = yaml.safe_load(printed)
         if "--plan" in arguments:  # reads no model and writes nothing
@@ -157,10 +163,15 @@ def output_dir(file: str) -> str:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_commands_work(document, monkeypatch):
+def test_commands_work(document, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(envs, "_ENVS", dict(envs._ENVS))
     shell, wrong = Shell(), []
+    for name, place in {"mine.yaml": "README.md", "pairs.yaml": "docs/own.md"}.items():
+        shell.files[name] = tmp_path / name
+        shell.files[name].write_text(blocks(place, "yaml")[0])
+    if document == "docs/own.md":  # which goes on from the README
+        shell.made |= {"runs/quickstart/base"}
     for block in blocks(document, "sh"):
         shell.written.clear()
         for line in block.splitlines():
@@ -176,6 +187,7 @@ def test_commands_work(document, monkeypatch):
 @pytest.mark.parametrize(
     "line",
     [
+        "posttrain rll",
         "make quikstart",
         "python train_phase1_sft.py --config configs/phase1.yaml",
         "python train_phase1_sft.py trainer.learning_rat=1e-5",
@@ -206,24 +218,34 @@ def test_python_snippets_run(document):
 
 
 def test_the_environment_of_the_readme_is_the_example():
-    (block,) = blocks("README.md", "python")
-    example = (ROOT / "examples/minimal_env.py").read_text(encoding="utf-8")
-    assert block == example[example.index("from __future__") :]
+    (block,) = blocks("README.md", "py")
+    assert block in (ROOT / "examples/minimal_env.py").read_text(encoding="utf-8")
 
 
 def test_the_readme_is_short():
-    assert len(README.splitlines()) <= 200
+    assert len(README.splitlines()) <= 130
 
 
-def test_data_of_the_readme_is_a_config():
-    [override] = re.findall(r"'(data\.sources=.*)'", README)
-    cfg = config.resolve(SFTRun, ROOT / "configs/phase1_sft.yaml", [override])
-    found = [(source.kind, source.path, source.weight) for source in cfg.data.sources]
-    assert found == [("messages", "mine.jsonl", 1.0), ("capybara", "trl-lib/Capybara", 0.5)]
+def test_every_command_stands_in_the_readme():
+    section = README.split("## Commands")[1].split("## ")[0]
+    assert [name for name in command.COMMANDS if f"`{name}`" not in section and f"`{name} " not in section] == []
+
+
+def test_own_data_of_the_readme_trains(tmp_path, tiny_tokenizer):
+    """The YAML and the row as they stand there, with a tiny model in the folder that it names."""
+    (row,) = re.findall(r'^`(\{"messages".*)`$', README, re.MULTILINE)
+    (tmp_path / "mine.jsonl").write_text(row + "\n")
+    (tmp_path / "mine.yaml").write_text(blocks("README.md", "yaml")[0])
+    tiny_base(tmp_path / "runs/quickstart/base", tiny_tokenizer)
+    command = (str(ROOT / "train_phase1_sft.py"), "--config", "mine.yaml")
+    done = preloaded.run(command, str(tmp_path), {"HF_HUB_OFFLINE": "1"}, 240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "runs/mine/final/model.safetensors").exists()
 
 
 def test_hours_are_those_of_the_config_files():
-    computed = dict(re.findall(r"^\| `(\w+)\.py` \|[^|]*\| ([\d.]+ h) \|", README, re.MULTILINE))
+    text = (ROOT / "docs/config.md").read_text(encoding="utf-8")
+    computed = dict(re.findall(r"^\| `(\w+)\.py` \|[^|]*\| ([\d.]+ h) \|", text, re.MULTILINE))
     assert len(computed) == 4
     for script, hours in computed.items():
         file = ROOT / f"configs/{script.removeprefix('train_').removesuffix('_model')}.yaml"
@@ -239,36 +261,29 @@ def test_everything_downloaded_stands_beside_its_licence():
     assert len(found) == 6 and {name for name in found if f"`{name}`" not in table} == set()
 
 
-# ------------------------------------------------------------------------------------------------------ tree and links
+# ---------------------------------------------------------------------------------------------------- figure and links
 
 
-def listed() -> Iterator[str]:
-    """Every path in the tree of docs/architecture.md, folders with a slash: train_phase1_sft.py, envs/, ..."""
-    (tree,) = (block for block in blocks("docs/architecture.md", "") if "train_phase1_sft.py" in block)
-    folder = ""
-    for line in tree.splitlines():
-        inside = folder if line.startswith(" ") else ""
-        for field in re.split(r" {2,}", line.strip()):
-            if not re.fullmatch(r"[\w.-]*[./][\w.-]*|Makefile|LICENSE", field):
-                break  # the gloss
-            yield inside + field
-            if not inside and field.endswith("/"):
-                folder = field
-
-
-def test_the_tree_is_what_lies_on_the_disk():
-    shown = list(listed())
-    assert len(set(shown)) == len(shown) > 50
-    wrong = [path for path in shown if not (ROOT / path).exists() or (ROOT / path).is_dir() != path.endswith("/")]
-    assert not wrong, f"in the tree, not on the disk: {wrong}"
-
-    # an environment may be added without touching the tree
-    own = {f"envs/{name}{end}" for name in envs.names() for end in (".py", "/")}
-    there = {path.name for path in ROOT.glob("*.py")} | {f"{path.parent.name}/" for path in ROOT.glob("[a-z]*/*.py")}
-    for folder in ("configs", "envs", "posttrain"):
-        inside = (path for path in (ROOT / folder).iterdir() if path.name != "__pycache__")
-        there |= {f"{folder}/{path.name}{'/' if path.is_dir() else ''}" for path in inside}
-    assert not there - set(shown) - own, f"on the disk, not in the tree: {there - set(shown) - own}"
+def test_the_figure_of_the_packages_is_what_they_import():
+    """Every arrow is an import, and every import follows the arrows; the table has a line for each package."""
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    arrows: set[tuple[str, str]] = set()
+    for line in blocks("docs/architecture.md", "mermaid")[0].splitlines()[1:]:
+        nodes = [[re.sub(r"\[.*", "", name.strip()) for name in part.split("&")] for part in line.split("-->")]
+        arrows |= {(here, there) for left, right in itertools.pairwise(nodes) for here in left for there in right}
+    below: dict[str, set[str]] = {}
+    for package in test_layers.LAYERS:  # from the bottom
+        direct = {there for here, there in arrows if here == package}
+        below[package] = direct.union(*(below[each] for each in direct))
+    imports = {(test_layers.room(test_layers.module_of(path)), test_layers.room(name))
+               for path in test_layers.files() for name in test_layers.imports(path)}  # fmt: skip
+    between = {(here, there) for here, there in imports if here != there and {here, there} <= set(test_layers.LAYERS)}
+    assert {(here, there) for here, there in arrows if here != "scripts"} <= between
+    assert {(here, there) for here, there in between if there not in below[here]} == set()
+    for package in test_layers.LAYERS[1:]:
+        assert re.search(rf"^\| `{package}` \| ", text, re.MULTILINE), package
+        init = (ROOT / f"posttrain/{package}/__init__.py").read_text(encoding="utf-8")
+        assert f"| `{package}` | {init[3 : init.index('?')]}? |" in text
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -282,11 +297,11 @@ def test_links_and_paths_exist(document):
 
 
 def test_keys_exist():
-    """Dotted keys of the config, in the documents and in what alarms advise; docs/decisions.md names removed ones."""
+    """Dotted keys of the config, in the documents and in what alarms advise; docs/results.md names removed ones."""
     places = (place.path for schema in SCHEMAS for place in suggestions.places(schema))
     known = {re.sub(r"\.(0|NAME)\b", "", path) for path in places}
     sections = {name for path in known for name in path.split(".")[:-1]}
-    files = [ROOT / name for name in DOCUMENTS if name != "docs/decisions.md"]
+    files = [ROOT / name for name in DOCUMENTS if name != "docs/results.md"]
     found = []
     for file in (*files, *(ROOT / "posttrain" / "monitoring").glob("*.py")):
         for key in re.findall(r"`([a-z_]+(?:\[\])?(?:\.[a-z_0-9]+)+)(?=[`:=])", file.read_text(encoding="utf-8")):

@@ -21,7 +21,7 @@ from posttrain import __main__ as command, config
 from posttrain.config import StarPORun, reference
 from posttrain.types import UserError
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # every module of the project that a command has loaded, and where from
 ORIGINS = """
