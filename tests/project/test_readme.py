@@ -83,8 +83,6 @@ class Shell:
     def run(self, words: list[str]) -> None:
         while "=" in words[0]:
             assert re.fullmatch(r"[A-Z_]+", words.pop(0).partition("=")[0])
-        if words[0] == "posttrain":
-            words = self.without_posttrain(*words[1:])
         match words:
             case ["make", target]:
                 done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
