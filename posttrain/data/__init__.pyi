@@ -2,8 +2,8 @@ from . import embedded as embedded, prepared_rows as prepared_rows, reading as r
 from .embedded.base_model import SHAPE as SHAPE, VOCABULARY as VOCABULARY
 from .gsm8k import GSM8K_HELD_OUT as GSM8K_HELD_OUT, final as final, is_held_out as is_held_out
 from .loading import (
-    PromptData as PromptData,
     Question as Question,
+    TokenData as TokenData,
     load_preferences as load_preferences,
     load_prompts as load_prompts,
     load_questions as load_questions,

@@ -9,8 +9,8 @@ decoder (grouped-query attention, q/k norm, rotary positions, gated MLP).  With 
 scaled back up to the embedding width.  No token sees another outside the attention, so padding and caches work as in
 any decoder.
 
-It imports nothing of this project: a copy of it lies beside the weights of every ConvGPT that is saved, so that plain
-transformers loads them (`posttrain.models.save`).
+It imports nothing of this project: every saved ConvGPT has a copy of it beside its weights, so that plain transformers
+loads them (`posttrain.models.save`).
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class ConvGPTStage(nn.Conv2d):
         self.fixed: torch.Tensor | None = None  # the matrix, while `posttrain.models.fused` knows that the kernel stays
 
     def matrix(self) -> torch.Tensor:
-        """(hidden_size, transformer_dim), in float32 up to the last step, differentiable in the kernel."""
+        """Return the map (hidden_size, transformer_dim), computed in float32, differentiable in the kernel."""
         side, taps, weight = self.in_channels, self.kernel_size[1], self.weight
         kernel = weight.float().squeeze(2).unflatten(0, (-1, self.pool)).mean(1)  # pooled over output rows
         # With taps - 1 columns of padding on the left, tap t of input column c feeds output column c - t + taps - 1.
@@ -178,7 +178,7 @@ class ConvGPTMLP(nn.Module):
 
 
 def rotary(config: ConvGPTConfig, position_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and signed sine, (rows, 1, tokens, head_dim).
+    """Return cosine and signed sine, (rows, 1, tokens, head_dim).
 
     Computed from the config at every forward: a non-persistent buffer would be uninitialised memory after
     `from_pretrained` and after construction on the meta device.
@@ -194,7 +194,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def pads_on_the_right(attention_mask: Any, tokens: int) -> bool:
-    """Whether this (rows, tokens) mask hides nothing from a real token that causality does not hide already.
+    """Return whether this (rows, tokens) mask hides nothing from a real token that causality does not hide already.
 
     Without a mask, scaled-dot-product attention computes half the scores, and none of them twice.
     """
@@ -206,7 +206,7 @@ def pads_on_the_right(attention_mask: Any, tokens: int) -> bool:
 
 
 def kept(hidden_states: torch.Tensor, positions: int | torch.Tensor) -> torch.Tensor:
-    """Those that `logits_to_keep` names; transformers has no function for it before 5.20."""
+    """Return the states that `logits_to_keep` names; transformers has no function for it before 5.20."""
     if isinstance(positions, torch.Tensor) and positions.ndim == 2 and positions.dtype != torch.bool:
         return torch.take_along_dim(hidden_states, positions[..., None], dim=1)
     if isinstance(positions, torch.Tensor):
@@ -345,7 +345,7 @@ class ConvGPTModel(ConvGPTPreTrainedModel):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """`logits_to_keep` (as in the causal model) names the positions to return: scale_up runs on those alone.
+        """Return the states at the positions `logits_to_keep` (as in the causal model); scale_up runs on those alone.
 
         `attention_mask` is (rows, all tokens so far) with 0 for padding anywhere, or a finished (rows, 1, query, key)
         mask, boolean with True = attend.  Without `position_ids` a token's position is the number of real tokens

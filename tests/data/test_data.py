@@ -34,7 +34,7 @@ from posttrain.config.data import DataSection, Source
 from posttrain.data import contamination as contamination_module, embedded, loading as data_loading, reading
 from posttrain.data.contamination import EvaluationQuestions, N, words
 from posttrain.data.filters import CHECKS, Example
-from posttrain.data.loading import PreferenceData, SFTData, load_preferences, load_sft
+from posttrain.data.loading import TokenData, load_preferences, load_sft
 from posttrain.data.table import FilterTable
 from posttrain.finetune.trl_trainers import takes_token_ids
 from posttrain.models.chat import Chat
@@ -89,7 +89,7 @@ def account(table: FilterTable) -> None:
         assert source.read == sum(source.dropped.values()) + source.train + source.held_out
 
 
-def digest(data: SFTData | PreferenceData) -> str:
+def digest(data: TokenData) -> str:
     return json.dumps([[list(row.values()) for row in rows_of(rows)] for rows in (data.train, data.eval)])
 
 
@@ -460,7 +460,7 @@ def test_the_split_goes_by_question_in_all_sources(tmp_path: Path, tiny_chat: Ch
         Source(kind="capybara", path=write(tmp_path / "2.jsonl", second)),
     ]
 
-    def sides(**options: Any) -> tuple[set[str], set[str], SFTData]:
+    def sides(**options: Any) -> tuple[set[str], set[str], TokenData]:
         data = load_sft(section(*sources, **options), tiny_chat)
         account(data.table)
         questions = []
@@ -520,7 +520,7 @@ def test_rows_are_drawn_by_seed_whatever_their_order(tmp_path: Path, tiny_chat: 
     random.Random(0).shuffle(rows)
     shuffled = write(tmp_path / "b.jsonl", rows)
 
-    def drawn(path: str, seed: int, count: int = 20) -> SFTData:
+    def drawn(path: str, seed: int, count: int = 20) -> TokenData:
         data = load_sft(section(Source(kind="messages", path=path, rows=count), seed=seed), tiny_chat)
         assert data.table.sources[0].dropped == {"not drawn": 60 - count} and len(data.train) == count
         account(data.table)
@@ -662,7 +662,7 @@ GOOD: dict[str, list[dict[str, Any]]] = {
 def test_hub_sets_are_asked_for_by_name_files_and_split(hub: Any, tiny_chat: Chat, kind: Any) -> None:
     name, options = ASKED[kind]
     fake = hub({name: GOOD[kind], "someone/fork": GOOD[kind]})
-    load: Callable[[DataSection, Chat], SFTData | PreferenceData]
+    load: Callable[[DataSection, Chat], TokenData]
     load = load_preferences if kind == "ultrafeedback" else load_sft
     data = load(section(Source(kind=kind, path=name)), tiny_chat)
     assert fake.asked == [{"path": name, **options}]
@@ -1099,7 +1099,7 @@ def test_rows_that_are_all_masked_do_not_start(
 @pytest.mark.parametrize(
     ("source", "part"),
     [
-        (Source(kind="capybara", path="embedded"), "write rows"),
+        (Source(kind="capybara", path="embedded"), "write how many rows"),
         (Source(kind="messages", path="embedded", rows=5), "no embedded data of the kind messages"),
         (Source(kind="demonstrations", path="embedded", rows=5, envs=["frozen_lak"]), "frozen_lake"),
     ],

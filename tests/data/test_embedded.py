@@ -401,5 +401,5 @@ def test_splits_lie_on_both_sides():
 
 def test_the_command_writes_the_base_model_and_says_one_line(tmp_path: Path) -> None:
     done = python("-m", "posttrain.data.embedded", "--out", str(tmp_path / "base"))
-    assert (done.stdout, done.stderr) == (f"The base model lies in {tmp_path / 'base'}.\n", "")
+    assert (done.stdout, done.stderr) == (f"The base model is in {tmp_path / 'base'}.\n", "")
     assert checkpoint.is_whole(tmp_path / "base")

@@ -341,7 +341,7 @@ def test_an_implicit_prompt_is_the_one_that_trl_finds() -> None:
 @pytest.mark.parametrize(
     ("kind", "row", "parts"),
     [
-        ("preferences", ANSWERS, ["chosen, rejected", "chosen and rejected are text, and there is no prompt beside"]),
+        ("preferences", ANSWERS, ["chosen, rejected", "chosen and rejected are text, and there is no prompt"]),
         (
             "preferences",
             ANSWERS | {"query": "Hi"},
@@ -389,7 +389,7 @@ def test_a_label_beside_a_completion_is_kto_s_however_it_is_spelled(tmp_path: Pa
     path = saved(tmp_path / name, [{"prompt": "p", "completion": "a bad answer", "label": label}])
     for kind in ("messages", "preferences"):
         source = Source(kind=kind, path=path)  # type: ignore[arg-type]
-        with pytest.raises(UserError, match=r"This is KTO's format.* Rename it if it says something else"):
+        with pytest.raises(UserError, match=r"This is KTO's format.* Rename it if it has another meaning"):
             list(reading.read(source, "data.sources.0", 0))
     with pytest.raises(UserError, match="KTO"):
         command.main([path])

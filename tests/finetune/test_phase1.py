@@ -669,7 +669,7 @@ def test_resume_reads_no_source_again_unless_the_kept_rows_are_damaged(
     again = damage in ("a byte", "other settings")
     assert times[0] == again
     out = capsys.readouterr().out
-    assert ("prepared again" in out) == again and ("Rows as prepared before" in out) != again
+    assert ("prepared again" in out) == again and ("Prepared rows are used again" in out) != again
     assert "cache-0123456789abcdef.arrow" not in checkpoint.verify(tmp_path / "run" / "rows")["files"]
     assert rows_of(tmp_path / "run") == rows_of(whole)
     assert same_weights(tmp_path / "run", whole)
@@ -750,7 +750,7 @@ def test_resume_on_another_number_of_processes_that_do_not_divide_a_batch_is_ref
     train(file)
     kept = snapshot(tmp_path / "run")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match=r"begun on 1 process and .* with 2: 1 micro-batches.*python, without torchrun"):
+    with pytest.raises(UserError, match=r"started on 1 process and .* with 2: 1 micro-batches.*python, without torchrun"):
         train(file, "--resume")
     assert snapshot(tmp_path / "run") == kept
     monkeypatch.setenv("WORLD_SIZE", "1")

@@ -51,7 +51,7 @@ def on_tensorboard():
         yield from ([event.step, tag.removesuffix("/text_summary")] for event in read.Tensors(tag))
 
 def on_wandb():
-    from posttrain import compat
+    from posttrain.runtime import compat
     logs = sorted(pathlib.Path(os.environ["WANDB_DIR"]).glob("wandb/offline-run-*/run-*.wandb"))
     assert len({log.name for log in logs}) == 1, "one run"
     yield from (pair for log in logs for pair in compat.read_wandb_log(log) if pair[1][0] != "_" and pair[1] != "step")

@@ -464,7 +464,7 @@ def test_fewer_processes_than_asked_are_told(monkeypatch: pytest.MonkeyPatch) ->
     made = prepare_simple_launcher_cmd_env(args)[1]
     for key in set(made) - set(os.environ):
         monkeypatch.setenv(key, made[key])
-    with pytest.raises(UserError, match=r"asked for several processes and has started one.*two_cpu.yaml"):
+    with pytest.raises(UserError, match=r"was to start several processes and has started one.*two_cpu.yaml"):
         hardware.settle(some_run())
     monkeypatch.setenv("ACCELERATE_USE_CPU", "False")
     with pytest.raises(UserError, match="started one"):  # a machine without a GPU, --cpu forgotten
@@ -500,12 +500,12 @@ def test_a_resumed_run_keeps_its_batches_or_says_why_not(tmp_path: Path, monkeyp
         assert run_identity.same_batches(tmp_path, six).trainer["gradient_accumulation_steps"] == steps
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(
-        UserError, match=r"begun on 2 processes.*6 micro-batches a step.*cannot be shared by 4.*torchrun"
+        UserError, match=r"started on 2 processes.*6 micro-batches a step.*cannot be shared by 4.*torchrun"
     ):
         run_identity.same_batches(tmp_path, six)
     monkeypatch.setenv("WORLD_SIZE", "1")
     begun(2, "fsdp2")
-    with pytest.raises(UserError, match=r"sharding fsdp2 and would go on with none.*fsdp2.yaml --num_processes 2"):
+    with pytest.raises(UserError, match=r"sharding fsdp2 and would continue with none.*fsdp2.yaml --num_processes 2"):
         run_identity.same_batches(tmp_path, six)
 
 

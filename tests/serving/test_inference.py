@@ -588,7 +588,7 @@ def test_every_cell_of_an_environment_has_a_colour_and_an_environment_without_a_
         (["--prompt", " \n"], "--prompt is empty"),
         (["--episodes", "3"], "--episodes and --delay belong to --play"),
         (["model.name_or_path=no/such/folder/final"], "no/such/folder/final does not exist"),
-        (["model.name_or_path=configs"], "configs is no checkpoint: it has no config.json"),
+        (["model.name_or_path=configs"], "configs is not a checkpoint: it has no config.json"),
         (["model.name_or_path=Makefile"], "Makefile is a file"),
         (["--prompt", "half of a pair: \ud83e"], "no text"),
     ],

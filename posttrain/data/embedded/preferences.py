@@ -58,7 +58,7 @@ def _pair(rng: random.Random, held_out: bool) -> dict[str, Any]:
 
 
 def ultrafeedback(n: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Rows in the schema of HuggingFaceH4/ultrafeedback_binarized; a few are ties, identical or empty."""
+    """Yield rows in the schema of HuggingFaceH4/ultrafeedback_binarized; a few are ties, identical or empty."""
     for i in range(n):
         rng = random.Random(derive_seed(seed, "ultrafeedback", i))
         row, fault = _pair(rng, held_out=False), rng.random()
@@ -72,5 +72,5 @@ def ultrafeedback(n: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def preference_pairs(n: int, seed: int) -> list[dict[str, Any]]:
-    """Held-out pairs, same schema and kinds as `ultrafeedback`, over questions, topics and levels it never has."""
+    """Return held-out pairs in the form of `ultrafeedback`, over other questions, topics and levels."""
     return [_pair(random.Random(derive_seed(seed, "preference_pairs", i)), held_out=True) for i in range(n)]
