@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
             processing_class=chat.tokenizer,
             peft_config=models.peft_config(cfg.model, model, chat),
         )
-    prepared_rows.seal(setup.folder, cfg, chat)
+    prepared_rows.seal_rows(setup.folder, cfg, chat)
     outcome = training.fit(trainer, "phase 1", cfg, resume=flags.resume, deterministic=setup.deterministic)
 
     # 4. What phase 2 takes over.

@@ -41,14 +41,14 @@ class NamedSampling(SamplingSection):
     name: str = Field("column of the table, e.g. greedy", min_length=1)
 
 
-class Settings(Section):
+class SuiteSettings(Section):
     """The sampling settings under which a suite is measured, and the one that the table shows."""
 
     settings: list[str] | None = Field("names of the sampling settings used; null uses all", None, min_length=1)
     headline: str | None = Field("name of the setting shown in the table; null shows the first", None)
 
 
-class SampledSuite(Settings, Suite):
+class SampledSuite(SuiteSettings, Suite):
     n_others: int | None = Field("prompts under the settings that are not in the table; null asks all", None, ge=1)
 
 
@@ -65,7 +65,7 @@ class ComparedPreferences(PreferenceSuite):
     reference: str | None = Field("name of the checkpoint that rewards are relative to; null measures none", None)
 
 
-class EnvSuite(Settings):
+class EnvSuite(SuiteSettings):
     envs: list[Env] = Field("the environments that are played", min_length=1)
     protocol: ProtocolSection = Field("turns, answer format and penalties; as in phase 3", ProtocolSection())
     episodes: int = Field("held-out levels of each environment", 256, ge=1, le=1_000_000)
@@ -185,7 +185,7 @@ class EvaluateRun(Run):
             raise wrong(f"two of the settings have the same name: {', '.join(known)}")
         for key in type(self.suites).model_fields:
             suite = getattr(self.suites, key)
-            if isinstance(suite, Settings):
+            if isinstance(suite, SuiteSettings):
                 for name in [*(suite.settings or []), *([suite.headline] if suite.headline else [])]:
                     if name not in known:
                         raise wrong(

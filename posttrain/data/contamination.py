@@ -14,7 +14,7 @@ from huggingface_hub import HfApi, constants
 
 from posttrain.config import Source
 from posttrain.data import embedded, reading
-from posttrain.data.filters import Example, is_text
+from posttrain.data.filters import Example, is_readable_text
 from posttrain.data.gsm8k import is_held_out
 from posttrain.types import one_line
 
@@ -24,7 +24,7 @@ QUESTIONS = {"gsm8k": ("GSM8K test", "question"), "math500": ("MATH-500", "probl
 WORD = re.compile(r"\w+")
 
 
-def words(text: str) -> list[str]:
+def lower_words(text: str) -> list[str]:
     """Return the words of a text in lower case: words("It's 1,000!") -> ["it", "s", "1", "000"]."""
     if not text.isascii():
         text = unicodedata.normalize("NFKC", text)
@@ -43,7 +43,7 @@ class EvaluationQuestions:
         """Add one evaluation set."""
         count = 0
         for question in questions:
-            its_words = words(question)
+            its_words = lower_words(question)
             if len(its_words) < N:
                 self._short.add(tuple(its_words))
             else:
@@ -55,7 +55,7 @@ class EvaluationQuestions:
         """Return whether the row shares 13 words in a row with a question, or a user asks a short one of them."""
         for messages in row.dialogues:
             for message in messages:
-                its_words = words(message["content"])
+                its_words = lower_words(message["content"])
                 if not self._ngrams.isdisjoint(zip(*(its_words[i:] for i in range(N)), strict=False)):
                     return True
                 if message["role"] == "user" and len(its_words) < N and tuple(its_words) in self._short:
@@ -69,8 +69,10 @@ def evaluation_questions(sources: Sequence[Source], seed: int, key: str = "data.
     paths, known = {source.path for source in sources}, EvaluationQuestions()
     for number, source in enumerate(sources):
         if source.kind == "gsm8k":
-            rows = reading.read(source, f"{key}.{number}", seed)
-            held_out = [row["question"] for row in rows if is_text(row["question"]) and is_held_out(row["question"])]
+            rows = reading.read_rows(source, f"{key}.{number}", seed)
+            held_out = [
+                row["question"] for row in rows if is_readable_text(row["question"]) and is_held_out(row["question"])
+            ]
             known.add(f"{source.path} that are held out", held_out)
     if reading.EMBEDDED in paths:
         splits = ("unseen_questions", "unseen_operands")

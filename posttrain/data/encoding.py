@@ -32,7 +32,7 @@ def most_characters(chat: Chat, max_length: int) -> int:
     return max(1_000_000, max_length * max(map(len, chat.tokenizer.get_vocab())))
 
 
-def readable(row: Example, most: int) -> Example | None:
+def shortened(row: Example, most: int) -> Example | None:
     """Return a row of at most `most` characters, cut after an answer if necessary; None where nothing would be left.
 
     Longer texts would take too much memory in the tokenizer. A pair and a prompt are never cut.
@@ -103,7 +103,7 @@ def encode_prompts(rows: list[Example], chat: Chat, max_length: int) -> list[Sam
     """Return ids of the messages before an answer, up to its header; none is cut."""
     samples: list[Sample | str] = []
     for row in rows:
-        messages = asked(row)
+        messages = question_messages(row)
         if messages is None:
             samples.append(NO_PROMPT)
             continue
@@ -128,7 +128,7 @@ def _is_plain(row: Example) -> bool:
     return row.dialogues[0][0]["role"] == TEXT
 
 
-def asked(row: Example) -> list[Message] | None:
+def question_messages(row: Example) -> list[Message] | None:
     """Return the messages before an answer of the row, or before the answer to come; None for plain text."""
     messages = row.dialogues[0]
     if _is_plain(row):

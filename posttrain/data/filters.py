@@ -84,7 +84,7 @@ class Example(NamedTuple):
 Check = Callable[[dict[str, Any], Source, MathJudge], Example | str]
 
 
-def openmathinstruct(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
+def keep_openmathinstruct(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
     """Keep a question and a worked solution with one box, at its end, that holds the expected answer."""
     question, solution = row["question"], row["generated_solution"]
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": solution}]
@@ -114,7 +114,7 @@ def openmathinstruct(row: dict[str, Any], source: Source, judge: MathJudge) -> E
     return Example(question, [messages], str(row["expected_answer"]))
 
 
-def gsm8k(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
+def keep_gsm8k(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
     """Keep a question that is not held out, and its worked answer with the final number in a box."""
     question, answer = row["question"], row["answer"]
     if reason := fault([{"role": "user", "content": question}, {"role": "assistant", "content": answer}]):
@@ -124,11 +124,14 @@ def gsm8k(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | st
         return "no number behind ####"
     if gsm8k_rows.is_held_out(question):
         return "held out for the evaluation"
-    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": gsm8k_rows.solution(answer)}]
+    messages = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": gsm8k_rows.worked_answer(answer)},
+    ]
     return Example(question, [messages], number)
 
 
-def dialogue(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
+def keep_dialogue(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
     """Keep a dialogue in which user and assistant take turns; the first user message decides its side of the split.
 
     It ends before an answer that was cut short, which the chat's files mark with "finished": false, and before a last
@@ -139,13 +142,13 @@ def dialogue(row: dict[str, Any], source: Source, judge: MathJudge) -> Example |
     all_messages = row["messages"]
     if [message["role"] for message in all_messages] == [TEXT]:
         text = all_messages[0]["content"]
-        return Example(text, [all_messages]) if is_text(text) else "empty content"
+        return Example(text, [all_messages]) if is_readable_text(text) else "empty content"
     cut = next((place for place, each in enumerate(all_messages) if each.get("finished") is False), None)
     whole_answers = all_messages if cut is None else all_messages[: max(cut - 1, 0)]
     if cut is not None and not any(message["role"] == "assistant" for message in whole_answers):
         return "an answer that was cut short"
     ended = without_last_question(whole_answers)
-    messages = plain(ended)
+    messages = plain_messages(ended)
     if isinstance(messages, str):
         return messages
     if reason := fault(messages):
@@ -156,7 +159,7 @@ def dialogue(row: dict[str, Any], source: Source, judge: MathJudge) -> Example |
     return Example(question, [messages], cut=len(ended) < len(whole_answers))
 
 
-def preference(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
+def keep_preference(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
     """Keep two different answers to the same prompt, the chosen one scored higher (local pairs may have no scores).
 
     A `prompt` beside whole dialogues, as UltraFeedback has it, is ignored: it repeats their first message as a string.
@@ -186,7 +189,7 @@ def dialogues_of_pair(row: dict[str, Any]) -> tuple[list[Message], list[Message]
         return reason
     dialogues: list[list[Message]] = []
     for name in ("chosen", "rejected"):
-        messages = plain(without_last_question(_whole(row[name], row.get("prompt"))))
+        messages = plain_messages(without_last_question(_whole(row[name], row.get("prompt"))))
         if isinstance(messages, str):
             return messages
         if messages and messages[0]["role"] == "assistant":
@@ -200,20 +203,22 @@ def dialogues_of_pair(row: dict[str, Any]) -> tuple[list[Message], list[Message]
     return (chosen, rejected) if chosen[:-1] == rejected[:-1] else "two different prompts"
 
 
-def prompt(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
+def keep_prompt(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
     """Keep a prompt alone, as text or as messages that end with the user's (TRL's prompt-only format)."""
     if reason := _columns_that_matter(row, ASKED_COLUMNS) or _untrained(row):
         return reason
-    messages = asked(row["prompt"])
+    messages = prompt_messages(row["prompt"])
     if isinstance(messages, str):
         return messages
     answer = str(value) if (value := row.get("answer")) is not None else ""
     return Example("\n".join(message["content"] for message in messages), [messages], answer.strip() or None)
 
 
-def asked(prompt_given: str | list[Message]) -> list[Message] | str:
+def prompt_messages(prompt_given: str | list[Message]) -> list[Message] | str:
     """Return a prompt's messages, which end with the user's, or why they cannot be answered."""
-    messages = plain([{"role": "user", "content": prompt_given}] if isinstance(prompt_given, str) else prompt_given)
+    messages = plain_messages(
+        [{"role": "user", "content": prompt_given}] if isinstance(prompt_given, str) else prompt_given
+    )
     if isinstance(messages, str):
         return messages
     reason = fault([*messages, {"role": "assistant", "content": "its answer, to come"}])
@@ -223,14 +228,14 @@ def asked(prompt_given: str | list[Message]) -> list[Message] | str:
 
 
 CHECKS: dict[str, Check] = {
-    "openmathinstruct": openmathinstruct,
-    "gsm8k": gsm8k,
-    "capybara": dialogue,
-    "messages": dialogue,
-    "demonstrations": dialogue,
-    "ultrafeedback": preference,
-    "preferences": preference,
-    "prompts": prompt,
+    "openmathinstruct": keep_openmathinstruct,
+    "gsm8k": keep_gsm8k,
+    "capybara": keep_dialogue,
+    "messages": keep_dialogue,
+    "demonstrations": keep_dialogue,
+    "ultrafeedback": keep_preference,
+    "preferences": keep_preference,
+    "prompts": keep_prompt,
 }
 
 
@@ -248,7 +253,7 @@ def fault(messages: Sequence[Message]) -> str | None:
     contents = [message["content"] for message in messages]
     if not all(isinstance(content, str) and _is_unicode(content) for content in contents):
         return "content is not text"
-    if not all(map(is_text, contents)):
+    if not all(map(is_readable_text, contents)):
         return "empty content"
     roles = [message["role"] for message in messages]
     if any(role not in ("system", "user", "assistant") for role in roles):
@@ -261,7 +266,7 @@ def fault(messages: Sequence[Message]) -> str | None:
     return None
 
 
-def is_text(value: object) -> bool:
+def is_readable_text(value: object) -> bool:
     """Return True for a text that is more than white space and that a tokenizer can read."""
     return isinstance(value, str) and _is_unicode(value) and bool(value.strip())
 
@@ -271,7 +276,7 @@ def _is_unicode(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def plain(messages: Sequence[dict[str, Any]]) -> list[Message] | str:
+def plain_messages(messages: Sequence[dict[str, Any]]) -> list[Message] | str:
     """Return messages with role, content, `mask_spans` and `train: False`; or why they need other keys."""
     kept: list[Message] = []
     for message in messages:

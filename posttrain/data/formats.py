@@ -65,13 +65,13 @@ class Recognised(NamedTuple):
 Recognise = Callable[[dict[str, Any]], Recognised | str]  # or why the row has no known format
 
 
-def dialogue(row: dict[str, Any]) -> Recognised | str:
+def as_dialogue(row: dict[str, Any]) -> Recognised | str:
     """Return the row with its `messages`; plain text becomes one message with the role TEXT."""
     columns = given_in(row)
     if _is_kto(row, columns):
         return KTO
     if {"chosen", "rejected"} <= columns and "messages" not in columns:
-        other = pair(row)
+        other = as_pair(row)
         if isinstance(other, str):
             return f"These are pairs of answers, which are for phase 2 (kind: preferences), but {other}"
         return "These are pairs of answers: phase 2 reads them (kind: preferences)"
@@ -101,11 +101,11 @@ def dialogue(row: dict[str, Any]) -> Recognised | str:
     return ""
 
 
-def pair(row: dict[str, Any]) -> Recognised | str:
+def as_pair(row: dict[str, Any]) -> Recognised | str:
     """Return the row with `chosen` and `rejected` as texts or messages, and the `prompt` where they do not begin with
     it."""
     if not {"chosen", "rejected"} <= row.keys():
-        other = dialogue(row)
+        other = as_dialogue(row)
         if isinstance(other, str):
             return other if other == KTO else ""
         return f"These are rows of one answer ({other.format}): phase 1 reads them (kind: messages)"
@@ -147,7 +147,7 @@ def pair(row: dict[str, Any]) -> Recognised | str:
     return Recognised(form, row | sides | {"prompt": begun if column else before}, used | columns | column)
 
 
-def prompt(row: dict[str, Any]) -> Recognised | str:
+def as_prompt(row: dict[str, Any]) -> Recognised | str:
     """Return the row with a `prompt`, as text or as messages."""
     return _asked(row, ("prompt", *DIALOGUES))
 

@@ -26,7 +26,7 @@ def final(answer: str) -> str | None:
     return (number.strip().replace(",", "") or None) if mark and steps.strip() else None
 
 
-def solution(answer: str) -> str:
+def worked_answer(answer: str) -> str:
     r"""Return the worked answer as math evaluation reads it: "48/2 = 24 clips.\nThe answer is \boxed{24}."."""
     steps = MARK.sub("", answer.rpartition("####")[0]).strip()
     return rf"{steps}{chr(10)}The answer is \boxed{{{final(answer)}}}."

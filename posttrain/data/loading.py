@@ -25,12 +25,12 @@ from posttrain.data.encoding import (
     NO_PROMPT,
     Sample,
     TokenRow,
-    asked,
     encode_dialogues,
     encode_pairs,
     encode_prompts,
     most_characters,
-    readable,
+    question_messages,
+    shortened,
 )
 from posttrain.data.filters import CHECKS, REMEDIES, Example
 from posttrain.data.table import FilterTable, SourceReport
@@ -60,7 +60,7 @@ class TokenData(NamedTuple):
     table: FilterTable
 
 
-class Question(NamedTuple):
+class PromptQuestion(NamedTuple):
     """A prompt as messages and as ids, with its right answer if known."""
 
     messages: list[Message]
@@ -95,18 +95,18 @@ def load_prompts(data: DataSection, chat: Chat) -> TokenData:
     return _load(data, chat, encode_prompts, PROMPT_COLUMNS, title, "answers to come", "distillation")
 
 
-def load_questions(data: DataSection, chat: Chat) -> tuple[list[Question], FilterTable]:
+def load_questions(data: DataSection, chat: Chat) -> tuple[list[PromptQuestion], FilterTable]:
     """Return prompts as messages, with known answers, and print the table. UserError: no prompt is left."""
     known = _evaluation_questions(data, "sources", "decontaminate")
     table = FilterTable(notes=known.notes, title="Prompts", trained="answers to come")
-    questions: list[Question] = []
+    questions: list[PromptQuestion] = []
     with MathJudge() as judge:
         for number, source in enumerate(data.sources):
             report = SourceReport(source.path, source.kind, reading.licence(source))
             rows, drawn = _chosen(source, f"sources.{number}", data.seed, judge, report), len(questions)
             characters = most_characters(chat, data.max_length)
             for row in rows:
-                messages = asked(row)
+                messages = question_messages(row)
                 if messages is None:
                     report.drop(NO_PROMPT)
                     continue
@@ -121,7 +121,7 @@ def load_questions(data: DataSection, chat: Chat) -> tuple[list[Question], Filte
                 elif len(ids) > data.max_length:
                     report.drop(f"longer than {data.max_length} tokens")
                 else:
-                    questions.append(Question(messages, ids, row.answer))
+                    questions.append(PromptQuestion(messages, ids, row.answer))
                     report.tokens += len(ids)
             report.train = report.per_epoch = report.trained_tokens = len(questions) - drawn
             table.sources.append(report)
@@ -214,7 +214,7 @@ def _chosen(source: Source, key: str, seed: int, judge: MathJudge, report: Sourc
     check, seen, arrival = CHECKS[source.kind], set(), count()
     most = 1 if source.kind == "ultrafeedback" else source.max_per_question
     queues: dict[object, list[tuple[int, int, Example]]] = {}  # per question, the last in order on top
-    for raw in reading.read(source, key, seed, report):
+    for raw in reading.read_rows(source, key, seed, report):
         report.read += 1
         row = check(raw, source, judge)
         if isinstance(row, str):
@@ -274,7 +274,7 @@ def _batches(rows: list[Example], most: int) -> Iterator[list[Example | None]]:
     batch: list[Example | None] = []
     size = 0
     for row in rows:
-        short = readable(row, most)
+        short = shortened(row, most)
         length = sum(len(message["content"]) for messages in short.dialogues for message in messages) if short else 0
         if batch and (len(batch) == ENCODE_AT_ONCE or size + length > CHARACTERS_AT_ONCE):
             yield batch

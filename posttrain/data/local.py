@@ -37,7 +37,7 @@ def rows_of(path: Path, key: str) -> Iterator[Placed]:
     kind = Path(path.name.removesuffix(".gz")).suffix
     try:
         if kind == ".parquet":
-            yield from numbered(_parquet(path, key))
+            yield from with_row_numbers(_parquet(path, key))
             return
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             read = {".jsonl": _json_lines, ".json": _json, ".csv": _csv}[kind]
@@ -46,7 +46,7 @@ def rows_of(path: Path, key: str) -> Iterator[Placed]:
         raise UserError(f"{key}={path} cannot be read: {one_line(error)}. Check the file.") from error
 
 
-def numbered(rows: Iterator[dict[str, Any]]) -> Iterator[Placed]:
+def with_row_numbers(rows: Iterator[dict[str, Any]]) -> Iterator[Placed]:
     return ((f"row {number}", row) for number, row in enumerate(rows, 1))
 
 

@@ -41,7 +41,7 @@ def prepare(
         if runlog.is_main_process():
             train = loaded.train
             if args.train_sampling_strategy == "group_by_length":
-                train = train.select(length_pools(lengths(train), args, epoch=0))
+                train = train.select(length_pools(row_lengths(train), args, epoch=0))
             rows = {"train": train, "eval": loaded.eval}
             reports = {SOURCES: loaded.table.for_card(), TABLE: [asdict(each) for each in loaded.table.sources]}
             checkpoint.save(folder, lambda out: _write_rows(rows, reports, out), made_with=made_with)
@@ -52,7 +52,7 @@ def prepare(
     return parts
 
 
-def seal(folder: Path, cfg: Any, chat: Chat) -> None:
+def seal_rows(folder: Path, cfg: Any, chat: Chat) -> None:
     """Add to the checksums what has been computed from the rows since `prepare` wrote them."""
     parallel.barrier()
     if runlog.is_main_process():
@@ -121,7 +121,7 @@ def length_pools(lengths: Sequence[int], args: Any, epoch: int) -> list[int]:
     return [row for batch in full for row in batch] + rest
 
 
-def lengths(rows: Any) -> list[int]:
+def row_lengths(rows: Any) -> list[int]:
     """Return the tokens of each conversation, or of the longer half of each pair."""
     if "input_ids" in rows.column_names:
         return [len(ids) for ids in rows["input_ids"]]

@@ -76,17 +76,17 @@ COLUMNS = {  # of the kinds whose rows have one form
     "recall": ("messages", "answer"),
 }
 FORMATS: dict[str, tuple[formats.Recognise, str]] = {  # of the others, and of pairs and messages
-    "capybara": (formats.dialogue, formats.DIALOGUE_FORMATS),
-    "messages": (formats.dialogue, formats.DIALOGUE_FORMATS),
-    "demonstrations": (formats.dialogue, formats.DIALOGUE_FORMATS),
-    "ultrafeedback": (formats.pair, formats.PAIR_FORMATS),
-    "preferences": (formats.pair, formats.PAIR_FORMATS),
-    "prompts": (formats.prompt, formats.PROMPT_FORMATS),
+    "capybara": (formats.as_dialogue, formats.DIALOGUE_FORMATS),
+    "messages": (formats.as_dialogue, formats.DIALOGUE_FORMATS),
+    "demonstrations": (formats.as_dialogue, formats.DIALOGUE_FORMATS),
+    "ultrafeedback": (formats.as_pair, formats.PAIR_FORMATS),
+    "preferences": (formats.as_pair, formats.PAIR_FORMATS),
+    "prompts": (formats.as_prompt, formats.PROMPT_FORMATS),
     "recall": (formats.last_turn, formats.PROMPT_FORMATS),
 }
 
 
-def read(source: Source, key: str, seed: int, report: SourceReport | None = None) -> Iterator[dict[str, Any]]:
+def read_rows(source: Source, key: str, seed: int, report: SourceReport | None = None) -> Iterator[dict[str, Any]]:
     """Yield the rows of a source in the form that `filters` takes. key: where the config names it.
 
     report: gets the format of each row, and its columns that were not read.
@@ -102,7 +102,7 @@ def read(source: Source, key: str, seed: int, report: SourceReport | None = None
 def kind_of(path: str, key: str) -> Literal["messages", "preferences"]:
     """Return the kind of a file or a set on the Hub, judged by its first row. key: where it is named."""
     for _, row in _open(Source(kind="messages", path=path), key, 0):
-        return "messages" if isinstance(formats.pair(row), str) else "preferences"
+        return "messages" if isinstance(formats.as_pair(row), str) else "preferences"
     return "messages"
 
 
@@ -140,7 +140,7 @@ def _asked(row: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
     """Return a row of questions, prompts or recall with the columns that a suite needs."""
     ready: dict[str, Any] = {}
     if kind != "questions":
-        messages = filters.asked(row["prompt"])
+        messages = filters.prompt_messages(row["prompt"])
         if isinstance(messages, str):
             raise UserError(
                 f"{where}: {messages}. The messages of a row are those of user and assistant in turn, the last one "
@@ -153,7 +153,7 @@ def _asked(row: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
             if value != value or value in (math.inf, -math.inf):
                 raise UserError(f"{where}: answer is {value}. It should be text or a number.")
             value = str(value)
-        elif not filters.is_text(value):
+        elif not filters.is_readable_text(value):
             wanted = "text or a number" if name == "answer" else "text"
             raise UserError(f"{where}: {name} should be {wanted}, but is {brief(value)}.")
         ready[name] = value
@@ -214,7 +214,7 @@ def licence(source: Source) -> str:
 
 def _open(source: Source, key: str, seed: int) -> Iterator[Placed]:
     if source.path == EMBEDDED:
-        return local.numbered(_generated(source, key, seed))
+        return local.with_row_numbers(_generated(source, key, seed))
     if source.path.endswith(DATA_FILES) or Path(source.path).exists():
         return local.rows_of(Path(source.path), f"{key}.path")
     if not HUB_NAME.fullmatch(source.path):
@@ -222,7 +222,7 @@ def _open(source: Source, key: str, seed: int) -> Iterator[Placed]:
             f"{key}.path={source.path} is neither `embedded`, nor a {DATA_FILES_IN_WORDS} file, nor a name on the "
             "Hugging Face Hub (owner/name). Write one of them."
         )
-    return local.numbered(_from_hub(source, key))
+    return local.with_row_numbers(_from_hub(source, key))
 
 
 def _spans_fit(message: Mapping[str, Any]) -> bool:

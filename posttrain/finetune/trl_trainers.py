@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
-from posttrain.data import length_pools, lengths
+from posttrain.data import length_pools, row_lengths
 
 
 def takes_token_ids(trainer: type) -> Any:
@@ -142,7 +142,7 @@ class PooledRows(Sampler[int]):
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.lengths = lengths(trainer.train_dataset)
+        self.lengths = row_lengths(trainer.train_dataset)
 
     def __len__(self) -> int:
         return len(self.lengths)

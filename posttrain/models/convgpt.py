@@ -189,7 +189,7 @@ def rotary(config: ConvGPTConfig, position_ids: torch.Tensor, dtype: torch.dtype
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin  # the roll swaps the halves; the sign is in the sine
 
 
@@ -205,7 +205,7 @@ def pads_on_the_right(attention_mask: Any, tokens: int) -> bool:
     return bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all() and attention_mask[:, 0].all())
 
 
-def kept(hidden_states: torch.Tensor, positions: int | torch.Tensor) -> torch.Tensor:
+def kept_positions(hidden_states: torch.Tensor, positions: int | torch.Tensor) -> torch.Tensor:
     """Return the states that `logits_to_keep` names; transformers has no function for it before 5.20."""
     if isinstance(positions, torch.Tensor) and positions.ndim == 2 and positions.dtype != torch.bool:
         return torch.take_along_dim(hidden_states, positions[..., None], dim=1)
@@ -265,8 +265,8 @@ class ConvGPTAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         shape = hidden_states.shape[:-1]
         heads = (*shape, -1, self.head_dim)
-        query = rotate(self.q_norm(self.q_proj(hidden_states).view(heads)).transpose(1, 2), *position_embeddings)
-        key = rotate(self.k_norm(self.k_proj(hidden_states).view(heads)).transpose(1, 2), *position_embeddings)
+        query = apply_rotary(self.q_norm(self.q_proj(hidden_states).view(heads)).transpose(1, 2), *position_embeddings)
+        key = apply_rotary(self.k_norm(self.k_proj(hidden_states).view(heads)).transpose(1, 2), *position_embeddings)
         value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
@@ -390,7 +390,7 @@ class ConvGPTModel(ConvGPTPreTrainedModel):
                     position_embeddings=position_embeddings,
                     **kwargs,
                 )
-        hidden_states = kept(hidden_states, logits_to_keep)
+        hidden_states = kept_positions(hidden_states, logits_to_keep)
         if self.scale_up is not None:
             hidden_states = self.scale_up(hidden_states)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)

@@ -62,10 +62,10 @@ def trained_states(
         mask_BT[i, : len(row)] = torch.tensor(mask)
     assert not mask_BT[:, 0].any(), "the first token of a conversation is never sampled"
     ids_BT, mask_BT = ids_BT.to(model.device), mask_BT.to(model.device)
-    return read(model, mask_BT.roll(-1, 1), input_ids=ids_BT, use_cache=False), ids_BT[mask_BT]
+    return backbone_states(model, mask_BT.roll(-1, 1), input_ids=ids_BT, use_cache=False), ids_BT[mask_BT]
 
 
-def read(model: PreTrainedModel, predicts_BT: torch.Tensor, **inputs: Any) -> torch.Tensor:
+def backbone_states(model: PreTrainedModel, predicts_BT: torch.Tensor, **inputs: Any) -> torch.Tensor:
     """Run the model up to its output layer; return its states where `predicts_BT` is True, (S, D)."""
     backbone: Any = model.base_model
     own_mask = "attention_mask" in inputs  # without one layers may be run again, outside this context
@@ -301,7 +301,7 @@ class Prefixes:
         model, device = self.model, self.model.device
         if predicts_BQ is None:
             predicts_BQ = torch.zeros(ids_BQ.shape, dtype=torch.bool)
-        return read(
+        return backbone_states(
             model,
             predicts_BQ.to(device),
             input_ids=ids_BQ.to(device),

@@ -57,7 +57,7 @@ def load(
     if training and model.tuning == "qlora":
         quantised = {"quantization_config": _four_bit(place), "device_map": {"": place}}
     net: Any = load_weights(model, dtype, **quantised)
-    if broken := not_finite(net):
+    if broken := parameters_not_finite(net):
         raise UserError(
             f"{model.name_or_path} holds weights that are not finite numbers: {broken}. The run that wrote them went "
             "wrong: name another checkpoint (model.name_or_path=...)."
@@ -163,7 +163,7 @@ def adapters_in_float32(net: Any) -> None:
             parameter.data = parameter.data.float()
 
 
-def not_finite(net: Any) -> str:
+def parameters_not_finite(net: Any) -> str:
     """Return the parameters that hold inf or nan, e.g. "model.norm.weight (2 of 64)"; "" if all are finite.
 
     Where the model is sharded, all processes must call it: each looks at its own part.
@@ -229,7 +229,9 @@ def save(
         def write_adapter(out: Path) -> None:
             adapter.save_pretrained(out)
             if history:
-                (out / "README.md").write_text(model_card.render(history, net_type, adapter=True), encoding="utf-8")
+                (out / "README.md").write_text(
+                    model_card.render_card(history, net_type, adapter=True), encoding="utf-8"
+                )
 
         checkpoint.save(Path(folder).with_name("adapter"), write_adapter, **meta)
         if source.tuning == "qlora" or source.dtype in ("bfloat16", "float16"):
@@ -251,7 +253,7 @@ def save(
         chat.save(out)
         (out / "run_config.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
         if history:
-            (out / "README.md").write_text(model_card.render(history, net_type), encoding="utf-8")
+            (out / "README.md").write_text(model_card.render_card(history, net_type), encoding="utf-8")
 
     meta |= {"history": list(history)} if history else {}
     return checkpoint.save(folder, write, chat_template_sha256=chat.hash, **meta)
@@ -278,7 +280,7 @@ def add_code(folder: Path, net: Any) -> None:
 
 
 def _require_finite(folder: Path, net: Any) -> None:
-    if broken := not_finite(net):
+    if broken := parameters_not_finite(net):
         raise UserError(
             f"{folder} is not written, because weights are not finite numbers: {broken}. Start again with a smaller "
             "trainer.learning_rate, or with trainer.bf16=false, trainer.fp16=false."
@@ -312,7 +314,7 @@ def _own_special_tokens(net: Any, chat: Chat) -> None:
     )
 
 
-def describe(cfg: TrainingRun, net: Any, device: torch.device) -> str:
+def describe_training(cfg: TrainingRun, net: Any, device: torch.device) -> str:
     """Return e.g. "0.21 M parameters (all trained), cpu, 1 process, float32, learning rate 2e-05".
 
     A second sentence warns of a learning rate that is too low for this tuning.

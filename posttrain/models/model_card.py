@@ -48,7 +48,7 @@ SETTINGS = (
 
 
 @dataclass(frozen=True)
-class Result:
+class CardResult:
     """A figure on held-out items: Result("sokoban, test levels: success", .54, 300, .48, .6): low and high.
 
     Shares of independent items have a 95 % interval, a mean loss does not.
@@ -61,13 +61,13 @@ class Result:
     high: float | None = None
 
 
-def record(
+def phase_record(
     phase: str,
     config: dict[str, Any],
     step: int,
     *,
     data: Iterable[dict[str, Any]] = (),
-    results: Iterable[Result] = (),
+    results: Iterable[CardResult] = (),
 ) -> dict[str, Any]:
     """Return the record of a phase as JSON. data: of each source its path, kind, licence, train and held_out rows."""
     base, revision = config["model"]["name_or_path"], config["model"].get("revision")
@@ -100,7 +100,7 @@ def history(name_or_path: str) -> list[dict[str, Any]]:
         return []
 
 
-def former_results(row: Mapping[str, float]) -> list[Result]:
+def former_results(row: Mapping[str, float]) -> list[CardResult]:
     """Return the figures of `evaluation.suites` in a row of phase 3's metrics: what is left of phases 1 and 2."""
     results = []
     for key, items in row.items():
@@ -109,7 +109,7 @@ def former_results(row: Mapping[str, float]) -> list[Result]:
             metric, name = ("seq_rep_4", "repeated 4-grams") if "repetition" in key else ("accuracy", "right")
             value, low, high = (row[figures + part] for part in (metric, "low", "high"))
             suite = figures.removeprefix("evaluation/").removesuffix("/")
-            results.append(Result(f"{suite}, held-out prompts: {name}", value, int(items), low, high))
+            results.append(CardResult(f"{suite}, held-out prompts: {name}", value, int(items), low, high))
     return results
 
 
@@ -124,7 +124,7 @@ class Published:
     metadata: Mapping[str, Any] = field(default_factory=dict)  # of ModelCardData
 
 
-def render(
+def render_card(
     records: Sequence[dict[str, Any]], model_type: str, *, adapter: bool = False, publication: Published | None = None
 ) -> str:
     """Return the card, metadata and text, of a model that these phases made, one after another.
@@ -147,7 +147,7 @@ def render(
     )
     return CARDS.get_template("model_card.md.j2").render(
         metadata=metadata.to_yaml(),
-        title=Path(shown(base)).name or base,
+        title=Path(public_name(base)).name or base,
         base=base,
         published=published,
         adapter=adapter,
@@ -189,7 +189,7 @@ def _limits(records: Sequence[dict[str, Any]], evaluated: bool) -> list[str]:
     return lines
 
 
-def shown(place: str) -> str:
+def public_name(place: str) -> str:
     """Return how a card names a model or a data file: an absolute path, which is private, by its end.
 
     >>> shown("runs/mine/phase1/final"), shown("/home/ana/runs/phase1/final"), shown("/home/ana/rows.jsonl")
@@ -208,7 +208,7 @@ CARDS = Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
-CARDS.filters |= {"count": "{:,}".format, "text": markdown_text, "place": shown}
+CARDS.filters |= {"count": "{:,}".format, "text": markdown_text, "place": public_name}
 
 
 def _at(config: dict[str, Any], path: str) -> Any:

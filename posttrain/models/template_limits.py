@@ -53,10 +53,10 @@ def _tried(given: str) -> str:
             "A chat template is tried out in a Python process of its own, which does not start here: "
             f"{' '.join(done.stderr.decode(errors='replace').split())[-300:]}"
         )
-    return outcome(done.returncode)
+    return meaning_of_exit(done.returncode)
 
 
-def outcome(code: int) -> str:
+def meaning_of_exit(code: int) -> str:
     """Return what the child's exit code means for the template: outcome(0) -> "", outcome(-11) -> "it crashes
     (SIGSEGV)"."""
     if code == -signal.SIGXCPU:

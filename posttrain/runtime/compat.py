@@ -165,7 +165,7 @@ def ignore_renamed_argument() -> None:
 # ------------------------------------------------------------------------------------------------------- transformers
 
 
-def load_weights(trainer: Trainer, folder: Path) -> None:
+def load_checkpoint_weights(trainer: Trainer, folder: Path) -> None:
     """Put a checkpoint's weights, or its adapter, into a trainer's model, as --resume does.
 
     Until Trainer has a public method for it.

@@ -113,7 +113,9 @@ class Dashboards:
             one.finish()
 
 
-def start(cfg: Any, settings: dict[str, Any], *, resume: bool, named: Callable[[str], str] = str) -> Dashboards:
+def open_dashboards(
+    cfg: Any, settings: dict[str, Any], *, resume: bool, named: Callable[[str], str] = str
+) -> Dashboards:
     """Begin the run on each dashboard of `cfg.report_to`, or continue it; do nothing in the other processes."""
     out = Path(cfg.output_dir)
     if not cfg.report_to or not runlog.is_main_process():

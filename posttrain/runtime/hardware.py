@@ -93,7 +93,7 @@ def settle(cfg: TrainingConfig) -> TrainingConfig:
 
     UserError where the launcher asks for what this run cannot do.
     """
-    launcher.check(cfg)
+    launcher.check_launch(cfg)
     if trainer_field(cfg, "bf16") is not None:
         return cfg
     try:

@@ -47,7 +47,7 @@ def sharding() -> Sharding:
     return "none"
 
 
-def check(cfg: Any) -> None:
+def check_launch(cfg: Any) -> None:
     """Raise UserError for a launch of too few processes, or for a sharding that this config does not support.
 
     cfg: a phase's; the one with a section `algorithm` is phase 3's.

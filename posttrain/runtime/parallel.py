@@ -25,7 +25,7 @@ TIMEOUT = 6 * 3600  # seconds that processes wait for one that streams a large s
 SHUTDOWN = 3600  # seconds after a signal that a step may still take, with its checkpoint
 
 
-def start(device: torch.device, timeout: float = TIMEOUT) -> None:
+def join(device: torch.device, timeout: float = TIMEOUT) -> None:
     """Join the other processes of a launch; TRL's trainers use what is set up here.
 
     NCCL's own limit is ten minutes, and without `device_id` it guesses which GPU belongs to a process.

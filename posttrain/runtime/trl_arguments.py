@@ -42,7 +42,7 @@ def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed:
         **fixed,
     }
     cfg = hardware.settle(cfg)
-    parallel.start(device, cfg.trainer.get("ddp_timeout", parallel.TIMEOUT))  # or accelerate would, without device_id
+    parallel.join(device, cfg.trainer.get("ddp_timeout", parallel.TIMEOUT))  # or accelerate would, without device_id
     compat.ignore_renamed_argument()
     with refusals_in_words():
         _check_weights(cfg.trainer)

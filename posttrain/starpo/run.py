@@ -60,7 +60,7 @@ def set_up(cfg: StarPORun, *, resume: bool, data_sets: list[str]) -> Setup:
         checkpoint.claim(out, resume)
         run_identity.remember_run(out, settings, resume)
     device = hardware.resolve_device(given.device)
-    parallel.start(device, given.trainer.ddp_timeout)
+    parallel.join(device, given.trainer.ddp_timeout)
     set_seed(given.seed)  # for new adapters; whatever is drawn later has a seed of its own
 
     found = run_state.resume_from(out, runlog.say) if resume else None
@@ -220,7 +220,7 @@ def play_all(
 
 def first_state(setup: Setup, learner: Learner, chat: Chat) -> RunState:
     """A new run's state, or that of its checkpoint, whose weights are then in place."""
-    runlog.say(f"phase 3: {models.describe(setup.cfg, learner.model, setup.device)}")
+    runlog.say(f"phase 3: {models.describe_training(setup.cfg, learner.model, setup.device)}")
     state = RunState(plan=setup.plan.changes)
     if setup.found:
         state = run_state.load(setup.found, learner)
@@ -262,13 +262,15 @@ def export(setup: Setup, learner: Learner, chat: Chat, state: RunState, metrics:
     keys = ("success", "low", "high", "levels")
     shares = {env.title: [metrics[f"final/{env.title}/{key}"] for key in keys] for env in cfg.envs}
     results = [
-        model_card.Result(f"{name}, test levels: success", success, int(levels), low, high)
+        model_card.CardResult(f"{name}, test levels: success", success, int(levels), low, high)
         for name, (success, low, high, levels) in shares.items()
     ]
     for line in runlog.read_metrics(setup.out / "metrics.jsonl"):
         if line["step"] == state.best_step:
             results += model_card.former_results(line)
-    told = model_card.record("phase3", setup.settings, state.best_step, data=distillation.sources(cfg), results=results)
+    told = model_card.phase_record(
+        "phase3", setup.settings, state.best_step, data=distillation.sources(cfg), results=results
+    )
     final = models.save(
         setup.out / "final", learner.model, chat, setup.settings,
         source=cfg.model, history=[*model_card.history(cfg.model.name_or_path), told],

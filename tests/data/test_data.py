@@ -32,7 +32,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 from envs.math_judge import MathJudge
 from posttrain.config.data import DataSection, Source
 from posttrain.data import contamination as contamination_module, embedded, loading as data_loading, reading
-from posttrain.data.contamination import EvaluationQuestions, N, words
+from posttrain.data.contamination import EvaluationQuestions, N, lower_words
 from posttrain.data.filters import CHECKS, Example
 from posttrain.data.loading import TokenData, load_preferences, load_sft
 from posttrain.data.table import FilterTable
@@ -567,9 +567,9 @@ def test_each_source_is_read_by_one_process_and_all_have_the_same_rows(
     chosen = section(*(Source(kind="messages", path=path) for path in paths), eval_rows=2)
     alone = load_sft(chosen, tiny_chat)
     reads: list[str] = []
-    true_read = data_loading.reading.read
+    true_read = data_loading.reading.read_rows
     monkeypatch.setattr(
-        data_loading.reading, "read", lambda source, *rest: reads.append(source.path) or true_read(source, *rest)
+        data_loading.reading, "read_rows", lambda source, *rest: reads.append(source.path) or true_read(source, *rest)
     )
     together = request.getfixturevalue("two_processes")(lambda: load_sft(chosen, tiny_chat))
     assert sorted(reads) == paths
@@ -721,7 +721,7 @@ def test_rows_known_from_the_evaluation_sets_are_taken(hub: Any, tmp_path: Path,
         [user("Tell me: what is 2^{10}"), assistant("1024")],
         [user("Hm"), assistant("What is 2^{10}?")],
     ]
-    assert len(words(" ".join(said[:11]))) == N - 1
+    assert len(lower_words(" ".join(said[:11]))) == N - 1
     path = write(tmp_path / "a.jsonl", [{"messages": messages} for messages in known + unknown])
     data = load_sft(section(Source(kind="messages", path=path), decontaminate=True), tiny_chat)
     assert data.table.sources[0].dropped == {"in an evaluation set": 3}
@@ -849,7 +849,7 @@ def test_only_a_line_feed_ends_a_row(tmp_path: Path) -> None:
     row = {"messages": [user("a\u2028b\x85c\x0cd\u2029e"), assistant("f")]}
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(row, ensure_ascii=False).replace("\x0c", "\\f") + "\r\n", encoding="utf-8")
-    assert list(reading.read(Source(kind="messages", path=str(path)), "data.sources.0", 0)) == [row]
+    assert list(reading.read_rows(Source(kind="messages", path=str(path)), "data.sources.0", 0)) == [row]
     row = {"messages": [user("a\u2028b"), assistant("f"), user("g")], "answer": 7}
     path.write_text(json.dumps(row, ensure_ascii=False), encoding="utf-8")
     assert reading.evaluation_rows(str(path), "recall", "source") == [row | {"answer": "7"}]
@@ -866,7 +866,7 @@ def test_evaluation_reads_what_training_reads(tmp_path: Path) -> None:
     ):
         path = write(tmp_path / "pairs.jsonl", [row])
         assert reading.evaluation_rows(path, "preferences", "source") == [whole]
-        assert list(reading.read(Source(kind="preferences", path=path), "source", 0)) == [row]
+        assert list(reading.read_rows(Source(kind="preferences", path=path), "source", 0)) == [row]
         pq.write_table(pa.Table.from_pylist([row]), tmp_path / "pairs.parquet")
         assert reading.evaluation_rows(str(tmp_path / "pairs.parquet"), "preferences", "source") == [whole]
     path = write(tmp_path / "sums.jsonl", [{"question": "2+2?", "answer": 4.5, "level": 3}] * 3)
@@ -1025,7 +1025,7 @@ def test_damaged_files_are_read_or_refused(kind: Any, tmp_path: Path) -> None:
             try:
                 if kind in ("messages", "openmathinstruct", "ultrafeedback"):
                     source = Source(kind=kind, path=str(path))
-                    for row in reading.read(source, "data.sources.0", 0):
+                    for row in reading.read_rows(source, "data.sources.0", 0):
                         CHECKS[kind](row, source, judge)
                 else:
                     for row in reading.evaluation_rows(str(path), kind, "suites.x.source"):

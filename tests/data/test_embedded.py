@@ -379,7 +379,7 @@ def test_filters_take_every_planted_fault():
 
     source = Source(kind="openmathinstruct", path="embedded", rows=10)
     with MathJudge() as judge:
-        verdicts = [filters.openmathinstruct(row, source, judge) for row in embedded.openmathinstruct(400, 1)]
+        verdicts = [filters.keep_openmathinstruct(row, source, judge) for row in embedded.openmathinstruct(400, 1)]
     reasons = {verdict for verdict in verdicts if isinstance(verdict, str)}
     assert reasons == {"marked as wrong", "uses code", r"not exactly one \boxed"}
 

@@ -337,7 +337,7 @@ def test_ignore_renamed_argument(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------- transformers
 
 
-def test_load_weights() -> None:
+def test_load_checkpoint_weights() -> None:
     """That it puts the weights in place is in test_phase1.py."""
     first = list(inspect.signature(Trainer._load_from_checkpoint).parameters.values())
     assert [each.name for each in first if each.default is each.empty] == ["self", "resume_from_checkpoint"]

@@ -360,12 +360,12 @@ def test_reset_keeps_the_system_message_and_says_so(says: Says, answers: Callabl
 
 def test_what_was_saved_is_data_for_phase_1(says: Says, answers: Callable[..., Any], tmp_path: Path) -> None:
     from posttrain.config.data import Source
-    from posttrain.data.reading import read
+    from posttrain.data.reading import read_rows
 
     answers("Grüße 🦊")
     file = tmp_path / "talk.jsonl"
     says("system='Be kind.'", stdin=f"Hallo\n/save {file}\n")
-    (row,) = read(Source(kind="messages", path=str(file)), "data.sources.0", 0)
+    (row,) = read_rows(Source(kind="messages", path=str(file)), "data.sources.0", 0)
     assert row["messages"] == [{"role": "system", "content": "Be kind."}, *user("Hallo", "Grüße 🦊")]
 
 

@@ -47,7 +47,7 @@ def word_problem(rng: random.Random) -> dict[str, Any]:
     return {"question": question, "steps": steps, "operands": ("".join(signs), *operands)}
 
 
-def problem_of(split: str, rng: random.Random) -> dict[str, Any]:
+def problem_of_split(split: str, rng: random.Random) -> dict[str, Any]:
     return first_wanted(word_problem, lambda problem: split_of(problem) == split, rng)
 
 
@@ -143,5 +143,5 @@ def math_problems(n: int, seed: int, split: str = "unseen_questions") -> list[di
     """Return held-out problems: new questions over operands met in training, or operands never met together there."""
     assert split in ("unseen_questions", "unseen_operands")
     rngs = (random.Random(derive_seed(seed, "math_problems", split, i)) for i in range(n))
-    problems = [problem_of(split, rng) for rng in rngs]
+    problems = [problem_of_split(split, rng) for rng in rngs]
     return [{"question": p["question"], "answer": str(p["steps"][-1][3])} for p in problems]
