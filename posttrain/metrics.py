@@ -94,8 +94,7 @@ class Interval(NamedTuple):
 
 
 def wilson(successes: float, n: int) -> tuple[float, float]:
-    """Return Wilson's score interval at 95 % for a share (1927), which is right at 0 % and 100 %, where p +- 2 SE is
-    not."""
+    """Return Wilson's score interval at 95 % for a share (1927), which also holds at 0 % and 100 %."""
     assert 0 <= successes <= n and n > 0
     share, z2 = successes / n, Z_95 * Z_95
     centre = (share + z2 / (2 * n)) / (1 + z2 / n)
@@ -152,7 +151,7 @@ def bootstrap_mean(values: Sequence[float], seed: int, rounds: int = 4000) -> In
 def paired_interval(
     before: Sequence[float], after: Sequence[float], seed: int, rounds: int = 4000, tail: float = 0.025
 ) -> Interval:
-    """Return mean(after) - mean(before), the same item i in both, and an interval that is valid for few items as well.
+    """Return mean(after) - mean(before), the same item i in both, and an interval that also holds for few items.
 
     It excludes zero only where an exact test at the same level rejects it. tail: the probability outside at each end;
     a fraction of it where several intervals must hold together. seed, rounds: for means of values other than 0 and 1.

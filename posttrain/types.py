@@ -32,8 +32,7 @@ def markdown_text(value: object) -> str:
 
 
 def short_name(model: str) -> str:
-    """Return a model's name in one word: `phase3` for runs/quickstart/phase3/final, `SmolLM2-135M` for
-    owner/SmolLM2-135M."""
+    """Return a model's name in one word: runs/mine/phase3/final -> phase3, owner/SmolLM2-135M -> SmolLM2-135M."""
     parts = [part for part in PurePath(model).parts if part not in ("final", ".", "..", "/")]
     return parts[-1] if parts else "model"
 

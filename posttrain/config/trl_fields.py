@@ -137,8 +137,7 @@ def _constant(stmt: ast.stmt) -> Any:
 
 
 def _choices(value: ast.expr | None) -> Any:
-    """Return the Literal of `field(default=..., metadata={"choices": [...]})` and of its default; None without
-    choices."""
+    """Return the Literal of `field(default=..., metadata={"choices": [...]})` and of its default, or None."""
     given = {word.arg: word.value for word in value.keywords} if isinstance(value, ast.Call) else {}
     metadata, default = given.get("metadata"), given.get("default")
     for key, choices in zip(metadata.keys, metadata.values, strict=True) if isinstance(metadata, ast.Dict) else ():

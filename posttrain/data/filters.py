@@ -308,7 +308,7 @@ def plain_messages(messages: Sequence[dict[str, Any]]) -> list[Message] | str:
 
 def _is_text_part(part: dict[str, Any]) -> bool:
     """Return True for {"type": "text", "text": "Hi"}, also with the empty columns of other parts."""
-    others = [key for key, value in part.items() if key not in ("type", "text", "cache_control") and value is not None]
+    others = {key for key, value in part.items() if value is not None} - {"type", "text", "cache_control"}
     return part["type"] == "text" and isinstance(part.get("text"), str) and not others
 
 

@@ -102,8 +102,7 @@ def as_dialogue(row: dict[str, Any]) -> Recognised | str:
 
 
 def as_pair(row: dict[str, Any]) -> Recognised | str:
-    """Return the row with `chosen` and `rejected` as texts or messages, and the `prompt` where they do not begin with
-    it."""
+    """Return the row with `chosen` and `rejected` as texts or messages, and the `prompt` if they lack it."""
     if not {"chosen", "rejected"} <= row.keys():
         other = as_dialogue(row)
         if isinstance(other, str):
@@ -242,8 +241,7 @@ def _instruction(row: dict[str, Any]) -> Any:
 
 
 def _history(value: object) -> list[Message] | None:
-    """Return the turns before Alpaca's, in LLaMA-Factory's form [["Hi", "Hello"], ...], as messages; None for another
-    form."""
+    """Return the turns before Alpaca's, [["Hi", "Hello"], ...] as in LLaMA-Factory, as messages; or None."""
     if value is None or value == "":
         return []
     if not isinstance(value, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in value):

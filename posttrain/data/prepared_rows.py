@@ -24,8 +24,7 @@ SOURCES = "sources.json"  # in their folder: the model card's lines on each data
 def prepare(
     folder: Path, cfg: Any, chat: Chat, args: Any, load: Callable[..., Any], *, resume: bool
 ) -> dict[str, Dataset]:
-    """Return the rows that `load(cfg.data, chat)` makes, {"train": ..., "eval": ...} without empty parts, kept in
-    `folder`.
+    """Return the rows of `load(cfg.data, chat)`, {"train": ..., "eval": ...} without empty parts, kept in `folder`.
 
     A resumed run takes them from there, unless a checksum or their settings differ: a source may be large, and far
     away. TRL stores what it computes from them in the same folder, above all reference log-probs, which `seal` adds to

@@ -444,7 +444,4 @@ def _cut(message: Message) -> _Cut:
 
 
 def _is_text(content: object) -> bool:
-    try:
-        return isinstance(content, str) and content.encode() is not None
-    except UnicodeEncodeError:
-        return False
+    return isinstance(content, str) and not any("\ud800" <= character <= "\udfff" for character in content)

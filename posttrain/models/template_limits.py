@@ -57,8 +57,7 @@ def _tried(given: str) -> str:
 
 
 def meaning_of_exit(code: int) -> str:
-    """Return what the child's exit code means for the template: outcome(0) -> "", outcome(-11) -> "it crashes
-    (SIGSEGV)"."""
+    """Return what the child's exit code means: 0 -> "", -11 -> "it crashes (SIGSEGV)"."""
     if code == -signal.SIGXCPU:
         return f"it takes more than {SECONDS} seconds"
     if code == OUT_OF_MEMORY:
@@ -121,8 +120,7 @@ class Kept(dict[Any, Any]):
 
 
 def import_alone(module: str) -> types.ModuleType:
-    """Import a module without running the `__init__` files of its packages: those of transformers take half a
-    second."""
+    """Import a module without the slow `__init__` files of its packages: those of transformers take half a second."""
     names = module.split(".")
     spec = importlib.util.find_spec(names[0])
     assert spec is not None and spec.submodule_search_locations

@@ -99,8 +99,7 @@ def sealed(manifest: dict[str, Any]) -> str:
 
 
 def _digest(manifest: dict[str, Any]) -> str:
-    """Return sha256 of everything else in a manifest: the manifest protects the files, this digest protects the
-    manifest."""
+    """Return sha256 of everything else in a manifest, which detects changes of the manifest itself."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
@@ -170,8 +169,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files of a model's weights: those that the index names, or the single file; never others in the
-    folder.
+    """Return a model's weight files: those that the index names, or the single file, never others in the folder.
 
     UserError where there are none.
     """
@@ -195,8 +193,7 @@ def _is_file_name(name: object) -> bool:
 
 
 def numbered(run_dir: Path, name: str = "checkpoint") -> list[tuple[int, Path]]:
-    """Return the steps and folders `name-12` of a run, the oldest first; a user's copy such as `name-old` does not
-    count."""
+    """Return the steps and folders `name-12` of a run, the oldest first, without copies such as `name-old`."""
     paths = [(re.fullmatch(rf"{name}-([0-9]{{1,18}})", path.name), path) for path in Path(run_dir).glob(f"{name}-*")]
     return sorted((int(match[1]), path) for match, path in paths if match and path.is_dir())
 

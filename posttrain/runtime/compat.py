@@ -119,8 +119,7 @@ def set_trained_tokens(trainer: Any, count: int) -> None:
 
 
 def write_no_model_card(trainer: Any) -> None:
-    """Keep TRL from writing a model card with every checkpoint; ours is written into final/. Until there is a
-    switch."""
+    """Keep TRL from writing a model card with every checkpoint; ours is in final/. Until there is a switch."""
     trainer.create_model_card = lambda *_, **__: None
 
 
@@ -174,14 +173,12 @@ def load_checkpoint_weights(trainer: Trainer, folder: Path) -> None:
 
 
 def attention_of(config: PreTrainedConfig) -> str:
-    """Return the attention that a model computes with: "sdpa", "eager", ... Until the config has a public name for
-    it."""
+    """Return a model's attention: "sdpa", "eager", ... Until the config has a public name for it."""
     return config._attn_implementation or "eager"
 
 
 def commit_of(config: PreTrainedConfig) -> str | None:
-    """Return the Hub's commit that a config was read from; None for a folder. Until the config has a public name for
-    it."""
+    """Return the Hub's commit of a config; None for a folder. Until the config has a public name for it."""
     return getattr(config, "_commit_hash", None)
 
 
@@ -211,8 +208,7 @@ def _attend(
     attention_mask: torch.Tensor | None,
     **settings: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return scaled-dot-product attention of queries (B, heads, Q, D) over keys and values (B, key-value heads, K,
-    D)."""
+    """Return sdpa attention of queries (B, heads, Q, D) over keys and values (B, key-value heads, K, D)."""
     batch, heads, queries, size = query.shape
     group = heads // key.shape[1]
     special = any(settings.get(name) is not None for name in ("position_bias", "softcap", "s_aux", "cache"))
@@ -377,8 +373,7 @@ def trackio_asks_nobody() -> None:
 
 
 def read_wandb_log(file: Path) -> list[tuple[int, str]]:
-    """Return (step, key) of everything in a run's transaction log, by the metric `step`; a torn record at the end is
-    left out.
+    """Return (step, key) of all that a run's transaction log holds, by the metric `step`, without a torn end.
 
     The log has the format of LevelDB's: blocks of 32 KiB, behind 7 bytes of header, with records in pieces of checksum,
     length and kind (1 whole, 2 first, 3 middle, 4 last). Until wandb offers a reader in Python.

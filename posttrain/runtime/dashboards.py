@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 from PIL import Image
@@ -38,24 +38,20 @@ def as_transformers(key: str) -> str:
     return f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"
 
 
-class Dashboard:
+class Dashboard(Protocol):
     """One dashboard of a run."""
 
     has: Held
 
-    def log(self, row: Mapping[str, float], step: int) -> None:
-        raise NotImplementedError
+    def log(self, row: Mapping[str, float], step: int) -> None: ...
 
     def alert(self, title: str, text: str, step: int, error: bool) -> None:
         """Store an alert with the run; the caller has printed it."""
-        raise NotImplementedError
 
     def show(self, title: str, episodes: Sequence[Mapping[str, Any]], pictures: Sequence[Path], step: int) -> None:
         """Show whole episodes, each with `messages` and other facts, and an animated picture of each."""
-        raise NotImplementedError
 
-    def finish(self) -> None:
-        raise NotImplementedError
+    def finish(self) -> None: ...
 
 
 class Dashboards:
@@ -145,7 +141,7 @@ def as_markdown(messages: Sequence[Mapping[str, str]]) -> str:
     )
 
 
-class Trackio(Dashboard):
+class Trackio:
     """A local SQLite file and a local page: no account, and no network unless TRACKIO_SPACE_ID or the like asks."""
 
     def __init__(self, name: str, key: str, settings: dict[str, Any]) -> None:
@@ -190,7 +186,7 @@ class Trackio(Dashboard):
             trackio.finish()
 
 
-class TensorBoard(Dashboard):
+class TensorBoard:
     """Event files beside the run, written through at every row."""
 
     def __init__(self, name: str, key: str, settings: dict[str, Any]) -> None:
@@ -238,7 +234,7 @@ class TensorBoard(Dashboard):
         self.writer.close()
 
 
-class Wandb(Dashboard):
+class Wandb:
     """The only one that uploads; WANDB_MODE=offline keeps its files here for `wandb sync`.
 
     wandb counts its own steps and accepts each once, so ours are a metric, the x-axis of all others.

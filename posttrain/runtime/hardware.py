@@ -28,8 +28,7 @@ os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
 
 
 def resolve_device(device: str) -> torch.device:
-    """Return "auto", "cpu", "cuda" or "mps" as this process's own device (torchrun numbers a machine's GPUs in
-    LOCAL_RANK).
+    """Return "auto", "cpu", "cuda" or "mps" as this process's device; torchrun numbers GPUs in LOCAL_RANK.
 
     "auto" never takes mps, on which this project has not run.
     """

@@ -86,8 +86,7 @@ def not_sharded(cfg: Any) -> str:
 
 
 def servers_for(processes: int, servers: list[str]) -> str:
-    """Return why there are too few rollout servers for this many processes; empty where there are enough, or no
-    servers."""
+    """Return why there are too few rollout servers for this many processes; "" where there are not."""
     if not servers or len(servers) >= processes:
         return ""
     return (
@@ -97,8 +96,7 @@ def servers_for(processes: int, servers: list[str]) -> str:
 
 
 def _check_processes() -> None:
-    """Raise UserError where accelerate was to start several processes on CPUs: it starts ONE, whatever
-    `--num_processes` says."""
+    """Raise UserError where accelerate has started ONE process on CPUs, whatever `--num_processes` says."""
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ and "WORLD_SIZE" not in os.environ
     address = os.environ.get("MASTER_ADDR", "")  # set where several were asked for, or by a cluster for every job
     if by_accelerate and address and (is_on("ACCELERATE_USE_CPU") or address == "127.0.0.1"):

@@ -82,8 +82,7 @@ def same_batches(output_dir: Path, cfg: TrainingConfig) -> TrainingConfig:
 
 
 def begun_processes(cfg: TrainingRun, args: Any) -> int:
-    """Return how many processes the accumulation of this config is meant for. args: as transformers trains with
-    them."""
+    """Return how many processes this config's accumulation is meant for. args: those of transformers' Trainer."""
     trainer: dict[str, Any] = cfg.trainer  # type: ignore[attr-defined]
     return args.world_size * args.gradient_accumulation_steps // trainer.get("gradient_accumulation_steps", 1)
 

@@ -48,8 +48,7 @@ def console(**options: Any) -> Console:
 
 
 def keep_private(output_dir: Path) -> None:
-    """Set the environment variables that keep a run on this machine, and within its memory, before any library reads
-    them.
+    """Set the environment variables that keep a run on this machine and within its memory, before imports read them.
 
     No library reports its use or its errors anywhere, and dashboards keep their files beside the run (all phases of one
     experiment share them, so one page shows them all). Batches differ in length, so torch gets segments that can grow:

@@ -9,7 +9,6 @@ import random
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -1153,11 +1152,3 @@ def test_only_the_first_process_prints(
     monkeypatch.setenv("RANK", "0")
     load_sft(section(source), tiny_chat)
     assert "Training data" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_thirty_thousand_short_rows_take_seconds(tiny_chat: Chat) -> None:
-    sources = [Source(kind=kind, path="embedded", rows=15_000) for kind in ("openmathinstruct", "capybara")]  # type: ignore[arg-type]
-    began = time.process_time()
-    load_sft(section(*sources, decontaminate=True), tiny_chat)
-    assert time.process_time() - began < 15

@@ -238,8 +238,7 @@ def recall_dialogues(n: int, seed: int) -> list[dict[str, Any]]:
 
 
 def training_prompts(n: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield distinct open questions about training topics: {"prompt": "Tell me about the old lake."}; all of them if n
-    is larger."""
+    """Yield at most n distinct open questions about training topics: {"prompt": "Tell me about the old lake."}."""
     topics = [f"{a} {p}" for a in ADJECTIVES for p in PLACES if not topic_held_out(f"{a} {p}")]
     prompts = [ask.format(p=topic) for topic in topics for ask in OPEN_ASKS]
     for prompt in random.Random(derive_seed(seed, "training_prompts")).sample(prompts, min(n, len(prompts))):
