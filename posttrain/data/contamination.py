@@ -25,7 +25,7 @@ WORD = re.compile(r"\w+")
 
 
 def lower_words(text: str) -> list[str]:
-    """Return the words of a text in lower case: words("It's 1,000!") -> ["it", "s", "1", "000"]."""
+    """Return the words of a text in lower case: lower_words("It's 1,000!") -> ["it", "s", "1", "000"]."""
     if not text.isascii():
         text = unicodedata.normalize("NFKC", text)
     return WORD.findall(text.lower())

@@ -1,6 +1,6 @@
 """Which of the common formats does a row have?  Its columns decide, and it becomes messages or a pair.
 
-    dialogue({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]})
+    as_dialogue({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]})
         -> Recognised("ShareGPT", {"messages": [{"role": "user", "content": "Hi"}, ...], ...}, {"conversations"})
 
 Only the form of a row is changed here; `filters` judges its messages.

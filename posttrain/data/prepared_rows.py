@@ -27,8 +27,8 @@ def prepare(
     """Return the rows of `load(cfg.data, chat)`, {"train": ..., "eval": ...} without empty parts, kept in `folder`.
 
     A resumed run takes them from there, unless a checksum or their settings differ: a source may be large, and far
-    away. TRL stores what it computes from them in the same folder, above all reference log-probs, which `seal` adds to
-    the checksums. Every process calls this; `load` divides the sources among them.
+    away. TRL stores what it computes from them in the same folder, above all reference log-probs; `seal_rows` adds
+    their checksums. Every process calls this; `load` divides the sources among them.
 
     args: a SFTConfig or DPOConfig. Under `group_by_length` the rows are kept in the order in which the first epoch
     reads them, so that passes of the reference, in the same order, have little padding as well.

@@ -1,8 +1,8 @@
 """What does a model say about tokens?  Log-probs and entropies of those that are trained, from one pass through it.
 
-read, trained_states        the states that the output layer multiplies where a trained token is predicted
-head_logprobs, kl_backward  the output layer, applied to these states alone, a few columns at a time
-Prefixes                    rows with the same prefix: it is prefilled once, and every row continues its keys and values
+backbone_states, trained_states  the states that the output layer multiplies where a trained token is predicted
+head_logprobs, kl_backward       the output layer, applied to these states alone, a few columns at a time
+Prefixes                         rows with the same prefix, which is prefilled once and continued by every row
 
 Shapes: B rows, T tokens of the longest row, S trained tokens of all rows one after another, C of them at a time,
 D states, V vocabulary; G prefixes of at most P tokens, Q tokens of a row behind its prefix, H key-value heads.

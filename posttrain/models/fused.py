@@ -83,7 +83,7 @@ class _Layers:
         norms = [[layer.self_attn.q_norm] * self.group + [layer.self_attn.k_norm] for layer in self.decoder_layers]
         weight_LGD = torch.stack([torch.stack([norm.weight for norm in row]) for row in norms])
         first_LGD, second_LGD = weight_LGD.chunk(2, -1)
-        swapped_LGD = torch.cat([-second_LGD, first_LGD], -1)  # as `rotate` swaps the halves
+        swapped_LGD = torch.cat([-second_LGD, first_LGD], -1)  # as `apply_rotary` swaps the halves
         self.cos_weight = weight_LGD[:, None, None, :, None]  # (L, 1, 1, G + 1, 1, D)
         self.sin_weight = swapped_LGD[:, None, None, :, None]
 

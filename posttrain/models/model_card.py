@@ -192,8 +192,8 @@ def _limits(records: Sequence[dict[str, Any]], evaluated: bool) -> list[str]:
 def public_name(place: str) -> str:
     """Return how a card names a model or a data file: an absolute path, which is private, by its end.
 
-    >>> shown("runs/mine/phase1/final"), shown("/home/ana/runs/phase1/final"), shown("/home/ana/rows.jsonl")
-    ('runs/mine/phase1/final', 'phase1/final', 'rows.jsonl')
+    >>> [public_name(each) for each in ("runs/mine/phase1/final", "/home/ana/runs/phase1/final", "/home/ana/a.jsonl")]
+    ['runs/mine/phase1/final', 'phase1/final', 'a.jsonl']
     """
     path = PureWindowsPath(place) if PureWindowsPath(place).drive else PurePosixPath(place)
     if not path.root and not place.startswith("~"):
