@@ -1,7 +1,7 @@
 """Where do rows come from?  The Hub, a local file, or the project's own generators.
 
-Training (`read_rows`) and evaluation (`evaluation_rows`) read files in the same way. A damaged file, or one with rows of
-another schema, is a UserError that names the file, the line and the expected columns.
+Training (`read_rows`) and evaluation (`evaluation_rows`) read files in the same way. A damaged file, or rows of
+another schema raise a UserError that names the file, the line and the expected columns.
 """
 
 from __future__ import annotations
