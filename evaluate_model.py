@@ -59,7 +59,7 @@ def main() -> None:
     from posttrain.models import commit
     from posttrain.runtime import checkpoint, parallel
 
-    parallel.start(torch.device("cpu"))  # ranks hand rows to each other, never tensors
+    parallel.join(torch.device("cpu"))  # ranks hand rows to each other, never tensors
     tasks = build_tasks(cfg)
     headlines = headline_levels(cfg, tasks).items() if runlog.is_main_process() else ()
     baselines = {env: play_baselines(cfg, task) for env, task in headlines}

@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
             processing_class=chat.tokenizer,
             peft_config=models.peft_config(cfg.model, model, chat),
         )
-    data.prepared_rows.seal(setup.folder, cfg, chat)
+    data.prepared_rows.seal_rows(setup.folder, cfg, chat)
     outcome = finetune.training.fit(trainer, "phase 1", cfg, resume=flags.resume, deterministic=setup.deterministic)
 
     # 4. What phase 2 takes over.

@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
             peft_config=models.peft_config(cfg.model, model, chat),
         )
         trainer.ref_model = None  # it has been asked
-    data.prepared_rows.seal(setup.folder, cfg, chat)
+    data.prepared_rows.seal_rows(setup.folder, cfg, chat)
 
     margin = reference_margin(
         args,

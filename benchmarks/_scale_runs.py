@@ -41,7 +41,7 @@ def played(mode: str, repeats: int, out: str) -> None:
     if mode == "lockstep":
         slots.REFILL_BELOW = 0.0  # a call of the engine ends when its last row is done
     model, sampler, chat = engine()
-    parallel.start(model.device)
+    parallel.join(model.device)
     cfg = iteration.config(GROUPS, SIZE, TURNS, LONGEST)
     learner = make_learner(cfg, model, chat)
     found: dict[str, list[Any]] = {"rollout": [], "update": [], "groups": []}
@@ -132,7 +132,7 @@ def speed(repeats: int, out: str) -> None:
 
     model, sampler, _ = engine()
     sampler.stop_ids = [VOCABULARY]
-    parallel.start(model.device)
+    parallel.join(model.device)
     seconds = []
     for _ in range(repeats):
         handles = sampler.open([[n % VOCABULARY for n in range(64)]] * 32)

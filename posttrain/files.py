@@ -1,6 +1,6 @@
-"""How is a file read that may be damaged, and what is said when the system refuses a write, or memory?
+"""How is a file read that may be damaged, and what is the message when the system refuses a write, or memory?
 
-Every reader here raises a UserError that names the file, the place in it and what to do; nothing else leaves them.
+Every reader here raises a UserError that names the file, the place in it and what to do, and no other error.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from posttrain.types import UserError, one_line
 DATA_FILES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
 DATA_FILES_IN_WORDS = ".jsonl, .json, .csv (also .gz) or .parquet"
 
-# What libraries raise beside OSError when a write fails: safetensors and tokenizers quote the number of the system's
-# error, SQLite has words of its own, and torch's zip writer says only that it failed.
+# Errors of libraries, beside OSError, when a write fails: safetensors and tokenizers quote the number of the system's
+# error, SQLite has its own words, and torch's zip writer says only that it failed.
 _SYSTEM_ERROR = re.compile(r"\bos error (\d+)\b")
 _FAILED_WRITE = re.compile(
     r"database or disk is full|PytorchStreamWriter failed writing|file write failed|iostream error|"
@@ -31,7 +31,7 @@ _FAILED_WRITE = re.compile(
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR}
 _GONE = {errno.EPIPE, errno.EIO}  # of a standard stream: its reader has ended, or its terminal was closed
-# What torch, C++ and the loader of libraries raise beside MemoryError when the system has no more memory to give.
+# Errors of torch, C++ and the loader of libraries, beside MemoryError, when the system has no more memory.
 _NO_MEMORY = re.compile(
     r"not enough memory|can't allocate memory|bad_alloc|out of memory|failed to map segment|"
     + re.escape(os.strerror(errno.ENOMEM))
@@ -39,7 +39,7 @@ _NO_MEMORY = re.compile(
 
 
 def parse_json(text: str) -> Any:
-    """`json.loads`, with ValueError for everything that is no JSON: nested too deep, a number of too many digits."""
+    """Return the value of JSON text. ValueError: it is not JSON, nested too deep, or a number has too many digits."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -47,7 +47,7 @@ def parse_json(text: str) -> Any:
 
 
 def read_text(file: Path, remedy: str) -> str:
-    """The contents of a UTF-8 file; `remedy` is the sentence that says what to do where it cannot be read."""
+    """Return the contents of a UTF-8 file; `remedy` is the sentence that says what to do where it cannot be read."""
     try:
         return Path(file).read_text(encoding="utf-8")
     except OSError as error:
@@ -59,21 +59,21 @@ def read_text(file: Path, remedy: str) -> str:
 
 
 def read_json(file: Path, remedy: str) -> dict[str, Any]:
-    """The object in a JSON file."""
+    """Return the object in a JSON file."""
     try:
-        found = parse_json(read_text(file, remedy))
+        value = parse_json(read_text(file, remedy))
     except ValueError as error:
         raise UserError(f"{file} is damaged: {error}. {remedy}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{file} is damaged: it holds a {type(found).__name__} instead of an object. {remedy}")
-    return found
+    if not isinstance(value, dict):
+        raise UserError(f"{file} is damaged: it holds a {type(value).__name__} instead of an object. {remedy}")
+    return value
 
 
 def read_json_lines(file: Path, remedy: str, appended: bool = True) -> list[dict[str, Any]]:
-    """The objects of a JSON Lines file, which a run appends to unless said otherwise.
+    """Return the objects of a JSON Lines file, to which a run appends unless `appended` is False.
 
-    What a kill or a power failure leaves at its end, a row torn in two or zero bytes, is left out; a damaged row with
-    whole ones after it is an error. A last row without its line end is torn, too, where a run may go on behind it.
+    What a kill or a power failure leaves at its end, a torn row or zero bytes, is left out; a damaged row with whole
+    ones after it is an error. A last row without a line end counts as torn where a run may append to it.
     """
     try:
         lines = Path(file).read_bytes().split(b"\n")
@@ -107,9 +107,9 @@ def write_whole(file: Path, lines: Iterable[str]) -> None:
 
 
 def failed_write(error: BaseException) -> str | None:
-    """What to tell the user when a write failed for want of room or of permission; None for any other error.
+    """Return what to tell the user when a write failed for lack of space or permission; None for any other error.
 
-    An error of the system may lie below several of the libraries that ran into it.
+    Libraries may have raised errors of their own from the system's error.
     """
     for each in _chain(error):
         text = str(each)
@@ -119,8 +119,8 @@ def failed_write(error: BaseException) -> str | None:
         if number in _NO_ROOM or (number is None and _FAILED_WRITE.search(text)):
             return (
                 f"Nothing more could be written{place}: the disk is full, or a quota or a limit on the size of files is"
-                f" reached ({one_line(each)}). Checkpoints that were complete still are: make room and start the"
-                " same command again, a training run with --resume."
+                f" reached ({one_line(each)}). Complete checkpoints are not damaged: make room and start the same"
+                " command again, a training run with --resume."
             )
         if number in _REFUSED and each is error:
             return (
@@ -131,24 +131,24 @@ def failed_write(error: BaseException) -> str | None:
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """What to tell the user when there was no more memory, of the machine or of a GPU; None for any other error."""
+    """Return what to tell the user when the machine or a GPU had no more memory; None for any other error."""
     for each in _chain(error):
         if isinstance(each, MemoryError | RuntimeError | OSError | ImportError) and (
             isinstance(each, MemoryError) or _NO_MEMORY.search(str(each))
         ):
-            what = one_line(each).rstrip(": ")  # a MemoryError often says nothing
+            what = one_line(each).rstrip(": ")  # a MemoryError often has no text
             return (
-                f"There was no more memory ({what}). Lower what a process holds at one time: the size of a"
+                f"There was no more memory ({what}). Lower what a process needs at a time: the size of a"
                 " micro-batch (trainer.per_device_train_batch_size, trainer.micro_batch_tokens), the length of rows"
-                " (data.max_length), rollout.slots or workers; --plan of a training run says what takes how much. Or"
-                " raise the limit, if `ulimit -v` shows one. Checkpoints that were complete still are: a training run"
-                " goes on with --resume."
+                " (data.max_length), rollout.slots or workers; --plan of a training run shows what needs how much. Or"
+                " raise the limit, if `ulimit -v` shows one. Complete checkpoints are not damaged: continue a training"
+                " run with --resume."
             )
     return None
 
 
 class _Stream(io.FileIO):
-    """A standard stream that swallows what is written once nobody reads it any more."""
+    """A standard stream that drops output when nobody reads it any more."""
 
     def write(self, data: Any) -> int:
         try:
@@ -163,7 +163,7 @@ class _Stream(io.FileIO):
 
 
 def keep_standard_streams() -> None:
-    """Let this process outlive whoever reads what it says: `| head`, a closed terminal, `>&-` and `2>&-`.
+    """Let this process continue when nobody reads its output any more: `| head`, a closed terminal, `>&-` and `2>&-`.
 
     A stream that is closed already reads and writes nothing, and no file gets its number.
     """
@@ -179,7 +179,7 @@ def keep_standard_streams() -> None:
                     os.close(nowhere)
                 os.set_inheritable(number, True)
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
-        elif name != "stdin" and stream is getattr(sys, f"__{name}__"):  # and nobody else's
+        elif name != "stdin" and stream is getattr(sys, f"__{name}__"):  # not one that others have replaced
             stream.flush()
             raw: Any = _Stream(number, "w", closefd=False)
             kept = io.TextIOWrapper(
@@ -193,7 +193,7 @@ def keep_standard_streams() -> None:
 
 
 def must_be_readable(file: Path | str, what: str) -> None:
-    """UserError where this user may not read a file; `what` begins the sentence."""
+    """Raise UserError where this user may not read a file; `what` begins the sentence."""
     try:
         with Path(file).open("rb"):
             pass
@@ -202,7 +202,7 @@ def must_be_readable(file: Path | str, what: str) -> None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and all that it was raised from or during."""
+    """Yield an error and all errors that it was raised from or during."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -214,14 +214,14 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def lost(error: BaseException) -> str | None:
-    """What to say where this process cannot reach another one any more; None for any other error."""
+    """Return what to tell the user where this process cannot reach another one any more; None for any other error."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     kinds = {each.__name__ for each in type(error).__mro__}
     unreachable = kinds & {"DistBackendError", "DistNetworkError", "DistStoreError"} or "gloo/transport" in str(error)
     if processes == 1 or not unreachable:
         return None
     return (
-        f"Process {os.environ.get('RANK', '0')} of {processes} has lost the others: one has ended, and said why above"
-        " unless it was killed, or has not answered for longer than trainer.ddp_timeout. Checkpoints that were complete"
-        f" still are: go on with the same command and --resume. ({one_line(error)})"
+        f"Process {os.environ.get('RANK', '0')} of {processes} has lost the others: one has ended, for the reason above"
+        " unless it was killed, or has not answered for longer than trainer.ddp_timeout. Complete checkpoints are not"
+        f" damaged: continue with the same command and --resume. ({one_line(error)})"
     )

@@ -1,6 +1,6 @@
-"""How often does a text repeat itself, and how sure may one be of a figure?
+"""How often does a text repeat itself, and how certain is a metric?
 
-Repetition is counted on token ids without the stop token. Every figure comes with an interval at 95 %.
+Repetition is counted on token ids without the stop token. Every metric has an interval at 95 %.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ def _ngrams(ids: Sequence[Hashable], n: int) -> list[tuple[Hashable, ...]]:
 
 
 def seq_rep_n(ids: Sequence[int], n: int = 4) -> float:
-    """1 - distinct n-grams / all n-grams (Welleck et al., arXiv 1908.04319, eq. 11); 0 for fewer than n tokens."""
+    """Return 1 - distinct n-grams / all n-grams (Welleck et al., arXiv 1908.04319, eq. 11); 0 without n-grams."""
     ngrams = _ngrams(ids, n)
     return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
 
 def distinct_n(texts: Iterable[Sequence[int]], n: int) -> float:
-    """Distinct n-grams of all texts together / their tokens (Li et al., arXiv 1510.03055, section 5.4).
+    """Return distinct n-grams of all texts together / their tokens (Li et al., arXiv 1510.03055, section 5.4).
 
-    It falls as texts are added, so compare it between equally many of them only; 0 when there is no token at all.
+    It falls as texts are added, so compare it only between equally many of them; 0 without tokens.
     """
     texts = list(texts)
     tokens = sum(map(len, texts))
@@ -37,7 +37,7 @@ def distinct_n(texts: Iterable[Sequence[int]], n: int) -> float:
 
 
 def longest_repeat(ids: Sequence[int]) -> int:
-    """Tokens of the longest span that occurs twice, overlaps allowed: abcab has 2 (ab), aaaa has 3 (aaa)."""
+    """Return the tokens of the longest span that occurs twice, overlaps allowed: 2 for abcab (ab), 3 for aaaa (aaa)."""
 
     def repeats(length: int) -> bool:
         spans = [tuple(ids[i : i + length]) for i in range(len(ids) - length + 1)]
@@ -53,10 +53,9 @@ def longest_repeat(ids: Sequence[int]) -> int:
 def at_equal_length(
     left: Sequence[Sequence[int]], right: Sequence[Sequence[int]], limit: int | None = None
 ) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
-    """Both lists with each pair cut to the shorter of the two (and to `limit` tokens).
+    """Return both lists with each pair cut to the shorter of the two (and to `limit` tokens).
 
-    Longer texts repeat more whatever wrote them, so a model could look better by falling silent; after this cut it
-    cannot.
+    Longer texts always repeat more, so without this cut a model could look better by writing less.
     """
     lengths = [min(len(a), len(b), limit or len(a)) for a, b in zip(left, right, strict=True)]
     return (
@@ -66,7 +65,7 @@ def at_equal_length(
 
 
 def repetition(texts: Sequence[Sequence[int]], finished: Sequence[bool], first: int = 60) -> dict[str, float]:
-    """All repetition figures of a set of texts (ids without the stop token), each a mean over texts but distinct-n.
+    """Return all repetition metrics of texts (ids without the stop token): means over texts, except distinct-n.
 
     {"seq_rep_4": 0.11, "seq_rep_4_first": 0.04, "distinct_1": 0.2, "distinct_2": 0.5, "longest_repeat": 6.1,
      "never_stops": 0.02, "tokens": 74.3}    `..._first` looks at the first 60 tokens alone.
@@ -87,7 +86,7 @@ def repetition(texts: Sequence[Sequence[int]], finished: Sequence[bool], first: 
 
 
 class Interval(NamedTuple):
-    """A figure and where it lies at 95 %: Interval(value=0.62, low=0.55, high=0.68)."""
+    """A metric and its interval at 95 %: Interval(value=0.62, low=0.55, high=0.68)."""
 
     value: float
     low: float
@@ -95,17 +94,17 @@ class Interval(NamedTuple):
 
 
 def wilson(successes: float, n: int) -> tuple[float, float]:
-    """Wilson's score interval at 95 % for a share (1927): honest at 0 % and 100 %, where p +- 2 SE is not."""
+    """Return Wilson's score interval at 95 % for a share (1927), which also holds at 0 % and 100 %."""
     assert 0 <= successes <= n and n > 0
     share, z2 = successes / n, Z_95 * Z_95
     centre = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = Z_95 * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-    # at the ends the exact bound is the share itself; rounding would leave it beside
+    # at 0 and 1 the exact bound is the share itself, without rounding errors
     return (0.0 if successes == 0 else centre - half, 1.0 if successes == n else centre + half)
 
 
 def wilson_of_levels(won: Sequence[bool], levels: Sequence[Hashable]) -> tuple[float, float]:
-    """`wilson` of a share of episodes, with as many items as there are different levels.
+    """Return `wilson` of a share of episodes, with as many items as there are different levels.
 
     Two episodes on one level say little more than one of them, however many are played.
 
@@ -118,19 +117,19 @@ def wilson_of_levels(won: Sequence[bool], levels: Sequence[Hashable]) -> tuple[f
 
 
 def means_of_levels(values: Sequence[float], levels: Sequence[Hashable]) -> list[float]:
-    """The mean of each different level, in the order in which they first come: what pairs of policies differ by.
+    """Return the mean of each different level, in order of first occurrence: what pairs of policies differ by.
 
     >>> means_of_levels([1.0, 0.0, 1.0], ["a", "b", "a"])
     [1.0, 0.0]
     """
-    of: dict[Hashable, list[float]] = {}
+    by_level: dict[Hashable, list[float]] = {}
     for level, value in zip(levels, values, strict=True):
-        of.setdefault(level, []).append(value)
-    return [fmean(found) for found in of.values()]
+        by_level.setdefault(level, []).append(value)
+    return [fmean(group) for group in by_level.values()]
 
 
 def pass_at(k: int, size: int, won: int) -> float:
-    """Chance that k of a group's `size` samples, `won` of which succeeded, hold a success.
+    """Return the chance that k of a group's `size` samples, `won` of which succeeded, hold a success.
 
     1 - C(size - won, k) / C(size, k), the unbiased estimate of pass@k, arXiv 2107.03374, eq. 1.
 
@@ -141,7 +140,7 @@ def pass_at(k: int, size: int, won: int) -> float:
 
 
 def bootstrap_mean(values: Sequence[float], seed: int, rounds: int = 4000) -> Interval:
-    """The mean and its percentile bootstrap interval at 95 %: `rounds` resamples, the same for the same seed."""
+    """Return the mean and its percentile bootstrap interval at 95 %: `rounds` resamples, the same for the same seed."""
     sample, rng = np.asarray(values, dtype=float), np.random.default_rng(seed)
     assert sample.ndim == 1 and len(sample) > 0
     means = [sample[rng.integers(len(sample), size=(100, len(sample)))].mean(1) for _ in range(max(1, rounds // 100))]
@@ -152,10 +151,10 @@ def bootstrap_mean(values: Sequence[float], seed: int, rounds: int = 4000) -> In
 def paired_interval(
     before: Sequence[float], after: Sequence[float], seed: int, rounds: int = 4000, tail: float = 0.025
 ) -> Interval:
-    """mean(after) - mean(before), the same item i given to both, and an interval that is sound for few items as well.
+    """Return mean(after) - mean(before), the same item i in both, and an interval that also holds for few items.
 
-    It leaves zero out only where an exact test at the same level rejects it. tail: what is left out at each end; a
-    fraction of it where several intervals have to hold together. seed, rounds: for means of values other than 0 and 1.
+    It excludes zero only where an exact test at the same level rejects it. tail: the probability outside at each end;
+    a fraction of it where several intervals must hold together. seed, rounds: for means of values other than 0 and 1.
     """
     assert len(before) == len(after) > 0
     changes = np.subtract(after, before, dtype=float)
@@ -165,7 +164,7 @@ def paired_interval(
 
 
 def _paired_shares(up: int, down: int, n: int, tail: float) -> Interval:
-    """The interval of Bonett and Price (2012), widened to hold zero where McNemar's exact test does not reject it.
+    """Return Bonett and Price's interval (2012), widened to hold zero where McNemar's exact test does not reject it.
 
     up, down: items that were gained and lost. Their interval counts one more of each.
     """
@@ -179,10 +178,10 @@ def _paired_shares(up: int, down: int, n: int, tail: float) -> Interval:
 
 
 def _paired_means(changes: np.ndarray, reach: float, seed: int, rounds: int, tail: float) -> Interval:
-    """The interval of the sign-flip permutation test: quantiles of the means of random subsets (Hartigan, 1969).
+    """Return the interval of the sign-flip permutation test: quantiles of the means of random subsets (Hartigan, 1969).
 
-    Equal models flip the sign of any item's change as often as not. An empty subset says nothing about the mean, which
-    then lies anywhere within the range of the values (`reach`).
+    For equal models each sign of an item's change is equally likely. For an empty subset the mean may be anywhere
+    within the range of the values (`reach`).
     """
     rng, lows, highs = np.random.default_rng(seed), [], []
     for _ in range(math.ceil(max(rounds, 2 / tail) / 100)):
@@ -197,7 +196,7 @@ def _paired_means(changes: np.ndarray, reach: float, seed: int, rounds: int, tai
 
 
 def chance_of_gain(before: Iterable[bool], after: Iterable[bool]) -> float:
-    """How likely two equal policies differ by as many of the same levels, or more, in favour of the second one.
+    """Return the chance that two equal policies differ by as many of the same levels, or more, in favour of the second.
 
     McNemar's exact test with one side: a level that came out otherwise was gained or lost as a fair coin falls. Beyond
     1,000 of them it is the normal approximation, which has converged by then.
@@ -216,7 +215,7 @@ def chance_of_gain(before: Iterable[bool], after: Iterable[bool]) -> float:
 def paired_difference(
     before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]]
 ) -> tuple[float, float]:
-    """Mean over the sets of the mean of after - before, item by item, and its standard error.
+    """Return the mean over the sets of the mean of after - before, item by item, and its standard error.
 
     before, after: values by set, of the same items in the same order; sets count alike, whatever their size. Of shares,
     only items that came out otherwise make an error (McNemar's test without its approximation). A set of one item has

@@ -1,4 +1,4 @@
-"""What do the parts hand to each other?  The few plain types that every layer may use; nothing here imports torch."""
+"""Which types do the packages exchange?  The few plain ones that every layer may use; nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class UserError(Exception):
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as a piece of a sentence: "OSError: No such file"."""
+    """Return an exception as part of a sentence: "OSError: No such file"."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
@@ -32,13 +32,13 @@ def markdown_text(value: object) -> str:
 
 
 def short_name(model: str) -> str:
-    """A model's name in one word: `phase3` for runs/quickstart/phase3/final, `SmolLM2-135M` for owner/SmolLM2-135M."""
+    """Return a model's name in one word: runs/mine/phase3/final -> phase3, owner/SmolLM2-135M -> SmolLM2-135M."""
     parts = [part for part in PurePath(model).parts if part not in ("final", ".", "..", "/")]
     return parts[-1] if parts else "model"
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed for one place in a run, e.g. `derive_seed(run_seed, "rollout", step, group, sample)`.
+    """Return a 63-bit seed for one place in a run, e.g. `derive_seed(run_seed, "rollout", step, group, sample)`.
 
     Seeds are derived, random numbers are not consumed: the same place gets the same seed in any process and after any
     resume.
@@ -49,7 +49,7 @@ def derive_seed(*parts: int | str) -> int:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn; nothing is ever inherited from a checkpoint's generation_config.
+    """How tokens are sampled, whatever a checkpoint's generation_config says.
 
     `temperature=0` is greedy. `top_k=0` and `top_p=1` switch those filters off; `repetition_penalty=1` likewise.
     """
@@ -63,7 +63,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Completion:
-    """What the model wrote in one go: Completion(ids=[17, 4, 2], logprobs=[-0.1, -1.2, -0.3], finished=True).
+    """One sampled answer: Completion(ids=[17, 4, 2], logprobs=[-0.1, -1.2, -0.3], finished=True).
 
     `ids` are exactly the sampled tokens, the stop token included; `logprobs` are natural logs under the sampling
     distribution before top-k, top-p and penalty (at the temperature used); `finished` is False when the budget ran out
@@ -105,13 +105,13 @@ class Segment:
         assert len(self.ids) == len(self.mask) == len(self.logprobs)
 
     def read(self, ids: Sequence[int]) -> None:
-        """Tokens the model did not sample follow."""
+        """Append tokens that the model did not sample."""
         self.ids += ids
         self.mask += [False] * len(ids)
         self.logprobs += [0.0] * len(ids)
 
     def write(self, turn: int, completion: Completion, opening: int = 0) -> None:
-        """A sampled turn follows; the last `opening` tokens so far, a forced tag, belong to its text."""
+        """Append a sampled turn; the last `opening` tokens before it, a forced tag, belong to its text."""
         self.turns.append(turn)
         self.turn_starts.append(len(self.ids) - opening)
         self.ids += completion.ids
@@ -127,7 +127,7 @@ class Segment:
 
 @dataclass
 class Trajectory:
-    """One episode: the contexts in which its turns were sampled, and what the environment said to each turn.
+    """One episode: the contexts in which its turns were sampled, and the environment's reply to each turn.
 
     Per turn: `turn_rewards` (from the environment), `turn_penalties` (for the format), `state_keys` (the exact state
     it was answered in) and `versions` (of the weights that wrote it). The turns of all segments, one after another, are
@@ -136,7 +136,7 @@ class Trajectory:
     `terminated`: the environment ended. `truncated`: a limit ended it. `crashed`: the environment raised (never a
     zero reward).
     `out_of_context`: that limit was the context, into which the next prompt did not fit.
-    `dropped_turns`: earlier turns that left the context for want of room.
+    `dropped_turns`: earlier turns that no longer fitted into the context.
     `seed` decides what was sampled, `level_seed` and `noise_seed` what the environment did.
     """
 
@@ -171,12 +171,12 @@ class Trajectory:
 
     @property
     def turn_scores(self) -> list[float]:
-        """What each turn earned, penalty included: what turn-level advantages start from."""
+        """Reward of each turn, penalty included: the input of turn-level advantages."""
         return [reward + penalty for reward, penalty in zip(self.turn_rewards, self.turn_penalties, strict=True)]
 
     @property
     def reward(self) -> float:
-        """Raw return of the episode, penalties included: what filters and advantages start from."""
+        """Raw return of the episode, penalties included: the input of filters and advantages."""
         return sum(self.turn_rewards) + sum(self.turn_penalties)
 
     @property

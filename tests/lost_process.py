@@ -13,7 +13,7 @@ from posttrain.runtime import parallel
 
 
 def main() -> None:
-    parallel.start(torch.device("cpu"), timeout=3)
+    parallel.join(torch.device("cpu"), timeout=3)
     parallel.barrier()
     if parallel.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL if sys.argv[1] == "dies" else signal.SIGSTOP)

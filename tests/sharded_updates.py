@@ -31,7 +31,7 @@ STEPS = 5
 
 def main(out: Path, asked: dict[str, Any]) -> None:
     device = torch.device("cpu")
-    parallel.start(device)
+    parallel.join(device)
     section = test_learner.config(tuning=asked.get("tuning", "full"), **asked["algorithm"]).model_dump()
     section["trainer"] |= {"learning_rate": 1e-3, "max_grad_norm": 1.0, "bf16": False} | asked.get("trainer", {})
     if asked.get("distillation"):

@@ -31,7 +31,7 @@ class ChatRun(Section):
     device: Device = Field(DEVICE, "auto")
     seed: int = Field("everything random is derived from it", 0, ge=0)
     hardware: str = Field("free text: what this file was written for", "")
-    system: str | None = Field("system message; null sends none", None)
+    system: str | None = Field("system message; null leaves it out", None)
     examples: list[str] = Field("messages that the chat offers at its start, fit for what the model was trained on", [])
     max_new_tokens: int = Field("longest answer", 512, ge=1)
     preset: str = Field("the preset that answers; under --compare, whose answer stays in the conversation", "improved")
@@ -56,5 +56,5 @@ class ChatRun(Section):
     def _known_preset(self) -> ChatRun:
         if self.preset not in self.presets:
             known = list(self.presets)
-            raise wrong(f"there is no preset `{self.preset}`, only {', '.join(known)}{hint(self.preset, known)}")
+            raise wrong(f"`{self.preset}` is not a preset: write one of {', '.join(known)}{hint(self.preset, known)}")
         return self

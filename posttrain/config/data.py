@@ -73,7 +73,7 @@ class Source(Section):
         own = _KIND_OPTIONS[self.kind]
         for name in {option for options in _KIND_OPTIONS.values() for option in options}:
             if name in own and getattr(self, name) is None:
-                object.__setattr__(self, name, own[name])  # it is frozen to everybody else
+                object.__setattr__(self, name, own[name])  # the section is frozen otherwise
             elif name not in own and getattr(self, name) is not None:
                 kinds = " and ".join(kind for kind, options in _KIND_OPTIONS.items() if name in options)
                 raise wrong(f"`{name}` belongs to the kind {kinds}, not to {self.kind}")
@@ -95,7 +95,7 @@ class DataSection(Section):
 
 
 def kinds_filled_in(otherwise: str) -> BeforeValidator:
-    """For a list of sources, or a section that has one: each may be a path alone, and may leave out its kind."""
+    """Return a validator of sources, or of a section with some: each may be a path alone, or have no kind."""
 
     def fill_one(given: Any) -> Any:
         given = {"path": given} if isinstance(given, str) else given

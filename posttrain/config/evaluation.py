@@ -41,14 +41,14 @@ class NamedSampling(SamplingSection):
     name: str = Field("column of the table, e.g. greedy", min_length=1)
 
 
-class Settings(Section):
-    """Which of the run's sampling settings a suite is measured under, and which of them stands in the table."""
+class SuiteSettings(Section):
+    """The sampling settings under which a suite is measured, and the one that the table shows."""
 
     settings: list[str] | None = Field("names of the sampling settings used; null uses all", None, min_length=1)
     headline: str | None = Field("name of the setting shown in the table; null shows the first", None)
 
 
-class SampledSuite(Settings, Suite):
+class SampledSuite(SuiteSettings, Suite):
     n_others: int | None = Field("prompts under the settings that are not in the table; null asks all", None, ge=1)
 
 
@@ -62,10 +62,10 @@ class SampledRecall(SampledSuite, RecallSuite): ...
 
 
 class ComparedPreferences(PreferenceSuite):
-    reference: str | None = Field("name of the checkpoint rewards are measured against; null has none", None)
+    reference: str | None = Field("name of the checkpoint that rewards are relative to; null measures none", None)
 
 
-class EnvSuite(Settings):
+class EnvSuite(SuiteSettings):
     envs: list[Env] = Field("the environments that are played", min_length=1)
     protocol: ProtocolSection = Field("turns, answer format and penalties; as in phase 3", ProtocolSection())
     episodes: int = Field("held-out levels of each environment", 256, ge=1, le=1_000_000)
@@ -100,14 +100,14 @@ class Endpoint(Section):
 
     endpoint: str = Field("address of the server up to /v1, e.g. http://127.0.0.1:8000/v1")
     model: str = Field("the model's name there", min_length=1)
-    api_key_env: str | None = Field("the environment variable that holds the key; null sends none", None)
+    api_key_env: str | None = Field("the environment variable that holds the key; null sends no key", None)
     concurrency: int = Field("requests that are under way at the same time", 8, ge=1, le=256)
     timeout: float = Field("seconds until an answer must be complete", 120, gt=0, le=3600)
-    attempts: int = Field("how often a request is made that fails, with growing pauses; then the run stops", 8, ge=1)
+    attempts: int = Field("how often a failing request is repeated, with growing pauses, before the run stops", 8, ge=1)
     tokens_field: Literal["max_tokens", "max_completion_tokens"] = Field(
-        "the name by which this server knows the longest answer", "max_tokens"
+        "this server's name for the limit on an answer's tokens", "max_tokens"
     )
-    leave_out: list[OptionalField] = Field("fields of a request that are not sent, for this server refuses them", [])
+    leave_out: list[OptionalField] = Field("fields of a request that this server refuses, which are not sent", [])
     price_input: float | None = Field("price of a million tokens of prompt, in any currency", None, ge=0)
     price_output: float | None = Field("price of a million tokens of answer, in the same", None, ge=0)
 
@@ -117,7 +117,7 @@ class Endpoint(Section):
         from envs.web import is_address
 
         if not is_address(value):
-            raise wrong("this is no address of a server: write e.g. http://127.0.0.1:8000/v1")
+            raise wrong("this is not the address of a server: write e.g. http://127.0.0.1:8000/v1")
         parts = urlsplit(value)
         if "@" in value or parts.query or parts.fragment:  # a password with a slash is read as a path
             raise wrong("an address ends with its path, e.g. /v1; a key is read from the variable in api_key_env alone")
@@ -128,7 +128,7 @@ class Endpoint(Section):
     def _variable(cls, value: str | None) -> str | None:
         if value is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", value):
             raise wrong(
-                "this is no name of an environment variable: write upper case letters, digits and _, e.g. MY_KEY; "
+                "this is not the name of an environment variable: write upper case letters, digits and _, e.g. MY_KEY; "
                 "the key itself is never written here"
             )
         return value
@@ -140,8 +140,8 @@ class Endpoint(Section):
         place = urlsplit(self.endpoint)
         if self.api_key_env is not None and place.scheme == "http" and not is_loopback(place.hostname):
             raise wrong(
-                f"with {self.endpoint} the key in {self.api_key_env} could be read on its way: write an address of "
-                "https, or of this machine (http://127.0.0.1:...), to which a tunnel may lead"
+                f"with {self.endpoint} others could read the key in {self.api_key_env} on its way: write an https "
+                "address, or one of this machine (http://127.0.0.1:...), such as the end of a tunnel"
             )
         return self
 
@@ -159,7 +159,7 @@ class EvaluateRun(Run):
     checkpoints: dict[str, Checkpoint] = Field(
         "name: folder, Hub id or an endpoint's section, in the order of the table; the first is the base", min_length=1
     )
-    chat: ChatSection = Field("template for a checkpoint that has none", ChatSection())
+    chat: ChatSection = Field("template for a checkpoint without one", ChatSection())
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("precision the weights are loaded in", "auto")
     attn_implementation: str = Field("attention kernel", "sdpa")
     batch_size: int | None = Field(
@@ -171,7 +171,7 @@ class EvaluateRun(Run):
     )
     settings: list[NamedSampling] = Field("sampling settings, one column each", min_length=1)
     suites: SuitesSection = Field("what is measured")
-    bootstrap_samples: int = Field("resamples behind each interval that is no share's", 2000, ge=100, le=1_000_000)
+    bootstrap_samples: int = Field("resamples for the interval of a mean (not of a share)", 2000, ge=100, le=1_000_000)
     goals: bool = Field("check the results against the quickstart's goals", False)
     report: bool = Field("write report.html, one file with curves, table and episodes", True)
     workers: int = Field(
@@ -185,7 +185,7 @@ class EvaluateRun(Run):
             raise wrong(f"two of the settings have the same name: {', '.join(known)}")
         for key in type(self.suites).model_fields:
             suite = getattr(self.suites, key)
-            if isinstance(suite, Settings):
+            if isinstance(suite, SuiteSettings):
                 for name in [*(suite.settings or []), *([suite.headline] if suite.headline else [])]:
                     if name not in known:
                         raise wrong(
@@ -201,10 +201,10 @@ class EvaluateRun(Run):
         if reference is not None and reference not in self.local:
             if not self.local:
                 raise wrong(
-                    f"suites.preferences.reference is `{reference}`, but every checkpoint is a server, which tells no"
+                    f"suites.preferences.reference is `{reference}`, but every checkpoint is a server, which has no"
                     " rewards: write suites.preferences.reference=null"
                 )
-            server = ", and a server tells no rewards" if reference in self.checkpoints else ""
+            server = ", and a server has no rewards" if reference in self.checkpoints else ""
             raise wrong(
                 f"suites.preferences.reference is `{reference}`, which is not among the checkpoints"
                 f" {', '.join(self.local)}{server}: write suites.preferences.reference={next(iter(self.local))}, or"
@@ -219,5 +219,5 @@ class EvaluateRun(Run):
 
     @property
     def endpoints(self) -> dict[str, Endpoint]:
-        """Those that a server answers for."""
+        """The checkpoints behind a server."""
         return {name: place for name, place in self.checkpoints.items() if isinstance(place, Endpoint)}

@@ -1,4 +1,4 @@
-"""What is a run told?  YAML < dotted overrides on the command line, every error at once with its path, exit code 2."""
+"""Which settings does a run have?  YAML < dotted overrides; all errors at once with their paths, exit code 2."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ Config = TypeVar("Config", bound=Section)
 def run(main: Callable[[], None]) -> NoReturn:
     """Call `main`; what the user can fix becomes one paragraph on stderr and exit code 2, Ctrl-C exit code 130.
 
-    A process that has lost the others says so and exits with 1. What is said to a reader who has gone is lost, and the
-    work goes on.
+    A process that has lost the others prints that and exits with 1. The work continues when nobody reads the output.
     """
     keep_standard_streams()
     try:
@@ -58,7 +57,7 @@ def run(main: Callable[[], None]) -> NoReturn:
 def no_answer(error: Exception) -> str | None:
     """Return what to tell the user where a server, or math-verify's process, does not answer; None for other errors.
 
-    `envs.web.NoAnswer` says it. Importing its class here would load every environment before the config is read.
+    Importing `envs.web.NoAnswer` here would load every environment before the config is read.
     """
     return str(error) if "NoAnswer" in {each.__name__ for each in type(error).__mro__} else None
 
@@ -100,8 +99,8 @@ def load(
 
 
 def training_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of all three phases."""
-    parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint in output_dir")
+    """Add the flags that all three phases have."""
+    parser.add_argument("--resume", action="store_true", help="continue from the newest whole checkpoint in output_dir")
     parser.add_argument(
         "--plan", nargs="?", const="all", metavar="DEVICE",
         help="print memory, seconds, hours and cost before anything is loaded, for all devices or one (A10G, 8xH100,"
@@ -110,7 +109,7 @@ def training_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan_of_all(argv: Sequence[str]) -> list[str]:
-    """`--plan seed=1` names no device: what follows is an override."""
+    """Return the arguments with `--plan=all` for a `--plan` before an override: `--plan seed=1` names no device."""
     return [
         "--plan=all" if text == "--plan" and "=" in "".join(argv[place : place + 1]).partition(":")[0] else text
         for place, text in enumerate(argv, start=1)
@@ -118,10 +117,9 @@ def _plan_of_all(argv: Sequence[str]) -> list[str]:
 
 
 def resolve(schema: type[Config], file: str | Path, overrides: list[str] | None = None) -> Config:
-    """The validated config of one YAML file under some overrides: preset < file < overrides.
+    """Return the validated config of one YAML file under some overrides: preset < file < overrides.
 
-    A preset that an override names takes the place of the file's section `algorithm`, and its other keys win over the
-    file's: who asks for a preset gets it, whatever the file was tuned for.
+    A preset in an override replaces the file's section `algorithm`, and its other keys replace the file's.
     """
     given = read_yaml(find_config(file))
     problems: list[str] = []
@@ -131,7 +129,7 @@ def resolve(schema: type[Config], file: str | Path, overrides: list[str] | None 
         section, _, _ = schema.preset_key.partition(".")
         given[section] = {}
         for text in named:
-            with contextlib.suppress(UserError):  # said below
+            with contextlib.suppress(UserError):  # reported below
                 _override(given, text)
         given = _merge(given, schema.preset_keys(given))
     for text in overrides:
@@ -154,7 +152,7 @@ def resolve(schema: type[Config], file: str | Path, overrides: list[str] | None 
 
 
 def dump(cfg: BaseModel) -> str:
-    """YAML that `resolve` reads back to the same config."""
+    """Return YAML that `resolve` reads back to the same config."""
     return yaml.safe_dump(cfg.model_dump(), sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -191,7 +189,7 @@ def _override(given: dict[str, Any], text: str) -> tuple[str, ...]:
 
 
 def _merge(under: Any, over: Any) -> Any:
-    """`over` laid on `under`: sections key by key, everything else (lists too) whole."""
+    """Return `over` laid on `under`: sections key by key, everything else (lists too) as a whole."""
     if not (isinstance(under, dict) and isinstance(over, dict)):
         return over
     return under | {key: _merge(under[key], value) if key in under else value for key, value in over.items()}
@@ -215,7 +213,7 @@ _WORDING = {
 def _explain_all(
     schema: type[BaseModel], error: ValidationError, changed: list[tuple[str, ...]], given: dict[str, Any]
 ) -> list[str]:
-    """One line per wrong key: where it is, what is wrong, what to write instead."""
+    """Return a line for each wrong key: where it is, what is wrong, what to write instead."""
     lines: dict[str, list[str]] = {}
     for problem in error.errors(include_url=False):
         path = _path(schema, problem["loc"])
@@ -230,7 +228,7 @@ def _explain_all(
 
 
 def _path(schema: type[BaseModel], place: tuple[int | str, ...]) -> tuple[str, ...]:
-    """pydantic's place without what it adds below a key that may have one of several types."""
+    """Return pydantic's path without what it adds below a key that may have one of several types."""
     here: Any = schema
     path: list[str] = []
     for name in place:
@@ -292,7 +290,7 @@ def _unknown(schema: type[BaseModel], path: tuple[str, ...], given: dict[str, An
 def _no_options(
     parser: argparse.ArgumentParser, schema: type[BaseModel], file: str, unknown: Sequence[str], argv: Sequence[str]
 ) -> str:
-    """What to write instead of options such as `--learning_rate 1e-5`, as other trainers take them."""
+    """Return what to write instead of options such as `--learning_rate 1e-5`, as other trainers take them."""
     given: dict[str, Any] = {}
     with contextlib.suppress(UserError):  # the file is not what is wrong here
         given = read_yaml(find_config(file))
@@ -306,15 +304,16 @@ def _no_options(
             return f"{option} is not an option of this script: {NOT_SUPPORTED[key]}."
         meant = suggestions.override(schema, given, key, _values_of(option, argv))
         write.append(meant) if meant else nothing_like.append(option)
-    says = f"{' and '.join(options)} {'are not options' if len(options) > 1 else 'is not an option'} of this script. "
-    says += f"Keys of the config are written KEY=VALUE: `{' '.join(write)}`." if write else ""
+    are = "are not options" if len(options) > 1 else "is not an option"
+    message = f"{' and '.join(options)} {are} of this script. "
+    message += f"Keys of the config are written KEY=VALUE: `{' '.join(write)}`." if write else ""
     if nothing_like:
-        says += f"{' ' if write else ''}No key is like {' or '.join(nothing_like)}; --help lists them."
-    return says
+        message += f"{' ' if write else ''}No key is like {' or '.join(nothing_like)}; --help lists them."
+    return message
 
 
 def _values_of(option: str, argv: Sequence[str]) -> list[str]:
-    """What follows an option on the command line: `--seed 1`, `--seed=1`, nothing behind a flag."""
+    """Return what follows an option on the command line: `--seed 1`, `--seed=1`, nothing behind a flag."""
     place = next(n for n, text in enumerate(argv) if text.partition("=")[0] == option)
     if "=" in argv[place]:
         return [argv[place].partition("=")[2]]
@@ -332,7 +331,7 @@ def _short(value: Any) -> str:
 
 
 def _at(schema: type[BaseModel], path: tuple[str, ...]) -> Any:
-    """The section (or TRLFields) at a path; list positions and free names are passed over."""
+    """Return the section (or TRLFields) at a path, in which list positions and free names do not count."""
     here: Any = schema
     for name in path:
         if isinstance(here, type) and name in here.model_fields:
@@ -347,7 +346,7 @@ def _keys(section: Any) -> list[str]:
 
 
 def _describe(schema: type[BaseModel], depth: int = 1) -> Iterator[str]:
-    """The lines of --help: keys indented by section, with type, default and meaning."""
+    """Yield the lines of --help: keys indented by section, with type, default and meaning."""
     for name, field in schema.model_fields.items():
         inside, pad = suggestions.field_inside(field), "  " * depth
         if isinstance(inside, type):

@@ -20,7 +20,7 @@ PRESETS = CONFIGS / "presets"
 
 
 def Field(description: str, default: Any = ..., **limits: Any) -> Any:
-    """pydantic's Field with the description first, because here no key goes without one."""
+    """Return pydantic's Field; the description comes first because every key has one."""
     return pydantic.Field(default, description=description, **limits)
 
 
@@ -46,12 +46,12 @@ class Section(BaseModel):
 
     @classmethod
     def preset_keys(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """The keys of the preset that `given` names; none without one."""
+        """Return the keys of the preset that `given` names; none without one."""
         return {}
 
 
 def wrong(text: str) -> PydanticCustomError:
-    """An error that a validator raises: what is wrong and what to write instead."""
+    """Return the error that a validator raises: what is wrong and what to write instead."""
     return PydanticCustomError("text", "{text}", {"text": text})
 
 
@@ -101,7 +101,7 @@ class ModelSection(Section):
         pinned = re.fullmatch(r"[0-9a-f]{40}", self.revision or "") or os.path.isdir(self.name_or_path)
         if self.trust_remote_code and not pinned:
             raise wrong(
-                "trust_remote_code runs somebody's code on this machine: write the 40-digit commit you have read "
+                "trust_remote_code runs code of others on this machine: write the 40-digit commit you have read "
                 "as model.revision",
             )
         return self
@@ -124,27 +124,27 @@ class EnvSection(Section):
     )
     options: dict[str, Any] = Field("keyword arguments of the environment, e.g. {size: 4}", {})
     label: str | None = Field(
-        "what figures call it; null takes the name, which may stand in the list only once", None, min_length=1
+        "its name in metrics; null takes `name`, which the list may then have only once", None, min_length=1
     )
 
     @property
     def title(self) -> str:
-        """What figures call it."""
+        """Its name in metrics."""
         return self.label or self.name
 
 
 def different_titles(envs: Sequence[EnvSection]) -> None:
-    """What a section with a list of environments demands of it."""
+    """Raise an error where two environments of a list have the same title."""
     titles = [env.title for env in envs]
     if twice := sorted({title for title in titles if titles.count(title) > 1}):
         raise wrong(
-            f"envs has {twice[0]} twice, and figures go by name: write it once, or give each its own label"
+            f"envs has {twice[0]} twice, and metrics need different names: write it once, or give each its own label"
             f" (- {{name: {twice[0]}, label: {twice[0]}-large, options: ...}})"
         )
 
 
 def env_by_name(env: Any) -> Any:
-    """`- sokoban` in a list of environments is short for `- name: sokoban`."""
+    """Return an entry of a list of environments as a section: `- sokoban` is short for `- name: sokoban`."""
     return {"name": env} if isinstance(env, str) else env
 
 
@@ -176,7 +176,7 @@ class ProtocolSection(Section):
 
 Context = Literal["full", "last_k", "single_turn"]
 CONTEXT = (
-    "what a turn sees: all of the episode, its last turns, or one message that tells these in brief (RAGEN's full,"
+    "what a turn sees: all of the episode, its last turns, or one message that sums these up (RAGEN's full,"
     " limited_multi_turn, single_turn)"
 )
 CONTEXT_TURNS = "k of last_k and single_turn: turns in context, the coming one included (RAGEN's max_context_window)"
@@ -184,7 +184,7 @@ MAX_CONTEXT = "tokens of a context, prompt included; where it is full, its older
 
 
 def turns_where_counted(section: Any) -> Any:
-    """A validator of every section that has `context` and `context_turns`."""
+    """Check `context_turns` against `context`: a validator of every section that has both."""
     if section.context == "full" and section.context_turns is not None:
         raise wrong(
             "context_turns counts the turns of last_k and single_turn, but context is full: leave it out or change"
@@ -214,7 +214,7 @@ class SamplingSection(Section):
     repetition_penalty: float = Field("divides the score of tokens already seen; 1 is off", 1.0, ge=1, le=1e9)
 
     def params(self, max_new_tokens: int) -> SamplingParams:
-        """The same as the sampler takes it."""
+        """Return these settings in the form that samplers take."""
         return SamplingParams(
             max_new_tokens=max_new_tokens,
             temperature=self.temperature,
@@ -225,7 +225,7 @@ class SamplingSection(Section):
 
 
 def dashboards(given: Any) -> Any:
-    """`trackio` is short for `[trackio]`, and `none` (or null) for an empty list."""
+    """Return a list of dashboards: `trackio` is short for `[trackio]`, and `none` (or null) for an empty list."""
     if given in ("none", None):
         return []
     if isinstance(given, list) and (twice := sorted({str(each) for each in given if given.count(each) > 1})):
@@ -234,16 +234,16 @@ def dashboards(given: Any) -> Any:
 
 
 class Run(Section):
-    """What every script knows about its run."""
+    """The keys of every script."""
 
     output_dir: str = Field("folder of this run; one in use is never overwritten", min_length=1)
-    seed: int = Field("everything random is derived from it", 0, ge=0)
+    seed: int = Field("all random numbers are derived from it", 0, ge=0)
     device: Device = Field(DEVICE, "auto")
     hardware: str = Field("free text: what this file was written for and how long it takes there", "")
 
 
 def trl_trainer(config: str, rates: dict[str, float]) -> Any:
-    """The section `trainer` of a phase whose trainer is TRL's."""
+    """Return the field `trainer` of a phase whose trainer is TRL's."""
     full, adapter = rates["full"], rates["lora"]
     assert adapter == rates["qlora"]
     return Field(
@@ -254,13 +254,13 @@ def trl_trainer(config: str, rates: dict[str, float]) -> Any:
 
 
 class TrainingRun(Run):
-    """What the three phases share: dashboards, weights that the optimizer can move, and a learning rate that fits."""
+    """The keys of all three phases, with weights that the optimizer can move and a learning rate that fits."""
 
     run_name: str | None = Field(
         "name on the dashboard, as TRL's; null takes the name of output_dir", None, max_length=128
     )
     report_to: Annotated[list[Dashboard], BeforeValidator(dashboards)] = Field(
-        "dashboards, one or several of trackio (local, no network), tensorboard (local) and wandb; none is none",
+        "dashboards, one or several of trackio (local, no network), tensorboard (local), wandb; `none` for none",
         ["trackio"],
     )
     model: ModelSection = Field(
@@ -291,21 +291,21 @@ class TrainingRun(Run):
             trainer = trainer if trainer.get("learning_rate") is not None else trainer | default
         elif trainer.learning_rate is None:
             trainer = trainer.model_copy(update=default)
-        object.__setattr__(self, "trainer", trainer)  # it is frozen to everybody else
+        object.__setattr__(self, "trainer", trainer)  # the section is frozen otherwise
         return self
 
     @property
     def learning_rate(self) -> float:
-        """The peak learning rate, as written or by `model.tuning`."""
+        """The peak learning rate, from the config or from `model.tuning`."""
         trainer = self.trainer
         return trainer["learning_rate"] if isinstance(trainer, dict) else trainer.learning_rate
 
     def low_rate(self) -> str | None:
-        """One sentence where the learning rate is a tenth of this tuning's default or less, otherwise None."""
+        """Return a sentence where the learning rate is a tenth of this tuning's default or less, otherwise None."""
         rate, tuning, default = self.learning_rate, self.model.tuning, self.rates[self.model.tuning]
         if rate > default / 10 * (1 + 1e-9):
             return None
         return (
-            f"trainer.learning_rate={rate:g} is so low for model.tuning={tuning} that next to nothing will be learned: "
+            f"trainer.learning_rate={rate:g} is so low for model.tuning={tuning} that almost nothing will be learned: "
             f"the default is {default:g} (leave the key out to get it)."
         )

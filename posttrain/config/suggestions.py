@@ -26,8 +26,7 @@ from posttrain.config.yaml_file import parse_yaml, read_yaml
 from posttrain.files import DATA_FILES
 from posttrain.types import HUB_NAME, short_name
 
-# What other trainers call it. Of several keys the first that a script has is meant; a value is written where it is not
-# the user's.
+# Names in other trainers. Of several keys, the first that a script has counts; some stand for a key with its value.
 _MODEL = ("model.name_or_path", "checkpoints")
 _ROWS = ("data", "sources", "distillation.sources")
 _LENGTH = ("data.max_length", "rollout.max_context", "max_length")
@@ -64,9 +63,9 @@ ALIASES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("cpu", "no_cuda", "use_cpu"), ("device=cpu",)),
     "system_prompt": ("system",),
 }
-# The key of a section that one value can only mean.
+# The key that a single value for a section means.
 MAIN_KEY = {"model": "name_or_path", "chat": "template", "algorithm": "preset"}
-KINDS = {SFTRun: "messages", DPORun: "preferences"}  # of a file of somebody's own; elsewhere its prompts are read
+KINDS = {SFTRun: "messages", DPORun: "preferences"}  # of a user's own file; other scripts read its prompts
 SCRIPTS: dict[type[Section], str] = {
     SFTRun: "train_phase1_sft",
     DPORun: "train_phase2_dpo",
@@ -77,8 +76,8 @@ SCRIPTS: dict[type[Section], str] = {
 }
 
 
-class Place(typing.NamedTuple):
-    """A key as it is written, and what may stand there: Place("model.lora.r", int, None)."""
+class Key(typing.NamedTuple):
+    """A dotted key and its type: Key("model.lora.r", int, None)."""
 
     path: str
     annotation: Any
@@ -86,7 +85,7 @@ class Place(typing.NamedTuple):
 
 
 def inside(annotation: Any) -> Any:
-    """The section, list item or TRLFields behind an annotation like `list[Source] | None`; None for a plain value."""
+    """Return the section, list item or TRLFields in an annotation like `list[Source] | None`; else None."""
     if isinstance(annotation, TRLFields) or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return annotation
     return next((found for part in typing.get_args(annotation) if (found := inside(part)) is not None), None)
@@ -96,18 +95,17 @@ def field_inside(field: Any) -> Any:
     return next((mark for mark in field.metadata if isinstance(mark, TRLFields)), None) or inside(field.annotation)
 
 
-def places(schema: Any, given: Any = None, start: str = "") -> Iterator[Place]:
-    """Every key of a schema as it is written on the command line.
+def places(schema: Any, given: Any = None, start: str = "") -> Iterator[Key]:
+    """Yield every key of a schema in the form that the command line takes.
 
-    Of lists and free names it is the first entry that the file `given` has, `data.sources.0.path` and
-    `presets.improved.temperature`, and none where it has none; without a file, `data.sources.0.path` and
-    `presets.NAME.temperature`.
+    For lists and free names that is the first entry in the file `given`, if it has one: `data.sources.0.path`,
+    `presets.improved.temperature`; without a file, `data.sources.0.path` and `presets.NAME.temperature`.
     """
     for name, field in schema.model_fields.items():
         section, here = field_inside(field), given.get(name) if isinstance(given, dict) else None
-        yield Place(start + name, field.annotation, section)
+        yield Key(start + name, field.annotation, section)
         if isinstance(section, TRLFields):
-            yield from (Place(f"{start}{name}.{key}", kind, None) for key, kind in section.allowed().items())
+            yield from (Key(f"{start}{name}.{key}", kind, None) for key, kind in section.allowed().items())
         elif section is not None:
             below = f"{start}{name}."
             if is_list(field.annotation) or is_dict(field.annotation):
@@ -129,7 +127,7 @@ def is_dict(annotation: Any) -> bool:
 
 
 def _holds(annotation: Any, kind: type) -> bool:
-    """Whether values of this type, or of one of its alternatives, are such containers."""
+    """Return whether values of this type, or of one of its alternatives, are such containers."""
     if (typing.get_origin(annotation) or annotation) is kind:
         return True
     return not isinstance(annotation, type) and any(
@@ -138,10 +136,10 @@ def _holds(annotation: Any, kind: type) -> bool:
 
 
 def meant(schema: Any, name: str, given: Any = None) -> str | None:
-    """The dotted key (with `=VALUE` where it can only be one) that a name stands for, the user's or another trainer's.
+    """Return the dotted key (with `=VALUE` where only one value makes sense) that a user's name for it means, or None.
 
-    The key itself, an alias, the end of a key (`lora.r`), or the last name that is most like it; of several, the one
-    that lies in the fewest sections.
+    It is the key itself, an alias, the end of a key (`lora.r`), or the most similar last name; of several, the one in
+    the fewest sections.
     """
     known = {place.path: place for place in sorted(places(schema, given), key=lambda place: place.path.count("."))}
     if name in known and name not in ALIASES:
@@ -162,8 +160,7 @@ def meant(schema: Any, name: str, given: Any = None) -> str | None:
 
 
 def like(name: str, keys: Sequence[str]) -> str | None:
-    """The key of a section that is spelled like this one, or whose words hold all of its own: `name` in
-    `name_or_path`."""
+    """Return a key with a similar spelling, or with all words of this one: `name_or_path` for `name`."""
     if close := difflib.get_close_matches(name, keys, n=1):
         return close[0]
     words = set(name.split("_"))
@@ -172,7 +169,7 @@ def like(name: str, keys: Sequence[str]) -> str | None:
 
 
 def override(schema: Any, given: Any, name: str, values: Sequence[str]) -> str | None:
-    """The override that an option means, quoted for the shell: `trainer.learning_rate=1e-5` for `--lr 1e-5`.
+    """Return the override that an option means, quoted for the shell: `trainer.learning_rate=1e-5` for `--lr 1e-5`.
 
     None where no key is like it.
     """
@@ -189,9 +186,9 @@ def override(schema: Any, given: Any, name: str, values: Sequence[str]) -> str |
     return f"{key}{'.0' if is_list(place.annotation) else ''}.KEY=VALUE"
 
 
-def for_values(schema: Any, place: Place, values: Sequence[Any]) -> tuple[str, str] | None:
-    """Key and value, as YAML, where a section or a list is wanted and plain values are given; None where those say too
-    little: ("envs", "[frozen_lake]"), ("model.name_or_path", "some/model")."""
+def for_values(schema: Any, place: Key, values: Sequence[Any]) -> tuple[str, str] | None:
+    """Return key and value, as YAML, where plain values stand for a section or a list: ("envs", "[frozen_lake]"),
+    ("model.name_or_path", "some/model"); None where they are not enough."""
     path, new = place.path, None
     names = place.inside.model_fields if isinstance(place.inside, type) else {}
     if is_list(place.annotation) and (place.inside is None or issubclass(place.inside, EnvSection)):
@@ -218,7 +215,7 @@ def _value(text: str) -> Any:
 
 
 def argument(schema: Any, given: Any, text: str) -> str | None:
-    """What an argument that is not KEY=VALUE was meant to be: a config file, data, or a model."""
+    """Return what an argument that is not KEY=VALUE probably means: a config file, data, or a model."""
     if text.endswith((".yaml", ".yml")):
         return f"--config {shlex.quote(text)}"
     if text.endswith(DATA_FILES):
@@ -229,7 +226,7 @@ def argument(schema: Any, given: Any, text: str) -> str | None:
 
 
 def instead(schema: Any, given: Any, path: str, value: Any, typed: bool) -> str:
-    """What to write where a section or a list is wanted and a plain value is given: "; write envs=[frozen_lake]".
+    """Return what to write where a plain value stands for a section or a list: "; write envs=[frozen_lake]".
 
     typed: on the command line, not in a file.
     """
@@ -237,14 +234,14 @@ def instead(schema: Any, given: Any, path: str, value: Any, typed: bool) -> str:
     if place is None or value is None or isinstance(value, list | dict):
         return ""
     meant = ALIASES.get(path.rpartition(".")[2], ("",))[0]
-    found = for_values(schema, place, [value])
+    replacement = for_values(schema, place, [value])
     if value is True and "=" in meant:
         key, _, text = meant.partition("=")
         return f"; write {meant}" if typed else f"; write `{key.rpartition('.')[2]}: {text}`"
-    if found is None:
+    if replacement is None:
         names = list(place.inside.model_fields) if isinstance(place.inside, type) else []
         return f" (its keys: {', '.join(names)})" if names else ""
-    key, new = found
+    key, new = replacement
     if typed:
         return f"; write {shlex.quote(f'{key}={new}')}"
     name, below = path.rpartition(".")[2], key.removeprefix(path).lstrip(".")
@@ -252,7 +249,7 @@ def instead(schema: Any, given: Any, path: str, value: Any, typed: bool) -> str:
 
 
 def other_script(schema: Any, file: str | Path) -> str | None:
-    """The script that a config file is for, if it is another one: its keys fit there far better than here."""
+    """Return an error message where the keys of a config file fit another script far better; otherwise None."""
     given = read_yaml(find_config(file))
 
     def problems(of: type[Section]) -> list[str]:

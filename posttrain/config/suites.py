@@ -1,4 +1,4 @@
-"""What an evaluation asks besides episodes: math, repetition, recall, preferences."""
+"""The suites of an evaluation besides episodes: math, repetition, recall, preferences."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PreferenceSuite(Section):
 
 
 class FormerSuites(Section):
-    """What phases 1 and 2 taught; math and recall are answered greedily, open prompts at temperature 1."""
+    """Suites of what phases 1 and 2 taught; math and recall are answered greedily, open prompts at temperature 1."""
 
     math: MathSuite | None = Field(MATH, None)
     repetition: RepetitionSuite | None = Field(REPETITION, None)

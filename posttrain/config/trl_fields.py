@@ -15,7 +15,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from posttrain.types import UserError
 
-# No unknown keys, no silent conversion (`4e4` is no whole number, `yes` no boolean), no nan, no change once it is made.
+# No unknown keys, no silent conversion (`4e4` is not a whole number, `yes` not a boolean), no nan, no later change.
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 # Keys that no config file has, and what to do instead.
@@ -53,14 +53,15 @@ SET_BY_SCRIPTS = NOT_SUPPORTED | {
     "pad_token": "the padding token belongs to the tokenizer",
     "assistant_only_loss": "only the assistant's tokens are trained, always",
     "completion_only_loss": "only the assistant's tokens are trained, always",
-    "dataset_text_field": "the data is tokenised before TRL sees it; its columns are in the section `data`",
-    "dataset_kwargs": "the data is tokenised before TRL sees it; its columns are in the section `data`",
-    "dataset_num_proc": "the data is tokenised before TRL sees it",
+    **dict.fromkeys(
+        ("dataset_text_field", "dataset_kwargs", "dataset_num_proc"),
+        "the data is tokenised before TRL sees it; its columns are in the section `data`",
+    ),
     "remove_unused_columns": "the script knows which columns it needs",
-    "precompute_ref_log_probs": "phase 2 always takes the reference from the policy in memory",
-    "sync_ref_model": "phase 2 always takes the reference from the policy in memory",
-    "ref_model_mixup_alpha": "phase 2 always takes the reference from the policy in memory",
-    "ref_model_sync_steps": "phase 2 always takes the reference from the policy in memory",
+    **dict.fromkeys(
+        ("precompute_ref_log_probs", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"),
+        "phase 2 always takes the reference from the policy in memory",
+    ),
     "resume_from_checkpoint": "use the flag --resume",
     "bf16_full_eval": "it would round the trained weights for good; evaluation computes as training does, see `bf16`",
     "fp16_full_eval": "it would round the trained weights for good; evaluation computes as training does, see `fp16`",
@@ -69,8 +70,7 @@ SET_BY_SCRIPTS = NOT_SUPPORTED | {
     "do_eval": "evaluation is on whenever `eval_strategy` is not `no`",
     "do_predict": "evaluate_model.py does that",
 }
-# What the dataclasses take without looking, and a run then trips over or trains nothing with: the least value, and
-# whether it is allowed itself.
+# Limits that the dataclasses do not check: the least value, and whether it is allowed itself.
 LEAST = {
     "learning_rate": (0, False),
     "beta": (0, False),
@@ -100,7 +100,7 @@ _ENUM_FILES = ("transformers/trainer_utils.py", "transformers/training_args.py")
 
 @functools.cache
 def fields_of_trl(source: str) -> dict[str, Any]:
-    """Field name -> type of one TRL config such as "trl/trainer/sft_config.py:SFTConfig", read without importing TRL.
+    """Return field name -> type of a TRL config such as "trl/trainer/sft_config.py:SFTConfig", without importing TRL.
 
     A type this reader does not know becomes Any; an enum or a field with `choices` becomes the Literal of its values.
     """
@@ -137,7 +137,7 @@ def _constant(stmt: ast.stmt) -> Any:
 
 
 def _choices(value: ast.expr | None) -> Any:
-    """The Literal of `field(default=..., metadata={"choices": [...]})` and of its default; None without choices."""
+    """Return the Literal of `field(default=..., metadata={"choices": [...]})` and of its default, or None."""
     given = {word.arg: word.value for word in value.keywords} if isinstance(value, ast.Call) else {}
     metadata, default = given.get("metadata"), given.get("default")
     for key, choices in zip(metadata.keys, metadata.values, strict=True) if isinstance(metadata, ast.Dict) else ():
@@ -168,7 +168,7 @@ def _type(node: ast.expr, known: dict[str, Any]) -> Any:
 
 
 def unfit(value: Any) -> str | None:
-    """Why a value, or one within it, cannot be taken by the libraries that it goes to; None where all of it can."""
+    """Return why a library cannot take a value, or a part of it; None where it can."""
     if isinstance(value, dict):
         problems = ((key, unfit(key) or unfit(part)) for key, part in value.items())
         return next((f"{key!a:.80} {problem}" for key, problem in problems if problem), None)
@@ -184,7 +184,7 @@ def unfit(value: Any) -> str | None:
 
 
 def _bounded(name: str, kind: Any) -> Any:
-    """The type with the largest value it may have, and the least, where `LEAST` knows one."""
+    """Return the type with its largest allowed value, and its least where `LEAST` has one."""
     least, itself = LEAST.get(name, (-math.inf, True))
 
     def check(value: Any) -> Any:

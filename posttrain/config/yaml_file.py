@@ -16,7 +16,7 @@ from posttrain.types import UserError
 class StrictLoader(yaml.SafeLoader):
     """2e-5 is a number, `no` is text, 010 is ten, 2026-01-01 is text; a repeated key and an alias (`*name`) are errors.
 
-    Aliases of aliases make a few lines stand for more values than any memory holds.
+    With aliases of aliases a few lines could mean more values than fit into any memory.
     """
 
     yaml_implicit_resolvers: typing.ClassVar[dict[str, Any]] = {}
@@ -48,7 +48,7 @@ for _tag, _pattern, _first, _build in (
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of some YAML; ValueError for everything that is none: nested too deep, a number of too many digits."""
+    """Return the value of YAML text. ValueError: it is not YAML, nested too deep, or a number has too many digits."""
     try:
         return yaml.load(text, StrictLoader)
     except yaml.YAMLError as error:
@@ -58,7 +58,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
-    """The keys of a YAML file; UserError when it cannot be read or holds something else."""
+    """Return the keys of a YAML file. UserError: it cannot be read, or does not hold keys."""
     text = read_text(file, "Name another one.")
     try:
         content = parse_yaml(text)

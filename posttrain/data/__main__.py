@@ -4,9 +4,9 @@
     posttrain data mine.jsonl --model HuggingFaceTB/SmolLM2-135M-Instruct
     posttrain data pairs.parquet --kind preferences --model runs/phase1/final --max-length 1024
 
-It prints the format that is recognised, how many rows are dropped and why, three rows as the model will see them, with
-what is trained between [[ and ]], and how long the rows are. The tokenizer and the chat template are those of --model;
-without one, the template is ChatML and lengths are counted in bytes.
+It prints the format, how many rows are dropped and why, three rows as the model will see them, with what is trained
+between [[ and ]], and how long the rows are. The tokenizer and the chat template are those of --model; without one, the
+template is ChatML and lengths are counted in bytes.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--template", metavar="FILE", help="another chat template (chat.template)")
     parser.add_argument("--max-length", type=int, metavar="TOKENS", help="data.max_length (default: 2048)")
     parser.add_argument("--rows", type=int, metavar="N", help="look at so many rows that are kept (default: all)")
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     for name in ("max_length", "rows"):
-        if getattr(given, name) is not None and getattr(given, name) < 8:
+        if getattr(arguments, name) is not None and getattr(arguments, name) < 8:
             parser.error(f"--{name.replace('_', '-')} should be at least 8")
     runlog.keep_private(Path("runs"))
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -55,24 +55,24 @@ def main(argv: list[str] | None = None) -> None:
     from posttrain.data import reading
     from posttrain.data.loading import load_preferences, load_sft
 
-    kind: Any = given.kind
+    kind: Any = arguments.kind
     if kind == "auto":
-        kind = HUB_KINDS.get(given.path) or reading.kind_of(given.path, "data.sources.0")
-    chat = _chat_of(given.model, given.template) if given.model else _chat_of_bytes(given.template)
-    longest = given.max_length or (2048 if given.model else LONGEST_IN_BYTES)
-    source = Source(kind=kind, path=given.path, rows=given.rows)
+        kind = HUB_KINDS.get(arguments.path) or reading.kind_of(arguments.path, "data.sources.0")
+    chat = _chat_of(arguments.model, arguments.template) if arguments.model else _chat_of_bytes(arguments.template)
+    longest = arguments.max_length or (2048 if arguments.model else LONGEST_IN_BYTES)
+    source = Source(kind=kind, path=arguments.path, rows=arguments.rows)
     data = DataSection(sources=[source], max_length=longest, decontaminate=False, eval_fraction=1e-9)
-    found: Any = (load_preferences if kind in DPO_KINDS else load_sft)(data, chat)
-    for row in found.train.select(range(min(SHOWN_ROWS, len(found.train)))):
+    prepared: Any = (load_preferences if kind in DPO_KINDS else load_sft)(data, chat)
+    for row in prepared.train.select(range(min(SHOWN_ROWS, len(prepared.train)))):
         print(f"\n{_as_seen(row, chat)}".rstrip("\n"))
-    unit = "tokens" if given.model else "bytes (tokens with --model)"
+    unit = "tokens" if arguments.model else "bytes (tokens with --model)"
     print(f"\n{unit:32}" + "".join(f"{name:>12}" for name in QUANTILES))
-    for label, lengths in _lengths(found.train).items():
+    for label, lengths in _lengths(prepared.train).items():
         print(f"{label:32}" + "".join(f"{value:>12,}" for value in _quantiles(lengths)))
 
 
 def _chat_of(name: str, template: str | None) -> Chat:
-    """The tokenizer and template of a model, which needs no weights for that."""
+    """Return the tokenizer and template of a model, for which no weights are needed."""
     from transformers import AutoTokenizer
 
     from posttrain.models import Chat, errors_in_words
@@ -84,7 +84,7 @@ def _chat_of(name: str, template: str | None) -> Chat:
 
 
 def _chat_of_bytes(template: str | None) -> Chat:
-    """A tokenizer with a token for each byte, in ChatML."""
+    """Return a tokenizer with a token for each byte, in ChatML."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -98,7 +98,7 @@ def _chat_of_bytes(template: str | None) -> Chat:
 
 
 def _as_seen(row: dict[str, Any], chat: Chat) -> str:
-    """The text of a row's tokens, [[what is trained]] marked; of a pair, the prompt and both answers."""
+    """Return the text of a row's tokens with [[what is trained]] marked; for a pair, the prompt and both answers."""
     if "input_ids" not in row:
         answers = (f"{name}:\n[[{_text(row[f'{name}_ids'], chat)}]]" for name in ("chosen", "rejected"))
         return "\n".join([f"prompt:\n{_text(row['prompt_ids'], chat)}", *answers])
@@ -111,7 +111,7 @@ def _as_seen(row: dict[str, Any], chat: Chat) -> str:
 
 
 def _text(ids: list[int], chat: Chat) -> str:
-    """What tokens say, control tokens too; what a terminal would act on is written out."""
+    """Return the text of tokens, control tokens included, with unprintable characters escaped."""
     text = chat.decode([*ids, chat.stop_id])  # which leaves out the last one
     return "".join(each if each.isprintable() or each in "\n\t" else ascii(each)[1:-1] for each in text)
 
@@ -132,7 +132,7 @@ def _lengths(rows: Any) -> dict[str, list[int]]:
 
 
 def _quantiles(lengths: list[int]) -> list[int]:
-    """The lengths that stand at these places of all, in order."""
+    """Return the lengths at `QUANTILES`."""
     ordered = sorted(lengths)
     return [ordered[round(share * (len(ordered) - 1))] for share in QUANTILES.values()]
 

@@ -14,7 +14,7 @@ from huggingface_hub import HfApi, constants
 
 from posttrain.config import Source
 from posttrain.data import embedded, reading
-from posttrain.data.filters import Example, is_text
+from posttrain.data.filters import Example, is_readable_text
 from posttrain.data.gsm8k import is_held_out
 from posttrain.types import one_line
 
@@ -24,15 +24,15 @@ QUESTIONS = {"gsm8k": ("GSM8K test", "question"), "math500": ("MATH-500", "probl
 WORD = re.compile(r"\w+")
 
 
-def words(text: str) -> list[str]:
-    """words("It's 1,000!") -> ["it", "s", "1", "000"]."""
+def lower_words(text: str) -> list[str]:
+    """Return the words of a text in lower case: lower_words("It's 1,000!") -> ["it", "s", "1", "000"]."""
     if not text.isascii():
         text = unicodedata.normalize("NFKC", text)
     return WORD.findall(text.lower())
 
 
 class EvaluationQuestions:
-    """The questions that no training row may contain; `notes` say which sets they are, and which could not be had."""
+    """The questions that no training row may contain; `notes` name their sets, and those that could not be loaded."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -40,38 +40,40 @@ class EvaluationQuestions:
         self._short: set[tuple[str, ...]] = set()
 
     def add(self, name: str, questions: Iterable[str]) -> None:
-        """Take in one evaluation set."""
+        """Add one evaluation set."""
         count = 0
         for question in questions:
-            said = words(question)
-            if len(said) < N:
-                self._short.add(tuple(said))
+            its_words = lower_words(question)
+            if len(its_words) < N:
+                self._short.add(tuple(its_words))
             else:
-                self._ngrams.update(zip(*(said[i:] for i in range(N)), strict=False))
+                self._ngrams.update(zip(*(its_words[i:] for i in range(N)), strict=False))
             count += 1
         self.notes.append(f"Checked against {count:,} questions of {name}.")
 
     def seen_in(self, row: Example) -> bool:
-        """Whether any text of the row holds 13 words of a question, or a user asks a short one."""
+        """Return whether the row shares 13 words in a row with a question, or a user asks a short one of them."""
         for messages in row.dialogues:
             for message in messages:
-                said = words(message["content"])
-                if not self._ngrams.isdisjoint(zip(*(said[i:] for i in range(N)), strict=False)):
+                its_words = lower_words(message["content"])
+                if not self._ngrams.isdisjoint(zip(*(its_words[i:] for i in range(N)), strict=False)):
                     return True
-                if message["role"] == "user" and len(said) < N and tuple(said) in self._short:
+                if message["role"] == "user" and len(its_words) < N and tuple(its_words) in self._short:
                     return True
         return False
 
 
 def evaluation_questions(sources: Sequence[Source], seed: int, key: str = "data.sources") -> EvaluationQuestions:
-    """What these sources must be checked against: the embedded problems, the real sets, or both; and the held-out
-    questions of GSM8K's training split where one of them holds it. key: where the config names the sources."""
+    """Return the questions that rows of these sources must not contain: the embedded problems, the real sets, or both,
+    and for GSM8K's training split its held-out questions. key: where the config names the sources."""
     paths, known = {source.path for source in sources}, EvaluationQuestions()
     for number, source in enumerate(sources):
         if source.kind == "gsm8k":
-            rows = reading.read(source, f"{key}.{number}", seed)
-            asked = [row["question"] for row in rows if is_text(row["question"]) and is_held_out(row["question"])]
-            known.add(f"{source.path} that are held out", asked)
+            rows = reading.read_rows(source, f"{key}.{number}", seed)
+            held_out = [
+                row["question"] for row in rows if is_readable_text(row["question"]) and is_held_out(row["question"])
+            ]
+            known.add(f"{source.path} that are held out", held_out)
     if reading.EMBEDDED in paths:
         splits = ("unseen_questions", "unseen_operands")
         problems = [p["question"] for split in splits for p in embedded.math_problems(EMBEDDED_PROBLEMS, seed, split)]

@@ -17,7 +17,7 @@ NO_PROMPT = "plain text has no prompt"
 
 
 class Sample(NamedTuple):
-    """A row as token ids, with what the table counts of it."""
+    """A row as token ids, with the table's counts."""
 
     columns: TokenRow
     tokens: int
@@ -27,14 +27,15 @@ class Sample(NamedTuple):
 
 
 def most_characters(chat: Chat, max_length: int) -> int:
-    """No text of more characters can have `max_length` tokens; at least a million, since a normaliser may drop some."""
+    """Return a limit of characters: no longer text fits into `max_length` tokens. At least a million, since a
+    normaliser may drop some."""
     return max(1_000_000, max_length * max(map(len, chat.tokenizer.get_vocab())))
 
 
-def readable(row: Example, most: int) -> Example | None:
-    """A row of at most so many characters, where need be up to an answer; None where nothing would be left of it.
+def shortened(row: Example, most: int) -> Example | None:
+    """Return a row of at most `most` characters, cut after an answer if necessary; None where nothing would be left.
 
-    What is longer takes memory without end while it is tokenised. A pair and a prompt stay whole.
+    Longer texts would take too much memory in the tokenizer. A pair and a prompt are never cut.
     """
     if sum(len(message["content"]) for messages in row.dialogues for message in messages) <= most:
         return row
@@ -50,8 +51,8 @@ def readable(row: Example, most: int) -> Example | None:
 
 
 def encode_dialogues(rows: list[Example], chat: Chat, max_length: int) -> list[Sample | str]:
-    """Ids and mask; a row that is too long ends with the last trained answer that fits whole, or is dropped if none
-    does. Plain text is trained whole, and cut anywhere."""
+    """Return ids and mask of each row, or the reason to drop it. A row that is too long ends with the last trained
+    answer that fits whole. Plain text is trained whole, and may be cut anywhere."""
     samples: list[Sample | str] = []
     control = [name for name in chat.tokenizer.convert_ids_to_tokens(sorted(chat.control_ids)) if name]
     talks = iter(chat.encode_batch([row.dialogues[0] for row in rows if not _is_plain(row)]))
@@ -78,7 +79,7 @@ def encode_dialogues(rows: list[Example], chat: Chat, max_length: int) -> list[S
 
 
 def encode_pairs(rows: list[Example], chat: Chat, max_length: int) -> list[Sample | str]:
-    """Ids of the prompt up to the header of the answer, and of both answers with their stop tokens; none is cut."""
+    """Return ids of each prompt up to the header of the answer, and of both answers with stop tokens, uncut."""
     encoded = iter(chat.encode_batch([messages for row in rows for messages in row.dialogues]))
     samples: list[Sample | str] = []
     for chosen, rejected in zip(encoded, encoded, strict=True):
@@ -99,10 +100,10 @@ def encode_pairs(rows: list[Example], chat: Chat, max_length: int) -> list[Sampl
 
 
 def encode_prompts(rows: list[Example], chat: Chat, max_length: int) -> list[Sample | str]:
-    """Ids of the messages before an answer, up to its header; none is cut."""
+    """Return ids of the messages before an answer, up to its header; none is cut."""
     samples: list[Sample | str] = []
     for row in rows:
-        messages = asked(row)
+        messages = question_messages(row)
         if messages is None:
             samples.append(NO_PROMPT)
             continue
@@ -115,7 +116,7 @@ def encode_prompts(rows: list[Example], chat: Chat, max_length: int) -> list[Sam
 
 
 def _encode_text(text: str, chat: Chat) -> Encoded:
-    """A text without a template, as a base model is trained on it: all of it and the end-of-sequence token."""
+    """Return a text without a template, as a base model is trained on it: all of it and the end-of-sequence token."""
     start: list[Any] = list(chat.tokenizer("")["input_ids"])[:1]
     start = start if start == [chat.tokenizer.bos_token_id] else []
     end: Any = chat.stop_id if chat.tokenizer.eos_token_id is None else chat.tokenizer.eos_token_id
@@ -127,8 +128,8 @@ def _is_plain(row: Example) -> bool:
     return row.dialogues[0][0]["role"] == TEXT
 
 
-def asked(row: Example) -> list[Message] | None:
-    """The messages before an answer of the row, or before the answer to come; None for plain text."""
+def question_messages(row: Example) -> list[Message] | None:
+    """Return the messages before an answer of the row, or before the answer to come; None for plain text."""
     messages = row.dialogues[0]
     if _is_plain(row):
         return None
@@ -139,7 +140,7 @@ def asked(row: Example) -> list[Message] | None:
 
 
 def _last_answer(ids: list[int], mask: list[bool]) -> tuple[np.ndarray, np.ndarray]:
-    """Splits in front of the last run of trained tokens and drops what the template writes behind it."""
+    """Split in front of the last run of trained tokens, and drop what the template writes after it."""
     end = len(mask) - mask[::-1].index(True) if True in mask else len(mask)
     start = end
     while start > 0 and mask[start - 1]:

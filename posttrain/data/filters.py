@@ -17,16 +17,16 @@ from posttrain.data.local import printable
 from posttrain.models import Message
 
 BOX = re.compile(r"\\boxed\s*\{")
-# Possessive, so that the time is linear in any text: what may close the sentence or the formula around the box, and
-# what the interpreter printed.
+# Possessive, so that the time is linear in any text: the end of the sentence or the formula around the box, and the
+# interpreter's output.
 AFTER_BOX = re.compile(r"[\s.$!]*+(\\[)\]])?+[\s.$!]*+")
 PRINTED = re.compile(r"<llm-code-output>(?:(?!</?llm-code-output>).)*+</llm-code-output>", re.DOTALL)
 
 
 LARGEST_SCORE = 1e100  # what is larger, or not a number, is not a score
 
-# Which keys of a message, beside role and content, may say something else than its text does. A key without a value
-# says nothing. One that is on none of these lists is not known to be harmless: its row is dropped under its name.
+# Keys of a message, beside role and content, that may change its meaning if they have a value. A row with a key that is
+# in none of these lists is dropped, because the key may matter; the table shows its name.
 SWITCHES = ("weight", "train", "training", "loss")  # 0 or false: this answer is read, but not trained
 DROPPED = {
     "calls of tools": ("tool_calls", "function_call", "tool_call_id", "tools", "functions", "tool_responses"),
@@ -37,11 +37,11 @@ DROPPED = {
     "names of speakers": ("name",),
     "refusals beside the content": ("refusal",),
 }  # fmt: skip
-# Of these also as a column of the row, beside its messages: those that change what is asked, and, where the row's
-# answer is trained, all but `name`, which is that of the row there.
+# Those that matter as a column of the row as well: the ones that change the question, and, where the row's answer is
+# trained, all but `name`, which names the row there.
 ASKED_COLUMNS = ("tools", "functions", "images", "image", "videos", "video", "audios", "audio")
 ANSWER_COLUMNS = tuple(key for keys in DROPPED.values() for key in keys if key != "name")
-IGNORED = {  # where a message comes from, and what somebody thinks of it
+IGNORED = {  # a message's origin, and opinions about it
     "id", "message_id", "msg_id", "uuid", "parent", "parent_id", "conversation_id", "index", "idx", "turn", "turn_id",
     "turn_identifier", "timestamp", "time", "date", "create_time", "created", "created_at", "update_time", "updated_at",
     "language", "lang", "model", "model_name", "provider", "source", "url", "country", "state", "header", "hashed_ip",
@@ -66,14 +66,13 @@ REMEDIES = {  # what to do about rows that are dropped for these reasons, by how
 }
 _REASONS = {key: reason for reason, keys in DROPPED.items() for key in keys}
 _CALLERS = ("function_call", "tool_call")  # roles of ShareGPT's messages
-NOTHING = ("[]", "{}", "null")  # a column, of tools above all, that says there are none
+NOTHING = ("[]", "{}", "null")  # empty values, above all of columns of tools
 SPELLED = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}  # in a cell of a CSV file
 
 
 class Example(NamedTuple):
-    """What is kept: one dialogue, or chosen and rejected; the question, which decides the side of the split; what the
-    answer comes to, where the row says it; whether a last turn without an answer was cut off, and whether turns were
-    that are too long to be read."""
+    """A row that is kept: one dialogue, or chosen and rejected; the question, which decides its side of the split; the
+    right answer if known; whether a last turn without an answer was cut off, or turns that are too long."""
 
     question: str
     dialogues: list[list[Message]]
@@ -85,8 +84,8 @@ class Example(NamedTuple):
 Check = Callable[[dict[str, Any], Source, MathJudge], Example | str]
 
 
-def openmathinstruct(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
-    """A question and a worked solution whose one box, at its end, holds the expected answer."""
+def keep_openmathinstruct(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
+    """Keep a question and a worked solution with one box, at its end, that holds the expected answer."""
     question, solution = row["question"], row["generated_solution"]
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": solution}]
     if reason := fault(messages):
@@ -115,8 +114,8 @@ def openmathinstruct(row: dict[str, Any], source: Source, judge: MathJudge) -> E
     return Example(question, [messages], str(row["expected_answer"]))
 
 
-def gsm8k(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
-    """A question that is not held out, and its worked answer with the final number in a box."""
+def keep_gsm8k(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
+    """Keep a question that is not held out, and its worked answer with the final number in a box."""
     question, answer = row["question"], row["answer"]
     if reason := fault([{"role": "user", "content": question}, {"role": "assistant", "content": answer}]):
         return reason
@@ -125,27 +124,31 @@ def gsm8k(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | st
         return "no number behind ####"
     if gsm8k_rows.is_held_out(question):
         return "held out for the evaluation"
-    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": gsm8k_rows.solution(answer)}]
+    messages = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": gsm8k_rows.worked_answer(answer)},
+    ]
     return Example(question, [messages], number)
 
 
-def dialogue(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
-    """User and assistant in turn, after a system message perhaps; the held-out split goes by the first user message.
+def keep_dialogue(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
+    """Keep a dialogue in which user and assistant take turns; the first user message decides its side of the split.
 
     It ends before an answer that was cut short, which the chat's files mark with "finished": false, and before a last
     message of the user that has no answer. Plain text is one message with a role of its own.
     """
     if reason := _columns_that_matter(row) or _untrained(row):
         return reason
-    given = row["messages"]
-    if [message["role"] for message in given] == [TEXT]:
-        return Example(given[0]["content"], [given]) if is_text(given[0]["content"]) else "empty content"
-    cut = next((place for place, each in enumerate(given) if each.get("finished") is False), None)
-    answered = given if cut is None else given[: max(cut - 1, 0)]
-    if cut is not None and not any(message["role"] == "assistant" for message in answered):
+    all_messages = row["messages"]
+    if [message["role"] for message in all_messages] == [TEXT]:
+        text = all_messages[0]["content"]
+        return Example(text, [all_messages]) if is_readable_text(text) else "empty content"
+    cut = next((place for place, each in enumerate(all_messages) if each.get("finished") is False), None)
+    whole_answers = all_messages if cut is None else all_messages[: max(cut - 1, 0)]
+    if cut is not None and not any(message["role"] == "assistant" for message in whole_answers):
         return "an answer that was cut short"
-    ended = without_last_question(answered)
-    messages = plain(ended)
+    ended = without_last_question(whole_answers)
+    messages = plain_messages(ended)
     if isinstance(messages, str):
         return messages
     if reason := fault(messages):
@@ -153,11 +156,11 @@ def dialogue(row: dict[str, Any], source: Source, judge: MathJudge) -> Example |
     if sum(message["role"] == "assistant" for message in messages) < (source.min_turns or 1):
         return f"fewer than {source.min_turns} answers"
     question = next(message["content"] for message in messages if message["role"] == "user")
-    return Example(question, [messages], cut=len(ended) < len(answered))
+    return Example(question, [messages], cut=len(ended) < len(whole_answers))
 
 
-def preference(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
-    """Two different answers to the same prompt, the chosen one scored higher (local pairs may come without scores).
+def keep_preference(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
+    """Keep two different answers to the same prompt, the chosen one scored higher (local pairs may have no scores).
 
     A `prompt` beside whole dialogues, as UltraFeedback has it, is ignored: it repeats their first message as a string.
     Nothing behind a last answer is trained, so a last turn of the user is cut from either side.
@@ -181,12 +184,12 @@ def preference(row: dict[str, Any], source: Source, judge: MathJudge) -> Example
 
 
 def dialogues_of_pair(row: dict[str, Any]) -> tuple[list[Message], list[Message]] | str:
-    """Two whole dialogues that differ in the last answer alone, or why a row does not have them."""
+    """Return two whole dialogues that differ in the last answer alone, or why a row does not have them."""
     if reason := _columns_that_matter(row):
         return reason
     dialogues: list[list[Message]] = []
     for name in ("chosen", "rejected"):
-        messages = plain(without_last_question(_whole(row[name], row.get("prompt"))))
+        messages = plain_messages(without_last_question(_whole(row[name], row.get("prompt"))))
         if isinstance(messages, str):
             return messages
         if messages and messages[0]["role"] == "assistant":
@@ -200,20 +203,22 @@ def dialogues_of_pair(row: dict[str, Any]) -> tuple[list[Message], list[Message]
     return (chosen, rejected) if chosen[:-1] == rejected[:-1] else "two different prompts"
 
 
-def prompt(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
-    """A prompt alone, as text or as messages of which the last is the user's (TRL's prompt-only format)."""
+def keep_prompt(row: dict[str, Any], source: Source, judge: MathJudge) -> Example | str:
+    """Keep a prompt alone, as text or as messages that end with the user's (TRL's prompt-only format)."""
     if reason := _columns_that_matter(row, ASKED_COLUMNS) or _untrained(row):
         return reason
-    messages = asked(row["prompt"])
+    messages = prompt_messages(row["prompt"])
     if isinstance(messages, str):
         return messages
-    answer = str(found) if (found := row.get("answer")) is not None else ""
+    answer = str(value) if (value := row.get("answer")) is not None else ""
     return Example("\n".join(message["content"] for message in messages), [messages], answer.strip() or None)
 
 
-def asked(given: str | list[Message]) -> list[Message] | str:
-    """A prompt's messages, the last one the user's, or why it has none that can be answered."""
-    messages = plain([{"role": "user", "content": given}] if isinstance(given, str) else given)
+def prompt_messages(prompt_given: str | list[Message]) -> list[Message] | str:
+    """Return a prompt's messages, which end with the user's, or why they cannot be answered."""
+    messages = plain_messages(
+        [{"role": "user", "content": prompt_given}] if isinstance(prompt_given, str) else prompt_given
+    )
     if isinstance(messages, str):
         return messages
     reason = fault([*messages, {"role": "assistant", "content": "its answer, to come"}])
@@ -223,19 +228,19 @@ def asked(given: str | list[Message]) -> list[Message] | str:
 
 
 CHECKS: dict[str, Check] = {
-    "openmathinstruct": openmathinstruct,
-    "gsm8k": gsm8k,
-    "capybara": dialogue,
-    "messages": dialogue,
-    "demonstrations": dialogue,
-    "ultrafeedback": preference,
-    "preferences": preference,
-    "prompts": prompt,
+    "openmathinstruct": keep_openmathinstruct,
+    "gsm8k": keep_gsm8k,
+    "capybara": keep_dialogue,
+    "messages": keep_dialogue,
+    "demonstrations": keep_dialogue,
+    "ultrafeedback": keep_preference,
+    "preferences": keep_preference,
+    "prompts": keep_prompt,
 }
 
 
 def without_last_question(messages: list[Message]) -> list[Message]:
-    """The messages up to the last one that is not the user's, if there is an answer among them."""
+    """Return the messages without the user's messages after the last answer; all of them if there is no answer."""
     kept = len(messages)
     if any(message["role"] == "assistant" for message in messages):
         while messages[kept - 1]["role"] == "user":
@@ -244,11 +249,11 @@ def without_last_question(messages: list[Message]) -> list[Message]:
 
 
 def fault(messages: Sequence[Message]) -> str | None:
-    """Why these messages are not a dialogue that can be trained on; None if they are one."""
+    """Return why these messages are not a dialogue that can be trained on; None if they are."""
     contents = [message["content"] for message in messages]
     if not all(isinstance(content, str) and _is_unicode(content) for content in contents):
         return "content is not text"
-    if not all(map(is_text, contents)):
+    if not all(map(is_readable_text, contents)):
         return "empty content"
     roles = [message["role"] for message in messages]
     if any(role not in ("system", "user", "assistant") for role in roles):
@@ -261,19 +266,18 @@ def fault(messages: Sequence[Message]) -> str | None:
     return None
 
 
-def is_text(value: object) -> bool:
-    """True for a text that is more than white space and that a tokenizer can read."""
+def is_readable_text(value: object) -> bool:
+    """Return True for a text that is more than white space and that a tokenizer can read."""
     return isinstance(value, str) and _is_unicode(value) and bool(value.strip())
 
 
 def _is_unicode(text: str) -> bool:
-    """False for half a surrogate pair, which JSON can spell and no tokenizer can read."""
+    """Return False for half a surrogate pair, which JSON can spell and no tokenizer can read."""
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def plain(messages: Sequence[dict[str, Any]]) -> list[Message] | str:
-    """Role and content, `mask_spans`, and `train: False` on an answer that is not trained; or the reason why a message
-    cannot be told in these."""
+def plain_messages(messages: Sequence[dict[str, Any]]) -> list[Message] | str:
+    """Return messages with role, content, `mask_spans` and `train: False`; or why they need other keys."""
     kept: list[Message] = []
     for message in messages:
         if message["role"] in _CALLERS:
@@ -303,18 +307,18 @@ def plain(messages: Sequence[dict[str, Any]]) -> list[Message] | str:
 
 
 def _is_text_part(part: dict[str, Any]) -> bool:
-    """True for {"type": "text", "text": "Hi"}, also with the empty columns of other parts."""
-    others = [key for key, value in part.items() if key not in ("type", "text", "cache_control") and value is not None]
+    """Return True for {"type": "text", "text": "Hi"}, also with the empty columns of other parts."""
+    others = {key for key, value in part.items() if value is not None} - {"type", "text", "cache_control"}
     return part["type"] == "text" and isinstance(part.get("text"), str) and not others
 
 
 def columns_judged(kind: str) -> set[str]:
-    """The columns beside messages, pairs or prompts that decide whether a row of this kind is kept."""
+    """Return the columns beside messages, pairs or prompts that decide whether a row of this kind is kept."""
     return {*SWITCHES, *(ASKED_COLUMNS if kind in ("prompts", "recall") else ANSWER_COLUMNS)}
 
 
 def _columns_that_matter(row: dict[str, Any], names: Sequence[str] = ANSWER_COLUMNS) -> str | None:
-    """Why the messages of a row are not all that its answers depend on, or that belongs to them."""
+    """Return why the answers of a row depend on more than its messages; None where they do not."""
     for name in names:
         if has_value(row.get(name)) and row[name] not in NOTHING:
             return _REASONS[name]
@@ -322,7 +326,7 @@ def _columns_that_matter(row: dict[str, Any], names: Sequence[str] = ANSWER_COLU
 
 
 def _untrained(row: dict[str, Any]) -> str | None:
-    """Why a row is not trained on, by a column that says so as a key of a message does."""
+    """Return why a column says that a row is not to be trained on; None where none does."""
     for name in SWITCHES:
         value = row.get(name)
         if isinstance(value, str):
@@ -335,7 +339,7 @@ def _untrained(row: dict[str, Any]) -> str | None:
 
 
 def _whole(answer: Any, prompt: Any) -> list[Message]:
-    """A dialogue from any of: whole messages; a prompt and the last message; a prompt and an answer as strings."""
+    """Return a dialogue from messages, from a prompt and the last message, or from a prompt and an answer as text."""
     messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     if messages and messages[0]["role"] == "assistant" and prompt is not None:
         return [*([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt), *messages]

@@ -1,9 +1,9 @@
-"""Which of the formats that people have is a row in?  Recognised by its columns, and written as messages or as a pair.
+"""Which of the common formats does a row have?  Its columns decide, and it becomes messages or a pair.
 
-    dialogue({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]})
+    as_dialogue({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]})
         -> Recognised("ShareGPT", {"messages": [{"role": "user", "content": "Hi"}, ...], ...}, {"conversations"})
 
-Only the form of a row is changed here; what its messages say, and whether they can be trained on, is for `filters`.
+Only the form of a row is changed here; `filters` judges its messages.
 TRL's `maybe_convert_to_chatml` renames the keys of ShareGPT's messages, but not its roles, and knows no other format.
 """
 
@@ -23,7 +23,7 @@ ROLE_NAMES = {
     "chatgpt": "assistant",
     "bing": "assistant",
     "bard": "assistant",
-    "developer": "system",  # as OpenAI calls it now
+    "developer": "system",  # OpenAI's present name
 }
 CALLS = ("tool_calls", "function_call")  # a message that has one may lack a content
 DIALOGUES = ("messages", "conversations", "conversation")
@@ -44,7 +44,7 @@ PROMPT_FORMATS = "prompt (text or messages); messages or conversations whose las
 KTO = (
     "This is KTO's format, one answer with a label that says whether it is good. Phase 2 compares two answers to a "
     "prompt: write rows with prompt, chosen and rejected. Or train on good answers in phase 1: keep the rows whose "
-    "label is true and remove that column. Rename it if it says something else"
+    "label is true and remove that column. Rename it if it has another meaning"
 )
 # Values of a column `label` that call an answer good or bad.
 VERDICTS = {
@@ -62,20 +62,20 @@ class Recognised(NamedTuple):
     columns: set[str]
 
 
-Recognise = Callable[[dict[str, Any]], Recognised | str]  # or, in words, why the row is in no format
+Recognise = Callable[[dict[str, Any]], Recognised | str]  # or why the row has no known format
 
 
-def dialogue(row: dict[str, Any]) -> Recognised | str:
-    """The row with its `messages`; those of plain text are one with the role TEXT."""
-    given = given_in(row)
-    if _is_kto(row, given):
+def as_dialogue(row: dict[str, Any]) -> Recognised | str:
+    """Return the row with its `messages`; plain text becomes one message with the role TEXT."""
+    columns = given_in(row)
+    if _is_kto(row, columns):
         return KTO
-    if {"chosen", "rejected"} <= given and "messages" not in given:
-        other = pair(row)
+    if {"chosen", "rejected"} <= columns and "messages" not in columns:
+        other = as_pair(row)
         if isinstance(other, str):
             return f"These are pairs of answers, which are for phase 2 (kind: preferences), but {other}"
         return "These are pairs of answers: phase 2 reads them (kind: preferences)"
-    for there in (given, set(row)):  # a column without a value here may have one in other rows
+    for there in (columns, set(row)):  # a column that is empty here may have a value in other rows
         if column := next((name for name in DIALOGUES if name in there), None):
             messages = as_messages(row[column])
             if messages is None:
@@ -101,10 +101,10 @@ def dialogue(row: dict[str, Any]) -> Recognised | str:
     return ""
 
 
-def pair(row: dict[str, Any]) -> Recognised | str:
-    """The row with `chosen` and `rejected` as texts or messages, and the `prompt` where they do not begin with it."""
+def as_pair(row: dict[str, Any]) -> Recognised | str:
+    """Return the row with `chosen` and `rejected` as texts or messages, and the `prompt` if they lack it."""
     if not {"chosen", "rejected"} <= row.keys():
-        other = dialogue(row)
+        other = as_dialogue(row)
         if isinstance(other, str):
             return other if other == KTO else ""
         return f"These are rows of one answer ({other.format}): phase 1 reads them (kind: messages)"
@@ -130,48 +130,52 @@ def pair(row: dict[str, Any]) -> Recognised | str:
         if before:
             dialogues = {name: _behind(before, side) for name, side in dialogues.items()}
             used |= columns
-        return _pair_of_dialogues("HH dialogues" if form == "HH dialogues" else WHOLE, row, dialogues, used)
+        begun = {name: _begun(row, side) for name, side in dialogues.items()}
+        whole = {name: messages for name, (messages, _) in begun.items()}
+        used = used.union(*(column for _, column in begun.values()))
+        return Recognised(form if form == "HH dialogues" else WHOLE, row | whole, used)
     if prompt is None:
         if texts:
             are = "is" if len(texts) == 1 else "are"
-            return f"{' and '.join(texts)} {are} text, and there is no prompt beside: add a column prompt"
-        return Recognised(WHOLE, row | sides, used)  # `filters` says what is missing
+            return f"{' and '.join(texts)} {are} text, and there is no prompt: add a column prompt"
+        return Recognised(WHOLE, row | sides, used)  # `filters` reports what is missing
     before = prompt if isinstance(prompt, str) else as_messages(prompt)
     if before is None:
         return _not_messages(min(columns), prompt, f"text or {MESSAGES_IN_WORDS}")
-    return _with_prompt(form, row, sides, before, used | columns)
+    begun, column = _begun(row, [{"role": "user", "content": before}] if isinstance(before, str) else before)
+    return Recognised(form, row | sides | {"prompt": begun if column else before}, used | columns | column)
 
 
-def prompt(row: dict[str, Any]) -> Recognised | str:
-    """The row with a `prompt`, as text or as messages."""
+def as_prompt(row: dict[str, Any]) -> Recognised | str:
+    """Return the row with a `prompt`, as text or as messages."""
     return _asked(row, ("prompt", *DIALOGUES))
 
 
 def last_turn(row: dict[str, Any]) -> Recognised | str:
-    """The row with its dialogue as `prompt`, whatever else is called so there."""
+    """Return the row with its dialogue as `prompt`, even if it has a column of that name."""
     return _asked(row, DIALOGUES)
 
 
 def _asked(row: dict[str, Any], names: Sequence[str]) -> Recognised | str:
-    given = given_in(row)
-    for there in (given, set(row)):
+    columns = given_in(row)
+    for there in (columns, set(row)):
         if column := next((name for name in names if name in there), None):
             text = column == "prompt"
             asked = row[column] if text and isinstance(row[column], str) else as_messages(row[column])
             if asked is None:
                 return _not_messages(column, row[column], "text or " * text + MESSAGES_IN_WORDS)
-            if isinstance(asked, str) and not given & set(SYSTEM):
+            if isinstance(asked, str) and not columns & set(SYSTEM):
                 return Recognised("prompts", row, {column, "answer"})
             messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-            found = _with_system("prompts", row, messages, {column, "answer"})
-            return found._replace(row=row | {"prompt": found.row["messages"]})
+            recognised = _with_system("prompts", row, messages, {column, "answer"})
+            return recognised._replace(row=row | {"prompt": recognised.row["messages"]})
     return ""
 
 
 def as_messages(value: object) -> list[Message] | None:
-    """Messages with the keys role and content, and what else they had; None where the value is not a list of messages.
+    """Return messages with role, content and their other keys; None where the value is not a list of messages.
 
-    ShareGPT's keys and the names that others give to the three roles are written as here; other roles stay.
+    ShareGPT's keys and other names of the three roles are replaced; other roles stay.
     """
     if not isinstance(value, list):
         return None
@@ -179,11 +183,11 @@ def as_messages(value: object) -> list[Message] | None:
     for each in value:
         if not isinstance(each, dict):
             return None
-        said, told = ("role", "from"), ("content", "value")
-        if not (any(key in each for key in said) and any(key in each for key in (*told, *CALLS))):
+        role_keys, content_keys = ("role", "from"), ("content", "value")
+        if not (any(key in each for key in role_keys) and any(key in each for key in (*content_keys, *CALLS))):
             return None
         role_key, content_key = (
-            next((key for key in keys if each.get(key) is not None), keys[0]) for keys in (said, told)
+            next((key for key in keys if each.get(key) is not None), keys[0]) for keys in (role_keys, content_keys)
         )
         role = each.get(role_key)
         message = {"role": ROLE_NAMES.get(role, role) if isinstance(role, str) else role}
@@ -193,17 +197,17 @@ def as_messages(value: object) -> list[Message] | None:
 
 
 def given_in(row: dict[str, Any]) -> set[str]:
-    """The columns with a value. Parquet gives every row all columns of its file, and CSV all cells."""
+    """Return the columns with a value. Parquet gives every row all columns of its file, and CSV all cells."""
     return {name for name, value in row.items() if has_value(value)}
 
 
 def has_value(value: object) -> bool:
-    """False for what stands in a column or under a key that a row does not use."""
+    """Return False for the value of a column or a key that a row does not use."""
     return not (value is None or value in ("", [], {}))
 
 
 def _is_kto(row: dict[str, Any], given: set[str]) -> bool:
-    """True where a column says whether the answer is good; beside a `completion`, every label is taken to do so."""
+    """Return whether a column says that the answer is good or bad. Beside a `completion`, any label counts as such."""
     label = str(row["label"]).strip().lower() if "label" in given else ""
     if "kto_tag" in given or not label:
         return "kto_tag" in given
@@ -222,14 +226,14 @@ def _name(column: str, messages: list[dict[str, Any]]) -> str:
 
 
 def _side(value: object, role: str) -> list[Message] | None:
-    """A text as one message, messages as they are; None for anything else. No value is a text that is missing."""
+    """Return a text (also a missing one) as one message and messages unchanged; None for anything else."""
     if value is None or isinstance(value, str):
         return [{"role": role, "content": value}]
     return as_messages([value] if isinstance(value, dict) else value)
 
 
 def _instruction(row: dict[str, Any]) -> Any:
-    """Alpaca's instruction and its input on lines of their own, as LLaMA-Factory joins them."""
+    """Return Alpaca's instruction and its input on separate lines, as LLaMA-Factory joins them."""
     instruction, more = row["instruction"], row.get("input")
     if not more or not isinstance(instruction, str) or not isinstance(more, str):
         return instruction
@@ -237,7 +241,7 @@ def _instruction(row: dict[str, Any]) -> Any:
 
 
 def _history(value: object) -> list[Message] | None:
-    """The turns before Alpaca's, as LLaMA-Factory has them: [["Hi", "Hello"], ...]."""
+    """Return the turns before Alpaca's, [["Hi", "Hello"], ...] as in LLaMA-Factory, as messages; or None."""
     if value is None or value == "":
         return []
     if not isinstance(value, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in value):
@@ -247,7 +251,7 @@ def _history(value: object) -> list[Message] | None:
 
 
 def _begun(row: dict[str, Any], messages: list[Message]) -> tuple[list[Message], set[str]]:
-    """The messages behind what a column says for the system, and that column; one that repeats it is not added."""
+    """Return the messages after a system message from a column, if there is one, and that column."""
     column = next((name for name in SYSTEM if name in given_in(row)), None)
     if column is None:
         return messages, set()
@@ -261,14 +265,8 @@ def _with_system(form: str, row: dict[str, Any], messages: list[Message], used: 
     return Recognised(form, row | {"messages": begun}, used | column)
 
 
-def _pair_of_dialogues(form: str, row: dict[str, Any], sides: dict[str, Any], used: set[str]) -> Recognised:
-    begun = {name: _begun(row, side) for name, side in sides.items()}
-    dialogues = {name: messages for name, (messages, _) in begun.items()}
-    return Recognised(form, row | dialogues, used.union(*(column for _, column in begun.values())))
-
-
 def _prompt(row: dict[str, Any]) -> tuple[Any, str, set[str]]:
-    """What stands before two answers, the name of the format, and the columns; None where nothing does."""
+    """Return the prompt before two answers, the name of the format, and the columns; None where there is no prompt."""
     for there in (given_in(row), {name for name in row if row[name] is not None}):
         if "prompt" in there:
             return row["prompt"], "prompt, chosen, rejected", {"prompt"}
@@ -284,7 +282,7 @@ def _prompt(row: dict[str, Any]) -> tuple[Any, str, set[str]]:
 
 
 def _behind(prompt: list[Message], side: list[Message]) -> list[Message]:
-    """The prompt and the dialogue behind it, as in TRL; what the dialogue repeats of it stands there once."""
+    """Return the prompt and then the dialogue without what it repeats of the prompt, as TRL joins them."""
     before, after = ([(each["role"], each["content"]) for each in messages] for messages in (prompt, side))
     if after[1 : 1 + len(before)] == before:  # behind a system message of its own
         return side
@@ -292,24 +290,17 @@ def _behind(prompt: list[Message], side: list[Message]) -> list[Message]:
     return [*prompt[: len(prompt) - repeated], *side]
 
 
-def _with_prompt(
-    form: str, row: dict[str, Any], sides: dict[str, Any], before: str | list[Message], used: set[str]
-) -> Recognised:
-    messages = [{"role": "user", "content": before}] if isinstance(before, str) else before
-    begun, column = _begun(row, messages)
-    return Recognised(form, row | sides | {"prompt": begun if column else before}, used | column)
-
-
 def _hh(text: str) -> list[Message]:
-    r"""[user, assistant, ...] of "\n\nHuman: Hi\n\nAssistant: Hello"; a text in front of them has no role."""
+    r"""Return [user, assistant, ...] of "\n\nHuman: Hi\n\nAssistant: Hello"; a text before them has no role."""
     before, *turns = _HH.split(text)
     roles = {"Human": "user", "Assistant": "assistant"}
-    found = [{"role": roles[name], "content": said.strip()} for name, said in zip(turns[::2], turns[1::2], strict=True)]
-    return [{"role": None, "content": before}, *found] if before.strip() else found
+    pairs = zip(turns[::2], turns[1::2], strict=True)
+    messages = [{"role": roles[name], "content": content.strip()} for name, content in pairs]
+    return [{"role": None, "content": before}, *messages] if before.strip() else messages
 
 
 def _hh_answer(text: str) -> str | list[Message]:
-    r"""What stands behind an HH prompt: an answer, or messages where it has turns ("Hello\n\nHuman: Bye")."""
+    r"""Return the answer after an HH prompt, or messages where it has several turns ("Hello\n\nHuman: Bye")."""
     begins = _HH.search(text)
     if begins is None:
         return text

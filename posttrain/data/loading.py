@@ -25,12 +25,12 @@ from posttrain.data.encoding import (
     NO_PROMPT,
     Sample,
     TokenRow,
-    asked,
     encode_dialogues,
     encode_pairs,
     encode_prompts,
     most_characters,
-    readable,
+    question_messages,
+    shortened,
 )
 from posttrain.data.filters import CHECKS, REMEDIES, Example
 from posttrain.data.table import FilterTable, SourceReport
@@ -48,45 +48,33 @@ PREFERENCE_COLUMNS = Features({name: List(Value("int32")) for name in ("prompt_i
 PROMPT_COLUMNS = Features({"prompt_ids": List(Value("int32"))})
 
 
-class SFTData(NamedTuple):
-    """Rows of input_ids and assistant_masks (1 on what is trained), and what became of the rest."""
+class TokenData(NamedTuple):
+    """Rows of token ids, their held-out part, and the table of what was read and dropped.
+
+    Phase 1: input_ids and assistant_masks (1 on trained tokens). Phase 2: prompt_ids, chosen_ids and rejected_ids, the
+    last two with their stop token. Phase 3: prompt_ids, up to the header of the answer.
+    """
 
     train: Dataset
     eval: Dataset
     table: FilterTable
 
 
-class PreferenceData(NamedTuple):
-    """Rows of prompt_ids, chosen_ids and rejected_ids, the last two with their stop token."""
-
-    train: Dataset
-    eval: Dataset
-    table: FilterTable
-
-
-class PromptData(NamedTuple):
-    """Rows of prompt_ids, up to the header of the answer."""
-
-    train: Dataset
-    eval: Dataset
-    table: FilterTable
-
-
-class Question(NamedTuple):
-    """A prompt with the messages behind its ids, and what its answer comes to, where that is known."""
+class PromptQuestion(NamedTuple):
+    """A prompt as messages and as ids, with its right answer if known."""
 
     messages: list[Message]
     ids: list[int]
     answer: str | None
 
 
-def load_sft(data: DataSection, chat: Chat) -> SFTData:
-    """Conversations for phase 1; prints the table, and raises UserError where nothing would be trained."""
-    return SFTData(*_load(data, chat, encode_dialogues, SFT_COLUMNS))
+def load_sft(data: DataSection, chat: Chat) -> TokenData:
+    """Return conversations for phase 1, and print the table. UserError: nothing would be trained."""
+    return _load(data, chat, encode_dialogues, SFT_COLUMNS)
 
 
-def load_preferences(data: DataSection, chat: Chat) -> PreferenceData:
-    """Pairs for phase 2; prints the table, and raises UserError where nothing would be trained."""
+def load_preferences(data: DataSection, chat: Chat) -> TokenData:
+    """Return pairs for phase 2, and print the table. UserError: nothing would be trained."""
     train, evaluation, table = _load(data, chat, encode_pairs, PREFERENCE_COLUMNS)
     if data.flip_labels:
         pairs = zip(train["chosen_ids"], train["rejected_ids"], strict=True)
@@ -95,30 +83,30 @@ def load_preferences(data: DataSection, chat: Chat) -> PreferenceData:
         train = Dataset.from_dict({"prompt_ids": train["prompt_ids"], **columns}, features=PREFERENCE_COLUMNS)
         if is_main_process():
             console().print("CONTROL RUN (data.flip_labels): a coin decides which answer of a training pair is chosen.")
-    return PreferenceData(train, evaluation, table)
+    return TokenData(train, evaluation, table)
 
 
-def load_prompts(data: DataSection, chat: Chat) -> PromptData:
-    """Prompts without their answers, for phase 3; prints the table, and raises UserError where there are none.
+def load_prompts(data: DataSection, chat: Chat) -> TokenData:
+    """Return prompts without their answers for phase 3, and print the table. UserError: there are none.
 
     Of a dialogue with several answers it is the prompt of one, chosen by its text.
     """
-    title = "Old prompts, to be answered by the model that phase 3 starts from"
-    return PromptData(*_load(data, chat, encode_prompts, PROMPT_COLUMNS, title, "answers to come", "distillation"))
+    title = "Prompts of phases 1 and 2, for answers of the model that phase 3 starts from"
+    return _load(data, chat, encode_prompts, PROMPT_COLUMNS, title, "answers to come", "distillation")
 
 
-def load_questions(data: DataSection, chat: Chat) -> tuple[list[Question], FilterTable]:
-    """Prompts as messages, with the answer where a source tells it; prints the table, UserError where none is left."""
+def load_questions(data: DataSection, chat: Chat) -> tuple[list[PromptQuestion], FilterTable]:
+    """Return prompts as messages, with known answers, and print the table. UserError: no prompt is left."""
     known = _evaluation_questions(data, "sources", "decontaminate")
     table = FilterTable(notes=known.notes, title="Prompts", trained="answers to come")
-    questions: list[Question] = []
+    questions: list[PromptQuestion] = []
     with MathJudge() as judge:
         for number, source in enumerate(data.sources):
             report = SourceReport(source.path, source.kind, reading.licence(source))
             rows, drawn = _chosen(source, f"sources.{number}", data.seed, judge, report), len(questions)
             characters = most_characters(chat, data.max_length)
             for row in rows:
-                messages = asked(row)
+                messages = question_messages(row)
                 if messages is None:
                     report.drop(NO_PROMPT)
                     continue
@@ -133,7 +121,7 @@ def load_questions(data: DataSection, chat: Chat) -> tuple[list[Question], Filte
                 elif len(ids) > data.max_length:
                     report.drop(f"longer than {data.max_length} tokens")
                 else:
-                    questions.append(Question(messages, ids, row.answer))
+                    questions.append(PromptQuestion(messages, ids, row.answer))
                     report.tokens += len(ids)
             report.train = report.per_epoch = report.trained_tokens = len(questions) - drawn
             table.sources.append(report)
@@ -148,7 +136,7 @@ def load_questions(data: DataSection, chat: Chat) -> tuple[list[Question], Filte
 
 
 def _evaluation_questions(data: DataSection, sources: str, key: str) -> EvaluationQuestions:
-    """What the rows must not contain. sources, key: where the config names the sources and `decontaminate`."""
+    """Return what the rows must not contain. sources, key: where the config names the sources and `decontaminate`."""
     if data.decontaminate:
         return evaluation_questions(data.sources, data.seed, sources)
     known = EvaluationQuestions()
@@ -164,7 +152,7 @@ def _load(
     title: str = "Training data",
     trained: str = "of them trained",
     section: str = "data",
-) -> tuple[Dataset, Dataset, FilterTable]:
+) -> TokenData:
     key = f"{section}.sources"
     known = _evaluation_questions(data, key, f"{section}.decontaminate")
     table = FilterTable(notes=known.notes, title=title, trained=trained)
@@ -191,14 +179,14 @@ def _load(
     if is_main_process():
         console().print(table)
     _require_something(table, section)
-    return _dataset(train, columns), _dataset(evaluation, columns), table
+    return TokenData(_dataset(train, columns), _dataset(evaluation, columns), table)
 
 
 def _read_all(
     data: DataSection, chat: Chat, encode: Encode, known: EvaluationQuestions, section: str
 ) -> list[tuple[SourceReport, list[tuple[str, Sample]]]]:
-    """Every source's report and samples, on every process; each source is read by one of them."""
-    found: list[tuple[int, SourceReport, list[tuple[str, Sample]]]] = []
+    """Return every source's report and samples, on every process; each source is read by one of them."""
+    results: list[tuple[int, SourceReport, list[tuple[str, Sample]]]] = []
     problem: Exception | None = None
     try:
         with MathJudge() as judge:
@@ -206,33 +194,33 @@ def _read_all(
                 source = data.sources[number]
                 report = SourceReport(source.path, source.kind, reading.licence(source))
                 rows = _chosen(source, f"{section}.sources.{number}", data.seed, judge, report)
-                found.append((number, report, _tokenise(rows, source, chat, data.max_length, encode, known, report)))
+                results.append((number, report, _tokenise(rows, source, chat, data.max_length, encode, known, report)))
     except Exception as error:  # the others wait for an answer
         problem = error
     for one in parallel.gather([problem]):
         if one is not None:
             raise one
-    return [(report, samples) for _, report, samples in sorted(parallel.gather(found), key=lambda one: one[0])]
+    return [(report, samples) for _, report, samples in sorted(parallel.gather(results), key=lambda one: one[0])]
 
 
 # From a source to the rows that may be used, in the order in which they are drawn
 
 
 def _chosen(source: Source, key: str, seed: int, judge: MathJudge, report: SourceReport) -> list[Example]:
-    """Good rows, none twice, at most k of a question, in an order that the seed chooses.
+    """Return good rows, without duplicates and with at most k of a question, in an order that the seed chooses.
 
-    Only the k rows of each question that come first in that order are ever held, so a stream of millions fits.
+    Only the first k rows of each question in that order stay in memory, so a stream of millions fits.
     """
     check, seen, arrival = CHECKS[source.kind], set(), count()
     most = 1 if source.kind == "ultrafeedback" else source.max_per_question
     queues: dict[object, list[tuple[int, int, Example]]] = {}  # per question, the last in order on top
-    for raw in reading.read(source, key, seed, report):
+    for raw in reading.read_rows(source, key, seed, report):
         report.read += 1
         row = check(raw, source, judge)
         if isinstance(row, str):
             report.drop(row)
             continue
-        digest = _digest("\x1e".join(map(_as_told, (message for one in row.dialogues for message in one))))
+        digest = _digest("\x1e".join(map(_identity, (message for one in row.dialogues for message in one))))
         if digest in seen:
             report.drop("seen before")
             continue
@@ -256,7 +244,7 @@ def _tokenise(
     known: EvaluationQuestions,
     report: SourceReport,
 ) -> list[tuple[str, Sample]]:
-    """The first `rows` rows that are in no evaluation set and short enough, as (question, tokens)."""
+    """Return the first `rows` rows that are in no evaluation set and short enough, as (question, tokens)."""
     kept: list[tuple[str, Sample]] = []
     most = source.rows or len(rows)
     for batch in _batches(rows, most_characters(chat, max_length)):
@@ -282,11 +270,11 @@ def _tokenise(
 
 
 def _batches(rows: list[Example], most: int) -> Iterator[list[Example | None]]:
-    """So many rows as may be tokenised at once; None for a row of more than `most` characters."""
+    """Yield as many rows as may be tokenised together; None for a row of more than `most` characters."""
     batch: list[Example | None] = []
     size = 0
     for row in rows:
-        short = readable(row, most)
+        short = shortened(row, most)
         length = sum(len(message["content"]) for messages in short.dialogues for message in messages) if short else 0
         if batch and (len(batch) == ENCODE_AT_ONCE or size + length > CHARACTERS_AT_ONCE):
             yield batch
@@ -301,7 +289,7 @@ def _batches(rows: list[Example], most: int) -> Iterator[list[Example | None]]:
 
 
 def _held_out(kept: list[list[tuple[str, Sample]]], data: DataSection) -> set[str]:
-    """The questions whose rows are evaluated on: a share of all questions, or as many as make up `eval_rows` rows.
+    """Return the questions whose rows are evaluated on: a share of all questions, or enough for `eval_rows` rows.
 
     `eval_rows` is written for a large data set: of a small one, no more than a tenth of the rows is held out. A
     question has its place by its own text and the seed, so it is on the same side in every source.
@@ -313,24 +301,24 @@ def _held_out(kept: list[list[tuple[str, Sample]]], data: DataSection) -> set[st
     if data.eval_rows is None:
         return {question for question, place in places.items() if place < data.eval_fraction * 2**63}
     chosen: set[str] = set()
-    found = 0
+    count = 0
     for question in sorted(places, key=places.__getitem__):
-        if found >= data.eval_rows:
+        if count >= data.eval_rows:
             break
-        if found + rows[question] <= sum(rows.values()) // 10:
+        if count + rows[question] <= sum(rows.values()) // 10:
             chosen.add(question)
-            found += rows[question]
+            count += rows[question]
     return chosen
 
 
 def _weighted(samples: list[Sample], weight: float) -> list[Sample]:
-    """`weight` times each sample: whole times all of them, and once more the first for what is left of the weight."""
+    """Return each sample `weight` times; for the fraction of the weight, the first samples once more."""
     whole = int(weight)
     return samples * whole + samples[: round((weight - whole) * len(samples))]
 
 
 def _require_something(table: FilterTable, section: str) -> None:
-    """UserError where nothing is left; `section` is the one of the config that names the sources."""
+    """Raise UserError where nothing is left; `section` is the one of the config that names the sources."""
     for number, report in enumerate(table.sources):
         if report.train + report.held_out == 0:
             raise UserError(
@@ -345,7 +333,7 @@ def _require_something(table: FilterTable, section: str) -> None:
         )
     if table.trained_tokens == 0:
         raise UserError(
-            "An epoch would hold no trained token, because the weights of the sources round down to no row at all. "
+            "An epoch would hold no trained token, because the weights of the sources round down to zero rows. "
             "Write a larger data.sources.N.weight, or add data."
         )
 
@@ -355,12 +343,12 @@ def _remedy(report: SourceReport) -> str:
 
 
 def _dataset(rows: list[TokenRow], columns: Features) -> Dataset:
-    """In memory: nothing is written to the user's Hugging Face cache."""
+    """Return a data set in memory: nothing is written to the user's Hugging Face cache."""
     return Dataset.from_dict({name: [row[n] for row in rows] for n, name in enumerate(columns)}, features=columns)
 
 
-def _as_told(message: Message) -> str:
-    """What makes two rows the same: roles, contents, and which answers are trained."""
+def _identity(message: Message) -> str:
+    """Return what makes two rows the same: roles, contents, and which answers are trained."""
     return message["role"] + "\x1f" + message["content"] + "\x1funtrained" * (message.get("train") is False)
 
 

@@ -1,4 +1,4 @@
-"""How is a local file of rows read?  JSON Lines, a JSON array, CSV or Parquet; damage is told with its place.
+"""How is a local file of rows read?  JSON Lines, a JSON array, CSV or Parquet; errors name the place of damage.
 
 `datasets` could read them as well, but gives a whole file one schema, names no line and writes a copy to its cache.
 """
@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from posttrain.files import DATA_FILES, DATA_FILES_IN_WORDS
 from posttrain.types import UserError, one_line
 
-Placed = tuple[str, dict[str, Any]]  # where a row stands in its file, "line 3" or "row 3", and the row
+Placed = tuple[str, dict[str, Any]]  # a row's place in its file, "line 3" or "row 3", and the row
 
 LONGEST_LINE = 2**28  # bytes: a packed file may unfold to any length
 LONGEST_ARRAY = 2**31
@@ -30,14 +30,14 @@ NUMBERS = ("score_chosen", "score_rejected")
 
 
 def rows_of(path: Path, key: str) -> Iterator[Placed]:
-    """The rows of a local file; `key` says where the config names it. A UserError where it cannot be read."""
+    """Yield the rows of a local file. key: where the config names it. UserError: it cannot be read."""
     if not path.is_file() or not path.name.endswith(DATA_FILES):
         what = f"is not a {DATA_FILES_IN_WORDS} file" if path.exists() else "does not exist"
         raise UserError(f"{key}={path} {what}. Name one such file; several files are several sources.")
     kind = Path(path.name.removesuffix(".gz")).suffix
     try:
         if kind == ".parquet":
-            yield from numbered(_parquet(path, key))
+            yield from with_row_numbers(_parquet(path, key))
             return
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             read = {".jsonl": _json_lines, ".json": _json, ".csv": _csv}[kind]
@@ -46,23 +46,23 @@ def rows_of(path: Path, key: str) -> Iterator[Placed]:
         raise UserError(f"{key}={path} cannot be read: {one_line(error)}. Check the file.") from error
 
 
-def numbered(rows: Iterator[dict[str, Any]]) -> Iterator[Placed]:
+def with_row_numbers(rows: Iterator[dict[str, Any]]) -> Iterator[Placed]:
     return ((f"row {number}", row) for number, row in enumerate(rows, 1))
 
 
 def brief(value: object) -> str:
-    """The beginning of a value, however deep it is nested."""
+    """Return the beginning of a value, however deep it is nested."""
     return reprlib.repr(value)[:120]
 
 
 def printable(name: object) -> str:
-    """A name that comes from a file, short and without control characters."""
+    """Return a name that comes from a file, short and without control characters."""
     text = str(name)[:40]
     return text if text.isprintable() else ascii(text)
 
 
 def _json_lines(file: IO[bytes], path: Path, key: str) -> Iterator[Placed]:
-    """A row a line. Only a line feed ends a line: U+2028 and other separators of str.splitlines stand inside texts."""
+    """Yield a row for each line. Only a line feed ends a line: texts may hold U+2028 and similar separators."""
     for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), 1):
         where = f"{key}: line {number} of {path}"
         if len(line) > LONGEST_LINE:
@@ -84,7 +84,7 @@ def _json_lines(file: IO[bytes], path: Path, key: str) -> Iterator[Placed]:
 
 
 def _json(file: IO[bytes], path: Path, key: str) -> Iterator[Placed]:
-    """An array of rows; many files of this name are JSON Lines, whose first character is another one."""
+    """Yield the rows of an array. Many files of this name are JSON Lines, which begin with another character."""
     content = file.read(LONGEST_ARRAY + 1)
     if len(content) > LONGEST_ARRAY:
         raise UserError(f"{key}={path} has more than {LONGEST_ARRAY:,} bytes. Save it as .jsonl, a row a line.")
@@ -93,7 +93,7 @@ def _json(file: IO[bytes], path: Path, key: str) -> Iterator[Placed]:
         return
     try:
         rows = json.loads(content.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError, and tells the byte
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError, and names the byte
         raise UserError(f"{key}={path} is not a JSON array of rows ({one_line(error)}). Repair the file.") from None
     for number, row in enumerate(rows, 1):
         yield f"row {number}", _object(row, f"{key}: row {number} of {path}")
@@ -106,7 +106,7 @@ def _object(row: Any, where: str) -> dict[str, Any]:
 
 
 def _csv(file: IO[bytes], path: Path, key: str) -> Iterator[Placed]:
-    """Rows under a header. Cells are text, but for messages, which are written as JSON there, and scores."""
+    """Yield the rows below a header. Cells are text, except messages, which are JSON, and scores."""
     csv.field_size_limit(sys.maxsize)  # 131,072 characters are a long answer, not an error
     reader = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
     try:
@@ -121,7 +121,7 @@ def _csv(file: IO[bytes], path: Path, key: str) -> Iterator[Placed]:
                 raise UserError(
                     f"{key}: {place} of {path} has {len(cells)} cells, its header {len(header)} "
                     f"({', '.join(header)[:300]}). Columns are separated by commas, and a text with a comma, a "
-                    "quotation mark or a line break stands in quotation marks. Repair the file, or save it as .jsonl."
+                    "quotation mark or a line break must be quoted. Repair the file, or save it as .jsonl."
                 )
             yield place, {name: _cell(name, text) for name, text in zip(header, cells, strict=True)}
     except UnicodeDecodeError as error:

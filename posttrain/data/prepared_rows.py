@@ -1,4 +1,4 @@
-"""Which rows does phase 1 or 2 read, and in which order?  Prepared once, and kept beside the run under checksums."""
+"""Which rows does phase 1 or 2 read, and in which order?  Prepared once, and kept under checksums."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from posttrain.models import Chat
 from posttrain.runtime import FREE_TO_CHANGE, checkpoint, parallel, runlog
 from posttrain.types import UserError, derive_seed
 
-TABLE = "table.json"  # beside the prepared rows: what became of the rows of each data set, for the report
-SOURCES = "sources.json"  # beside the prepared rows: what the model card says of each data set
+TABLE = "table.json"  # in their folder: the report's counts of rows for each data set
+SOURCES = "sources.json"  # in their folder: the model card's lines on each data set
 
 
 def prepare(
     folder: Path, cfg: Any, chat: Chat, args: Any, load: Callable[..., Any], *, resume: bool
 ) -> dict[str, Dataset]:
-    """The rows that `load(cfg.data, chat)` makes, {"train": ..., "eval": ...} without what is empty, kept in `folder`.
+    """Return the rows of `load(cfg.data, chat)`, {"train": ..., "eval": ...} without empty parts, kept in `folder`.
 
-    A resumed run takes them from there, unless a checksum or the settings they were made with differ: a source may be
-    large, and far away. TRL keeps beside them what it computes from them, reference log-probs above all, which
-    `seal` adds to the checksums. Every process calls this; `load` shares the sources out.
+    A resumed run takes them from there, unless a checksum or their settings differ: a source may be large, and far
+    away. TRL stores what it computes from them in the same folder, above all reference log-probs; `seal_rows` adds
+    their checksums. Every process calls this; `load` divides the sources among them.
 
     args: a SFTConfig or DPOConfig. Under `group_by_length` the rows are kept in the order in which the first epoch
-    reads them, so that a reference that is asked in their order has little padding as well.
+    reads them, so that passes of the reference, in the same order, have little padding as well.
     """
     made_with = _made_with(cfg, chat)
-    found = resume and runlog.is_main_process() and _still_whole(folder, made_with)
-    if not parallel.gather([found])[0]:
+    reusable = resume and runlog.is_main_process() and _still_whole(folder, made_with)
+    if not parallel.gather([reusable])[0]:
         loaded = load(cfg.data, chat)
         if runlog.is_main_process():
             train = loaded.train
             if args.train_sampling_strategy == "group_by_length":
-                train = train.select(length_pools(lengths(train), args, epoch=0))
+                train = train.select(length_pools(row_lengths(train), args, epoch=0))
             rows = {"train": train, "eval": loaded.eval}
-            told = {SOURCES: loaded.table.for_card(), TABLE: [asdict(each) for each in loaded.table.sources]}
-            checkpoint.save(folder, lambda out: _write_rows(rows, told, out), made_with=made_with)
+            reports = {SOURCES: loaded.table.for_card(), TABLE: [asdict(each) for each in loaded.table.sources]}
+            checkpoint.save(folder, lambda out: _write_rows(rows, reports, out), made_with=made_with)
         parallel.barrier()
     parts = {part.name: Dataset.load_from_disk(str(part)) for part in sorted(folder.iterdir()) if part.is_dir()}
-    if "eval" not in parts:  # of less than ten rows none is held out
+    if "eval" not in parts:  # no row is held out of less than ten
         args.eval_strategy = "no"
     return parts
 
 
-def seal(folder: Path, cfg: Any, chat: Chat) -> None:
+def seal_rows(folder: Path, cfg: Any, chat: Chat) -> None:
     """Add to the checksums what has been computed from the rows since `prepare` wrote them."""
     parallel.barrier()
     if runlog.is_main_process():
@@ -59,8 +59,8 @@ def seal(folder: Path, cfg: Any, chat: Chat) -> None:
             checkpoint.seal(folder, made_with=_made_with(cfg, chat))
 
 
-def _write_rows(rows: dict[str, Dataset], told: dict[str, list[dict[str, Any]]], folder: Path) -> None:
-    for name, sources in told.items():
+def _write_rows(rows: dict[str, Dataset], reports: dict[str, list[dict[str, Any]]], folder: Path) -> None:
+    for name, sources in reports.items():
         (folder / name).write_text(json.dumps(sources), encoding="utf-8")
     shown = not datasets.are_progress_bars_disabled()
     if shown:
@@ -75,7 +75,7 @@ def _write_rows(rows: dict[str, Dataset], told: dict[str, list[dict[str, Any]]],
 
 
 def _still_whole(folder: Path, made_with: str) -> bool:
-    """True where every byte is as it was written, for these settings. Files that no checksum covers are removed."""
+    """Return whether every byte is as it was written, for these settings. Files that no checksum covers are removed."""
     if not folder.exists():
         return False
     try:
@@ -88,18 +88,18 @@ def _still_whole(folder: Path, made_with: str) -> bool:
         problem = "" if whole else f"{folder} was made with other settings."
     except UserError as error:
         problem = str(error)
-    print(f"{problem} The rows are prepared again." if problem else f"Rows as prepared before: {folder}.")
+    print(f"{problem} The rows are prepared again." if problem else f"Prepared rows are used again: {folder}.")
     return not problem
 
 
 def _made_with(cfg: Any, chat: Chat) -> str:
-    """sha256 of all that decides which rows there are, and in which order."""
+    """Return sha256 of all that decides which rows there are, and in which order."""
     settings = {key: value for key, value in cfg.model_dump(mode="json").items() if key not in FREE_TO_CHANGE}
     return hashlib.sha256(json.dumps([settings, chat.hash], sort_keys=True).encode()).hexdigest()
 
 
 def length_pools(lengths: Sequence[int], args: Any, epoch: int) -> list[int]:
-    """The rows of an epoch in an order whose consecutive batches hold rows of similar length.
+    """Return the rows of an epoch in an order whose consecutive batches hold rows of similar length.
 
     Random rows, a few batches of them (a pool), sorted by length and cut into batches; then all batches shuffled. Short
     and long rows differ by ten times in mixed data, so random batches are half padding.
@@ -120,8 +120,8 @@ def length_pools(lengths: Sequence[int], args: Any, epoch: int) -> list[int]:
     return [row for batch in full for row in batch] + rest
 
 
-def lengths(rows: Any) -> list[int]:
-    """Tokens of each conversation, or of the longer half of each pair."""
+def row_lengths(rows: Any) -> list[int]:
+    """Return the tokens of each conversation, or of the longer half of each pair."""
     if "input_ids" in rows.column_names:
         return [len(ids) for ids in rows["input_ids"]]
     columns = (rows[name] for name in ("prompt_ids", "chosen_ids", "rejected_ids"))

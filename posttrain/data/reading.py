@@ -1,7 +1,7 @@
 """Where do rows come from?  The Hub, a local file, or the project's own generators.
 
-Training (`read`) and evaluation (`evaluation_rows`) read files in the same way. A file that is damaged, or holds rows
-of another schema, is a UserError that names the file, the line and what is expected there.
+Training (`read_rows`) and evaluation (`evaluation_rows`) read files in the same way. A damaged file, or rows of
+another schema raise a UserError that names the file, the line and the expected columns.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class HubSet:
     streaming: bool = False
 
 
-# What is trained on, by kind. OpenMathInstruct-1 keeps 7.4 GB of wrong solutions beside 1.5 GB of right ones and merges
-# both by default, so its files are named; and it is streamed, because few of its rows are kept.
+# Training sets by kind. OpenMathInstruct-1 has 7.4 GB of wrong solutions, 1.5 GB of right ones, and merges both by
+# default, so its files are named; it is streamed, because few of its rows are kept.
 TRAINING = {
     "openmathinstruct": HubSet(
         "nvidia/OpenMathInstruct-1",
@@ -59,10 +59,10 @@ TRAINING = {
     "ultrafeedback": HubSet("HuggingFaceH4/ultrafeedback_binarized", "MIT", "train_prefs", 61_135),
 }
 
-# What is never trained on, by the name that a config calls it.
+# Evaluation sets, which are never trained on, by their names in configs.
 HELD_OUT = {
     "gsm8k": HubSet("openai/gsm8k", "MIT", "test", 1_319, config="main"),
-    gsm8k.GSM8K_HELD_OUT: TRAINING["gsm8k"],  # of which the held-out questions are asked, and those alone
+    gsm8k.GSM8K_HELD_OUT: TRAINING["gsm8k"],  # only its held-out questions are asked
     "math500": HubSet("HuggingFaceH4/MATH-500", "MIT (as hendrycks/math)", "test", 500),
     "ultrafeedback": HubSet("HuggingFaceH4/ultrafeedback_binarized", "MIT", "test_prefs", 2_000),
 }
@@ -76,20 +76,20 @@ COLUMNS = {  # of the kinds whose rows have one form
     "recall": ("messages", "answer"),
 }
 FORMATS: dict[str, tuple[formats.Recognise, str]] = {  # of the others, and of pairs and messages
-    "capybara": (formats.dialogue, formats.DIALOGUE_FORMATS),
-    "messages": (formats.dialogue, formats.DIALOGUE_FORMATS),
-    "demonstrations": (formats.dialogue, formats.DIALOGUE_FORMATS),
-    "ultrafeedback": (formats.pair, formats.PAIR_FORMATS),
-    "preferences": (formats.pair, formats.PAIR_FORMATS),
-    "prompts": (formats.prompt, formats.PROMPT_FORMATS),
+    "capybara": (formats.as_dialogue, formats.DIALOGUE_FORMATS),
+    "messages": (formats.as_dialogue, formats.DIALOGUE_FORMATS),
+    "demonstrations": (formats.as_dialogue, formats.DIALOGUE_FORMATS),
+    "ultrafeedback": (formats.as_pair, formats.PAIR_FORMATS),
+    "preferences": (formats.as_pair, formats.PAIR_FORMATS),
+    "prompts": (formats.as_prompt, formats.PROMPT_FORMATS),
     "recall": (formats.last_turn, formats.PROMPT_FORMATS),
 }
 
 
-def read(source: Source, key: str, seed: int, report: SourceReport | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of a source as `filters` reads them; `key` says where the config names it.
+def read_rows(source: Source, key: str, seed: int, report: SourceReport | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a source in the form that `filters` takes. key: where the config names it.
 
-    report: is told in which format each row came, and which of its columns were not read.
+    report: gets the format of each row, and its columns that were not read.
     """
     for place, row in _open(source, key, seed):
         found = _recognised(row, source.kind, f"{key}: {place} of {source.path}")
@@ -100,23 +100,23 @@ def read(source: Source, key: str, seed: int, report: SourceReport | None = None
 
 
 def kind_of(path: str, key: str) -> Literal["messages", "preferences"]:
-    """What a file or a set on the Hub holds, by its first row; `key` says where it is named."""
+    """Return the kind of a file or a set on the Hub, judged by its first row. key: where it is named."""
     for _, row in _open(Source(kind="messages", path=path), key, 0):
-        return "messages" if isinstance(formats.pair(row), str) else "preferences"
+        return "messages" if isinstance(formats.as_pair(row), str) else "preferences"
     return "messages"
 
 
 def evaluation_rows(
     path: str, kind: Literal["questions", "prompts", "recall", "preferences"], key: str, most: int | None = None
 ) -> list[dict[str, Any]]:
-    """The first rows of a local file, ready for a suite; `key` says where the config names it.
+    """Return the first rows of a local file, ready for a suite. key: where the config names it.
 
     {"question", "answer"} for questions, {"messages"} for prompts, {"messages", "answer"} for recall (the last message
     is the user's), {"chosen", "rejected"} for preferences (whole dialogues, equal but for the last answer). Columns
     that no suite needs are left out.
     """
     if not path.endswith(DATA_FILES):
-        raise UserError(f"{key}={path} is neither a name that is known here nor a {DATA_FILES_IN_WORDS} file.")
+        raise UserError(f"{key}={path} is neither a known name nor a {DATA_FILES_IN_WORDS} file.")
     rows = []
     for place, row in islice(local.rows_of(Path(path), key), most):
         where = f"{key}: {place} of {path}"
@@ -137,31 +137,31 @@ def _texts(row: dict[str, Any]) -> Iterator[str]:
 
 
 def _asked(row: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
-    """A row of questions, prompts or recall, its columns alone."""
-    asked: dict[str, Any] = {}
+    """Return a row of questions, prompts or recall with the columns that a suite needs."""
+    ready: dict[str, Any] = {}
     if kind != "questions":
-        messages = filters.asked(row["prompt"])
+        messages = filters.prompt_messages(row["prompt"])
         if isinstance(messages, str):
             raise UserError(
                 f"{where}: {messages}. The messages of a row are those of user and assistant in turn, the last one "
                 "the user's, each with a text as its content."
             )
-        asked["messages"] = messages
+        ready["messages"] = messages
     for name in {"questions": ("question", "answer"), "recall": ("answer",)}.get(kind, ()):
         value = row[name]
         if name == "answer" and isinstance(value, int | float | Decimal) and not isinstance(value, bool):
             if value != value or value in (math.inf, -math.inf):
                 raise UserError(f"{where}: answer is {value}. It should be text or a number.")
             value = str(value)
-        elif not filters.is_text(value):
+        elif not filters.is_readable_text(value):
             wanted = "text or a number" if name == "answer" else "text"
             raise UserError(f"{where}: {name} should be {wanted}, but is {brief(value)}.")
-        asked[name] = value
-    return asked
+        ready[name] = value
+    return ready
 
 
 def _preferences(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """A pair as two whole dialogues."""
+    """Return a pair as two whole dialogues."""
     found = filters.dialogues_of_pair(row)
     if not isinstance(found, str) and found[0][-1]["content"] == found[1][-1]["content"]:
         found = "both answers are the same"
@@ -174,7 +174,7 @@ def _preferences(row: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _recognised(row: dict[str, Any], kind: str, where: str) -> formats.Recognised:
-    """The row as its kind is read; UserError where a column is missing, or something else stands in it."""
+    """Return the row in the form of its kind. UserError: a column is missing, or has another type."""
     has = f"{where} has the columns {', '.join(sorted(map(str, row)))[:300] or '(none)'}"
     columns = COLUMNS.get(kind, ())
     if not set(columns) <= row.keys():
@@ -184,26 +184,26 @@ def _recognised(row: dict[str, Any], kind: str, where: str) -> formats.Recognise
     if kind not in FORMATS:
         return formats.Recognised(kind, row, set(columns))
     recognise, understood = FORMATS[kind]
-    found = recognise(row)
-    if isinstance(found, str):
-        if found.startswith("column "):
-            raise UserError(f"{where}: {found}. Convert the file.")
+    match = recognise(row)
+    if isinstance(match, str):
+        if match.startswith("column "):
+            raise UserError(f"{where}: {match}. Convert the file.")
         raise UserError(
-            f"{has}. {found or 'No format that is read here has these'}. The kind {kind} reads: {understood}. Rename "
+            f"{has}. {match or 'No known format has these'}. The kind {kind} reads: {understood}. Rename "
             "the columns, or choose the kind that fits."
         )
     for name in ("messages", "chosen", "rejected"):
-        for message in found.row[name] if isinstance(found.row.get(name), list) and name in found.columns else ():
+        for message in match.row[name] if isinstance(match.row.get(name), list) and name in match.columns else ():
             if not _spans_fit(message):
                 raise UserError(
                     f"{where}: column {name}: mask_spans is {brief(message['mask_spans'])}, but should be a list of "
                     f"[start, end) characters inside the content {brief(message['content'])}. Correct the file."
                 )
-    return found
+    return match
 
 
 def licence(source: Source) -> str:
-    """What the table says about the right to use a source."""
+    """Return the licence of a source for the table."""
     if source.path == EMBEDDED:
         return "generated here"
     hub = TRAINING.get(source.kind)
@@ -214,7 +214,7 @@ def licence(source: Source) -> str:
 
 def _open(source: Source, key: str, seed: int) -> Iterator[Placed]:
     if source.path == EMBEDDED:
-        return local.numbered(_generated(source, key, seed))
+        return local.with_row_numbers(_generated(source, key, seed))
     if source.path.endswith(DATA_FILES) or Path(source.path).exists():
         return local.rows_of(Path(source.path), f"{key}.path")
     if not HUB_NAME.fullmatch(source.path):
@@ -222,11 +222,11 @@ def _open(source: Source, key: str, seed: int) -> Iterator[Placed]:
             f"{key}.path={source.path} is neither `embedded`, nor a {DATA_FILES_IN_WORDS} file, nor a name on the "
             "Hugging Face Hub (owner/name). Write one of them."
         )
-    return local.numbered(_from_hub(source, key))
+    return local.with_row_numbers(_from_hub(source, key))
 
 
 def _spans_fit(message: Mapping[str, Any]) -> bool:
-    """True without `mask_spans`, or when each is a pair of places in the content, in order."""
+    """Return True without `mask_spans`, or when each is a pair of positions in the content, in order."""
     spans, content = message.get("mask_spans"), message["content"]
     if spans is None or (isinstance(spans, list) and not spans):
         return True
@@ -244,16 +244,17 @@ def _spans_fit(message: Mapping[str, Any]) -> bool:
 
 def _generated(source: Source, key: str, seed: int) -> Iterator[dict[str, Any]]:
     if source.rows is None:
-        raise UserError(f"{key}: embedded data has no end, so say how much of it: write rows, e.g. `rows: 2000`.")
+        raise UserError(f"{key}: embedded data has no end: write how many rows, e.g. `rows: 2000`.")
     if source.kind == "demonstrations":
         try:
-            said = {"player": source.player, "thought": source.thought or "cues"}
-            yield from embedded.demonstrations(source.envs or [], source.rows, seed, **said)
+            style = {"player": source.player, "thought": source.thought or "cues"}
+            yield from embedded.demonstrations(source.envs or [], source.rows, seed, **style)
         except ValueError as error:
             raise UserError(f"{key}.envs: {error}") from error
         except (Exception, SystemExit) as error:  # an environment may raise anything
-            told = f"{key}.envs: an environment raised {one_line(error)}. `posttrain env check NAME`"
-            raise UserError(f"{told} says what is wrong with it.") from error
+            raise UserError(
+                f"{key}.envs: an environment raised {one_line(error)}. `posttrain env check NAME` shows its mistakes."
+            ) from error
         return
     generators = {
         "openmathinstruct": embedded.openmathinstruct,
@@ -273,7 +274,7 @@ def _generated(source: Source, key: str, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def load_hub(hub: HubSet) -> Any:
-    """One split of a Hub set; raises one of HUB_ERRORS where it cannot be had."""
+    """Return one split of a Hub set; raise one of HUB_ERRORS where it cannot be loaded."""
     files = None if hub.data_files is None else dict(hub.data_files)
     return datasets.load_dataset(hub.path, hub.config, data_files=files, split=hub.split, streaming=hub.streaming)
 

@@ -1,4 +1,4 @@
-"""What became of the rows?  How many were read, what each filter took, and what is left to train on."""
+"""What happened to the rows?  How many were read, how many each filter dropped, and how many are left."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ RECOGNISED = ("messages", "preferences", "prompts")  # kinds whose rows come in 
 class SourceReport:
     """One source: SourceReport("trl-lib/Capybara", "capybara", "Apache-2.0", read=15806, dropped={"uses code": 3}).
 
-    `formats` counts the rows of each format, and `unread` are the columns that nothing was taken from. `cut` rows lost
-    a last turn of the user that nobody answered, `truncated` ones what was too long.
+    `formats` counts the rows of each format, and `unread` are the unused columns. `cut` rows lost a last turn of the
+    user without an answer, `truncated` ones what was too long.
 
     `train` and `held_out` are different rows; `per_epoch`, `tokens` and `trained_tokens` count what one epoch sees, so
     with weight 2 each training row twice.
@@ -44,24 +44,24 @@ class SourceReport:
     trained_tokens: int = 0
 
     def drop(self, reason: str, rows: int = 1) -> None:
-        """Count rows that go, for this reason; a file may bring any number of its own reasons (names of keys)."""
+        """Count dropped rows under this reason; beyond `MOST_REASONS`, all reasons are counted together."""
         if rows:
             reason = reason if reason in self.dropped or len(self.dropped) < MOST_REASONS else "other reasons"
             self.dropped[reason] = self.dropped.get(reason, 0) + rows
 
     def recognised(self, form: str, unread: Iterable[str]) -> None:
-        """Count a row of this format; `unread` are columns of it that nothing is taken from."""
+        """Count a row of this format; `unread` are its unused columns."""
         self.formats[form] = self.formats.get(form, 0) + 1
         if len(self.unread) < MOST_REASONS:
             self.unread += sorted(set(map(printable, unread)) - set(self.unread))
 
     def summary(self) -> str:
-        """One line: "4 rows read from a.jsonl, dropped: 3 empty content, 1 uses code"."""
+        """Return one line: "4 rows read from a.jsonl, dropped: 3 empty content, 1 uses code"."""
         dropped = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items()) or "none"
         return f"{self.read} rows read from {self.path}, dropped: {dropped}"
 
     def note(self) -> str:
-        """What it is: "messages: a.jsonl, licence: your own file; ShareGPT, 1,204 rows; columns not read: id"."""
+        """Return a note: "messages: a.jsonl, licence: your own file; ShareGPT, 1,204 rows; columns not read: id"."""
         note = f"{self.kind}: {self.path}, licence: {self.licence}"
         if self.kind in RECOGNISED:
             note += "".join(f"; {name}, {rows:,} row{'s' * (rows != 1)}" for name, rows in self.formats.items())
@@ -77,14 +77,14 @@ class FilterTable:
     sources: list[SourceReport] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     title: str = "Training data"
-    trained: str = "of them trained"  # what `trained_tokens` are, in words
+    trained: str = "of them trained"  # the label of `trained_tokens`
 
     @property
     def trained_tokens(self) -> int:
         return sum(source.trained_tokens for source in self.sources)
 
     def for_card(self) -> list[dict[str, str | int]]:
-        """What the model card says of each source."""
+        """Return the model card's facts about each source."""
         keys = ("path", "kind", "licence", "train", "held_out")
         return [{key: getattr(source, key) for key in keys} for source in self.sources]
 

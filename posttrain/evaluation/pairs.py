@@ -39,7 +39,7 @@ from posttrain.types import Completion, SamplingParams, UserError, derive_seed
 
 if TYPE_CHECKING:
     from envs.math_judge import MathJudge
-    from posttrain.data import Question
+    from posttrain.data import PromptQuestion
     from posttrain.models import Chat
     from posttrain.rollout import Sampler
 
@@ -149,11 +149,11 @@ def write_rows(file: Path, rows: Iterator[dict[str, Any]]) -> None:
 # -- what a run keeps -------------------------------------------------------------------------------------------------
 
 
-def kept_questions(file: Path, *, vocabulary: int, longest: int) -> list[Question]:
+def kept_questions(file: Path, *, vocabulary: int, longest: int) -> list[PromptQuestion]:
     """The prompts of the folder, each with ids that the model has, at most `longest` of them."""
-    from posttrain.data import Question
+    from posttrain.data import PromptQuestion
 
-    def wrong(question: Question) -> str | None:
+    def wrong(question: PromptQuestion) -> str | None:
         if not question.messages or any(not isinstance(m.get(k), str) for m in question.messages for k in MESSAGE):
             return "messages should be a list of objects with the texts role and content"
         if not 0 < len(question.ids) <= longest or not all(0 <= number < vocabulary for number in question.ids):
@@ -161,14 +161,14 @@ def kept_questions(file: Path, *, vocabulary: int, longest: int) -> list[Questio
         return None
 
     remedy = "Delete this file, and --resume draws the same prompts again from the same sources and settings."
-    questions = _kept(file, Question, wrong, remedy)
+    questions = _kept(file, PromptQuestion, wrong, remedy)
     # It was written at once, so an end without a row is damage here, and not a row that was being written.
     if not questions or file.read_bytes().split(b"\n")[len(questions) :] != [b""]:
         raise UserError(f"{file} is damaged: its last rows are cut off. {remedy}")
     return questions
 
 
-def kept_answers(file: Path, questions: Sequence[Question], per_prompt: int) -> list[Answer]:
+def kept_answers(file: Path, questions: Sequence[PromptQuestion], per_prompt: int) -> list[Answer]:
     """The answers of the folder, each to one of these prompts."""
 
     def wrong(answer: Answer) -> str | None:
@@ -202,7 +202,9 @@ def _kept(file: Path, kind: type[Kept], wrong: Callable[[Kept], str | None], rem
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 
-def answered(cfg: PairsRun, model: Any, chat: Chat, questions: Sequence[Question], judge: MathJudge) -> list[Answer]:
+def answered(
+    cfg: PairsRun, model: Any, chat: Chat, questions: Sequence[PromptQuestion], judge: MathJudge
+) -> list[Answer]:
     """`num_generations` answers to each question: those in the folder, then new ones, written there as they come."""
     from posttrain import plan
     from posttrain.evaluation.scoring import MOST_ROWS
@@ -254,7 +256,7 @@ def _temperature(cfg: PairsRun, number: int) -> float:
 
 def ask(
     sampler: Sampler,
-    questions: Sequence[Question],
+    questions: Sequence[PromptQuestion],
     places: list[tuple[int, int]],
     params: SamplingParams,
     seed: int,
@@ -345,7 +347,7 @@ def length_ratio(one: Answer, other: Answer) -> float:
     return shorter / longer if longer else 1.0
 
 
-def row(question: Question, better: Answer, worse: Answer) -> dict[str, Any]:
+def row(question: PromptQuestion, better: Answer, worse: Answer) -> dict[str, Any]:
     """A row as phase 2 reads it."""
     sides = {"chosen": better, "rejected": worse}
     return (
@@ -365,7 +367,7 @@ def best_answers(answers: Sequence[Answer]) -> list[Answer]:
     return [max(several, key=lambda answer: answer.score) for _, several in by_prompt]
 
 
-def dialogue(question: Question, answer: Answer) -> dict[str, Any]:
+def dialogue(question: PromptQuestion, answer: Answer) -> dict[str, Any]:
     """A row as phase 1 reads it."""
     return {"messages": [*question.messages, {"role": "assistant", "content": answer.sentences}]}
 

@@ -58,7 +58,7 @@ def set_up(
 
     model, chat = training.load(cfg)
     rows = prepared_rows.prepare(output_dir / folder, cfg, chat, args, load_rows, resume=resume)
-    if words := warning(cfg, args, place, max(prepared_rows.lengths(rows["train"]))):
+    if words := warning(cfg, args, place, max(prepared_rows.row_lengths(rows["train"]))):
         runlog.say(words)
     training.save_work(model, device)
     return Setup(cfg, args, model, chat, rows, output_dir / folder, can_be_deterministic(model, args.bf16))

@@ -170,9 +170,9 @@ def fit(
         say(f"Resuming from {newest}." if newest else "No whole checkpoint yet: starting from the beginning.")
     if runlog.is_main_process():
         run_identity.remember_run(output_dir, settings, resume)
-    boards = dashboards.start(cfg, settings, resume=resume, named=dashboards.as_transformers)
+    boards = dashboards.open_dashboards(cfg, settings, resume=resume, named=dashboards.as_transformers)
     models.adapters_in_float32(trainer.model)
-    say(f"{title}: {models.describe(cfg, trainer.model, trainer.args.device)}")
+    say(f"{title}: {models.describe_training(cfg, trainer.model, trainer.args.device)}")
     with runlog.StopSignals() as stop, no_bars(), hardware.deterministic(deterministic):
         begun = run_identity.begun_processes(cfg, trainer.args)
         if begun != trainer.args.world_size:
@@ -219,7 +219,7 @@ def _last_healthy(trainer: Trainer, output_dir: Path, problem: NotFinite) -> Out
             checkpoint.verify(folder)
         except UserError:  # damaged
             continue
-        compat.load_weights(trainer, folder)
+        compat.load_checkpoint_weights(trainer, folder)
         trainer.state = TrainerState.load_from_json(str(folder / "trainer_state.json"))
         figures = trainer.evaluate() if trainer.eval_dataset is not None else {}
         if math.isfinite(figures.get("eval_loss", 0.0)):
@@ -241,7 +241,7 @@ def _is_last(folder: Path) -> bool:
 
 def _take_up_finished(trainer: Trainer, folder: Path, reporter: Reporter) -> None:
     """Weights and figures of a run that was killed after its last step: transformers would take one step more."""
-    compat.load_weights(trainer, folder)
+    compat.load_checkpoint_weights(trainer, folder)
     trainer.state = TrainerState.load_from_json(str(folder / "trainer_state.json"))
     reporter.on_train_begin(trainer.args, trainer.state, trainer.control)
     told = runlog.read_metrics(reporter.output_dir / "metrics.jsonl")
@@ -311,11 +311,11 @@ def _record(phase: str, settings: dict[str, Any], step: int, figures: dict[str, 
     held_out = sum(source["held_out"] for source in sources)
     results = []
     if "eval_loss" in figures:
-        results.append(model_card.Result("held-out rows: loss", figures["eval_loss"], held_out))
+        results.append(model_card.CardResult("held-out rows: loss", figures["eval_loss"], held_out))
     if (share := figures.get("eval_rewards/accuracies")) is not None:
         low, high = wilson(round(share * held_out), held_out)
-        results.append(model_card.Result("held-out pairs: the chosen answer wins", share, held_out, low, high))
-    return model_card.record(phase, settings, step, data=sources, results=results)
+        results.append(model_card.CardResult("held-out pairs: the chosen answer wins", share, held_out, low, high))
+    return model_card.phase_record(phase, settings, step, data=sources, results=results)
 
 
 def gradients_are_finite(net: torch.nn.Module) -> bool:
@@ -389,7 +389,7 @@ class Reporter(TrainerCallback):
         self.logged = state.global_step
 
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        if broken := models.not_finite(model):
+        if broken := models.parameters_not_finite(model):
             raise NotFinite(state.global_step, f"a weight ({broken})", state.global_step)
         parallel.barrier()  # every process has written its random state by now
         if runlog.is_main_process():

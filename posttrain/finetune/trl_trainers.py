@@ -15,7 +15,7 @@ from trl.trainer import dpo_trainer, sft_trainer
 from trl.trainer.dpo_config import DPOConfig as DPOConfig
 from trl.trainer.sft_config import SFTConfig as SFTConfig
 
-from posttrain.data import length_pools, lengths
+from posttrain.data import length_pools, row_lengths
 
 
 def takes_token_ids(trainer: type) -> Any:
@@ -145,7 +145,7 @@ class PooledRows(Sampler[int]):
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.lengths = lengths(trainer.train_dataset)
+        self.lengths = row_lengths(trainer.train_dataset)
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -1,7 +1,7 @@
-"""How does a conversation become token ids, and which of them did the model write?  The only file that knows templates.
+"""How does a conversation become token ids, and which of them did the model write?  The only file about templates.
 
-A template is never run over what people, environments or models wrote. It is rendered once per sequence of roles with
-placeholders for the contents; what stands between the placeholders are the *literals*:
+A template never sees what people, environments or models wrote. It is rendered once per sequence of roles with
+placeholders for the contents; the text between the placeholders are the *literals*:
 
     messages    [user, assistant]
     rendered    <|im_start|>user\\n {0} <|im_end|>\\n<|im_start|>assistant\\n {1} <|im_end|>\\n
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 Message = dict[str, Any]  # {"role": "assistant", "content": "Left"}; optional: "mask_spans": [[0, 2]], "train": False
 
 TEMPLATE_PATH = Path(__file__).with_name("chatml.jinja")
-ROLES = ("system", "user", "assistant")  # a role is printed by many templates as it stands, so it is no free text
+ROLES = ("system", "user", "assistant")  # many templates print a role unchanged, so it is not free text
 REMEDY = (
     "Write chat.template=chatml to train with this project's ChatML template, or "
     "chat.template=FILE with a corrected copy of the model's own."
 )
-_PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")  # private-use characters: no template says them
+_PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")  # private-use characters: no template contains them
 
 
 class Encoded(NamedTuple):
@@ -54,7 +54,7 @@ class Encoded(NamedTuple):
 
 
 def template_text(template: str | Path) -> str:
-    """The text of a template: `chatml`, the project's own, or a file."""
+    """Return the text of a template: `chatml`, the project's own, or a file."""
     path = TEMPLATE_PATH if str(template) == "chatml" else find_file(template)
     if path is None:
         raise UserError(f"chat.template={template}: there is no such file. {REMEDY}")
@@ -62,7 +62,7 @@ def template_text(template: str | Path) -> str:
 
 
 def template_hash(text: str) -> str:
-    """sha256 of a template, as the manifest of a checkpoint records it."""
+    """Return sha256 of a template, as in the manifest of a checkpoint."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -115,11 +115,11 @@ class Chat:
 
     @classmethod
     def load(cls, tokenizer: PreTrainedTokenizerBase, template: str | Path | None, kept: str | None = None) -> Chat:
-        """The chat of a model. `template` is a file or None: then the model's own, or ours if it has none.
+        """Return the chat of a model. `template` is a file or None: then the model's own, or ours if it has none.
 
-        The tokenizer is taken over: it gets the template, a padding token and, with our template, the two ChatML tokens
-        where it lacks them. A template that lacks what the tokenizer puts before plain text (`start_ids`) gets it, and
-        so does whoever serves the model; the one of hash `kept`, as an earlier phase used it, stays as it is.
+        The tokenizer is changed: it gets the template, a padding token and, with our template, the two ChatML tokens
+        where it lacks them. A template without the tokens that the tokenizer puts before plain text (`start_ids`) gets
+        them, except the one with hash `kept`, which an earlier phase used.
         """
         if not hasattr(tokenizer, "backend_tokenizer"):
             raise UserError(
@@ -137,18 +137,18 @@ class Chat:
         text = text.replace("\r\n", "\n")  # as it will be read back from the checkpoint: the hash must not change
 
         added = 0
-        if text.endswith(TEMPLATE_PATH.read_text(encoding="utf-8")):  # a start of text may stand before it
+        if text.endswith(TEMPLATE_PATH.read_text(encoding="utf-8")):  # a start of text may come before it
             before = len(tokenizer)
             tokens = [AddedToken(name, special=True, normalized=False) for name in ("<|im_start|>", "<|im_end|>")]
             tokenizer.add_tokens(tokens, special_tokens=True)  # type: ignore[arg-type]
             added = len(tokenizer) - before
-            tokenizer.eos_token = "<|im_end|>"  # whoever serves the model stops where it was taught to stop
+            tokenizer.eos_token = "<|im_end|>"  # for servers of the model, which stop there
         try:
             chat = cls(tokenizer, text, origin, added)
         except UserError:
             if text == text.rstrip():
                 raise
-            text = text.rstrip()  # white space behind the last tag is printed after every dialogue: an editor's slip
+            text = text.rstrip()  # white space after the last tag would follow every dialogue: an editor's slip
             chat = cls(tokenizer, text, origin, added)
         if chat.hash != kept and not chat.writes_start():
             start = "".join(tokenizer.convert_ids_to_tokens(chat.start_ids))
@@ -162,16 +162,16 @@ class Chat:
     # Token ids of conversations
 
     def encode(self, messages: Sequence[Message]) -> Encoded:
-        """A whole conversation: ids, and a mask that is True exactly on the assistants' contents and stop tokens.
+        """Return ids of a conversation, and a mask, True exactly on the assistants' contents and stop tokens.
 
         An assistant's message may carry `mask_spans`, character ranges [start, end) of its content that are not trained
-        (e.g. what an interpreter printed). The content is cut there, so that no token lies on both sides. With
-        `train: False` none of it is, nor its stop token.
+        (e.g. what an interpreter printed). The content is cut there, so that no token is on both sides. With
+        `train: False` neither the content nor its stop token is trained.
         """
         return self.encode_batch([messages])[0]
 
     def encode_batch(self, dialogues: Sequence[Sequence[Message]]) -> list[Encoded]:
-        """`encode` for many conversations: all their contents go through the tokenizer together."""
+        """Return `encode` of many conversations: all their contents go through the tokenizer together."""
         structures = [self._structure(messages) for messages in dialogues]
         cuts = [[_cut(message) for message in messages] for messages in dialogues]
         texts = [text for cut in cuts for message in cut for text, _ in message.pieces]
@@ -193,7 +193,7 @@ class Chat:
         return encoded
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The conversation so far and the header that opens the assistant's turn: where sampling starts."""
+        """Return the conversation so far and the header that opens the assistant's turn: where sampling starts."""
         literals = self._structure(messages, open_turn=True)
         contents = self._content_ids([message.get("content") for message in messages])
         ids = list(literals[0])
@@ -202,7 +202,7 @@ class Chat:
         return ids
 
     def extend(self, user_text: str, *, finished: bool = True) -> list[int]:
-        """What follows a sampled turn: the rest behind its stop token, the user's message, the assistant's header.
+        """Return what follows a sampled turn: the rest after its stop token, the user's message, the next header.
 
         `finished=False` is for a turn that the token budget cut short: then these ids begin with the stop token.
         """
@@ -210,31 +210,31 @@ class Chat:
         return between[1 if finished else 0 :] + self.content_ids(user_text) + header
 
     def content_ids(self, text: str) -> list[int]:
-        """Text as text: "<|im_end|>" gives its letters, never the control token."""
+        """Return the ids of plain text: "<|im_end|>" gives its letters, never the control token."""
         return self._content_ids([text])[0]
 
     @panics_in_words()
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of sampled ids without the stop token at their end; other control tokens appear as text."""
+        """Return the text of sampled ids without the stop token at their end; other control tokens appear as text."""
         ids = list(ids[:-1]) if len(ids) and ids[-1] == self.stop_id else list(ids)
         # Behind an anchor, because some decoders swallow a space at the start of what they are given.
         anchor = self._backend.decode([self.stop_id], skip_special_tokens=False)
         return self._backend.decode([self.stop_id, *ids], skip_special_tokens=False)[len(anchor) :]
 
     def writes_start(self) -> bool:
-        """Whether the template writes what the tokenizer puts before plain text, in a dialogue of any shape."""
+        """Return whether the template writes what the tokenizer puts before plain text, in a dialogue of any shape."""
         return not self.start_ids or any(self.start_ids[0] in pieces[0] for pieces in self._pieces.values())
 
     # The template as part of a checkpoint
 
     def save(self, folder: str | Path) -> None:
-        """Writes the tokenizer with this template (chat_template.jinja) into a checkpoint's folder."""
+        """Write the tokenizer with this template (chat_template.jinja) into a checkpoint's folder."""
         self.tokenizer.chat_template = self.template
         self.tokenizer.save_pretrained(folder)
         assert (Path(folder) / "chat_template.jinja").is_file()
 
     def require_same_template(self, previous_hash: str | None, path: str | Path) -> None:
-        """Refuses to go on from checkpoint `path` with another template than it was trained with (None: unknown)."""
+        """Raise UserError where checkpoint `path` was trained with another template (previous_hash None: unknown)."""
         if previous_hash is not None and previous_hash != self.hash:
             raise UserError(
                 f"{path} was trained with another chat template (sha256 {previous_hash[:12]}) than this phase would "
@@ -251,7 +251,7 @@ class Chat:
         except (UnicodeEncodeError, TypeError) as error:
             bad = next(text for text in texts if not _is_text(text))
             raise UserError(
-                f"The content of a message is no text: {bad!a:.80}. Every content must be one string of whole Unicode "
+                f"The content of a message is not text: {bad!a:.80}. Every content must be one string of whole Unicode "
                 f"characters (no list of parts, no missing value, no half of a surrogate pair); repair or drop the row."
             ) from error
         for i, ids in enumerate(rows):
@@ -264,7 +264,7 @@ class Chat:
         return [row.ids for row in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def _split_control_text(self, text: str) -> list[int]:
-        """For vocabularies that hold a control token as an ordinary piece too: cut each behind its first character."""
+        """Split control tokens after their first character, where the vocabulary has them as ordinary pieces too."""
         starts = [match.start() + 1 for match in re.finditer(f"(?=({self._control_text.pattern}))", text)]
         parts = [text[a:b] for a, b in pairwise([0, *starts, len(text)])]
         ids = [i for row in self._encode(parts) for i in row]
@@ -278,7 +278,7 @@ class Chat:
     # Literals
 
     def _structure(self, messages: Sequence[Message], *, open_turn: bool = False) -> list[list[int]]:
-        """The literals around the contents of these messages: one more than there are messages."""
+        """Return the literals around the contents of these messages: one more than there are messages."""
         roles: tuple[Any, ...] = tuple(message.get("role") for message in messages)
         if (roles, open_turn) not in self._accepted:
             if unknown := [role for role in roles if role not in ROLES]:
@@ -293,7 +293,7 @@ class Chat:
         return self._accepted[roles, open_turn]
 
     def _added_among(self, literals: Iterable[list[int]]) -> set[int]:
-        """Added tokens in literals, without the one for unknown characters."""
+        """Return the added tokens in literals, without the one for unknown characters."""
         return {i for ids in literals for i in ids if i in self._added_ids and i != self.tokenizer.unk_token_id}
 
     def _literal_ids(self, roles: tuple[str, ...], open_turn: bool) -> list[list[int]]:
@@ -316,7 +316,7 @@ class Chat:
                 rendered = self.tokenizer.apply_chat_template(
                     messages, chat_template=self.template, add_generation_prompt=open_turn, tokenize=False
                 )
-        except Exception as error:  # a template is a program of somebody else's: it may raise anything
+        except Exception as error:  # a template is foreign code and may raise anything
             roles = ", ".join(message["role"] for message in messages)
             raise UserError(f"{self._origin} fails on a dialogue [{roles}]: {one_line(error)}. {REMEDY}") from error
         assert isinstance(rendered, str)
@@ -326,7 +326,7 @@ class Chat:
         if (text, first) not in self._literals:
             ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
             if ids and not first and ids[0] not in self._added_ids:
-                # Text that follows a content is no start of a sentence: no space may be put in front of it.
+                # Text after a content does not start a sentence: the tokenizer must not put a space before it.
                 self._backend.encode_special_tokens = False
                 ids = self._backend.encode(text, add_special_tokens=False).ids
             self._literals[text, first] = ids
@@ -335,7 +335,7 @@ class Chat:
     # Checks, once at load
 
     def _check_template(self) -> None:
-        """Finds the stop token; raises UserError if the template can't be marked or rewrites what was said before."""
+        """Find the stop token; raise UserError if the template can't be marked or rewrites earlier messages."""
         turns = ("user", "assistant") * 3 + ("user",)
         dialogues = [_placeholders(roles) for roles in (("user",), ("system", *turns))]
         words = template_limits.why_not(self.template, self.tokenizer.special_tokens_map, dialogues)
@@ -352,23 +352,23 @@ class Chat:
         after: dict[tuple[str, str], list[int]] = {}
         for roles in accepted:
             whole = self._literal_ids(roles, False)
-            for said in range(roles.index("user") + 1, len(roles)):
-                pieces = self._literal_ids(roles[:said], False)
-                if pieces[:-1] != whole[:said] or pieces[-1] != whole[said][: len(pieces[-1])]:
+            for count in range(roles.index("user") + 1, len(roles)):
+                pieces = self._literal_ids(roles[:count], False)
+                if pieces[:-1] != whole[:count] or pieces[-1] != whole[count][: len(pieces[-1])]:
                     self._refuse(
-                        "writes earlier turns differently once later ones follow, so what was sampled can't stay as is"
+                        "writes earlier turns differently once later ones follow, so sampled tokens can't be kept"
                         + self._about_thoughts()
                     )
-                if roles[said] == "assistant" and self._literal_ids(roles[:said], True) != whole[: said + 1]:
+                if roles[count] == "assistant" and self._literal_ids(roles[:count], True) != whole[: count + 1]:
                     self._refuse(
-                        "opens an answer that is to be generated differently from one that is there already, so "
+                        "opens an answer that is to be generated differently from an existing answer, so "
                         "training and sampling would see different tokens"
                     )
-                if after.setdefault((roles[said - 1], roles[said]), whole[said]) != whole[said]:
+                if after.setdefault((roles[count - 1], roles[count]), whole[count]) != whole[count]:
                     self._refuse(
                         "writes the same step of a dialogue differently at different places, so turns can't be appended"
                     )
-                if roles[said - 1] == "assistant":
+                if roles[count - 1] == "assistant":
                     stops.update(pieces[-1][:1] or [-1])
             self._check_contents(roles)
         if len(stops) != 1 or not stops <= self._added_ids:
@@ -380,7 +380,7 @@ class Chat:
         self._literal_ids(("user", "assistant", "user"), True)
 
     def _check_contents(self, roles: tuple[str, ...]) -> None:
-        """Ordinary contents must come out of the template as they went in, also in earlier turns."""
+        """Check that the template does not change ordinary contents, also in earlier turns."""
         says = {
             "system": "Reply briefly.",
             "user": "Which way\nnow?",
@@ -390,15 +390,15 @@ class Chat:
         expected = literals[0] + "".join(says[role] + text for role, text in zip(roles, literals[1:], strict=True))
         if self._render([{"role": role, "content": says[role]} for role in roles], False) != expected:
             self._refuse(
-                "rewrites what was said (many remove <think>...</think> from earlier answers), so training and "
+                "rewrites messages (many remove <think>...</think> from earlier answers), so training and "
                 "sampling would see different tokens"
             )
 
     def _about_thoughts(self) -> str:
         thought = "The ice is left."
-        says = ("Which way?", f"<think>\n{thought}\n</think>\n\nRight", "And now?")
+        contents = ("Which way?", f"<think>\n{thought}\n</think>\n\nRight", "And now?")
         dialogue = [
-            {"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), says, strict=True)
+            {"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), contents, strict=True)
         ]
         return "" if thought in self._render(dialogue, True) else " (it removes the thoughts of earlier answers)"
 
@@ -406,14 +406,14 @@ class Chat:
         raise UserError(f"{self._origin} {reason}. {REMEDY}")
 
     def _choose_pad(self) -> int:
-        """Any special token but the stop token: padding must never look like the end of an answer."""
+        """Return any special token but the stop token: padding must never look like the end of an answer."""
         known = self.tokenizer
         wanted: list[Any] = [known.pad_token_id, known.eos_token_id, known.unk_token_id, known.bos_token_id]
         return next((i for i in (*wanted, *sorted(self.control_ids)) if i not in (None, self.stop_id)), self.stop_id)
 
 
 def _placeholders(roles: Sequence[str]) -> list[Message]:
-    """A dialogue of these roles whose contents are found again in what a template makes of it."""
+    """Return a dialogue of these roles whose contents can be located in a rendered template."""
     return [{"role": role, "content": f"\ue000{i}\ue001"} for i, role in enumerate(roles)]
 
 
@@ -431,7 +431,7 @@ def _cut(message: Message) -> _Cut:
     if spans is None or len(spans) == 0 or not isinstance(content, str):
         return _Cut([(content, role == "assistant")], role == "assistant")
     if role != "assistant":
-        raise UserError(f"mask_spans {spans} stand on a message with role {role!r}: only answers are trained.")
+        raise UserError(f"mask_spans {spans} belong to a message with role {role!r}: only answers are trained.")
     pieces: list[tuple[str, bool]] = []
     at = 0
     for start, end in sorted((int(a), int(b)) for a, b in spans):
@@ -444,7 +444,4 @@ def _cut(message: Message) -> _Cut:
 
 
 def _is_text(content: object) -> bool:
-    try:
-        return isinstance(content, str) and content.encode() is not None
-    except UnicodeEncodeError:
-        return False
+    return isinstance(content, str) and not any("\ud800" <= character <= "\udfff" for character in content)

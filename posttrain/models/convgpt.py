@@ -9,8 +9,8 @@ decoder (grouped-query attention, q/k norm, rotary positions, gated MLP).  With 
 scaled back up to the embedding width.  No token sees another outside the attention, so padding and caches work as in
 any decoder.
 
-It imports nothing of this project: a copy of it lies beside the weights of every ConvGPT that is saved, so that plain
-transformers loads them (`posttrain.models.save`).
+It imports nothing of this project: every saved ConvGPT has a copy of it beside its weights, so that plain transformers
+loads them (`posttrain.models.save`).
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class ConvGPTStage(nn.Conv2d):
         self.fixed: torch.Tensor | None = None  # the matrix, while `posttrain.models.fused` knows that the kernel stays
 
     def matrix(self) -> torch.Tensor:
-        """(hidden_size, transformer_dim), in float32 up to the last step, differentiable in the kernel."""
+        """Return the map (hidden_size, transformer_dim), computed in float32, differentiable in the kernel."""
         side, taps, weight = self.in_channels, self.kernel_size[1], self.weight
         kernel = weight.float().squeeze(2).unflatten(0, (-1, self.pool)).mean(1)  # pooled over output rows
         # With taps - 1 columns of padding on the left, tap t of input column c feeds output column c - t + taps - 1.
@@ -178,7 +178,7 @@ class ConvGPTMLP(nn.Module):
 
 
 def rotary(config: ConvGPTConfig, position_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and signed sine, (rows, 1, tokens, head_dim).
+    """Return cosine and signed sine, (rows, 1, tokens, head_dim).
 
     Computed from the config at every forward: a non-persistent buffer would be uninitialised memory after
     `from_pretrained` and after construction on the meta device.
@@ -189,12 +189,12 @@ def rotary(config: ConvGPTConfig, position_ids: torch.Tensor, dtype: torch.dtype
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin  # the roll swaps the halves; the sign is in the sine
 
 
 def pads_on_the_right(attention_mask: Any, tokens: int) -> bool:
-    """Whether this (rows, tokens) mask hides nothing from a real token that causality does not hide already.
+    """Return whether this (rows, tokens) mask hides nothing from a real token that causality does not hide already.
 
     Without a mask, scaled-dot-product attention computes half the scores, and none of them twice.
     """
@@ -205,8 +205,8 @@ def pads_on_the_right(attention_mask: Any, tokens: int) -> bool:
     return bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all() and attention_mask[:, 0].all())
 
 
-def kept(hidden_states: torch.Tensor, positions: int | torch.Tensor) -> torch.Tensor:
-    """Those that `logits_to_keep` names; transformers has no function for it before 5.20."""
+def kept_positions(hidden_states: torch.Tensor, positions: int | torch.Tensor) -> torch.Tensor:
+    """Return the states that `logits_to_keep` names; transformers has no function for it before 5.20."""
     if isinstance(positions, torch.Tensor) and positions.ndim == 2 and positions.dtype != torch.bool:
         return torch.take_along_dim(hidden_states, positions[..., None], dim=1)
     if isinstance(positions, torch.Tensor):
@@ -265,8 +265,8 @@ class ConvGPTAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         shape = hidden_states.shape[:-1]
         heads = (*shape, -1, self.head_dim)
-        query = rotate(self.q_norm(self.q_proj(hidden_states).view(heads)).transpose(1, 2), *position_embeddings)
-        key = rotate(self.k_norm(self.k_proj(hidden_states).view(heads)).transpose(1, 2), *position_embeddings)
+        query = apply_rotary(self.q_norm(self.q_proj(hidden_states).view(heads)).transpose(1, 2), *position_embeddings)
+        key = apply_rotary(self.k_norm(self.k_proj(hidden_states).view(heads)).transpose(1, 2), *position_embeddings)
         value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
@@ -345,7 +345,7 @@ class ConvGPTModel(ConvGPTPreTrainedModel):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """`logits_to_keep` (as in the causal model) names the positions to return: scale_up runs on those alone.
+        """Return the states at the positions `logits_to_keep` (as in the causal model); scale_up runs on those alone.
 
         `attention_mask` is (rows, all tokens so far) with 0 for padding anywhere, or a finished (rows, 1, query, key)
         mask, boolean with True = attend.  Without `position_ids` a token's position is the number of real tokens
@@ -390,7 +390,7 @@ class ConvGPTModel(ConvGPTPreTrainedModel):
                     position_embeddings=position_embeddings,
                     **kwargs,
                 )
-        hidden_states = kept(hidden_states, logits_to_keep)
+        hidden_states = kept_positions(hidden_states, logits_to_keep)
         if self.scale_up is not None:
             hidden_states = self.scale_up(hidden_states)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)

@@ -1,8 +1,8 @@
 """What does a model say about tokens?  Log-probs and entropies of those that are trained, from one pass through it.
 
-read, trained_states        the states that the output layer multiplies where a trained token is predicted
-head_logprobs, kl_backward  the output layer, applied to these states alone, a few columns at a time
-Prefixes                    rows with the same prefix: it is prefilled once, and every row continues its keys and values
+backbone_states, trained_states  the states that the output layer multiplies where a trained token is predicted
+head_logprobs, kl_backward       the output layer, applied to these states alone, a few columns at a time
+Prefixes                         rows with the same prefix, which is prefilled once and continued by every row
 
 Shapes: B rows, T tokens of the longest row, S trained tokens of all rows one after another, C of them at a time,
 D states, V vocabulary; G prefixes of at most P tokens, Q tokens of a row behind its prefix, H key-value heads.
@@ -29,7 +29,7 @@ KL_TILE = {"cuda": 2**25, "cpu": 2**20}
 
 
 def microbatches(lengths: Sequence[int], token_budget: float) -> Iterator[list[int]]:
-    """Indices of rows of similar length, each batch within `token_budget` padded tokens (a longer row goes alone)."""
+    """Yield indices of rows of similar length, at most `token_budget` padded tokens in each batch of several."""
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         if batch and lengths[batch[0]] * (len(batch) + 1) > token_budget:
@@ -43,14 +43,14 @@ def microbatches(lengths: Sequence[int], token_budget: float) -> Iterator[list[i
 def token_logprobs(
     model: PreTrainedModel, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]], temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log pi(token | everything before it) and the entropy there, both (S,), in row order, with gradient."""
+    """Return log pi(token | everything before it) and the entropy there, both (S,), in row order, with gradient."""
     return head_logprobs(model, *trained_states(model, rows, masks), temperature)
 
 
 def trained_states(
     model: PreTrainedModel, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the output layer multiplies where a trained token is predicted, (S, D), and that token, (S,).
+    """Return the states that the output layer multiplies to predict trained tokens, (S, D), and those tokens, (S,).
 
     Rows are padded on the right, which a causal model cannot see, so no attention mask is needed.
     """
@@ -62,11 +62,11 @@ def trained_states(
         mask_BT[i, : len(row)] = torch.tensor(mask)
     assert not mask_BT[:, 0].any(), "the first token of a conversation is never sampled"
     ids_BT, mask_BT = ids_BT.to(model.device), mask_BT.to(model.device)
-    return read(model, mask_BT.roll(-1, 1), input_ids=ids_BT, use_cache=False), ids_BT[mask_BT]
+    return backbone_states(model, mask_BT.roll(-1, 1), input_ids=ids_BT, use_cache=False), ids_BT[mask_BT]
 
 
-def read(model: PreTrainedModel, predicts_BT: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    """One pass through the model up to its output layer; its states where something is predicted, (S, D)."""
+def backbone_states(model: PreTrainedModel, predicts_BT: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    """Run the model up to its output layer; return its states where `predicts_BT` is True, (S, D)."""
     backbone: Any = model.base_model
     own_mask = "attention_mask" in inputs  # without one layers may be run again, outside this context
     with compat.grouped_queries() if own_mask else nullcontext():
@@ -76,7 +76,7 @@ def read(model: PreTrainedModel, predicts_BT: torch.Tensor, **inputs: Any) -> to
 
 
 def attention_mask(model: PreTrainedModel, sees_BQK: torch.Tensor) -> torch.Tensor:
-    """What a model takes as its mask, (B, 1, Q, K), where each token (Q) sees what is True (K) and nothing else."""
+    """Return the mask for a model, (B, 1, Q, K): each token (Q) attends to what is True (K) and nothing else."""
     sees_B1QK = sees_BQK[:, None]
     implementation = compat.attention_of(model.config)
     if implementation not in ("eager", "sdpa"):
@@ -90,7 +90,7 @@ def attention_mask(model: PreTrainedModel, sees_BQK: torch.Tensor) -> torch.Tens
 
 
 def attends_to_all(model: PreTrainedModel) -> bool:
-    """Whether every layer attends to everything before it, in the same way however long the rows are.
+    """Return whether every layer attends to everything before it, in the same way however long the rows are.
 
     Engines that keep a cache and shared prefixes need both.
     """
@@ -109,7 +109,7 @@ def attends_to_all(model: PreTrainedModel) -> bool:
 def head_logprobs(
     model: PreTrainedModel, hidden_SD: torch.Tensor, tokens_S: torch.Tensor, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log-prob of each token and the entropy there, both (S,), with gradient, from the states that predict them."""
+    """Return log-prob of each token and the entropy there, both (S,), with gradient, from the states before it."""
     if hidden_SD.dtype == torch.float64:  # TRL's function computes in float32
         log_p_SV = (_logits(model, model.get_output_embeddings(), hidden_SD) / temperature).log_softmax(-1)
         return log_p_SV.gather(-1, tokens_S[:, None])[:, 0], -(log_p_SV.exp() * log_p_SV).sum(-1)
@@ -130,7 +130,7 @@ def kl_backward(
     weight: float | None,
     without_adapter: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 (it holds nothing)
 ) -> float:
-    """The sum over tokens of KL(teacher || model), over the whole vocabulary; `weight` times its gradient is added.
+    """Return the sum over tokens of KL(teacher || model) over the vocabulary, and add `weight` times its gradient.
 
     hidden_SD and teacher_SD are the states of the same tokens. A teacher that is the model without its adapter needs
     `without_adapter`, for rows of the output layer may be trained as well. A few tokens at a time, forward and
@@ -140,7 +140,7 @@ def kl_backward(
     layer: Any = model.get_output_embeddings()
     tokens = max(1, KL_TILE.get(hidden_SD.device.type, KL_TILE["cuda"]) // len(layer.weight))
     leaf_SD = hidden_SD.detach().requires_grad_(weight is not None)
-    with without_adapter, torch.no_grad():  # where rows of the layer are trained, its weights are made when asked for
+    with without_adapter, torch.no_grad():  # where rows of the layer are trained, its weights are computed on access
         of_teacher: Any = teacher.get_output_embeddings()
         frozen = _OutputLayer(of_teacher.weight, of_teacher.bias)
     total = 0.0
@@ -166,7 +166,7 @@ class _OutputLayer(NamedTuple):
 
 
 def _logits(model: PreTrainedModel, layer: Any, hidden_SD: torch.Tensor) -> torch.Tensor:
-    """What an output layer of this model says of these states, (S, V), in float32 at least."""
+    """Return the logits of an output layer of this model, (S, V), in float32 at least."""
     config = model.config.get_text_config()
     logits_SV = torch.nn.functional.linear(hidden_SD, layer.weight, layer.bias)
     logits_SV = logits_SV.to(torch.promote_types(logits_SV.dtype, torch.float32)) * logit_scale(config)
@@ -175,13 +175,13 @@ def _logits(model: PreTrainedModel, layer: Any, hidden_SD: torch.Tensor) -> torc
 
 
 def soft_cap(config: object) -> float | None:
-    """Where logits end: cap x tanh(logits / cap) (Gemma 2 and its kin)."""
+    """Return the cap of cap x tanh(logits / cap) (Gemma 2 and similar models); None without one."""
     names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logit_softcap")
     return next((cap for name in names if (cap := getattr(config, name, None)) is not None), None)
 
 
 def logit_scale(config: object) -> float:
-    """The factor some architectures put on their logits (Cohere, Granite, Falcon-H1 and their kin)."""
+    """Return the factor that some architectures put on their logits (Cohere, Granite, Falcon-H1)."""
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         if getattr(config, name, None) is not None:
             return float(getattr(config, name))
@@ -190,12 +190,12 @@ def logit_scale(config: object) -> float:
 
 # ----------------------------------------------------------------------------------------------- shared prefixes
 def prefix_of(ids: Ids, mask: Sequence[bool]) -> tuple[int, ...]:
-    """What a row reads before it predicts its first trained token."""
+    """Return the tokens of a row before its first prediction of a trained token."""
     return tuple(ids[: mask.index(True) - 1])
 
 
 def worth_sharing(rows: Sequence[tuple[Ids, Sequence[bool]]], budget: float) -> list[tuple[int, ...]]:
-    """Prefixes that several rows have in common, those that save most first, of at most `budget` tokens in all."""
+    """Return prefixes that several rows share, the largest savings first, of at most `budget` tokens in all."""
     count: dict[tuple[int, ...], int] = {}
     for ids, mask in rows:
         key = prefix_of(ids, mask)
@@ -257,7 +257,7 @@ class Prefixes:
             layer.given = (keys, values)
 
     def states(self, rows: Sequence[Ids], masks: Sequence[Sequence[bool]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the output layer multiplies where a trained token is predicted, (S, D), and that token, (S,)."""
+        """Return the result of `trained_states` for these rows, whose prefixes are not computed again."""
         keys = [prefix_of(row, mask) for row, mask in zip(rows, masks, strict=True)]
         if not any(key in self.number for key in keys):
             return trained_states(self.model, rows, masks)
@@ -279,7 +279,7 @@ class Prefixes:
         return hidden_SD, ids_BQ[mask_BQ].to(self.model.device)
 
     def backward(self) -> None:
-        """Hand the gradients that the rows left at the prefixes on to the weights."""
+        """Pass the gradients at the prefixes, which the rows have left there, to the weights."""
         ends = [
             (read, given.grad)
             for layer in self.layers
@@ -297,11 +297,11 @@ class Prefixes:
         seen_BQK: torch.Tensor,
         predicts_BQ: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The states that predict something, after everything that each token sees."""
+        """Return the states that predict something; each token attends to what `seen_BQK` says."""
         model, device = self.model, self.model.device
         if predicts_BQ is None:
             predicts_BQ = torch.zeros(ids_BQ.shape, dtype=torch.bool)
-        return read(
+        return backbone_states(
             model,
             predicts_BQ.to(device),
             input_ids=ids_BQ.to(device),

@@ -26,7 +26,7 @@ from posttrain.runtime import compat
 
 @contextmanager
 def fused_weights(model: PreTrainedModel) -> Iterator[None]:
-    """Within it a ConvGPT decodes with fused projections; of any other model nothing changes.
+    """Let a ConvGPT decode with fused projections within the context; any other model stays unchanged.
 
     Nor does it of a ConvGPT with adapters, quantised weights, biases, sliding windows, hooks, or another attention than
     sdpa. Enter it under the autocast that decoding runs under, so that weights are converted once.
@@ -46,7 +46,7 @@ def fused_weights(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _can_fuse(decoder: ConvGPTModel) -> bool:
-    """Whether every layer is as posttrain/models/convgpt.py builds it."""
+    """Return whether every layer is as posttrain/models/convgpt.py builds it."""
     config = decoder.config
     products = [
         part
@@ -83,7 +83,7 @@ class _Layers:
         norms = [[layer.self_attn.q_norm] * self.group + [layer.self_attn.k_norm] for layer in self.decoder_layers]
         weight_LGD = torch.stack([torch.stack([norm.weight for norm in row]) for row in norms])
         first_LGD, second_LGD = weight_LGD.chunk(2, -1)
-        swapped_LGD = torch.cat([-second_LGD, first_LGD], -1)  # as `rotate` swaps the halves
+        swapped_LGD = torch.cat([-second_LGD, first_LGD], -1)  # as `apply_rotary` swaps the halves
         self.cos_weight = weight_LGD[:, None, None, :, None]  # (L, 1, 1, G + 1, 1, D)
         self.sin_weight = swapped_LGD[:, None, None, :, None]
 
@@ -103,7 +103,7 @@ class _Layers:
     def __call__(
         self, hidden_BQE: torch.Tensor, positions_BQ: torch.Tensor, mask_B1QK: torch.Tensor, cache: Cache
     ) -> torch.Tensor:
-        """What the layers make of these states; the mask is True or 0 where a token sees another.
+        """Return these states after all layers; the mask is True or 0 where a token attends to another.
 
         Q is 1: a prompt is read layer by layer, since the rotations of all its tokens for all layers at once would
         take much memory and save little.
@@ -120,12 +120,12 @@ class _Layers:
         turns = zip(self.decoder_layers, self.layers, cos_LBQG1D.unbind(), sin_LBQG1D.unbind(), strict=True)
         for n, (layer, weights, cos_BQG1D, sin_BQG1D) in enumerate(turns):
             heads_BQGHD = functional.linear(layer.norm1(hidden_NE), weights.qkv).view(rows, queries, -1, heads, size)
-            told = heads_BQGHD[:, :, : group + 1]
-            told = functional.rms_norm(told.float(), (size,), eps=layer.self_attn.q_norm.eps).to(told.dtype)
-            told = torch.addcmul(told * cos_BQG1D, told.roll(size // 2, -1), sin_BQG1D)
-            keys, values = cache.update(told[:, :, -1].transpose(1, 2), heads_BQGHD[:, :, -1].transpose(1, 2), n)
+            qk_BQGHD = heads_BQGHD[:, :, : group + 1]
+            qk_BQGHD = functional.rms_norm(qk_BQGHD.float(), (size,), eps=layer.self_attn.q_norm.eps).to(qk_BQGHD.dtype)
+            qk_BQGHD = torch.addcmul(qk_BQGHD * cos_BQG1D, qk_BQGHD.roll(size // 2, -1), sin_BQG1D)
+            keys, values = cache.update(qk_BQGHD[:, :, -1].transpose(1, 2), heads_BQGHD[:, :, -1].transpose(1, 2), n)
             mixed = functional.scaled_dot_product_attention(
-                told[:, :, :-1].permute(0, 3, 2, 1, 4).reshape(rows, heads, group * queries, size),
+                qk_BQGHD[:, :, :-1].permute(0, 3, 2, 1, 4).reshape(rows, heads, group * queries, size),
                 keys,
                 values,
                 attn_mask=mask,
@@ -139,7 +139,7 @@ class _Layers:
 
 
 def _add_product(sum_NE: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """sum + x W^T, in one operation where this rounds nothing that two would not round."""
+    """Return sum + x W^T, in one operation where this does not round differently."""
     if sum_NE.dtype == weight.dtype:
         return torch.addmm(sum_NE, x, weight.t())
     return sum_NE + functional.linear(x, weight)

@@ -44,7 +44,7 @@ def convert(file: str | Path, folder: str | Path) -> Path:
             raise UserError(f"{file} is damaged: {wrong}. Get it again, or take the model's safetensors.")
         tokenizer = AutoTokenizer.from_pretrained(**source)
         kind: Any = AutoModelForCausalLM
-        net, found = kind.from_pretrained(**source, dtype=torch.float32, output_loading_info=True)
+        net, loading_info = kind.from_pretrained(**source, dtype=torch.float32, output_loading_info=True)
     except UserError:
         raise
     except Exception as error:  # a damaged file makes the reader raise nearly anything
@@ -53,7 +53,7 @@ def convert(file: str | Path, folder: str | Path) -> Path:
             " checksum with where it came from), or of an architecture that transformers does not read from GGUF: then"
             " take the model's safetensors."
         ) from error
-    lacking = sorted(found["missing_keys"]) + sorted(map(str, found["mismatched_keys"]))
+    lacking = sorted(loading_info["missing_keys"]) + sorted(map(str, loading_info["mismatched_keys"]))
     if lacking:
         raise UserError(
             f"{file} lacks weights that its architecture ({net.config.model_type}) has: {', '.join(lacking[:5])}"
@@ -66,7 +66,7 @@ def convert(file: str | Path, folder: str | Path) -> Path:
     del net.config.quantization_config
     net.hf_quantizer, net.is_quantized = None, False
     net.config.name_or_path = ""
-    tokenizer.model_max_length = net.config.max_position_embeddings  # which the file says of the model alone
+    tokenizer.model_max_length = net.config.max_position_embeddings  # the file has it for the model only
 
     def write(out: Path) -> None:
         with model_files.no_bars():
@@ -78,18 +78,18 @@ def convert(file: str | Path, folder: str | Path) -> Path:
 
 
 def wrong_number(reader: GGUFReader) -> str | None:
-    """What is impossible in the numbers of a file: its shape must be that of its tensors, before a model is built.
+    """Return what is impossible in the numbers of a file, before a model is built; None where they fit its tensors.
 
-    Building one of 200,000 blocks takes minutes, and only then are its weights found to be lacking.
+    Building a model of 200,000 blocks takes minutes, and only then would missing weights show.
     """
     fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
     kind = fields.get("general.architecture")
     blocks = {int(found[1]) for each in reader.tensors if (found := re.search(r"(?:^|\.)blk\.(\d+)\.", each.name))}
     widths = [int(each.shape[0]) for each in reader.tensors if each.name == "token_embd.weight"]
     for name, there in (("block_count", [max(blocks, default=-1) + 1]), ("embedding_length", widths)):
-        said = fields.get(f"{kind}.{name}")
-        if said is not None and there and (type(said) is not int or said != there[0]):
-            return f"its {name} is {said!r:.50}, that of its tensors {there[0]}"
+        stated = fields.get(f"{kind}.{name}")
+        if stated is not None and there and (type(stated) is not int or stated != there[0]):
+            return f"its {name} is {stated!r:.50}, that of its tensors {there[0]}"
     length = fields.get(f"{kind}.context_length")
     if length is not None and not (type(length) is int and 0 < length <= LONGEST):
         return f"its context_length is {length!r:.50}, not a whole number from 1 to {LONGEST:,}"
@@ -101,7 +101,7 @@ def wrong_number(reader: GGUFReader) -> str | None:
 
 
 def _same_tokens(tokenizer: Any, folder: Path) -> None:
-    """UserError where transformers reads another tokenizer from the folder than from the file.
+    """Raise UserError where transformers reads another tokenizer from the folder than from the file.
 
     It has a tokenizer class of its own for some architectures, whose rules for splitting words replace the file's.
     """
@@ -115,7 +115,7 @@ def _same_tokens(tokenizer: Any, folder: Path) -> None:
 
 def _check(file: Path, folder: Path) -> None:
     if not file.is_file():
-        raise UserError(f"There is no file {file}. Name a .gguf file.")
+        raise UserError(f"The file {file} does not exist. Name a .gguf file.")
     with file.open("rb") as opened:
         if opened.read(len(MAGIC)) != MAGIC:
             raise UserError(f"{file} is not a GGUF file: it does not start with the letters GGUF.")
@@ -127,7 +127,7 @@ def _check(file: Path, folder: Path) -> None:
     if above := next((parent for parent in folder.parents if parent.exists() and not parent.is_dir()), None):
         raise UserError(f"{folder} cannot be made, because {above} is a file. Choose another folder.")
     if folder.exists():
-        raise UserError(f"{folder} is already there and is left as it is. Choose another folder.")
+        raise UserError(f"{folder} already exists and is not changed. Choose another folder.")
     checkpoint.needs_free_space(folder, 8 * file.stat().st_size)  # from four bits a weight to 32
 
 

@@ -36,7 +36,7 @@ CODE = "modeling_convgpt.py"  # the copy of posttrain/models/convgpt.py beside t
 def load(
     model: ModelSection, *, device: str, chat_template: str | None, training: bool = True
 ) -> tuple[PreTrainedModel, Chat]:
-    """The model on its device, and the chat that speaks to it.
+    """Return the model on its device, and its chat.
 
     dtype "auto" is float32 whatever the checkpoint holds, so that training has full master weights (autocast supplies
     bfloat16); without `training` it is bfloat16 where the hardware has it. For tuning=qlora the weights are 4-bit; the
@@ -49,7 +49,7 @@ def load(
     if launcher.sharding() == "zero3":
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-        unset_hf_deepspeed_config()  # or every process would be given a part; Trainer sets it again
+        unset_hf_deepspeed_config()  # or every process would get a part; Trainer sets it again
     dtype = torch.float32 if model.dtype == "auto" else getattr(torch, model.dtype)
     if model.dtype == "auto" and not training and hardware.has_bf16(place):
         dtype = torch.bfloat16
@@ -57,7 +57,7 @@ def load(
     if training and model.tuning == "qlora":
         quantised = {"quantization_config": _four_bit(place), "device_map": {"": place}}
     net: Any = load_weights(model, dtype, **quantised)
-    if broken := not_finite(net):
+    if broken := parameters_not_finite(net):
         raise UserError(
             f"{model.name_or_path} holds weights that are not finite numbers: {broken}. The run that wrote them went "
             "wrong: name another checkpoint (model.name_or_path=...)."
@@ -75,7 +75,7 @@ def load(
 
 
 def load_chat(model: ModelSection, chat_template: str | None) -> Chat:
-    """Tokenizer and template; UserError when a previous phase trained with another template."""
+    """Return tokenizer and template. UserError: a previous phase trained with another template."""
     check_source(model)
     config = load_config(model)  # the tokenizer's loader reads it as well, and would take the blame
     check_tokenizer(model)
@@ -91,7 +91,7 @@ def load_chat(model: ModelSection, chat_template: str | None) -> Chat:
 
 
 def _check_ids(name: str, tokenizer: Any, config: Any) -> None:
-    """UserError for a token that no row of the embedding stands for: it would fail in the middle of a run."""
+    """Raise UserError for a token that no row of the embedding stands for: it would fail in the middle of a run."""
     rows = getattr(config.get_text_config(), "vocab_size", None)
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if rows is not None and largest >= max(rows, len(tokenizer)):
@@ -102,7 +102,7 @@ def _check_ids(name: str, tokenizer: Any, config: Any) -> None:
 
 
 def peft_config(model: ModelSection, net: Any = None, chat: Chat | None = None) -> LoraConfig | None:
-    """What peft needs for tuning=lora or qlora; None for full fine-tuning.
+    """Return peft's settings for tuning=lora or qlora; None for full fine-tuning.
 
     Tokens that the chat had to add have no trained embedding yet: given net and chat, their rows are trained as well.
     """
@@ -131,7 +131,7 @@ def peft_config(model: ModelSection, net: Any = None, chat: Chat | None = None) 
 
 
 def _must_be_mergeable(model: ModelSection, settings: LoraConfig, net: Any) -> None:
-    """UserError for an adapter that cannot be merged: on an embedding that is the output layer, or rows of which train.
+    """Raise UserError for an adapter that cannot be merged: on a tied embedding, or one with trained rows.
 
     Merging adds what one layer has learnt to the weights of both, so that what is saved is another model.
     """
@@ -139,21 +139,21 @@ def _must_be_mergeable(model: ModelSection, settings: LoraConfig, net: Any) -> N
 
     heads = [net.get_input_embeddings(), net.get_output_embeddings()]
     names = [name for name, module in net.named_modules() if any(module is head for head in heads)]
-    asked = [name for name in names if check_target_module_exists(settings, name)]
+    layers = [name for name in names if check_target_module_exists(settings, name)]
     if net.config.tie_word_embeddings:
         why = "the output layer is the embedding, and merging an adapter on one of them changes both"
     else:
-        why = "rows of the tokens that the chat template adds are trained there, beside which peft takes no adapter"
-        asked = [name for name in asked if name in (settings.trainable_token_indices or {})]
-    if asked:
+        why = "rows of tokens that the chat template adds are trained there, and peft combines this with no adapter"
+        layers = [name for name in layers if name in (settings.trainable_token_indices or {})]
+    if layers:
         raise UserError(
-            f"model.lora.target_modules={model.lora.target_modules} puts an adapter on {' and '.join(asked)}, but"
-            f" {why}. Leave {'it' if len(asked) == 1 else 'them'} out."
+            f"model.lora.target_modules={model.lora.target_modules} puts an adapter on {' and '.join(layers)}, but"
+            f" {why}. Leave {'it' if len(layers) == 1 else 'them'} out."
         )
 
 
 def adapters_in_float32(net: Any) -> None:
-    """Whatever is trained becomes float32, in place, before an optimizer knows it.
+    """Convert trained parameters to float32, in place, before an optimizer holds them.
 
     TRL rounds the adapter of a 4-bit model to bfloat16, where small updates are lost: the number after .01 is .01006,
     and a step of Adam at a learning rate of 1e-5 moves a weight by about .00001.
@@ -163,10 +163,10 @@ def adapters_in_float32(net: Any) -> None:
             parameter.data = parameter.data.float()
 
 
-def not_finite(net: Any) -> str:
-    """The parameters that hold inf or nan, in words, e.g. "model.norm.weight (2 of 64)"; "" where there are none.
+def parameters_not_finite(net: Any) -> str:
+    """Return the parameters that hold inf or nan, e.g. "model.norm.weight (2 of 64)"; "" if all are finite.
 
-    For all processes together where the model is sharded: each looks at its own part.
+    Where the model is sharded, all processes must call it: each looks at its own part.
     """
     counts: dict[str, int] = {}
     for name, parameter in net.named_parameters():
@@ -178,15 +178,15 @@ def not_finite(net: Any) -> str:
         for name, count in parts:
             counts[name] = counts.get(name, 0) + count
     of = {name: getattr(parameter, "ds_numel", parameter.numel()) for name, parameter in net.named_parameters()}
-    found = [f"{name} ({count} of {of[name]})" for name, count in counts.items()]
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return ", ".join(found[:3]) + more
+    described = [f"{name} ({count} of {of[name]})" for name, count in counts.items()]
+    more = f" and {len(described) - 3} more" if len(described) > 3 else ""
+    return ", ".join(described[:3]) + more
 
 
 def whole_again(net: Any, cfg: TrainingRun, chat: Chat) -> Any:
-    """An ordinary model on the CPU with the weights of a sharded one, in the first process; None in the others.
+    """Return an ordinary model on the CPU with the weights of a sharded one, in the first process; None in the others.
 
-    For all processes together. The model is read anew and given its adapter, and then these weights.
+    All processes must call it. The model is read again, with its adapter, and gets these weights.
     """
     weights = sharding.whole_weights(net)
     if not runlog.is_main_process():
@@ -211,12 +211,12 @@ def save(
     history: Sequence[dict[str, Any]] = (),
     **meta: Any,
 ) -> Path:
-    """Hand a phase's result over: whole weights, tokenizer, template, the config that made them, model card, manifest.
+    """Write a phase's result: whole weights, tokenizer, template, the config that made them, model card, manifest.
 
     `history` are the records of the phases that made it (model_card.py); without them there is no card.
 
     A LoRA adapter is merged into the weights (into the float32 weights of `source` where those in memory have 4 or 16
-    bits, which would round the result) and kept by itself in `adapter/` beside the folder. UserError, and nothing is
+    bits, which would round the result) and also saved in `adapter/` beside the folder. UserError, and nothing is
     written, where weights are not finite.
     """
     _require_finite(folder, net)
@@ -229,7 +229,9 @@ def save(
         def write_adapter(out: Path) -> None:
             adapter.save_pretrained(out)
             if history:
-                (out / "README.md").write_text(model_card.render(history, net_type, adapter=True), encoding="utf-8")
+                (out / "README.md").write_text(
+                    model_card.render_card(history, net_type, adapter=True), encoding="utf-8"
+                )
 
         checkpoint.save(Path(folder).with_name("adapter"), write_adapter, **meta)
         if source.tuning == "qlora" or source.dtype in ("bfloat16", "float16"):
@@ -251,14 +253,14 @@ def save(
         chat.save(out)
         (out / "run_config.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
         if history:
-            (out / "README.md").write_text(model_card.render(history, net_type), encoding="utf-8")
+            (out / "README.md").write_text(model_card.render_card(history, net_type), encoding="utf-8")
 
     meta |= {"history": list(history)} if history else {}
     return checkpoint.save(folder, write, chat_template_sha256=chat.hash, **meta)
 
 
 def add_code(folder: Path, net: Any) -> None:
-    """Beside the weights of a ConvGPT, the file that computes it, named in config.json under `auto_map`.
+    """Write the file that computes a ConvGPT beside its weights, named in config.json under `auto_map`.
 
     Elsewhere `trust_remote_code=True` loads the model with it; here nothing of it is run. The folder's manifest holds
     its checksum.
@@ -278,7 +280,7 @@ def add_code(folder: Path, net: Any) -> None:
 
 
 def _require_finite(folder: Path, net: Any) -> None:
-    if broken := not_finite(net):
+    if broken := parameters_not_finite(net):
         raise UserError(
             f"{folder} is not written, because weights are not finite numbers: {broken}. Start again with a smaller "
             "trainer.learning_rate, or with trainer.bf16=false, trainer.fp16=false."
@@ -286,7 +288,7 @@ def _require_finite(folder: Path, net: Any) -> None:
 
 
 def _previous_template(model: ModelSection) -> str | None:
-    """The sha256 of the template that a phase of ours trained this checkpoint with; None for any other model."""
+    """Return the sha256 of the template that a phase of ours trained this checkpoint with; None for any other model."""
     folder = Path(model.name_or_path)
     if not (folder / checkpoint.MANIFEST).exists():
         return None
@@ -297,7 +299,7 @@ def _previous_template(model: ModelSection) -> str | None:
 def _four_bit(place: torch.device) -> Any:
     from transformers import BitsAndBytesConfig
 
-    # on a CPU whoever asks for float32 (trainer.bf16=false) gets it
+    # on a CPU trainer.bf16=false means float32
     compute = torch.bfloat16 if place.type == "cuda" and hardware.has_bf16(place) else torch.float32
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
@@ -305,15 +307,15 @@ def _four_bit(place: torch.device) -> Any:
 
 
 def _own_special_tokens(net: Any, chat: Chat) -> None:
-    """Model and chat agree on padding and stop; the sampling habits of the model's maker are not carried along."""
+    """Give the model the padding and stop tokens of the chat, and drop its maker's sampling settings."""
     net.config.pad_token_id, net.config.eos_token_id = chat.pad_id, chat.stop_id
     net.generation_config = GenerationConfig(
         bos_token_id=net.config.bos_token_id, pad_token_id=chat.pad_id, eos_token_id=chat.stop_id
     )
 
 
-def describe(cfg: TrainingRun, net: Any, device: torch.device) -> str:
-    """What is about to train, e.g. "0.21 M parameters (all trained), cpu, 1 process, float32, learning rate 2e-05".
+def describe_training(cfg: TrainingRun, net: Any, device: torch.device) -> str:
+    """Return e.g. "0.21 M parameters (all trained), cpu, 1 process, float32, learning rate 2e-05".
 
     A second sentence warns of a learning rate that is too low for this tuning.
     """
@@ -333,7 +335,7 @@ def describe(cfg: TrainingRun, net: Any, device: torch.device) -> str:
 
 @torch.no_grad()
 def check_it_runs(name: str, model: PreTrainedModel) -> None:
-    """UserError where a model can be loaded and not computed with: a config.json may hold anything."""
+    """Raise UserError where a model can be loaded but not run: a config.json may hold anything."""
     try:
         ids = torch.arange(2, device=model.device)[None]
         finite = torch.isfinite(model(input_ids=ids, use_cache=False).logits).all()
@@ -341,7 +343,7 @@ def check_it_runs(name: str, model: PreTrainedModel) -> None:
         raise
     except Exception as error:  # whatever its code does with a value that does not fit
         raise UserError(
-            f"{name} can be loaded, but not computed with ({one_line(error)}). A value of its config.json does not fit:"
+            f"{name} can be loaded, but does not run ({one_line(error)}). A value of its config.json does not fit:"
             " get a whole copy of the model."
         ) from error
     if not finite:

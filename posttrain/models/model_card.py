@@ -1,4 +1,4 @@
-"""What does somebody who finds one of our models on the Hub need to know?  The README.md of `final/`.
+"""What does a visitor of a model's page on the Hub need to know?  The README.md of `final/`.
 
 Each phase leaves a record in the manifest of what it saves: what it started from, data with licences and rows,
 settings, results, commit. The card describes all phases that made the model, in order.
@@ -48,10 +48,10 @@ SETTINGS = (
 
 
 @dataclass(frozen=True)
-class Result:
+class CardResult:
     """A figure on held-out items: Result("sokoban, test levels: success", .54, 300, .48, .6): low and high.
 
-    Shares of independent items have a 95 % interval; a mean loss has none.
+    Shares of independent items have a 95 % interval, a mean loss does not.
     """
 
     name: str
@@ -61,13 +61,13 @@ class Result:
     high: float | None = None
 
 
-def record(
+def phase_record(
     phase: str,
     config: dict[str, Any],
     step: int,
     *,
     data: Iterable[dict[str, Any]] = (),
-    results: Iterable[Result] = (),
+    results: Iterable[CardResult] = (),
 ) -> dict[str, Any]:
     """Return the record of a phase as JSON. data: of each source its path, kind, licence, train and held_out rows."""
     base, revision = config["model"]["name_or_path"], config["model"].get("revision")
@@ -90,7 +90,7 @@ def _published(name: str) -> bool:
 
 
 def history(name_or_path: str) -> list[dict[str, Any]]:
-    """Return the records of the phases that made a checkpoint folder; none for a model of somebody else's."""
+    """Return the records of the phases that made a checkpoint folder; [] for a model from elsewhere."""
     folder = Path(name_or_path)
     if not (folder / checkpoint.MANIFEST).is_file():
         return []
@@ -100,22 +100,22 @@ def history(name_or_path: str) -> list[dict[str, Any]]:
         return []
 
 
-def former_results(row: Mapping[str, float]) -> list[Result]:
+def former_results(row: Mapping[str, float]) -> list[CardResult]:
     """Return the figures of `evaluation.suites` in a row of phase 3's metrics: what is left of phases 1 and 2."""
-    found = []
+    results = []
     for key, items in row.items():
         if key.startswith("evaluation/") and key.endswith("/n"):
             figures = key.removesuffix("n")
             metric, name = ("seq_rep_4", "repeated 4-grams") if "repetition" in key else ("accuracy", "right")
             value, low, high = (row[figures + part] for part in (metric, "low", "high"))
             suite = figures.removeprefix("evaluation/").removesuffix("/")
-            found.append(Result(f"{suite}, held-out prompts: {name}", value, int(items), low, high))
-    return found
+            results.append(CardResult(f"{suite}, held-out prompts: {name}", value, int(items), low, high))
+    return results
 
 
 @dataclass(frozen=True)
 class Published:
-    """What the card of a published model says beyond that of its folder: its name, an evaluation, metadata."""
+    """Additions to the card of a published model: its name, an evaluation, metadata."""
 
     name: str = "FOLDER_OR_HUB_NAME"
     rows: Sequence[tuple[str, str, str]] = ()  # measured, value, items
@@ -124,14 +124,14 @@ class Published:
     metadata: Mapping[str, Any] = field(default_factory=dict)  # of ModelCardData
 
 
-def render(
-    records: Sequence[dict[str, Any]], model_type: str, *, adapter: bool = False, told: Published | None = None
+def render_card(
+    records: Sequence[dict[str, Any]], model_type: str, *, adapter: bool = False, publication: Published | None = None
 ) -> str:
     """Return the card, metadata and text, of a model that these phases made, one after another.
 
     With `adapter` it is the card of the last phase's LoRA adapter alone, which needs the model that phase began with.
     """
-    told = told or Published()
+    publication = publication or Published()
     start = records[-1] if adapter else records[0]
     base, published = start["base"].partition(" at ")[0], start.get("published", False)
     sets = [source["path"] for one in records for source in one["data"] if source.get("published")]
@@ -143,17 +143,17 @@ def render(
         datasets=list(dict.fromkeys(sets)) or None,
         tags=[*(METHODS[one["phase"]][0].lower() for one in records), model_type],
         ignore_metadata_errors=True,
-        **told.metadata,
+        **publication.metadata,
     )
     return CARDS.get_template("model_card.md.j2").render(
         metadata=metadata.to_yaml(),
-        title=Path(shown(base)).name or base,
+        title=Path(public_name(base)).name or base,
         base=base,
         published=published,
         adapter=adapter,
         records=records,
-        told=told,
-        limits=_limits(records, bool(told.rows)),
+        publication=publication,
+        limits=_limits(records, bool(publication.rows)),
         own=model_type == "convgpt",  # which transformers does not know
         version=version("transformers"),
         METHODS=METHODS,
@@ -176,7 +176,7 @@ def commit() -> str | None:
 def _limits(records: Sequence[dict[str, Any]], evaluated: bool) -> list[str]:
     lines = []
     if any(source["path"] == "embedded" for one in records for source in one["data"]):
-        lines.append("Some of its data is generated by the training code and simple: it says little about real tasks.")
+        lines.append("Some of its data is generated by the training code and simple: it shows little about real tasks.")
     for result in records[-1]["results"]:
         if result["name"].endswith("success") and result["value"] < 0.9:
             lines.append(f"{result['name']}: it fails in {1 - result['value']:.0%} of the phase's own test levels.")
@@ -191,11 +191,11 @@ def _limits(records: Sequence[dict[str, Any]], evaluated: bool) -> list[str]:
     return lines
 
 
-def shown(place: str) -> str:
-    """Return how a card names a model or a data file: of an absolute path, which tells of a machine, by its end.
+def public_name(place: str) -> str:
+    """Return how a card names a model or a data file: an absolute path, which is private, by its end.
 
-    >>> shown("runs/mine/phase1/final"), shown("/home/ana/runs/phase1/final"), shown("/home/ana/rows.jsonl")
-    ('runs/mine/phase1/final', 'phase1/final', 'rows.jsonl')
+    >>> [public_name(each) for each in ("runs/mine/phase1/final", "/home/ana/runs/phase1/final", "/home/ana/a.jsonl")]
+    ['runs/mine/phase1/final', 'phase1/final', 'a.jsonl']
     """
     path = PureWindowsPath(place) if PureWindowsPath(place).drive else PurePosixPath(place)
     if not path.root and not place.startswith("~"):
@@ -210,7 +210,7 @@ CARDS = Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
-CARDS.filters |= {"count": "{:,}".format, "text": markdown_text, "place": shown}
+CARDS.filters |= {"count": "{:,}".format, "text": markdown_text, "place": public_name}
 
 
 def _at(config: dict[str, Any], path: str) -> Any:
@@ -230,13 +230,13 @@ def _licence(name_or_path: str, revision: str | None) -> str | None:
         card = try_to_load_from_cache(name_or_path, "README.md", revision=revision)
         if not isinstance(card, str):
             try:
-                told = HfApi().model_info(name_or_path, revision=revision, timeout=10).card_data
+                data = HfApi().model_info(name_or_path, revision=revision, timeout=10).card_data
             except (OSError, ValueError, HTTP_ERROR, HfHubHTTPError):
                 return None
-            found = told.get("license") if told else None
-            return found if isinstance(found, str) else None
+            licence = data.get("license") if data else None
+            return licence if isinstance(licence, str) else None
     try:
-        found = (metadata_load(card) or {}).get("license")
+        licence = (metadata_load(card) or {}).get("license")
     except (OSError, ValueError, AttributeError, yaml.YAMLError):
         return None
-    return found if isinstance(found, str) else None
+    return licence if isinstance(licence, str) else None

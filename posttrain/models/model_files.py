@@ -1,4 +1,4 @@
-"""Is what lies in a folder, or under a Hub name, a model that can be loaded?  Refused in words before it is built."""
+"""Is there a loadable model in a folder, or under a Hub name?  If not, it is refused before it is built."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from posttrain.config import ModelSection
 from posttrain.runtime import checkpoint, compat
 from posttrain.types import HUB_NAME, UserError, one_line
 
-# What config.json may ask for at most: transformers makes a name for each label, and a list or a module of each part.
+# Limits of config.json: transformers makes a name for each label, and a list or a module for each part.
 MOST_LABELS, MOST_PARTS, LARGEST = 1_000_000, 100_000, 2**31
 MOST_LETTERS = 1000  # that a tokenizer may make of one, and tokens that it may put around a text
 _PARTS = re.compile(r"(n|num)_\w*(layer|block|expert|head|stage)s?|\w*_(layers|blocks|experts|heads)|depth")
@@ -31,7 +31,7 @@ _SIZE = re.compile(r"num_.*|n_(layer|head|embd|inner)|.*_(size|dim|heads|layers)
 
 
 def check_source(model: ModelSection) -> None:
-    """A local folder must be a checkpoint, a Hub name must look like one; the Hub itself is not asked."""
+    """Check that a local folder is a checkpoint, or a Hub name looks like one; the Hub itself is not asked."""
     if model.trust_remote_code and not re.fullmatch(r"[0-9a-f]{40}", model.revision or ""):
         raise UserError(
             f"model.trust_remote_code=true runs code that {model.name_or_path} brings along, so it has to be pinned: "
@@ -49,8 +49,8 @@ def check_source(model: ModelSection) -> None:
             if os.path.isfile(folder / "final" / "config.json"):
                 raise UserError(f"model.name_or_path={name} is a run's folder. Name its result: {folder / 'final'}.")
             raise UserError(
-                f"model.name_or_path={name} is no checkpoint: it has no config.json. A phase saves the folder "
-                "`final` inside its output_dir; an unfinished phase has none yet (finish it with --resume)."
+                f"model.name_or_path={name} is not a checkpoint: it has no config.json. A phase saves the folder "
+                "`final` inside its output_dir when it ends (finish it with --resume)."
             )
         for file in (folder / "config.json", *checkpoint.weight_files(folder)):
             files.must_be_readable(file, f"model.name_or_path={name}")
@@ -58,22 +58,22 @@ def check_source(model: ModelSection) -> None:
         return
     if not HUB_NAME.fullmatch(name) or folder.parts[-1] == "final" or os.path.isdir(folder.parent):
         raise UserError(
-            f"model.name_or_path={name} does not exist. It is where the previous phase's result would lie: run that "
+            f"model.name_or_path={name} does not exist. It is the folder of the previous phase's result: run that "
             "phase first, or name another checkpoint folder or a Hub model (model.name_or_path=...)."
         )
 
 
 def _must_be_no_adapter(model: ModelSection) -> None:
-    """UserError for the folder or the Hub name of a PEFT adapter, also where a model lies beside it.
+    """Raise UserError for the folder or the Hub name of a PEFT adapter, even where a model lies beside it.
 
-    transformers would load the base model that the adapter names instead of what lies in the folder.
+    transformers would load the base model that the adapter names instead of the folder's.
     """
-    with errors_in_words(f"{model.name_or_path} is no checkpoint that can be loaded"):
-        found = find_adapter_config_file(model.name_or_path, revision=model.revision)
-    if found is None:
+    with errors_in_words(f"{model.name_or_path} is not a checkpoint that can be loaded"):
+        file = find_adapter_config_file(model.name_or_path, revision=model.revision)
+    if file is None:
         return
     merged = Path(model.name_or_path).with_name("final")
-    base = files.read_json(Path(found), "Get a whole copy of the model.").get("base_model_name_or_path")
+    base = files.read_json(Path(file), "Get a whole copy of the model.").get("base_model_name_or_path")
     remedy = f"Name the folder in which it is merged: {merged}."
     if not os.path.isfile(merged / "config.json"):
         remedy = (
@@ -81,31 +81,30 @@ def _must_be_no_adapter(model: ModelSection) -> None:
             " save that and the tokenizer with save_pretrained, and name that folder."
         )
         if os.path.isfile(Path(model.name_or_path) / "config.json"):
-            remedy += " If you mean the model that lies beside it, take the adapter's files away."
+            remedy += " If you mean the model in the same folder, remove the adapter's files."
     raise UserError(
-        f"{model.name_or_path} is an adapter: {Path(found).name} lies there. An adapter changes a model and is not one"
-        f" itself. {remedy}"
+        f"{model.name_or_path} is an adapter: it contains {Path(file).name}. An adapter only changes a model. {remedy}"
     )
 
 
 def load_config(model: ModelSection) -> PreTrainedConfig:
-    """The architecture and its sizes, without the weights."""
+    """Return the architecture and its sizes, without the weights."""
     file = Path(model.name_or_path) / "config.json"
     if file.is_file():
         content = files.read_json(file, "Get a whole copy of the model.")
     else:
         _must_be_no_adapter(model)
-        with errors_in_words(f"{model.name_or_path} is no checkpoint that can be loaded"):
+        with errors_in_words(f"{model.name_or_path} is not a checkpoint that can be loaded"):
             content, _ = PreTrainedConfig.get_config_dict(model.name_or_path, revision=model.revision)
     _check_numbers(str(file) if file.is_file() else f"config.json of {model.name_or_path}", content)
-    with errors_in_words(f"{model.name_or_path} is no checkpoint that can be loaded"):
+    with errors_in_words(f"{model.name_or_path} is not a checkpoint that can be loaded"):
         return AutoConfig.from_pretrained(
             model.name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
 
 
 def _check_numbers(where: str, content: dict[str, Any]) -> None:
-    """UserError for a number that no model has: transformers would count up to it before anything is compared."""
+    """Raise UserError for a number that no model has: transformers would count up to it before anything is compared."""
     inner = [content]
     while inner:
         for key, value in inner.pop().items():
@@ -121,7 +120,7 @@ def _check_numbers(where: str, content: dict[str, Any]) -> None:
 
 
 def check_tokenizer(model: ModelSection) -> None:
-    """UserError where the rules in tokenizer.json may make much more of a text than was there.
+    """Raise UserError where the rules in tokenizer.json may make a text much longer.
 
     Forty rules that replace "a" by "aa" make 2^40 letters of one. They are counted before the tokenizer is loaded,
     because loading applies them to the added tokens.
@@ -147,9 +146,9 @@ def check_tokenizer(model: ModelSection) -> None:
 
 
 def _letters(step: Any, letters: float) -> float:
-    """How many letters a step of a tokenizer makes of so many, at most: _letters({"type": "Fuse"}, 3.0) -> 3.0.
+    """Return how many letters a tokenizer's step makes of `letters`, at most: _letters({"type": "Fuse"}, 3.0) -> 3.0.
 
-    Counted is what a file says, not the fixed rules of tokenizers (NFKC makes up to 18 of one).
+    Only the rules in the file count, not the fixed ones of tokenizers (NFKC makes up to 18 letters of one).
     """
     if step is None:
         return letters
@@ -164,7 +163,7 @@ def _letters(step: Any, letters: float) -> float:
 
 
 def _tokens_around(step: Any) -> int:
-    """How many tokens a post-processor of a tokenizer puts around a text."""
+    """Return how many tokens a post-processor of a tokenizer puts around a text."""
     if step is None:
         return 0
     many = sum(map(_tokens_around, step.get("processors", ())))
@@ -175,13 +174,13 @@ def _tokens_around(step: Any) -> int:
 
 
 def load_weights(model: ModelSection, dtype: torch.dtype, **more: Any) -> PreTrainedModel:
-    """The model as its files say, every tensor checked; `more` goes to `from_pretrained`."""
+    """Return the model in its files, every tensor checked; `more` goes to `from_pretrained`."""
     if os.path.isdir(model.name_or_path):
         checkpoint.verify_if_sealed(Path(model.name_or_path))
     config = load_config(model)
     if os.path.isdir(model.name_or_path):
         _check_sizes(model, config)
-    with errors_in_words(f"{model.name_or_path} is no checkpoint that can be loaded"):
+    with errors_in_words(f"{model.name_or_path} is not a checkpoint that can be loaded"):
         try:
             with no_bars() if os.path.isdir(model.name_or_path) else contextlib.nullcontext():
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -191,7 +190,7 @@ def load_weights(model: ModelSection, dtype: torch.dtype, **more: Any) -> PreTra
                     trust_remote_code=model.trust_remote_code,
                     attn_implementation=model.attn_implementation,
                     use_safetensors=True,
-                    ignore_mismatched_sizes=True,  # they are an error all the same, in our words
+                    ignore_mismatched_sizes=True,  # they are reported below
                     output_loading_info=True,
                     dtype=dtype,
                     **more,
@@ -204,17 +203,17 @@ def load_weights(model: ModelSection, dtype: torch.dtype, **more: Any) -> PreTra
             if "does not support" not in str(error) or "attention" not in str(error).lower():
                 raise
             raise UserError(
-                f"model.attn_implementation={model.attn_implementation} is nothing that {config.model_type} has: write"
+                f"model.attn_implementation={model.attn_implementation} does not exist for {config.model_type}: write"
                 " model.attn_implementation=eager."
             ) from error
-    net, found = loaded
-    _check_weights(model.name_or_path, net, found)
+    net, info = loaded
+    _check_weights(model.name_or_path, net, info)
     say_what_is_tied(model.name_or_path, net, model.trust_remote_code)
     return net
 
 
 def _check_sizes(model: ModelSection, config: PreTrainedConfig) -> None:
-    """UserError where config.json describes a far larger model than the weight files hold.
+    """Raise UserError where config.json describes a far larger model than the weight files hold.
 
     transformers would build it first, which takes any amount of memory and time, and then find the weights missing.
     """
@@ -239,20 +238,20 @@ def _check_sizes(model: ModelSection, config: PreTrainedConfig) -> None:
         )
 
 
-def _check_weights(name: str, net: PreTrainedModel, found: dict[str, Any]) -> None:
-    """UserError unless every tensor of the model came from the files, and every one in the files was wanted.
+def _check_weights(name: str, net: PreTrainedModel, info: dict[str, Any]) -> None:
+    """Raise UserError unless the files hold every tensor of the model, and no others.
 
-    transformers fills what is missing with random numbers and goes on. Tied weights that are stored once are not
-    missing, and what an architecture declares to be ignored is not unexpected: `found` holds neither.
+    transformers would fill what is missing with random numbers. `info` lists neither tied weights that are stored once
+    nor what an architecture declares to be ignored.
     """
-    shapes = [f"{key} ({list(there)} instead of {list(wanted)})" for key, there, wanted in found["mismatched_keys"]]
+    shapes = [f"{key} ({list(there)} instead of {list(wanted)})" for key, there, wanted in info["mismatched_keys"]]
     wrong = [
         f"{len(keys)} {words}: {', '.join(sorted(keys)[:3])}{', ...' if len(keys) > 3 else ''}"
         for keys, words in (
-            (set(found["missing_keys"]) - {key for key, *_ in found["mismatched_keys"]}, "missing"),
-            (found["unexpected_keys"], "without a place in the model"),
+            (set(info["missing_keys"]) - {key for key, *_ in info["mismatched_keys"]}, "missing"),
+            (info["unexpected_keys"], "without a place in the model"),
             (shapes, "of another shape"),
-            (found["error_msgs"], "not loaded"),
+            (info["error_msgs"], "not loaded"),
         )
         if keys
     ]
@@ -265,24 +264,23 @@ def _check_weights(name: str, net: PreTrainedModel, found: dict[str, Any]) -> No
 
 
 def say_what_is_tied(name: str, net: Any, trust_remote_code: bool = False) -> None:
-    """Let the config say that the output layer is not the embedding, where the files hold two different tensors.
+    """Correct `tie_word_embeddings` where the files hold different tensors for output layer and embedding.
 
-    transformers then loads both and leaves `tie_word_embeddings: true` in the config. Whoever believes it when the
-    model is saved and loaded again, or gets more rows, drops the output layer. UserError for an architecture that is
-    another one without the tie.
+    transformers loads both but leaves `tie_word_embeddings: true` in the config, so that the output layer would be lost
+    when the model is saved and loaded again, or gets more rows. UserError for an architecture that differs untied.
     """
     layer, embedding = net.get_output_embeddings(), net.get_input_embeddings()
     if layer is None or layer.weight is embedding.weight or not net.config.tie_word_embeddings:
         return
-    as_said = _without_memory(net.config, trust_remote_code)
+    tied = _without_memory(net.config, trust_remote_code)
     for config in (net.config, net.config.get_text_config()):
         config.tie_word_embeddings = False
-    as_held = _without_memory(net.config, trust_remote_code)
-    if as_said is not None and as_held is not None and _shapes(as_said) != _shapes(as_held):
+    untied = _without_memory(net.config, trust_remote_code)
+    if tied is not None and untied is not None and _shapes(tied) != _shapes(untied):
         raise UserError(
-            f"{name}: config.json says that the output layer is the embedding (tie_word_embeddings: true), but the"
-            f" weight files hold another output layer, which {type(net).__name__} has no place for beside such an"
-            " embedding. Get a whole copy of the model."
+            f"{name}: in config.json the output layer is the embedding (tie_word_embeddings: true), but the weight"
+            f" files hold another output layer, for which {type(net).__name__} has no place. Get a whole copy of the"
+            " model."
         )
 
 
@@ -294,12 +292,12 @@ def _without_memory(config: PreTrainedConfig, trust_remote_code: bool) -> Any:
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except Exception:  # some architectures cannot be built without memory; whatever else is wrong is said when it loads
+    except Exception:  # some architectures cannot be built without memory; other errors show at loading
         return None
 
 
 def learned_positions(config: PreTrainedConfig, trust_remote_code: bool = False) -> int | None:
-    """How many positions the model has an embedding for, and no more tokens can stand in a row; None without such."""
+    """Return the number of position embeddings, which limits the tokens of a row; None without any."""
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(most, int):
         return None
@@ -313,19 +311,19 @@ def learned_positions(config: PreTrainedConfig, trust_remote_code: bool = False)
 
 @contextlib.contextmanager
 def errors_in_words(what: str) -> Iterator[None]:
-    """transformers and the libraries below it raise all kinds of errors on a damaged folder; each becomes a UserError.
+    """Turn any error that a damaged folder causes in transformers and the libraries below it into a UserError.
 
-    The device's own failures are no fault of the folder and pass as they are.
+    The device's own failures are not the folder's fault and pass unchanged.
     """
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # its table of tensors; what is wrong is said in one paragraph
+    transformers_logging.set_verbosity_error()  # hides its table of tensors; one paragraph names the problem
     try:
         yield
     except (UserError, ImportError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:
         raise UserError(f"{what}: {one_line(error)}") from error
-    except BaseException as error:  # a panic is no Exception
+    except BaseException as error:  # a panic is not an Exception
         if not compat.is_rust_panic(error):
             raise
         raise UserError(f"{what}: {one_line(error)}") from error
@@ -335,7 +333,7 @@ def errors_in_words(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_bars() -> Iterator[None]:
-    """No bar for reading or writing a few files of this disk; downloads keep theirs."""
+    """Show no bar for reading or writing a few files of this disk; downloads keep theirs."""
     transformers_logging.disable_progress_bar()
     try:
         yield
@@ -344,7 +342,7 @@ def no_bars() -> Iterator[None]:
 
 
 def weights_held(folder: Path) -> tuple[int, int]:
-    """How many numbers a folder's weight files hold, and how many tensors, by their headers."""
+    """Return the count of numbers in a folder's weight files, and of tensors, from their headers."""
     numbers = tensors = 0
     for file in checkpoint.weight_files(folder):
         try:
@@ -353,5 +351,5 @@ def weights_held(folder: Path) -> tuple[int, int]:
                     numbers += torch.Size(weights.get_slice(name).get_shape()).numel()
                     tensors += 1
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{file} is no weight file that can be loaded: {one_line(error)}") from error
+            raise UserError(f"{file} is not a weight file that can be loaded: {one_line(error)}") from error
     return numbers, tensors

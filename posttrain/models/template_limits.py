@@ -1,4 +1,4 @@
-"""Does a chat template come to an end?  It is a program of somebody else's: bounded in steps, time and memory.
+"""Does a chat template come to an end?  It is foreign code, bounded in steps, time and memory.
 
 `why_not` lets a child process render it, under limits of processor time and memory: a single operation may take any
 amount of both. `at_most` bounds the steps of what is then rendered in this process.
@@ -33,16 +33,16 @@ OUT_OF_MEMORY = 77  # exit code
 
 
 def why_not(template: str, special_tokens: Mapping[str, str], dialogues: list[list[dict[str, str]]]) -> str:
-    """Why this template cannot be rendered for these dialogues within the limits, in words, or "".
+    """Return why this template cannot be rendered for these dialogues within the limits, in words, or "".
 
-    Whatever else it raises is no concern here: it raises it again where it is rendered for good.
+    Other errors do not count here: they are raised again when the template is used.
     """
     return _tried(json.dumps([template, dict(special_tokens), dialogues, STEPS, SECONDS, BYTES]))
 
 
 @functools.cache
 def _tried(given: str) -> str:
-    # -P keeps this file's folder off the path, where types.py would stand in for the standard library's
+    # -P keeps this file's folder off the path, where types.py would replace the standard library's
     command = [sys.executable, "-P", __file__]
     try:
         done = subprocess.run(command, input=given.encode(), capture_output=True, timeout=PATIENCE, check=False)
@@ -53,11 +53,11 @@ def _tried(given: str) -> str:
             "A chat template is tried out in a Python process of its own, which does not start here: "
             f"{' '.join(done.stderr.decode(errors='replace').split())[-300:]}"
         )
-    return outcome(done.returncode)
+    return meaning_of_exit(done.returncode)
 
 
-def outcome(code: int) -> str:
-    """What the child's exit code says of the template: outcome(0) -> "", outcome(-11) -> "it crashes (SIGSEGV)"."""
+def meaning_of_exit(code: int) -> str:
+    """Return what the child's exit code means: 0 -> "", -11 -> "it crashes (SIGSEGV)"."""
     if code == -signal.SIGXCPU:
         return f"it takes more than {SECONDS} seconds"
     if code == OUT_OF_MEMORY:
@@ -68,15 +68,15 @@ def outcome(code: int) -> str:
 
 
 class _Endless(BaseException):
-    """No Exception: Jinja's optimizer runs constant parts of a template while it compiles it, and swallows those."""
+    """Not an Exception: Jinja's optimizer runs constant parts of a template when it compiles it, and swallows those."""
 
 
 @contextmanager
 def at_most(steps: int) -> Iterator[None]:
-    """Ends a template that loops for longer than so many lines with a TimeoutError.
+    """End a template that loops for longer than `steps` lines with a TimeoutError.
 
-    Jinja's sandbox bounds one range(), but not loops within loops. Counted are lines, not seconds: what is refused does
-    not depend on the machine. A single operation cannot be interrupted: `why_not` is there for those.
+    Jinja's sandbox bounds one range(), but not nested loops. Lines are counted, not seconds, so that the limit does not
+    depend on the machine. A single operation cannot be interrupted: `why_not` covers those.
     """
     left = steps
 
@@ -102,9 +102,9 @@ def at_most(steps: int) -> Iterator[None]:
 
 
 class Kept(dict[Any, Any]):
-    """What was rendered for (roles, anything), of at most ROLES roles in all: the latest makes room for another.
+    """A cache of what was rendered for (roles, anything), of at most ROLES roles in all; the latest is dropped first.
 
-    Who serves a model does not choose the shapes of the dialogues that clients send.
+    It is bounded because clients of a server choose the shapes of dialogues.
     """
 
     _roles = 0
@@ -120,7 +120,7 @@ class Kept(dict[Any, Any]):
 
 
 def import_alone(module: str) -> types.ModuleType:
-    """A module without what the `__init__` files of its packages do: those of transformers take half a second."""
+    """Import a module without the slow `__init__` files of its packages: those of transformers take half a second."""
     names = module.split(".")
     spec = importlib.util.find_spec(names[0])
     assert spec is not None and spec.submodule_search_locations
@@ -132,7 +132,7 @@ def import_alone(module: str) -> types.ModuleType:
 
 
 def _render() -> None:
-    """The child: JSON in; exit code 0, OUT_OF_MEMORY, or a signal."""
+    """Run as the child process: JSON in; exit code 0, OUT_OF_MEMORY, or a signal."""
     import resource
 
     templates = import_alone("transformers.utils.chat_template_utils")

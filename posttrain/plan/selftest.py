@@ -22,7 +22,16 @@ from transformers.pytorch_utils import Conv1D
 
 from posttrain import models
 from posttrain.config import ModelSection
-from posttrain.models import UNFIT, Chat, Prefixes, attends_to_all, head_logprobs, prefix_of, read, trained_states
+from posttrain.models import (
+    UNFIT,
+    Chat,
+    Prefixes,
+    attends_to_all,
+    backbone_states,
+    head_logprobs,
+    prefix_of,
+    trained_states,
+)
 from posttrain.runtime import DEVICE_ERRORS, compat, hardware, launcher, runlog, trl_arguments
 from posttrain.types import UserError, one_line
 
@@ -83,7 +92,7 @@ def head_agrees(model: PreTrainedModel) -> bool:
                 return True
             factor = 100.0 / largest if asked else 1.0  # some use the layer's weights without asking the layer
             own_TV = model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float()
-            states_TD = read(model, predicts_1T, input_ids=ids_1T, use_cache=False) * factor
+            states_TD = backbone_states(model, predicts_1T, input_ids=ids_1T, use_cache=False) * factor
             said_T, _ = head_logprobs(model, states_TD, ids_1T[0, 1:])
     finally:
         larger.remove()

@@ -1,8 +1,7 @@
 """Is this folder a whole checkpoint, and which is the newest one that is?
 
-A folder counts as a checkpoint once `manifest.json` lies in it: the manifest holds the size and the sha256 of every
-other file and is written last, after everything else has reached the disk.  A kill at any moment therefore leaves
-either the whole checkpoint or none.
+A folder is a checkpoint once it contains `manifest.json`, with the size and the sha256 of every other file. It is
+written last, after everything else has reached the disk, so a kill leaves either the whole checkpoint or none.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ MANIFEST = "manifest.json"
 LOCK = ".lock"
 RUN_CONFIG = "run_config.yaml"
 OF_A_PHASE = (RUN_CONFIG, "counts.json", "state.json")  # only folders that a phase has written hold one of these
-DASHBOARDS = "dashboards.json"  # what the run is called on them
+DASHBOARDS = "dashboards.json"  # the run's name on them
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"  # names the files of weights that are in several
 
 _LARGE = {".safetensors", ".pt", ".pth", ".bin"}
 _REMEDY = "Use another checkpoint or make this one again."
 
-# The lock of every output folder this process has claimed; the kernel lets go of it however the process ends.
+# The lock of every output folder this process has claimed; the kernel releases it however the process ends.
 _claimed: dict[Path, IO[str]] = {}
 
 
 def save(folder: Path, write: Callable[[Path], object], **meta: Any) -> Path:
     """Let `write(temporary_folder)` fill a checkpoint, then put it at `folder` in one rename.
 
-    A `folder` that is already there is replaced only after the new one is complete.  Example of what arrives:
+    An existing `folder` is replaced only after the new one is complete.  Example of the result:
         final/model.safetensors  final/config.json  ...  final/manifest.json
     """
     folder = Path(folder)
@@ -69,7 +68,7 @@ def save(folder: Path, write: Callable[[Path], object], **meta: Any) -> Path:
 
 
 def seal(folder: Path, **meta: Any) -> dict[str, Any]:
-    """Write the manifest of a folder whose files are all there, for checkpoints that somebody else wrote.
+    """Write the manifest of a folder whose files are complete, for checkpoints that another library wrote.
 
     All files get the permissions that the umask asks for: safetensors writes weights that only their owner may read.
     """
@@ -95,18 +94,18 @@ def seal(folder: Path, **meta: Any) -> dict[str, Any]:
 
 
 def sealed(manifest: dict[str, Any]) -> str:
-    """The text of a manifest: what `read_manifest` returns, and its seal."""
+    """Return the text of a manifest and its seal, which `read_manifest` reads."""
     return json.dumps({**manifest, "seal": _digest(manifest)}, indent=1, sort_keys=True)
 
 
 def _digest(manifest: dict[str, Any]) -> str:
-    """sha256 of everything else in a manifest: it vouches for the files, this vouches for it."""
+    """Return sha256 of everything else in a manifest, which detects changes of the manifest itself."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def verify(folder: Path, *, weights: bool = True) -> dict[str, Any]:
-    """The manifest of a checkpoint in which every byte is as it was written; otherwise a UserError that says what is
-    wrong. Without `weights` the large files are not read: configuration, tokenizer and template are."""
+    """Return the manifest of a checkpoint in which every byte is as it was written; otherwise raise a UserError that
+    says what is wrong. Without `weights` the large files are not read, only configuration, tokenizer and template."""
     folder = Path(folder)
     manifest = read_manifest(folder)
     for name, expected in manifest["files"].items():
@@ -127,23 +126,23 @@ def verify(folder: Path, *, weights: bool = True) -> dict[str, Any]:
 
 
 def verify_if_sealed(folder: Path, *, weights: bool = True) -> None:
-    """`verify` for a model's folder, which may come from elsewhere and have no manifest.
+    """Verify a model's folder, which may come from elsewhere and have no manifest.
 
-    UserError where one that a phase has written has lost it: any of its files may have changed, and nobody would know.
+    UserError where the manifest of a phase's folder is missing: changes of its files would go unnoticed.
     """
     folder = Path(folder)
     if os.path.exists(folder / MANIFEST):
         verify(folder, weights=weights)
-    elif found := next((name for name in OF_A_PHASE if os.path.exists(folder / name)), None):
+    elif mark := next((name for name in OF_A_PHASE if os.path.exists(folder / name)), None):
         raise UserError(
-            f"{folder} was written by a phase ({found} lies in it), but its {MANIFEST} is missing, so nobody can tell"
-            " whether its files are whole. Copy the folder again with all its files. If you have changed it on purpose,"
-            f" take {found} away: then it is loaded unchecked, as a model from elsewhere."
+            f"{folder} was written by a phase (it contains {mark}), but its {MANIFEST} is missing, so its files cannot"
+            " be checked. Copy the folder again with all its files. If you have changed it on purpose, remove"
+            f" {mark}: then it is loaded unchecked, as a model from elsewhere."
         )
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether `verify` would pass."""
+    """Return whether `verify` would pass."""
     try:
         return bool(verify(folder))
     except UserError:
@@ -151,15 +150,15 @@ def is_whole(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest as it stands, files unchecked; UserError when there is none that can be read."""
+    """Return the manifest without checking the files. UserError: there is none that can be read."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"{folder} is no checkpoint: there is no such folder.")
+        raise UserError(f"{folder} is not a checkpoint: there is no such folder.")
     try:
         manifest = files.parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
         well_formed = manifest.pop("seal") == _digest(manifest)
     except FileNotFoundError:
-        raise UserError(f"{folder} is no complete checkpoint: {MANIFEST}, which is written last, is missing.") from None
+        raise UserError(f"{folder} is not a complete checkpoint: {MANIFEST}, written last, is missing.") from None
     except OSError as error:
         raise UserError(f"{folder / MANIFEST} cannot be read ({error.strerror}). Fix its permissions.") from None
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -170,7 +169,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold a model's weights: what the index names, or the single file; never others that lie beside.
+    """Return a model's weight files: those that the index names, or the single file, never others in the folder.
 
     UserError where there are none.
     """
@@ -178,7 +177,7 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if not (folder / WEIGHTS_INDEX).is_file():
-        raise UserError(f"{folder} is no checkpoint: it holds no .safetensors weights ({WEIGHTS}).")
+        raise UserError(f"{folder} is not a checkpoint: it holds no .safetensors weights ({WEIGHTS}).")
     places = files.read_json(folder / WEIGHTS_INDEX, _REMEDY).get("weight_map")
     names = set(places.values()) if isinstance(places, dict) and all(map(_is_file_name, places.values())) else set()
     if not names:
@@ -189,20 +188,20 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _is_file_name(name: object) -> bool:
-    """True for a weight file in the folder itself, never outside it."""
+    """Return True for a weight file in the folder itself, never outside it."""
     return isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors")
 
 
 def numbered(run_dir: Path, name: str = "checkpoint") -> list[tuple[int, Path]]:
-    """The folders `name-12` of a run with their steps, the oldest first; `name-old` is somebody's copy, and none."""
-    found = [(re.fullmatch(rf"{name}-([0-9]{{1,18}})", path.name), path) for path in Path(run_dir).glob(f"{name}-*")]
-    return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
+    """Return the steps and folders `name-12` of a run, the oldest first, without copies such as `name-old`."""
+    paths = [(re.fullmatch(rf"{name}-([0-9]{{1,18}})", path.name), path) for path in Path(run_dir).glob(f"{name}-*")]
+    return sorted((int(match[1]), path) for match, path in paths if match and path.is_dir())
 
 
 def latest_good(
     run_dir: Path, say: Callable[[str], object] = print, also: Callable[[Path], object] | None = None
 ) -> Path | None:
-    """The checkpoint with the highest number that verifies; `say` hears of every newer one that does not.
+    """Return the checkpoint with the highest number that verifies; `say` gets a line for each newer one that does not.
 
     `also(folder)` is a further check that may raise a UserError.
     """
@@ -219,49 +218,49 @@ def latest_good(
 
 
 def in_use(output_dir: Path, resume: bool) -> None:
-    """UserError when a run may not write to this folder; nothing is created or changed."""
+    """Raise UserError when a run may not write to this folder; nothing is created or changed."""
     output_dir = Path(output_dir)
     try:
         if output_dir.exists() and not output_dir.is_dir():
             raise UserError(f"output_dir={output_dir} is a file. Choose another name: output_dir=...")
-        found = [path for path in output_dir.iterdir() if path.name != LOCK] if output_dir.is_dir() else []
-        used = any(_worth_keeping(path) for path in found)
+        contents = [path for path in output_dir.iterdir() if path.name != LOCK] if output_dir.is_dir() else []
+        used = any(_worth_keeping(path) for path in contents)
     except OSError as error:
         raise UserError(f"output_dir={output_dir} cannot be read ({error.strerror}). Choose another folder.") from None
     if not resume and used:
         raise UserError(
-            f"output_dir={output_dir} already holds a run, which is left as it is. "
-            "Go on with it (--resume) or choose another name (output_dir=...)."
+            f"output_dir={output_dir} already holds a run, which is not changed. "
+            "Continue it (--resume) or choose another name (output_dir=...)."
         )
-    if resume and not found:
+    if resume and not contents:
         raise UserError(
             f"There is nothing to resume in output_dir={output_dir}. Start without --resume, or name the run's folder."
         )
 
 
 def _worth_keeping(path: Path) -> bool:
-    """False for what a run leaves that failed before its first step: its settings, empty files, prepared rows."""
-    begun = path.name.startswith((".rows.partial-", ".pairs.partial-"))
-    if begun or path.name in (RUN_CONFIG, DASHBOARDS, "rows", "pairs"):
+    """Return False for the files of a run that failed before its first step: settings, empty files, prepared rows."""
+    partial = path.name.startswith((".rows.partial-", ".pairs.partial-"))
+    if partial or path.name in (RUN_CONFIG, DASHBOARDS, "rows", "pairs"):
         return False
     return path.is_dir() or path.stat().st_size > 0
 
 
 def claim(output_dir: Path, resume: bool) -> None:
-    """Make the output folder this process's own until it ends; UserError when a run lies in it or is writing to it."""
+    """Lock the output folder for this process. UserError: it holds a run, or another process writes to it."""
     in_use(Path(output_dir), resume)
     lock_folder(Path(output_dir))
 
 
 def lock_folder(output_dir: Path) -> None:
-    """Make the output folder, which may hold something, this process's own; UserError when another one has it."""
+    """Lock the output folder, which may hold files, for this process. UserError: another process has locked it."""
     key = output_dir.resolve()
     if key in _claimed:
         return
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         lock = (output_dir / LOCK).open("w")
-        with tempfile.NamedTemporaryFile(dir=output_dir):  # the lock may be there where nothing else can be created
+        with tempfile.NamedTemporaryFile(dir=output_dir):  # an old lock may exist where nothing can be created
             pass
     except OSError as error:
         raise UserError(
@@ -279,9 +278,9 @@ def lock_folder(output_dir: Path) -> None:
 
 
 def needs_free_space(path: Path, needed: int) -> None:
-    """UserError when the disk that would hold `path` has less than `needed` bytes left."""
+    """Raise UserError when the disk that would hold `path` has less than `needed` bytes left."""
     place = Path(path).resolve()
-    while not os.path.exists(place):  # unlike Path.exists, it takes a name that is too long for one that is not there
+    while not os.path.exists(place):  # unlike Path.exists, it is False for a name that is too long
         place = place.parent
     free = shutil.disk_usage(place).free
     if free < needed:
@@ -293,10 +292,10 @@ def needs_free_space(path: Path, needed: int) -> None:
 
 @contextmanager
 def full_disk_in_words(path: Path) -> Iterator[None]:
-    """What a write raises on a full disk differs from library to library; all of it becomes one UserError."""
+    """Turn the errors that libraries raise on a full disk into one UserError."""
     try:
         yield
-    except UserError:  # has said what is wrong
+    except UserError:
         raise
     except Exception as error:
         words = files.failed_write(error)
@@ -304,8 +303,8 @@ def full_disk_in_words(path: Path) -> Iterator[None]:
             raise
         raise UserError(
             words
-            or f"The disk that holds {path} is full. Checkpoints that were complete still are: make room and go on "
-            "with the same command and --resume."
+            or f"The disk that holds {path} is full. Complete checkpoints are not damaged: make room and "
+            "continue with the same command and --resume."
         ) from error
 
 

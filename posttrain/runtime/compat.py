@@ -1,8 +1,8 @@
 """Which private parts of other libraries are used or replaced?  Each in one place, with its reason.
 
-CHECKED says with which versions. For everything here test_compat.py fails as soon as it no longer fits (a name is
-gone, an argument is another one) and as soon as the library does the same by itself. Each docstring ends with what has
-to happen until it can go. Not here: TRL's trainers (finetune/trl_trainers.py), reading TRL's dataclasses without
+CHECKED names the versions. test_compat.py fails as soon as something here no longer fits (a name or an argument has
+changed) and as soon as the library does the same itself. Each docstring ends with the condition for deleting it
+("Until ..."). Not here: TRL's trainers (finetune/trl_trainers.py), reading TRL's dataclasses without
 importing them (config/trl_fields.py) and importing transformers' chat templates alone
 (models/template_limits.py), which must load without torch; vLLM's engine and torch's compiler (rollout/engines/);
 what only envs/ needs, which imports no posttrain: gym-sokoban's room generator (envs/sokoban/rooms.py) and OpenEnv's
@@ -57,7 +57,7 @@ def chunked_logprobs(
     cap: float | None = None,
     scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log-prob of each token and the entropy there, both (S,), with gradient; `columns` of the logits at a time.
+    """Return log-prob of each token and the entropy there, both (S,), with gradient; `columns` of the logits at a time.
 
     TRL's own function, `TOKEN_CHUNK_SIZE` rows at a time, with a Triton kernel on a GPU. Its arguments have an order
     and no names. Until TRL has a function for it.
@@ -72,7 +72,7 @@ def score_trained_positions_only() -> None:
     """Let TRL project onto the vocabulary only the positions that have a label, on a CPU as it does on a GPU.
 
     Prompts and padding are most of a batch of short dialogues. The loss is the same. TRL asks this private function
-    about nothing else. Until TRL decides by the device's need for fixed shapes, as its comment says it means to.
+    about nothing else. Until TRL decides by the device's need for fixed shapes, which its comment announces.
     """
     from trl.trainer import utils
 
@@ -105,7 +105,7 @@ def replace_reference_bar(shown: Callable[..., Iterator[Any]]) -> None:
 
 
 def trained_tokens(trainer: Any) -> int:
-    """The tokens that a SFTTrainer or DPOTrainer has trained on.
+    """Return the number of tokens that a SFTTrainer or DPOTrainer has trained on.
 
     It counts them, logs them as `num_tokens` and forgets them when a run is resumed. Until it saves them.
     """
@@ -113,18 +113,18 @@ def trained_tokens(trainer: Any) -> int:
 
 
 def set_trained_tokens(trainer: Any, count: int) -> None:
-    """Go on counting from a checkpoint's `trained_tokens`. Until TRL does so."""
+    """Continue to count from a checkpoint's `trained_tokens`. Until TRL does so."""
     assert hasattr(trainer, "_total_train_tokens"), "this TRL counts its tokens in another way"
     trainer._total_train_tokens = count
 
 
 def write_no_model_card(trainer: Any) -> None:
-    """TRL would write a model card with every checkpoint; ours is written into final/. Until there is a switch."""
+    """Keep TRL from writing a model card with every checkpoint; ours is in final/. Until there is a switch."""
     trainer.create_model_card = lambda *_, **__: None
 
 
 def tokenizer_of_each_request(handler: Any) -> Any:
-    """This handler of transformers' server, which reads and writes with its own `tokenizer`, whatever model it has.
+    """Return this handler of transformers' server with its own `tokenizer` for all text, whatever model it has.
 
     Until transformers reads prompts beside its event loop: the whole server waits for it.
     """
@@ -137,7 +137,7 @@ def tokenizer_of_each_request(handler: Any) -> Any:
 
 
 def stream_error() -> type[Any]:
-    """What stands for a failure in a stream of transformers' server. Until it has a public name."""
+    """Return the class of a failure in a stream of transformers' server. Until it has a public name."""
     from transformers.cli.serving.utils import _StreamError
 
     return _StreamError
@@ -157,14 +157,14 @@ def shard_on_cpus() -> None:
 
 
 def ignore_renamed_argument() -> None:
-    """TRL itself uses `gradient_checkpointing`, and transformers warns of that name. Until TRL has changed it."""
+    """Hide transformers' warning about `gradient_checkpointing`, which TRL itself uses. Until TRL has changed it."""
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
 
 
 # ------------------------------------------------------------------------------------------------------- transformers
 
 
-def load_weights(trainer: Trainer, folder: Path) -> None:
+def load_checkpoint_weights(trainer: Trainer, folder: Path) -> None:
     """Put a checkpoint's weights, or its adapter, into a trainer's model, as --resume does.
 
     Until Trainer has a public method for it.
@@ -173,24 +173,24 @@ def load_weights(trainer: Trainer, folder: Path) -> None:
 
 
 def attention_of(config: PreTrainedConfig) -> str:
-    """The attention that a model computes with: "sdpa", "eager", ... Until its config says it under a public name."""
+    """Return a model's attention: "sdpa", "eager", ... Until the config has a public name for it."""
     return config._attn_implementation or "eager"
 
 
 def commit_of(config: PreTrainedConfig) -> str | None:
-    """The Hub's commit that a config was read from; None for a folder. Until it says it under a public name."""
+    """Return the Hub's commit of a config; None for a folder. Until the config has a public name for it."""
     return getattr(config, "_commit_hash", None)
 
 
 @contextmanager
 def grouped_queries() -> Iterator[None]:
-    """Under a mask of our own, heads that share keys and values ask them together.
+    """Compute attention of heads that share keys and values together, under a mask of our own.
 
     transformers does this where there is one query token, and copies keys and values for each head where there are
     more: in a cache of long conversations that is most of the time that reading takes. Until `use_gqa_in_sdpa` is true
     under a mask, on CPUs and GPUs.
     """
-    if ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward:  # somebody's own
+    if ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward:  # replaced by other code
         yield
         return
     ALL_ATTENTION_FUNCTIONS["sdpa"] = _attend
@@ -208,7 +208,7 @@ def _attend(
     attention_mask: torch.Tensor | None,
     **settings: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Scaled-dot-product attention of queries (B, heads, Q, D) over keys and values (B, key-value heads, K, D)."""
+    """Return sdpa attention of queries (B, heads, Q, D) over keys and values (B, key-value heads, K, D)."""
     batch, heads, queries, size = query.shape
     group = heads // key.shape[1]
     special = any(settings.get(name) is not None for name in ("position_bias", "softcap", "s_aux", "cache"))
@@ -226,7 +226,7 @@ def _attend(
 
 
 class CacheLayer(CacheLayerMixin):
-    """A layer of a KV cache whose user gives positions and a finished mask, so that nobody asks for its length.
+    """A layer of a KV cache whose user gives positions and a finished mask, so that its length is not needed.
 
     Subclasses have `update` and `get_mask_sizes`. transformers changes what else it asks of a layer from version to
     version. Until it has caches whose rows are written at positions of their own.
@@ -255,7 +255,7 @@ def set_rates_to_zero(thing: object) -> None:
 
 
 def is_rust_panic(error: BaseException) -> bool:
-    """Whether a library written in Rust has panicked: its exception is no Exception and cannot be imported.
+    """Return whether a library written in Rust has panicked: that exception is not an Exception and cannot be imported.
 
     Until tokenizers and safetensors raise a ValueError for every damaged file.
     """
@@ -264,7 +264,7 @@ def is_rust_panic(error: BaseException) -> bool:
 
 @contextmanager
 def panics_in_words() -> Iterator[None]:
-    """A UserError where a tokenizer's own rule fails on a text. Until tokenizers raises a ValueError there."""
+    """Raise a UserError where a tokenizer's own rule fails on a text. Until tokenizers raises a ValueError there."""
     try:
         yield
     except BaseException as error:  # a panic is not an Exception
@@ -277,7 +277,7 @@ def panics_in_words() -> Iterator[None]:
 
 
 def plain_text_tokenizer(tokenizer: PreTrainedTokenizerBase, control_ids: set[int]) -> Tokenizer:
-    """The same tokenizer for text in the middle of a conversation.
+    """Return the same tokenizer for text in the middle of a conversation.
 
     Two things differ: all control tokens are marked special, so that `encode_special_tokens` can hide them, and no
     space is put in front of the text, which SentencePiece does at the start of what it takes for a sentence. Both are
@@ -315,21 +315,21 @@ HTTP_ERROR: type[Exception] = httpx.HTTPError
 
 
 def pass_on_bias() -> None:
-    """peft's wrapper around a layer with trained rows passes its weight on, but not the bias a fused head reads.
+    """Let peft's wrapper around a layer with trained rows have the layer's bias, which a fused head reads.
 
     Until the wrapper does.
     """
     from peft.utils.other import TrainableTokensWrapper
 
     def bias(wrapper: Any) -> torch.Tensor | None:
-        adapter = vars(wrapper)["_modules"].get("token_adapter")  # there is none yet while the wrapper is made
+        adapter = vars(wrapper)["_modules"].get("token_adapter")  # absent while the wrapper is made
         return getattr(getattr(adapter, "base_layer", None), "bias", None)
 
     TrainableTokensWrapper.bias = property(bias)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """The policy's tensors under their names without an adapter; what an active adapter adds is added.
+    """Yield the policy's tensors under their names without an adapter, with what an active adapter adds.
 
     peft's `merge_adapter` would change the weights in place, and rounding would leave them changed. Until peft gives
     merged tensors away.
@@ -363,9 +363,9 @@ def keep_four_bit_layout(net: torch.nn.Module) -> None:
 
 
 def trackio_asks_nobody() -> None:
-    """Keep trackio from asking the Hub for the user's name at the start of every local run, where a token lies here.
+    """Keep trackio from asking the Hub for the user's name at the start of every local run, where a token is stored.
 
-    The name stands in the run's config and nowhere else. Until local runs go without.
+    Only the run's config contains the name. Until local runs do not need it.
     """
     from trackio.run import Run
 
@@ -373,14 +373,14 @@ def trackio_asks_nobody() -> None:
 
 
 def read_wandb_log(file: Path) -> list[tuple[int, str]]:
-    """(step, key) of everything in a run's transaction log, by the figure `step`; what a kill tore is left out.
+    """Return (step, key) of all that a run's transaction log holds, by the metric `step`, without a torn end.
 
     The log has the format of LevelDB's: blocks of 32 KiB, behind 7 bytes of header, with records in pieces of checksum,
     length and kind (1 whole, 2 first, 3 middle, 4 last). Until wandb offers a reader in Python.
     """
     from wandb.proto import wandb_internal_pb2
 
-    found: list[tuple[int, str]] = []
+    steps_and_keys: list[tuple[int, str]] = []
     record: Any = vars(wandb_internal_pb2)["Record"]  # protobuf makes it when the module is imported
     data, place, gathered = file.read_bytes(), 7, b""
     while place + 7 <= len(data):
@@ -397,8 +397,8 @@ def read_wandb_log(file: Path) -> list[tuple[int, str]]:
             history = record.FromString(gathered).history
             items = {item.key or item.nested_key[0]: item for item in reversed(history.item)}
             if "step" in items:
-                found += [(json.loads(items["step"].value_json), key) for key in items]
-    return found
+                steps_and_keys += [(json.loads(items["step"].value_json), key) for key in items]
+    return steps_and_keys
 
 
 # ----------------------------------------------------------------------------------------------- lm-evaluation-harness
@@ -416,7 +416,7 @@ def no_task_code(own: bool, run_answers: Iterable[str]) -> Iterator[None]:
     templates: Any = importlib.import_module("lm_eval.utils")
     metrics: Any = importlib.import_module("evaluate")
     package = Path(loading.__file__).parent
-    found, environment, load = loading._import_func_in_yml, templates.env, metrics.load
+    import_function, environment, load = loading._import_func_in_yml, templates.env, metrics.load
     sandbox = SandboxedEnvironment(undefined=environment.undefined, keep_trailing_newline=True)
     sandbox.filters |= environment.filters
 
@@ -428,7 +428,7 @@ def no_task_code(own: bool, run_answers: Iterable[str]) -> Iterator[None]:
         places = [folder / qual.replace(".", "/") for folder in (Path(base_dir).resolve(), package.parents[1])]
         if any(place.is_relative_to(package / folder) for place in places for folder in run_answers):
             raise UserError(f"its function {qual} runs what the model writes, on this machine and without a sandbox")
-        return found(qual, base_dir)
+        return import_function(qual, base_dir)
 
     def metric(path: str, *_: Any, **__: Any) -> Any:
         raise UserError(f"the metric {path} is a script of the Hub")
@@ -437,12 +437,12 @@ def no_task_code(own: bool, run_answers: Iterable[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        loading._import_func_in_yml, templates.env, metrics.load = found, environment, load
+        loading._import_func_in_yml, templates.env, metrics.load = import_function, environment, load
 
 
 # ------------------------------------------------------------------------------------------------------- torch, glibc
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether somebody looks at what goes into a module or comes out, or changes it. Until torch can be asked."""
+    """Return whether a module has forward hooks. Until torch has a public function for it."""
     return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -1,8 +1,7 @@
-"""Where can a run be watched?  Its figures, alarms and episodes in trackio, TensorBoard and wandb, as `report_to` says.
+"""Where can a run be watched?  Its metrics, alarms and episodes in trackio, TensorBoard and wandb, as in `report_to`.
 
-A run has one name on all of them, which `dashboards.json` in its folder keeps: a resumed run goes on under it. What a
-dashboard has already it is not given again, and what it lacks it gets from the run's files: rows that a kill took on
-their way, or all of them where the dashboard is a new one. So each step stands there once.
+A run has one name on all of them, which `dashboards.json` in its folder keeps for a resumed run. A dashboard gets from
+the run's files only what it lacks: rows that a kill lost, or all of them where it is new. So it has each step once.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 from PIL import Image
@@ -27,16 +26,11 @@ from posttrain.types import UserError, one_line
 
 PROJECT = "posttrain"
 SHOWN = "shown.jsonl"  # the episodes that dashboards were shown, for a resumed run
-Held = set[tuple[int, str]]  # what a dashboard has: step and key
-
-
-def as_it_is(key: str) -> str:
-    """Figures of phase 3 name their group: rollout/success."""
-    return key
+Held = set[tuple[int, str]]  # step and key of what a dashboard has
 
 
 def as_transformers(key: str) -> str:
-    """Groups of phases 1 and 2, as on the dashboard of any other Trainer: train/loss, eval/rewards/margins.
+    """Return the name of a metric of phases 1 and 2 on the dashboard of any Trainer: train/loss, eval/rewards/margins.
 
     >>> as_transformers("eval_loss")
     'eval/loss'
@@ -44,30 +38,26 @@ def as_transformers(key: str) -> str:
     return f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"
 
 
-class Dashboard:
-    """One of them, in the run called `name`."""
+class Dashboard(Protocol):
+    """One dashboard of a run."""
 
     has: Held
 
-    def log(self, row: Mapping[str, float], step: int) -> None:
-        raise NotImplementedError
+    def log(self, row: Mapping[str, float], step: int) -> None: ...
 
     def alert(self, title: str, text: str, step: int, error: bool) -> None:
-        """Keep it with the run; the terminal has been told by whoever raised it."""
-        raise NotImplementedError
+        """Store an alert with the run; the caller has printed it."""
 
     def show(self, title: str, episodes: Sequence[Mapping[str, Any]], pictures: Sequence[Path], step: int) -> None:
-        """Whole episodes, each with `messages` and other facts, and an animated picture of each."""
-        raise NotImplementedError
+        """Show whole episodes, each with `messages` and other facts, and an animated picture of each."""
 
-    def finish(self) -> None:
-        raise NotImplementedError
+    def finish(self) -> None: ...
 
 
 class Dashboards:
-    """All that were asked for, of the run in `out`. `named` gives a figure the name that it has there."""
+    """All dashboards of the run in `out`. `named` returns a metric's name there; phase 3's need no other."""
 
-    def __init__(self, each: Sequence[Dashboard], out: Path, named: Callable[[str], str] = as_it_is) -> None:
+    def __init__(self, each: Sequence[Dashboard], out: Path, named: Callable[[str], str] = str) -> None:
         self.each, self.out, self.named = each, out, named
 
     def log(self, row: Mapping[str, Any], step: int) -> None:
@@ -84,12 +74,12 @@ class Dashboards:
                 one.alert(title, text, step, error)
 
     def alarm(self, alarm: Mapping[str, Any], step: int) -> None:
-        """A row of alarms.jsonl."""
+        """Send a row of alarms.jsonl."""
         text = f"step {step}: {alarm['message']} {alarm['remedy']}"
         self.alert(alarm["name"].replace("_", " "), text, step, alarm["severity"] == "stop")
 
     def show(self, title: str, episodes: Sequence[Mapping[str, Any]], pictures: Sequence[Path], step: int) -> None:
-        """Episodes with their pictures, which lie in the run's folder; what was shown is kept there as well."""
+        """Show episodes with their pictures, which lie in the run's folder, and keep a record of them there."""
         if self.each and episodes:
             names = [str(picture.relative_to(self.out)) for picture in pictures]
             row = {"step": step, "title": title, "episodes": episodes, "pictures": names}
@@ -98,14 +88,14 @@ class Dashboards:
             self._show(row, step)
 
     def _show(self, row: Mapping[str, Any], step: int) -> None:
-        """A row of the file of what was shown."""
+        """Show a row of the file `SHOWN`."""
         pictures = [self.out / name for name in row["pictures"]]
         for one in self.each:
             if (step, f"{row['title']}/picture 0") not in one.has and all(map(Path.exists, pictures)):
                 one.show(row["title"], row["episodes"], pictures, step)
 
     def catch_up(self, after: int | None) -> None:
-        """Give them what stands in the files of a run that goes on after this step (None: that begins)."""
+        """Send the rows in the files of a run that continues after this step (None: that begins)."""
         if not self.each:
             return
         if (self.out / SHOWN).exists():
@@ -119,37 +109,39 @@ class Dashboards:
             one.finish()
 
 
-def start(cfg: Any, settings: dict[str, Any], *, resume: bool, named: Callable[[str], str] = as_it_is) -> Dashboards:
-    """Begin the run on each dashboard of `cfg.report_to`, or go on with it; nothing in the other processes."""
+def open_dashboards(
+    cfg: Any, settings: dict[str, Any], *, resume: bool, named: Callable[[str], str] = str
+) -> Dashboards:
+    """Begin the run on each dashboard of `cfg.report_to`, or continue it; do nothing in the other processes."""
     out = Path(cfg.output_dir)
     if not cfg.report_to or not runlog.is_main_process():
         return Dashboards([], out)
     file = out / checkpoint.DASHBOARDS
     if resume and file.exists():
-        known = files.read_json(file, f"Remove it: on the dashboards the run then goes on as a new one, from {out}.")
+        identity = files.read_json(file, f"Remove it: the dashboards then show a new run, from {out}.")
     else:
         name = f"{cfg.run_name or out.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        known = {"name": name, "id": uuid.uuid4().hex}
-        file.write_text(json.dumps(known), encoding="utf-8")
+        identity = {"name": name, "id": uuid.uuid4().hex}
+        file.write_text(json.dumps(identity), encoding="utf-8")
     kinds: dict[str, Callable[[str, str, dict[str, Any]], Dashboard]] = {
         "trackio": Trackio, "tensorboard": TensorBoard, "wandb": Wandb,
     }  # fmt: skip
-    return Dashboards([kinds[kind](known["name"], known["id"], settings) for kind in cfg.report_to], out, named)
+    return Dashboards([kinds[kind](identity["name"], identity["id"], settings) for kind in cfg.report_to], out, named)
 
 
 def facts(episodes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each episode without what was said."""
+    """Return each episode without its messages."""
     return [{key: value for key, value in episode.items() if key != "messages"} for episode in episodes]
 
 
-def told(messages: Sequence[Mapping[str, str]]) -> str:
-    """What was said, as Markdown in which the model's words stay as they are."""
+def as_markdown(messages: Sequence[Mapping[str, str]]) -> str:
+    """Return messages as Markdown in which the model's words stay unchanged."""
     return "\n\n".join(
         f"**{each['role']}**\n\n" + re.sub("^", "    ", each["content"], flags=re.M) for each in messages
     )
 
 
-class Trackio(Dashboard):
+class Trackio:
     """A local SQLite file and a local page: no account, and no network unless TRACKIO_SPACE_ID or the like asks."""
 
     def __init__(self, name: str, key: str, settings: dict[str, Any]) -> None:
@@ -158,7 +150,7 @@ class Trackio(Dashboard):
 
         if not os.environ.get("TRACKIO_SPACE_ID") and not os.environ.get("TRACKIO_SERVER_URL"):
             compat.trackio_asks_nobody()
-        with redirect_stdout(io.StringIO()):  # six lines about itself at every phase
+        with redirect_stdout(io.StringIO()):  # it prints six lines at every phase
             self.run = trackio.init(project=PROJECT, name=name, config=settings, resume="allow", embed=False)
         rows = SQLiteStorage.get_logs(PROJECT, name, run_id=self.run.id)
         alerts = SQLiteStorage.get_alerts(PROJECT, run_name=name, run_id=self.run.id)
@@ -194,7 +186,7 @@ class Trackio(Dashboard):
             trackio.finish()
 
 
-class TensorBoard(Dashboard):
+class TensorBoard:
     """Event files beside the run, written through at every row."""
 
     def __init__(self, name: str, key: str, settings: dict[str, Any]) -> None:
@@ -205,9 +197,9 @@ class TensorBoard(Dashboard):
         folder = root / re.sub(r"[^\w.-]+", "-", name).lstrip(".")
         self.has = set()
         if folder.exists():
-            found = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0, "images": 0}).Reload()
-            for kind, read in (("scalars", found.Scalars), ("tensors", found.Tensors), ("images", found.Images)):
-                for tag in found.Tags()[kind]:
+            events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0, "images": 0}).Reload()
+            for kind, read in (("scalars", events.Scalars), ("tensors", events.Tensors), ("images", events.Images)):
+                for tag in events.Tags()[kind]:
                     self.has |= {(event.step, tag.removesuffix("/text_summary")) for event in read(tag)}
         self.writer: Any = SummaryWriter(str(folder))
         if (0, "config") not in self.has:
@@ -230,7 +222,7 @@ class TensorBoard(Dashboard):
         summary: Any = vars(summary_pb2)["Summary"]  # protobuf makes it when the module is imported
         for number, (episode, fact, picture) in enumerate(zip(episodes, facts(episodes), pictures, strict=True)):
             listed = "\n".join(f"- {key}: {value}" for key, value in fact.items())
-            self.writer.add_text(f"{title}/episode {number}", f"{listed}\n\n{told(episode['messages'])}", step)
+            self.writer.add_text(f"{title}/episode {number}", f"{listed}\n\n{as_markdown(episode['messages'])}", step)
             with Image.open(picture) as opened:
                 width, height = opened.size
             shown = summary.Image(height=height, width=width, encoded_image_string=picture.read_bytes())  # it moves
@@ -242,10 +234,10 @@ class TensorBoard(Dashboard):
         self.writer.close()
 
 
-class Wandb(Dashboard):
+class Wandb:
     """The only one that uploads; WANDB_MODE=offline keeps its files here for `wandb sync`.
 
-    wandb counts steps by itself and takes none twice, so ours are a figure, over which all others are drawn.
+    wandb counts its own steps and accepts each once, so ours are a metric, the x-axis of all others.
     """
 
     def __init__(self, name: str, key: str, settings: dict[str, Any]) -> None:

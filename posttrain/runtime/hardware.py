@@ -19,7 +19,7 @@ from posttrain.types import UserError
 
 TrainingConfig = TypeVar("TrainingConfig", bound=TrainingRun)
 
-# RuntimeErrors that tell of the device, so that no self-test takes them for an answer about the model
+# RuntimeErrors of the device, which say nothing about the model that a self-test tries
 DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
 
 # For `deterministic`. torch before 2.10 reads the first once, at its first product; the second is for flash-attn.
@@ -28,9 +28,9 @@ os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
 
 
 def resolve_device(device: str) -> torch.device:
-    """ "auto", "cpu", "cuda" or "mps" as this process's own device (torchrun numbers a machine's GPUs in LOCAL_RANK).
+    """Return "auto", "cpu", "cuda" or "mps" as this process's device; torchrun numbers GPUs in LOCAL_RANK.
 
-    "auto" never takes mps, which no run of this project has seen.
+    "auto" never takes mps, on which this project has not run.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -55,25 +55,25 @@ def resolve_device(device: str) -> torch.device:
 
 def _check_mps() -> None:
     if not torch.backends.mps.is_available():
-        why = "torch was built without it" if not torch.backends.mps.is_built() else "this is no Mac with such a GPU"
+        why = "torch was built without it" if not torch.backends.mps.is_built() else "this is not a Mac with such a GPU"
         raise UserError(f"device=mps is the GPU of a Mac with macOS 14 or later, and {why}. Write device=cpu.")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("device=mps is one GPU, for one process: start the script with python, without a launcher.")
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """The most precise numbers of a device: MPS has no float64."""
+    """Return the most precise dtype of a device: MPS has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def has_bf16(device: torch.device) -> bool:
-    """True where bfloat16 is multiplied in hardware; every other device takes it too, but slower than float32.
+    """Return True where bfloat16 is multiplied in hardware; every other device takes it too, but slower than float32.
 
     Of CPUs those with AVX512-BF16 or AMX, by the flags that Linux lists.
     """
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type == "mps":  # that it is faster there nobody has measured
+    if device.type == "mps":  # whether it is faster there has not been measured
         return False
     return torch.backends.mkldnn.is_available() and not {"avx512_bf16", "amx_bf16"}.isdisjoint(_cpu_flags())
 
@@ -88,16 +88,16 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def settle(cfg: TrainingConfig) -> TrainingConfig:
-    """The config of a phase with what only this machine can say: trainer.bf16 where it is left open.
+    """Return the config of a phase with trainer.bf16 set for this machine where it is left open.
 
     UserError where the launcher asks for what this run cannot do.
     """
-    launcher.check(cfg)
+    launcher.check_launch(cfg)
     if trainer_field(cfg, "bf16") is not None:
         return cfg
     try:
         bf16 = has_bf16(resolve_device(cfg.device)) and not trainer_field(cfg, "fp16")
-    except UserError:  # posttrain/plan/preflight.py says it together with everything else that is wrong
+    except UserError:  # posttrain/plan/preflight.py reports it with all other mistakes
         return cfg
     trainer: Any = cfg.trainer
     update = {"bf16": bf16}
@@ -107,15 +107,15 @@ def settle(cfg: TrainingConfig) -> TrainingConfig:
 
 
 def trainer_field(cfg: Any, name: str) -> Any:
-    """A key of the section `trainer`, which is TRL's dict in phases 1 and 2 and our own section in phase 3."""
+    """Return a key of the section `trainer`, which is TRL's dict in phases 1 and 2 and our own section in phase 3."""
     return cfg.trainer.get(name) if isinstance(cfg.trainer, dict) else getattr(cfg.trainer, name, None)
 
 
 @contextmanager
 def deterministic(on: bool = True) -> Iterator[None]:
-    """Within it torch's deterministic algorithms: a resumed run is then the same to the bit on a GPU, as on a CPU.
+    """Use torch's deterministic algorithms: a resumed run is then bit-identical on a GPU, as on a CPU.
 
-    Else the backward pass of attention adds up gradients in the order in which its threads happen to finish.
+    Otherwise the backward pass of attention adds gradients in the order in which its threads finish.
     """
     if not on:
         yield
@@ -132,11 +132,11 @@ def deterministic(on: bool = True) -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc hand out again what this process has freed, instead of giving it back to the system.
+    """Let glibc reuse memory that this process has freed, instead of giving it back to the system.
 
-    Each training step needs the memory of the last one, and virtual machines in particular take long to provide it.
-    Rows of many lengths leave pieces too small to be used again (docs/results.md, "SmolLM2"). Where glibc's own
-    variable says which pieces are large, they do go back.
+    Each training step needs the memory of the last one, which virtual machines in particular are slow to provide. Rows
+    of many lengths leave pieces too small to reuse (docs/results.md, "SmolLM2"), unless glibc's own variable says
+    which pieces are large: those go back to the system.
     """
     if platform.libc_ver()[0] == "glibc":
         trim_threshold, mmap_max = -1, -4  # as in malloc.h

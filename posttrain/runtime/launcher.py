@@ -1,7 +1,7 @@
 """How were these processes started, and which sharding does the launcher ask for?  Read from the environment.
 
-`accelerate launch` and torchrun describe a run to its processes in environment variables. Whatever of it cannot be done
-is refused here, in words, before anything is read or written.
+`accelerate launch` and torchrun describe a run to its processes in environment variables. What is not supported is
+refused here, with an explanation, before anything is read or written.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from posttrain.types import UserError
 Sharding = Literal["none", "fsdp2", "zero1", "zero2", "zero3"]
 # What `accelerate launch` sets where its config file or its flags ask for a sharded model, beside FSDP and DeepSpeed.
 OTHERS = ("ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG")
-SWITCHED_ON = ("1", "true", "t", "yes", "y", "on")  # what accelerate and transformers take for it
+SWITCHED_ON = ("1", "true", "t", "yes", "y", "on")  # the values that accelerate and transformers accept
 FILES = "configs/accelerate"
-ONE_PROCESS = "rollout.engine=vllm runs in one process alone: write rollout.engine=auto for several."
+ONE_PROCESS = "rollout.engine=vllm runs in a single process: write rollout.engine=auto for several."
 
 
 def processes() -> int:
-    """How many processes the launcher has started."""
+    """Return how many processes the launcher has started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -29,7 +29,7 @@ def is_on(variable: str, default: str = "") -> bool:
 
 
 def sharding() -> Sharding:
-    """How the launcher wants the model spread over the processes; "none": a copy in each, or one process."""
+    """Return how the launcher shards the model over the processes; "none": a copy in each, or one process."""
     if processes() == 1:
         return "none"
     if is_on("ACCELERATE_USE_FSDP"):
@@ -47,8 +47,8 @@ def sharding() -> Sharding:
     return "none"
 
 
-def check(cfg: Any) -> None:
-    """UserError for a launch that would start too little, or ask for what no phase does with this config.
+def check_launch(cfg: Any) -> None:
+    """Raise UserError for a launch of too few processes, or for a sharding that this config does not support.
 
     cfg: a phase's; the one with a section `algorithm` is phase 3's.
     """
@@ -70,7 +70,7 @@ def check(cfg: Any) -> None:
 
 
 def not_sharded(cfg: Any) -> str:
-    """Why a run with this config cannot shard its model, and what to write instead; empty where it can."""
+    """Return why a run with this config cannot shard its model, and what to write instead; empty where it can."""
     trainer = cfg.trainer if isinstance(cfg.trainer, dict) else cfg.trainer.model_dump()
     if cfg.model.tuning == "qlora":
         return (
@@ -86,7 +86,7 @@ def not_sharded(cfg: Any) -> str:
 
 
 def servers_for(processes: int, servers: list[str]) -> str:
-    """Why so many rollout servers are too few for so many processes; empty where they are enough, or none."""
+    """Return why there are too few rollout servers for this many processes; "" where there are not."""
     if not servers or len(servers) >= processes:
         return ""
     return (
@@ -96,14 +96,14 @@ def servers_for(processes: int, servers: list[str]) -> str:
 
 
 def _check_processes() -> None:
-    """accelerate starts ONE process where it is told to use CPUs, whatever `--num_processes` says."""
+    """Raise UserError where accelerate has started ONE process on CPUs, whatever `--num_processes` says."""
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ and "WORLD_SIZE" not in os.environ
     address = os.environ.get("MASTER_ADDR", "")  # set where several were asked for, or by a cluster for every job
     if by_accelerate and address and (is_on("ACCELERATE_USE_CPU") or address == "127.0.0.1"):
         raise UserError(
-            "`accelerate launch` was asked for several processes and has started one: with --cpu, use_cpu: true or"
+            "`accelerate launch` was to start several processes and has started one: with --cpu, use_cpu: true or"
             f" MULTI_CPU it starts no others. Use --config_file {FILES}/two_cpu.yaml (distributed_type: MULTI_GPU only"
-            " chooses the launcher) with device=cpu, or torchrun --nproc_per_node N. If one is what you want, unset"
+            " chooses the launcher) with device=cpu, or torchrun --nproc_per_node N. If you want one process, unset"
             " MASTER_ADDR."
         )
 
@@ -119,7 +119,7 @@ def _check_starpo(kind: Sharding) -> None:
 
 
 def _check_fsdp() -> None:
-    """UserError for settings of accelerate's FSDP under which checkpoints are not whole or loading goes wrong."""
+    """Raise UserError for settings of accelerate's FSDP under which checkpoints are not whole or loading goes wrong."""
     version, saved = os.environ.get("FSDP_VERSION", "1"), os.environ.get("FSDP_STATE_DICT_TYPE", "")
     wrong = []
     if version != "2":

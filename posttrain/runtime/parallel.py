@@ -1,9 +1,8 @@
 """Which share of the work is mine?  The few collective operations of a run on several processes, no-ops on one.
 
 Processes come from `torchrun` or `accelerate launch`, or from `python -m posttrain.runtime.parallel`, which takes
-torchrun's arguments and ends with the exit code of the run, where torchrun says 1 whatever has happened. Gradients are
-summed by hand after the last micro-batch, so ranks may hold different numbers of micro-batches, or none, and no rank
-ever waits for a batch another does not have.
+torchrun's arguments and ends with the run's own exit code, where torchrun always returns 1. Gradients are summed by
+hand after the last micro-batch, so ranks may hold different numbers of micro-batches, or none, without deadlock.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ import torch.distributed as dist
 from posttrain.files import keep_standard_streams
 from posttrain.types import UserError
 
-TIMEOUT = 6 * 3600  # seconds that processes wait for each other: one streams a large source, or writes to a slow disk
+TIMEOUT = 6 * 3600  # seconds that processes wait for one that streams a large source, or writes to a slow disk
 SHUTDOWN = 3600  # seconds after a signal that a step may still take, with its checkpoint
 
 
-def start(device: torch.device, timeout: float = TIMEOUT) -> None:
-    """Join the other processes when this one was launched among several; TRL's trainers use what is set up here.
+def join(device: torch.device, timeout: float = TIMEOUT) -> None:
+    """Join the other processes of a launch; TRL's trainers use what is set up here.
 
     NCCL's own limit is ten minutes, and without `device_id` it guesses which GPU belongs to a process.
     """
@@ -43,18 +42,18 @@ def start(device: torch.device, timeout: float = TIMEOUT) -> None:
 
 @contextmanager
 def port_in_words() -> Iterator[None]:
-    """UserError where the first process cannot listen on the port at which all of them meet."""
+    """Raise UserError where the first process cannot listen on the port at which all of them meet."""
     try:
         yield
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error) and "failed to listen" not in str(error):
             raise
-        found = re.search(r"port: (\d+)", str(error))
-        port = found[1] if found else os.environ.get("MASTER_PORT", "29500")
+        match = re.search(r"port: (\d+)", str(error))
+        port = match[1] if match else os.environ.get("MASTER_PORT", "29500")
         raise UserError(
             f"Port {port}, at which the processes of the run would meet, is in use on this machine. Choose another:"
-            " --master_port of torchrun, --main_process_port of accelerate launch; or, on one machine, let one be"
-            " chosen (--standalone; --main_process_port 0)."
+            " --master_port of torchrun, --main_process_port of accelerate launch; or, on one machine, let the"
+            " launcher choose (--standalone; --main_process_port 0)."
         ) from None
 
 
@@ -72,12 +71,12 @@ def size() -> int:
 
 
 def mine(count: int) -> range:
-    """The indices out of `count` that this process works on: neighbours, as many as the others have."""
+    """Return this process's indices out of `count`: consecutive, and as many as each other process has."""
     return range(rank() * count // size(), (rank() + 1) * count // size())
 
 
 def gather(items: list[Any]) -> list[Any]:
-    """Every process's items, dealt out by `mine`, in their original order, on every process."""
+    """Return every process's items, dealt out by `mine`, in their original order, on every process."""
     if size() == 1:
         return items
     parts: list[list[Any]] = [[] for _ in range(size())]
@@ -86,7 +85,7 @@ def gather(items: list[Any]) -> list[Any]:
 
 
 def total(value: float, device: torch.device) -> float:
-    """The sum of one number over all processes."""
+    """Return the sum of one number over all processes."""
     if size() == 1:
         return value
     summed = torch.tensor(value, dtype=torch.float64, device=device)
@@ -110,7 +109,7 @@ def barrier() -> None:
 
 
 def launch(argv: list[str] | None = None) -> NoReturn:
-    """torchrun, ending as its processes do: 143 after SIGTERM, 2 for what the user can fix.
+    """Run torchrun, and exit as its processes do: 143 after SIGTERM, 2 for what the user can fix.
 
     They have long enough to end their step and write a checkpoint; torchrun kills them after 30 seconds.
     """
@@ -120,12 +119,12 @@ def launch(argv: list[str] | None = None) -> NoReturn:
 
     keep_standard_streams()
     argv = sys.argv[1:] if argv is None else argv
-    given = run.parse_args(argv)
+    arguments = run.parse_args(argv)
     if "--shutdown-timeout" not in " ".join(argv).replace("_", "-"):
-        given.shutdown_timeout = SHUTDOWN
+        arguments.shutdown_timeout = SHUTDOWN
     try:
         with port_in_words():
-            run.run(given)
+            run.run(arguments)
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
         sys.exit(2)

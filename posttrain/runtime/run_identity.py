@@ -1,4 +1,4 @@
-"""Is this the run that was begun?  A run that --resume goes on with has the same settings and processes."""
+"""Is this the run that was started?  A resumed run needs the same settings and processes."""
 
 from __future__ import annotations
 
@@ -22,48 +22,48 @@ FREE_TO_CHANGE = (
     "report_to",
     "hardware",
     "rollout.servers",
-)  # what a resumed run may have otherwise
+)  # keys in which a resumed run may differ
 
 
 def same_run(output_dir: Path, settings: dict[str, Any]) -> None:
-    """A resumed run must be the run that was begun: UserError with every setting that differs.
+    """Raise UserError with every setting in which a resumed run differs from the run that was started.
 
-    Logs that it could not be written on to are found here as well, before any work.
+    Damaged logs, to which it could not append, are errors here as well, before any work.
     """
     for log in ("metrics.jsonl", "transcripts.jsonl", "alarms.jsonl", "shown.jsonl"):
         if (Path(output_dir) / log).exists():
             runlog.read_metrics(Path(output_dir) / log)
-    begun = Path(output_dir) / checkpoint.RUN_CONFIG
-    if not begun.exists():  # a new run, or one killed before its first step
+    file = Path(output_dir) / checkpoint.RUN_CONFIG
+    if not file.exists():  # a new run, or one killed before its first step
         return
-    before, now = _flat(_read_begun(begun)), _flat(settings)
+    before, now = _flat(_read_begun(file)), _flat(settings)
     keys = [key for key in sorted(before | now) if not {key, key.split(".")[0]} & {*FREE_TO_CHANGE}]
     differing = [key for key in keys if before.get(key) != now.get(key)]
     changed = [f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in differing]
     if changed:
         raise UserError(
-            f"--resume goes on with the run in {output_dir} exactly as it was begun, but its settings differ: "
+            f"--resume continues the run in {output_dir} exactly as it was started, but its settings differ: "
             f"{'; '.join(changed)}. Use the old settings, or start a new run (output_dir=...)."
         )
 
 
 def same_batches(output_dir: Path, cfg: TrainingConfig) -> TrainingConfig:
-    """The config of a resumed run of phase 1 or 2 under which these processes train on the batches of those before.
+    """Return the config of a resumed run of phase 1 or 2 with which these processes train on the same batches.
 
     A batch is per_device_train_batch_size x gradient_accumulation_steps x processes rows; the accumulation makes up for
     the processes. UserError where it cannot, or where a checkpoint is of another kind of sharding.
     """
-    begun = _begun(Path(output_dir))
+    earlier = _begun(Path(output_dir))
     now, kind = launcher.processes(), launcher.sharding()
-    if begun is None:
+    if earlier is None:
         return cfg
-    before, held = begun
+    before, earlier_kind = earlier
     trainer: dict[str, Any] = cfg.trainer  # type: ignore[attr-defined]
-    told = f"The run in {output_dir} was begun on {before} process{'es' if before > 1 else ''}"
-    if held != kind:
+    started = f"The run in {output_dir} was started on {before} process{'es' if before > 1 else ''}"
+    if earlier_kind != kind:
         raise UserError(
-            f"{told} with sharding {held} and would go on with {kind}: the optimizer's states are stored in another"
-            f" form. Launch it as before ({_launch(held, before)}), or start a new run (output_dir=...)."
+            f"{started} with sharding {earlier_kind} and would continue with {kind}, which stores optimizer states in"
+            f" another form. Use {_launch(earlier_kind, before)}, or start a new run (output_dir=...)."
         )
     if before == now:
         return cfg
@@ -75,37 +75,37 @@ def same_batches(output_dir: Path, cfg: TrainingConfig) -> TrainingConfig:
         why = f"{steps * before} micro-batches a step (gradient_accumulation_steps {steps}) cannot be shared by {now}"
     if why:
         raise UserError(
-            f"{told} and would go on with {now}: {why}, so its batches would hold other rows. Use"
+            f"{started} and would continue with {now}: {why}, so its batches would hold other rows. Use"
             f" {_launch(kind, before)}, or start a new run (output_dir=...)."
         )
     return cfg.model_copy(update={"trainer": trainer | {"gradient_accumulation_steps": steps * before // now}})
 
 
 def begun_processes(cfg: TrainingRun, args: Any) -> int:
-    """How many processes the accumulation of this config is meant for. args: as transformers trains with them."""
+    """Return how many processes this config's accumulation is meant for. args: those of transformers' Trainer."""
     trainer: dict[str, Any] = cfg.trainer  # type: ignore[attr-defined]
     return args.world_size * args.gradient_accumulation_steps // trainer.get("gradient_accumulation_steps", 1)
 
 
 def share_out_in_words(args: Any, begun: int, rows: int) -> str:
-    """What the line of a run says that goes on on another number of processes."""
+    """Return the line about a run that continues on another number of processes."""
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     last = ""
     if left := rows % batch:
         last = f" The last step of an epoch has {left} rows, which several processes fill up."
     return (
-        f"Begun on {begun} process{'es' if begun > 1 else ''}, now on {args.world_size}: with"
+        f"Started on {begun} process{'es' if begun > 1 else ''}, now on {args.world_size}: with"
         f" gradient_accumulation_steps={args.gradient_accumulation_steps} a step has the same {batch} rows.{last}"
     )
 
 
 def _begun(output_dir: Path) -> tuple[int, str] | None:
-    """Processes and sharding of the run that wrote the checkpoints here; None where there is none that says it."""
+    """Return processes and sharding of the run that wrote the checkpoints here; None where no checkpoint has them."""
     for _, folder in reversed(checkpoint.numbered(output_dir)):
         try:
             counts = json.loads((folder / COUNTS).read_text(encoding="utf-8"))
             return int(counts["processes"]), str(counts.get("sharding", "none"))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # damaged, and passed over later
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # damaged, and skipped later
             continue
     return None
 
@@ -117,25 +117,25 @@ def _launch(kind: str, processes: int) -> str:
 
 
 def _read_begun(file: Path) -> dict[str, Any]:
-    remedy = "If you are sure of the settings, delete this file; --resume then writes those of now into it."
+    remedy = "If you are sure of the settings, delete this file; --resume then writes the present ones."
     try:
         begun = parse_yaml(files.read_text(file, remedy))
     except ValueError:
         begun = None
     if not isinstance(begun, dict):
-        raise UserError(f"{file}, the settings that the run was begun with, is damaged. {remedy}")
+        raise UserError(f"{file}, which holds the settings of the run, is damaged. {remedy}")
     return begun
 
 
 def remember_run(output_dir: Path, settings: dict[str, Any], resume: bool) -> None:
-    """Write the settings that `same_run` compares with, unless this goes on with a run that has."""
-    begun = Path(output_dir) / checkpoint.RUN_CONFIG
-    if not (resume and begun.exists()):
-        files.write_whole(begun, [yaml.safe_dump(settings, sort_keys=False)])
+    """Write the settings that `same_run` compares with, unless this is a resumed run that has them."""
+    file = Path(output_dir) / checkpoint.RUN_CONFIG
+    if not (resume and file.exists()):
+        files.write_whole(file, [yaml.safe_dump(settings, sort_keys=False)])
 
 
 def _flat(tree: Any, path: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    """Return {"a.b": 1} for {"a": {"b": 1}}."""
     if not isinstance(tree, dict):
         return {path: tree}
     parts = [_flat(sub, f"{path}.{name}" if path else name) for name, sub in tree.items()]

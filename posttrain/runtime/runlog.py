@@ -29,31 +29,30 @@ PLAIN_EVERY = 5.0  # seconds between two lines where there is no terminal to dra
 
 
 def is_main_process() -> bool:
-    """True in the one process that prints and writes (torchrun and accelerate number processes in RANK)."""
+    """Return True in the one process that prints and writes (torchrun and accelerate number processes in RANK)."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def say(text: str) -> None:
-    """A line on stderr, from the first process alone."""
+    """Print a line on stderr, from the first process alone."""
     if is_main_process():
         print(text, file=sys.stderr)
 
 
 def console(**options: Any) -> Console:
-    """stdout for tables and texts; where it is no terminal, nothing is cut or broken to fit a width.
+    """Return stdout for tables and texts; where it is not a terminal, nothing is cut or wrapped to a width.
 
-    `options` are those of rich's Console. FORCE_COLOR makes rich take a file for a terminal of 80 columns: still none.
+    `options` are those of rich's Console, for which a file under FORCE_COLOR would be a terminal of 80 columns.
     """
     return Console(**options, width=None if sys.stdout.isatty() else WIDE)
 
 
 def keep_private(output_dir: Path) -> None:
-    """Set, before any library reads them, the environment variables that keep a run on this machine, and in its memory.
+    """Set the environment variables that keep a run on this machine and within its memory, before imports read them.
 
     No library reports its use or its errors anywhere, and dashboards keep their files beside the run (all phases of one
-    experiment share them, so they stand next to each other on a page). Batches differ in length, so torch is asked for
-    segments that can grow: otherwise much of a GPU's memory ends up in pieces that fit no later batch. A user's setting
-    stays.
+    experiment share them, so one page shows them all). Batches differ in length, so torch gets segments that can grow:
+    otherwise much of a GPU's memory ends up in pieces that fit no later batch. A user's setting stays.
     """
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -62,9 +61,9 @@ def keep_private(output_dir: Path) -> None:
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(beside / "tensorboard"))
     os.environ.setdefault("WANDB_DIR", str(beside))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if not (is_main_process() and sys.stderr.isatty()):  # bars of several processes, or in a file, are no bars
+    if not (is_main_process() and sys.stderr.isatty()):  # bars of several processes, or in a file, are unreadable
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    if sys.platform == "darwin":  # what Apple's GPU lacks is computed by the CPU, where torch would fail
+    if sys.platform == "darwin":  # the CPU computes what Apple's GPU lacks, where torch would fail
         os.environ.setdefault("PYTORCH_ENABLE_MPS_FALLBACK", "1")
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -75,7 +74,7 @@ class Progress:
 
         with Progress(total=1300, title="phase 1", start=400) as progress:
             progress.update(401, loss=2.31)
-    `start` is where a resumed run takes up: the rate counts only what this process did.
+    `start` is the first step of a resumed run: the rate counts only what this process did.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class Progress:
         self.close()
 
     def _line(self, over: bool = False) -> None:
-        """over: nothing more will be done, even where less was than was to be."""
+        """Print a plain line. over: no more updates will come, even where less was done than planned."""
         self._spoke, self._said = time.monotonic(), (self.done, dict(self._figures))
         percent = 100 * self.done / self.total if self.total else 100
         stopped = over and self.done < self.total
@@ -148,7 +147,7 @@ class Progress:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as a clock reads them: clock(3725) -> '1:02:05', clock(65) -> '1:05'."""
+    """Return seconds as a clock shows them: clock(3725) -> '1:02:05', clock(65) -> '1:05'."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
@@ -157,9 +156,9 @@ def clock(seconds: float) -> str:
 class MetricsFile:
     """`metrics.jsonl`, one row a report: {"step": 120, "loss": 2.31, ...}; NaN and infinity are written as null.
 
-    A run that resumes at step k first drops the rows after k (and a row torn by a kill), so that every step stands in
-    the file once.  `after_step=None` starts the file anew; rows with a key that begins with `but_not` are dropped as
-    well, for the closing figures of a run that is closed once more.
+    A run that resumes at step k first drops the rows after k (and a row torn by a kill), so that the file has every
+    step once.  `after_step=None` empties the file; rows with a key that begins with `but_not` are dropped as well, for
+    the closing metrics of a run that is closed again.
     """
 
     def __init__(self, path: Path, after_step: int | None = None, but_not: str | None = None) -> None:
@@ -181,11 +180,11 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl` (or another file that goes by steps); what a kill tore at its end is left out.
+    """Return the rows of a `metrics.jsonl` (or another file with steps); a torn row at its end is left out.
 
     UserError for a row that is damaged or has no step.
     """
-    remedy = "Remove that line (the others are kept), then go on."
+    remedy = "Remove that line (the others are kept), then continue."
     rows = files.read_json_lines(path, remedy)
     for number, row in enumerate(rows, 1):
         if not isinstance(row.get("step"), int):
@@ -218,7 +217,7 @@ class StopSignals:
 
     @contextmanager
     def at_once(self, what: str) -> Iterator[None]:
-        """Work that a signal ends where it is, because all of it is done again by --resume."""
+        """Let a signal end the work inside at once, because --resume does all of it again."""
         self._interrupts = what
         try:
             if self.requested:
@@ -228,11 +227,11 @@ class StopSignals:
             self._interrupts = ""
 
     def _interrupted(self) -> NoReturn:
-        say(f"Stopped in {self._interrupts}. Go on with the same command and --resume.")
+        say(f"Stopped in {self._interrupts}. Continue with the same command and --resume.")
         self.leave()
 
     def leave(self) -> NoReturn:
-        """Exit as a process does that the signal killed: 143 for SIGTERM, 130 for SIGINT."""
+        """Exit with the code of a process that the signal killed: 143 for SIGTERM, 130 for SIGINT."""
         raise SystemExit(128 + (self.number or signal.SIGTERM))
 
     def __enter__(self) -> StopSignals:
@@ -254,4 +253,4 @@ class StopSignals:
         if self._interrupts:
             self._interrupted()
         if is_main_process():
-            print("Stopping at the next safe place, with a checkpoint (once more to stop at once).", file=sys.stderr)
+            print("Stopping at the next safe place, with a checkpoint (repeat to stop at once).", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What are TRL's trainers told, and what can they not be told?  Refused before any work, in words."""
+"""Which arguments do TRL's trainers get?  What they cannot use is refused before any work, with an explanation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from transformers import Trainer, get_scheduler
 from posttrain.runtime import compat, hardware, launcher, parallel
 from posttrain.types import UserError
 
-# what an evaluation of phases 1 and 2 has figures of
+# the metrics of an evaluation in phases 1 and 2
 FIGURES = ("eval_loss", "eval_mean_token_accuracy", "eval_rewards/accuracies", "eval_rewards/margins")
 
 
 def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed: Any) -> Any:
-    """TRL's SFTConfig or DPOConfig: the config's `trainer` section over what the device calls for, `fixed` over all.
+    """Return TRL's SFTConfig or DPOConfig: the config's `trainer` section over the device's defaults, `fixed` over all.
 
     Activations are recomputed only where memory is scarce: TRL does so everywhere, and on a CPU it only costs time.
     bfloat16, which TRL switches on everywhere as well, is as `hardware.settle` has put it into the config. The first
@@ -37,12 +37,12 @@ def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed:
         "use_cpu": device.type == "cpu",
         "report_to": "none",  # our own Reporter writes the numbers, once, for all trackers
         "disable_tqdm": True,
-        "logging_nan_inf_filter": False,  # it would show a loss of 0 where there is none
+        "logging_nan_inf_filter": False,  # it would show a loss of 0 for nan
         "max_length": cfg.data.max_length,
         **fixed,
     }
     cfg = hardware.settle(cfg)
-    parallel.start(device, cfg.trainer.get("ddp_timeout", parallel.TIMEOUT))  # or accelerate would, without device_id
+    parallel.join(device, cfg.trainer.get("ddp_timeout", parallel.TIMEOUT))  # or accelerate would, without device_id
     compat.ignore_renamed_argument()
     with refusals_in_words():
         _check_weights(cfg.trainer)
@@ -58,7 +58,7 @@ def arguments(kind: Callable[..., Any], cfg: Any, device: torch.device, **fixed:
 
 
 def check_packing(args: Any, device: torch.device, attention: str) -> None:
-    """UserError for packed rows whose conversations could see each other, or whose mask is as large as T x T.
+    """Raise UserError for packed rows whose conversations attend to each other, or whose mask has T x T entries.
 
     sdpa and eager keep packed conversations apart by one mask over the whole batch, which TRL makes a single row of T
     tokens: flash kernels take no mask, so attention costs T^2 in time and memory. On a CPU that is left to the user.
@@ -86,7 +86,7 @@ def check_packing(args: Any, device: torch.device, attention: str) -> None:
 
 
 def _check_scheduler(args: Any) -> None:
-    """Some schedulers need settings of their own, and say so only when training begins."""
+    """Raise ValueError for a scheduler without the settings that it needs: it would fail only when training begins."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     own = args.lr_scheduler_kwargs or {}
     try:
@@ -98,7 +98,7 @@ def _check_scheduler(args: Any) -> None:
 
 
 def _check_optimizer(args: Any) -> None:
-    """Missing packages and settings that an optimizer does not take show only when it is made, after the data work."""
+    """Make the optimizer once: missing packages and wrong settings would show only after the data work."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         kind, settings = Trainer.get_optimizer_cls_and_kwargs(args)
@@ -107,16 +107,16 @@ def _check_optimizer(args: Any) -> None:
 
 
 def _check_best(args: Any) -> None:
-    """A figure that is not there is looked for after the first evaluation, whose run it would end."""
+    """Raise ValueError for a best metric that no evaluation has: the first one would end the run."""
     known = [name.removeprefix("eval_") for name in FIGURES]
     best = args.metric_for_best_model
     if best is not None and best.removeprefix("eval_") not in known:
         raise ValueError(f"metric_for_best_model is {best}; an evaluation has {', '.join(known)}")
 
 
-def _check_weights(given: dict[str, Any]) -> None:
-    """TRL says that lengths differ, but not what to write: another loss than the config's leaves its weights there."""
-    losses, weights = given.get("loss_type", ["sigmoid"]), given.get("loss_weights")
+def _check_weights(trainer: dict[str, Any]) -> None:
+    """Raise ValueError, with what to write, where losses and their weights differ in number."""
+    losses, weights = trainer.get("loss_type", ["sigmoid"]), trainer.get("loss_weights")
     if isinstance(losses, list) and isinstance(weights, list) and len(losses) != len(weights):
         raise ValueError(
             f"loss_weights={weights} has a weight for {len(weights)} losses, and loss_type={losses} names"
@@ -125,7 +125,7 @@ def _check_weights(given: dict[str, Any]) -> None:
 
 
 def _weights(losses: int) -> str:
-    """What to write for equal weights, as an override on the command line."""
+    """Return what to write for equal weights, as an override on the command line."""
     return f"trainer.loss_weights='{[1.0] * losses}'"
 
 
@@ -133,26 +133,26 @@ SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")  # the losses that read
 
 
 def _check_effect(args: Any, given: dict[str, Any]) -> None:
-    """What TRL and transformers take and then do not use: a run would not be the one that was asked for.
+    """Raise ValueError for settings that TRL and transformers accept and then ignore.
 
-    given: the section `trainer` as it was written. Their defaults are no wish of anybody.
+    given: the section `trainer` of the config, without their defaults.
     """
     losses, scheduler = args.loss_type, str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     pairs = isinstance(losses, list)  # phase 2
-    # The weights of the losses that are there fit no single one.
+    # A single loss needs a single weight.
     weights = f" {_weights(1)}" if pairs and args.loss_weights and len(losses) > 1 else ""
     robust = f"write trainer.loss_type='[robust]'{weights}"
-    none = {
+    useless = {
         "label_smoothing_factor": pairs and f"phase 2 has no such loss: {robust} and label_smoothing in its place",
         "padding_free": pairs and "TRL pads all pairs at present: leave it out",
         "label_smoothing": pairs
         and not {*losses} & {*SMOOTHED}
         and f"only the losses {', '.join(SMOOTHED)} smooth labels: {robust}, or leave it out",
         "discopop_tau": pairs and "discopop" not in losses and f"it belongs to trainer.loss_type='[discopop]'{weights}",
-        "ld_alpha": pairs and {*losses} == {"sft"} and "the loss sft compares no answers: name another one beside it",
-        "f_divergence_type": pairs
-        and {*losses} == {"sft"}
-        and "the loss sft compares no answers: name another one beside it",
+        **dict.fromkeys(
+            ("ld_alpha", "f_divergence_type"),
+            pairs and {*losses} == {"sft"} and "the loss sft compares no answers: add another loss",
+        ),
         "f_alpha_divergence_coef": pairs
         and args.f_divergence_type != "alpha_divergence"
         and "it belongs to f_divergence_type=alpha_divergence",
@@ -161,14 +161,14 @@ def _check_effect(args: Any, given: dict[str, Any]) -> None:
         "liger_kernel_config": not args.use_liger_kernel and "it belongs to use_liger_kernel=true",
     }
     if losses == "dft":
-        none["label_smoothing_factor"] = "loss_type=dft smooths no labels: write loss_type=nll, or leave it out"
-    for key, why in none.items():
+        useless["label_smoothing_factor"] = "loss_type=dft smooths no labels: write loss_type=nll, or leave it out"
+    for key, why in useless.items():
         if why and given.get(key) not in (None, False, 0, "reverse_kl"):
             raise ValueError(f"{key}={given[key]} would have no effect, for {why}")
     alone = args.per_device_train_batch_size == 1 and pairs and {*losses} & {"aot", "aot_unpaired"}
     if alone:
         raise ValueError(
-            f"loss_type={losses} would be that of sigmoid: {' and '.join(sorted(alone))} sorts the pairs of a"
+            f"loss_type={losses} would be the same as sigmoid: {' and '.join(sorted(alone))} sorts the pairs of a"
             " micro-batch, and with per_device_train_batch_size=1 there is nothing to sort: write 2 or more"
         )
     if pairs and "robust" in losses and args.label_smoothing >= 0.5:
@@ -177,7 +177,7 @@ def _check_effect(args: Any, given: dict[str, Any]) -> None:
 
 @contextmanager
 def refusals_in_words() -> Iterator[None]:
-    """What TRL and peft refuse while they are set up is the user's to fix."""
+    """Turn what TRL and peft refuse during set-up into a UserError."""
     try:
         yield
     except (ValueError, ImportError, NotImplementedError) as error:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from posttrain.config import DataSection, DistillationSection, StarPORun
-from posttrain.data import SOURCES, PromptData, load_prompts
+from posttrain.data import SOURCES, TokenData, load_prompts
 from posttrain.models import Chat, kl_backward, microbatches, trained_states
 from posttrain.rollout import Sampler, complete
 from posttrain.runtime import checkpoint, parallel, runlog
@@ -95,7 +95,7 @@ def _section(cfg: StarPORun) -> DistillationSection:
 
 def _sample(
     cfg: StarPORun, wanted: DistillationSection, sampler: Sampler, chat: Chat
-) -> tuple[PromptData, list[Answered]]:
+) -> tuple[TokenData, list[Answered]]:
     """Prompts from the sources, and those with their answers, which all processes sample together."""
     prompts = load_prompts(
         DataSection(

@@ -61,7 +61,7 @@ def set_up(cfg: StarPORun, *, resume: bool, data_sets: list[str]) -> Setup:
         checkpoint.claim(out, resume)
         run_identity.remember_run(out, settings, resume)
     device = hardware.resolve_device(settled.device)
-    parallel.start(device, settled.trainer.ddp_timeout)
+    parallel.join(device, settled.trainer.ddp_timeout)
     set_seed(settled.seed)  # for new adapters; whatever is drawn later has a seed of its own
 
     resume_from = run_state.resume_from(out, runlog.say) if resume else None
@@ -277,7 +277,7 @@ def play_all(
 
 def first_state(setup: Setup, learner: Learner, chat: Chat) -> RunState:
     """Return a new run's state, or that of its checkpoint, whose weights are then in place."""
-    runlog.say(f"phase 3: {models.describe(setup.cfg, learner.model, setup.device)}")
+    runlog.say(f"phase 3: {models.describe_training(setup.cfg, learner.model, setup.device)}")
     state = RunState(plan=setup.plan.changes)
     if setup.resume_from:
         state = run_state.load(setup.resume_from, learner)
@@ -319,14 +319,14 @@ def export(setup: Setup, model: Any, chat: Chat, state: RunState, metrics: dict[
     keys = ("success", "low", "high", "levels")
     shares = {env.title: [metrics[f"final/{env.title}/{key}"] for key in keys] for env in cfg.envs}
     results = [
-        model_card.Result(f"{name}, test levels: success", success, int(levels), low, high)
+        model_card.CardResult(f"{name}, test levels: success", success, int(levels), low, high)
         for name, (success, low, high, levels) in shares.items()
     ]
     for line in runlog.read_metrics(setup.out / "metrics.jsonl"):
         if line["step"] == state.best_step:
             results += model_card.former_results(line)
     data = distillation.sources(cfg)
-    record = model_card.record("phase3", setup.settings, state.best_step, data=data, results=results)
+    record = model_card.phase_record("phase3", setup.settings, state.best_step, data=data, results=results)
     final = models.save(
         setup.out / "final", model, chat, setup.settings,
         source=cfg.model, history=[*model_card.history(cfg.model.name_or_path), record],

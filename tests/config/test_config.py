@@ -267,12 +267,6 @@ def test_every_section_is_strict():
         assert section.model_config.get("extra") == "forbid" and section.model_config.get("strict") is True
 
 
-def test_defaults_are_not_shared_between_configs():
-    first, second = (config.EnvSection(name="sokoban") for _ in range(2))
-    first.options["rooms"] = 2  # sections are frozen, what stands in a dictionary of one is not
-    assert second.options == {}
-
-
 def test_the_protocol_section_is_the_protocol():
     env = envs.make("frozen_lake")
     assert Protocol.of(env, **config.ProtocolSection().model_dump()) == Protocol.of(env) == Protocol()
@@ -362,11 +356,6 @@ def test_broken_files_are_explained(tmp_path, text, remedy):
         read_yaml(file)
 
 
-def test_a_missing_file_is_explained(tmp_path):
-    with pytest.raises(UserError, match="cannot be read"):
-        config.resolve(SFTRun, tmp_path / "none.yaml")
-
-
 def test_overrides_win_over_the_file_and_are_typed(tmp_path):
     cfg = config.resolve(
         SFTRun,
@@ -437,7 +426,7 @@ def test_all_mistakes_come_at_once_with_their_paths(tmp_path):
             "warmup_ratio": 0.1,
         },
     )
-    said = complaint(SFTRun, file, "sead=1", "run_name=7", "nothing", "output_dir.x=1", "data.sources.3.rows=1")
+    message = complaint(SFTRun, file, "sead=1", "run_name=7", "nothing", "output_dir.x=1", "data.sources.3.rows=1")
     for line in (
         "modle: unknown key; did you mean `model`?",
         "model.tunning: unknown key; did you mean `model.tuning`?",
@@ -459,14 +448,14 @@ def test_all_mistakes_come_at_once_with_their_paths(tmp_path):
         "`output_dir.x=1`: output_dir is 'runs/x' and has no keys",
         "`data.sources.3.rows=1`: data.sources is a list of 1, so `3` must be a number below 1",
     ):
-        assert line in said, f"{line}\nis not in\n{said}"
-    assert said.count("\n") == 19 and "\n\n" not in said
+        assert line in message, f"{line}\nis not in\n{message}"
+    assert message.count("\n") == 19 and "\n\n" not in message
 
 
 def test_an_environment_by_its_name_alone_has_no_keys_yet():
     quickstart = ROOT / "configs" / "quickstart" / "phase3_starpo.yaml"
-    said = complaint(StarPORun, quickstart, "envs.0.weight=2")
-    assert "has no keys. Write `envs.0={name: frozen_lake, weight: ...}`." in said
+    message = complaint(StarPORun, quickstart, "envs.0.weight=2")
+    assert "has no keys. Write `envs.0={name: frozen_lake, weight: ...}`." in message
     written = config.resolve(StarPORun, quickstart, ["envs.0={name: frozen_lake, weight: 2}"])
     assert [env.weight for env in written.envs] == [2, 1]
 
@@ -482,8 +471,8 @@ def test_a_source_may_be_a_path_alone_and_has_the_kind_that_its_phase_reads() ->
     assert cfg.distillation is not None and cfg.distillation.sources[0].kind == "prompts"
     cfg = config.resolve(PairsRun, ROOT / "configs" / "pairs.yaml", ["sources=[a.jsonl]", "output_dir=runs/x"])
     assert cfg.sources[0].kind == "prompts"
-    said = complaint(SFTRun, ROOT / "configs" / "phase1_sft.yaml", "data.sources=[a.jsonl]", "data.sources.0.rows=5")
-    assert "Write `data.sources.0={path: a.jsonl, rows: ...}`." in said
+    message = complaint(SFTRun, ROOT / "configs" / "phase1_sft.yaml", "data.sources=[a.jsonl]", "data.sources.0.rows=5")
+    assert "Write `data.sources.0={path: a.jsonl, rows: ...}`." in message
     for wrong in ("[3]", "3", "[{kind: auto}]", "[{path: 3}]", "[[a.jsonl]]", "[{kind: [], path: a}]"):
         complaint(SFTRun, ROOT / "configs" / "phase1_sft.yaml", f"data.sources={wrong}")
 
@@ -614,8 +603,8 @@ def test_mistakes_of_phase_3(change, remedy):
 def test_a_temperature_that_makes_logits_infinite_is_refused(schema, file, key, value):
     path = ROOT / "configs" / file
     for cold in ("1e-300", "1e-6"):
-        told = complaint(schema, path, f"{key}={value.format(cold)}")
-        assert "divides logits until they are infinite: the smallest temperature above 0 is 1e-05" in told
+        message = complaint(schema, path, f"{key}={value.format(cold)}")
+        assert "divides logits until they are infinite: the smallest temperature above 0 is 1e-05" in message
     config.resolve(schema, path, [f"{key}={value.format('1e-5')}"])
 
 
@@ -637,7 +626,7 @@ def test_the_learning_rate_follows_from_the_tuning(schema, full, adapter):
         written = config.resolve(schema, file, [f"model.tuning={tuning}", f"trainer.learning_rate={rate / 9}"])
         assert written.learning_rate == rate / 9 and written.low_rate() is None
         low = config.resolve(schema, file, [f"model.tuning={tuning}", f"trainer.learning_rate={rate / 10}"])
-        assert f"so low for model.tuning={tuning} that next to nothing will be learned" in (low.low_rate() or "")
+        assert f"so low for model.tuning={tuning} that almost nothing will be learned" in (low.low_rate() or "")
 
 
 def test_a_preset_on_an_adapter_has_an_adapters_learning_rate():
@@ -749,9 +738,11 @@ def test_any_key_as_an_option_is_answered_with_an_override_that_is_read(script):
             try:
                 config.resolve(schema, file, [text])
             except UserError as problem:
-                said = str(problem)
-                if re.search("unknown key|should be a (section|list)|has no keys|not an override|is a list of", said):
-                    wrong.append((name, text, said))
+                message = str(problem)
+                if re.search(
+                    "unknown key|should be a (section|list)|has no keys|not an override|is a list of", message
+                ):
+                    wrong.append((name, text, message))
     assert not wrong
 
 
@@ -775,8 +766,8 @@ def test_a_config_of_another_script_is_told_by_its_name(tmp_path):
     assert "train_phase2_dpo.py" in complaint(SFTRun, file)
     for text in ("{}", "sed: 1", "data: {sources: [{kind: messages, path: a.jsonl}]}", "model: {name_or_path: a/b}"):
         file.write_text(text, encoding="utf-8")
-        said = complaint(SFTRun, file)
-        assert "Write: " not in said and "output_dir: missing; write `output_dir: ...`" in said
+        message = complaint(SFTRun, file)
+        assert "Write: " not in message and "output_dir: missing; write `output_dir: ...`" in message
     file.write_text("model: a/b\ndata: mine.jsonl", encoding="utf-8")
     assert "model: should be a section, but is 'a/b'; write `model: {name_or_path: a/b}`" in complaint(SFTRun, file)
     assert "write `data: {sources: [{kind: messages, path: mine.jsonl}]}`" in complaint(SFTRun, file)
@@ -873,8 +864,8 @@ def test_the_losses_are_those_that_trl_compares_with():
 
 
 def test_the_chat_needs_a_preset_that_exists():
-    said = complaint(ChatRun, ROOT / "configs" / "chat.yaml", "preset=wild")
-    assert "there is no preset `wild`, only improved, plain" in said
+    message = complaint(ChatRun, ROOT / "configs" / "chat.yaml", "preset=wild")
+    assert "`wild` is not a preset: write one of improved, plain" in message
     assert "did you mean `improved`" in complaint(ChatRun, ROOT / "configs" / "chat.yaml", "preset=impruved")
 
 
@@ -904,7 +895,7 @@ def test_a_file_of_many_keys_is_read_at_once(tmp_path):
 
 
 def test_a_name_that_is_no_file(tmp_path):
-    for name in ("a\0b", 300 * "x", str(tmp_path)):
+    for name in ("a\0b", 300 * "x", str(tmp_path), str(tmp_path / "none.yaml")):
         assert "cannot be read" in complaint(SFTRun, Path(name))
 
 

@@ -9,7 +9,6 @@ import random
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,9 +31,9 @@ from trl.trainer.sft_trainer import SFTTrainer
 from envs.math_judge import MathJudge
 from posttrain.config.data import DataSection, Source
 from posttrain.data import contamination as contamination_module, embedded, loading as data_loading, reading
-from posttrain.data.contamination import EvaluationQuestions, N, words
+from posttrain.data.contamination import EvaluationQuestions, N, lower_words
 from posttrain.data.filters import CHECKS, Example
-from posttrain.data.loading import PreferenceData, SFTData, load_preferences, load_sft
+from posttrain.data.loading import TokenData, load_preferences, load_sft
 from posttrain.data.table import FilterTable
 from posttrain.finetune.trl_trainers import takes_token_ids
 from posttrain.models.chat import Chat
@@ -89,7 +88,7 @@ def account(table: FilterTable) -> None:
         assert source.read == sum(source.dropped.values()) + source.train + source.held_out
 
 
-def digest(data: SFTData | PreferenceData) -> str:
+def digest(data: TokenData) -> str:
     return json.dumps([[list(row.values()) for row in rows_of(rows)] for rows in (data.train, data.eval)])
 
 
@@ -460,7 +459,7 @@ def test_the_split_goes_by_question_in_all_sources(tmp_path: Path, tiny_chat: Ch
         Source(kind="capybara", path=write(tmp_path / "2.jsonl", second)),
     ]
 
-    def sides(**options: Any) -> tuple[set[str], set[str], SFTData]:
+    def sides(**options: Any) -> tuple[set[str], set[str], TokenData]:
         data = load_sft(section(*sources, **options), tiny_chat)
         account(data.table)
         questions = []
@@ -520,7 +519,7 @@ def test_rows_are_drawn_by_seed_whatever_their_order(tmp_path: Path, tiny_chat: 
     random.Random(0).shuffle(rows)
     shuffled = write(tmp_path / "b.jsonl", rows)
 
-    def drawn(path: str, seed: int, count: int = 20) -> SFTData:
+    def drawn(path: str, seed: int, count: int = 20) -> TokenData:
         data = load_sft(section(Source(kind="messages", path=path, rows=count), seed=seed), tiny_chat)
         assert data.table.sources[0].dropped == {"not drawn": 60 - count} and len(data.train) == count
         account(data.table)
@@ -567,9 +566,9 @@ def test_each_source_is_read_by_one_process_and_all_have_the_same_rows(
     chosen = section(*(Source(kind="messages", path=path) for path in paths), eval_rows=2)
     alone = load_sft(chosen, tiny_chat)
     reads: list[str] = []
-    true_read = data_loading.reading.read
+    true_read = data_loading.reading.read_rows
     monkeypatch.setattr(
-        data_loading.reading, "read", lambda source, *rest: reads.append(source.path) or true_read(source, *rest)
+        data_loading.reading, "read_rows", lambda source, *rest: reads.append(source.path) or true_read(source, *rest)
     )
     together = request.getfixturevalue("two_processes")(lambda: load_sft(chosen, tiny_chat))
     assert sorted(reads) == paths
@@ -662,7 +661,7 @@ GOOD: dict[str, list[dict[str, Any]]] = {
 def test_hub_sets_are_asked_for_by_name_files_and_split(hub: Any, tiny_chat: Chat, kind: Any) -> None:
     name, options = ASKED[kind]
     fake = hub({name: GOOD[kind], "someone/fork": GOOD[kind]})
-    load: Callable[[DataSection, Chat], SFTData | PreferenceData]
+    load: Callable[[DataSection, Chat], TokenData]
     load = load_preferences if kind == "ultrafeedback" else load_sft
     data = load(section(Source(kind=kind, path=name)), tiny_chat)
     assert fake.asked == [{"path": name, **options}]
@@ -721,7 +720,7 @@ def test_rows_known_from_the_evaluation_sets_are_taken(hub: Any, tmp_path: Path,
         [user("Tell me: what is 2^{10}"), assistant("1024")],
         [user("Hm"), assistant("What is 2^{10}?")],
     ]
-    assert len(words(" ".join(said[:11]))) == N - 1
+    assert len(lower_words(" ".join(said[:11]))) == N - 1
     path = write(tmp_path / "a.jsonl", [{"messages": messages} for messages in known + unknown])
     data = load_sft(section(Source(kind="messages", path=path), decontaminate=True), tiny_chat)
     assert data.table.sources[0].dropped == {"in an evaluation set": 3}
@@ -849,7 +848,7 @@ def test_only_a_line_feed_ends_a_row(tmp_path: Path) -> None:
     row = {"messages": [user("a\u2028b\x85c\x0cd\u2029e"), assistant("f")]}
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(row, ensure_ascii=False).replace("\x0c", "\\f") + "\r\n", encoding="utf-8")
-    assert list(reading.read(Source(kind="messages", path=str(path)), "data.sources.0", 0)) == [row]
+    assert list(reading.read_rows(Source(kind="messages", path=str(path)), "data.sources.0", 0)) == [row]
     row = {"messages": [user("a\u2028b"), assistant("f"), user("g")], "answer": 7}
     path.write_text(json.dumps(row, ensure_ascii=False), encoding="utf-8")
     assert reading.evaluation_rows(str(path), "recall", "source") == [row | {"answer": "7"}]
@@ -866,7 +865,7 @@ def test_evaluation_reads_what_training_reads(tmp_path: Path) -> None:
     ):
         path = write(tmp_path / "pairs.jsonl", [row])
         assert reading.evaluation_rows(path, "preferences", "source") == [whole]
-        assert list(reading.read(Source(kind="preferences", path=path), "source", 0)) == [row]
+        assert list(reading.read_rows(Source(kind="preferences", path=path), "source", 0)) == [row]
         pq.write_table(pa.Table.from_pylist([row]), tmp_path / "pairs.parquet")
         assert reading.evaluation_rows(str(tmp_path / "pairs.parquet"), "preferences", "source") == [whole]
     path = write(tmp_path / "sums.jsonl", [{"question": "2+2?", "answer": 4.5, "level": 3}] * 3)
@@ -1025,7 +1024,7 @@ def test_damaged_files_are_read_or_refused(kind: Any, tmp_path: Path) -> None:
             try:
                 if kind in ("messages", "openmathinstruct", "ultrafeedback"):
                     source = Source(kind=kind, path=str(path))
-                    for row in reading.read(source, "data.sources.0", 0):
+                    for row in reading.read_rows(source, "data.sources.0", 0):
                         CHECKS[kind](row, source, judge)
                 else:
                     for row in reading.evaluation_rows(str(path), kind, "suites.x.source"):
@@ -1099,7 +1098,7 @@ def test_rows_that_are_all_masked_do_not_start(
 @pytest.mark.parametrize(
     ("source", "part"),
     [
-        (Source(kind="capybara", path="embedded"), "write rows"),
+        (Source(kind="capybara", path="embedded"), "write how many rows"),
         (Source(kind="messages", path="embedded", rows=5), "no embedded data of the kind messages"),
         (Source(kind="demonstrations", path="embedded", rows=5, envs=["frozen_lak"]), "frozen_lake"),
     ],
@@ -1153,11 +1152,3 @@ def test_only_the_first_process_prints(
     monkeypatch.setenv("RANK", "0")
     load_sft(section(source), tiny_chat)
     assert "Training data" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_thirty_thousand_short_rows_take_seconds(tiny_chat: Chat) -> None:
-    sources = [Source(kind=kind, path="embedded", rows=15_000) for kind in ("openmathinstruct", "capybara")]  # type: ignore[arg-type]
-    began = time.process_time()
-    load_sft(section(*sources, decontaminate=True), tiny_chat)
-    assert time.process_time() - began < 15

@@ -379,7 +379,7 @@ def test_filters_take_every_planted_fault():
 
     source = Source(kind="openmathinstruct", path="embedded", rows=10)
     with MathJudge() as judge:
-        verdicts = [filters.openmathinstruct(row, source, judge) for row in embedded.openmathinstruct(400, 1)]
+        verdicts = [filters.keep_openmathinstruct(row, source, judge) for row in embedded.openmathinstruct(400, 1)]
     reasons = {verdict for verdict in verdicts if isinstance(verdict, str)}
     assert reasons == {"marked as wrong", "uses code", r"not exactly one \boxed"}
 
@@ -401,5 +401,5 @@ def test_splits_lie_on_both_sides():
 
 def test_the_command_writes_the_base_model_and_says_one_line(tmp_path: Path) -> None:
     done = python("-m", "posttrain.data.embedded", "--out", str(tmp_path / "base"))
-    assert (done.stdout, done.stderr) == (f"The base model lies in {tmp_path / 'base'}.\n", "")
+    assert (done.stdout, done.stderr) == (f"The base model is in {tmp_path / 'base'}.\n", "")
     assert checkpoint.is_whole(tmp_path / "base")

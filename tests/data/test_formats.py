@@ -39,7 +39,7 @@ def read(tmp_path: Path, rows: list[dict[str, Any]], kind: Any = "messages") -> 
     """What the phases are given of these rows, and the line under the table."""
     report = SourceReport("mine.jsonl", kind, "your own file")
     source = Source(kind=kind, path=write(tmp_path / "mine.jsonl", rows))
-    return list(reading.read(source, "data.sources.0", 0, report)), report.note()
+    return list(reading.read_rows(source, "data.sources.0", 0, report)), report.note()
 
 
 def example(row: dict[str, Any], kind: Any = "messages") -> Example | str:
@@ -113,7 +113,7 @@ def test_a_column_that_was_used_is_never_called_unread(tmp_path: Path) -> None:
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant", "system", "tool"]), st.text()), max_size=5))
 def test_keys_are_renamed_as_trl_renames_them(said: list[tuple[str, str]]) -> None:
     rows = [{"conversations": [{"from": role, "value": text} for role, text in said]} for _ in range(2)]
-    ours, theirs = reading.formats.dialogue(rows[0]), maybe_convert_to_chatml(rows[1])
+    ours, theirs = reading.formats.as_dialogue(rows[0]), maybe_convert_to_chatml(rows[1])
     assert not isinstance(ours, str) and ours.row["messages"] == theirs["messages"]
 
 
@@ -315,7 +315,7 @@ def test_a_turn_with_an_answer_is_not_cut_from_pairs() -> None:
     assert example({"chosen": [ASK, BLUE, *more], "rejected": [ASK, BLUE, more[0]]}, "preferences") == (
         "two different prompts"
     )
-    found = reading.formats.pair({"prompt": HUMAN, "chosen": f"Blue.{MORE}\n\nAssistant: Green.", "rejected": "No."})
+    found = reading.formats.as_pair({"prompt": HUMAN, "chosen": f"Blue.{MORE}\n\nAssistant: Green.", "rejected": "No."})
     assert not isinstance(found, str) and example(found.row, "preferences") == "two different prompts"
     assert example({"chosen": [ASK], "rejected": [ASK]}, "preferences") == "does not end with the assistant"
 
@@ -341,7 +341,7 @@ def test_an_implicit_prompt_is_the_one_that_trl_finds() -> None:
 @pytest.mark.parametrize(
     ("kind", "row", "parts"),
     [
-        ("preferences", ANSWERS, ["chosen, rejected", "chosen and rejected are text, and there is no prompt beside"]),
+        ("preferences", ANSWERS, ["chosen, rejected", "chosen and rejected are text, and there is no prompt"]),
         (
             "preferences",
             ANSWERS | {"query": "Hi"},
@@ -374,7 +374,7 @@ def test_rows_in_no_format_are_told_what_there_is(
     good = {"messages": HI} if kind == "messages" else {"chosen": [ASK, BLUE], "rejected": [ASK, NO]}
     path = write(tmp_path / "mine.jsonl", [good, row])
     with pytest.raises(UserError) as told:
-        list(reading.read(Source(kind=kind, path=path), "data.sources.0", 0))
+        list(reading.read_rows(Source(kind=kind, path=path), "data.sources.0", 0))
     for part in (*parts, "data.sources.0", "line 2", path):
         assert part in str(told.value)
     assert "\n" not in str(told.value)
@@ -389,8 +389,8 @@ def test_a_label_beside_a_completion_is_kto_s_however_it_is_spelled(tmp_path: Pa
     path = saved(tmp_path / name, [{"prompt": "p", "completion": "a bad answer", "label": label}])
     for kind in ("messages", "preferences"):
         source = Source(kind=kind, path=path)  # type: ignore[arg-type]
-        with pytest.raises(UserError, match=r"This is KTO's format.* Rename it if it says something else"):
-            list(reading.read(source, "data.sources.0", 0))
+        with pytest.raises(UserError, match=r"This is KTO's format.* Rename it if it has another meaning"):
+            list(reading.read_rows(source, "data.sources.0", 0))
     with pytest.raises(UserError, match="KTO"):
         command.main([path])
 
@@ -398,8 +398,8 @@ def test_a_label_beside_a_completion_is_kto_s_however_it_is_spelled(tmp_path: Pa
 @pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize("talk", [{"messages": HI}, {"instruction": "Hi", "output": "Hello"}])
 def test_a_label_that_calls_an_answer_good_or_bad_is_kto_s_in_every_format(talk: dict[str, Any], label: object) -> None:
-    assert reading.formats.dialogue(talk | {"label": label}) == reading.formats.KTO
-    assert reading.formats.dialogue(talk | {"kto_tag": label}) == reading.formats.KTO
+    assert reading.formats.as_dialogue(talk | {"label": label}) == reading.formats.KTO
+    assert reading.formats.as_dialogue(talk | {"kto_tag": label}) == reading.formats.KTO
 
 
 @pytest.mark.parametrize(
@@ -413,14 +413,14 @@ def test_a_label_that_calls_an_answer_good_or_bad_is_kto_s_in_every_format(talk:
     ],
 )
 def test_a_label_that_judges_no_answer_is_not_read(row: dict[str, Any]) -> None:
-    found = reading.formats.dialogue(row)
+    found = reading.formats.as_dialogue(row)
     assert not isinstance(found, str) and not {"label", "kto_tag"} & found.columns
 
 
 @pytest.mark.parametrize(("name", "row", "_"), PAIRS)
 def test_what_phase_1_sends_to_phase_2_is_read_there(name: str, row: dict[str, Any], _: object) -> None:
-    assert reading.formats.dialogue(row) == "These are pairs of answers: phase 2 reads them (kind: preferences)"
-    found = reading.formats.pair(row)
+    assert reading.formats.as_dialogue(row) == "These are pairs of answers: phase 2 reads them (kind: preferences)"
+    found = reading.formats.as_pair(row)
     assert not isinstance(found, str) and found.format == name
 
 
@@ -628,7 +628,7 @@ def test_marks_mask_exactly_the_answers_that_they_stand_on(
             {"from": names[m["role"]], "value": m["content"]} | {key: m[key] for key in m if key not in keys}
             for m in marked
         ]
-    found = reading.formats.dialogue({"conversations" if share else "messages": marked})
+    found = reading.formats.as_dialogue({"conversations" if share else "messages": marked})
     assert not isinstance(found, str)
     kept = example(found.row)
     assert isinstance(kept, Example) and not kept.cut
@@ -711,24 +711,24 @@ def test_every_file_gives_the_same_rows(tmp_path: Path, tiny_chat: Chat, name: s
         {"instruction": f'Say "{n}",\nplease\u2028.', "input": "" if n else "5", "output": f"It's {n}; \u00e9."}
         for n in range(5)
     ]
-    found = list(reading.read(Source(kind="messages", path=saved(tmp_path / name, rows)), "data.sources.0", 0))
-    plain = list(reading.read(Source(kind="messages", path=write(tmp_path / "plain.jsonl", rows)), "key", 0))
+    found = list(reading.read_rows(Source(kind="messages", path=saved(tmp_path / name, rows)), "data.sources.0", 0))
+    plain = list(reading.read_rows(Source(kind="messages", path=write(tmp_path / "plain.jsonl", rows)), "key", 0))
     assert found == plain and len(found) == 5
     pairs = [{"prompt": f"p{n}", "chosen": "a" * 200_000, "rejected": "b", "score_chosen": n, "score_rejected": 2.5}
              for n in range(5)]  # fmt: skip
     source = Source(kind="preferences", path=saved(tmp_path / name, pairs), min_margin=0.5)
-    kept = [CHECKS["preferences"](row, source, NO_JUDGE) for row in reading.read(source, "key", 0)]
+    kept = [CHECKS["preferences"](row, source, NO_JUDGE) for row in reading.read_rows(source, "key", 0)]
     assert [isinstance(each, Example) for each in kept] == [False] * 4 + [True]
 
 
 def test_messages_in_cells_of_csv_are_json(tmp_path: Path) -> None:
     rows = [{"messages": json.dumps(HI), "id": "7"}, {"messages": json.dumps(HI[::-1]), "id": ""}]
-    found = list(reading.read(Source(kind="messages", path=saved(tmp_path / "a.csv", rows)), "key", 0))
+    found = list(reading.read_rows(Source(kind="messages", path=saved(tmp_path / "a.csv", rows)), "key", 0))
     assert [row["messages"] for row in found] == [HI, HI[::-1]]
     pair = {"conversations": json.dumps(HI[:1]), "chosen": json.dumps(HI[1]), "rejected": json.dumps(NO)}
-    [row] = reading.read(Source(kind="preferences", path=saved(tmp_path / "b.csv", [pair])), "key", 0)
+    [row] = reading.read_rows(Source(kind="preferences", path=saved(tmp_path / "b.csv", [pair])), "key", 0)
     assert isinstance(example(row, "preferences"), Example)
-    [row] = reading.read(
+    [row] = reading.read_rows(
         Source(
             kind="preferences", path=saved(tmp_path / "c.csv", [{"prompt": "a", "chosen": "[1]", "rejected": "[{"}])
         ),
@@ -764,7 +764,7 @@ def test_damaged_files_are_told_with_the_place(
         monkeypatch.setattr(local, "LONGEST_ARRAY", 1000)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as told:
-        list(reading.read(Source(kind="messages", path=str(tmp_path / name)), "data.sources.0", 0))
+        list(reading.read_rows(Source(kind="messages", path=str(tmp_path / name)), "data.sources.0", 0))
     for part in (*parts, "data.sources.0", str(tmp_path / name)):
         assert part in str(told.value)
     assert "\n" not in str(told.value) and len(str(told.value)) < 1000

@@ -50,9 +50,9 @@ def evaluation(source: str, n: int = 500) -> EvaluateRun:
 
 
 def test_an_answer_ends_in_the_box_that_evaluation_reads():
-    assert gsm8k.solution(ROW["answer"]) == "48/2 = 24.\nThe answer is \\boxed{1072}."
+    assert gsm8k.worked_answer(ROW["answer"]) == "48/2 = 24.\nThe answer is \\boxed{1072}."
     with MathJudge() as judge:
-        assert judge.correct(gsm8k.solution(ROW["answer"]), "1072")
+        assert judge.correct(gsm8k.worked_answer(ROW["answer"]), "1072")
     assert gsm8k.final("no number") is None and gsm8k.final("steps\n####  ") is None and gsm8k.final("#### 3") is None
 
 

@@ -293,12 +293,12 @@ def test_phase_2_trains_on_the_pairs(tmp_path: Path, tiny_tokenizer: PreTrainedT
 def test_a_source_of_phase_1_may_name_the_player_and_the_thought() -> None:
     said: dict[str, Any] = {"kind": "demonstrations", "path": "embedded", "rows": 6, "envs": ["rubiks_cube"]}
     source = Source(**said, player="expert:0.9,random:0.1", thought="plan")
-    found = list(reading.read(source, "data.sources.0", 0))
+    found = list(reading.read_rows(source, "data.sources.0", 0))
     assert len(found) == 6
     assert all("<think>Plan: " in message["content"] for row in found for message in row["messages"][2::2])
     assert Source(**said).thought == "cues" and Source(**said).player is None
     with pytest.raises(UserError, match=r"data\.sources\.0\.envs: There is no player of rubiks_cube"):
-        list(reading.read(Source(**said, player="gaol"), "data.sources.0", 0))
+        list(reading.read_rows(Source(**said, player="gaol"), "data.sources.0", 0))
     with pytest.raises(ValueError, match="belongs to the kind demonstrations"):
         Source(kind="capybara", path="embedded", rows=6, player="expert")
     for thought in demos.THOUGHTS:

@@ -634,12 +634,12 @@ def test_what_is_wrong_in_the_config_is_told_before_any_work(
     )
     monkeypatch.setenv("A_KEY", "a")
     for place in ("http://h/v1", "http://127.0.0.1.example/v1"):
-        assert "could be read on its way" in problem(small, api_key_env="A_KEY", endpoint=place)
-    assert "checkpoints.gpt.endpoint: this is no address" in problem(small, endpoint="h/v1")
+        assert "could read the key in" in problem(small, api_key_env="A_KEY", endpoint=place)
+    assert "checkpoints.gpt.endpoint: this is not the address" in problem(small, endpoint="h/v1")
     assert "checkpoints.gpt.modle: unknown key; did you mean `checkpoints.gpt.model`?" in problem(small, modle="m")
     wrong = {"preferences": {"n": 2, "reference": "gpt"}}
     told = problem(wrong)
-    assert "reference is `gpt`, which is not among the checkpoints base, and a server tells no rewards" in told
+    assert "reference is `gpt`, which is not among the checkpoints base, and a server has no rewards" in told
     assert "write suites.preferences.reference=base" in told
 
 

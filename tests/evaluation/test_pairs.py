@@ -20,7 +20,7 @@ from posttrain.config.data import DataSection, Source
 from posttrain.config.pairs import PairsRun
 from posttrain.data import loading
 from posttrain.data.filters import CHECKS
-from posttrain.data.loading import Question
+from posttrain.data.loading import PromptQuestion
 from posttrain.evaluation.pairs import (
     ADVICE,
     Answer,
@@ -157,7 +157,7 @@ def test_an_answer_that_was_cut_off_is_written_up_to_its_last_whole_sentence():
     )
     assert (fresh.sentences, loop.sentences) == ("One is (so) two. Two is.", 'Is it? "It is."')
     assert answer("No end", finished=False).sentences == "" and answer("No end").sentences == "No end"
-    written = row(Question([{"role": "user", "content": "?"}], [1], None), fresh, loop)
+    written = row(PromptQuestion([{"role": "user", "content": "?"}], [1], None), fresh, loop)
     assert written["chosen"] == [{"role": "assistant", "content": "One is (so) two. Two is."}]
 
 
@@ -197,7 +197,7 @@ def test_the_best_answer_of_a_prompt_is_right_or_repeats_itself_least():
     ]
     wrong = [answer("z", right=False, prompt=2), answer("y.", right=True, prompt=2, number=1, finished=False)]
     assert best_answers([*open_ones, *cut, *math, *wrong]) == [math[1], open_ones[1]]
-    written = dialogue(Question([{"role": "user", "content": "?"}], [1], None), open_ones[1])
+    written = dialogue(PromptQuestion([{"role": "user", "content": "?"}], [1], None), open_ones[1])
     assert [message["content"] for message in written["messages"]] == ["?", f"{FRESH}."]
 
 

@@ -440,7 +440,7 @@ def test_an_8_bit_optimizer_trains(tmp_path: Path, files: SimpleNamespace) -> No
 
 
 def finite(folder: Path) -> bool:
-    return models.not_finite(AutoModelForCausalLM.from_pretrained(folder)) == ""
+    return models.parameters_not_finite(AutoModelForCausalLM.from_pretrained(folder)) == ""
 
 
 def test_a_run_that_diverges_at_once_hands_nothing_over(tmp_path: Path, files: SimpleNamespace) -> None:
@@ -669,7 +669,7 @@ def test_resume_reads_no_source_again_unless_the_kept_rows_are_damaged(
     again = damage in ("a byte", "other settings")
     assert times[0] == again
     out = capsys.readouterr().out
-    assert ("prepared again" in out) == again and ("Rows as prepared before" in out) != again
+    assert ("prepared again" in out) == again and ("Prepared rows are used again" in out) != again
     assert "cache-0123456789abcdef.arrow" not in checkpoint.verify(tmp_path / "run" / "rows")["files"]
     assert rows_of(tmp_path / "run") == rows_of(whole)
     assert same_weights(tmp_path / "run", whole)
@@ -750,7 +750,7 @@ def test_resume_on_another_number_of_processes_that_do_not_divide_a_batch_is_ref
     train(file)
     kept = snapshot(tmp_path / "run")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match=r"begun on 1 process and .* with 2: 1 micro-batches.*python, without torchrun"):
+    with pytest.raises(UserError, match=r"started on 1 process and .* with 2: 1 micro-batch.*python, without torchrun"):
         train(file, "--resume")
     assert snapshot(tmp_path / "run") == kept
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -945,7 +945,7 @@ def test_processes_wait_long_for_each_other_and_know_their_gpu(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "set_device", asked.append)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *how, **more: asked.append((*how, more)))
     place, patience = torch.device(device), timedelta(hours=6)
-    parallel.start(place)
+    parallel.join(place)
     if device == "cpu":
         assert asked == [("gloo", {"timeout": patience})]
     else:
@@ -959,10 +959,10 @@ def test_only_the_first_process_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, cpu = torch.nn.Linear(1000, 1000, bias=False), torch.device("cpu")
     section = {"output_dir": "x", "model": {"name_or_path": "a/b", "tuning": "lora"}}
     section |= {"data": {"sources": [{"kind": "capybara", "path": "embedded"}]}}
-    line = models.describe(SFTRun.model_validate(section), layer, cpu)
+    line = models.describe_training(SFTRun.model_validate(section), layer, cpu)
     assert line == "1.00 M parameters (all trained), cpu, 2 processes, float32, learning rate 0.0002"
     section["trainer"] = {"learning_rate": 1e-6, "bf16": True}
-    line, warning = models.describe(SFTRun.model_validate(section), layer, cpu).splitlines()
+    line, warning = models.describe_training(SFTRun.model_validate(section), layer, cpu).splitlines()
     assert line.endswith("2 processes, bfloat16, learning rate 1e-06")
     assert warning.startswith("WARNING: trainer.learning_rate=1e-06 is so low for model.tuning=lora")
 

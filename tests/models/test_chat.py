@@ -275,7 +275,7 @@ def test_a_models_own_default_system_prompt_stays_and_ours_adds_none(tiny_chat: 
 # Templates that can't be used
 
 UNUSABLE = {
-    "strips thoughts": (STRIPS_THINKING, "rewrites what was said"),
+    "strips thoughts": (STRIPS_THINKING, "rewrites messages"),
     "no stop token": (PLAIN, "stop token"),
     "stop token is no token": (QWEN25.replace("<|im_end|>", "<|end|>"), "stop token"),
     "text before the stop token": (QWEN25.replace("+ '<|im_end|>'", "+ '\n<|im_end|>'"), "stop token"),
@@ -295,7 +295,7 @@ UNUSABLE = {
     "header has no thought": (CHATML + OPEN.replace("assistant\n", "assistant\n<think>\n"), "opens an answer"),
     "counts the turns": (CHATML.replace("m.role", "m.role + loop.index | string") + OPEN, "differently"),
     "drops earlier turns": (CHATML.replace("in messages", "in messages[-2:]") + OPEN, "drops, repeats or moves"),
-    "upper case": (CHATML.replace("m.content", "m.content | upper") + OPEN, "rewrites what was said"),
+    "upper case": (CHATML.replace("m.content", "m.content | upper") + OPEN, "rewrites messages"),
     "syntax": ("{% for m in messages %}", "fails on a dialogue"),
     "not callable": ("{{ messages.nothing() }}", "fails on a dialogue"),
 }
@@ -569,9 +569,9 @@ def test_mask_spans_of_a_user_are_refused(tiny_chat: Chat) -> None:
 @pytest.mark.parametrize("role", ["user", "assistant"])
 def test_content_that_is_no_text_is_refused(tiny_chat: Chat, role: str, content: object) -> None:
     good = {"role": "user", "content": "good"}
-    with pytest.raises(UserError, match="is no text"):
+    with pytest.raises(UserError, match="is not text"):
         tiny_chat.encode([good, {"role": role, "content": content}])
-    with pytest.raises(UserError, match="is no text"):
+    with pytest.raises(UserError, match="is not text"):
         tiny_chat.prompt([good, {"role": role, "content": content}])
 
 

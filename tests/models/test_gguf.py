@@ -157,7 +157,7 @@ def test_a_script_loads_the_folder(file: Path, tmp_path: Path) -> None:
 
 def test_a_folder_that_is_there_is_left_alone(file: Path, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    with pytest.raises(UserError, match="already there"):
+    with pytest.raises(UserError, match="already exists"):
         convert(file, tmp_path / "model")
 
 

@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import ModelCard, ModelCardData
 
 from posttrain.models import model_card
-from posttrain.models.model_card import Result
+from posttrain.models.model_card import CardResult
 from posttrain.runtime import checkpoint
 
 
@@ -37,12 +37,15 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def card_of(records: list[dict[str, Any]]) -> Any:
-    return ModelCard(model_card.render(records, "convgpt"))
+    return ModelCard(model_card.render_card(records, "convgpt"))
 
 
 def test_a_card_tells_of_base_data_settings_results_and_commit() -> None:
-    results = [Result("held-out rows: loss", 1.234, 204), Result("held-out pairs: share", 0.8, 200, 0.739, 0.85)]
-    one = model_card.record("phase1", CONFIG, 120, data=[CAPYBARA, MINE], results=results)
+    results = [
+        CardResult("held-out rows: loss", 1.234, 204),
+        CardResult("held-out pairs: share", 0.8, 200, 0.739, 0.85),
+    ]
+    one = model_card.phase_record("phase1", CONFIG, 120, data=[CAPYBARA, MINE], results=results)
     card = card_of([one])
     assert card.data.to_dict() == {
         "base_model": "mkurman/ConvGPT-0.2B-SYNTH-250B-EC",
@@ -79,7 +82,7 @@ def test_what_the_hub_is_sent_is_the_card(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr("huggingface_hub.repocard.get_session", Session)
     monkeypatch.setattr("huggingface_hub.repocard.hf_raise_for_status", lambda response: None)
-    card = card_of([model_card.record("phase1", CONFIG, 1, data=[CAPYBARA])])
+    card = card_of([model_card.phase_record("phase1", CONFIG, 1, data=[CAPYBARA])])
     card.validate()
     assert sent == [{"repoType": "model", "content": str(card)}]
     assert ModelCardData(**card.data.to_dict()).to_dict() == card.data.to_dict()
@@ -90,7 +93,7 @@ def test_no_absolute_path_stands_in_a_card(home: str) -> None:
     slash = "\\" if "\\" in home else "/"
     base, data = (slash.join([home, *parts]) for parts in (("runs", "phase1", "final"), ("rows.jsonl",)))
     config = CONFIG | {"model": CONFIG["model"] | {"name_or_path": base}}
-    text = card_of([model_card.record("phase2", config, 3, data=[source(data, "messages", "own")])]).content
+    text = card_of([model_card.phase_record("phase2", config, 3, data=[source(data, "messages", "own")])]).content
     assert "ana" not in text.lower() and "secret" not in text
     assert "the local model `phase1/final`" in text and "| phase1/final |" in text and "| rows.jsonl |" in text
 
@@ -104,21 +107,21 @@ def test_the_licence_is_the_one_that_the_base_models_card_names(tmp_path: Path) 
     base.mkdir()
     (base / "README.md").write_text("---\nlicense: apache-2.0\n---\n# A model\n")
     config = CONFIG | {"model": {"name_or_path": str(base)}}
-    card = card_of([model_card.record("phase1", config, 1)])
+    card = card_of([model_card.phase_record("phase1", config, 1)])
     assert card.data.license == "apache-2.0"
     assert card.data.base_model is None  # a folder is not a name on the Hub
     for broken in ("", "no metadata", "---\nlicense: [\n---\n", "---\n- 1\n---\n"):
         (base / "README.md").write_text(broken)
-        assert "license" not in card_of([model_card.record("phase1", config, 1)]).data.to_dict()
+        assert "license" not in card_of([model_card.phase_record("phase1", config, 1)]).data.to_dict()
 
 
 def test_the_phases_before_are_told_of(tmp_path: Path) -> None:
-    one = model_card.record("phase1", CONFIG, 120, data=[CAPYBARA])
+    one = model_card.phase_record("phase1", CONFIG, 120, data=[CAPYBARA])
     folder = checkpoint.save(tmp_path / "final", lambda out: (out / "x").write_text("x"), history=[one])
     assert model_card.history(str(folder)) == [one]
     config = CONFIG | {"model": {"name_or_path": str(folder), "tuning": "full"}}
-    won = Result("sokoban, test levels: success", 0.54, 300, 0.48, 0.6)
-    three = model_card.record("phase3", config, 90, results=[won])
+    won = CardResult("sokoban, test levels: success", 0.54, 300, 0.48, 0.6)
+    three = model_card.phase_record("phase3", config, 90, results=[won])
     card = card_of([*model_card.history(str(folder)), three])
     assert card.data.tags == ["sft", "starpo", "convgpt"]
     assert card.data.base_model == "mkurman/ConvGPT-0.2B-SYNTH-250B-EC"
@@ -128,7 +131,7 @@ def test_the_phases_before_are_told_of(tmp_path: Path) -> None:
 
 def test_hostile_names_stay_text() -> None:
     hostile = source("<script>alert(1)</script>|`x`", "messages", "[mine](http://x)\n# Title", train=1)
-    card = card_of([model_card.record("phase1", CONFIG, 1, data=[hostile])])
+    card = card_of([model_card.phase_record("phase1", CONFIG, 1, data=[hostile])])
     assert not any(bad in card.content for bad in ("<script>", "\n# Title", "|`x`", " [mine]("))
 
 
@@ -139,10 +142,10 @@ def test_what_was_local_when_it_was_read_is_not_a_name_on_the_hub(
     (tmp_path / "models" / "mine").mkdir(parents=True)
     source = {"path": "data/mine.jsonl", "kind": "messages", "licence": "mine", "train": 36, "held_out": 4}
     settings = {"model": {"name_or_path": "models/mine"}}
-    told = model_card.record("phase1", settings, 10, data=[source])
+    told = model_card.phase_record("phase1", settings, 10, data=[source])
     (tmp_path / "models" / "mine").rmdir()
-    card = model_card.render([told], "llama")
+    card = model_card.render_card([told], "llama")
     assert "huggingface.co/models/mine" not in card and "the local model `models/mine`" in card
     assert "base_model:" not in card and "datasets:" not in card
-    gone = model_card.record("phase2", {"model": {"name_or_path": "runs/phase1/final"}}, 10)
+    gone = model_card.phase_record("phase2", {"model": {"name_or_path": "runs/phase1/final"}}, 10)
     assert gone["licence"] is None

@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from posttrain.models import forward
 from posttrain.models.convgpt import ConvGPTConfig, ConvGPTForCausalLM
-from posttrain.models.forward import attention_mask, microbatches, read, token_logprobs
+from posttrain.models.forward import attention_mask, backbone_states, microbatches, token_logprobs
 from posttrain.plan.selftest import head_agrees, without_noise
 from posttrain.types import UserError
 
@@ -118,7 +118,9 @@ def test_heads_that_share_keys_ask_them_together(key_value_heads: int, monkeypat
         model.zero_grad()
         if ours:
             everywhere = torch.ones(ids.shape, dtype=torch.bool)
-            states = read(model, everywhere, input_ids=ids, attention_mask=mask, use_cache=False).view(weight.shape)
+            states = backbone_states(model, everywhere, input_ids=ids, attention_mask=mask, use_cache=False).view(
+                weight.shape
+            )
         else:
             states = model.model(ids, attention_mask=mask, use_cache=False).last_hidden_state
         (states * weight).sum().backward()
@@ -163,11 +165,11 @@ def test_somebody_elses_attention_stays() -> None:
     mask = attention_mask(model, torch.ones(1, 3, 3, dtype=torch.bool).tril())
     ALL_ATTENTION_FUNCTIONS["sdpa"] = own
     try:
-        read(model, everywhere, input_ids=ids, attention_mask=mask, use_cache=False)
+        backbone_states(model, everywhere, input_ids=ids, attention_mask=mask, use_cache=False)
         assert asked and ALL_ATTENTION_FUNCTIONS["sdpa"] is own
     finally:
         del ALL_ATTENTION_FUNCTIONS["sdpa"]
-    read(model, everywhere, input_ids=ids, attention_mask=mask, use_cache=False)
+    backbone_states(model, everywhere, input_ids=ids, attention_mask=mask, use_cache=False)
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
 
 

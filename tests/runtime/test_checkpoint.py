@@ -109,7 +109,7 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
     ("harm", "words"),
     [
         (lambda f: (f / "config.json").unlink(), "config.json is missing"),
-        (lambda f: (f / "manifest.json").unlink(), "no complete checkpoint"),
+        (lambda f: (f / "manifest.json").unlink(), "not a complete checkpoint"),
         (lambda f: (f / "manifest.json").write_text('{"files": {'), "cannot be read"),
         (lambda f: (f / "manifest.json").write_text("[]"), "cannot be read"),
         (lambda f: (f / "manifest.json").write_bytes(b"\xff\xfe"), "cannot be read"),
@@ -212,7 +212,7 @@ def test_kill_during_save_leaves_the_old_checkpoint_whole(tmp_path: Path) -> Non
         """
         import sys
         from pathlib import Path
-        from posttrain import checkpoint
+        from posttrain.runtime import checkpoint
         folder, n = Path(sys.argv[1]), 0
         def write(out):
             for k in range(20):
@@ -261,7 +261,7 @@ def test_claim_refuses_a_folder_in_use_and_changes_nothing(tmp_path: Path) -> No
 
 
 def test_claim_refuses_while_another_process_writes(tmp_path: Path) -> None:
-    program = "import sys; from pathlib import Path; from posttrain import checkpoint; "
+    program = "import sys; from pathlib import Path; from posttrain.runtime import checkpoint; "
     program += "checkpoint.claim(Path(sys.argv[1]), False); print('claimed', flush=True); sys.stdin.read()"
     out = tmp_path / "run"
     with subprocess.Popen(
@@ -317,7 +317,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_usable(tmp_path: Path) -> None:
         """
         import resource, signal, sys
         from pathlib import Path
-        from posttrain import checkpoint
+        from posttrain.runtime import checkpoint
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
         checkpoint.save(Path(sys.argv[1]), lambda out: (out / "big").write_bytes(b"x" * 100000), n=2)

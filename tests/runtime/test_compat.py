@@ -135,7 +135,7 @@ def test_no_other_file_uses_private_parts() -> None:
     uses = [use for path in files if path.name not in meant for use in private_uses(path)]
     assert [use for use in uses if not use.endswith(EXCEPTIONS)] == []
     assert [name for name in EXCEPTIONS if not any(use.endswith(name) for use in uses)] == []
-    assert len(private_uses(ROOT / "posttrain" / "compat.py")) > 5
+    assert len(private_uses(ROOT / "posttrain" / "runtime" / "compat.py")) > 5
 
 
 # ------------------------------------------------------------------------------------------------------------------ TRL
@@ -337,7 +337,7 @@ def test_ignore_renamed_argument(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------- transformers
 
 
-def test_load_weights() -> None:
+def test_load_checkpoint_weights() -> None:
     """That it puts the weights in place is in test_phase1.py."""
     first = list(inspect.signature(Trainer._load_from_checkpoint).parameters.values())
     assert [each.name for each in first if each.default is each.empty] == ["self", "resume_from_checkpoint"]

@@ -51,7 +51,7 @@ def on_tensorboard():
         yield from ([event.step, tag.removesuffix("/text_summary")] for event in read.Tensors(tag))
 
 def on_wandb():
-    from posttrain import compat
+    from posttrain.runtime import compat
     logs = sorted(pathlib.Path(os.environ["WANDB_DIR"]).glob("wandb/offline-run-*/run-*.wandb"))
     assert len({log.name for log in logs}) == 1, "one run"
     yield from (pair for log in logs for pair in compat.read_wandb_log(log) if pair[1][0] != "_" and pair[1] != "step")
@@ -185,9 +185,9 @@ def test_a_dashboard_that_is_added_gets_all_of_the_run(
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     alarm = {"step": 2, "name": "not_finite", "severity": "stop", "message": "It is inf.", "remedy": "Stop."}
     (tmp_path / "run" / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
-    assert dashboards.start(config(tmp_path), {}, resume=False).each == []
+    assert dashboards.open_dashboards(config(tmp_path), {}, resume=False).each == []
     for resume in (True, True, False):  # the last one is another run in the same folder
-        boards = dashboards.start(
+        boards = dashboards.open_dashboards(
             config(tmp_path, "tensorboard"), {"a": 1}, resume=resume, named=dashboards.as_transformers
         )
         boards.catch_up(after=2)
@@ -202,7 +202,7 @@ def test_a_dashboard_that_is_added_gets_all_of_the_run(
         (told,) = read.Tensors("alarms/not finite/text_summary")
         assert told.step == 2 and told.tensor_proto.string_val == [b"step 2: It is inf. Stop."]
     monkeypatch.setenv("RANK", "1")
-    assert dashboards.start(config(tmp_path, "tensorboard"), {}, resume=False).each == []
+    assert dashboards.open_dashboards(config(tmp_path, "tensorboard"), {}, resume=False).each == []
     assert capsys.readouterr().err.count("tensorboard --logdir") == 3
 
 

@@ -111,7 +111,7 @@ def test_keep_freed_memory() -> None:
     """The same memory is asked for again and again: the system provides it once, where it did so each time."""
     program = """
 import resource, torch
-from posttrain import hardware
+from posttrain.runtime import hardware
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -168,7 +168,7 @@ def test_memory_of_a_gpu_can_grow_unless_the_user_says_otherwise(
     program = (
         "import json, os, sys\n"
         "from pathlib import Path\n"
-        "from posttrain import runlog\n"
+        "from posttrain.runtime import runlog\n"
         "runlog.keep_private(Path(sys.argv[1]) / 'run')\n"
         "assert 'torch' not in sys.modules\n"
         "print(json.dumps({key: value for key, value in os.environ.items() if 'ALLOC_CONF' in key}))\n"
@@ -180,7 +180,7 @@ def test_memory_of_a_gpu_can_grow_unless_the_user_says_otherwise(
 
 STOPS = """
 import os, signal, sys, time
-from posttrain import runlog
+from posttrain.runtime import runlog
 with runlog.StopSignals() as stop:
     if os.environ["RANK"] == "0":
         print("ready", flush=True)
@@ -216,7 +216,7 @@ def test_a_signal_ends_work_that_is_done_again_at_once(capsys: pytest.CaptureFix
     with runlog.StopSignals() as stop, stop.at_once("the closing evaluation"), pytest.raises(SystemExit) as left:
         os.kill(os.getpid(), signal.SIGTERM)
     assert left.value.code == 143
-    assert "Stopped in the closing evaluation. Go on with the same command and --resume." in capsys.readouterr().err
+    assert "Stopped in the closing evaluation. Continue with the same command and --resume." in capsys.readouterr().err
     with runlog.StopSignals() as stop:
         os.kill(os.getpid(), signal.SIGTERM)  # before that work begins
         with pytest.raises(SystemExit), stop.at_once("the closing evaluation"):

@@ -375,7 +375,7 @@ def test_the_files_of_accelerate_ask_for_what_is_taken(monkeypatch: pytest.Monke
     monkeypatch.setenv("WORLD_SIZE", "8")
     for key, value in variables.items():
         monkeypatch.setenv(key, value)
-    launcher.check(some_run())
+    launcher.check_launch(some_run())
     assert launcher.sharding() == ("fsdp2" if name == "two_nodes" else name)
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert launcher.sharding() == "none"
@@ -445,12 +445,12 @@ def test_what_deepspeed_may_not_be_told(monkeypatch: pytest.MonkeyPatch, env: di
 )
 def test_what_a_sharded_model_cannot_be(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], words: str) -> None:
     cfg = some_run(**change)
-    launcher.check(cfg)
+    launcher.check_launch(cfg)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for key, value in FSDP2.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(UserError, match=words):
-        launcher.check(cfg)
+        launcher.check_launch(cfg)
 
 
 def test_fewer_processes_than_asked_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,7 +464,7 @@ def test_fewer_processes_than_asked_are_told(monkeypatch: pytest.MonkeyPatch) ->
     made = prepare_simple_launcher_cmd_env(args)[1]
     for key in set(made) - set(os.environ):
         monkeypatch.setenv(key, made[key])
-    with pytest.raises(UserError, match=r"asked for several processes and has started one.*two_cpu.yaml"):
+    with pytest.raises(UserError, match=r"was to start several processes and has started one.*two_cpu.yaml"):
         hardware.settle(some_run())
     monkeypatch.setenv("ACCELERATE_USE_CPU", "False")
     with pytest.raises(UserError, match="started one"):  # a machine without a GPU, --cpu forgotten
@@ -500,12 +500,12 @@ def test_a_resumed_run_keeps_its_batches_or_says_why_not(tmp_path: Path, monkeyp
         assert run_identity.same_batches(tmp_path, six).trainer["gradient_accumulation_steps"] == steps
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(
-        UserError, match=r"begun on 2 processes.*6 micro-batches a step.*cannot be shared by 4.*torchrun"
+        UserError, match=r"started on 2 processes.*6 micro-batches a step.*cannot be shared by 4.*torchrun"
     ):
         run_identity.same_batches(tmp_path, six)
     monkeypatch.setenv("WORLD_SIZE", "1")
     begun(2, "fsdp2")
-    with pytest.raises(UserError, match=r"sharding fsdp2 and would go on with none.*fsdp2.yaml --num_processes 2"):
+    with pytest.raises(UserError, match=r"sharding fsdp2 and would continue with none.*fsdp2.yaml --num_processes 2"):
         run_identity.same_batches(tmp_path, six)
 
 
@@ -518,7 +518,7 @@ def test_a_port_in_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         for key, value in rank.items():
             monkeypatch.setenv(key, value)
         with pytest.raises(UserError, match=rf"Port {port}, at which the processes.*in use.*--main_process_port"):
-            parallel.start(torch.device("cpu"), timeout=5)
+            parallel.join(torch.device("cpu"), timeout=5)
         with pytest.raises(SystemExit) as end:
             parallel.launch(
                 ["--master_addr", "127.0.0.1", "--master_port", str(port), "--nproc_per_node", "2", "none.py"]

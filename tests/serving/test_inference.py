@@ -360,12 +360,12 @@ def test_reset_keeps_the_system_message_and_says_so(says: Says, answers: Callabl
 
 def test_what_was_saved_is_data_for_phase_1(says: Says, answers: Callable[..., Any], tmp_path: Path) -> None:
     from posttrain.config.data import Source
-    from posttrain.data.reading import read
+    from posttrain.data.reading import read_rows
 
     answers("Grüße 🦊")
     file = tmp_path / "talk.jsonl"
     says("system='Be kind.'", stdin=f"Hallo\n/save {file}\n")
-    (row,) = read(Source(kind="messages", path=str(file)), "data.sources.0", 0)
+    (row,) = read_rows(Source(kind="messages", path=str(file)), "data.sources.0", 0)
     assert row["messages"] == [{"role": "system", "content": "Be kind."}, *user("Hallo", "Grüße 🦊")]
 
 
@@ -588,7 +588,7 @@ def test_every_cell_of_an_environment_has_a_colour_and_an_environment_without_a_
         (["--prompt", " \n"], "--prompt is empty"),
         (["--episodes", "3"], "--episodes and --delay belong to --play"),
         (["model.name_or_path=no/such/folder/final"], "no/such/folder/final does not exist"),
-        (["model.name_or_path=configs"], "configs is no checkpoint: it has no config.json"),
+        (["model.name_or_path=configs"], "configs is not a checkpoint: it has no config.json"),
         (["model.name_or_path=Makefile"], "Makefile is a file"),
         (["--prompt", "half of a pair: \ud83e"], "no text"),
     ],

@@ -49,7 +49,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, tiny_chat: Chat) -> Path:
         config = {"model": {"name_or_path": base}, "kept": "/home/ana/secret models/x y", "seed": 0}
         config["output_dir"] = str(run / phase)
         data = {"path": "/home/ana/clinic/rows.jsonl", "kind": "messages", "licence": "mine", "train": 9, "held_out": 1}
-        told = model_card.record(phase, config, 3, data=[data])
+        told = model_card.phase_record(phase, config, 3, data=[data])
         source = ModelSection(name_or_path="x")
         models.save(run / phase / "final", tiny_model(chat, 0), chat, config, source=source, history=[told])
     (run / "phase3" / "metrics.jsonl").write_text(json.dumps({"step": 1, "file": "/home/ana/clinic/x"}) + "\n")

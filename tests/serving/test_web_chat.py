@@ -41,8 +41,8 @@ from posttrain import config
 from posttrain.config.chat import ChatRun
 from posttrain.config.data import Source
 from posttrain.config.shared import ModelSection
-from posttrain.data.filters import dialogue
-from posttrain.data.reading import read
+from posttrain.data.filters import keep_dialogue
+from posttrain.data.reading import read_rows
 from posttrain.models import loading as models
 from posttrain.models.chat import Chat
 from posttrain.serving.conversation import Conversation, Exchange
@@ -489,11 +489,11 @@ def test_what_is_exported_is_what_was_asked(cfg: ChatRun, both: list[Scripted], 
     assert first["messages"] == second["messages"] == [*whole, {"role": "user", "content": "All of it!"}, cut]
     (file := tmp_path / "chat.jsonl").write_text(exported)
     source = Source(kind="messages", path=str(file))
-    for row in read(source, "data.sources.0", 0):
-        example = dialogue(row, source, None)  # type: ignore[arg-type]
+    for row in read_rows(source, "data.sources.0", 0):
+        example = keep_dialogue(row, source, None)  # type: ignore[arg-type]
         assert not isinstance(example, str) and example.dialogues == [whole]
     row = {"messages": [whole[0], whole[1], cut]}
-    assert dialogue(row, source, None) == "an answer that was cut short"  # type: ignore[arg-type]
+    assert keep_dialogue(row, source, None) == "an answer that was cut short"  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------------------- play

@@ -376,7 +376,7 @@ def test_a_signal_in_the_closing_evaluation_stops_it_and_resume_closes_the_run(
         with pytest.raises(SystemExit) as left:
             train(file, "--resume")
     assert left.value.code == 143 and not (run / "final").exists()
-    assert "Stopped in the closing evaluation. Go on with the same command and --resume." in capsys.readouterr().err
+    assert "Stopped in the closing evaluation. Continue with the same command and --resume." in capsys.readouterr().err
     train(file, "--resume")
     assert rows(run) == rows(whole)
     checkpoint.verify(run / "final")
@@ -390,7 +390,7 @@ def test_damaged_logs_are_said_before_any_work(
     for name, damage, words in (
         ("metrics.jsonl", b"\x00" * 512, "metrics.jsonl is damaged in line 1"),
         ("transcripts.jsonl", b'{"step": 2, "env": "\xff"}', "transcripts.jsonl is damaged in line 1"),
-        ("run_config.yaml", b"\x00\x01: [", "run_config.yaml, the settings that the run was begun with"),
+        ("run_config.yaml", b"\x00\x01: [", "run_config.yaml, which holds the settings of the run"),
     ):
         kept = (run / name).read_bytes()
         (run / name).write_bytes(damage + b"\n" + kept)

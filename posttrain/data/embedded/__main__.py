@@ -16,7 +16,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     disable_progress_bar()  # of writing a file of two megabytes
-    print(f"The base model lies in {build_base(arguments.out, arguments.seed)}.")
+    print(f"The base model is in {build_base(arguments.out, arguments.seed)}.")
 
 
 if __name__ == "__main__":

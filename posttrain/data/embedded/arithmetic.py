@@ -28,7 +28,7 @@ LARGEST = 15  # operand; sums of three stay far below 129, up to which numbers a
 
 
 def word_problem(rng: random.Random) -> dict[str, Any]:
-    """{"question", "steps": [(7, "+", 5, 12), ...], "operands": ("+", 7, 5)} for one or two operations."""
+    """Return {"question", "steps": [(7, "+", 5, 12), ...], "operands": ("+", 7, 5)} for one or two operations."""
     name, thing = rng.choice(NAMES), rng.choice(THINGS)
     signs = rng.choice([("+",), ("-",), ("+", "+"), ("+", "-")])
     start = total = rng.randint(2, LARGEST)
@@ -47,12 +47,12 @@ def word_problem(rng: random.Random) -> dict[str, Any]:
     return {"question": question, "steps": steps, "operands": ("".join(signs), *operands)}
 
 
-def problem_of(split: str, rng: random.Random) -> dict[str, Any]:
+def problem_of_split(split: str, rng: random.Random) -> dict[str, Any]:
     return first_wanted(word_problem, lambda problem: split_of(problem) == split, rng)
 
 
 def training_problem(rng: random.Random) -> dict[str, Any]:
-    """A problem of the training side: in words, or as "What is 7+5-2?"."""
+    """Return a problem of the training side: in words, or as "What is 7+5-2?"."""
     return first_wanted(_word_problem_or_formula, lambda problem: split_of(problem) == "train", rng)
 
 
@@ -69,7 +69,7 @@ def _word_problem_or_formula(rng: random.Random) -> dict[str, Any]:
 
 
 def _formula(rng: random.Random) -> dict[str, Any]:
-    """One to eight operations without a story, as `word_problem` gives them."""
+    """Return a problem of one to eight operations without a story, in the form of `word_problem`."""
     start = total = rng.randint(2, LARGEST)
     text, steps, signs, operands = str(start), [], "", [start]
     for _ in range(rng.randint(1, 8)):
@@ -95,13 +95,13 @@ def worked_solution(steps: list[tuple[int, str, int, int]]) -> str:
 
 
 def _miscalculated(steps: list[tuple[int, str, int, int]], rng: random.Random) -> list[tuple[int, str, int, int]]:
-    """The same steps with the last sum wrong by a little."""
+    """Return the same steps with the last sum wrong by a little."""
     a, sign, b, c = steps[-1]
     return [*steps[:-1], (a, sign, b, max(0, c + rng.choice([-3, -2, -1, 1, 2, 3])) if c else c + 1)]
 
 
 def openmathinstruct(n: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Rows in the schema of nvidia/OpenMathInstruct-1; about one in twelve is there for the filters to take."""
+    """Yield rows in the schema of nvidia/OpenMathInstruct-1; about one in twelve is made for the filters to drop."""
     for i in range(n):
         rng = random.Random(derive_seed(seed, "openmathinstruct", i))
         if rng.random() < 0.02 and i:  # a duplicate of the row before
@@ -140,8 +140,8 @@ def _math_row(problem: dict[str, Any], rng: random.Random) -> dict[str, Any]:
 
 
 def math_problems(n: int, seed: int, split: str = "unseen_questions") -> list[dict[str, str]]:
-    """Held-out problems: new questions over operands met in training, or operands never met together there."""
+    """Return held-out problems: new questions over operands met in training, or operands never met together there."""
     assert split in ("unseen_questions", "unseen_operands")
     rngs = (random.Random(derive_seed(seed, "math_problems", split, i)) for i in range(n))
-    problems = [problem_of(split, rng) for rng in rngs]
+    problems = [problem_of_split(split, rng) for rng in rngs]
     return [{"question": p["question"], "answer": str(p["steps"][-1][3])} for p in problems]

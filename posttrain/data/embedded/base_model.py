@@ -34,7 +34,7 @@ SHAPE: dict[str, Any] = dict(
 
 
 def _texts(seed: int) -> Iterator[str]:
-    """What the tokenizer is trained on: a sample of everything above, and all numbers to 129."""
+    """Yield the tokenizer's training texts: a sample of all generated data, and the numbers up to 129."""
     import envs
 
     for row in openmathinstruct(2000, seed):
@@ -49,7 +49,7 @@ def _texts(seed: int) -> Iterator[str]:
 
 
 def build_base(folder: str | Path, seed: int = 0) -> Path:
-    """Writes the model that the quickstart starts from: a tokenizer fitted to this text, and random weights."""
+    """Write the model that the quickstart starts from: a tokenizer fitted to the generated text, and random weights."""
     return new_base(folder, _texts(seed), seed)
 
 
@@ -63,7 +63,7 @@ def new_base(
     tags: Sequence[str] = TAGS,
     **shape: Any,
 ) -> Path:
-    """A ConvGPT of random weights with a tokenizer fitted to `texts`, at most `vocabulary` tokens.
+    """Return a ConvGPT of random weights with a tokenizer fitted to `texts`, at most `vocabulary` tokens.
 
     pieces: what no token crosses the borders of. tags: texts that are one token each. shape: keys of ConvGPTConfig,
     where they are not the quickstart's.

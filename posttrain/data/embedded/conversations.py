@@ -124,7 +124,7 @@ def _fill(template: str, value: str) -> str:
 
 
 def _dialogue(rng: random.Random) -> dict[str, Any]:
-    """One or two facts, then one to three turns of small talk, then a question about one of the facts."""
+    """Return one or two facts, then one to three turns of small talk, then a question about one of the facts."""
     slots = rng.sample(sorted(FACTS), rng.choice([1, 1, 2]))
     values = {slot: rng.choice(FACTS[slot]["values"]) for slot in slots}
     messages: Messages = []
@@ -148,7 +148,7 @@ def _dialogue_held_out(dialogue: dict[str, Any]) -> bool:
 
 
 def mixed_dialogue(rng: random.Random, turns: int) -> Messages:
-    """Everything but games in one dialogue, in any order: facts told and asked for, small talk, sums, open questions.
+    """Return a dialogue of facts told and asked for, small talk, sums and open questions in any order.
 
     No part of it, from its beginning to a question about a fact, is a held-out dialogue.
     """
@@ -199,7 +199,7 @@ def fresh_answer(topic: str, rng: random.Random) -> list[str]:
 
 
 def with_repeats(sentences: list[str], places: list[int], rng: random.Random) -> list[str]:
-    """The same answer with the remarks at `places` replaced by an earlier one, most often the one just before."""
+    """Return the answer with the remarks at `places` replaced by an earlier one, most often the previous one."""
     out = list(sentences)
     for place in sorted(places):
         out[place] = out[place - 1] if rng.random() < 0.6 else out[rng.randrange(1, place)]
@@ -212,8 +212,8 @@ def _scraped_answer(topic: str, rng: random.Random) -> str:
 
 
 def capybara(n: int, seed: int, open_share: float = 0.26, mixed_share: float = 0.24) -> Iterator[dict[str, Any]]:
-    """Rows in the schema of trl-lib/Capybara: recall dialogues, open questions, and dialogues that mix these with sums;
-    one in a hundred has a hole."""
+    """Yield rows in the schema of trl-lib/Capybara: recall dialogues, open questions, and dialogues that mix these with
+    sums; one in a hundred has an empty answer."""
     for i in range(n):
         rng = random.Random(derive_seed(seed, "capybara", i))
         kind = rng.random()
@@ -231,14 +231,14 @@ def capybara(n: int, seed: int, open_share: float = 0.26, mixed_share: float = 0
 
 
 def recall_dialogues(n: int, seed: int) -> list[dict[str, Any]]:
-    """Held-out dialogues that end with the question; right when the reply contains `answer`."""
+    """Return held-out dialogues that end with the question; right when the reply contains `answer`."""
     rngs = (random.Random(derive_seed(seed, "recall_dialogues", i)) for i in range(n))
     dialogues = [first_wanted(_dialogue, _dialogue_held_out, rng) for rng in rngs]
     return [{"messages": d["messages"][:-1], "answer": d["answer"]} for d in dialogues]
 
 
 def training_prompts(n: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Distinct open questions about the other topics: {"prompt": "Tell me about the old lake."}; all if n is more."""
+    """Yield at most n distinct open questions about training topics: {"prompt": "Tell me about the old lake."}."""
     topics = [f"{a} {p}" for a in ADJECTIVES for p in PLACES if not topic_held_out(f"{a} {p}")]
     prompts = [ask.format(p=topic) for topic in topics for ask in OPEN_ASKS]
     for prompt in random.Random(derive_seed(seed, "training_prompts")).sample(prompts, min(n, len(prompts))):
@@ -246,7 +246,7 @@ def training_prompts(n: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def open_prompts(n: int, seed: int) -> list[str]:
-    """Distinct open questions about topics that no training row has."""
+    """Return distinct open questions about topics that no training row has."""
     topics = [f"{a} {p}" for a in ADJECTIVES for p in PLACES if topic_held_out(f"{a} {p}")]
     prompts = [ask.format(p=topic) for topic in topics for ask in OPEN_ASKS]
     if n > len(prompts):

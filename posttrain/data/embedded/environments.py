@@ -27,7 +27,7 @@ def demonstrations(
     player: str | None = None,
     thought: str = "cues",
 ) -> Iterator[dict[str, Any]]:
-    """`n` episodes on training levels, the environments in turn: {"messages": [...], "env": "frozen_lake"}.
+    """Yield `n` episodes on training levels, the environments in turn: {"messages": [...], "env": "frozen_lake"}.
 
     `player` says who plays them ("expert:0.9,random:0.1"), or `MIXES`, or `envs.demos.default_mix`; ValueError where
     an environment has neither an expert nor a scripted policy.
@@ -54,7 +54,7 @@ def demonstrations(
 
 
 def early_turn(rng: random.Random, split: str) -> tuple[Messages, str]:
-    """One of the first turns of a demonstration: the conversation up to it, and what the demonstrator wrote."""
+    """Return an early turn of a demonstration: the conversation before it, and the demonstrator's answer."""
     import envs
     from envs.demos import demonstrate
     from envs.protocol import Protocol
@@ -66,7 +66,7 @@ def early_turn(rng: random.Random, split: str) -> tuple[Messages, str]:
 
 
 def malformed(reply: str, rng: random.Random) -> str:
-    """The same reply with a fault that the environments penalise."""
+    """Return the same reply with a fault that the environments penalise."""
     thought, action = reply.removesuffix("</answer>").split("<answer>")
     faults = [f"{thought}{action}", f"{thought}<answer>Jump</answer>", f"{thought.removesuffix('</think>')} {action}"]
     return rng.choice(faults)

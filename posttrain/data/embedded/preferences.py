@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from posttrain.data.embedded.arithmetic import problem_of, training_problem, worked_solution
+from posttrain.data.embedded.arithmetic import problem_of_split, training_problem, worked_solution
 from posttrain.data.embedded.conversations import (
     FIRST_COPY,
     OPEN_ASKS,
@@ -32,7 +32,7 @@ def _pair(rng: random.Random, held_out: bool) -> dict[str, Any]:
         prompt, chosen = early_turn(rng, "validation" if held_out else "train")
         rejected = malformed(chosen, rng)
     elif kind < ENV_PAIRS + MATH_PAIRS:
-        problem = problem_of("unseen_questions", rng) if held_out else training_problem(rng)
+        problem = problem_of_split("unseen_questions", rng) if held_out else training_problem(rng)
         prompt, chosen = [user(problem["question"])], worked_solution(problem["steps"])
         result = str(problem["steps"][-1][3])
         wrong = rng.choice([str(number) for number in problem["operands"][1:] if str(number) != result] or ["0"])
@@ -58,7 +58,7 @@ def _pair(rng: random.Random, held_out: bool) -> dict[str, Any]:
 
 
 def ultrafeedback(n: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Rows in the schema of HuggingFaceH4/ultrafeedback_binarized; a few are ties, identical or empty."""
+    """Yield rows in the schema of HuggingFaceH4/ultrafeedback_binarized; a few are ties, identical or empty."""
     for i in range(n):
         rng = random.Random(derive_seed(seed, "ultrafeedback", i))
         row, fault = _pair(rng, held_out=False), rng.random()
@@ -72,5 +72,5 @@ def ultrafeedback(n: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def preference_pairs(n: int, seed: int) -> list[dict[str, Any]]:
-    """Held-out pairs, same schema and kinds as `ultrafeedback`, over questions, topics and levels it never has."""
+    """Return held-out pairs in the form of `ultrafeedback`, over other questions, topics and levels."""
     return [_pair(random.Random(derive_seed(seed, "preference_pairs", i)), held_out=True) for i in range(n)]

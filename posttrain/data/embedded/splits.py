@@ -1,4 +1,4 @@
-"""Which rows are held out?  The same tenth of all keys in every run and process; and rows on a wanted side."""
+"""Which rows are held out?  The same tenth of all keys in every run and process; and values on a wanted side."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Messages = list[dict[str, Any]]  # role, content, and mask_spans where a part of
 
 
 def held_out(*key: object) -> bool:
-    """True for a tenth of all keys, the same tenth for every seed and process."""
+    """Return True for a tenth of all keys, the same tenth for every seed and process."""
     digest = hashlib.sha256("\x1f".join(map(str, key)).encode()).digest()
     return int.from_bytes(digest[:4], "big") % 10 == 0
 
 
 def first_wanted(make: Callable[[random.Random], Any], wanted: Callable[[Any], bool], rng: random.Random) -> Any:
-    """The first value on the wanted side of a split (a tenth at least lies on either side, so this ends soon)."""
+    """Return the first value on the wanted side of a split, which has at least a tenth of all values."""
     return next(value for value in (make(rng) for _ in itertools.count()) if wanted(value))
 
 

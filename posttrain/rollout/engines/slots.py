@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import Cache, PreTrainedModel
 
-from posttrain.models import attention_mask, fused_weights, read
+from posttrain.models import attention_mask, backbone_states, fused_weights
 from posttrain.rollout.engines.base import Sampler, Then, TurnRequest
 from posttrain.rollout.engines.sampling import sample_tokens, uniforms
 from posttrain.runtime import CacheLayer, widest
@@ -348,7 +348,9 @@ class SlotSampler(Sampler):
         rows = slice(slots[0], slots[-1] + 1) if neighbours else torch.tensor(slots, device=device)
         visible = int(positions_BQ.max()) + 1
         nothing_BQ = torch.zeros(ids_BQ.shape, dtype=torch.bool, device=device)
-        read(self.model, nothing_BQ, **self._inputs(ids_BQ.to(device), positions_BQ.to(device), rows, visible))
+        backbone_states(
+            self.model, nothing_BQ, **self._inputs(ids_BQ.to(device), positions_BQ.to(device), rows, visible)
+        )
 
     # ------------------------------------------------------------------ writing
 

@@ -108,7 +108,7 @@ def gather(run: Path, repo: str, include: Sequence[str] = (), evaluation: Path |
         )
     index = measured.index(found, repo.partition("/")[2])
     told = model_card.Published(repo, found.rows, found.commit, found.pictures, index)
-    card = model_card.render(cleaned["history"], model_type, told=told)
+    card = model_card.render_card(cleaned["history"], model_type, publication=told)
     content.files[CARD] = privacy.cut(card).encode()
     content.files |= {name: _cut(name, made, content) for name, made in found.files.items()}
     for name in include:

@@ -32,7 +32,7 @@ class Monitor:
         self.metrics = runlog.MetricsFile(out / "metrics.jsonl", after_step=after, but_not="final/")
         runlog.MetricsFile(out / "transcripts.jsonl", after_step=after)
         self.alarms = runlog.MetricsFile(out / "alarms.jsonl", after_step=after)
-        self.boards = dashboards.start(cfg, settings, resume=resume)
+        self.boards = dashboards.open_dashboards(cfg, settings, resume=resume)
         self.boards.catch_up(after)
         self.progress = runlog.Progress(cfg.trainer.max_steps, "phase 3", start=state.step)
         self.say = self.progress.say
