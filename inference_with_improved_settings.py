@@ -30,9 +30,9 @@ from posttrain.serving import (
     Exchange,
     Generator,
     ctrl_c_keeps_what_was_typed,
-    described,
+    describe_preset,
+    describe_sampling,
     escape_control_characters,
-    in_words,
     never,
     next_message,
     note,
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     check(cfg, flags)
     seed = cfg.seed if flags.seed is None else flags.seed
     cfg = cfg.model_copy(update={"seed": seed, "preset": flags.preset or cfg.preset})
-    env = playing.open_env(cfg, flags.play) if flags.play else None
+    env = playing.open_played_env(cfg, flags.play) if flags.play else None
     page = open_page(flags) if flags.web else None
 
     # 2. Can it be done?
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
         # The chat's settings change the sampling distribution and punish what a map must repeat: play as the rollouts
         # did.
         setting = cfg.presets[cfg.preset] if flags.preset else SamplingSection()
-        playing.play_levels(generator, env, cfg, setting, flags.episodes or 1, flags.delay or 0.0)
+        playing.show_levels(generator, env, cfg, setting, flags.episodes or 1, flags.delay or 0.0)
         return
     conversation = Conversation(generator.chat, generator.context, cfg.max_new_tokens, cfg.system)
     if flags.prompt is not None:
@@ -255,7 +255,7 @@ def converse(generator: Generator, conversation: Conversation, cfg: ChatRun, *, 
 
 def greet(cfg: ChatRun) -> None:
     """Say who answers, how, and what may be asked."""
-    setting = in_words(cfg.presets[cfg.preset])
+    setting = describe_sampling(cfg.presets[cfg.preset])
     note(f"{cfg.model.name_or_path}, {setting}. /help lists the commands, /quit leaves.")
     if cfg.examples:
         note("\n  ".join(["For example:", *cfg.examples]))
@@ -281,12 +281,12 @@ def handle_command(line: str, conversation: Conversation, cfg: ChatRun) -> ChatR
             conversation.system = rest or None
             note("[the system message is set]" if rest else "[no system message]")
         case "/preset" if not rest:
-            note("\n".join(("* " if name == cfg.preset else "  ") + described(cfg, name) for name in cfg.presets))
+            note("\n".join(("* " if name == cfg.preset else "  ") + describe_preset(cfg, name) for name in cfg.presets))
         case "/preset" if rest not in cfg.presets:
             note(unknown_preset(cfg, rest))
         case "/preset":
             cfg = cfg.model_copy(update={"preset": rest})
-            note(f"[{described(cfg, rest)}]")
+            note(f"[{describe_preset(cfg, rest)}]")
         case "/save":
             save(rest, conversation) if rest else note("Name the file: /save FILE")
         case _:

@@ -17,7 +17,7 @@ import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from posttrain.report.episodes import moments, outcome, played, replay
+from posttrain.report.episodes import describe_end, list_moments, played, replay_evaluation
 from posttrain.report.tables import Results
 from posttrain.types import Record, UserError
 
@@ -44,15 +44,15 @@ class Panel(NamedTuple):
 
 def panels(results: Results, row: Record) -> list[Panel]:
     """Return the moments of an episode, at least one for each turn."""
-    frames, turns = replay(results, row)
+    frames, turns = replay_evaluation(results, row)
     texts = [" ".join(text.split()) for text, _ in turns]
-    found = [Panel(frames[at], texts[turn] if turn >= 0 else "", "") for turn, at in moments(turns)]
-    return [*found[:-1], found[-1]._replace(end=outcome(row, row["success"]))]
+    found = [Panel(frames[at], texts[turn] if turn >= 0 else "", "") for turn, at in list_moments(turns)]
+    return [*found[:-1], found[-1]._replace(end=describe_end(row, row["success"]))]
 
 
-def gif(results: Results, rows: Sequence[Record], checkpoints: Sequence[str], levels: int = 6) -> bytes:
+def animate(results: Results, rows: Sequence[Record], checkpoints: Sequence[str], levels: int = 6) -> bytes:
     """Return the animation: a row for each environment, a column for each checkpoint, one level after the other."""
-    shown = list(pictures(results, episodes(results, rows, checkpoints, levels), checkpoints))
+    shown = list(pictures(results, shown_episodes(results, rows, checkpoints, levels), checkpoints))
     if not shown:
         raise UserError(f"There are no episodes of {', '.join(checkpoints)} to show: evaluate them with suites.envs.")
     palette = shown[-1][0].quantize(64)
@@ -62,18 +62,18 @@ def gif(results: Results, rows: Sequence[Record], checkpoints: Sequence[str], le
     return out.getvalue()
 
 
-def episodes(results: Results, rows: Sequence[Record], checkpoints: Sequence[str], levels: int) -> Episodes:
+def shown_episodes(results: Results, rows: Sequence[Record], checkpoints: Sequence[str], levels: int) -> Episodes:
     """Return the rows of transcripts.jsonl that are shown, by environment, checkpoint and level."""
     return {
         (env, name, level): row
         for name in checkpoints
-        for env in figures(results, name)
+        for env in figures_by_env(results, name)
         for level, row in played(results, rows, name, env).items()
         if level < levels
     }
 
 
-def figures(results: Results, checkpoint: str) -> dict[str, Any]:
+def figures_by_env(results: Results, checkpoint: str) -> dict[str, Any]:
     """Return a checkpoint's figures by environment."""
     return results["checkpoints"][checkpoint].get("envs", {})
 
@@ -114,12 +114,14 @@ def picture_of(
             picture.paste(frame, (x, y))
             for number, part in enumerate(wrapped(panel.text, small)):
                 canvas.text((x, y + SIDE + 4 + number * LINE), part, QUIET, small)
-            share = figures(results, name)[env]["success"]
+            share = figures_by_env(results, name)[env]["success"]
             canvas.text((x, y + SIDE + 6 + LINES * LINE), f"{share:.0%} of {env} levels", INK, small)
             colour = WON if panel.end == "solved" else LOST
             for number, part in enumerate(panel.end.split()):
                 canvas.text((x + SIDE + 6, y + 2 + number * LINE), part, colour, title)
-    setting = ", ".join(sorted({entry["setting"] for name in checkpoints for entry in figures(results, name).values()}))
+    setting = ", ".join(
+        sorted({entry["setting"] for name in checkpoints for entry in figures_by_env(results, name).values()})
+    )
     note = f"the first test levels, {setting}, seed {results['config']['seed']}, commit {results['commit'][:7]}"
     canvas.text((MARGIN, size[1] - 2 * LINE), note, QUIET, small)
     return picture

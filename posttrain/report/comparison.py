@@ -14,11 +14,11 @@ from typing import Any
 
 from posttrain.report import training_log
 from posttrain.report.charts import Chart, chart
-from posttrain.report.episodes import Pictures, entry, evaluation_stage, with_pictures
-from posttrain.report.page import read
-from posttrain.report.rendering import DAMAGED, render
+from posttrain.report.episodes import Pictures, browser_row, evaluation_stage, with_pictures
+from posttrain.report.page import read_run
+from posttrain.report.rendering import DAMAGED, render_page
 from posttrain.report.tables import COLOURS, less_is_better, readable
-from posttrain.report.verdict import UNSEEN, Comparison, Model, compare, not_compared, overall
+from posttrain.report.verdict import UNSEEN, Comparison, Model, compare_models, not_compared, overall
 from posttrain.runtime import runlog
 from posttrain.types import Record, UserError, one_line
 
@@ -26,7 +26,7 @@ MANY = 100_000  # items: more than anyone will measure
 ITEMS = {"envs": "levels", "preferences": "pairs", "math": "questions", "recall": "questions", "repetition": "prompts"}
 
 
-def build(given: Sequence[str]) -> Path:
+def build_comparison(given: Sequence[str]) -> Path:
     """Write comparison.html into the folder of the last run and return its path. given: RUN or RUN:CHECKPOINT."""
     models = [open_model(each) for each in given]
     titles = [model.title for model in models]
@@ -35,9 +35,9 @@ def build(given: Sequence[str]) -> Path:
     first, *others = models
     pictures = Pictures()
     try:
-        found = [compare(first, other) for other in others]
+        found = [compare_models(first, other) for other in others]
         pairs, examples = differing(first, others, found, pictures)
-        html = render(
+        html = render_page(
             "comparison.html.j2",
             "Which is better?",
             {"top": None, "pairs": pairs, "recorded": [], "pictures": pictures.coded},
@@ -47,7 +47,7 @@ def build(given: Sequence[str]) -> Path:
             heads=[(model.title, COLOURS[(number + 1) % len(COLOURS)]) for number, model in enumerate(models)],
             rows=side_by_side(found),
             examples=examples,
-            curves=curves(models),
+            curves=shared_curves(models),
         )
     except DAMAGED as error:
         raise UserError(
@@ -65,7 +65,7 @@ def open_model(given: str) -> Model:
     if not folder.exists() and ":" in given:
         place, _, name = given.rpartition(":")
         folder = Path(place)
-    results, rows = read(folder)
+    results, rows = read_run(folder)
     name = name or list(results["checkpoints"])[-1]
     if name not in results["checkpoints"]:
         raise UserError(
@@ -130,11 +130,15 @@ def differing(
 
 
 def _shown(model: Model, row: Record, pictures: Pictures) -> Record:
-    found = with_pictures(row, evaluation_stage(model.results, row), pictures) if row["suite"] == "envs" else entry(row)
+    found = (
+        with_pictures(row, evaluation_stage(model.results, row), pictures)
+        if row["suite"] == "envs"
+        else browser_row(row)
+    )
     return found | {"at": f"{model.title}, {readable(found['env'])} {row['index']}"}
 
 
-def curves(models: Sequence[Model]) -> list[tuple[str, list[Chart]]]:
+def shared_curves(models: Sequence[Model]) -> list[tuple[str, list[Chart]]]:
     """Return (phase, charts) of phases that have the same name, the runs in one picture; none for one run alone."""
     runs = list({model.folder: model for model in models}.values())
     folders = [(model.folder.resolve().name, training_log.phase_folders(model.results, model.folder)) for model in runs]
@@ -145,7 +149,7 @@ def curves(models: Sequence[Model]) -> list[tuple[str, list[Chart]]]:
         }
         drawn = []
         for title, keys in training_log.CURVES:
-            by_run = {run: training_log.series(rows, keys) for run, rows in logs.items()}
+            by_run = {run: training_log.curve_lines(rows, keys) for run, rows in logs.items()}
             lines = {f"{run}, {label}": line for run, found in by_run.items() for label, line in found.items()}
             drawn.append(chart(title, lines))
         if any(drawn):

@@ -94,7 +94,7 @@ def played(results: Results, transcripts: Sequence[Record], name: str, env: str)
     }
 
 
-def replay(results: Results, row: Record) -> tuple[list[np.ndarray], list[tuple[str, list[str]]]]:
+def replay_evaluation(results: Results, row: Record) -> tuple[list[np.ndarray], list[tuple[str, list[str]]]]:
     """Play an episode of the evaluator again, as `acted_out` does."""
     return acted_out(evaluation_stage(results, row), row)
 
@@ -170,7 +170,7 @@ class Pictures:
         return places
 
 
-def entry(row: Record) -> Record:
+def browser_row(row: Record) -> Record:
     """Return a row of a transcripts.jsonl in the browser's form; null where it lacks a value."""
     messages = _messages(row)
     turns = sum(message["role"] == "assistant" for message in messages)
@@ -190,7 +190,7 @@ def entry(row: Record) -> Record:
         "at": f"level {row['index']}" if "level" in row else f"item {row['index']}" if "index" in row else "",
         "env": str(row.get("env") or ", ".join(filter(None, (row.get("suite"), row.get("part")))) or "episode"),
         "won": won,
-        "end": outcome(row, won),
+        "end": describe_end(row, won),
         "reward": _number(reward),
         "turns": turns,
         "length": length if isinstance(length, int) else None,
@@ -210,17 +210,17 @@ def entry(row: Record) -> Record:
 
 def with_pictures(row: Record, stage: Stage, pictures: Pictures) -> Record:
     """Return the entry of an episode, with pictures where its environment can be drawn."""
-    found = entry(row)
+    found = browser_row(row)
     if row.get("crashed") or ":" in stage.name:  # no module is imported because a file of results names it
         return found
     frames, turns = acted_out(stage, row)
     found["actions"] = [taken for _, taken in turns]
     if frames:
-        found["frames"], found["moments"] = pictures.add(frames), moments(turns)
+        found["frames"], found["moments"] = pictures.add(frames), list_moments(turns)
     return found
 
 
-def moments(turns: Sequence[tuple[str, list[str]]]) -> list[tuple[int, int]]:
+def list_moments(turns: Sequence[tuple[str, list[str]]]) -> list[tuple[int, int]]:
     """Return (turn, picture) of each step: the start, then one per action, and one for a turn without actions."""
     found, picture = [(-1, 0)], 0
     for number, (_, actions) in enumerate(turns):
@@ -251,7 +251,7 @@ def _tokens(row: Record, turns: int) -> list[Record] | None:
     return [{"text": list(map(str, turn["text"]))} | {k: _numbers(turn[k]) for k in TOKEN_FIGURES} for turn in found]
 
 
-def outcome(row: Record, won: bool | None) -> str:
+def describe_end(row: Record, won: bool | None) -> str:
     """Return in a word or two how an episode or an answer ended: solved, hole, crashed, right."""
     if row.get("crashed"):
         return "crashed"
@@ -279,10 +279,10 @@ def _numbers(values: Any) -> list[float | None] | None:
     return list(map(_number, values)) if isinstance(values, list) else None
 
 
-def finite(data: Any) -> Any:
+def without_infinite(data: Any) -> Any:
     """Return the data with None for each number that is not finite, as token_figures.py writes them."""
     if isinstance(data, dict):
-        return {key: finite(value) for key, value in data.items()}
+        return {key: without_infinite(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
-        return [finite(value) for value in data]
+        return [without_infinite(value) for value in data]
     return _number(data) if isinstance(data, float) else data

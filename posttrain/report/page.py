@@ -9,7 +9,7 @@ from typing import Any
 from posttrain import files
 from posttrain.report import sections, tables, training_log, verdict
 from posttrain.report.episodes import Pictures
-from posttrain.report.rendering import DAMAGED, TEMPLATES, render
+from posttrain.report.rendering import DAMAGED, TEMPLATES, render_page
 from posttrain.report.tables import NOT_ASKED, Results, percent, readable, span
 from posttrain.types import Record, UserError, one_line
 
@@ -19,12 +19,12 @@ OPEN = ("phases", "results")  # sections that are not folded
 def build(folder: Path) -> Path:
     """Write report.html beside results.json and return its path."""
     folder = Path(folder)
-    results, transcripts = read(folder)
+    results, transcripts = read_run(folder)
     name, pictures = folder.resolve().name, Pictures()
     try:
         top = sections.first_levels(results, transcripts, pictures)
         shown, episodes = _sections(results, transcripts, folder, pictures)
-        html = render(
+        html = render_page(
             "report.html.j2",
             f"{name}: what each phase changed",
             {"top": top, **episodes, "pictures": pictures.coded},
@@ -60,7 +60,9 @@ def build_transcripts(file: Path) -> Path:
     scripts = ("player.js", "viewer.js", "transcripts.js")
     page = {"folder": folder, "file": file.name, "count": len(found)}
     path = file.with_suffix(".html")
-    path.write_text(render("transcripts.html.j2", f"{folder}: transcripts", data, *scripts, **page), encoding="utf-8")
+    path.write_text(
+        render_page("transcripts.html.j2", f"{folder}: transcripts", data, *scripts, **page), encoding="utf-8"
+    )
     return path
 
 
@@ -111,11 +113,11 @@ def _sections(
     """
     folders = training_log.phase_folders(results, folder)
     steps = verdict.steps(folder, results, transcripts)
-    same_level, pairs = sections.levels(results, transcripts, pictures)
-    recorded = training_log.episodes(folders, pictures)
+    same_level, pairs = sections.level_pairs(results, transcripts, pictures)
+    recorded = training_log.recorded_episodes(folders, pictures)
     shown = [
         ("In one sentence each", "phases", sections.phases(steps)),
-        ("Results", "results", sections.headline(results, steps)),
+        ("Results", "results", sections.headline_table(results, steps)),
         ("Goals", "goals", results.get("goals")),
         ("The environments, beside other players", "environments", sections.environments(results)),
         ("The same level, before and after", "levels", same_level),
@@ -133,7 +135,7 @@ def _sections(
     return shown, {"pairs": pairs, "recorded": recorded}
 
 
-def read(folder: Path) -> tuple[Results, list[Record]]:
+def read_run(folder: Path) -> tuple[Results, list[Record]]:
     """Return results.json and transcripts.jsonl; UserError where they are not what the evaluator writes."""
     for file in (folder / "results.json", folder / "transcripts.jsonl"):
         if not file.is_file():

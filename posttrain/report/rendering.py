@@ -14,7 +14,7 @@ from jinja2.exceptions import UndefinedError
 
 from posttrain.metrics import Interval
 from posttrain.report import charts
-from posttrain.report.episodes import finite
+from posttrain.report.episodes import without_infinite
 from posttrain.report.tables import BENCHMARKS, NOT_ASKED, percent, points, points_span, span
 from posttrain.types import markdown_text
 
@@ -45,7 +45,7 @@ TEMPLATES.filters |= {"short": "{:g}".format, "bar_places": _bar_places, "text":
 TEMPLATES.globals |= {"KINDS": KINDS, "NOT_ASKED": NOT_ASKED, "BENCHMARKS": BENCHMARKS, **charts.SIZES}
 
 
-def render(template: str, title: str, data: Any, *scripts: str, **found: Any) -> str:
+def render_page(template: str, title: str, data: Any, *scripts: str, **found: Any) -> str:
     """Return a page. data: for `unpack` of player.js; scripts: files of this folder, in the order of their needs."""
     style, code = (
         "".join((HERE / name).read_text(encoding="utf-8") for name in names)
@@ -62,5 +62,5 @@ def packed(data: Any) -> str:
     try:
         text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except ValueError:  # NaN or infinity, which a browser's JSON does not know
-        text = json.dumps(finite(data), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        text = json.dumps(without_infinite(data), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), mtime=0)).decode()

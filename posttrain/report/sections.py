@@ -38,22 +38,22 @@ def phases(steps: Steps) -> list[tuple[str, str, list[tuple[str, str]]]]:
                     before, after = map(percent, part.values)
                     words[kind].append(f"{title}: {part.title} ({before} → {after})")
         if any(words.values()):
-            found.append((new, old, [(kind, listed(titles)) for kind, titles in words.items() if titles]))
+            found.append((new, old, [(kind, join_words(titles)) for kind, titles in words.items() if titles]))
     return found
 
 
-def listed(words: list[str]) -> str:
+def join_words(words: list[str]) -> str:
     """Return a, b and c."""
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
-def headline(results: Results, steps: Steps) -> Record:
+def headline_table(results: Results, steps: Steps) -> Record:
     """Return the headline table, the checkpoints that could not be measured, and math by kind of problem."""
     entries = results["checkpoints"]
     rows = []
     for column in tables.columns(results):
         figures = {name: column.get(entry) for name, entry in entries.items()}
-        cells = [figure and (figure, change(steps, name, column), "") for name, figure in figures.items()]
+        cells = [figure and (figure, change_since_last(steps, name, column), "") for name, figure in figures.items()]
         rows.append((column.title, about(results, column), cells))
     return {
         "heads": [(name, tables.colour(results, name)) for name in entries],
@@ -77,7 +77,7 @@ def setting_of(name: str) -> str:
     return "greedy" if name == "greedy" else f"sampling setting “{name}”"
 
 
-def change(steps: Steps, name: str, column: Column) -> Comparison | None:
+def change_since_last(steps: Steps, name: str, column: Column) -> Comparison | None:
     """Return how a figure changed since the checkpoint before."""
     compared = (each for (_, new), found in steps.items() if new == name for each in found)
     return next((each for each in compared if each.column == column), None)
@@ -153,7 +153,7 @@ def is_headline(results: Results, difference: Record) -> bool:
 # ------------------------------------------------------------------------------------------- levels, before and after
 
 
-def shown(results: Results, row: Record, pictures: Pictures) -> Record:
+def play_again(results: Results, row: Record, pictures: Pictures) -> Record:
     return with_pictures(row, evaluation_stage(results, row), pictures)
 
 
@@ -167,14 +167,16 @@ def first_levels(results: Results, transcripts: Sequence[Record], pictures: Pict
     for env in results["baselines"]:
         by_column = [played(results, transcripts, name, env) for name in columns]
         levels = sorted(set.intersection(*map(set, by_column)))[:LEVELS]
-        cells = [[shown(results, found[level], pictures) for level in levels] for found in by_column]
+        cells = [[play_again(results, found[level], pictures) for level in levels] for found in by_column]
         if levels and any("frames" in cell for column in cells for cell in column):
             shares = [percent(results["checkpoints"][name]["envs"][env]["success"]) for name in columns]
             rows.append({"title": readable(env), "shares": shares, "cells": cells})
     return {"columns": [ON_TOP.get(name, name) for name in columns], "rows": rows} if rows else None
 
 
-def levels(results: Results, transcripts: Sequence[Record], pictures: Pictures) -> tuple[Record, list[list[Record]]]:
+def level_pairs(
+    results: Results, transcripts: Sequence[Record], pictures: Pictures
+) -> tuple[Record, list[list[Record]]]:
     """Return how many levels the last two checkpoints solved, together and alone, with some of each kind.
 
     The second value holds pairs of episodes; the first names their places in it.
@@ -196,7 +198,7 @@ def levels(results: Results, transcripts: Sequence[Record], pictures: Pictures) 
         for title, numbers in list(kinds.values())[:3]:
             few = numbers[:LEVELS]
             blocks.append((title, [(number, len(pairs) + place) for place, number in enumerate(few)]))
-            pairs += [[shown(results, side[number], pictures) for side in (before, after)] for number in few]
+            pairs += [[play_again(results, side[number], pictures) for side in (before, after)] for number in few]
         envs.append((readable(env), sum(len(numbers) for _, numbers in kinds.values()), counts, blocks))
     return ({"before": names[0], "after": names[1], "envs": envs} if envs else {}), pairs
 
@@ -216,12 +218,12 @@ def answers(results: Results, transcripts: Sequence[Record]) -> list[tuple[Any, 
                 asked.setdefault((row["part"], row["index"]), []).append(row)
         for (part, _), rows in asked.items():
             words = f"{title}, {_spaced(part)}" if part else title
-            given = [(row, *folded(cut(row["text"]))) for row in rows]
+            given = [(row, *folded(shorten(row["text"]))) for row in rows]
             found.append((words, rows[0]["messages"], rows[0].get("answer"), given))
     return found
 
 
-def cut(words: str) -> str:
+def shorten(words: str) -> str:
     """Return the beginning of a long text; line breaks become a sign, since some models write a page of them."""
     words = words.replace("\n", " ↵ ")
     return words if len(words) <= SHOWN_CHARACTERS else words[:SHOWN_CHARACTERS] + " …"

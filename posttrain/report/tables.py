@@ -155,10 +155,10 @@ def benchmark_rows(results: Results) -> Iterator[Benchmark]:
                 metric = found["metric"] + (f" ({found['filter']})" if found["filter"] != "none" else "")
                 figure = "none" if found["value"] is None else f"{found['value']:.4g}"
                 figure += "" if found["stderr"] is None else f" ± {found['stderr']:.2g}"
-                yield Benchmark(name, task, str(entry["version"]), metric, figure, asked(entry), how)
+                yield Benchmark(name, task, str(entry["version"]), metric, figure, items_asked(entry), how)
 
 
-def asked(entry: Record) -> str:
+def items_asked(entry: Record) -> str:
     """Return how many items of a benchmark were asked: 1319, or 50 of 1319."""
     return str(entry["n"]) if entry["n"] == entry["of"] else f"{entry['n']} of {entry['of']}"
 

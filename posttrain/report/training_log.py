@@ -12,7 +12,7 @@ from posttrain import files
 from posttrain.config import parse_yaml
 from posttrain.report import charts
 from posttrain.report.charts import Chart
-from posttrain.report.episodes import Pictures, Stage, entry, evaluation_stage, training_stage, with_pictures
+from posttrain.report.episodes import Pictures, Stage, browser_row, evaluation_stage, training_stage, with_pictures
 from posttrain.report.tables import Results
 from posttrain.runtime import runlog
 from posttrain.types import Record, UserError, one_line
@@ -72,11 +72,11 @@ def curves(
 
 def drawn(rows: Sequence[Record], alarms: Sequence[Record] = ()) -> list[Chart]:
     """Return the charts of CURVES that these rows have values for."""
-    found = (charts.chart(title, series(rows, keys), alarms) for title, keys in CURVES)
+    found = (charts.chart(title, curve_lines(rows, keys), alarms) for title, keys in CURVES)
     return [chart for chart in found if chart]
 
 
-def series(rows: Sequence[Record], keys: Sequence[tuple[str, str]]) -> dict[str, charts.Line]:
+def curve_lines(rows: Sequence[Record], keys: Sequence[tuple[str, str]]) -> dict[str, charts.Line]:
     """Return label -> [(step, value), ...] of those of the keys that these rows have."""
     found: dict[str, charts.Line] = {}
     for row, (wanted, label) in itertools.product(rows, keys):
@@ -101,7 +101,7 @@ def recorded(file: Path, pictures: Pictures) -> list[Record]:
     rows, found = files.read_json_lines(file, REMEDY, appended=False), list[Record]()
     for number, row in enumerate(rows, 1):
         try:
-            found.append(entry(row))
+            found.append(browser_row(row))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
                 f"Line {number} of {file} is not an episode or an answer as phase 3 and evaluate_model.py write them"
@@ -140,7 +140,7 @@ def _stages(file: Path) -> Callable[[Record], Stage] | None:
     return None
 
 
-def episodes(folders: dict[str, Path | None], pictures: Pictures) -> list[Record]:
+def recorded_episodes(folders: dict[str, Path | None], pictures: Pictures) -> list[Record]:
     """Return every episode that was recorded while a phase trained."""
     found = list(dict.fromkeys(place / "transcripts.jsonl" for place in folders.values() if place))
     by_file = [recorded(file, pictures) for file in reversed(found) if file.is_file()]
@@ -184,11 +184,11 @@ def cost(results: Results, folders: dict[str, Path | None]) -> Record:
             name,
             f"{max((row['step'] for row in found), default=0):,}",
             f"{int(tokens):,} {'sampled' if parts['rollout'] else 'read'}" if tokens else "not recorded",
-            spent(seconds) if seconds else "not recorded",
-            ", ".join(f"{key} {spent(value)}" for key, value in parts.items() if value),
+            duration(seconds) if seconds else "not recorded",
+            ", ".join(f"{key} {duration(value)}" for key, value in parts.items() if value),
             f"{memory:.1f} GiB" if memory else "not recorded",
         ))  # fmt: skip
-    return {"rows": rows, "total": spent(total), "hardware": results["config"].get("hardware")} if rows else {}
+    return {"rows": rows, "total": duration(total), "hardware": results["config"].get("hardware")} if rows else {}
 
 
 def _seconds(row: Record, part: str) -> float:
@@ -196,7 +196,7 @@ def _seconds(row: Record, part: str) -> float:
     return float(found) if isinstance(found, int | float) else 0.0
 
 
-def spent(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Write a duration: 75 -> 1:15 min, 4000 -> 1:06 h."""
     if seconds < 60:
         return f"{seconds:.0f} s"

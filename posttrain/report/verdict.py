@@ -87,7 +87,7 @@ class Comparison(NamedTuple):
         return "better" if (change.value > 0) != less_is_better(self.column.metric) else "worse"
 
 
-def compare(before: Model, after: Model) -> list[Comparison]:
+def compare_models(before: Model, after: Model) -> list[Comparison]:
     """Compare every figure that both have of the same items, sampled alike; UserError where there is none."""
     if found := _in_common(before, after, MOST_EXAMPLES):
         return found

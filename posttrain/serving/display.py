@@ -47,12 +47,12 @@ def stream(answer: Answer, stopped: Callable[[], bool] = never) -> None:
     print()
 
 
-def described(cfg: ChatRun, name: str) -> str:
+def describe_preset(cfg: ChatRun, name: str) -> str:
     """Return `improved: temperature 0.7, top-p 0.9, top-k 50, repetition penalty 1.15`."""
-    return f"{name}: {in_words(cfg.presets[name])}"
+    return f"{name}: {describe_sampling(cfg.presets[name])}"
 
 
-def in_words(setting: SamplingSection) -> str:
+def describe_sampling(setting: SamplingSection) -> str:
     parts = [f"temperature {setting.temperature:g}" if setting.temperature else "greedy"]
     parts += [f"top-p {setting.top_p:g}"] if setting.top_p < 1 else []
     parts += [f"top-k {setting.top_k}"] if setting.top_k else []
@@ -66,19 +66,19 @@ def note(text: str) -> None:
     err.print(Text(escape_control_characters(text), "dim"), soft_wrap=not err.is_terminal)
 
 
-def console() -> Console:
+def answer_console() -> Console:
     """Return stdout as a console that takes nothing for markup and breaks lines in a terminal alone."""
     return runlog.console(markup=False, highlight=False, emoji=False)
 
 
 def show_beside(answers: dict[str, Answer], cfg: ChatRun, stopped: Callable[[], bool]) -> None:
     """Show all answers, in columns that grow together or, where these do not fit, in turn; then their figures."""
-    out = console()
+    out = answer_console()
     if out.is_terminal and out.width >= NARROW * len(answers):
         in_columns(out, answers, cfg, stopped)
     else:
         for name, answer in answers.items():
-            print(f"--- {described(cfg, name)}")
+            print(f"--- {describe_preset(cfg, name)}")
             stream(answer, stopped)
             print()
     out.print(repetition_table(answers))
@@ -93,7 +93,9 @@ def in_columns(out: Console, answers: dict[str, Answer], cfg: ChatRun, stopped: 
         """Show the last `rows` lines of each answer: what is higher than the terminal cannot be drawn again."""
         table = Table(box=box.SIMPLE_HEAD, expand=True)
         for name in answers:
-            table.add_column(Text(f"{name}\n").append(in_words(cfg.presets[name]), "dim"), ratio=1, overflow="fold")
+            table.add_column(
+                Text(f"{name}\n").append(describe_sampling(cfg.presets[name]), "dim"), ratio=1, overflow="fold"
+            )
         width = out.width // len(answers) - 4
         table.add_row(*(Text("\n").join(Text(text).wrap(out, width)[-rows:]) for text in said.values()))
         return table
@@ -119,12 +121,12 @@ def repetition_table(answers: dict[str, Answer]) -> Table:
     table = Table("", box=box.SIMPLE_HEAD)
     for name in answers:
         table.add_column(name, justify="right")
-    for label, values in figures(answers):
+    for label, values in repetition_figures(answers):
         table.add_row(label, *values)
     return table
 
 
-def figures(answers: dict[str, Answer]) -> list[tuple[str, list[str]]]:
+def repetition_figures(answers: dict[str, Answer]) -> list[tuple[str, list[str]]]:
     """Return figures of answers, also unfinished ones: [("tokens", ["74", "31"]), ("finished", ["no", "yes"]), ...]."""
     from posttrain import metrics
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from posttrain.config import ChatRun, EnvSection, SamplingSection
 from posttrain.serving import display
-from posttrain.serving.display import escape_control_characters, in_words, note, stream
+from posttrain.serving.display import describe_sampling, escape_control_characters, note, stream
 from posttrain.types import Completion, UserError, derive_seed, one_line
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ COLOURS = {
 }
 
 
-def open_env(cfg: ChatRun, name: str) -> TextEnv:
+def open_played_env(cfg: ChatRun, name: str) -> TextEnv:
     """Return the environment to play, with the options that the config gives it."""
     from posttrain.rollout import open_env
 
@@ -49,7 +49,7 @@ def open_env(cfg: ChatRun, name: str) -> TextEnv:
         raise UserError(f"--play {name}: {error}") from error
 
 
-class Level:
+class PlayedLevel:
     """A level of the evaluator that a model plays, token in, token out, as in the rollouts of phase 3.
 
     The loop is: `answer` after what is `told`, then `take` it, until it is `over`.
@@ -97,28 +97,28 @@ class Level:
         return f"{did}, reward {played.turn_rewards[-1]:g}{invalid}{cut}", valid
 
 
-def play_levels(
+def show_levels(
     generator: Generator, env: TextEnv, cfg: ChatRun, setting: SamplingSection, episodes: int, delay: float
 ) -> None:
     """Play levels of the evaluator and show what the model sees, thinks and does, and what comes of it."""
     from posttrain import metrics
 
-    out, won = display.console(), 0
-    note(f"{cfg.model.name_or_path} plays {env.name}, {SPLIT} levels; {in_words(setting)}")
+    out, won = display.answer_console(), 0
+    note(f"{cfg.model.name_or_path} plays {env.name}, {SPLIT} levels; {describe_sampling(setting)}")
     for number in range(episodes):
-        level = Level(generator, env, cfg, setting, number)
+        level = PlayedLevel(generator, env, cfg, setting, number)
         if number == 0:
             rules = level.episode.messages[0]["content"]
             out.print(Text(escape_control_characters(rules), "dim"), soft_wrap=not out.is_terminal)
         play_level(level, out, f"level {number + 1}", delay)
         won += level.episode.success
-        out.print(outcome(level.episode, level.game.trajectory.reward), soft_wrap=True)
+        out.print(describe_end(level.episode, level.game.trajectory.reward), soft_wrap=True)
     if episodes > 1:
         low, high = metrics.wilson(won, episodes)
         out.print(f"\n{won} of {episodes} levels solved ({won / episodes:.0%}; 95 % interval {low:.0%} to {high:.0%})")
 
 
-def play_level(level: Level, out: Console, title: str, delay: float) -> None:
+def play_level(level: PlayedLevel, out: Console, title: str, delay: float) -> None:
     """Play one level to its end, on the terminal."""
     env = level.episode.env
     while not level.over:
@@ -133,7 +133,7 @@ def play_level(level: Level, out: Console, title: str, delay: float) -> None:
     out.print(Text(), beside(env, ""), sep="\n")
 
 
-def outcome(episode: Episode, total: float) -> Text:
+def describe_end(episode: Episode, total: float) -> Text:
     turns = f"after {episode.turns} turn{'' if episode.turns == 1 else 's'}, return {round(total, 6):g}"
     if episode.success:
         return Text(f"Solved {turns}.", "bold green")

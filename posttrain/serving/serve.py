@@ -23,7 +23,14 @@ from typing import TYPE_CHECKING, Any
 from posttrain.config import ModelSection, run
 from posttrain.runtime import runlog
 from posttrain.serving.generation import context_of
-from posttrain.serving.served_requests import check_size, fit, generation_config, not_text, parsed, refusal
+from posttrain.serving.served_requests import (
+    check_size,
+    fit_context,
+    generation_config,
+    not_text,
+    parse_object,
+    reason_to_refuse,
+)
 from posttrain.types import HUB_NAME, UserError, one_line
 
 if TYPE_CHECKING:
@@ -49,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     arguments = parser.parse_args(argv)
-    check(arguments.model)
+    check_model_argument(arguments.model)
     listening = listen(arguments.host, arguments.port)
     host, port = listening.getsockname()[:2]
     key = chosen_key(arguments.host, host)
@@ -65,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
     section = ModelSection(name_or_path=arguments.model, dtype=arguments.dtype)
     check_hub([section], [])
     model, chat = models.load(section, device=arguments.device, chat_template=None, training=False)
-    app = build_app(model.eval(), chat, arguments.model, local=is_loopback(host), key=key)
+    app = build_server_app(model.eval(), chat, arguments.model, local=is_loopback(host), key=key)
     config = uvicorn.Config(app, log_level="warning", http=patient_protocol(), limit_concurrency=MOST_CONNECTIONS)
     server = uvicorn.Server(config)
     place, kind = f"[{host}]" if ":" in host else host, str(model.dtype).removeprefix("torch.")
@@ -74,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
     server.run(sockets=[listening])
 
 
-def check(model: str) -> None:
+def check_model_argument(model: str) -> None:
     """Raise UserError where the server's packages are missing or MODEL cannot be one; the Hub itself is not asked."""
     from transformers.utils.import_utils import is_serve_available
 
@@ -125,7 +132,9 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def build_app(model: PreTrainedModel, chat: Chat, name: str, *, local: bool = True, key: str | None = None) -> Any:
+def build_server_app(
+    model: PreTrainedModel, chat: Chat, name: str, *, local: bool = True, key: str | None = None
+) -> Any:
     """Build the application of transformers for this model alone, under this name.
 
     Requests wait for each other: transformers generates for one at a time where each has sampling settings of its own.
@@ -181,20 +190,21 @@ def build_app(model: PreTrainedModel, chat: Chat, name: str, *, local: bool = Tr
     app.add_route("/v1/models/{asked:path}", one_model)
 
     async def refuse(_: Any, error: Any) -> JSONResponse:
-        return JSONResponse(told(error.detail, error.status_code), error.status_code)
+        return JSONResponse(error_body(error.detail, error.status_code), error.status_code)
 
     async def fail(_: Any, error: Exception) -> JSONResponse:
-        return JSONResponse(told(one_line(error), 500), 500)
+        return JSONResponse(error_body(one_line(error), 500), 500)
 
     for kind in (HTTPException, 404, 405):
         app.add_exception_handler(kind, refuse)
     app.add_exception_handler(Exception, fail)
 
     most = min(MOST_BYTES, max(LEAST_BYTES, TOKEN_BYTES * context_of(model)))
-    app.add_middleware(WholeRequests, most=lambda _: most, form=told)  # the last one that is added sees a request first
+    # the middleware that is added last sees a request first
+    app.add_middleware(WholeRequests, most=lambda _: most, form=error_body)
     if key is not None:
-        app.add_middleware(KeyHolders, key=key, form=told)
-    app.add_middleware(OwnPagesOnly, local=local, form=told)
+        app.add_middleware(KeyHolders, key=key, form=error_body)
+    app.add_middleware(OwnPagesOnly, local=local, form=error_body)
     return app
 
 
@@ -223,12 +233,12 @@ def handlers(model: PreTrainedModel, chat: Chat) -> tuple[Any, Any]:
         def read(self, raw: bytes) -> dict[str, Any]:
             """Return what a request asks for; UserError where it cannot be done."""
             try:
-                body = parsed("The request", raw)
-                if problem := refusal(body):
+                body = parse_object("The request", raw)
+                if problem := reason_to_refuse(body):
                     raise UserError(problem)
                 settings = generation_config(body, chat, vocabulary)
                 ids = self.prompt(body)
-                fit(body, settings, len(ids), context)
+                fit_context(body, settings, len(ids), context)
             except RecursionError as error:
                 raise UserError("The request is nested too deeply.") from error
             body["generation_config"] = json.dumps(settings)
@@ -282,7 +292,7 @@ async def hung_up(request: Request) -> None:
         pass
 
 
-def told(message: str, status: int) -> dict[str, Any]:
+def error_body(message: str, status: int) -> dict[str, Any]:
     """Return an error in the form that clients of OpenAI's interface show."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
@@ -295,7 +305,7 @@ async def as_openai_streams(pieces: AsyncIterator[str]) -> AsyncIterator[str]:
     """
     async for piece in pieces:
         before, error, words = piece.partition('data: {"error": "')  # within JSON each quote has a backslash
-        yield before + (f"data: {json.dumps(told(' '.join(words[:-4].split()), 500))}\n\n" if error else "")
+        yield before + (f"data: {json.dumps(error_body(' '.join(words[:-4].split()), 500))}\n\n" if error else "")
     yield "data: [DONE]\n\n"
 
 

@@ -51,7 +51,7 @@ MOST_MESSAGES = 2048  # as OpenAI's
 LONGEST = 1024  # new tokens where a request names no limit, as in transformers
 
 
-def parsed(what: str, text: Any) -> dict[str, Any]:
+def parse_object(what: str, text: Any) -> dict[str, Any]:
     """Return the JSON object in a text; UserError for anything else, and for half a surrogate pair in it."""
     try:
         found = json.loads(text)
@@ -63,7 +63,7 @@ def parsed(what: str, text: Any) -> dict[str, Any]:
     return found
 
 
-def refusal(body: dict[str, Any]) -> str | None:
+def reason_to_refuse(body: dict[str, Any]) -> str | None:
     """Return why a request cannot be answered; None where it can."""
     for key, harmless in REFUSED.items():
         if not any(type(body.get(key)) is type(one) and body.get(key) == one for one in harmless):
@@ -116,7 +116,7 @@ def not_text(messages: Any) -> str | None:
     return None if messages else "messages is empty."
 
 
-def fit(body: dict[str, Any], settings: dict[str, Any], prompt: int, context: int) -> None:
+def fit_context(body: dict[str, Any], settings: dict[str, Any], prompt: int, context: int) -> None:
     """Set the longest answer, at most the rest of the context; UserError where a request does not fit into that."""
     limits = [body.get("max_completion_tokens"), body.get("max_tokens")]
     asked = next((one for one in limits if one is not None), settings["max_new_tokens"])
@@ -146,7 +146,7 @@ def generation_config(body: dict[str, Any], chat: Chat, vocabulary: int) -> dict
     Where the request names no longest answer, `max_new_tokens` is None.
     """
     given = body.get("generation_config")
-    given = {} if given is None else parsed("generation_config", given)
+    given = {} if given is None else parse_object("generation_config", given)
     if unknown := [key for key in given if key not in GENERATION]:
         raise UserError(f"generation_config: {unknown[0]!r:.40} is not taken here, only {', '.join(GENERATION)}.")
     given = {name: body.pop(name) for name in EXTENSIONS if name in body} | given

@@ -39,8 +39,8 @@ from posttrain.report import (
     training_log,
     verdict,
 )
-from posttrain.report.episodes import Pictures, gif, replay
-from posttrain.report.page import build_transcripts, read
+from posttrain.report.episodes import Pictures, gif, replay_evaluation
+from posttrain.report.page import build_transcripts, read_run
 from posttrain.report.rendering import TEMPLATES
 from posttrain.serving.publish import measured
 from posttrain.types import Record, UserError
@@ -288,7 +288,7 @@ def hostile_pages(run: Path, folder: Path) -> list[Path]:
     place, first = hostile_run(run, folder)
     found = [report.build(place), build_transcripts(place / "transcripts.jsonl")]
     found.append(build_transcripts(place / f"phase3{MARK}" / "transcripts.jsonl"))
-    return [*found, comparison.build([f"{place}:{first}", str(place)])]
+    return [*found, comparison.build_comparison([f"{place}:{first}", str(place)])]
 
 
 class Page(HTMLParser):
@@ -384,7 +384,7 @@ def test_curves_are_of_the_phases_that_were_trained_here(html: str) -> None:
 
 def test_episodes_are_shown_as_they_were_played(rows: Rows, results: Record, html: str) -> None:
     solved = next(r for r in rows if r["suite"] == "envs" and r["checkpoint"] == "phase3" and r["success"])
-    frames, turns = replay(results, solved)
+    frames, turns = replay_evaluation(results, solved)
     assert len(frames) == 1 + len(solved["actions"])
     assert [action for _, taken in turns for action in taken] == solved["actions"]
     env = make(solved["part"], render_mode="rgb_array")
@@ -415,13 +415,13 @@ def test_animation_shows_the_same_levels_side_by_side(
     run: Path, rows: Rows, results: Record, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ["base", "phase2", "phase3"]
-    found = animation.episodes(results, rows, names, levels=2)
+    found = animation.shown_episodes(results, rows, names, levels=2)
     assert set(found) == {(env, name, n) for env in ("frozen_lake", "sokoban") for name in names for n in (0, 1)}
     lengths = {place: len(animation.panels(results, row)) for place, row in found.items()}
     for place, row in found.items():
         panels = animation.panels(results, row)
         assert lengths[place] >= 1 + row["turns"] and panels[-1].end and not any(panel.end for panel in panels[:-1])
-        assert (panels[-1].frame == replay(results, row)[0][-1]).all()
+        assert (panels[-1].frame == replay_evaluation(results, row)[0][-1]).all()
         assert (panels[-1].end == "solved") == row["success"]
     shown = list(animation.pictures(results, found, names))
     longest = [max(length for (*_, level), length in lengths.items() if level == n) for n in (0, 1)]
@@ -464,7 +464,7 @@ def test_long_answers_are_cut_and_folded() -> None:
     assert sections.folded("short <b>") == ("short <b>", "")
     opening, rest = sections.folded("a<" * 200)
     assert opening + rest == "a<" * 200 and len(opening) == sections.OPENING_CHARACTERS
-    assert sections.cut("a\nb") == "a ↵ b" and len(sections.cut("\n" * 5000)) == sections.SHOWN_CHARACTERS + 2
+    assert sections.shorten("a\nb") == "a ↵ b" and len(sections.shorten("\n" * 5000)) == sections.SHOWN_CHARACTERS + 2
 
 
 def test_a_checkpoint_that_failed_is_named_everywhere(run: Path, tmp_path: Path) -> None:
@@ -525,7 +525,7 @@ def test_every_figure_has_a_label_where_a_phone_shows_no_head(html: str) -> None
 
 def test_replay_of_a_silent_player_is_one_picture(rows: Rows, results: Record) -> None:
     silent = next(r for r in rows if r["suite"] == "envs" and r["checkpoint"] == "base")
-    frames, turns = replay(results, silent)
+    frames, turns = replay_evaluation(results, silent)
     assert len(frames) == 1 and len(turns) == 8
     assert all(taken == [] for _, taken in turns)
     with Image.open(BytesIO(gif(frames))) as image:
@@ -670,9 +670,9 @@ def test_goals_about_absent_checkpoints_are_left_out(results: Record) -> None:
 
 def test_a_change_is_called_one_only_where_its_interval_leaves_zero_out(run: Path, results: Record) -> None:
     (math,) = [column for column in tables.columns(results) if column.suite == "math"]
-    steps = verdict.steps(run, *read(run))
-    found = sections.change(steps, "phase1", math)
-    assert found is not None and found.change.low > 0 and sections.change(steps, "base", math) is None
+    steps = verdict.steps(run, *read_run(run))
+    found = sections.change_since_last(steps, "phase1", math)
+    assert found is not None and found.change.low > 0 and sections.change_since_last(steps, "base", math) is None
     assert re.search(r'class="change good">\+\d+\.\d \(\+.*<br>better</i>', CHANGED(found))
     unsure = found._replace(change=metrics.Interval(0.01, -0.1, 0.1), parts=[])
     assert "(-10.0 to +10.0)<br>cannot tell</i>" in CHANGED(unsure)
@@ -683,7 +683,7 @@ def test_both_pages_have_the_same_verdicts(run: Path, html: str) -> None:
     together = alone = 0
     for old, new in itertools.pairwise(NAMES):
         before, after = (comparison.open_model(f"{run}:{name}") for name in (old, new))
-        for each in verdict.compare(before, after):
+        for each in verdict.compare_models(before, after):
             assert CHANGED(each) in html
             single = verdict.compare_rows(each.column, verdict.common_rows(before, after, each.column), 0.025, 0)
             together += each.verdict != "cannot tell"
@@ -757,7 +757,7 @@ def test_episodes_beyond_the_limit_say_why_they_have_no_pictures(
     for folder, row in ((tmp_path, episodes[0]), (place, episodes[-1])):
         shutil.copy(run / "results.json", folder)
         write_rows(folder / "transcripts.jsonl", row)
-    first, last = training_log.episodes({"phase3": tmp_path, "phase4": place}, Pictures())
+    first, last = training_log.recorded_episodes({"phase3": tmp_path, "phase4": place}, Pictures())
     assert "frames" in last and "frames" not in first and first["from"] == episodes[0]["checkpoint"]
 
 
@@ -829,7 +829,7 @@ def test_curves_take_environment_names_from_their_keys() -> None:
         {"step": 1, "evaluation/frozen_lake/success": 0.5, "evaluation/success": 0.4, "loss": None},
         {"step": 2, "x": "y"},
     ]
-    assert training_log.series(rows, [("evaluation/*/success", "*"), ("loss", "training")]) == {
+    assert training_log.curve_lines(rows, [("evaluation/*/success", "*"), ("loss", "training")]) == {
         "frozen lake": [(1, 0.5)]
     }
 
@@ -861,7 +861,7 @@ def other(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_verdicts_are_better_worse_and_cannot_tell(run: Path, other: Path) -> None:
     before, after = (comparison.open_model(f"{folder}") for folder in (run, other))
-    found = {each.column.title: each for each in verdict.compare(before, after)}
+    found = {each.column.title: each for each in verdict.compare_models(before, after)}
     assert len(found) == 6
     assert found["Recall"].verdict == "worse" and found["Recall"].change.high < 0 and found["Recall"].n == 60
     assert {each.verdict for title, each in found.items() if title != "Recall"} == {"cannot tell"}
@@ -874,18 +874,18 @@ def test_verdicts_are_better_worse_and_cannot_tell(run: Path, other: Path) -> No
 
     two = comparison.open_model(f"{run}:phase2")
     assert two.checkpoint == "phase2" and two.title == "made_up:phase2"
-    found = {each.column.title: each for each in verdict.compare(two, comparison.open_model(f"{other}:phase2"))}
+    found = {each.column.title: each for each in verdict.compare_models(two, comparison.open_model(f"{other}:phase2"))}
     assert found["Sokoban"].verdict == "better" and found["Frozen lake"].verdict == "better"
-    back = {each.column.title: each for each in verdict.compare(comparison.open_model(f"{other}:phase2"), two)}
+    back = {each.column.title: each for each in verdict.compare_models(comparison.open_model(f"{other}:phase2"), two)}
     assert back["Sokoban"].verdict == "worse" and back["Sokoban"].change.value == -found["Sokoban"].change.value
     assert verdict.overall([found["Sokoban"], back["Sokoban"]])[0] == "mixed"
 
 
 def test_less_repetition_is_better(run: Path) -> None:
     one, two = (comparison.open_model(f"{run}:{name}") for name in ("phase1", "phase2"))
-    (repetition,) = [each for each in verdict.compare(one, two) if each.column.suite == "repetition"]
+    (repetition,) = [each for each in verdict.compare_models(one, two) if each.column.suite == "repetition"]
     assert repetition.change.value < 0 and repetition.verdict in ("better", "cannot tell")
-    (again,) = [each for each in verdict.compare(two, one) if each.column.suite == "repetition"]
+    (again,) = [each for each in verdict.compare_models(two, one) if each.column.suite == "repetition"]
     assert again.verdict == {"better": "worse", "cannot tell": "cannot tell"}[repetition.verdict]
 
 
@@ -983,7 +983,7 @@ def test_what_to_type_next_is_meant_for_this_run(results: Record) -> None:
 def test_several_intervals_hold_together(run: Path, other: Path) -> None:
     """Six figures at once: each interval is wider than one alone would be."""
     before, after = (comparison.open_model(f"{folder}") for folder in (run, other))
-    found = next(each for each in verdict.compare(before, after) if each.column.title == "Recall")
+    found = next(each for each in verdict.compare_models(before, after) if each.column.title == "Recall")
     pairs = verdict.common_rows(before, after, found.column)
     alone = verdict.compare_rows(found.column, pairs, 0.025, 0)
     assert found.change.low < alone.change.low < alone.change.high < found.change.high
@@ -1002,19 +1002,19 @@ def test_what_was_not_asked_alike_is_not_compared(run: Path, other: Path, tmp_pa
     changed = json.loads((other / "results.json").read_text())
     changed["config"]["settings"][0]["temperature"] = 0.3  # what the headlines were sampled with
     mine = comparison.open_model(str(other))._replace(results=changed)
-    assert [each.column.suite for each in verdict.compare(before, mine)] == ["preferences"]
-    ((*_, apart),) = comparison.verdicts(before, [mine], [verdict.compare(before, mine)])
+    assert [each.column.suite for each in verdict.compare_models(before, mine)] == ["preferences"]
+    ((*_, apart),) = comparison.verdicts(before, [mine], [verdict.compare_models(before, mine)])
     assert apart[:2] == ["Math (toy sums)", "Recall"] and "Sokoban" in apart and "Preferences" not in apart
-    ((*_, apart),) = comparison.verdicts(before, [before], [verdict.compare(before, before)])
+    ((*_, apart),) = comparison.verdicts(before, [before], [verdict.compare_models(before, before)])
     assert apart == []
     for suite, limit in (("math", "max_new_tokens"), ("envs", "max_completion_length")):
         changed = json.loads((other / "results.json").read_text())
         changed["config"]["suites"][suite][limit] += 1
-        found = {each.column.suite for each in verdict.compare(before, mine._replace(results=changed))}
+        found = {each.column.suite for each in verdict.compare_models(before, mine._replace(results=changed))}
         assert suite not in found and "recall" in found
     rows = [row | {"index": row["index"] + 1000} for row in mine.rows]
     with pytest.raises(UserError, match=r"have no figure in common .* same suites, settings and seed"):
-        verdict.compare(before, mine._replace(rows=rows))
+        verdict.compare_models(before, mine._replace(rows=rows))
     with pytest.raises(UserError, match=r"has no checkpoint last: write .*:NAME with one of base, phase1"):
         comparison.open_model(f"{run}:last")
 
@@ -1032,7 +1032,7 @@ def test_runs_side_by_side(run: Path, other: Path, capsys: pytest.CaptureFixture
 
 
 def test_standard_benchmarks_have_a_table_of_their_own(run: Path) -> None:
-    results, _ = read(run)
+    results, _ = read_run(run)
     before = report.markdown(results)
     found = {"metric": "exact_match", "filter": "strict-match", "value": 0.25, "stderr": 0.0125}
     entry = {"version": 3, "n": 50, "of": 1319, "fewshot": 5, "chat_template": True, "dtype": "bfloat16"}
@@ -1054,7 +1054,7 @@ def test_standard_benchmarks_have_a_table_of_their_own(run: Path) -> None:
 
 def test_what_a_run_adds_to_a_published_model(run: Path) -> None:
     """Figures, plot and animation of exactly one checkpoint, here known by its name instead of a digest."""
-    results, _ = read(run)
+    results, _ = read_run(run)
     assert results["digests"] == {name: name for name in NAMES}
     found = measured.of_run(results, "phase3", run)
     with Image.open(BytesIO(found.files["before_and_after.gif"])) as moving:

@@ -408,7 +408,7 @@ def test_every_control_is_reached_and_named(visit: Callable[..., Any], run: Path
 def test_a_comparison_is_read_and_stepped_on_any_screen(
     visit: Callable[..., Any], run: Path, width: int, scheme: str
 ) -> None:
-    page = visit(comparison.build([f"{run}:base", str(run), f"{run}:phase1"]), width, scheme)
+    page = visit(comparison.build_comparison([f"{run}:base", str(run), f"{run}:phase1"]), width, scheme)
     assert page.locator(".verdict b").all_inner_texts() == ["Better", "Better"]
     assert page.locator("table.headline .change").count() == 2 * 6
     page.locator("summary", has_text="Sokoban: made_up:base and made_up:phase3").click()

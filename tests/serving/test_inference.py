@@ -246,11 +246,11 @@ def test_control_tokens_in_a_message_stay_text(says: Says, answers: Callable[...
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch, width: int, height: int = 50) -> io.StringIO:
-    """What `console()` draws on a terminal of this size."""
+    """What `answer_console()` draws on a terminal of this size."""
     out = io.StringIO()
     options: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False, "legacy_windows": False}
     drawn = Console(file=out, force_terminal=True, width=width, height=height, **options)
-    monkeypatch.setattr(display, "console", lambda: drawn)
+    monkeypatch.setattr(display, "answer_console", lambda: drawn)
     return out
 
 
@@ -485,7 +485,7 @@ def test_play_shows_the_episodes_that_rollouts_would_play(
 def test_play_with_an_expert(says: Says, monkeypatch: pytest.MonkeyPatch, name: str, tiny_chat: Chat) -> None:
     """The whole way to the goal: thought, answer, reward, a map after each step and the outcome."""
     env = envs.make(name)
-    monkeypatch.setattr(playing, "open_env", lambda cfg, asked: env)
+    monkeypatch.setattr(playing, "open_played_env", lambda cfg, asked: env)
 
     def write(self: Generator, ids: list[int], params: SamplingParams, seed: int) -> Iterator[int]:
         yield from self.chat.content_ids(f"<think>so I must</think><answer>{env.expert()}</answer>")

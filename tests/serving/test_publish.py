@@ -151,7 +151,7 @@ def test_what_arrives_is_what_was_listed_private_and_can_be_loaded(made: Path, h
     publish(made, "--yes")
     there = hub.repos[REPO]
     assert there.private and there.commits == 2
-    planned = content.gather(made, REPO)
+    planned = content.gather_content(made, REPO)
     assert there.files == {".gitattributes": there.files[".gitattributes"]} | {
         name: as_bytes(what) for name, what in planned.files.items()
     }
@@ -327,7 +327,7 @@ def test_secrets_that_only_this_machine_knows(run: Path, monkeypatch: pytest.Mon
     privacy.refuse_secrets("a.txt", f"in {run}".encode())
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     (run / "phase3" / "transcripts.jsonl").write_text('{"text": "0123456789abcdef"}\n')
-    assert "transcripts.jsonl" not in content.gather(run, REPO).files  # nor anything else of a run, unless asked for
+    assert "transcripts.jsonl" not in content.gather_content(run, REPO).files  # only --include adds it
     with pytest.raises(UserError, match=r"transcripts\.jsonl holds the value of the variable WANDB_API_KEY"):
         publish(run, "--include", "transcripts.jsonl")
     state = run / "phase3" / "checkpoint-4"
@@ -346,7 +346,7 @@ def test_secrets_that_only_this_machine_knows(run: Path, monkeypatch: pytest.Mon
     (run / "phase3" / "plain.log").write_text("step 1\n")
     (run / "phase3" / "README.md").write_text("The best model of all\n")
     (run / "phase3" / "run_config.yaml").write_text("{}\n")
-    assert "plain.log" in content.gather(run, REPO, ["plain.log"]).files
+    assert "plain.log" in content.gather_content(run, REPO, ["plain.log"]).files
     for own in ("README.md", "run_config.yaml", "final", "final/README.md"):
         with pytest.raises(UserError, match="the command itself writes"):
             publish(run, "--include", own)
@@ -382,7 +382,7 @@ def test_secrets_that_only_this_machine_knows(run: Path, monkeypatch: pytest.Mon
     ],
 )
 def test_paths_are_cut_to_their_last_part(text: str, left: str | None) -> None:
-    assert privacy.cut(text) == (text if left is None else left)
+    assert privacy.cut_paths(text) == (text if left is None else left)
 
 
 @pytest.mark.parametrize(
@@ -409,13 +409,13 @@ def test_paths_are_cut_to_their_last_part(text: str, left: str | None) -> None:
     ],
 )
 def test_addresses_are_left_out(text: str, left: str | None) -> None:
-    assert privacy.cut(text) == (text if left is None else left)
+    assert privacy.cut_paths(text) == (text if left is None else left)
     assert privacy.cut_values({"a": [text]}) == {"a": [text if left is None else left]}
     if left is not None:
         with pytest.raises(UserError, match=r"a\.log holds (an address of a machine or a person|a path)"):
-            privacy.check("a.log", f"one\n{text}".encode())
+            privacy.refuse_private("a.log", f"one\n{text}".encode())
     else:
-        privacy.check("a.log", text.encode())
+        privacy.refuse_private("a.log", text.encode())
 
 
 def test_settings_that_name_a_server_a_folder_or_a_run_are_cut_whatever_their_form() -> None:
@@ -454,9 +454,9 @@ def test_long_lines_are_read_in_linear_time() -> None:
 from posttrain.serving.publish import privacy
 for shape in ("/", "~/", "../", "a@a.", "http://", "/home/a "):
     text = shape * (300_000 // len(shape))
-    privacy.cut(text)
+    privacy.cut_paths(text)
     try:
-        privacy.check("a.log", text.encode())
+        privacy.refuse_private("a.log", text.encode())
     except privacy.UserError:
         pass
 """
@@ -519,7 +519,7 @@ def test_text_is_checked_by_its_content(tmp_path: Path, monkeypatch: pytest.Monk
     for name in ("train.log", "notes", "rows.jsonl"):
         (tmp_path / name).write_text(f"\n{text}\n")
         with pytest.raises(UserError, match=rf"{name} holds {what}.*\(line [23]\)"):
-            privacy.check(name, tmp_path / name)
+            privacy.refuse_private(name, tmp_path / name)
 
 
 def test_words_about_tokens_are_no_secrets() -> None:
@@ -549,13 +549,13 @@ def test_a_vocabulary_is_read_in_linear_time(monkeypatch: pytest.MonkeyPatch) ->
     vocabulary: dict[str, Any] = {f"word{number}": number for number in range(20_000)}
     vocabulary |= {"resetPassword": 123456, "login": 7, "token": 12345678901234567}
     whole = {"model": {"vocab": vocabulary}}
-    privacy.check("tokenizer.json", json.dumps(whole, indent=2).encode())
-    privacy.check("vocab.json", json.dumps(vocabulary, indent=2).encode())
+    privacy.refuse_private("tokenizer.json", json.dumps(whole, indent=2).encode())
+    privacy.refuse_private("vocab.json", json.dumps(vocabulary, indent=2).encode())
     assert not calls
     monkeypatch.setenv("MYKEY", 'sk/test"key-12')
     vocabulary['sk/test"key-12'] = 8
     with pytest.raises(UserError, match=r"holds the value of the variable MYKEY \(line 20007\)"):
-        privacy.check("tokenizer.json", json.dumps(whole, indent=2).encode())
+        privacy.refuse_private("tokenizer.json", json.dumps(whole, indent=2).encode())
     assert len(calls) == 1
 
 
@@ -567,7 +567,7 @@ def test_what_is_neither_text_nor_a_picture_is_refused_and_pictures_are_pixels(r
     frames = [Image.new("RGB", (9, 9), colour) for colour in ("red", "blue")]
     frames[0].save(phase / "curve.PNG", pnginfo=meta)
     frames[0].save(phase / "play.gif", save_all=True, append_images=frames[1:], comment=SECRET.encode(), duration=50)
-    found = content.gather(run, REPO, ["curve.PNG", "play.gif"]).files
+    found = content.gather_content(run, REPO, ["curve.PNG", "play.gif"]).files
     with (
         Image.open(io.BytesIO(as_bytes(found["curve.PNG"]))) as curve,
         Image.open(io.BytesIO(as_bytes(found["play.gif"]))) as play,
@@ -577,10 +577,10 @@ def test_what_is_neither_text_nor_a_picture_is_refused_and_pictures_are_pixels(r
     for name, raw in (("all.ZIP", b"PK\x03\x04\xff"), ("a.txt", b"\x1f\x8b\x08"), ("b.log", "a".encode("utf-16"))):
         (phase / name).write_bytes(raw)
         with pytest.raises(UserError, match="neither text nor a PNG"):
-            content.gather(run, REPO, [name])
+            content.gather_content(run, REPO, [name])
     (phase / "fake.png").write_bytes(b"PK\x03\x04")
     with pytest.raises(UserError, match="not a picture that can be read"):
-        content.gather(run, REPO, ["fake.png"])
+        content.gather_content(run, REPO, ["fake.png"])
 
 
 def test_which_model_of_a_run(made: Path, run: Path, tmp_path: Path) -> None:

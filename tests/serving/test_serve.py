@@ -337,7 +337,7 @@ def test_a_request_that_is_too_large_is_refused_before_it_is_read(
 
 def test_a_prompt_is_read_beside_the_event_loop(final: Path) -> None:
     model, chat = loaded(final)
-    app = serve.build_app(model, chat, "m")
+    app = serve.build_server_app(model, chat, "m")
     reading, go_on, prompt = threading.Event(), threading.Event(), chat.prompt
 
     def slow(messages: Any) -> list[int]:
@@ -369,7 +369,7 @@ def test_beyond_this_machine_it_asks_for_a_key_and_refuses_websites(
         monkeypatch.delenv(serve.KEY, raising=False) if key is None else monkeypatch.setenv(serve.KEY, key)
         with pytest.raises(UserError, match="environment variable SERVE_API_KEY"):
             serve.main([str(final), "--host", "0.0.0.0", "--port", "0"])
-    app = serve.build_app(*loaded(final), "m", local=False, key="secret")
+    app = serve.build_server_app(*loaded(final), "m", local=False, key="secret")
     http = TestClient(app, "http://gpu7:8000", raise_server_exceptions=False)
 
     def client(key: str, **headers: str) -> openai.OpenAI:
@@ -406,7 +406,7 @@ def test_a_model_that_fails_is_told_as_a_fault_of_the_server(final: Path, stream
 
     model, chat = loaded(final)
     broken = model.register_forward_pre_hook(fail)
-    app = TestClient(serve.build_app(model, chat, str(final)), "http://localhost", raise_server_exceptions=False)
+    app = TestClient(serve.build_server_app(model, chat, str(final)), "http://localhost", raise_server_exceptions=False)
     client = openai.OpenAI(base_url="http://localhost/v1", api_key="none", max_retries=0, http_client=app)
     with pytest.raises(openai.APIError, match='no "memory" left') as caught:
         list(ask(client, final, stream=stream))
@@ -444,7 +444,7 @@ def test_nothing_is_computed_for_a_client_that_has_gone(final: Path, stream: boo
 
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b""}
     scope |= {"headers": [(b"host", b"localhost")], "http_version": "1.1", "state": {}}
-    asyncio.run(serve.build_app(model, chat, "m")(scope, receive, send))
+    asyncio.run(serve.build_server_app(model, chat, "m")(scope, receive, send))
     assert 3 <= len(calls) < 1000
 
 

@@ -46,7 +46,7 @@ from posttrain.data.reading import read
 from posttrain.models import loading as models
 from posttrain.models.chat import Chat
 from posttrain.serving.conversation import Conversation, Exchange
-from posttrain.serving.display import figures
+from posttrain.serving.display import repetition_figures
 from posttrain.serving.generation import Generator
 from posttrain.serving.serve import listen
 from posttrain.serving.web_chat import guard, playing, server, talking
@@ -161,7 +161,7 @@ def in_thread(app: Any) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def alone(cfg: ChatRun, both: list[Scripted]) -> Iterator[str]:
     """The address of a page with one model."""
-    with in_thread(server.build_app({"model 1": both[0]}, cfg, None)) as address:
+    with in_thread(server.build_page({"model 1": both[0]}, cfg, None)) as address:
         yield address
 
 
@@ -169,7 +169,7 @@ def alone(cfg: ChatRun, both: list[Scripted]) -> Iterator[str]:
 def pair(cfg: ChatRun, both: list[Scripted]) -> Iterator[str]:
     """The address of a page with two."""
     named: dict[str, Generator] = {f"model {number}": each for number, each in enumerate(both, 1)}
-    with in_thread(server.build_app(named, cfg, None)) as address:
+    with in_thread(server.build_page(named, cfg, None)) as address:
         yield address
 
 
@@ -283,7 +283,7 @@ def test_a_conversation_by_keyboard_is_that_of_the_terminal(
         talk.exchanges.append(Exchange(text, answer.ids, answer.finished, answer.text))
         expect(said(page).nth(number)).to_have_text(answer.text, use_inner_text=True)
         expect(said(page, who="user").nth(number)).to_have_text(text)
-        for label, values in figures({"A": answer}):
+        for label, values in repetition_figures({"A": answer}):
             assert figure(page, label) == values
         expect(page.get_by_placeholder("Write a message")).to_be_focused()
     assert int(figure(page, "tokens a second")[0]) > 0
@@ -505,7 +505,7 @@ def test_it_plays_a_level_to_the_end_one_turn_a_click(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     env = envs.make("frozen_lake")
-    monkeypatch.setattr(playing, "open_env", lambda cfg, name: env)
+    monkeypatch.setattr(playing, "open_played_env", lambda cfg, name: env)
     model.text = lambda: f"<think>so I must</think><answer>{env.expert()}</answer>"
     page = visit(alone)
     page.get_by_role("tab", name="Play").click()
@@ -681,7 +681,7 @@ def test_a_password_is_guessed_once_a_second_and_its_cookie_stays_here(
     """Behind a server with TLS the page has any name; its password keeps a website that took the name out."""
     monkeypatch.setattr(guard, "WRONG", 0.1)
     named = {"Host": "chat.example", "Origin": "https://chat.example"}
-    with in_thread(server.build_app({"model 1": both[0]}, cfg, "right")) as address:
+    with in_thread(server.build_page({"model 1": both[0]}, cfg, "right")) as address:
         assert HTTP.get(f"{address}/config", headers=named).status_code == 401
         assert HTTP.get(f"{address}/openapi.json", headers=named).status_code in (401, 404)
         told = HTTP.get(f"{address}/manifest.json", headers=named)
@@ -711,7 +711,7 @@ def test_nothing_is_read_of_who_has_not_logged_in(
     cfg: ChatRun, both: list[Scripted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard, "WRONG", 0.1)
-    app = server.build_app({"model 1": both[0]}, cfg, "right")
+    app = server.build_page({"model 1": both[0]}, cfg, "right")
     with in_thread(app) as address, httpx.Client(base_url=address, timeout=60) as visitor:
         places = ("queue/join", "run/chat", "call/chat", "cancel", "reset", "component_server", "upload", "stream/a")
         for place in places:

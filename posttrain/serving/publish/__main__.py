@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     except HFValidationError as error:
         raise UserError(f"--repo {given.repo} is not a name on the Hub ({error}). Write OWNER/NAME.") from error
 
-    found = content.gather(given.run, given.repo, given.include, given.results)
+    found = content.gather_content(given.run, given.repo, given.include, given.results)
     width = max(map(len, found.files))
     for name in sorted(found.files):
         print(f"{name:<{width}}  {found.size(name):>15,} bytes")

@@ -78,7 +78,7 @@ def model_of(run: Path) -> Path:
     )
 
 
-def gather(run: Path, repo: str, include: Sequence[str] = (), evaluation: Path | None = None) -> Content:
+def gather_content(run: Path, repo: str, include: Sequence[str] = (), evaluation: Path | None = None) -> Content:
     """Gather what is published of `run` under the name `repo`, with the files or folders `include` of its phase.
 
     `evaluation` is the folder with results.json where that is not the run's own.
@@ -109,17 +109,17 @@ def gather(run: Path, repo: str, include: Sequence[str] = (), evaluation: Path |
     index = measured.index(found, repo.partition("/")[2])
     told = model_card.Published(repo, found.rows, found.commit, found.pictures, index)
     card = model_card.render(cleaned["history"], model_type, told=told)
-    content.files[CARD] = privacy.cut(card).encode()
+    content.files[CARD] = privacy.cut_paths(card).encode()
     content.files |= {name: _cut(name, made, content) for name, made in found.files.items()}
     for name in include:
         _include(content, folder.parent, name)
     for name, what in content.files.items():
-        privacy.check(name, what)
-    content.free_text = free_text(content, cleaned["history"])
+        privacy.refuse_private(name, what)
+    content.free_text = list_free_text(content, cleaned["history"])
     return content
 
 
-def free_text(content: Content, records: Sequence[dict[str, Any]]) -> list[str]:
+def list_free_text(content: Content, records: Sequence[dict[str, Any]]) -> list[str]:
     """Return what somebody wrote by hand, as it will be published: only a reader sees whether it names a person."""
     written: list[tuple[str, str]] = []
     if settings := content.files.get(checkpoint.RUN_CONFIG):
@@ -156,7 +156,7 @@ def _cut(name: str, raw: bytes, content: Content) -> bytes:
         if without != values:
             cut = _json(without) if name.endswith(".json") else yaml.safe_dump(without, sort_keys=False)
     else:
-        cut = privacy.cut(text)
+        cut = privacy.cut_paths(text)
     if cut != text:
         content.notes.append(f"{name}: paths of a machine are cut to their last part, addresses are left out.")
     return cut.encode("utf-8", errors="surrogateescape")
@@ -177,7 +177,7 @@ def _seal(content: Content, manifest: dict[str, Any], meta: dict[str, Any]) -> N
     content.files[checkpoint.MANIFEST] = text.encode()
 
 
-def _measured(folder: Path, evaluation: Path | None, content: Content) -> measured.Measured:
+def _measured(folder: Path, evaluation: Path | None, content: Content) -> measured.CardFigures:
     """Return what results.json says of these weights; figures of other weights are left out."""
     if evaluation is not None and not (evaluation / RESULTS).is_file():
         raise UserError(f"--results {evaluation}: there is no {RESULTS} in it. Name the output_dir of an evaluation.")
@@ -192,7 +192,7 @@ def _measured(folder: Path, evaluation: Path | None, content: Content) -> measur
                 content.notes.append(f"{place / RESULTS} has no figures of these weights, so the card has none.")
             return found
     content.notes.append("The run has no results.json (--results FOLDER): the card has the phases' figures alone.")
-    return measured.Measured()
+    return measured.CardFigures()
 
 
 def _include(content: Content, run: Path, name: str) -> None:
@@ -211,7 +211,7 @@ def _include(content: Content, run: Path, name: str) -> None:
             raise UserError(f"--include {name}: the command itself writes {target}, or publishes it already.")
         if file.suffix.lower() in PICTURES:
             content.files[target] = measured.without_metadata(file)
-        elif file.suffix.lower() != ".html" and privacy.is_text(file):
+        elif file.suffix.lower() != ".html" and privacy.is_utf8(file):
             content.files[target] = file  # checked as it is
         else:  # pages hold their rows compressed
             raise UserError(

@@ -28,7 +28,7 @@ MOVING = "before_and_after.gif"
 
 
 @dataclass
-class Measured:
+class CardFigures:
     """What is known of a model: rows of the card's table, entries for the Hub, pictures as bytes."""
 
     rows: list[tuple[str, str, str]] = field(default_factory=list)  # measured, value, items
@@ -38,9 +38,9 @@ class Measured:
     commit: str = ""
 
 
-def of_run(results: Record, digest: str, folder: Path) -> Measured:
+def of_run(results: Record, digest: str, folder: Path) -> CardFigures:
     """Return all that `results`, the results.json of `folder`, says about the weights with this digest."""
-    found = Measured(commit=results.get("commit") or "no git checkout")
+    found = CardFigures(commit=results.get("commit") or "no git checkout")
     names = [name for name, known in results.get("digests", {}).items() if known == digest]
     for name in names[:1]:
         _checkpoint(results, name, found)
@@ -53,7 +53,7 @@ def of_run(results: Record, digest: str, folder: Path) -> Measured:
     return found
 
 
-def _checkpoint(results: Record, name: str, found: Measured) -> None:
+def _checkpoint(results: Record, name: str, found: CardFigures) -> None:
     """Add the headline figures of one checkpoint."""
     entry, config = results["checkpoints"][name], results["config"]
     for column in tables.columns(results):
@@ -86,7 +86,7 @@ def _checkpoint(results: Record, name: str, found: Measured) -> None:
             )
 
 
-def _benchmark(task: str, entry: Record, found: Measured) -> None:
+def _benchmark(task: str, entry: Record, found: CardFigures) -> None:
     """Add the metrics of one task of lm-evaluation-harness."""
     data = entry["data_set"]
     for metric in entry["metrics"]:
@@ -96,7 +96,7 @@ def _benchmark(task: str, entry: Record, found: Measured) -> None:
         how = f"lm-evaluation-harness {entry['harness']}, version {entry['version']}, {tables.how_asked(entry)}"
         error = f" ± {metric['stderr']:.2g}" if metric["stderr"] else ""  # 0 where all are alike: no estimate
         value = f"{metric['value']:.3g}{error}{error and ' (standard error)'}"
-        n = tables.asked(entry)
+        n = tables.items_asked(entry)
         split = f"split {data.get('split')}, " if data.get("split") else ""
         found.rows.append((f"{task}: {about} ({split}{how})", value, n))
         if entry["n"] != entry["of"]:  # a part of a benchmark has no place beside the whole
@@ -121,14 +121,14 @@ def _benchmark(task: str, entry: Record, found: Measured) -> None:
             )
 
 
-def _enter(name: str, entry: EvalResultEntry, found: Measured) -> None:
+def _enter(name: str, entry: EvalResultEntry, found: CardFigures) -> None:
     text = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False)
     found.files[f"{FOLDER}/{re.sub(r'[^A-Za-z0-9_-]', '_', name)}.yaml"] = text.encode()
 
 
-def _pictures(results: Record, name: str, folder: Path, found: Measured) -> None:
+def _pictures(results: Record, name: str, folder: Path, found: CardFigures) -> None:
     """Add the plots beside results.json, and how the model played before and after."""
-    from posttrain.report import read
+    from posttrain.report import read_run
 
     for file, shows in PICTURES.items():
         if (folder / "plots" / file).is_file():
@@ -138,7 +138,7 @@ def _pictures(results: Record, name: str, folder: Path, found: Measured) -> None
     if "envs" in results["checkpoints"][name]:
         shown = [before for before in (first,) if before != name and "envs" in results["checkpoints"][before]]
         try:
-            found.files[MOVING] = animation.gif(*read(folder), [*shown, name], levels=3)
+            found.files[MOVING] = animation.animate(*read_run(folder), [*shown, name], levels=3)
         except UserError:  # no transcripts beside the results
             return
         found.pictures[MOVING] = "The first test levels of the evaluation, before and after"
@@ -162,6 +162,6 @@ def without_metadata(picture: Path) -> bytes:
     return out.getvalue()
 
 
-def index(found: Measured, name: str) -> dict[str, Any]:
+def index(found: CardFigures, name: str) -> dict[str, Any]:
     """Return what the card's metadata needs for `model-index`."""
     return {"eval_results": found.index, "model_name": name} if found.index else {}

@@ -120,7 +120,7 @@ def _secrets() -> Iterator[tuple[str, str]]:
             yield f"the value of the variable {name}", value
 
 
-def cut(text: str) -> str:
+def cut_paths(text: str) -> str:
     """Cut every path of a machine to its last part: "/home/ana/rows.jsonl" becomes "rows.jsonl".
 
     The same holds for a store (s3://bucket/rows.jsonl); other addresses of machines and people become "(address)".
@@ -152,7 +152,7 @@ def cut_values(value: Any) -> Any:
     last part stays and of `run_name` nothing: nobody else needs them, and both may name people.
     """
     if isinstance(value, str):
-        return _last(value) if WHOLE.match(value) and "\n" not in value else cut(value)
+        return _last(value) if WHOLE.match(value) and "\n" not in value else cut_paths(value)
     if isinstance(value, dict):
         return {cut_values(key): _cut_setting(key, inner) for key, inner in value.items()}
     return [cut_values(inner) for inner in value] if isinstance(value, list | tuple) else value
@@ -195,14 +195,14 @@ def refuse_secrets(name: str, content: bytes | Path) -> None:
                     raise UserError(_refusal(name, start + part.count("\n", 0, found.start()), what))
 
 
-def check(name: str, content: bytes | Path) -> None:
+def refuse_private(name: str, content: bytes | Path) -> None:
     """Raise UserError where a file that is to be published holds a secret, a path or an address."""
     refuse_secrets(name, content)
     for text in _texts(content):
         places = [text.index(own) for own in _own() if own in text]
         if places:
             raise UserError(_refusal(name, 1 + text.count("\n", 0, min(places)), PATH))
-        if Path(name).name in VOCABULARY or not is_text(content):
+        if Path(name).name in VOCABULARY or not is_utf8(content):
             continue
         values, whole = _values(name, text)  # without the escapes of JSON, which could hide or feign a path
         first = next(((value, line) for value, line in values if cut_values(value) != value), None)
@@ -221,10 +221,10 @@ def _kind(text: str) -> str:
     return LINK if any(form.search(text) for form in (STORES, SERVERS, HOSTS)) else PATH
 
 
-def is_text(content: bytes | Path) -> bool:
+def is_utf8(content: bytes | Path) -> bool:
     """Return whether a file is a text of UTF-8. Of weights the header is read, which is one."""
     if isinstance(content, Path):
-        return content.suffix == ".safetensors" or is_text(content.read_bytes())
+        return content.suffix == ".safetensors" or is_utf8(content.read_bytes())
     try:
         return "\0" not in content.decode("utf-8")
     except UnicodeDecodeError:

@@ -15,7 +15,7 @@ QUICK: dict[str, Any] = {"queue": False, "api_visibility": "private", "show_prog
 PAUSE = 0.1  # seconds between two pictures of a text that is being written
 
 
-def refusal(words: object) -> gradio.Error:
+def page_error(words: object) -> gradio.Error:
     """Return an error that the page shows and the log does not."""
     return gradio.Error(str(words), print_exception=False)
 
@@ -27,7 +27,7 @@ def wait_until_idle(what: Any, seconds: float = 60.0) -> None:
         time.sleep(0.02)
 
 
-def table(rows: Sequence[Sequence[str]], kind: str = "") -> str:
+def html_table(rows: Sequence[Sequence[str]], kind: str = "") -> str:
     """Return a small table in HTML; the first cell of a row says what it is about. kind: CSS class of all cells."""
 
     def cell(tag: str, text: str) -> str:

@@ -16,8 +16,8 @@ import envs
 from posttrain.config import ChatRun, SamplingSection
 from posttrain.report import png
 from posttrain.serving.generation import Generator
-from posttrain.serving.playing import Level, open_env, outcome
-from posttrain.serving.web_chat.events import ONE_AT_A_TIME, PAUSE, QUICK, refusal, table, wait_until_idle
+from posttrain.serving.playing import PlayedLevel, describe_end, open_played_env
+from posttrain.serving.web_chat.events import ONE_AT_A_TIME, PAUSE, QUICK, html_table, page_error, wait_until_idle
 from posttrain.types import UserError
 
 ROLLOUTS = "as in the rollouts"  # the model's own distribution, as phase 3 plays and --play without a preset
@@ -27,7 +27,7 @@ ROLLOUTS = "as in the rollouts"  # the model's own distribution, as phase 3 play
 class Seat:
     """What one open page plays; each page has its own."""
 
-    level: Level | None = None
+    level: PlayedLevel | None = None
     opened: int = 0  # levels so far: a turn belongs to the one that it was asked for
     turns: list[list[str]] = field(default_factory=list)  # number, answer, what came of it
     busy: bool = False  # while a turn is being played
@@ -76,14 +76,14 @@ class PlayTab:
     def open(self, seat: Seat, model: str, env: str, level: int | None, preset: str) -> tuple[Any, ...]:
         """Show a level in its first state, the same one that --play shows under this number."""
         if level is None or level < 1:
-            raise refusal("Levels are numbered from 1.")
+            raise page_error("Levels are numbered from 1.")
         if model not in self.generators or not env or preset not in (ROLLOUTS, *self.cfg.presets):
-            raise refusal("Choose a model, an environment and a sampling setting.")
+            raise page_error("Choose a model, an environment and a sampling setting.")
         setting = SamplingSection() if preset == ROLLOUTS else self.cfg.presets[preset]
         try:
-            opened = Level(self.generators[model], open_env(self.cfg, env), self.cfg, setting, level - 1)
+            opened = PlayedLevel(self.generators[model], open_played_env(self.cfg, env), self.cfg, setting, level - 1)
         except UserError as problem:
-            raise refusal(problem) from problem
+            raise page_error(problem) from problem
         seat.opened += 1  # before the level: a turn that begins right now finds either its own level or that it is void
         seat.turns, seat.level = [], opened
         return *self.view(seat), "", ""
@@ -101,7 +101,7 @@ class PlayTab:
         if asked is not None and asked != seat.opened:
             return
         if level is None or level.over:
-            raise refusal("Open a level first.")
+            raise page_error("Open a level first.")
         drawn, opening = time.monotonic(), level.episode.protocol.opening
         said, seat.busy = level.answer(), True
         try:
@@ -109,13 +109,13 @@ class PlayTab:
                 if seat.level is not level:
                     return
                 if time.monotonic() - drawn > PAUSE:
-                    yield parts(opening + said.text)
+                    yield split_thought(opening + said.text)
                     drawn = time.monotonic()
             came, _ = level.take(said)
         except UserError as problem:
-            raise refusal(problem) from problem
+            raise page_error(problem) from problem
         else:
-            thought, answer = parts(opening + said.text)
+            thought, answer = split_thought(opening + said.text)
             turns.append([str(level.episode.turns), answer, came])
         finally:
             seat.busy = False
@@ -131,9 +131,9 @@ class PlayTab:
         episode, total = level.episode, level.game.trajectory.reward
         now = f"Turn {episode.turns + 1} of {episode.protocol.max_turns}, return so far {round(total, 6):g}"
         if level.over:
-            now = outcome(episode, total).plain
+            now = describe_end(episode, total).plain
         told = level.told if not level.over else episode.env.observe()
-        past = table([["turn", "answer", "what came of it"], *seat.turns], "words") if seat.turns else ""
+        past = html_table([["turn", "answer", "what came of it"], *seat.turns], "words") if seat.turns else ""
         return pictured(level), now, told, past, *enabled(step=not level.over, stop=False)
 
 
@@ -142,11 +142,11 @@ def enabled(*, step: bool, stop: bool) -> tuple[Any, Any]:
     return gradio.Button(interactive=step), gradio.Button(interactive=stop)
 
 
-def parts(text: str) -> tuple[str, str]:
+def split_thought(text: str) -> tuple[str, str]:
     """Return thought and answer of a turn, whole or being written: what is outside of <think> is the answer.
 
-    >>> parts("<think>left is safe</think><answer>Left</answer>"), parts("<think>left"), parts("Left")
-    (('left is safe', '<answer>Left</answer>'), ('left', ''), ('', 'Left'))
+    >>> split_thought("<think>left is safe</think><answer>Left</answer>"), split_thought("Left")
+    (('left is safe', '<answer>Left</answer>'), ('', 'Left'))
     """
     before, opened, inside = text.partition("<think>")
     if not opened:
@@ -155,7 +155,7 @@ def parts(text: str) -> tuple[str, str]:
     return thought, before + behind
 
 
-def pictured(level: Level) -> str:
+def pictured(level: PlayedLevel) -> str:
     """Return the state as a picture, or as text where the environment draws none."""
     env = level.episode.env
     view = copy.copy(env)

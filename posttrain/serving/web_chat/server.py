@@ -57,7 +57,7 @@ def chosen_password() -> str:
     return found
 
 
-def build_app(generators: dict[str, Generator], cfg: ChatRun, password: str | None, *, local: bool = True) -> Any:
+def build_page(generators: dict[str, Generator], cfg: ChatRun, password: str | None, *, local: bool = True) -> Any:
     """Build the page as an application of FastAPI. generators: one or two models by the names that the page shows.
 
     local: it listens where this machine alone reaches it.
@@ -131,7 +131,7 @@ def serve_page(generators: dict[str, Generator], cfg: ChatRun, listening: socket
     from envs.web import is_loopback
 
     host, port = listening.getsockname()[:2]
-    app = build_app(generators, cfg, password, local=is_loopback(host))
+    app = build_page(generators, cfg, password, local=is_loopback(host))
     # Each open page holds a connection: at the end they are not waited for, nor told of one by one.
     config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1, http=patient_protocol())
     server = uvicorn.Server(config)

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 
 from posttrain.config import ChatRun, SamplingSection
 from posttrain.serving.conversation import Conversation, Exchange
-from posttrain.serving.display import figures, in_words
+from posttrain.serving.display import describe_sampling, repetition_figures
 from posttrain.serving.generation import Answer, Generator
-from posttrain.serving.web_chat.events import ONE_AT_A_TIME, PAUSE, QUICK, refusal, table, wait_until_idle
+from posttrain.serving.web_chat.events import ONE_AT_A_TIME, PAUSE, QUICK, html_table, page_error, wait_until_idle
 from posttrain.types import UserError, derive_seed
 
 OWN = "own settings"  # what the list of presets says once a slider was moved
@@ -189,13 +189,13 @@ class ChatTab:
     def begin(self, text: str, talk: Talk, *inputs: Any) -> tuple[Any, ...]:
         """Show the message at once, also while others are answered."""
         if not (text or "").strip():
-            raise refusal("Write a message first.")
+            raise page_error("Write a message first.")
         wanted = self.wanted(*inputs)
         talk.pending, talk.waiting, talk.answers = text, True, {}
         labelled: list[Any] = [gradio.skip(), gradio.skip()]
         for side, (name, how) in enumerate(wanted.sides):
             talk.side(side, self.generators[name], wanted)
-            labelled[side] = gradio.Chatbot(talk.shown(side), label=f"{'AB'[side]}: {name}, {in_words(how)}")
+            labelled[side] = gradio.Chatbot(talk.shown(side), label=f"{'AB'[side]}: {name}, {describe_sampling(how)}")
         waiting = gradio.Textbox("", submit_btn=False, stop_btn=STOP, interactive=False)
         return waiting, text, *labelled, self.figured(talk)
 
@@ -225,13 +225,13 @@ class ChatTab:
                     yield self.view(talk)
                     drawn = time.monotonic()
         except UserError as problem:
-            raise refusal(problem) from problem
+            raise page_error(problem) from problem
         finally:
             writing = {}
             for side, said in enumerate(answers):
                 said.stop()
                 if said.ids:
-                    talk.settings[side].append(in_words(wanted.sides[side][1]))
+                    talk.settings[side].append(describe_sampling(wanted.sides[side][1]))
                     conversations[side].exchanges.append(Exchange(text, said.ids, said.finished, said.text))
                     talk.pending, talk.waiting = "", False
             talk.number += 1
@@ -263,7 +263,7 @@ class ChatTab:
             if conversation and conversation.exchanges
         ]
         if not rows:
-            raise refusal("There is nothing to export yet: no message has an answer.")
+            raise page_error("There is nothing to export yet: no message has an answer.")
         return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
     def slid(self, preset: str) -> list[Any]:
@@ -279,12 +279,12 @@ class ChatTab:
         half, sides = len(settings) // 2, []
         for model, _, *values in (settings[:half], settings[half:])[: 1 + beside]:
             if model not in self.generators:
-                raise refusal("Choose a model.")
+                raise page_error("Choose a model.")
             try:
                 sides.append((model, SamplingSection(**dict(zip(SLIDERS, values, strict=True)))))
             except ValidationError as error:  # programs send what no slider has
                 words = "; ".join(f"{problem['loc'][0]}: {problem['msg']}" for problem in error.errors())
-                raise refusal(f"These settings cannot be used: {words}.") from error
+                raise page_error(f"These settings cannot be used: {words}.") from error
         return Wanted(sides, (system or "").strip() or None, int(longest))
 
     def view(self, talk: Talk) -> tuple[Any, ...]:
@@ -297,6 +297,6 @@ class ChatTab:
             return ""
         speed = [f"{len(answer.ids) / max(talk.seconds[side], 1e-9):.0f}" for side, answer in answers.items()]
         forgotten = [str(side.forgotten) for side in talk.sides if side]
-        rows = [("", list(answers)), *figures(answers), ("tokens a second", speed)]
+        rows = [("", list(answers)), *repetition_figures(answers), ("tokens a second", speed)]
         rows += [("turns out of the model's context", forgotten)] if any(map(int, forgotten)) else []
-        return table([[label, *values] for label, values in rows])
+        return html_table([[label, *values] for label, values in rows])
