@@ -2,8 +2,8 @@
 
     posttrain report runs/quickstart --gif docs/quickstart.gif
 
-Everything is taken from the evaluator's files, results.json and transcripts.jsonl. It shows the first levels of
-the evaluation: they are not chosen by their outcome.
+It is made from results.json and transcripts.jsonl of the evaluator. It shows the first levels of the evaluation, which
+are not chosen by their outcome.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from posttrain.report.tables import Results
 from posttrain.types import Record, UserError
 
 SIDE, WIDTH, MARGIN, LINE = 168, 224, 12, 15  # pixels: a picture, a column, the space around it, a line of text
-LINES = 2  # of what the model wrote
+LINES = 2  # of the model's text
 INK, QUIET, PAPER, WON, LOST = "#1b1f24", "#6b7280", "#ffffff", "#1a7f37", "#b42318"
 PACE, LAST = 650, 2200  # milliseconds of a picture, and of the last one of a level
 HEADINGS = {
@@ -35,7 +35,7 @@ Episodes = dict[tuple[str, str, int], Record]
 
 
 class Panel(NamedTuple):
-    """One moment of one episode: its picture, what the model has just written, and how the episode ended, if it did."""
+    """A moment of an episode: its picture, the text of the turn, and at the end the outcome."""
 
     frame: np.ndarray
     text: str
@@ -46,15 +46,15 @@ def panels(results: Results, row: Record) -> list[Panel]:
     """Return the moments of an episode, at least one for each turn."""
     frames, turns = replay_evaluation(results, row)
     texts = [" ".join(text.split()) for text, _ in turns]
-    found = [Panel(frames[at], texts[turn] if turn >= 0 else "", "") for turn, at in list_moments(turns)]
-    return [*found[:-1], found[-1]._replace(end=describe_end(row, row["success"]))]
+    moments = [Panel(frames[at], texts[turn] if turn >= 0 else "", "") for turn, at in list_moments(turns)]
+    return [*moments[:-1], moments[-1]._replace(end=describe_end(row, row["success"]))]
 
 
 def animate(results: Results, rows: Sequence[Record], checkpoints: Sequence[str], levels: int = 6) -> bytes:
     """Return the animation: a row for each environment, a column for each checkpoint, one level after the other."""
     shown = list(pictures(results, shown_episodes(results, rows, checkpoints, levels), checkpoints))
     if not shown:
-        raise UserError(f"There are no episodes of {', '.join(checkpoints)} to show: evaluate them with suites.envs.")
+        raise UserError(f"There are no episodes of {', '.join(checkpoints)}: evaluate them with suites.envs.")
     palette = shown[-1][0].quantize(64)
     first, *others = [picture.quantize(palette=palette, dither=Image.Dither.NONE) for picture, _ in shown]
     out, pace = io.BytesIO(), [duration for _, duration in shown]
@@ -128,7 +128,7 @@ def picture_of(
 
 
 def wrapped(text: str, face: ImageFont.FreeTypeFont) -> list[str]:
-    """Return at most LINES lines of WIDTH pixels; what does not fit is left out."""
+    """Return at most LINES lines of WIDTH pixels; the rest of the text is left out."""
     wide = int(WIDTH // face.getlength("m"))
     lines = [text[start : start + wide] for start in range(0, len(text), wide)]
     return lines if len(lines) <= LINES else [*lines[: LINES - 1], lines[LINES - 1][: wide - 3] + "..."]

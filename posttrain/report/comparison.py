@@ -1,4 +1,4 @@
-"""Which run is better?  comparison.html: several runs side by side, a verdict, and where they differ most.
+"""Which run is better?  comparison.html: several runs side by side, a verdict, and the largest differences.
 
     posttrain report runs/quickstart runs/seed1              their last checkpoints
     posttrain report runs/quickstart:phase2 runs/quickstart  one checkpoint against another
@@ -22,16 +22,16 @@ from posttrain.report.verdict import UNSEEN, Comparison, Model, compare_models, 
 from posttrain.runtime import runlog
 from posttrain.types import Record, UserError, one_line
 
-MANY = 100_000  # items: more than anyone will measure
+MANY = 100_000  # items: more than anybody measures
 ITEMS = {"envs": "levels", "preferences": "pairs", "math": "questions", "recall": "questions", "repetition": "prompts"}
 
 
-def build_comparison(given: Sequence[str]) -> Path:
-    """Write comparison.html into the folder of the last run and return its path. given: RUN or RUN:CHECKPOINT."""
-    models = [open_model(each) for each in given]
+def build_comparison(runs: Sequence[str]) -> Path:
+    """Write comparison.html into the folder of the last run and return its path. runs: RUN or RUN:CHECKPOINT."""
+    models = [open_model(each) for each in runs]
     titles = [model.title for model in models]
     if len(set(titles)) < len(titles):
-        models = [model._replace(title=each) for model, each in zip(models, given, strict=True)]
+        models = [model._replace(title=each) for model, each in zip(models, runs, strict=True)]
     first, *others = models
     pictures = Pictures()
     try:
@@ -59,11 +59,11 @@ def build_comparison(given: Sequence[str]) -> Path:
     return path
 
 
-def open_model(given: str) -> Model:
-    """Read a run: of runs/a the last checkpoint, of runs/a:phase2 that one."""
-    folder, name = Path(given), ""
-    if not folder.exists() and ":" in given:
-        place, _, name = given.rpartition(":")
+def open_model(run: str) -> Model:
+    """Read a run and its last checkpoint (runs/a), or another one (runs/a:phase2)."""
+    folder, name = Path(run), ""
+    if not folder.exists() and ":" in run:
+        place, _, name = run.rpartition(":")
         folder = Path(place)
     results, rows = read_run(folder)
     name = name or list(results["checkpoints"])[-1]
@@ -77,7 +77,7 @@ def open_model(given: str) -> Model:
 def verdicts(
     first: Model, others: Sequence[Model], found: Sequence[list[Comparison]]
 ) -> list[tuple[str, str, str, list[str]]]:
-    """Return (title, verdict, the sentence that says so, what could not be compared) of each other model."""
+    """Return (title, verdict, its sentence, figures that cannot be compared) of each other model."""
     pairs = zip(others, found, strict=True)
     return [(other.title, *overall(compared), not_compared(first, other, compared)) for other, compared in pairs]
 
@@ -100,16 +100,16 @@ def _place(compared: Comparison) -> tuple[str, str]:
 
 
 def needed(compared: Comparison) -> str:
-    """Return what it would take to tell a difference, where the verdict is that one cannot."""
+    """Return how many items would decide, if the verdict is `cannot tell`."""
     if compared.verdict != "cannot tell":
         return ""
     items, n = ITEMS[compared.column.suite], f"{compared.n:,}"
     if compared.needed == 0:
         return f": the same on all {n} {items}"
-    found = f"more than {MANY:,}" if compared.needed > MANY else f"about {compared.needed:,}"
+    count = f"more than {MANY:,}" if compared.needed > MANY else f"about {compared.needed:,}"
     if compared.change.value == 0:
-        return f": no difference seen; {found} {items} needed to tell one of {100 * UNSEEN:.0f} points, {n} compared"
-    return f": {found} {items} needed to tell this difference, {n} compared"
+        return f": no difference seen; {count} {items} needed to tell one of {100 * UNSEEN:.0f} points, {n} compared"
+    return f": {count} {items} needed to tell this difference, {n} compared"
 
 
 def differing(
@@ -139,7 +139,7 @@ def _shown(model: Model, row: Record, pictures: Pictures) -> Record:
 
 
 def shared_curves(models: Sequence[Model]) -> list[tuple[str, list[Chart]]]:
-    """Return (phase, charts) of phases that have the same name, the runs in one picture; none for one run alone."""
+    """Return (phase, charts) of the phases of several runs, with all runs in each chart; [] for a single run."""
     runs = list({model.folder: model for model in models}.values())
     folders = [(model.folder.resolve().name, training_log.phase_folders(model.results, model.folder)) for model in runs]
     found = []

@@ -1,4 +1,4 @@
-"""What does a person see first?  report.html, section by section, and transcripts.html, from the files of a run."""
+"""Which pages does a run get?  report.html, transcripts.html and results.md, from the files of a run."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def build(folder: Path) -> Path:
 def build_transcripts(file: Path) -> Path:
     """Write transcripts.html beside a transcripts.jsonl, with its name, and return its path.
 
-    Episodes are played again where a run_config.yaml or results.json beside the file says how.
+    Episodes are played again if a run_config.yaml or results.json is beside the file.
     """
     if not file.is_file():
         raise UserError(f"There is no file {file}. Name a transcripts.jsonl of phase 3 or of evaluate_model.py.")
     pictures = Pictures()
-    found = training_log.recorded(file, pictures)
-    if not found:
-        raise UserError(f"{file} does not hold a whole row, so there is no episode to show.")
+    rows = training_log.recorded(file, pictures)
+    if not rows:
+        raise UserError(f"{file} does not hold a complete row.")
     folder = file.resolve().parent.name
-    data = {"rows": found, "pictures": pictures.coded}
+    data = {"rows": rows, "pictures": pictures.coded}
     scripts = ("player.js", "viewer.js", "transcripts.js")
-    page = {"folder": folder, "file": file.name, "count": len(found)}
+    page = {"folder": folder, "file": file.name, "count": len(rows)}
     path = file.with_suffix(".html")
     path.write_text(
         render_page("transcripts.html.j2", f"{folder}: transcripts", data, *scripts, **page), encoding="utf-8"
@@ -109,7 +109,7 @@ def _sections(
 ) -> tuple[list[tuple[str, str, Any]], Record]:
     """Return (title, macro of sections.html.j2, what it shows) of each section, and the episodes for page.js.
 
-    A section that has nothing to show is left out.
+    The page leaves out a section without content.
     """
     folders = training_log.phase_folders(results, folder)
     steps = verdict.steps(folder, results, transcripts)
@@ -136,13 +136,10 @@ def _sections(
 
 
 def read_run(folder: Path) -> tuple[Results, list[Record]]:
-    """Return results.json and transcripts.jsonl; UserError where they are not what the evaluator writes."""
+    """Return results.json and transcripts.jsonl; UserError if they are not files of the evaluator."""
     for file in (folder / "results.json", folder / "transcripts.jsonl"):
         if not file.is_file():
-            raise UserError(
-                f"{file} does not exist, so there is nothing to report. `python evaluate_model.py "
-                f"output_dir={folder}` writes it."
-            )
+            raise UserError(f"{file} does not exist. `python evaluate_model.py output_dir={folder}` writes it.")
     remedy = f"Measure again: python evaluate_model.py output_dir={folder} --overwrite"
     results = files.read_json(folder / "results.json", remedy)
     transcripts = files.read_json_lines(folder / "transcripts.jsonl", remedy, appended=False)

@@ -1,4 +1,4 @@
-"""How are pages and Markdown written?  By jinja2, from the files of templates/; a page has all it needs inside."""
+"""How are pages and Markdown written?  By jinja2 from the files of templates/; a page needs no other file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = {  # verdict -> its class in page.css
     "better": "good", "better in part": "good", "worse": "bad", "worse in part": "bad",
     "mixed": "flat", "cannot tell": "flat",
 }  # fmt: skip
-# What reading damaged results.json or transcripts.jsonl may raise; a template raises its own error for a missing key.
+# Errors from damaged results.json or transcripts.jsonl; a template raises UndefinedError for a missing key.
 DAMAGED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError, UndefinedError)
 
 
@@ -46,7 +46,7 @@ TEMPLATES.globals |= {"KINDS": KINDS, "NOT_ASKED": NOT_ASKED, "BENCHMARKS": BENC
 
 
 def render_page(template: str, title: str, data: Any, *scripts: str, **found: Any) -> str:
-    """Return a page. data: for `unpack` of player.js; scripts: files of this folder, in the order of their needs."""
+    """Return a page. data: for `unpack` of player.js. scripts: files of this folder, dependencies first."""
     style, code = (
         "".join((HERE / name).read_text(encoding="utf-8") for name in names)
         for names in (("page.css", "player.css"), scripts)
@@ -58,7 +58,7 @@ def render_page(template: str, title: str, data: Any, *scripts: str, **found: An
 
 
 def packed(data: Any) -> str:
-    """Return data as gzipped JSON in base64: thousands of episodes are a small page, and no text ends the script."""
+    """Return data as gzipped JSON in base64: a small page for thousands of episodes, and no text can end the script."""
     try:
         text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except ValueError:  # NaN or infinity, which a browser's JSON does not know

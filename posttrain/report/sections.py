@@ -1,4 +1,4 @@
-"""What do the sections of report.html show?  The values that the macros of templates/sections.html.j2 write."""
+"""What do the sections of report.html show?  The values for the macros of templates/sections.html.j2."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from posttrain.report.tables import Column, Results, percent, readable
 from posttrain.report.verdict import Comparison
 from posttrain.types import Record
 
-LEVELS = 4  # shown of each kind in each environment, the first one at once and the others on request
-ON_TOP = {"base": "base model", "phase2": "SFT + DPO", "phase3": "SFT + DPO + RL"}  # where checkpoints are called so
+LEVELS = 4  # of each kind in each environment; only the first is unfolded
+ON_TOP = {
+    "base": "base model",
+    "phase2": "SFT + DPO",
+    "phase3": "SFT + DPO + RL",
+}  # if the checkpoints have these names
 SAMPLES = 2  # prompts shown of each part
 SHOWN_CHARACTERS = 420  # of one answer
 OPENING_CHARACTERS = 160  # of an answer, shown before it is unfolded
@@ -24,7 +28,7 @@ Steps = Mapping[tuple[str, str], Sequence[Comparison]]  # each checkpoint agains
 
 
 def phases(steps: Steps) -> list[tuple[str, str, list[tuple[str, str]]]]:
-    """Return (new, old, [(verdict, figures)]): what each phase made better or worse, and where one cannot tell."""
+    """Return (new, old, [(verdict, figures)]): the figures that each phase changed, and the undecided ones."""
     found = []
     for (old, new), compared in steps.items():
         words: dict[str, list[str]] = {"better": [], "worse": [], "cannot tell": []}
@@ -64,7 +68,7 @@ def headline_table(results: Results, steps: Steps) -> Record:
 
 
 def about(results: Results, column: Column) -> list[str]:
-    """Return what a figure is, which way is better, how many items it is of, and how they were sampled."""
+    """Return a figure's note, its better direction, the number of items and the sampling setting."""
     found = column.found(next(entry for entry in results["checkpoints"].values() if column.suite in entry))
     note = "levels solved" if column.suite == "envs" else column.note.removesuffix(", lower is better")
     better = "lower is better" if tables.less_is_better(column.metric) else "higher is better"
@@ -73,7 +77,7 @@ def about(results: Results, column: Column) -> list[str]:
 
 
 def setting_of(name: str) -> str:
-    """Return what a column says of its sampling setting; `greedy` samples nothing."""
+    """Return a sampling setting in words; `greedy` does not sample."""
     return "greedy" if name == "greedy" else f"sampling setting “{name}”"
 
 
@@ -122,6 +126,7 @@ def environments(results: Results) -> list[tuple[Any, ...]]:
 
 
 def failures(found: Record) -> str:
+    """Return `hole 12 %, ...`."""
     return ", ".join(f"{word} {percent(n / found['episodes'])}" for word, n in found.get("failures", {}).items())
 
 
@@ -142,6 +147,7 @@ def differences(results: Results) -> Record:
 
 
 def is_headline(results: Results, difference: Record) -> bool:
+    """Return whether a difference is under the setting of the headline table."""
     entry = results["checkpoints"][difference["to"]][difference["suite"]]
     if difference["suite"] == "envs":
         entry = entry[difference["part"]]
@@ -154,11 +160,12 @@ def is_headline(results: Results, difference: Record) -> bool:
 
 
 def play_again(results: Results, row: Record, pictures: Pictures) -> Record:
+    """Return the row of an evaluated episode for the browser, with pictures."""
     return with_pictures(row, evaluation_stage(results, row), pictures)
 
 
 def first_levels(results: Results, transcripts: Sequence[Record], pictures: Pictures) -> Record | None:
-    """Return the first test levels, as the model played them before and after: data for page.js."""
+    """Return the first test levels as the checkpoints played them: data for page.js."""
     names = list(results["checkpoints"])
     columns = [name for name in ON_TOP if name in names]
     if len(columns) < 2:
@@ -177,9 +184,9 @@ def first_levels(results: Results, transcripts: Sequence[Record], pictures: Pict
 def level_pairs(
     results: Results, transcripts: Sequence[Record], pictures: Pictures
 ) -> tuple[Record, list[list[Record]]]:
-    """Return how many levels the last two checkpoints solved, together and alone, with some of each kind.
+    """Return how many levels both, one or none of the last two checkpoints solved, and pairs of episodes.
 
-    The second value holds pairs of episodes; the first names their places in it.
+    The first value refers to the pairs by their places.
     """
     envs, pairs = [], list[list[Record]]()
     names = list(results["checkpoints"])[-2:]
@@ -224,22 +231,22 @@ def answers(results: Results, transcripts: Sequence[Record]) -> list[tuple[Any, 
 
 
 def shorten(words: str) -> str:
-    """Return the beginning of a long text; line breaks become a sign, since some models write a page of them."""
+    """Return the beginning of a long text with visible line breaks, since some models write a page of them."""
     words = words.replace("\n", " ↵ ")
     return words if len(words) <= SHOWN_CHARACTERS else words[:SHOWN_CHARACTERS] + " …"
 
 
 def folded(words: str) -> tuple[str, str]:
-    """Return a text and what of it is unfolded on request: long answers of an untrained model would fill the page."""
+    """Return the visible beginning of a text and its folded rest."""
     return words[:OPENING_CHARACTERS], words[OPENING_CHARACTERS:]
 
 
 def commands(results: Results, folder: Path) -> list[tuple[str, str]]:
-    """Return (purpose, command) of what a reader would type next, ready to copy."""
+    """Return (purpose, command) of the next commands, ready to copy."""
     places = [results["config"]["checkpoints"][name] for name in results["checkpoints"]]
     local = [place for place in places if isinstance(place, str)]  # the others are endpoints
     chat = "python inference_with_improved_settings.py"
-    if results["config"].get("goals"):  # those of the quickstart, whose models want other presets
+    if results["config"].get("goals"):  # the models of the quickstart need other presets
         chat += " --config configs/quickstart/chat.yaml"
     chat += f" {shlex.quote(f'model.name_or_path={local[-1]}' if local else 'model.name_or_path=MODEL')}"
     beside = f" --beside {shlex.quote(local[-2])}" if len(local) > 1 else ""
@@ -256,7 +263,7 @@ def commands(results: Results, folder: Path) -> list[tuple[str, str]]:
 
 
 def provenance(results: Results) -> dict[str, Any]:
-    """Return how the figures came about, fact by fact."""
+    """Return how the figures were measured."""
     config = results["config"]
     knobs = ("temperature", "top_k", "top_p", "repetition_penalty")
     return {

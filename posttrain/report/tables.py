@@ -1,4 +1,4 @@
-"""Which figures does results.json hold, and how are they written?  Columns, formats, terminal and plots."""
+"""Which figures does results.json hold, and how are they shown?  Columns, formats, terminal table and plots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ Results = dict[str, Any]  # results.json as evaluate_model.py writes it
 
 MATH_TITLES = {"embedded": "Math (toy sums)", "gsm8k": "GSM8K", "math500": "MATH-500"}
 NOT_ASKED = "not asked"
-BENCHMARKS = "Tasks of lm-evaluation-harness, measured by themselves: no pairs, and other prompts than those above."
+BENCHMARKS = (
+    "Tasks of lm-evaluation-harness, measured separately: without pairs, and with other prompts than those above."
+)
 COLOURS = ("#8b8f98", "#2f7fd1", "#d9822b", "#1f9d6b", "#a45bd1", "#c94f6d")  # one per checkpoint, in order
 
 
@@ -24,17 +26,17 @@ COLOURS = ("#8b8f98", "#2f7fd1", "#d9822b", "#1f9d6b", "#a45bd1", "#c94f6d")  # 
 
 @dataclass(frozen=True)
 class Column:
-    """Column("GSM8K", "answers right", "math", "gsm8k", "accuracy", "greedy"): a figure of every checkpoint."""
+    """A figure of every checkpoint: Column("GSM8K", "answers right", "math", "gsm8k", "accuracy", "greedy")."""
 
     title: str
     note: str
     suite: str
-    part: str  # the environment, or where the questions of math come from
+    part: str  # the environment, or the source of math questions
     metric: str
     setting: str
 
     def get(self, entry: Record) -> Interval | None:
-        """Return the figure from a checkpoint's part of results.json; None where this suite is not asked."""
+        """Return the figure from a checkpoint's part of results.json; None if its suite was not measured."""
         return figure_of(self.found(entry), self.metric) if self.suite in entry else None
 
     def found(self, entry: Record) -> Record:
@@ -45,7 +47,7 @@ class Column:
 def columns(results: Results) -> list[Column]:
     """Return the headline figures that this run has, in the order of the phases."""
     first: Record = {}
-    for entry in results["checkpoints"].values():  # an endpoint is not asked every suite
+    for entry in results["checkpoints"].values():  # an endpoint does not have every suite
         first = entry | first
 
     found = []
@@ -70,11 +72,12 @@ def math_title(source: str) -> str:
 
 
 def figure_of(found: Record, key: str) -> Interval:
-    """Return a value of results.json with its interval; one without, such as an optimum, is its own interval."""
+    """Return a value of results.json with its interval; the value itself if it has none, as an optimum."""
     return Interval(found[key], found.get("low", found[key]), found.get("high", found[key]))
 
 
 def less_is_better(metric: str) -> bool:
+    """Return whether a smaller value of a metric is better."""
     return metric in ("equal_length", "seq_rep_4", "seq_rep_4_first", "failed", "never_stops")
 
 
@@ -84,10 +87,12 @@ def readable(name: str) -> str:
 
 
 def percent(value: float) -> str:
+    """Return a share as `54 %` or `2.3 %`."""
     return f"{100 * value:.0f} %" if abs(value) >= 0.095 or value == 0 else f"{100 * value:.1f} %"
 
 
 def span(figure: Interval) -> str:
+    """Return an interval of a share in percent: `48 to 60`."""
     return f"{100 * figure.low:.0f} to {100 * figure.high:.0f}"
 
 
@@ -102,7 +107,7 @@ def points_span(change: Interval) -> str:
 
 
 def what(difference: Record) -> str:
-    """Say which figure a difference is about: `GSM8K: accuracy`, `Math, unseen operands: accuracy`."""
+    """Return the title of a difference's figure: `GSM8K: accuracy`, `Math, unseen operands: accuracy`."""
     if difference["suite"] == "preferences" and difference["metric"] == "accuracy":
         return "Preferences: ranking accuracy"
     part = difference["part"].replace("_", " ")
@@ -135,7 +140,7 @@ def every_setting(results: Results) -> Iterator[tuple[str, str, str, Interval, i
 
 
 class Benchmark(NamedTuple):
-    """A figure of lm-evaluation-harness, in words: what was asked, how, and what came of it."""
+    """A figure of lm-evaluation-harness, as text."""
 
     checkpoint: str
     task: str
@@ -147,7 +152,7 @@ class Benchmark(NamedTuple):
 
 
 def benchmark_rows(results: Results) -> Iterator[Benchmark]:
-    """Yield each metric of each standard benchmark that posttrain.evaluation.harness has put into results.json."""
+    """Yield each metric of each standard benchmark in results.json."""
     for name, measured in results.get("benchmarks", {}).items():
         for task, entry in measured["tasks"].items():
             how = f"{how_asked(entry)}, lm-eval {entry['harness']}"
@@ -159,12 +164,12 @@ def benchmark_rows(results: Results) -> Iterator[Benchmark]:
 
 
 def items_asked(entry: Record) -> str:
-    """Return how many items of a benchmark were asked: 1319, or 50 of 1319."""
+    """Return the number of items of a benchmark: 1319, or 50 of 1319."""
     return str(entry["n"]) if entry["n"] == entry["of"] else f"{entry['n']} of {entry['of']}"
 
 
 def how_asked(entry: Record) -> str:
-    """Return how a benchmark was asked: 5 examples, chat template, bfloat16."""
+    """Return the prompt format and dtype of a benchmark: 5 examples, chat template, bfloat16."""
     examples = "" if entry["fewshot"] is None else f"{entry['fewshot']} examples"
     template = "chat template" if entry["chat_template"] else "plain text"
     return ", ".join(filter(None, (examples, template, entry.get("dtype"))))
@@ -252,4 +257,5 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def colour(results: Results, checkpoint: str) -> str:
+    """Return the colour of a checkpoint."""
     return COLOURS[list(results["config"]["checkpoints"]).index(checkpoint) % len(COLOURS)]

@@ -36,17 +36,17 @@ CURVES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("Invalid turns", (("rollout/invalid_turns", "share"),)),
     ("Tokens per turn", (("rollout/response_tokens", "training"),)),
 )
-MOST_PICTURES = 4000  # of a page, so that it can be mailed; the latest episodes have them, earlier ones have none
+MOST_PICTURES = 4000  # of a page, so that it can be mailed; only the latest episodes have pictures
 REMEDY = "Remove that line (the others are kept), then go on."
 
 
 def phase_folders(results: Results, folder: Path) -> dict[str, Path | None]:
-    """Return checkpoint -> the folder of the phase that made it, with its metrics.jsonl; None where there is none."""
+    """Return checkpoint -> the folder of its phase, which holds metrics.jsonl; None without such a folder."""
     found = {}
     for name, path in results["config"]["checkpoints"].items():
         if not isinstance(path, str):  # an endpoint
             continue
-        places = [folder / name, Path(path).parent]  # a run that was copied or renamed shows its own training
+        places = [folder / name, Path(path).parent]  # a copied or renamed run shows its own training
         found[name] = next((place for place in places if (place / "metrics.jsonl").is_file()), None)
     return found
 
@@ -56,7 +56,7 @@ def curves(
 ) -> list[tuple[str, Path, list[Chart], bool, list[Record] | None]]:
     """Return (checkpoint, metrics.jsonl, charts, whether they are of preference pairs, alarms) of each phase.
 
-    The alarms are None where the phase kept no file of them.
+    The alarms are None if the phase does not have an alarms.jsonl.
     """
     found = []
     for name, place in folders.items():
@@ -77,26 +77,25 @@ def drawn(rows: Sequence[Record], alarms: Sequence[Record] = ()) -> list[Chart]:
 
 
 def curve_lines(rows: Sequence[Record], keys: Sequence[tuple[str, str]]) -> dict[str, charts.Line]:
-    """Return label -> [(step, value), ...] of those of the keys that these rows have."""
+    """Return label -> [(step, value), ...] for the keys that these rows have."""
     found: dict[str, charts.Line] = {}
-    for row, (wanted, label) in itertools.product(rows, keys):
+    for row, (pattern, label) in itertools.product(rows, keys):
         for key, value in row.items():
-            if matches(wanted, key) and isinstance(value, int | float) and math.isfinite(value):
+            if matches(pattern, key) and isinstance(value, int | float) and math.isfinite(value):
                 found.setdefault(key.split("/")[1] if label == "*" else label, []).append((row["step"], value))
     return {label.replace("_", " "): line for label, line in found.items()}
 
 
-def matches(wanted: str, key: str) -> bool:
-    """Return whether a key is the wanted one, where `*` is one part of it: evaluation/*/success."""
-    parts, given = wanted.split("/"), key.split("/")
-    return len(parts) == len(given) and all(part in ("*", other) for part, other in zip(parts, given, strict=True))
+def matches(pattern: str, key: str) -> bool:
+    """Return whether a key matches a pattern, in which `*` is any part: evaluation/*/success."""
+    parts, names = pattern.split("/"), key.split("/")
+    return len(parts) == len(names) and all(part in ("*", name) for part, name in zip(parts, names, strict=True))
 
 
 def recorded(file: Path, pictures: Pictures) -> list[Record]:
-    """Return the rows of a transcripts.jsonl.
+    """Return the rows of a transcripts.jsonl for the browser; UserError for a line of another kind.
 
-    Episodes are played again, the last one first, where a file beside it says how they were set up.
-    UserError for a line that is neither an episode nor an answer.
+    Episodes are played again, the last one first, if their settings are in a file beside it.
     """
     rows, found = files.read_json_lines(file, REMEDY, appended=False), list[Record]()
     for number, row in enumerate(rows, 1):
@@ -116,18 +115,18 @@ def recorded(file: Path, pictures: Pictures) -> list[Record]:
 
 
 def _played(row: Record, plain: Record, stage_of: Callable[[Record], Stage], pictures: Pictures) -> Record:
-    """Return the entry with pictures, or the plain one with why there are none."""
+    """Return the row with pictures, or without them and with the reason."""
     if len(pictures.coded) >= MOST_PICTURES:
         facts = f"without pictures: the page keeps {MOST_PICTURES:,}, of the latest episodes"
         return plain | {"facts": " · ".join(filter(None, (plain["facts"], facts)))}
     try:
         return with_pictures(row, stage_of(row), pictures)
-    except (Exception, SystemExit) as error:  # an environment may raise anything, and may have changed since
+    except (Exception, SystemExit) as error:  # an environment may raise anything, or may have changed
         return plain | {"facts": f"cannot be played again: {one_line(error)}"}
 
 
 def _stages(file: Path) -> Callable[[Record], Stage] | None:
-    """Return how the episodes of phase 3 (run_config.yaml) or of the evaluator (results.json) were set up, if known."""
+    """Return a function from a row to its stage, from run_config.yaml (phase 3) or results.json; None without both."""
     config, results = file.with_name("run_config.yaml"), file.with_name("results.json")
     remedy = "Remove it, then the episodes are shown without pictures."
     if config.is_file():
@@ -141,7 +140,7 @@ def _stages(file: Path) -> Callable[[Record], Stage] | None:
 
 
 def recorded_episodes(folders: dict[str, Path | None], pictures: Pictures) -> list[Record]:
-    """Return every episode that was recorded while a phase trained."""
+    """Return every episode that the phases recorded."""
     found = list(dict.fromkeys(place / "transcripts.jsonl" for place in folders.values() if place))
     by_file = [recorded(file, pictures) for file in reversed(found) if file.is_file()]
     return [row for rows in reversed(by_file) for row in rows]
@@ -151,9 +150,9 @@ def recorded_episodes(folders: dict[str, Path | None], pictures: Pictures) -> li
 
 
 def data(folders: dict[str, Path | None]) -> list[tuple[str, list[tuple[str, list[str]]]]]:
-    """Return (checkpoint, [(kind, cells)]): what became of the rows of each data set, as counted before training."""
+    """Return (checkpoint, [(kind, cells)]): how many rows of each data set were read, trained on and dropped."""
     found = []
-    for name, place in folders.items():  # the whole table, or for an older run what its model card says
+    for name, place in folders.items():  # an older run has only the table of its model card
         kept = [f"{kind}/{file}.json" for kind in ("rows", "pairs") for file in ("table", "sources")] if place else []
         file = next((place / name for name in kept if place and (place / name).is_file()), None)
         if file is None:
@@ -169,7 +168,7 @@ def data(folders: dict[str, Path | None]) -> list[tuple[str, list[tuple[str, lis
 
 
 def cost(results: Results, folders: dict[str, Path | None]) -> Record:
-    """Return steps, tokens, time and memory of each phase, from its metrics.jsonl; {} where nothing was trained."""
+    """Return steps, tokens, time and memory of each phase from its metrics.jsonl; {} without trained phases."""
     rows, total = [], 0.0
     for name, place in folders.items():
         if place is None:

@@ -789,7 +789,7 @@ def test_a_line_that_is_no_episode_is_named(tmp_path: Path) -> None:
     file = tmp_path / "transcripts.jsonl"
     with pytest.raises(UserError, match=r"There is no file .*transcripts.jsonl"):
         build_transcripts(file)
-    none = "does not hold a whole row"
+    none = "does not hold a complete row"
     lines = {'{"messages": [7]}\n': "Line 1 of .* is not an episode", "": none, "[1]\n": none, "{\n{}\n": "damaged"}
     for line, told in lines.items():
         file.write_text(line)

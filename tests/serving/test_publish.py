@@ -232,7 +232,7 @@ def test_an_upload_that_is_cut_changes_nothing_and_the_next_one_ends_it(made: Pa
 def test_a_repository_that_exists(made: Path, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     old = {"model-00001-of-2.safetensors": b"x", "model.safetensors.index.json": b"{}", "notes.txt": b"mine"}
     hub.repos[REPO] = Repo(private=False, files=dict(old))
-    with pytest.raises(UserError, match=r"everybody can read it.*--public"):
+    with pytest.raises(UserError, match=r"is public.*--public"):
         publish(made, "--yes")
     assert hub.repos[REPO].files == old and not any("upload" in path for _, path in hub.log)
     publish(made, "--yes", "--public")
@@ -250,11 +250,11 @@ def test_no_permission_no_token_no_hub(
             publish(made, "--yes", *public, repo=name)
     assert set(hub.repos["bob/his"].files) == {".gitattributes"}
     monkeypatch.setenv("HF_TOKEN", SECRET)
-    with pytest.raises(UserError, match="does not know the token") as refused:
+    with pytest.raises(UserError, match="does not know this token") as refused:
         publish(made, "--yes")
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", "/nowhere")
-    with pytest.raises(UserError, match="no token of the Hub on this machine"):
+    with pytest.raises(UserError, match="no Hub token on this machine"):
         publish(made, "--yes")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
@@ -440,7 +440,9 @@ def test_what_was_written_by_hand_is_listed(run: Path, capsys: pytest.CaptureFix
     reseal(folder, history=history)
     publish(run)
     told = capsys.readouterr().out
-    listed = [line.strip() for line in told.partition("read it before others do:\n")[2].splitlines() if line[:1] == " "]
+    listed = [
+        line.strip() for line in told.partition("check that it may be public:\n")[2].splitlines() if line[:1] == " "
+    ]
     assert {
         *("hardware: the A100 of ward 7", "system: You are Ana's nurse.", "notes: for Mr. B", "output_dir: phase3"),
         *("licence: property of the clinic", "path: rows.jsonl", "base: final"),
@@ -593,7 +595,7 @@ def test_which_model_of_a_run(made: Path, run: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="damaged"):
         publish(run)
     reseal(folder, history=[])
-    with pytest.raises(UserError, match="its card could not tell the truth"):
+    with pytest.raises(UserError, match="does not record its training"):
         publish(run)
     (run / "phase1" / "final" / models.CODE).unlink()
     reseal(run / "phase1" / "final")

@@ -512,7 +512,7 @@ def test_it_plays_a_level_to_the_end_one_turn_a_click(
     page.get_by_label("Level").fill("2")
     page.get_by_role("button", name="Open the level").click()
     game = Episode(envs.make("frozen_lake"), Protocol(), derive_seed(0, "frozen_lake", 1), "test")
-    picture, told = page.locator("#state img"), page.get_by_label("What the model is told now")
+    picture, told = page.locator("#state img"), page.get_by_label("Observation")
     expect(picture).to_have_attribute("alt", "frozen_lake, the state as a picture")
     expect(told).to_have_value(game.messages[-1]["content"])
     frames, total = {picture.get_attribute("src")}, 0.0
@@ -527,7 +527,7 @@ def test_it_plays_a_level_to_the_end_one_turn_a_click(
         expect(page.get_by_label("Answer of the last turn")).to_have_value(f"<answer>{game.actions[-1]}</answer>")
         frames.add(picture.get_attribute("src"))
     outcome = f"Solved after {game.turns} turn{'s' * (game.turns > 1)}, return {round(total, 6):g}."
-    expect(page.get_by_label("Where it stands")).to_have_value(outcome)
+    expect(page.get_by_label("Status")).to_have_value(outcome)
     assert game.success and len(frames) == game.turns + 1
     expect(page.get_by_role("button", name="Next turn")).to_be_disabled()
     assert model.params[0] == SamplingParams(64), "as in the rollouts"
@@ -547,7 +547,7 @@ def test_a_turn_that_is_stopped_was_not_played(alone: str, visit: Callable[..., 
     expect(page.get_by_label("Thought of the last turn")).to_have_value(re.compile("so so so"))
     page.get_by_role("button", name="Stop").locator("visible=true").click()
     expect(page.get_by_role("button", name="Next turn")).to_be_enabled()
-    expect(page.get_by_label("Where it stands")).to_have_value(re.compile("Turn 1 of"))
+    expect(page.get_by_label("Status")).to_have_value(re.compile("Turn 1 of"))
     assert len(model.ended) == 1 and page.locator("#turns tr").count() == 0
 
 
@@ -561,7 +561,7 @@ def test_a_turn_belongs_to_the_level_it_was_asked_for(
     page, other = visit(alone, allowed="500"), Client(alone)
     page.get_by_role("tab", name="Play").click()
     level, start = page.get_by_label("Level"), page.get_by_role("button", name="Open the level")
-    step, told = page.get_by_role("button", name="Next turn"), page.get_by_label("What the model is told now")
+    step, told = page.get_by_role("button", name="Next turn"), page.get_by_label("Observation")
     start.click()
     expect(told).to_have_value(re.compile("."))
 
@@ -587,7 +587,7 @@ def test_a_turn_belongs_to_the_level_it_was_asked_for(
     other.result(waits)
     other.result(other.submit("last"))  # whatever had waited before it is over
     assert len(model.begun) == 3 and "last" in model.begun[2]
-    expect(page.get_by_label("Where it stands")).to_have_value(re.compile("Turn 1 of"))
+    expect(page.get_by_label("Status")).to_have_value(re.compile("Turn 1 of"))
     expect(page.get_by_label("Thought of the last turn")).to_have_value("")
     assert page.locator("#turns tr").count() == 0
     for count, number in enumerate(("0", "-3", ""), 1):
@@ -841,7 +841,7 @@ def test_the_script_opens_a_page_that_asks_for_a_password(
         (["--password"], "belong to --web"),
         (["--web", "--episodes", "2"], "belong to --play"),
         (["--web", "--preset", "imporved"], "no preset `imporved`.*improved"),
-        (["--web", "--beside", "x", "model.name_or_path=x"], "the model that answers anyway"),
+        (["--web", "--beside", "x", "model.name_or_path=x"], "is the first model too"),
         (["--web", "--port", "70000"], "--port 70000 is not a port"),
         (["--web", "--password"], "set the environment variable CHAT_PASSWORD"),
     ],

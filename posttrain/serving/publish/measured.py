@@ -1,8 +1,7 @@
-"""What does an evaluation add to what is published?  Lines of the card, .eval_results/, model-index and pictures.
+"""What does an evaluation add to a publication?  Lines of the card, .eval_results/, model-index and pictures.
 
-Only figures of exactly these weights: results.json holds a digest of each checkpoint that it measured. Figures of data
-sets of the Hub go to `.eval_results/*.yaml`, if every item was asked; those of environments, which the Hub does not
-know, to `model-index` in the card.
+Only figures of exactly these weights, by the digests in results.json. Figures of whole data sets of the Hub go to
+`.eval_results/*.yaml`, those of environments and local tasks to `model-index` in the card.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ MOVING = "before_and_after.gif"
 
 @dataclass
 class CardFigures:
-    """What is known of a model: rows of the card's table, entries for the Hub, pictures as bytes."""
+    """The figures of a model: rows of the card's table, entries for the Hub, pictures as bytes."""
 
     rows: list[tuple[str, str, str]] = field(default_factory=list)  # measured, value, items
     index: list[EvalResult] = field(default_factory=list)
@@ -39,7 +38,7 @@ class CardFigures:
 
 
 def of_run(results: Record, digest: str, folder: Path) -> CardFigures:
-    """Return all that `results`, the results.json of `folder`, says about the weights with this digest."""
+    """Return the figures of the weights with this digest in `results`, the results.json of `folder`."""
     found = CardFigures(commit=results.get("commit") or "no git checkout")
     names = [name for name, known in results.get("digests", {}).items() if known == digest]
     for name in names[:1]:
@@ -48,7 +47,7 @@ def of_run(results: Record, digest: str, folder: Path) -> CardFigures:
     for measured in results.get("benchmarks", {}).values():
         if measured["digest"] == digest:
             for task, entry in measured["tasks"].items():
-                if entry["part_of"] not in measured["tasks"]:  # otherwise its group stands for it
+                if entry["part_of"] not in measured["tasks"]:  # otherwise the group's figure is used
                     _benchmark(task, entry, found)
     return found
 
@@ -94,14 +93,14 @@ def _benchmark(task: str, entry: Record, found: CardFigures) -> None:
             continue
         about = f"{metric['metric']}{'' if metric['filter'] == 'none' else ', ' + metric['filter']}"
         how = f"lm-evaluation-harness {entry['harness']}, version {entry['version']}, {tables.how_asked(entry)}"
-        error = f" ± {metric['stderr']:.2g}" if metric["stderr"] else ""  # 0 where all are alike: no estimate
+        error = f" ± {metric['stderr']:.2g}" if metric["stderr"] else ""  # 0 if all items are equal: not an estimate
         value = f"{metric['value']:.3g}{error}{error and ' (standard error)'}"
         n = tables.items_asked(entry)
         split = f"split {data.get('split')}, " if data.get("split") else ""
         found.rows.append((f"{task}: {about} ({split}{how})", value, n))
-        if entry["n"] != entry["of"]:  # a part of a benchmark has no place beside the whole
+        if entry["n"] != entry["of"]:  # the Hub expects whole benchmarks
             continue
-        # of the Hub by the harness's own word: a folder here may have such a name; its test split, and all of that
+        # a local folder may have the name of a Hub data set: `hub` is what the harness says
         of_the_hub = data.get("hub") is True and HUB_NAME.fullmatch(data["path"] or "")
         if of_the_hub and data.get("split") == "test" and entry["n"] == data.get("rows"):
             notes = f"{how}, {about}, n {n}{', standard error' + error.removeprefix(' ±') if error else ''}"
@@ -122,12 +121,13 @@ def _benchmark(task: str, entry: Record, found: CardFigures) -> None:
 
 
 def _enter(name: str, entry: EvalResultEntry, found: CardFigures) -> None:
+    """Add a file of .eval_results/."""
     text = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False)
     found.files[f"{FOLDER}/{re.sub(r'[^A-Za-z0-9_-]', '_', name)}.yaml"] = text.encode()
 
 
 def _pictures(results: Record, name: str, folder: Path, found: CardFigures) -> None:
-    """Add the plots beside results.json, and how the model played before and after."""
+    """Add the plots beside results.json and the animation of episodes before and after training."""
     from posttrain.report import read_run
 
     for file, shows in PICTURES.items():
@@ -145,7 +145,7 @@ def _pictures(results: Record, name: str, folder: Path, found: CardFigures) -> N
 
 
 def without_metadata(picture: Path) -> bytes:
-    """Return the pixels alone, as PNG or, where they move, as GIF."""
+    """Return only the pixels of a picture, as PNG or GIF."""
     try:
         with Image.open(picture, formats=("PNG", "GIF")) as read:
             frames, times = [], []
@@ -163,5 +163,5 @@ def without_metadata(picture: Path) -> bytes:
 
 
 def index(found: CardFigures, name: str) -> dict[str, Any]:
-    """Return what the card's metadata needs for `model-index`."""
+    """Return the card's metadata for `model-index`."""
     return {"eval_results": found.index, "model_name": name} if found.index else {}
