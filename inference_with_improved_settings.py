@@ -151,8 +151,8 @@ def check(cfg: ChatRun, flags: argparse.Namespace) -> None:
         raise UserError("--beside, --host, --port and --password belong to --web.")
     if flags.beside == cfg.model.name_or_path:
         raise UserError(
-            f"--beside {flags.beside} is the first model too. Name another one; for two settings of one model leave --beside"
-            " out and tick `Side by side` on the page."
+            f"--beside {flags.beside} is the first model too. Name another one; for two settings of one model leave"
+            " --beside out and tick `Side by side` on the page."
         )
     if flags.compare and flags.play:
         raise UserError("--compare shows answers side by side; --play has only one game. Leave one out.")

@@ -78,15 +78,15 @@ def figures_by_env(results: Results, checkpoint: str) -> dict[str, Any]:
     return results["checkpoints"][checkpoint].get("envs", {})
 
 
-def pictures(results: Results, found: Episodes, checkpoints: Sequence[str]) -> Iterator[tuple[Image.Image, int]]:
+def pictures(results: Results, episodes: Episodes, checkpoints: Sequence[str]) -> Iterator[tuple[Image.Image, int]]:
     """Draw every picture of the animation; yield it with its duration in milliseconds."""
-    names = list(dict.fromkeys(env for env, _, _ in found))
-    for level in sorted({number for _, _, number in found}):
+    names = list(dict.fromkeys(env for env, _, _ in episodes))
+    for level in sorted({number for _, _, number in episodes}):
         grid = {
-            (env, name): panels(results, found[env, name, level])
+            (env, name): panels(results, episodes[env, name, level])
             for env in names
             for name in checkpoints
-            if (env, name, level) in found
+            if (env, name, level) in episodes
         }
         steps = max(map(len, grid.values()))
         for step in range(steps):

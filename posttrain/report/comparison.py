@@ -35,23 +35,23 @@ def build_comparison(runs: Sequence[str]) -> Path:
     first, *others = models
     pictures = Pictures()
     try:
-        found = [compare_models(first, other) for other in others]
-        pairs, examples = differing(first, others, found, pictures)
+        comparisons = [compare_models(first, other) for other in others]
+        pairs, examples = differing(first, others, comparisons, pictures)
         html = render_page(
             "comparison.html.j2",
             "Which is better?",
             {"top": None, "pairs": pairs, "recorded": [], "pictures": pictures.coded},
             *("player.js", "viewer.js", "charts.js", "page.js"),
             titles=[model.title for model in models],
-            verdicts=verdicts(first, others, found),
+            verdicts=verdicts(first, others, comparisons),
             heads=[(model.title, COLOURS[(number + 1) % len(COLOURS)]) for number, model in enumerate(models)],
-            rows=side_by_side(found),
+            rows=side_by_side(comparisons),
             examples=examples,
             curves=shared_curves(models),
         )
     except DAMAGED as error:
         raise UserError(
-            f"The files of these runs are damaged or not what evaluate_model.py writes (found {one_line(error)})."
+            f"The files of these runs are damaged or not what evaluate_model.py writes (comparisons {one_line(error)})."
             " Measure again: python evaluate_model.py output_dir=RUN --overwrite"
         ) from error
     path = models[-1].folder / "comparison.html"
@@ -75,18 +75,18 @@ def open_model(run: str) -> Model:
 
 
 def verdicts(
-    first: Model, others: Sequence[Model], found: Sequence[list[Comparison]]
+    first: Model, others: Sequence[Model], comparisons: Sequence[list[Comparison]]
 ) -> list[tuple[str, str, str, list[str]]]:
     """Return (title, verdict, its sentence, figures that cannot be compared) of each other model."""
-    pairs = zip(others, found, strict=True)
+    pairs = zip(others, comparisons, strict=True)
     return [(other.title, *overall(compared), not_compared(first, other, compared)) for other, compared in pairs]
 
 
-def side_by_side(found: Sequence[list[Comparison]]) -> list[tuple[str, list[str], list[Any]]]:
+def side_by_side(comparisons: Sequence[list[Comparison]]) -> list[tuple[str, list[str], list[Any]]]:
     """Return rows of figures, with a cell for each model: its figure, the change against the first, and `needed`."""
     rows = []
-    for place in dict.fromkeys(_place(each) for compared in found for each in compared):
-        by_model = [next((each for each in compared if _place(each) == place), None) for compared in found]
+    for place in dict.fromkeys(_place(each) for compared in comparisons for each in compared):
+        by_model = [next((each for each in compared if _place(each) == place), None) for compared in comparisons]
         shown = next(each for each in by_model if each is not None)
         better = "lower is better" if less_is_better(shown.column.metric) else "higher is better"
         about = list(filter(None, (better, f"{shown.n} common items", shown.column.setting)))
@@ -113,11 +113,11 @@ def needed(compared: Comparison) -> str:
 
 
 def differing(
-    first: Model, others: Sequence[Model], found: Sequence[list[Comparison]], pictures: Pictures
+    first: Model, others: Sequence[Model], comparisons: Sequence[list[Comparison]], pictures: Pictures
 ) -> tuple[list[list[Record]], list[tuple[str, range]]]:
     """Return pairs of episodes for page.js, and (title, their places) for each figure."""
     pairs, places = list[list[Record]](), []
-    for other, compared in zip(others, found, strict=True):
+    for other, compared in zip(others, comparisons, strict=True):
         for each in compared:
             if each.examples and each.column.suite != "preferences":
                 title = f"{each.column.title}: {first.title} and {other.title}"
@@ -130,19 +130,19 @@ def differing(
 
 
 def _shown(model: Model, row: Record, pictures: Pictures) -> Record:
-    found = (
+    shown = (
         with_pictures(row, evaluation_stage(model.results, row), pictures)
         if row["suite"] == "envs"
         else browser_row(row)
     )
-    return found | {"at": f"{model.title}, {readable(found['env'])} {row['index']}"}
+    return shown | {"at": f"{model.title}, {readable(shown['env'])} {row['index']}"}
 
 
 def shared_curves(models: Sequence[Model]) -> list[tuple[str, list[Chart]]]:
     """Return (phase, charts) of the phases of several runs, with all runs in each chart; [] for a single run."""
     runs = list({model.folder: model for model in models}.values())
     folders = [(model.folder.resolve().name, training_log.phase_folders(model.results, model.folder)) for model in runs]
-    found = []
+    phases = []
     for name in folders[0][1] if len(runs) > 1 else ():
         logs = {
             run: runlog.read_metrics(place / "metrics.jsonl") for run, places in folders if (place := places.get(name))
@@ -150,8 +150,8 @@ def shared_curves(models: Sequence[Model]) -> list[tuple[str, list[Chart]]]:
         drawn = []
         for title, keys in training_log.CURVES:
             by_run = {run: training_log.curve_lines(rows, keys) for run, rows in logs.items()}
-            lines = {f"{run}, {label}": line for run, found in by_run.items() for label, line in found.items()}
+            lines = {f"{run}, {label}": line for run, phases in by_run.items() for label, line in phases.items()}
             drawn.append(chart(title, lines))
         if any(drawn):
-            found.append((name, list(filter(None, drawn))))
-    return found
+            phases.append((name, list(filter(None, drawn))))
+    return phases

@@ -86,11 +86,11 @@ def _section(envs: Sequence[Record], title: str) -> tuple[str, Mapping[str, Any]
 def played(results: Results, transcripts: Sequence[Record], name: str, env: str) -> dict[int, Record]:
     """Return level -> a checkpoint's episode under the headline setting, without crashed ones."""
     setting = results["checkpoints"][name]["envs"][env]["setting"]
-    wanted = (name, "envs", env, setting)
+    place = (name, "envs", env, setting)
     return {
         row["index"]: row
         for row in transcripts
-        if (row["checkpoint"], row["suite"], row["part"], row["setting"]) == wanted and not row["crashed"]
+        if (row["checkpoint"], row["suite"], row["part"], row["setting"]) == place and not row["crashed"]
     }
 
 
@@ -186,7 +186,7 @@ def browser_row(row: Record) -> Record:
     if tokens is not None:
         length = sum(value is not None for turn in tokens for value in turn["logprob"])
     won = next((bool(row[key]) for key in OUTCOMES if key in row), None)
-    found = {
+    shown = {
         "from": str(row.get("checkpoint", f"step {row['step']}" if "step" in row else "")) or None,
         "at": f"level {row['index']}" if "level" in row else f"item {row['index']}" if "index" in row else "",
         "env": str(row.get("env") or ", ".join(filter(None, (row.get("suite"), row.get("part")))) or "episode"),
@@ -203,32 +203,32 @@ def browser_row(row: Record) -> Record:
         "tokens": tokens,
         "moments": [[turn, 0] for turn in range(turns)] if turns > 1 else [],
     }
-    if reward is not None and found["reward"] is None:
-        found["facts"] = " · ".join(filter(None, (found["facts"], "the reward is not a finite number")))
-    found["at"] = " ".join(filter(None, (found["from"], found["at"]))) or found["env"]
-    return found
+    if reward is not None and shown["reward"] is None:
+        shown["facts"] = " · ".join(filter(None, (shown["facts"], "the reward is not a finite number")))
+    shown["at"] = " ".join(filter(None, (shown["from"], shown["at"]))) or shown["env"]
+    return shown
 
 
 def with_pictures(row: Record, stage: Stage, pictures: Pictures) -> Record:
     """Return the row of an episode for the browser, with pictures if its environment has them."""
-    found = browser_row(row)
+    shown = browser_row(row)
     if row.get("crashed") or ":" in stage.name:  # a results file must not choose a module to import
-        return found
+        return shown
     frames, turns = acted_out(stage, row)
-    found["actions"] = [taken for _, taken in turns]
+    shown["actions"] = [taken for _, taken in turns]
     if frames:
-        found["frames"], found["moments"] = pictures.add(frames), list_moments(turns)
-    return found
+        shown["frames"], shown["moments"] = pictures.add(frames), list_moments(turns)
+    return shown
 
 
 def list_moments(turns: Sequence[tuple[str, list[str]]]) -> list[tuple[int, int]]:
     """Return (turn, picture) of each step: the start, then one per action, and one for a turn without actions."""
-    found, picture = [(-1, 0)], 0
+    moments, picture = [(-1, 0)], 0
     for number, (_, actions) in enumerate(turns):
         for _ in range(max(1, len(actions))):
             picture += bool(actions)
-            found.append((number, picture))
-    return found
+            moments.append((number, picture))
+    return moments
 
 
 def _messages(row: Record) -> list[Record]:
@@ -244,12 +244,14 @@ def _messages(row: Record) -> list[Record]:
 
 
 def _tokens(row: Record, turns: int) -> list[Record] | None:
-    found = row.get("tokens")
-    if not isinstance(found, list) or len(found) != turns:
+    turns_shown = row.get("tokens")
+    if not isinstance(turns_shown, list) or len(turns_shown) != turns:
         return None
-    if any(len(turn[figure]) != len(turn["text"]) for turn in found for figure in TOKEN_FIGURES):
+    if any(len(turn[figure]) != len(turn["text"]) for turn in turns_shown for figure in TOKEN_FIGURES):
         return None
-    return [{"text": list(map(str, turn["text"]))} | {k: _numbers(turn[k]) for k in TOKEN_FIGURES} for turn in found]
+    return [
+        {"text": list(map(str, turn["text"]))} | {k: _numbers(turn[k]) for k in TOKEN_FIGURES} for turn in turns_shown
+    ]
 
 
 def describe_end(row: Record, won: bool | None) -> str:

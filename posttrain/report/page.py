@@ -96,12 +96,12 @@ def markdown(results: Results) -> str:
     return text.strip()
 
 
-def _player(name: str, found: Record) -> list[str]:
-    success = percent(found["success"])
-    if "low" in found:
-        success += f" ({span(tables.figure_of(found, 'success'))})"
-    counts = ", ".join(f"{word} {count}" for word, count in found.get("failures", {}).items())
-    return [name, success, f"{found['return']:.2f}" if "return" in found else "", counts]
+def _player(name: str, figures: Record) -> list[str]:
+    success = percent(figures["success"])
+    if "low" in figures:
+        success += f" ({span(tables.figure_of(figures, 'success'))})"
+    counts = ", ".join(f"{word} {count}" for word, count in figures.get("failures", {}).items())
+    return [name, success, f"{figures['return']:.2f}" if "return" in figures else "", counts]
 
 
 def _sections(

@@ -45,7 +45,7 @@ TEMPLATES.filters |= {"short": "{:g}".format, "bar_places": _bar_places, "text":
 TEMPLATES.globals |= {"KINDS": KINDS, "NOT_ASKED": NOT_ASKED, "BENCHMARKS": BENCHMARKS, **charts.SIZES}
 
 
-def render_page(template: str, title: str, data: Any, *scripts: str, **found: Any) -> str:
+def render_page(template: str, title: str, data: Any, *scripts: str, **values: Any) -> str:
     """Return a page. data: for `unpack` of player.js. scripts: files of this folder, dependencies first."""
     style, code = (
         "".join((HERE / name).read_text(encoding="utf-8") for name in names)
@@ -53,7 +53,7 @@ def render_page(template: str, title: str, data: Any, *scripts: str, **found: An
     )
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     return TEMPLATES.get_template(template).render(
-        title=title, style=style, code=code, digest=digest, packed=packed(data), **found
+        title=title, style=style, code=code, digest=digest, packed=packed(data), **values
     )
 
 

@@ -29,7 +29,7 @@ Steps = Mapping[tuple[str, str], Sequence[Comparison]]  # each checkpoint agains
 
 def phases(steps: Steps) -> list[tuple[str, str, list[tuple[str, str]]]]:
     """Return (new, old, [(verdict, figures)]): the figures that each phase changed, and the undecided ones."""
-    found = []
+    phases_changed = []
     for (old, new), compared in steps.items():
         words: dict[str, list[str]] = {"better": [], "worse": [], "cannot tell": []}
         for each in compared:
@@ -42,8 +42,8 @@ def phases(steps: Steps) -> list[tuple[str, str, list[tuple[str, str]]]]:
                     before, after = map(percent, part.values)
                     words[kind].append(f"{title}: {part.title} ({before} → {after})")
         if any(words.values()):
-            found.append((new, old, [(kind, join_words(titles)) for kind, titles in words.items() if titles]))
-    return found
+            phases_changed.append((new, old, [(kind, join_words(titles)) for kind, titles in words.items() if titles]))
+    return phases_changed
 
 
 def join_words(words: list[str]) -> str:
@@ -83,13 +83,13 @@ def setting_of(name: str) -> str:
 
 def change_since_last(steps: Steps, name: str, column: Column) -> Comparison | None:
     """Return how a figure changed since the checkpoint before."""
-    compared = (each for (_, new), found in steps.items() if new == name for each in found)
+    compared = (each for (_, new), comparisons in steps.items() if new == name for each in comparisons)
     return next((each for each in compared if each.column == column), None)
 
 
 def math_parts(results: Results) -> list[tuple[str, list[str], list[tuple[str, list[tuple[str, Interval, Any]]]]]]:
     """Return (source, parts, [(checkpoint, [(part, figure, n)])]) of each source of math that has several parts."""
-    found = []
+    tables_by_source = []
     for source, first in next(iter(results["checkpoints"].values())).get("math", {}).items():
         if len(first["parts"]) < 2:
             continue
@@ -100,8 +100,8 @@ def math_parts(results: Results) -> list[tuple[str, list[str], list[tuple[str, l
             rows.append(
                 (name, [(_spaced(part), tables.figure_of(one, "accuracy"), one["n"]) for part, one in by_part.items()])
             )
-        found.append((tables.math_title(source), [*map(_spaced, first["parts"]), "together"], rows))
-    return found
+        tables_by_source.append((tables.math_title(source), [*map(_spaced, first["parts"]), "together"], rows))
+    return tables_by_source
 
 
 def _spaced(name: str) -> str:
@@ -110,7 +110,7 @@ def _spaced(name: str) -> str:
 
 def environments(results: Results) -> list[tuple[Any, ...]]:
     """Return (title, episodes, levels, setting, players, checkpoints), the last two as (name, success, note)."""
-    found = []
+    rows = []
     for env, players in results["baselines"].items():
         entries = {name: entry["envs"][env] for name, entry in results["checkpoints"].items()}
         others = [(name, tables.figure_of(one, "success"), failures(one)) for name, one in players.items()]
@@ -121,13 +121,13 @@ def environments(results: Results) -> list[tuple[Any, ...]]:
             ours.append((name, tables.figure_of(one, "success"), ", ".join(filter(None, notes))))
         first = next(iter(entries.values()))
         setting = setting_of(first["setting"])
-        found.append((readable(env), first["episodes"], first["levels"], setting, others, ours))
-    return found
+        rows.append((readable(env), first["episodes"], first["levels"], setting, others, ours))
+    return rows
 
 
-def failures(found: Record) -> str:
+def failures(entry: Record) -> str:
     """Return `hole 12 %, ...`."""
-    return ", ".join(f"{word} {percent(n / found['episodes'])}" for word, n in found.get("failures", {}).items())
+    return ", ".join(f"{word} {percent(n / entry['episodes'])}" for word, n in entry.get("failures", {}).items())
 
 
 def differences(results: Results) -> Record:
@@ -215,19 +215,19 @@ def level_pairs(
 
 def answers(results: Results, transcripts: Sequence[Record]) -> list[tuple[Any, ...]]:
     """Return (title, prompt, expected answer, [(row, opening, rest)]) of the first prompts of each part."""
-    found = []
+    samples = []
     for suite, title in (("math", "Math"), ("recall", "Recall"), ("repetition", "Open question")):
         entry = next(iter(results["checkpoints"].values())).get(suite)
         entry = next(iter(entry.values())) if entry and suite == "math" else entry
-        asked: dict[tuple[str, int], list[Record]] = {}
+        rows_by_item: dict[tuple[str, int], list[Record]] = {}
         for row in transcripts:
             if row["suite"] == suite and entry and row["setting"] == entry["setting"] and row["index"] < SAMPLES:
-                asked.setdefault((row["part"], row["index"]), []).append(row)
-        for (part, _), rows in asked.items():
+                rows_by_item.setdefault((row["part"], row["index"]), []).append(row)
+        for (part, _), rows in rows_by_item.items():
             words = f"{title}, {_spaced(part)}" if part else title
-            given = [(row, *folded(shorten(row["text"]))) for row in rows]
-            found.append((words, rows[0]["messages"], rows[0].get("answer"), given))
-    return found
+            answers_shown = [(row, *folded(shorten(row["text"]))) for row in rows]
+            samples.append((words, rows[0]["messages"], rows[0].get("answer"), answers_shown))
+    return samples
 
 
 def shorten(words: str) -> str:

@@ -50,20 +50,20 @@ def columns(results: Results) -> list[Column]:
     for entry in results["checkpoints"].values():  # an endpoint does not have every suite
         first = entry | first
 
-    found = []
+    shown = []
     for source, entry in first.get("math", {}).items():
-        found.append(Column(math_title(source), "answers right", "math", source, "accuracy", entry["setting"]))
+        shown.append(Column(math_title(source), "answers right", "math", source, "accuracy", entry["setting"]))
     for suite, title, note, metric in (
         ("recall", "Recall", "earlier turns remembered", "accuracy"),
         ("preferences", "Preferences", "ranking accuracy: pairs whose chosen answer is likelier", "accuracy"),
         ("repetition", "Repetition", "repeated 4-grams, lower is better", "seq_rep_4"),
     ):
         if suite in first:
-            found.append(Column(title, note, suite, "", metric, first[suite].get("setting", "")))
+            shown.append(Column(title, note, suite, "", metric, first[suite].get("setting", "")))
     for env, entry in first.get("envs", {}).items():
         note = f"success in {entry['episodes']} episodes"
-        found.append(Column(readable(env), note, "envs", env, "success", entry["setting"]))
-    return found
+        shown.append(Column(readable(env), note, "envs", env, "success", entry["setting"]))
+    return shown
 
 
 def math_title(source: str) -> str:
@@ -71,9 +71,9 @@ def math_title(source: str) -> str:
     return MATH_TITLES.get(source, f"Math ({source})")
 
 
-def figure_of(found: Record, key: str) -> Interval:
+def figure_of(entry: Record, key: str) -> Interval:
     """Return a value of results.json with its interval; the value itself if it has none, as an optimum."""
-    return Interval(found[key], found.get("low", found[key]), found.get("high", found[key]))
+    return Interval(entry[key], entry.get("low", entry[key]), entry.get("high", entry[key]))
 
 
 def less_is_better(metric: str) -> bool:
@@ -128,10 +128,10 @@ def every_setting(results: Results) -> Iterator[tuple[str, str, str, Interval, i
     """Yield (checkpoint, which figure, sampling setting, figure, n) for all of them."""
     for name, entry in results["checkpoints"].items():
         for suite, figures in entry.items():
-            for part, found in figures.items() if suite in ("math", "envs") else [("", figures)]:
+            for part, entry_of_part in figures.items() if suite in ("math", "envs") else [("", figures)]:
                 key = {"envs": "success", "repetition": "seq_rep_4"}.get(suite, "accuracy")
                 title = math_title(part) if suite == "math" else readable(part or suite)
-                for setting, one in found.get("settings", {"": found}).items():
+                for setting, one in entry_of_part.get("settings", {"": entry_of_part}).items():
                     yield name, title, setting, figure_of(one, key), one.get("n", one.get("episodes"))
                     parts = one.get("parts", {})
                     for section, inner in parts.items() if len(parts) > 1 else ():
@@ -156,10 +156,10 @@ def benchmark_rows(results: Results) -> Iterator[Benchmark]:
     for name, measured in results.get("benchmarks", {}).items():
         for task, entry in measured["tasks"].items():
             how = f"{how_asked(entry)}, lm-eval {entry['harness']}"
-            for found in entry["metrics"]:
-                metric = found["metric"] + (f" ({found['filter']})" if found["filter"] != "none" else "")
-                figure = "none" if found["value"] is None else f"{found['value']:.4g}"
-                figure += "" if found["stderr"] is None else f" ± {found['stderr']:.2g}"
+            for value in entry["metrics"]:
+                metric = value["metric"] + (f" ({value['filter']})" if value["filter"] != "none" else "")
+                figure = "none" if value["value"] is None else f"{value['value']:.4g}"
+                figure += "" if value["stderr"] is None else f" ± {value['stderr']:.2g}"
                 yield Benchmark(name, task, str(entry["version"]), metric, figure, items_asked(entry), how)
 
 
@@ -211,8 +211,8 @@ def plots(results: Results, folder: Path) -> None:
     figure, axes = pyplot.subplots(1, len(shown), figsize=(2.6 * len(shown) + 0.6, 3.2), squeeze=False)
     for axis, column in zip(axes[0], shown, strict=True):
         for place, (name, entry) in enumerate(entries.items()):
-            if found := column.get(entry):
-                _error_bar(axis, place, found, colour(results, name))
+            if value_shown := column.get(entry):
+                _error_bar(axis, place, value_shown, colour(results, name))
         axis.set_xticks(range(len(entries)), entries, rotation=30, ha="right")
         axis.set_title(f"{column.title}\n{column.note}", fontsize=9)
         _percent_axis(axis)

@@ -42,13 +42,13 @@ REMEDY = "Remove that line (the others are kept), then go on."
 
 def phase_folders(results: Results, folder: Path) -> dict[str, Path | None]:
     """Return checkpoint -> the folder of its phase, which holds metrics.jsonl; None without such a folder."""
-    found = {}
+    folders = {}
     for name, path in results["config"]["checkpoints"].items():
         if not isinstance(path, str):  # an endpoint
             continue
         places = [folder / name, Path(path).parent]  # a copied or renamed run shows its own training
-        found[name] = next((place for place in places if (place / "metrics.jsonl").is_file()), None)
-    return found
+        folders[name] = next((place for place in places if (place / "metrics.jsonl").is_file()), None)
+    return folders
 
 
 def curves(
@@ -58,7 +58,7 @@ def curves(
 
     The alarms are None if the phase does not have an alarms.jsonl.
     """
-    found = []
+    phases = []
     for name, place in folders.items():
         if place is None:  # it was not trained here
             continue
@@ -66,24 +66,24 @@ def curves(
         rows = runlog.read_metrics(file)
         alarms = runlog.read_metrics(kept) if kept.is_file() else None
         pairs = any(key.startswith("rewards/") for row in rows for key in row)
-        found.append((name, file, drawn(rows, alarms or ()), pairs, alarms))
-    return found
+        phases.append((name, file, drawn(rows, alarms or ()), pairs, alarms))
+    return phases
 
 
 def drawn(rows: Sequence[Record], alarms: Sequence[Record] = ()) -> list[Chart]:
     """Return the charts of CURVES that these rows have values for."""
-    found = (charts.chart(title, curve_lines(rows, keys), alarms) for title, keys in CURVES)
-    return [chart for chart in found if chart]
+    drawn_charts = (charts.chart(title, curve_lines(rows, keys), alarms) for title, keys in CURVES)
+    return [chart for chart in drawn_charts if chart]
 
 
 def curve_lines(rows: Sequence[Record], keys: Sequence[tuple[str, str]]) -> dict[str, charts.Line]:
     """Return label -> [(step, value), ...] for the keys that these rows have."""
-    found: dict[str, charts.Line] = {}
+    lines: dict[str, charts.Line] = {}
     for row, (pattern, label) in itertools.product(rows, keys):
         for key, value in row.items():
             if matches(pattern, key) and isinstance(value, int | float) and math.isfinite(value):
-                found.setdefault(key.split("/")[1] if label == "*" else label, []).append((row["step"], value))
-    return {label.replace("_", " "): line for label, line in found.items()}
+                lines.setdefault(key.split("/")[1] if label == "*" else label, []).append((row["step"], value))
+    return {label.replace("_", " "): line for label, line in lines.items()}
 
 
 def matches(pattern: str, key: str) -> bool:
@@ -97,10 +97,10 @@ def recorded(file: Path, pictures: Pictures) -> list[Record]:
 
     Episodes are played again, the last one first, if their settings are in a file beside it.
     """
-    rows, found = files.read_json_lines(file, REMEDY, appended=False), list[Record]()
+    rows, shown = files.read_json_lines(file, REMEDY, appended=False), list[Record]()
     for number, row in enumerate(rows, 1):
         try:
-            found.append(browser_row(row))
+            shown.append(browser_row(row))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
                 f"Line {number} of {file} is not an episode or an answer as phase 3 and evaluate_model.py write them"
@@ -110,8 +110,8 @@ def recorded(file: Path, pictures: Pictures) -> list[Record]:
     if stage_of is not None:
         for number in reversed(range(len(rows))):
             if "actions" in rows[number]:
-                found[number] = _played(rows[number], found[number], stage_of, pictures)
-    return found
+                shown[number] = _played(rows[number], shown[number], stage_of, pictures)
+    return shown
 
 
 def _played(row: Record, plain: Record, stage_of: Callable[[Record], Stage], pictures: Pictures) -> Record:
@@ -141,8 +141,8 @@ def _stages(file: Path) -> Callable[[Record], Stage] | None:
 
 def recorded_episodes(folders: dict[str, Path | None], pictures: Pictures) -> list[Record]:
     """Return every episode that the phases recorded."""
-    found = list(dict.fromkeys(place / "transcripts.jsonl" for place in folders.values() if place))
-    by_file = [recorded(file, pictures) for file in reversed(found) if file.is_file()]
+    files_found = list(dict.fromkeys(place / "transcripts.jsonl" for place in folders.values() if place))
+    by_file = [recorded(file, pictures) for file in reversed(files_found) if file.is_file()]
     return [row for rows in reversed(by_file) for row in rows]
 
 
@@ -151,7 +151,7 @@ def recorded_episodes(folders: dict[str, Path | None], pictures: Pictures) -> li
 
 def data(folders: dict[str, Path | None]) -> list[tuple[str, list[tuple[str, list[str]]]]]:
     """Return (checkpoint, [(kind, cells)]): how many rows of each data set were read, trained on and dropped."""
-    found = []
+    tables = []
     for name, place in folders.items():  # an older run has only the table of its model card
         kept = [f"{kind}/{file}.json" for kind in ("rows", "pairs") for file in ("table", "sources")] if place else []
         file = next((place / name for name in kept if place and (place / name).is_file()), None)
@@ -163,8 +163,8 @@ def data(folders: dict[str, Path | None]) -> list[tuple[str, list[tuple[str, lis
             counts = [f"{source[key]:,}" if key in source else "" for key in ("read", "train", "held_out")]
             last = dropped or ("none" if "dropped" in source else "not recorded")
             rows.append((source["kind"], [source["path"], source["licence"] or "not stated", *counts, last]))
-        found.append((name, rows))
-    return found
+        tables.append((name, rows))
+    return tables
 
 
 def cost(results: Results, folders: dict[str, Path | None]) -> Record:
@@ -173,15 +173,15 @@ def cost(results: Results, folders: dict[str, Path | None]) -> Record:
     for name, place in folders.items():
         if place is None:
             continue
-        found = runlog.read_metrics(place / "metrics.jsonl")
-        parts = {key: sum(_seconds(row, key) for row in found) for key in ("rollout", "update", "evaluation")}
-        seconds = sum(parts.values()) + sum(_seconds(row, "") for row in found)
+        metrics = runlog.read_metrics(place / "metrics.jsonl")
+        parts = {key: sum(_seconds(row, key) for row in metrics) for key in ("rollout", "update", "evaluation")}
+        seconds = sum(parts.values()) + sum(_seconds(row, "") for row in metrics)
         total += seconds
-        tokens = max((row.get("tokens") or row.get("num_tokens") or 0 for row in found), default=0)
-        memory = max((row.get("memory") or 0.0 for row in found), default=0.0)
+        tokens = max((row.get("tokens") or row.get("num_tokens") or 0 for row in metrics), default=0)
+        memory = max((row.get("memory") or 0.0 for row in metrics), default=0.0)
         rows.append((
             name,
-            f"{max((row['step'] for row in found), default=0):,}",
+            f"{max((row['step'] for row in metrics), default=0):,}",
             f"{int(tokens):,} {'sampled' if parts['rollout'] else 'read'}" if tokens else "not recorded",
             duration(seconds) if seconds else "not recorded",
             ", ".join(f"{key} {duration(value)}" for key, value in parts.items() if value),
@@ -191,8 +191,8 @@ def cost(results: Results, folders: dict[str, Path | None]) -> Record:
 
 
 def _seconds(row: Record, part: str) -> float:
-    found = row.get(f"seconds/{part}" if part else "seconds")
-    return float(found) if isinstance(found, int | float) else 0.0
+    value = row.get(f"seconds/{part}" if part else "seconds")
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def duration(seconds: float) -> str:

@@ -87,8 +87,8 @@ class Comparison(NamedTuple):
 
 def compare_models(before: Model, after: Model) -> list[Comparison]:
     """Compare every figure of both models on common items with equal sampling; UserError if there is none."""
-    if found := _in_common(before, after, MOST_EXAMPLES):
-        return found
+    if comparisons := _in_common(before, after, MOST_EXAMPLES):
+        return comparisons
     raise UserError(
         f"{before.title} and {after.title} have no figure in common that was measured on the same prompts and"
         " levels with the same sampling. Evaluate both with evaluate_model.py and the same suites, settings and seed."
@@ -102,27 +102,29 @@ def steps(folder: Path, results: Results, rows: Sequence[Record]) -> dict[tuple[
 
 
 def _in_common(before: Model, after: Model, most_examples: int) -> list[Comparison]:
-    wanted = {(c.suite, c.part): c for c in columns(after.results)}
-    shared = [(c, wanted[c.suite, c.part]) for c in columns(before.results) if (c.suite, c.part) in wanted]
+    columns_after = {(c.suite, c.part): c for c in columns(after.results)}
+    shared = [
+        (c, columns_after[c.suite, c.part]) for c in columns(before.results) if (c.suite, c.part) in columns_after
+    ]
     common = [(c, pairs) for c, other in shared if c.setting == other.setting and _asked(before, c) == _asked(after, c)
               if (pairs := common_rows(before, after, c))]  # fmt: skip
     return [compare_rows(column, pairs, 0.025 / len(common), most_examples) for column, pairs in common]
 
 
-def not_compared(before: Model, after: Model, found: Sequence[Comparison]) -> list[str]:
+def not_compared(before: Model, after: Model, comparisons: Sequence[Comparison]) -> list[str]:
     """Return titles of the figures that both have, but on other items or with other sampling."""
     theirs = {(c.suite, c.part) for c in columns(after.results)} - {
-        (each.column.suite, each.column.part) for each in found
+        (each.column.suite, each.column.part) for each in comparisons
     }
     return [column.title for column in columns(before.results) if (column.suite, column.part) in theirs]
 
 
-def overall(found: Sequence[Comparison]) -> tuple[str, str]:
+def overall(comparisons: Sequence[Comparison]) -> tuple[str, str]:
     """Return better, worse, mixed or cannot tell, and a sentence with the figures."""
     names: dict[str, list[str]] = {
-        kind: [c.column.title for c in found if c.verdict == kind] for kind in ("better", "worse", "cannot tell")
+        kind: [c.column.title for c in comparisons if c.verdict == kind] for kind in ("better", "worse", "cannot tell")
     }
-    for each in found:
+    for each in comparisons:
         for kind, parts in each.changed_parts.items():
             names[kind] += [f"{each.column.title}: {part.title}" for part in parts]
     if names["better"] and names["worse"]:
@@ -149,15 +151,15 @@ def common_rows(before: Model, after: Model, column: Column) -> list[tuple[Recor
 
 def _items(model: Model, column: Column) -> dict[str, Record]:
     """Return item -> row, for a figure under its setting."""
-    found = {}
+    rows = {}
     for row in model.rows:
         part = row["source"] if column.suite == "math" else row["part"]
         where = (row["checkpoint"], row["suite"], part, row["setting"])
         if where == (model.checkpoint, column.suite, column.part, column.setting) and not row.get("crashed"):
-            asked = row.get("messages", [])[:2] if column.suite == "envs" else row.get("messages")
-            facts = [row["index"], row["part"], row.get("seed"), row.get("level"), asked, row.get("chosen")]
-            found[json.dumps(facts)] = row
-    return found
+            prompt = row.get("messages", [])[:2] if column.suite == "envs" else row.get("messages")
+            facts = [row["index"], row["part"], row.get("seed"), row.get("level"), prompt, row.get("chosen")]
+            rows[json.dumps(facts)] = row
+    return rows
 
 
 def compare_rows(column: Column, pairs: list[tuple[Record, Record]], tail: float, most: int) -> Comparison:
@@ -188,12 +190,12 @@ def _parts(column: Column, pairs: Sequence[tuple[Record, Record]], seed: int) ->
     by_kind: dict[str, list[tuple[float, float]]] = {}
     for old, new in pairs:
         by_kind.setdefault(old.get("part", ""), []).append((float(old[column.metric]), float(new[column.metric])))
-    found = []
+    parts = []
     for kind, values in by_kind.items() if len(by_kind) > 1 else ():
         old, new = map(list, zip(*values, strict=True))
         change = metrics.paired_interval(old, new, seed, ROUNDS)
-        found.append(Part(kind.replace("_", " "), (fmean(old), fmean(new)), change))
-    return found
+        parts.append(Part(kind.replace("_", " "), (fmean(old), fmean(new)), change))
+    return parts
 
 
 def _needed(differences: Sequence[float], value: float, tail: float) -> int:

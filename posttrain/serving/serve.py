@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def check_model_argument(model: str) -> None:
-    """Raise UserError if packages are missing or MODEL cannot be a model; without asking the Hub."""
+    """Raise UserError if packages are missing or MODEL cannot be a model."""
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
@@ -108,8 +108,8 @@ def chosen_key(option: str, host: str) -> str | None:
         raise UserError(f"The environment variable {KEY} is empty, or holds characters that a key cannot have.")
     if key is None and not is_loopback(host):
         raise UserError(
-            f"--host {option} lets others reach this server: set the environment variable {KEY} to a secret word, which "
-            "clients send as their API key."
+            f"--host {option} lets others reach this server: set the environment variable {KEY} to a secret word, which"
+            " clients send as their API key."
         )
     return key
 

@@ -178,12 +178,16 @@ def results(run: Path) -> Record:
 
 @pytest.fixture(scope="module")
 def rows(run: Path) -> Rows:
-    return [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
+    return read_rows(run)
 
 
 @pytest.fixture(scope="module")
 def html(run: Path) -> str:
     return (run / "report.html").read_text()
+
+
+def read_rows(folder: Path) -> Rows:
+    return [json.loads(line) for line in (folder / "transcripts.jsonl").read_text().splitlines()]
 
 
 def words_of(html: str) -> str:
@@ -262,8 +266,7 @@ def hostile_run(run: Path, folder: Path) -> tuple[Path, str]:
             found["n"] = f"{found['n']}{MARK}"
         for found in entry["envs"].values():
             found["levels"] = f"{found['levels']}{MARK}"
-    given = map(json.loads, (run / "transcripts.jsonl").read_text().splitlines())
-    rows = [spoiled(row, renamed) for row in given if row["index"] < 3]
+    rows = [spoiled(row, renamed) for row in read_rows(run) if row["index"] < 3]
     folder.mkdir()
     (folder / "results.json").write_text(json.dumps(changed))
     write_rows(folder / "transcripts.jsonl", *rows)
@@ -508,9 +511,8 @@ def test_differences_have_the_names_of_the_table() -> None:
     assert tables.what(where) == "Math (toy sums): accuracy"
     assert tables.what(where | {"part": "gsm8k"}) == "GSM8K: accuracy"
     assert tables.what(where | {"part": "unseen_operands"}) == "Math, unseen operands: accuracy"
-    assert tables.what({"suite": "envs", "part": "frozen_lake", "metric": "failed"}) == (
-        "Frozen lake: ended in a failure"
-    )
+    failed = {"suite": "envs", "part": "frozen_lake", "metric": "failed"}
+    assert tables.what(failed) == "Frozen lake: ended in a failure"
 
 
 def test_every_figure_has_a_label_where_a_phone_shows_no_head(html: str) -> None:
@@ -567,6 +569,10 @@ def test_damaged_results_are_refused(run: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="damaged or not what"):
             comparison.open_model(str(tmp_path))
     assert not (tmp_path / "report.html").exists()
+    shutil.copy(run / "results.json", tmp_path)
+    (tmp_path / "transcripts.jsonl").write_text("{torn")
+    with pytest.raises(UserError, match=r"The files in .* are damaged .* Measure again"):
+        comparison.open_model(str(tmp_path))
 
 
 def test_markdown_holds_every_table(run: Path, results: Record) -> None:
@@ -752,8 +758,7 @@ def test_episodes_beyond_the_limit_say_why_they_have_no_pictures(
     assert all("frames" not in row and "without pictures" in row["facts"] for row in played[:-1])
     place = tmp_path / "phase4"  # of two phases the later one has them, and the episodes stay in their order
     place.mkdir()
-    given = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
-    episodes = [row for row in given if row["suite"] == "envs"]
+    episodes = [row for row in read_rows(run) if row["suite"] == "envs"]
     for folder, row in ((tmp_path, episodes[0]), (place, episodes[-1])):
         shutil.copy(run / "results.json", folder)
         write_rows(folder / "transcripts.jsonl", row)
@@ -825,13 +830,11 @@ def test_long_lines_are_thinned_to_their_ends() -> None:
 
 
 def test_curves_take_environment_names_from_their_keys() -> None:
-    rows = [
-        {"step": 1, "evaluation/frozen_lake/success": 0.5, "evaluation/success": 0.4, "loss": None},
-        {"step": 2, "x": "y"},
-    ]
-    assert training_log.curve_lines(rows, [("evaluation/*/success", "*"), ("loss", "training")]) == {
-        "frozen lake": [(1, 0.5)]
-    }
+    row = {"step": 1, "evaluation/frozen_lake/success": 0.5, "evaluation/success": 0.4, "loss": None}
+    lines = training_log.curve_lines(
+        [row, {"step": 2, "x": "y"}], [("evaluation/*/success", "*"), ("loss", "training")]
+    )
+    assert lines == {"frozen lake": [(1, 0.5)]}
 
 
 # -------------------------------------------------------------------------------------------------- comparing runs
@@ -842,7 +845,7 @@ def other(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same evaluation of another run, whose last checkpoint plays better and has forgotten what it was told."""
     folder = tmp_path_factory.mktemp("others") / "other"
     folder.mkdir()
-    rows = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
+    rows = read_rows(run)
     for row in rows:
         if row["checkpoint"] == "phase3" and row["suite"] == "recall":
             row["accuracy"] = row["accuracy"] and row["index"] % 2 == 0
@@ -964,12 +967,8 @@ def test_few_items_tell_nothing_and_say_how_many_would(n: int) -> None:
 def test_what_to_type_next_is_meant_for_this_run(results: Record) -> None:
     """The quickstart's models are talked to with the quickstart's presets."""
     endpoint = {"endpoint": "http://x"}
-    places = {
-        "base": endpoint,
-        "phase1": endpoint,
-        "phase2": "runs/my run/phase2/final",
-        "phase3": "runs/q/phase3/final",
-    }
+    local = {"phase2": "runs/my run/phase2/final", "phase3": "runs/q/phase3/final"}
+    places = {"base": endpoint, "phase1": endpoint, **local}
     asked = results | {"config": results["config"] | {"checkpoints": places}}
     found = [command for _, command in sections.commands(asked, Path("runs/q"))]
     chat = "python inference_with_improved_settings.py --config configs/quickstart/chat.yaml"
@@ -988,13 +987,6 @@ def test_several_intervals_hold_together(run: Path, other: Path) -> None:
     alone = verdict.compare_rows(found.column, pairs, 0.025, 0)
     assert found.change.low < alone.change.low < alone.change.high < found.change.high
     assert found.change.value == alone.change.value
-
-
-def test_transcripts_of_one_damaged_row_are_no_empty_ones(run: Path, tmp_path: Path) -> None:
-    broken = Path(shutil.copytree(run, tmp_path / "broken"))
-    (broken / "transcripts.jsonl").write_text("{torn")
-    with pytest.raises(UserError, match=r"The files in .*broken are damaged .* Measure again"):
-        comparison.open_model(str(broken))
 
 
 def test_what_was_not_asked_alike_is_not_compared(run: Path, other: Path, tmp_path: Path) -> None:
@@ -1036,10 +1028,8 @@ def test_standard_benchmarks_have_a_table_of_their_own(run: Path) -> None:
     before = report.markdown(results)
     found = {"metric": "exact_match", "filter": "strict-match", "value": 0.25, "stderr": 0.0125}
     entry = {"version": 3, "n": 50, "of": 1319, "fewshot": 5, "chat_template": True, "dtype": "bfloat16"}
-    entry |= {
-        "harness": "0.4.13",
-        "metrics": [found, {"metric": "ppl", "filter": "none", "value": 7.5, "stderr": None}],
-    }
+    perplexity = {"metric": "ppl", "filter": "none", "value": 7.5, "stderr": None}
+    entry |= {"harness": "0.4.13", "metrics": [found, perplexity]}
     results["benchmarks"] = {"phase3": {"digest": "x", "tasks": {"<gsm8k>": entry}}}
     text = report.markdown(results)
     row = "| phase3 | &lt;gsm8k> | 3 | exact_match (strict-match) | 0.25 ± 0.013 | 50 of 1319 |"

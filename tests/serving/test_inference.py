@@ -639,7 +639,7 @@ def test_weights_that_are_no_numbers_end_it(
             embeddings[300] = torch.nan
         return model, chat
 
-    monkeypatch.setattr(models, "load", damaged)
+    monkeypatch.setattr("posttrain.models.load", damaged)
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi\nHo\n"))
     with pytest.raises(SystemExit) as left:
         config.run(lambda: script.main([*always(folder), *args, "--preset", "greedy"]))

@@ -127,8 +127,8 @@ def cut_paths(text: str) -> str:
     """
     for own in _own():
         text = re.sub(rf"{re.escape(own)}(?:/(?=[\w.-]))?", "", text)
-    text = STORES.sub(lambda found: _stored(found[0]), text)
-    text = PATHS.sub(lambda found: _last(found[0]), SERVERS.sub(ADDRESS, text))
+    text = STORES.sub(lambda match: _stored(match[0]), text)
+    text = PATHS.sub(lambda match: _last(match[0]), SERVERS.sub(ADDRESS, text))
     return HOSTS.sub(ADDRESS, text)
 
 
@@ -191,9 +191,9 @@ def refuse_secrets(name: str, content: bytes | Path) -> None:
     for text in _texts(content):
         for part, line in ((text, 1), *_values(name, text)[0]):
             for what, pattern in patterns:
-                if found := pattern.search(part):
+                if match := pattern.search(part):
                     start = line or _line(text, part)
-                    raise UserError(_refusal(name, start + part.count("\n", 0, found.start()), what))
+                    raise UserError(_refusal(name, start + part.count("\n", 0, match.start()), what))
 
 
 def refuse_private(name: str, content: bytes | Path) -> None:
@@ -211,8 +211,8 @@ def refuse_private(name: str, content: bytes | Path) -> None:
         if not whole:
             paths = IN_CODE if Path(name).suffix in (".py", ".jinja") else PATHS
             for form, what in ((paths, PATH), (STORES, LINK), (SERVERS, LINK), (HOSTS, LINK)):
-                found = form.search(text)
-                lines += [(1 + text.count("\n", 0, found.start()), what)] if found else []
+                match = form.search(text)
+                lines += [(1 + text.count("\n", 0, match.start()), what)] if match else []
         if lines:
             raise UserError(_refusal(name, *min(lines)))
 
@@ -237,19 +237,19 @@ def _values(name: str, text: str) -> tuple[list[tuple[str, int]], bool]:
 
     The line is 0 if `_line` has to search for it: a vocabulary has too many strings to search for each.
     """
-    found, rest = [], False
+    values, rest = [], False
     for number, line in enumerate(text.split("\n"), 1):
         try:
-            found += [(value, number) for value in _strings(json.loads(line))] if line.strip() else []
+            values += [(value, number) for value in _strings(json.loads(line))] if line.strip() else []
         except (ValueError, RecursionError):
             rest = True
     if not rest:
-        return found, True
+        return values, True
     is_yaml = Path(name).suffix in (".yaml", ".yml")  # which has comments
     try:
         return [(value, 0) for value in _strings(yaml.safe_load(text) if is_yaml else json.loads(text))], not is_yaml
     except (ValueError, RecursionError, yaml.YAMLError):
-        return found, False
+        return values, False
 
 
 def _line(text: str, value: str) -> int:

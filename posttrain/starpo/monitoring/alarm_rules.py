@@ -81,13 +81,13 @@ def _reward_std(memory: Memory, row: Figures, setting: Setting) -> Iterator[Find
         return
     sizes, limits = setting.sizes, setting.limits
     names = [name for name in _environments(row) if f"rollout/{name}/in_group_std" in row]
-    known = memory["names"] = sorted({*memory.get("names", ()), *names})
+    seen = memory["names"] = sorted({*memory.get("names", ()), *names})
     gone = memory.setdefault("gone", {})
     for path in [f"/{name}" for name in names] or [""]:
         own, groups = memory.setdefault(path, {}), sizes.groups / max(1, len(names))
         success = last_values(own, "success", row.get(f"rollout{path}/success", 0.0), 20)
         won = fmean(success[-10:])
-        name = f"variance_collapse{path if len(known) > 1 else ''}"
+        name = f"variance_collapse{path if len(seen) > 1 else ''}"
         series = Noisy(own, "std", row[f"rollout{path}/in_group_std"])
         size = size_of_std(own, series, groups)
         if series.improved:
@@ -99,7 +99,7 @@ def _reward_std(memory: Memory, row: Figures, setting: Setting) -> Iterator[Find
         if series.best is None or series.best <= 1e-6:
             continue
         expected = series.best * min(1.0, variance_left(won) / max(own["left"], 1e-6))
-        chance = FALSE_ALARM / (sizes.steps * len(WINDOWS) * max(1, len(known)))
+        chance = FALSE_ALARM / (sizes.steps * len(WINDOWS) * max(1, len(seen)))
         if series.mean(5) >= 0.75 * expected or "healthy" not in own:
             own["healthy"] = setting.step
         limit = limits["variance_collapse"] * expected
@@ -118,8 +118,8 @@ def _reward_std(memory: Memory, row: Figures, setting: Setting) -> Iterator[Find
     shares = [share for share in gone.values() if share is not None]
     yield Finding(
         "variance_gone",
-        bool(shares) and len(gone) >= len(known),
-        len(gone) < max(1, len(known)),
+        bool(shares) and len(gone) >= len(seen),
+        len(gone) < max(1, len(seen)),
         f"In-group reward std fell to {max(shares, default=1):.0%} of its best: the rewards no longer teach anything.",
     )
 

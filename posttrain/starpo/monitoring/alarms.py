@@ -74,10 +74,10 @@ def advance(
     cfg: StarPORun | None = None,
 ) -> list[Alarm]:
     """Return the alarms that `watch` returns; change the state in place."""
-    known = {**LIMITS, **(limits or {})}
-    assert known.keys() == LIMITS.keys(), known.keys() - LIMITS.keys()
+    all_limits = {**LIMITS, **(limits or {})}
+    assert all_limits.keys() == LIMITS.keys(), all_limits.keys() - LIMITS.keys()
     on, memory = state.setdefault("on", []), state.setdefault("memory", {})
-    setting = Setting(step, sizes, known)
+    setting = Setting(step, sizes, all_limits)
     finite = {key: value for key, value in row.items() if math.isfinite(value)}
     findings = list(_numbers(memory.setdefault("_numbers", {}), row, setting))
     for rule in RULES:
@@ -118,7 +118,7 @@ def not_finite(state: AlarmState) -> str:
     >>> not_finite(watch({}, 12, {"policy/loss": math.nan})[1])
     'since step 12 its figures have not been finite numbers (policy/loss)'
     """
-    found = sorted(state.get("memory", {}).get("_numbers", {}).get("since", {}).values(), key=lambda each: each["step"])
-    if not found:
+    kinds = sorted(state.get("memory", {}).get("_numbers", {}).get("since", {}).values(), key=lambda each: each["step"])
+    if not kinds:
         return ""
-    return f"since step {found[0]['step']} its figures have not been finite numbers ({', '.join(found[0]['keys'])})"
+    return f"since step {kinds[0]['step']} its figures have not been finite numbers ({', '.join(kinds[0]['keys'])})"
