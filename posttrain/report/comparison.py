@@ -45,7 +45,7 @@ def build_comparison(runs: Sequence[str]) -> Path:
             titles=[model.title for model in models],
             verdicts=verdicts(first, others, comparisons),
             heads=[(model.title, COLOURS[(number + 1) % len(COLOURS)]) for number, model in enumerate(models)],
-            rows=side_by_side(comparisons),
+            rows=comparison_rows(comparisons),
             examples=examples,
             curves=shared_curves(models),
         )
@@ -82,7 +82,7 @@ def verdicts(
     return [(other.title, *overall(compared), not_compared(first, other, compared)) for other, compared in pairs]
 
 
-def side_by_side(comparisons: Sequence[list[Comparison]]) -> list[tuple[str, list[str], list[Any]]]:
+def comparison_rows(comparisons: Sequence[list[Comparison]]) -> list[tuple[str, list[str], list[Any]]]:
     """Return rows of figures, with a cell for each model: its figure, the change against the first, and `needed`."""
     rows = []
     for place in dict.fromkeys(_place(each) for compared in comparisons for each in compared):

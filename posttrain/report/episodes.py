@@ -94,11 +94,6 @@ def played(results: Results, transcripts: Sequence[Record], name: str, env: str)
     }
 
 
-def replay_evaluation(results: Results, row: Record) -> tuple[list[np.ndarray], list[tuple[str, list[str]]]]:
-    """Play an episode of the evaluator again, as `acted_out` does."""
-    return acted_out(evaluation_stage(results, row), row)
-
-
 def acted_out(stage: Stage, row: Record) -> tuple[list[np.ndarray], list[tuple[str, list[str]]]]:
     """Return the pictures of `frames_of`, and the turns: (text of the model, its actions).
 

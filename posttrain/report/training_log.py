@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
@@ -81,15 +82,10 @@ def curve_lines(rows: Sequence[Record], keys: Sequence[tuple[str, str]]) -> dict
     lines: dict[str, charts.Line] = {}
     for row, (pattern, label) in itertools.product(rows, keys):
         for key, value in row.items():
-            if matches(pattern, key) and isinstance(value, int | float) and math.isfinite(value):
+            matches = fnmatchcase(key, pattern) and key.count("/") == pattern.count("/")  # `*` is one part
+            if matches and isinstance(value, int | float) and math.isfinite(value):
                 lines.setdefault(key.split("/")[1] if label == "*" else label, []).append((row["step"], value))
     return {label.replace("_", " "): line for label, line in lines.items()}
-
-
-def matches(pattern: str, key: str) -> bool:
-    """Return whether a key matches a pattern, in which `*` is any part: evaluation/*/success."""
-    parts, names = pattern.split("/"), key.split("/")
-    return len(parts) == len(names) and all(part in ("*", name) for part, name in zip(parts, names, strict=True))
 
 
 def recorded(file: Path, pictures: Pictures) -> list[Record]:

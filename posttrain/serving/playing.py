@@ -112,7 +112,7 @@ def show_levels(
             out.print(Text(escape_control_characters(rules), "dim"), soft_wrap=not out.is_terminal)
         play_level(level, out, f"level {number + 1}", delay)
         won += level.episode.success
-        out.print(describe_end(level.episode, level.game.trajectory.reward), soft_wrap=True)
+        out.print(describe_episode_end(level.episode, level.game.trajectory.reward), soft_wrap=True)
     if episodes > 1:
         low, high = metrics.wilson(won, episodes)
         out.print(f"\n{won} of {episodes} levels solved ({won / episodes:.0%}; 95 % interval {low:.0%} to {high:.0%})")
@@ -133,7 +133,7 @@ def play_level(level: PlayedLevel, out: Console, title: str, delay: float) -> No
     out.print(Text(), beside(env, ""), sep="\n")
 
 
-def describe_end(episode: Episode, total: float) -> Text:
+def describe_episode_end(episode: Episode, total: float) -> Text:
     """Return how an episode ended: `Solved after 3 turns, return 1.`"""
     turns = f"after {episode.turns} turn{'' if episode.turns == 1 else 's'}, return {round(total, 6):g}"
     if episode.success:

@@ -39,7 +39,7 @@ from posttrain.report import (
     training_log,
     verdict,
 )
-from posttrain.report.episodes import Pictures, gif, replay_evaluation
+from posttrain.report.episodes import Pictures, acted_out, evaluation_stage, gif
 from posttrain.report.page import build_transcripts, read_run
 from posttrain.report.rendering import TEMPLATES
 from posttrain.serving.publish import measured
@@ -387,7 +387,7 @@ def test_curves_are_of_the_phases_that_were_trained_here(html: str) -> None:
 
 def test_episodes_are_shown_as_they_were_played(rows: Rows, results: Record, html: str) -> None:
     solved = next(r for r in rows if r["suite"] == "envs" and r["checkpoint"] == "phase3" and r["success"])
-    frames, turns = replay_evaluation(results, solved)
+    frames, turns = acted_out(evaluation_stage(results, solved), solved)
     assert len(frames) == 1 + len(solved["actions"])
     assert [action for _, taken in turns for action in taken] == solved["actions"]
     env = make(solved["part"], render_mode="rgb_array")
@@ -424,7 +424,7 @@ def test_animation_shows_the_same_levels_side_by_side(
     for place, row in found.items():
         panels = animation.panels(results, row)
         assert lengths[place] >= 1 + row["turns"] and panels[-1].end and not any(panel.end for panel in panels[:-1])
-        assert (panels[-1].frame == replay_evaluation(results, row)[0][-1]).all()
+        assert (panels[-1].frame == acted_out(evaluation_stage(results, row), row)[0][-1]).all()
         assert (panels[-1].end == "solved") == row["success"]
     shown = list(animation.pictures(results, found, names))
     longest = [max(length for (*_, level), length in lengths.items() if level == n) for n in (0, 1)]
@@ -527,7 +527,7 @@ def test_every_figure_has_a_label_where_a_phone_shows_no_head(html: str) -> None
 
 def test_replay_of_a_silent_player_is_one_picture(rows: Rows, results: Record) -> None:
     silent = next(r for r in rows if r["suite"] == "envs" and r["checkpoint"] == "base")
-    frames, turns = replay_evaluation(results, silent)
+    frames, turns = acted_out(evaluation_stage(results, silent), silent)
     assert len(frames) == 1 and len(turns) == 8
     assert all(taken == [] for _, taken in turns)
     with Image.open(BytesIO(gif(frames))) as image:

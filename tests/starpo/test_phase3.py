@@ -717,7 +717,7 @@ def test_a_group_that_nobody_finished_is_told(player: Path, tmp_path: Path, caps
     cfg = cfg.model_copy(update={"output_dir": str(tmp_path)})
     for step in (1, 2, 3):
         groups = [[trajectory(1.0), trajectory(0.0, truncated=True)], cut]
-        transcripts.record(cfg, groups, step, state, Dashboards([], tmp_path), print)
+        transcripts.record_step(cfg, groups, step, state, Dashboards([], tmp_path), print)
         assert state.unfinished_reported
     told = [line for line in capsys.readouterr().out.splitlines() if "no episode was finished" in line]
     assert [line.split(":")[0] for line in told] == ["step 1"], "once"

@@ -16,7 +16,7 @@ import envs
 from posttrain.config import ChatRun, SamplingSection
 from posttrain.report import png
 from posttrain.serving.generation import Generator
-from posttrain.serving.playing import PlayedLevel, describe_end, open_played_env
+from posttrain.serving.playing import PlayedLevel, describe_episode_end, open_played_env
 from posttrain.serving.web_chat.events import ONE_AT_A_TIME, PAUSE, QUICK, html_table, page_error, wait_until_idle
 from posttrain.types import UserError
 
@@ -132,7 +132,7 @@ class PlayTab:
         episode, total = level.episode, level.game.trajectory.reward
         now = f"Turn {episode.turns + 1} of {episode.protocol.max_turns}, return so far {round(total, 6):g}"
         if level.over:
-            now = describe_end(episode, total).plain
+            now = describe_episode_end(episode, total).plain
         observation = level.observation if not level.over else episode.env.observe()
         past = html_table([["turn", "answer", "result"], *seat.turns], "words") if seat.turns else ""
         return pictured(level), now, observation, past, *enabled(step=not level.over, stop=False)

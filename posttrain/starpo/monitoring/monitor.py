@@ -65,7 +65,7 @@ class Monitor:
         self, groups: list[list[Trajectory]], state: RunState, step: int, tokens: list[list[TokenFigures]] | None = None
     ) -> None:
         """Write transcripts and pictures, where due."""
-        transcripts.record(self.cfg, groups, step, state, self.boards, self.say, tokens)
+        transcripts.record_step(self.cfg, groups, step, state, self.boards, self.say, tokens)
 
     def show_validation(self, played: list[Trajectory], step: int) -> None:
         """Show episodes of validation levels on the dashboards."""

@@ -23,7 +23,7 @@ KEPT = (
 COUNT = 4  # episodes that are written each time; at any step as many whose environment raised
 
 
-def record(
+def record_step(
     cfg: StarPORun,
     groups: list[list[Trajectory]],
     step: int,
