@@ -697,7 +697,7 @@ def test_both_pages_have_the_same_verdicts(run: Path, html: str) -> None:
     assert html.count('<i class="change ') == 18 and together <= alone
 
 
-def test_each_phase_is_told_in_a_sentence(run: Path, results: Record, html: str) -> None:
+def test_each_phase_has_a_sentence(run: Path, results: Record, html: str) -> None:
     (told,) = re.findall(r'<ul class="phases">(.*?)</ul>', html, re.DOTALL)
     found = [words_of(item) for item in re.findall(r"<li>(.*?)</li>", told, re.DOTALL)]
     assert [words.split(":")[0] for words in found] == [
@@ -708,7 +708,7 @@ def test_each_phase_is_told_in_a_sentence(run: Path, results: Record, html: str)
         assert all(words.count(column.title) == 1 for column in tables.columns(results))
 
 
-def test_cost_and_data_are_told_as_far_as_they_are_known(run: Path, results: Record, tmp_path: Path) -> None:
+def test_cost_and_data_as_far_as_they_are_recorded(run: Path, results: Record, tmp_path: Path) -> None:
     folders = training_log.phase_folders(results, run)
     assert folders["base"] is None and folders["phase1"] == run / "phase1" and training_log.data(folders) == []
     assert training_log.cost(results, folders)["rows"][0][2:] == ("not recorded", "not recorded", "", "not recorded")
@@ -790,7 +790,7 @@ def test_an_episode_whose_environment_has_changed_is_shown_without_pictures(tmp_
         transcripts_of(tmp_path, row)
 
 
-def test_a_line_that_is_no_episode_is_named(tmp_path: Path) -> None:
+def test_a_line_that_is_not_an_episode_is_named(tmp_path: Path) -> None:
     file = tmp_path / "transcripts.jsonl"
     with pytest.raises(UserError, match=r"There is no file .*transcripts.jsonl"):
         build_transcripts(file)
@@ -913,7 +913,7 @@ def test_the_items_that_are_needed_do_tell() -> None:
     assert comparison.needed(close) == words
 
 
-def test_where_no_difference_is_seen_the_levels_are_told_that_would_show_five_points() -> None:
+def test_without_a_difference_the_page_says_how_many_levels_show_five_points() -> None:
     column = tables.Column("Lake", "", "envs", "lake", "success", "")
     pairs = [({"success": number % 2 == 0}, {"success": number % 2 == 1}) for number in range(60)]
     pairs += [({"success": True}, {"success": True})] * 240
@@ -989,7 +989,7 @@ def test_several_intervals_hold_together(run: Path, other: Path) -> None:
     assert found.change.value == alone.change.value
 
 
-def test_what_was_not_asked_alike_is_not_compared(run: Path, other: Path, tmp_path: Path) -> None:
+def test_figures_of_other_items_or_sampling_are_not_compared(run: Path, other: Path, tmp_path: Path) -> None:
     before = comparison.open_model(str(run))
     changed = json.loads((other / "results.json").read_text())
     changed["config"]["settings"][0]["temperature"] = 0.3  # what the headlines were sampled with

@@ -250,7 +250,7 @@ def test_nobody_without_the_key_is_answered(kind: str, given_key: str | None) ->
     assert asked(app, kind, authorization="Bearer secret") == 200
 
 
-def test_what_is_refused_is_said_in_the_form_of_the_server() -> None:
+def test_a_refusal_has_the_form_of_the_server() -> None:
     sent: list[Any] = []
     app = KeyHolders(echo, "secret", lambda words, status: {"error": {"message": words, "code": status}})
     asyncio.run(app({"type": "http", "headers": []}, None, into(sent)))

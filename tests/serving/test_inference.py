@@ -627,7 +627,7 @@ def test_a_flag_with_a_wrong_value(folder: Path, args: list[str], capsys: pytest
 
 
 @pytest.mark.parametrize("args", [["--prompt", "Hi"], ["--prompt", "Hi", "--compare"], ["--play", "frozen_lake"], []])
-def test_weights_that_are_no_numbers_end_it(
+def test_weights_that_are_not_numbers_end_the_chat(
     folder: Path, args: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     honest = models.load
@@ -705,7 +705,7 @@ def test_a_damaged_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
         ("/final", "model"),
     ],
 )
-def test_the_speaker_is_the_model(model: str, name: str) -> None:
+def test_the_prompt_shows_the_short_name_of_the_model(model: str, name: str) -> None:
     assert short_name(model) == name
 
 

@@ -123,7 +123,7 @@ def reseal(folder: Path, **meta: Any) -> None:
     checkpoint.seal(folder, **before | meta)
 
 
-def test_a_dry_run_asks_nobody_and_lists_each_file_with_its_size(
+def test_a_dry_run_sends_nothing_and_lists_each_file_with_its_size(
     made: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def connect(*_: Any) -> None:
@@ -469,19 +469,12 @@ for shape in ("/", "~/", "../", "a@a.", "http://", "/home/a "):
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("gsk_" + "a" * 52, "an API key"),
-        ("xai-" + "a" * 80, "an API key"),
-        ("pplx-" + "a" * 48, "an API key"),
-        ("dapi" + "a1" * 16, "an API key"),
-        ("dop_v1_" + "a1" * 32, "an API key"),
+        *((key, "an API key") for key in (
+            "gsk_" + "a" * 52, "xai-" + "a" * 80, "pplx-" + "a" * 48, "dapi" + "a1" * 16, "dop_v1_" + "a1" * 32,
+            "nvapi-" + "a" * 64, "wandb_v1_" + "a" * 40, "pypi-" + "A" * 80, "npm_" + "a" * 36, "r8_" + "a" * 37,
+            "sk_live_" + "a" * 24, "ya29." + "a" * 60,
+        )),
         ("glrt-" + "a1" * 10, "a token of GitHub or GitLab"),
-        ("nvapi-" + "a" * 64, "an API key"),
-        ("wandb_v1_" + "a" * 40, "an API key"),
-        ("pypi-" + "A" * 80, "an API key"),
-        ("npm_" + "a" * 36, "an API key"),
-        ("r8_" + "a" * 37, "an API key"),
-        ("sk_live_" + "a" * 24, "an API key"),
-        ("ya29." + "a" * 60, "an API key"),
         ("ASIA" + "A" * 16, "a key of a cloud"),
         ("https://hooks.slack.com/services/T0/B0/x", "a token of Slack"),
         ("machine api.wandb.ai\n  login user\n  password a1a1a1a1", r"a password of \.netrc"),
@@ -515,7 +508,7 @@ for shape in ("/", "~/", "../", "a@a.", "http://", "/home/a "):
         (json.dumps({"m": "/dbfs/ana/x"}).replace("/", "\\u002f"), "a path"),
         ('{"a": 1}\nsee /storage/ana/x', "a path"),
     ],
-)
+)  # fmt: skip
 def test_text_is_checked_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, what: str) -> None:
     monkeypatch.setenv("MYKEY", 'sk/test"key-12')
     for name in ("train.log", "notes", "rows.jsonl"):
@@ -524,7 +517,7 @@ def test_text_is_checked_by_its_content(tmp_path: Path, monkeypatch: pytest.Monk
             privacy.refuse_private(name, tmp_path / name)
 
 
-def test_words_about_tokens_are_no_secrets() -> None:
+def test_words_about_tokens_are_not_secrets() -> None:
     settings = {"eos_token": "<|im_end|>", "token": "Ġinternational", "api_key_env": "MY_KEY", "tokens": "12,345"}
     settings |= {"tokens_field": "max_completion_tokens", "tokenizer_class": "PreTrainedTokenizerFast"}
     settings |= {"commit": "a1" * 20}
@@ -546,8 +539,8 @@ def test_nothing_that_is_written_here_is_taken_for_a_secret() -> None:
 
 def test_a_vocabulary_is_read_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its strings times its lines are 400 million; the line of a string is looked for where there is something."""
-    calls, line = [], privacy._line
-    monkeypatch.setattr(privacy, "_line", lambda *given: calls.append(given) or line(*given))
+    calls, line = [], privacy.line_of
+    monkeypatch.setattr(privacy, "line_of", lambda *given: calls.append(given) or line(*given))
     vocabulary: dict[str, Any] = {f"word{number}": number for number in range(20_000)}
     vocabulary |= {"resetPassword": 123456, "login": 7, "token": 12345678901234567}
     whole = {"model": {"vocab": vocabulary}}

@@ -222,7 +222,7 @@ def test_several_at_once_each_get_their_own_answer(client: openai.OpenAI, final:
     assert len(set(alone)) > 3
 
 
-def test_it_samples_as_asked(client: openai.OpenAI, final: Path) -> None:
+def test_it_samples_with_the_settings_of_the_request(client: openai.OpenAI, final: Path) -> None:
     def said(**given: Any) -> str:
         return ask(client, final, **given).choices[0].message.content
 
@@ -279,13 +279,15 @@ def test_it_samples_as_asked(client: openai.OpenAI, final: Path) -> None:
         ({"extra_body": {"stream": "yes"}}, "stream is 'yes'"),
     ],
 )
-def test_what_it_cannot_do_is_said(client: openai.OpenAI, final: Path, given: dict[str, Any], words: str) -> None:
+def test_an_unsupported_request_is_refused(
+    client: openai.OpenAI, final: Path, given: dict[str, Any], words: str
+) -> None:
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError, match=words):
             ask(client, final, stream=stream, **given)
 
 
-def test_a_request_that_is_none_is_said(client: openai.OpenAI, final: Path) -> None:
+def test_a_malformed_request_is_refused(client: openai.OpenAI, final: Path) -> None:
     with pytest.raises(openai.UnprocessableEntityError, match="unheard_of") as unknown:
         ask(client, final, extra_body={"unheard_of": 1})
     assert isinstance(unknown.value.body, dict) and unknown.value.body["type"] == "invalid_request_error"
@@ -400,7 +402,7 @@ def test_no_website_reaches_it(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_model_that_fails_is_told_as_a_fault_of_the_server(final: Path, stream: bool) -> None:
+def test_an_error_of_the_model_is_a_server_error(final: Path, stream: bool) -> None:
     """With words that break the JSON of transformers' own message."""
     from fastapi.testclient import TestClient
 
@@ -462,7 +464,7 @@ def test_nothing_is_computed_for_a_client_that_has_gone(final: Path, stream: boo
         ({"suffix": "b"}, "suffix is not supported"),
     ],
 )
-def test_what_a_completion_cannot_have_is_said(
+def test_an_unsupported_completion_is_refused(
     client: openai.OpenAI, final: Path, given: dict[str, Any], words: str
 ) -> None:
     for stream in (False, True):
@@ -487,7 +489,7 @@ def test_no_request_loads_or_drops_a_model(client: openai.OpenAI, address: str) 
             client.post(f"{address.removesuffix('/v1')}/{route}", cast_to=object, body={"model": "gpt2"})
 
 
-def test_mistakes_are_told_in_a_paragraph(
+def test_a_mistake_is_one_paragraph(
     final: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):

@@ -429,7 +429,7 @@ def test_two_models_side_by_side_and_the_exported_file(
 
 
 @in_browser
-def test_what_a_model_writes_is_never_html_and_errors_are_told(
+def test_what_a_model_writes_is_never_html_and_errors_are_shown(
     alone: str, visit: Callable[..., Any], model: Script
 ) -> None:
     model.text = lambda: HOSTILE
@@ -461,7 +461,9 @@ def test_texts_are_shown_as_they_were_written(alone: str, visit: Callable[..., A
         assert shown.evaluate(WHITE_SPACE) == "pre-wrap"
 
 
-def test_what_is_exported_is_what_was_asked(cfg: ChatRun, both: list[Scripted], model: Script, tmp_path: Path) -> None:
+def test_an_export_holds_messages_and_settings(
+    cfg: ChatRun, both: list[Scripted], model: Script, tmp_path: Path
+) -> None:
     """The system message of each answer, its setting, and whether it was cut short; phase 1 takes what is whole."""
     tab, talk = talking.ChatTab({"model 1": both[0]}, cfg), talking.Talk()
     model.text = lambda: "a b c"
@@ -846,14 +848,14 @@ def test_the_script_opens_a_page_that_asks_for_a_password(
         (["--web", "--password"], "set the environment variable CHAT_PASSWORD"),
     ],
 )
-def test_mistakes_are_told_in_a_paragraph(flags: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_is_one_paragraph(flags: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(server.PASSWORD, raising=False)
     monkeypatch.setattr("sys.stdin", io.StringIO())
     with pytest.raises(UserError, match=words):
         script.main(flags)
 
 
-def test_a_missing_gradio_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gradio_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as refused:
         script.main(["--web", "--play", "frozen_lake"])
     assert refused.value.code == 2

@@ -192,7 +192,7 @@ def refuse_secrets(name: str, content: bytes | Path) -> None:
         for part, line in ((text, 1), *_values(name, text)[0]):
             for what, pattern in patterns:
                 if match := pattern.search(part):
-                    start = line or _line(text, part)
+                    start = line or line_of(text, part)
                     raise UserError(_refusal(name, start + part.count("\n", 0, match.start()), what))
 
 
@@ -207,7 +207,7 @@ def refuse_private(name: str, content: bytes | Path) -> None:
             continue
         values, whole = _values(name, text)  # without the escapes of JSON, which can hide a path or look like one
         first = next(((value, line) for value, line in values if cut_values(value) != value), None)
-        lines = [(first[1] or _line(text, first[0]), _kind(first[0]))] if first else []
+        lines = [(first[1] or line_of(text, first[0]), _kind(first[0]))] if first else []
         if not whole:
             paths = IN_CODE if Path(name).suffix in (".py", ".jinja") else PATHS
             for form, what in ((paths, PATH), (STORES, LINK), (SERVERS, LINK), (HOSTS, LINK)):
@@ -235,7 +235,7 @@ def is_utf8(content: bytes | Path) -> bool:
 def _values(name: str, text: str) -> tuple[list[tuple[str, int]], bool]:
     """Return each string of JSON, JSON lines or YAML with its line, and whether the text holds nothing else.
 
-    The line is 0 if `_line` has to search for it: a vocabulary has too many strings to search for each.
+    The line is 0 if `line_of` has to search for it: a vocabulary has too many strings to search for each.
     """
     values, rest = [], False
     for number, line in enumerate(text.split("\n"), 1):
@@ -252,7 +252,7 @@ def _values(name: str, text: str) -> tuple[list[tuple[str, int]], bool]:
         return values, False
 
 
-def _line(text: str, value: str) -> int:
+def line_of(text: str, value: str) -> int:
     """Return the first line with this string in one of the forms of JSON; 1 if there is none."""
     written = (json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], value)
     places = [text.index(one) for one in written if one in text]
